@@ -1,0 +1,108 @@
+"""Scope, Verb, Phase, Plan: a collective as data.
+
+A plan runs its phases on each chunk of the buffer, in order. Where a plan has several chunks, at most `depth` of them
+are under way at a time, so that the phases between nodes overlap with those inside a node.
+
+What the verbs do to a chunk of ``num_shards`` equal shards (see `topology.world.World`):
+
+================  =======  ==================================================================================
+verb              scope    afterwards
+================  =======  ==================================================================================
+ALL_REDUCE        WORLD    every rank holds the sum over all ranks
+REDUCE_SCATTER    INTRA    each rank holds, in the shards it owns, the sum over its node
+ALL_REDUCE        INTER    each rank holds, in the shards it owns, the sum over the owners on all nodes
+ALL_GATHER        INTRA    every rank holds every shard as its owner on this node had it
+REDUCE            INTRA    the leader holds the sum over its node
+ALL_REDUCE        LEADERS  each leader holds the sum over the leaders
+BROADCAST         INTRA    every rank holds what its leader had
+================  =======  ==================================================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from mpistrat.topology.world import World
+
+__all__ = ["Phase", "Plan", "Scope", "Verb"]
+
+
+class Scope(str, Enum):
+    """Which group a phase runs in."""
+
+    WORLD = "world"
+    INTRA = "intra"
+    INTER = "inter"
+    LEADERS = "leaders"
+
+
+class Verb(str, Enum):
+    """What a phase does; the standard's names."""
+
+    ALL_REDUCE = "all_reduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
+    REDUCE = "reduce"
+    BROADCAST = "broadcast"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One step of a plan."""
+
+    verb: Verb
+    scope: Scope
+
+    def __str__(self) -> str:
+        return f"{self.scope.value} {self.verb.value}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A collective on a buffer of `count` elements, as phases on chunks.
+
+    Attributes
+    ----------
+    algorithm : str
+        Which planner made it.
+    world : World
+        Whom it is for.
+    count : int
+        Elements of the whole buffer.
+    itemsize : int
+        Bytes of one element.
+    phases : tuple of Phase
+        Run on each chunk, in this order.
+    chunk_count : int
+        Elements of a chunk: a multiple of ``world.num_shards``; the last chunk is padded up to such a multiple.
+    depth : int
+        Chunks under way at a time; 1 means one after the other.
+    """
+
+    algorithm: str
+    world: World
+    count: int
+    itemsize: int
+    phases: tuple[Phase, ...]
+    chunk_count: int
+    depth: int = 1
+
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks the buffer is moved in; 0 for an empty buffer."""
+        return -(-self.count // self.chunk_count)
+
+    def padded(self, count: int) -> int:
+        """Return `count` rounded up to a multiple of the number of shards."""
+        shards = self.world.num_shards
+        return -(-count // shards) * shards
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """Return (first element, elements) of each chunk, without padding."""
+        return [(start, min(self.chunk_count, self.count - start)) for start in range(0, self.count, self.chunk_count)]
+
+    def __str__(self) -> str:
+        steps = " -> ".join(map(str, self.phases)) or "nothing to do"
+        chunked = f", {self.num_chunks} chunks, {self.depth} at a time" if self.num_chunks > 1 else ""
+        return f"{self.algorithm}: {steps} ({self.count * self.itemsize} bytes{chunked})"

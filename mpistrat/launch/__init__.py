@@ -1,0 +1,1 @@
+"""Who started me: launchers, MPI start, the right mpiexec, a clean end."""

@@ -1,0 +1,1 @@
+"""How many arrays become few buffers."""

@@ -1,0 +1,121 @@
+"""ReduceOp, and what each operation means for each dtype.
+
+======  =======  ==============  =======================  =============================  ========
+op      bool     integers        float32, float64         float16, bfloat16              complex
+======  =======  ==============  =======================  =============================  ========
+SUM     or       wraps around    IEEE sum                 summed in float32              sum
+MEAN    refused  truncated to 0  SUM, then one division   the same in float32            the same
+MIN     and      minimum         minimum, NaN wins        minimum, NaN wins              refused
+MAX     or       maximum         maximum, NaN wins        maximum, NaN wins              refused
+PROD    and      wraps around    product                  multiplied in float32          product
+======  =======  ==============  =======================  =============================  ========
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+
+__all__ = ["ReduceOp", "accumulation_dtype", "check_dtype", "combine", "divide"]
+
+Array = NDArray[Any]
+
+HALF_DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+ACCEPTED = "bool, integers, float16, bfloat16, float32, float64 and complex numbers"
+
+
+class ReduceOp(Enum):
+    """How the components of a value are combined across replicas."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    MIN = "MIN"
+    MAX = "MAX"
+    PROD = "PROD"
+
+    @classmethod
+    def parse(cls, op: ReduceOp | str) -> ReduceOp:
+        """Return the operation that a member or a name, in any case, stands for.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If the name is unknown.
+        TypeError
+            If `op` is neither a ReduceOp nor a str.
+        """
+        if isinstance(op, cls):
+            return op
+        accepted = ", ".join(member.name for member in cls)
+        if not isinstance(op, str):
+            raise TypeError(f"reduce_op must be a ReduceOp or a str, one of {accepted}; got {op!r}")
+        try:
+            return cls[op.upper()]
+        except KeyError:
+            raise InvalidArgumentError(f"unknown reduce_op {op!r}; accepted are {accepted}, in any case") from None
+
+
+def check_dtype(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None:
+    """Check that `op` is defined for `dtype`.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        If it is not; the message says which dtypes are.
+    """
+    if dtype not in HALF_DTYPES and dtype.kind not in "biufc":
+        raise UnsupportedDtypeError(f"{name} has dtype {dtype}, which no collective can carry; accepted are {ACCEPTED}")
+    if not dtype.isnative:
+        raise UnsupportedDtypeError(f"{name} has the foreign byte order {dtype.str}; convert it with .astype({dtype.name!r})")
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.kind == "c":
+        raise UnsupportedDtypeError(f"{op.name} is not defined for {name} of dtype {dtype}: complex numbers have no order")
+    if op is ReduceOp.MEAN and dtype.kind == "b":
+        raise UnsupportedDtypeError(f"MEAN is not defined for {name} of dtype bool; cast it to float32 first")
+
+
+def accumulation_dtype(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which `op` combines values of `dtype`: float32 for 16-bit floats, else `dtype` itself."""
+    if dtype in HALF_DTYPES:
+        return np.dtype(np.float32)
+    return dtype
+
+
+_COMBINE: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PROD: np.multiply,
+}
+
+
+def combine(op: ReduceOp) -> np.ufunc:
+    """Return the ufunc of two operands that `op` folds with; MEAN folds as SUM and is divided once, at the end."""
+    return _COMBINE[op]
+
+
+def divide(total: Array, count: int, out: Array) -> None:
+    """Write `total` divided by `count` into `out`; integers are truncated towards zero.
+
+    Parameters
+    ----------
+    total, out : ndarray
+        Arrays of equal shape; they may be the same array.
+    count : int
+        Number of components that were summed.
+    """
+    if total.dtype.kind in "iu":
+        # stays in integers, so that no bit of an int64 is lost in a float; floor division, corrected towards zero
+        wide = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64, copy=False)
+        quotient, remainder = np.divmod(wide, wide.dtype.type(count))
+        out[...] = quotient + ((remainder != 0) & (wide < 0))
+    elif out.dtype == total.dtype:
+        np.divide(total, total.dtype.type(count), out=out)
+    else:
+        out[...] = total / total.dtype.type(count)

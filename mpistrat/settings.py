@@ -1,0 +1,169 @@
+"""Every ``MPISTRAT_*`` environment variable: name, type, default, meaning.
+
+File law: nothing is read at import; a setting is read when it is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from mpistrat.errors import SettingError
+
+__all__ = [
+    "ABORT",
+    "ALGORITHM",
+    "CHUNK_BYTES",
+    "INTER_TRANSPORT",
+    "INTRA_TRANSPORT",
+    "MAX_MESSAGE_BYTES",
+    "SETTINGS",
+    "STRICT",
+    "TIMELINE",
+    "TIMEOUT_SECONDS",
+    "VERBOSE",
+    "VIRTUAL_NODES",
+    "Setting",
+    "parse_bytes",
+]
+
+T = TypeVar("T")
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+@dataclass(frozen=True)
+class Setting(Generic[T]):
+    """One environment variable.
+
+    Attributes
+    ----------
+    name : str
+        The variable, ``MPISTRAT_…``.
+    parse : callable
+        Turns the text into a value; raises ValueError with what it accepts.
+    default : object
+        The value where the variable is unset or empty.
+    meaning : str
+        One sentence for the reference page.
+    """
+
+    name: str
+    parse: Callable[[str], T]
+    default: T
+    meaning: str
+
+    def read(self, environ: Mapping[str, str] | None = None) -> T:
+        """Return the value of this setting now.
+
+        Parameters
+        ----------
+        environ : mapping, optional
+            Where to look; the process's environment by default.
+
+        Raises
+        ------
+        SettingError
+            If the variable is set to a text that its type does not accept.
+        """
+        text = (os.environ if environ is None else environ).get(self.name, "").strip()
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise SettingError(f"{self.name}={text!r} was found; {error}. Meaning: {self.meaning}") from error
+
+
+def parse_bytes(text: str) -> int:
+    """Return the number of bytes in a text such as ``64MiB``, ``1.5 KiB``, ``8`` or ``1GB``.
+
+    Raises
+    ------
+    ValueError
+        If the text is not a number followed by one of B, KiB, MiB, GiB, KB, MB, GB.
+    """
+    compact = text.replace(" ", "")
+    digits = compact.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    unit = compact[len(digits) :].upper()
+    try:
+        amount = float(digits) * _UNITS[unit]
+        count = int(amount)
+    except (ValueError, KeyError, OverflowError):
+        accepted = "a number and B, KiB, MiB, GiB, KB, MB or GB are accepted, for example 64MiB"
+        raise ValueError(f"{text!r} is no size: {accepted}") from None
+    if count < 0 or count != amount:
+        raise ValueError(f"{text!r} is no whole, non-negative number of bytes")
+    return count
+
+
+def _parse_bool(text: str) -> bool:
+    table = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in table:
+        raise ValueError("1, true, yes, on, 0, false, no and off are accepted")
+    return table[text.lower()]
+
+
+def _parse_seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds >= 0:
+        raise ValueError("a number of seconds >= 0 is accepted")
+    return seconds
+
+
+def _one_of(*names: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text.lower() not in names:
+            raise ValueError(f"{', '.join(names)} are accepted")
+        return text.lower()
+
+    return parse
+
+
+VIRTUAL_NODES = Setting(
+    "MPISTRAT_VIRTUAL_NODES",
+    str,
+    "",
+    "Pretend that the ranks sit on nodes of this shape: 2x2, 3+1, 2x2:cyclic. Empty: the real nodes.",
+)
+STRICT = Setting("MPISTRAT_STRICT", _parse_bool, False, "Check before each collective that all ranks make the same call.")
+ABORT = Setting("MPISTRAT_ABORT", _parse_bool, True, "An uncaught exception on one rank ends the whole job.")
+ALGORITHM = Setting(
+    "MPISTRAT_ALGORITHM",
+    _one_of("auto", "flat", "leader", "hierarchical", "pipelined"),
+    "auto",
+    "The all-reduce algorithm where a call names none.",
+)
+CHUNK_BYTES = Setting(
+    "MPISTRAT_CHUNK_BYTES", parse_bytes, 0, "Bytes that a pipelined all-reduce moves at a time. 0: chosen by the planner."
+)
+MAX_MESSAGE_BYTES = Setting(
+    "MPISTRAT_MAX_MESSAGE_BYTES", parse_bytes, 2**30, "The largest message handed to MPI in one call; larger ones are split."
+)
+INTRA_TRANSPORT = Setting(
+    "MPISTRAT_INTRA_TRANSPORT", _one_of("auto", "shared_memory", "mpi"), "auto", "How bytes move between ranks of one node."
+)
+INTER_TRANSPORT = Setting(
+    "MPISTRAT_INTER_TRANSPORT", _one_of("auto", "mpi_ring", "mpi"), "auto", "How bytes move between nodes."
+)
+TIMEOUT_SECONDS = Setting(
+    "MPISTRAT_TIMEOUT_SECONDS", _parse_seconds, 0.0, "Deadline of each collective that names none, in seconds. 0: none."
+)
+TIMELINE = Setting("MPISTRAT_TIMELINE", str, "", "Folder for one Chrome/Perfetto timeline per rank. Empty: none.")
+VERBOSE = Setting("MPISTRAT_VERBOSE", _parse_bool, False, "Rank 0 prints the topology and each plan it chooses, and why.")
+
+SETTINGS: tuple[Setting[Any], ...] = (
+    VIRTUAL_NODES,
+    STRICT,
+    ABORT,
+    ALGORITHM,
+    CHUNK_BYTES,
+    MAX_MESSAGE_BYTES,
+    INTRA_TRANSPORT,
+    INTER_TRANSPORT,
+    TIMEOUT_SECONDS,
+    TIMELINE,
+    VERBOSE,
+)

@@ -1,0 +1,1 @@
+"""For the person adding a part."""

@@ -1,0 +1,1 @@
+"""For the person at the terminal."""

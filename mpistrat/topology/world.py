@@ -1,0 +1,195 @@
+"""World, Node, Place: a frozen picture of which rank sits where, buildable by hand for any shape.
+
+File law: no MPI and no GPU here; `topology.discover` fills the picture in from a running job.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mpistrat.errors import TopologyError
+
+__all__ = ["Node", "Place", "World", "parse_shape"]
+
+_ACCEPTED = "accepted are NODESxRANKS (2x4), ranks per node joined by + (3+1), each with :block or :cyclic behind it"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine (or virtual node), with the ranks on it in rising order."""
+
+    index: int
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank sits."""
+
+    rank: int
+    size: int
+    node_index: int
+    num_nodes: int
+    local_rank: int
+    local_size: int
+
+    def __repr__(self) -> str:
+        return (
+            f"Place(rank={self.rank}({self.size}), node={self.node_index}({self.num_nodes}), "
+            f"local_rank={self.local_rank}({self.local_size}))"
+        )
+
+
+@dataclass(frozen=True)
+class World:
+    """All nodes of a job. Nodes are ordered by their lowest rank.
+
+    The buffer of a hierarchical collective has `num_shards` equal shards, as many as the largest node has ranks. On every
+    node each shard is owned by one rank (`shards_of`); a smaller node's ranks own several. The owners of one shard, one
+    per node, are a rail (`rails`).
+    """
+
+    nodes: tuple[Node, ...]
+
+    @classmethod
+    def from_node_of_rank(cls, node_of_rank: Sequence[int], names: Sequence[str] | None = None) -> World:
+        """Build the world in which rank r sits on the node labelled ``node_of_rank[r]``.
+
+        Parameters
+        ----------
+        node_of_rank : sequence of int
+            One label per rank; nodes are numbered in the order of their lowest rank.
+        names : sequence of str, optional
+            A node name per rank; ``node0``, ``node1``, … by default.
+
+        Raises
+        ------
+        TopologyError
+            If there are no ranks.
+        """
+        if not node_of_rank:
+            raise TopologyError("a world needs at least one rank; got none")
+        members: dict[int, list[int]] = {}
+        for rank, label in enumerate(node_of_rank):
+            members.setdefault(label, []).append(rank)
+        groups = list(members.values())
+        return cls(
+            tuple(
+                Node(index, names[ranks[0]] if names else f"node{index}", tuple(ranks)) for index, ranks in enumerate(groups)
+            )
+        )
+
+    @classmethod
+    def from_shape(cls, shape: str, num_ranks: int | None = None) -> World:
+        """Build the world of a shape such as ``2x4``, ``3+1`` or ``2x2:cyclic``.
+
+        Raises
+        ------
+        TopologyError
+            If the shape is malformed, or is not one of `num_ranks` ranks.
+        """
+        sizes, placement = parse_shape(shape)
+        if num_ranks is not None and sum(sizes) != num_ranks:
+            raise TopologyError(f"node shape {shape!r} describes {sum(sizes)} ranks, but there are {num_ranks}; {_ACCEPTED}")
+        if placement == "block":
+            return cls.from_node_of_rank([node for node, size in enumerate(sizes) for _ in range(size)])
+        return cls.from_node_of_rank([node for turn in range(max(sizes)) for node, size in enumerate(sizes) if turn < size])
+
+    @cached_property
+    def size(self) -> int:
+        """Number of ranks."""
+        return sum(len(node.ranks) for node in self.nodes)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return len(self.nodes)
+
+    @cached_property
+    def local_sizes(self) -> tuple[int, ...]:
+        """Ranks of each node."""
+        return tuple(len(node.ranks) for node in self.nodes)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether every node has the same number of ranks."""
+        return len(set(self.local_sizes)) == 1
+
+    @cached_property
+    def shape(self) -> str:
+        """The shape as `from_shape` reads it, without the placement: ``2x4`` or ``3+1``."""
+        if self.is_uniform:
+            return f"{self.num_nodes}x{self.local_sizes[0]}"
+        return "+".join(map(str, self.local_sizes))
+
+    @cached_property
+    def _places(self) -> tuple[Place, ...]:
+        places = [
+            Place(rank, self.size, node.index, self.num_nodes, local_rank, len(node.ranks))
+            for node in self.nodes
+            for local_rank, rank in enumerate(node.ranks)
+        ]
+        return tuple(sorted(places, key=lambda place: place.rank))
+
+    def place(self, rank: int) -> Place:
+        """Return where `rank` sits."""
+        return self._places[rank]
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of a hierarchical buffer: the ranks of the largest node."""
+        return max(self.local_sizes)
+
+    def owner(self, shard: int, node_index: int) -> int:
+        """Return the rank of a node that owns a shard."""
+        ranks = self.nodes[node_index].ranks
+        return ranks[shard * len(ranks) // self.num_shards]
+
+    @cached_property
+    def rails(self) -> tuple[tuple[int, ...], ...]:
+        """For each shard its owners, one per node, in node order."""
+        return tuple(tuple(self.owner(shard, node) for node in range(self.num_nodes)) for shard in range(self.num_shards))
+
+    @cached_property
+    def _shards(self) -> tuple[range, ...]:
+        owned: list[list[int]] = [[] for _ in range(self.size)]
+        for shard, rail in enumerate(self.rails):
+            for rank in rail:
+                owned[rank].append(shard)
+        return tuple(range(shards[0], shards[-1] + 1) for shards in owned)
+
+    def shards_of(self, rank: int) -> range:
+        """Return the shards that a rank owns on its node: consecutive, and at least one."""
+        return self._shards[rank]
+
+    @cached_property
+    def leaders(self) -> tuple[int, ...]:
+        """The lowest rank of each node, in node order."""
+        return tuple(node.ranks[0] for node in self.nodes)
+
+    def __repr__(self) -> str:
+        return f"World({self.shape}, {self.size} ranks on {self.num_nodes} nodes)"
+
+
+def parse_shape(shape: str) -> tuple[tuple[int, ...], str]:
+    """Return the ranks of each node, and the placement (``block`` or ``cyclic``), that a shape describes.
+
+    Raises
+    ------
+    TopologyError
+        If the shape is malformed.
+    """
+    match = re.fullmatch(r"\s*(?:(\d+)x(\d+)|(\d+(?:\+\d+)*))\s*(?::\s*(block|cyclic)\s*)?", shape)
+    if match is None:
+        raise TopologyError(f"node shape {shape!r} is malformed; {_ACCEPTED}")
+    if match[1] is not None:
+        sizes = (int(match[2]),) * int(match[1])
+    else:
+        sizes = tuple(int(size) for size in match[3].split("+"))
+    if not sizes or min(sizes) < 1:
+        raise TopologyError(f"node shape {shape!r} has a node without ranks or no nodes; {_ACCEPTED}")
+    return sizes, match[4] or "block"

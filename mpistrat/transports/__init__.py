@@ -1,0 +1,1 @@
+"""How bytes move inside one group."""
