@@ -1,0 +1,258 @@
+"""HierarchicalAllReduce: many arrays through few buffers, over the hierarchy of nodes and ranks.
+
+The first call with arrays of certain shapes and dtypes chooses the plans, lays out the buckets and binds the memory; that
+recipe is kept, and the next call like it only runs it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpistrat import settings
+from mpistrat.algorithms.choose import Choice, choose
+from mpistrat.arrays import Array
+from mpistrat.cross_device.ops import CrossDeviceOps, check_gather, check_out
+from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.errors import InvalidArgumentError, MpistratError, TransportError
+from mpistrat.execution.executor import BoundPlan, Executor
+from mpistrat.execution.work import Work
+from mpistrat.groups.agreement import Agreement
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.packing.buckets import pack_by_bytes
+from mpistrat.packing.layout import Layout
+from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
+from mpistrat.transports.base import Steps, drive
+from mpistrat.transports.mpi import MpiTransport
+
+__all__ = ["HierarchicalAllReduce"]
+
+RECIPES_KEPT = 64
+_MAX_NDIM = 64
+
+Signature = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """The arrays (by index) that share a buffer, and what reduces it."""
+
+    indices: tuple[int, ...]
+    bound: BoundPlan
+
+
+class HierarchicalAllReduce(CrossDeviceOps):
+    """Collectives over all ranks of a hierarchy. Making one is a collective call.
+
+    Parameters
+    ----------
+    hierarchy : Hierarchy
+        The groups to work on; `close` frees them too.
+    options : CommunicationOptions, optional
+        Hold for every call that does not say otherwise.
+    """
+
+    def __init__(self, hierarchy: Hierarchy, options: CommunicationOptions | None = None) -> None:
+        self.hierarchy = hierarchy
+        self.world, self.rank, self.size = hierarchy.world, hierarchy.rank, hierarchy.world.size
+        self._options = self._defaults().merge(options)
+        self._executor = Executor(hierarchy)
+        self.timeline = self._executor.timeline
+        self._bytes = MpiTransport(hierarchy.world_group)
+        self._agreement = Agreement(hierarchy.world_group) if settings.STRICT.read() else None
+        self._recipes: OrderedDict[Signature, list[_Bucket]] = OrderedDict()
+
+    def all_reduce(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions | None = None,
+        out: Sequence[Array] | None = None,
+    ) -> list[Array]:
+        """Combine each array across replicas: see `CrossDeviceOps.all_reduce`. A collective call.
+
+        Raises
+        ------
+        UnsupportedDtypeError
+            If `op` is not defined for a dtype.
+        AgreementError
+            In strict mode, on every replica, if replicas pass different things.
+        DeadlineExceededError
+            If the options have a deadline and it passes.
+        """
+        return self.start_all_reduce(op, arrays, options, out).wait()
+
+    def start_all_reduce(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions | None = None,
+        out: Sequence[Array] | None = None,
+    ) -> Work[list[Array]]:
+        """Start what `all_reduce` does and return its handle. A collective call; one may be under way at a time."""
+        wanted = self._options.merge(options)
+        if self._agreement is not None:
+            self._agree(self._agreement, op, arrays, wanted, out)
+        signature = (op, wanted, *[(array.shape, array.dtype) for array in arrays])
+        recipe = self._recipes.get(signature)
+        if recipe is None or any(bucket.bound.generation != self._executor.generation for bucket in recipe):
+            recipe = self._prepare(signature, op, arrays, wanted)
+        if out is None:
+            out = [np.empty(array.shape, array.dtype) for array in arrays]
+        else:
+            for target, array in zip(out, arrays, strict=True):
+                check_out(target, array)
+        results = list(out)
+        steps = self._run(recipe, [array.reshape(-1) for array in arrays], [result.reshape(-1) for result in results])
+        return Work(steps, lambda: results, lambda: self._describe(op, arrays, wanted), wanted.timeout_seconds or 0.0)
+
+    def all_gather(self, array: Array, axis: int = 0) -> Array:
+        """Concatenate along `axis`, in replica order: see `CrossDeviceOps.all_gather`. A collective call."""
+        error: MpistratError | None = None
+        try:
+            axis = check_gather(array, axis)
+            check_dtype(ReduceOp.SUM, array.dtype)
+        except MpistratError as refused:
+            error = refused
+        if self._agreement is not None:
+            self._agreement.check(f"all_gather({array.dtype}, {array.ndim} axes, axis={axis})", error)
+        elif error is not None:
+            raise error
+        extents = self._extents(array, axis)
+        front = np.moveaxis(array, axis, 0)
+        whole = np.empty((sum(extents), *front.shape[1:]), array.dtype)
+        starts = np.cumsum([0, *extents])
+        whole[starts[self.rank] : starts[self.rank + 1]] = front
+        row_bytes = whole.nbytes // max(1, whole.shape[0])
+        if whole.nbytes:
+            gather = self._bytes.all_gather(whole.reshape(-1).view(np.uint8), [int(start) * row_bytes for start in starts])
+            drive(gather.run(), lambda: "all_gather")
+        return np.ascontiguousarray(np.moveaxis(whole, 0, axis))
+
+    def broadcast(self, array: Array, root: int = 0) -> Array:
+        """Return the array of replica `root`: see `CrossDeviceOps.broadcast`. A collective call."""
+        if not 0 <= root < self.size:
+            raise InvalidArgumentError(f"root must be a replica, 0 to {self.size - 1}; got {root}")
+        if self._agreement is not None:
+            self._agreement.check(f"broadcast(root={root})")
+        shape, dtype = self.hierarchy.world_group.comm.bcast((array.shape, array.dtype), root)
+        result = np.array(array, order="C") if self.rank == root else np.empty(shape, dtype)
+        if result.nbytes:
+            drive(self._bytes.broadcast(result.reshape(-1).view(np.uint8), root).run(), lambda: "broadcast")
+        return result
+
+    def barrier(self) -> None:
+        """Wait until all replicas have come here. A collective call."""
+        if self._agreement is not None:
+            self._agreement.check("barrier()")
+        self.hierarchy.world_group.comm.Barrier()
+
+    def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions | None = None) -> Choice:
+        """Return the plan, and why, for an all-reduce of `count` elements."""
+        wanted = self._options.merge(options)
+        itemsize = accumulation_dtype(ReduceOp.SUM, dtype).itemsize
+        return choose(self.world, count, itemsize, wanted.algorithm, settings.CHUNK_BYTES.read())
+
+    def close(self) -> None:
+        """Free the scratch memory and the communicators. A collective call."""
+        self._recipes.clear()
+        self._executor.close()
+        self.hierarchy.close()
+
+    @staticmethod
+    def _defaults() -> CommunicationOptions:
+        return CommunicationOptions(
+            algorithm=settings.ALGORITHM.read(), timeout_seconds=settings.TIMEOUT_SECONDS.read() or None
+        )
+
+    def _agree(
+        self,
+        agreement: Agreement,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions,
+        out: Sequence[Array] | None,
+    ) -> None:
+        """Check here what would make a rank fail alone later, and compare the calls of all ranks."""
+        error: MpistratError | None = None
+        try:
+            self._check(op, arrays, options)
+            for target, array in zip(out or (), arrays, strict=False):
+                check_out(target, array)
+        except MpistratError as refused:
+            error = refused
+        agreement.check(self._describe(op, arrays, options), error)
+
+    def _check(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> None:
+        for index, array in enumerate(arrays):
+            check_dtype(op, array.dtype, f"array {index}")
+        if options.implementation is CommunicationImplementation.NCCL:
+            raise TransportError("NCCL was asked for, but these are host arrays; implementation AUTO or RING is accepted here")
+
+    def _prepare(
+        self, signature: Signature, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions
+    ) -> list[_Bucket]:
+        """Choose plans for arrays like these, and bind them."""
+        self._check(op, arrays, options)
+        recipe = []
+        for dtype, indices in _by_accumulation_dtype(op, arrays).items():
+            # the last gradients are ready first, so they are packed first
+            backwards = indices[::-1]
+            sizes = [arrays[index].size * dtype.itemsize for index in backwards]
+            for pack in pack_by_bytes(sizes, options.bytes_per_pack):
+                members = tuple(backwards[position] for position in pack)
+                layout = Layout([arrays[index].size for index in members])
+                plan = self.choose(layout.count, dtype, options).plan
+                recipe.append(_Bucket(members, self._executor.bind(plan, layout, dtype, op)))
+        # enlarging the scratch memory for a later bucket unbinds the earlier ones; now it is large enough for all
+        if any(bucket.bound.generation != self._executor.generation for bucket in recipe):
+            return self._prepare(signature, op, arrays, options)
+        self._recipes[signature] = recipe
+        if len(self._recipes) > RECIPES_KEPT:
+            self._recipes.popitem(last=False)
+        return recipe
+
+    @staticmethod
+    def _run(recipe: Sequence[_Bucket], sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
+        for bucket in recipe:
+            yield from bucket.bound.run([sources[i] for i in bucket.indices], [targets[i] for i in bucket.indices])
+
+    def _extents(self, array: Array, axis: int) -> list[int]:
+        """Return every replica's extent along `axis`, after checking on all replicas that the shapes fit."""
+        comm = self.hierarchy.world_group.comm
+        mine = np.zeros(_MAX_NDIM + 2, np.int64)
+        mine[:2] = array.ndim, _dtype_number(array.dtype)
+        mine[2 : 2 + array.ndim] = array.shape
+        rows = np.empty((self.size, mine.size), np.int64)
+        comm.Allgather(mine, rows)
+        others = rows.copy()
+        others[:, 2 + axis] = 0
+        if (others != others[0]).any():
+            shapes = [f"replica {rank}: {tuple(int(n) for n in row[2 : 2 + row[0]])}" for rank, row in enumerate(rows)]
+            raise InvalidArgumentError(
+                f"all_gather along axis {axis} needs one dtype and equal extents on all other axes; got {', '.join(shapes)}, "
+                f"{array.dtype} on replica {self.rank}"
+            )
+        return [int(extent) for extent in rows[:, 2 + axis]]
+
+    @staticmethod
+    def _describe(op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> str:
+        values = ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
+        return f"all_reduce({op.name}, [{values}], algorithm={options.algorithm}, bytes_per_pack={options.bytes_per_pack})"
+
+
+def _by_accumulation_dtype(op: ReduceOp, arrays: Sequence[Array]) -> dict[np.dtype[Any], list[int]]:
+    """Group the indices of arrays by the dtype in which they are summed."""
+    groups: dict[np.dtype[Any], list[int]] = {}
+    for index, array in enumerate(arrays):
+        groups.setdefault(accumulation_dtype(op, array.dtype), []).append(index)
+    return groups
+
+
+def _dtype_number(dtype: np.dtype[Any]) -> int:
+    """Return a number that differs between dtypes and is the same on all ranks."""
+    return int.from_bytes(dtype.name.encode()[:7].ljust(7), "little")

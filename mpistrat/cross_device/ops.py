@@ -1,0 +1,171 @@
+"""CrossDeviceOps: one call for many arrays, and its family."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpistrat.algorithms.choose import Choice
+from mpistrat.arrays import Array
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.reduction import ReduceOp, check_dtype
+from mpistrat.timeline import Timeline
+from mpistrat.topology.world import World
+
+__all__ = ["CrossDeviceOps", "LocalOps", "check_gather"]
+
+
+class CrossDeviceOps(ABC):
+    """What a strategy communicates through.
+
+    Attributes
+    ----------
+    world : World
+        Which replica sits where.
+    rank, size : int
+        This replica, and the number of replicas.
+    timeline : Timeline
+        Records the phases of each collective while it is enabled.
+    """
+
+    world: World
+    rank: int
+    size: int
+    timeline: Timeline
+
+    @abstractmethod
+    def all_reduce(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions | None = None,
+        out: Sequence[Array] | None = None,
+    ) -> list[Array]:
+        """Combine each array across replicas. A collective call.
+
+        Parameters
+        ----------
+        op : ReduceOp
+            How to combine; MEAN is SUM and one division by the number of replicas.
+        arrays : sequence of ndarray
+            Any shapes and dtypes that `reduction` accepts, contiguous or not; the same on all replicas.
+        options : CommunicationOptions, optional
+            Win over the options these operations were made with.
+        out : sequence of ndarray, optional
+            C-contiguous arrays of equal shapes and dtypes to write to; they may be `arrays` themselves.
+
+        Returns
+        -------
+        list of ndarray
+            `out`, or new arrays; never the arrays that came in.
+        """
+
+    @abstractmethod
+    def all_gather(self, array: Array, axis: int = 0) -> Array:
+        """Concatenate the arrays of all replicas along `axis`, in replica order. A collective call.
+
+        Extents along `axis` may differ; all others, and the dtype, must agree.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If the array has no axes, `axis` is out of range, or shapes or dtypes do not fit: on every replica.
+        """
+
+    @abstractmethod
+    def broadcast(self, array: Array, root: int = 0) -> Array:
+        """Return the array of replica `root`, whose shape and dtype count. A collective call."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait until all replicas have come here. A collective call."""
+
+    @abstractmethod
+    def choose(self, count: int, dtype: np.dtype[np.generic], options: CommunicationOptions | None = None) -> Choice | None:
+        """Return the plan, and why, for an all-reduce of `count` elements; None where nothing is sent."""
+
+    def explain(self, num_bytes: int, dtype: np.dtype[np.generic]) -> str:
+        """Return in a few lines which plan an all-reduce of so many bytes takes, and why."""
+        choice = self.choose(num_bytes // dtype.itemsize, dtype)
+        if choice is None:
+            return "one replica: nothing is sent"
+        return f"{choice.plan}\n{choice.reason}"
+
+    def close(self) -> None:
+        """Free what the operations hold. A collective call."""
+
+
+class LocalOps(CrossDeviceOps):
+    """The operations of a single replica: nothing is sent and MPI is not started."""
+
+    def __init__(self) -> None:
+        self.world = World.from_shape("1x1")
+        self.rank, self.size = 0, 1
+        self.timeline = Timeline()
+
+    def all_reduce(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions | None = None,
+        out: Sequence[Array] | None = None,
+    ) -> list[Array]:
+        """Copy: the combination of one component is the component."""
+        for array in arrays:
+            check_dtype(op, array.dtype)
+        if out is None:
+            return [array.copy() for array in arrays]
+        for target, array in zip(out, arrays, strict=True):
+            check_out(target, array)
+            np.copyto(target, array)
+        return list(out)
+
+    def all_gather(self, array: Array, axis: int = 0) -> Array:
+        """Return a copy, after the checks that several replicas would make."""
+        check_gather(array, axis)
+        return array.copy()
+
+    def broadcast(self, array: Array, root: int = 0) -> Array:
+        """Return a copy."""
+        return array.copy()
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+    def choose(self, count: int, dtype: np.dtype[np.generic], options: CommunicationOptions | None = None) -> Choice | None:
+        """Return None."""
+        return None
+
+
+def check_gather(array: Array, axis: int) -> int:
+    """Return `axis` as a non-negative number.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If the array has no axes, or `axis` is none of them.
+    """
+    if array.ndim == 0:
+        raise InvalidArgumentError("all_gather needs arrays with at least one axis; got a scalar: pass x.reshape(1)")
+    if not -array.ndim <= axis < array.ndim:
+        accepted = f"-{array.ndim} to {array.ndim - 1} are accepted"
+        raise InvalidArgumentError(f"axis {axis} is out of range for an array of shape {array.shape}: {accepted}")
+    return axis % array.ndim
+
+
+def check_out(out: Array, array: Array) -> None:
+    """Check that a result for `array` can be written to `out`.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If it has another shape or dtype, or its memory is not C-contiguous and writable.
+    """
+    if out.shape != array.shape or out.dtype != array.dtype or not out.flags.c_contiguous or not out.flags.writeable:
+        raise InvalidArgumentError(
+            f"out must be a writable, C-contiguous {array.dtype} array of shape {array.shape}; "
+            f"got {out.dtype} {out.shape}, contiguous={out.flags.c_contiguous}, writable={out.flags.writeable}"
+        )

@@ -1,0 +1,79 @@
+"""Hierarchy: the world split into INTRA, INTER (rails) and LEADERS.
+
+    node0   node1        intra node0 = 0 1 2     rail 0 = 0 3      leaders = 0 3
+    0 1 2   3 4          intra node1 = 3 4       rail 1 = 1 3
+                                                 rail 2 = 2 4
+
+File law: every communicator is a duplicate that we own; nothing is ever sent on the user's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpistrat.groups.group import Group
+from mpistrat.topology.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Hierarchy"]
+
+
+class Hierarchy:
+    """The groups of this rank. Making one is a collective call.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        The ranks of `world`, in order; it is only duplicated.
+    world : World
+        Which rank sits where, the same on all ranks.
+
+    Attributes
+    ----------
+    world_group, intra : Group
+        All ranks; the ranks of this node.
+    rails : dict
+        Shard -> the group of its owners, for each shard that this rank owns; empty where there is one node.
+    leaders : Group or None
+        The lowest ranks of all nodes; None on other ranks.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, world: World) -> None:
+        assert comm.Get_size() == world.size, f"{world} cannot describe a communicator of {comm.Get_size()} ranks"
+        self.world = world
+        self.rank = comm.Get_rank()
+        self.place = world.place(self.rank)
+        self.world_group = Group(comm.Dup(), "world", tuple(range(world.size)))
+        node = world.nodes[self.place.node_index]
+        self.intra = Group(self.world_group.comm.Split(node.index, self.rank), f"intra {node.name}", node.ranks)
+        several = world.num_nodes > 1
+        # each rank joins its rails in rising order, so no two ranks wait for each other crosswise
+        self.rails = {
+            shard: self._subgroup(world.rails[shard], f"rail {shard}", shard) for shard in world.shards_of(self.rank) if several
+        }
+        is_leader = several and self.rank in world.leaders
+        self.leaders = self._subgroup(world.leaders, "leaders", world.num_shards) if is_leader else None
+
+    def _subgroup(self, ranks: tuple[int, ...], name: str, tag: int) -> Group:
+        comm = self.world_group.comm
+        whole = comm.Get_group()
+        members = whole.Incl(ranks)
+        joined = comm.Create_group(members, tag)
+        members.Free()
+        whole.Free()
+        return Group(joined, name, ranks)
+
+    def groups(self) -> list[Group]:
+        """Return all groups of this rank, the world last."""
+        parts = [*self.rails.values(), self.intra]
+        return [*parts, *([self.leaders] if self.leaders else []), self.world_group]
+
+    def close(self) -> None:
+        """Free all communicators. A collective call."""
+        for group in self.groups():
+            group.close()
+
+    def __repr__(self) -> str:
+        return f"Hierarchy({self.world}, {self.place})"

@@ -1,0 +1,55 @@
+"""Where each array lies in a bucket's buffer. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+__all__ = ["Layout", "Piece"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of one array that lie together in a range of the buffer.
+
+    Attributes
+    ----------
+    array : int
+        Index of the array in the bucket.
+    start, stop : int
+        Its elements, counted in the array.
+    offset : int
+        Where they begin, counted from the beginning of the range.
+    """
+
+    array: int
+    start: int
+    stop: int
+    offset: int
+
+
+class Layout:
+    """Arrays laid one behind the other.
+
+    Parameters
+    ----------
+    counts : sequence of int
+        Elements of each array.
+    """
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.offsets = [0, *accumulate(counts)]
+        self.count = self.offsets[-1]
+
+    def pieces(self, start: int, stop: int) -> list[Piece]:
+        """Return what lies in elements [start, stop) of the buffer, in order; empty arrays are left out."""
+        found: list[Piece] = []
+        array = max(0, bisect_right(self.offsets, start) - 1)
+        while array < len(self.offsets) - 1 and self.offsets[array] < stop:
+            first, last = max(start, self.offsets[array]), min(stop, self.offsets[array + 1])
+            if first < last:
+                found.append(Piece(array, first - self.offsets[array], last - self.offsets[array], first - start))
+            array += 1
+        return found

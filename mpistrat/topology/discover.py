@@ -1,0 +1,59 @@
+"""Fill in the picture of the world from a running job."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpistrat import settings
+from mpistrat.errors import TopologyError
+from mpistrat.topology.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["discover"]
+
+
+def discover(comm: MPI.Intracomm, virtual_nodes: str | None = None) -> World:
+    """Return which rank of `comm` sits where. A collective call.
+
+    Nodes are told apart by which ranks can share memory, never by a launcher's variables: those describe the launcher's
+    daemon as often as the rank.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        The ranks to place.
+    virtual_nodes : str, optional
+        Pretend this node shape (``2x2``, ``3+1``, ``2x2:cyclic``); MPISTRAT_VIRTUAL_NODES of rank 0 by default.
+
+    Raises
+    ------
+    TopologyError
+        On every rank, if the shape is malformed, is not one of this many ranks, or puts ranks of two machines on one node.
+    """
+    labels, names = _real_nodes(comm)
+    shape = comm.bcast(settings.VIRTUAL_NODES.read() if virtual_nodes is None else virtual_nodes)
+    if not shape:
+        return World.from_node_of_rank(labels, names)
+    world = World.from_shape(shape, comm.Get_size())
+    for node in world.nodes:
+        machines = sorted({names[rank] for rank in node.ranks})
+        if len({labels[rank] for rank in node.ranks}) > 1:
+            raise TopologyError(
+                f"virtual node {node.index} of shape {shape!r} would hold ranks {', '.join(map(str, node.ranks))} of several "
+                f"machines ({', '.join(machines)}); a virtual node must lie within one machine: unset MPISTRAT_VIRTUAL_NODES "
+                "or choose a shape that divides each machine"
+            )
+    return world
+
+
+def _real_nodes(comm: MPI.Intracomm) -> tuple[list[int], list[str]]:
+    """Return, for each rank, the lowest rank it can share memory with, and the name of its machine."""
+    from mpi4py import MPI
+
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.Get_rank())
+    lowest = node.bcast(comm.Get_rank())
+    node.Free()
+    pairs = comm.allgather((lowest, MPI.Get_processor_name()))
+    return [label for label, _ in pairs], [name for _, name in pairs]

@@ -1,0 +1,147 @@
+"""Transport: the verbs of one group, as operations that are bound once and run many times.
+
+As with MPI 4's persistent collectives, binding does all the planning: a verb is given its buffer and returns an
+`Operation`; running it allocates nothing.
+
+File law: an operation never blocks. ``run()`` returns a generator that yields wherever it would have to wait, so that one
+thread can advance several operations, and every wait has its deadline in one place (`drive`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mpistrat.arrays import Array
+from mpistrat.errors import DeadlineExceededError
+from mpistrat.groups.group import Group
+from mpistrat.reduction import ReduceOp
+
+__all__ = ["Operation", "Part", "Steps", "Transport", "drive"]
+
+Steps = Iterator[None]
+
+_POLLS_PER_CLOCK = 256
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where elements [start, stop) of a result lie."""
+
+    start: int
+    stop: int
+    array: Array
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A verb bound to its buffer.
+
+    Attributes
+    ----------
+    run : callable
+        Starts the operation and returns its steps. A collective call: all ranks of the group run their operations in
+        one order.
+    parts : list of Part
+        Where the result can be read once the steps are through, until this rank calls `Transport.release`.
+    """
+
+    run: Callable[[], Steps]
+    parts: list[Part]
+
+
+class Transport(ABC):
+    """Moves bytes between the ranks of one group.
+
+    Parameters
+    ----------
+    group : Group
+        The ranks to join; the transport sends on its communicator and on nothing else.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    @classmethod
+    @abstractmethod
+    def probe(cls, group: Group) -> str:
+        """Return why this transport cannot serve the group, or an empty text where it can. A collective call."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> Array:
+        """Return `nbytes` of memory (uint8) that the verbs work on fastest; some work on no other. A collective call."""
+
+    @abstractmethod
+    def all_reduce(self, buffer: Array, op: ReduceOp) -> Operation:
+        """Bind: combine the buffers of all ranks; every rank gets the result.
+
+        Parameters
+        ----------
+        buffer : ndarray
+            One-dimensional and contiguous, of one dtype and length on all ranks; worked on in place.
+        op : ReduceOp
+            How to combine; MEAN combines as SUM.
+        """
+
+    @abstractmethod
+    def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
+        """Bind: combine the buffers; rank r gets elements ``bounds[r]:bounds[r + 1]``, in place. The rest is undefined."""
+
+    @abstractmethod
+    def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
+        """Bind: every rank gets elements ``bounds[r]:bounds[r + 1]`` of each rank r."""
+
+    @abstractmethod
+    def reduce(self, buffer: Array, op: ReduceOp, root: int = 0) -> Operation:
+        """Bind: combine the buffers; `root` gets the result in place. The buffers of the others are undefined."""
+
+    @abstractmethod
+    def broadcast(self, buffer: Array, root: int = 0) -> Operation:
+        """Bind: every rank gets the buffer of `root`."""
+
+    def release(self) -> int:
+        """Tell the peers that this rank has read every result so far; return a mark for `fence`."""
+        return 0
+
+    def fence(self, mark: int) -> Steps:
+        """Wait until all peers have passed the release that returned `mark` here, so that memory can be written again."""
+        return iter(())
+
+    def close(self) -> None:
+        """Give back what `allocate` made. A collective call."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.group!r})"
+
+
+def drive(steps: Steps, what: Callable[[], str], timeout_seconds: float = 0.0) -> None:
+    """Advance `steps` to the end, giving the core away whenever they wait.
+
+    Parameters
+    ----------
+    steps : iterator
+        What to advance.
+    what : callable
+        Says, for the error, what is being waited for.
+    timeout_seconds : float
+        Deadline in seconds from now; 0 means none.
+
+    Raises
+    ------
+    DeadlineExceededError
+        If the deadline passes first.
+    """
+    give_way = os.sched_yield
+    polls = 0
+    deadline = time.monotonic() + timeout_seconds if timeout_seconds else 0.0
+    for _ in steps:
+        give_way()
+        polls += 1
+        if deadline and polls % _POLLS_PER_CLOCK == 0 and time.monotonic() > deadline:
+            raise DeadlineExceededError(f"{what()} did not end within {timeout_seconds:g} s; not all ranks have arrived")

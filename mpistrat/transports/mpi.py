@@ -1,0 +1,141 @@
+"""mpi: buffers handed straight to MPI's own collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrat import settings
+from mpistrat.arrays import Array
+from mpistrat.groups.group import Group
+from mpistrat.reduction import ReduceOp, combine
+from mpistrat.transports.base import Operation, Part, Steps, Transport
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["MpiTransport", "mpi_datatype", "mpi_op", "pieces"]
+
+
+class MpiTransport(Transport):
+    """Every verb is one call of MPI per message of at most MPISTRAT_MAX_MESSAGE_BYTES."""
+
+    name = "mpi"
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self._ops: dict[tuple[ReduceOp, np.dtype[Any]], MPI.Op] = {}
+
+    @classmethod
+    def probe(cls, group: Group) -> str:
+        """Return an empty text: host buffers always work."""
+        return ""
+
+    def allocate(self, nbytes: int) -> Array:
+        """Return ordinary memory."""
+        return np.empty(nbytes, np.uint8)
+
+    def all_reduce(self, buffer: Array, op: ReduceOp) -> Operation:
+        """Bind MPI_Allreduce, in place."""
+        from mpi4py import MPI
+
+        comm, native = self.group.comm, self._op(op, buffer.dtype)
+        messages = [_message(piece) for piece in pieces(buffer)]
+        return _operation(buffer, [lambda m=m: comm.Allreduce(MPI.IN_PLACE, m, native) for m in messages])
+
+    def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
+        """Bind one MPI_Reduce per part, each to the rank that owns it."""
+        reductions = [
+            self._reduction(piece, op, root)
+            for root in range(self.group.size)
+            for piece in pieces(buffer[bounds[root] : bounds[root + 1]])
+        ]
+        return _operation(buffer, reductions)
+
+    def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
+        """Bind MPI_Allgatherv in place, or one MPI_Bcast per part where that would exceed the message limit."""
+        from mpi4py import MPI
+
+        comm = self.group.comm
+        if buffer.nbytes <= settings.MAX_MESSAGE_BYTES.read():
+            counts = [bounds[rank + 1] - bounds[rank] for rank in range(self.group.size)]
+            message = [buffer, counts, list(bounds[:-1]), mpi_datatype(buffer.dtype)]
+            return _operation(buffer, [lambda: comm.Allgatherv(MPI.IN_PLACE, message)])
+        calls = [
+            lambda m=_message(piece), root=root: comm.Bcast(m, root)
+            for root in range(self.group.size)
+            for piece in pieces(buffer[bounds[root] : bounds[root + 1]])
+        ]
+        return _operation(buffer, calls)
+
+    def reduce(self, buffer: Array, op: ReduceOp, root: int = 0) -> Operation:
+        """Bind MPI_Reduce, in place at the root."""
+        return _operation(buffer, [self._reduction(piece, op, root) for piece in pieces(buffer)])
+
+    def broadcast(self, buffer: Array, root: int = 0) -> Operation:
+        """Bind MPI_Bcast."""
+        comm = self.group.comm
+        return _operation(buffer, [lambda m=_message(piece): comm.Bcast(m, root) for piece in pieces(buffer)])
+
+    def _reduction(self, piece: Array, op: ReduceOp, root: int) -> Callable[[], None]:
+        from mpi4py import MPI
+
+        comm, native, message = self.group.comm, self._op(op, piece.dtype), _message(piece)
+        if self.group.rank == root:
+            return lambda: comm.Reduce(MPI.IN_PLACE, message, native, root)
+        return lambda: comm.Reduce(message, None, native, root)
+
+    def _op(self, op: ReduceOp, dtype: np.dtype[Any]) -> MPI.Op:
+        if (op, dtype) not in self._ops:
+            self._ops[op, dtype] = mpi_op(op, dtype)
+        return self._ops[op, dtype]
+
+
+def pieces(buffer: Array) -> list[Array]:
+    """Return views of the buffer that tile it, each at most MPISTRAT_MAX_MESSAGE_BYTES long."""
+    step = max(1, settings.MAX_MESSAGE_BYTES.read() // buffer.itemsize)
+    return [buffer[start : start + step] for start in range(0, buffer.size, step)]
+
+
+def mpi_datatype(dtype: np.dtype[Any]) -> MPI.Datatype:
+    """Return MPI's name for a NumPy dtype of numbers."""
+    from mpi4py import MPI
+
+    return MPI.Datatype.fromcode(dtype.char)
+
+
+def mpi_op(op: ReduceOp, dtype: np.dtype[Any]) -> MPI.Op:
+    """Return the MPI operation that means what `reduction` says `op` means for `dtype`."""
+    from mpi4py import MPI
+
+    if dtype.kind == "b":
+        return MPI.LOR if op in (ReduceOp.SUM, ReduceOp.MAX) else MPI.LAND
+    if dtype.kind == "f" and op in (ReduceOp.MIN, ReduceOp.MAX):
+        return _nan_aware(combine(op), dtype)
+    return {ReduceOp.SUM: MPI.SUM, ReduceOp.MEAN: MPI.SUM, ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX, ReduceOp.PROD: MPI.PROD}[op]
+
+
+def _nan_aware(fold: np.ufunc, dtype: np.dtype[Any]) -> MPI.Op:
+    """Return an operation in which NaN wins: what MPI_MIN makes of NaN depends on the order of the ranks."""
+    from mpi4py import MPI
+
+    def combine_buffers(arriving: MPI.buffer, kept: MPI.buffer, datatype: MPI.Datatype) -> None:
+        target = np.frombuffer(kept, dtype)
+        fold(np.frombuffer(arriving, dtype), target, out=target)
+
+    return MPI.Op.Create(combine_buffers, commute=True)
+
+
+def _message(piece: Array) -> list[Any]:
+    return [piece, piece.size, mpi_datatype(piece.dtype)]
+
+
+def _operation(buffer: Array, calls: Sequence[Callable[[], None]]) -> Operation:
+    def run() -> Steps:
+        for call in calls:
+            call()
+        return iter(())
+
+    return Operation(run, [Part(0, buffer.size, buffer)])
