@@ -12,6 +12,7 @@ ALL_REDUCE        WORLD    every rank holds the sum over all ranks
 REDUCE_SCATTER    INTRA    each rank holds, in the shards it owns, the sum over its node
 ALL_REDUCE        INTER    each rank holds, in the shards it owns, the sum over the owners on all nodes
 ALL_GATHER        INTRA    every rank holds every shard as its owner on this node had it
+ALL_REDUCE        INTRA    every rank holds the sum over its node
 REDUCE            INTRA    the leader holds the sum over its node
 ALL_REDUCE        LEADERS  each leader holds the sum over the leaders
 BROADCAST         INTRA    every rank holds what its leader had
@@ -23,6 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from mpistrat.algorithms.chunks import padded
 from mpistrat.topology.world import World
 
 __all__ = ["Phase", "Plan", "Scope", "Verb"]
@@ -89,14 +91,18 @@ class Plan:
     depth: int = 1
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole buffer, without padding."""
+        return self.count * self.itemsize
+
+    @property
     def num_chunks(self) -> int:
         """How many chunks the buffer is moved in; 0 for an empty buffer."""
         return -(-self.count // self.chunk_count)
 
     def padded(self, count: int) -> int:
         """Return `count` rounded up to a multiple of the number of shards."""
-        shards = self.world.num_shards
-        return -(-count // shards) * shards
+        return padded(self.world, count)
 
     def chunks(self) -> list[tuple[int, int]]:
         """Return (first element, elements) of each chunk, without padding."""
@@ -105,4 +111,4 @@ class Plan:
     def __str__(self) -> str:
         steps = " -> ".join(map(str, self.phases)) or "nothing to do"
         chunked = f", {self.num_chunks} chunks, {self.depth} at a time" if self.num_chunks > 1 else ""
-        return f"{self.algorithm}: {steps} ({self.count * self.itemsize} bytes{chunked})"
+        return f"{self.algorithm}: {steps} ({self.num_bytes} bytes{chunked})"

@@ -185,7 +185,7 @@ class BoundPlan:
             chunk = chunks[index]
             yield from executor.acquire(chunk.slot)
             started = time.perf_counter()
-            chunk.copy_in.run(sources)
+            yield from chunk.copy_in.run(sources)
             self._record("copy in", started, chunk)
             yield from self._walk(chunk, chunk.head)
 
@@ -196,7 +196,7 @@ class BoundPlan:
             chunk = chunks[index]
             yield from self._walk(chunk, chunk.tail)
             started = time.perf_counter()
-            chunk.copy_out.run(targets)
+            yield from chunk.copy_out.run(targets)
             self._record("copy out", started, chunk)
             executor.release(chunk.slot)
 
@@ -212,21 +212,22 @@ class BoundPlan:
         buffer = self._executor.slot(slot, self._slot_bytes, padded, self._dtype)
         phases = self._operations(slot, padded, buffer)
         steps = [operation for operations in phases for _, operation in operations]
-        parts = [(part.start, part.stop, part.array) for part in steps[-1].parts] if steps else [(0, padded, buffer)]
+        parts = [(part.start, part.stop, part.addends) for part in steps[-1].parts] if steps else [(0, padded, (buffer,))]
         divisor = self.plan.world.size if self._op is ReduceOp.MEAN else 1
         chunk = _Chunk(
             slot,
             padded * self._dtype.itemsize,
             CopyIn(self._layout, start, start + count, buffer),
-            CopyOut(self._layout, start, start + count, parts, divisor),
+            CopyOut(self._layout, start, start + count, parts, self._op, divisor),
         )
-        target = chunk.head
-        for phase, operations in zip(self.plan.phases, phases, strict=True):
-            if phase.scope is not Scope.INTRA:
-                chunk.middle += operations
-                target = chunk.tail
-            else:
-                target += operations
+        # what crosses nodes overlaps with what comes before and after it; on one node all phases overlap with the copies
+        crossing = [phase.scope is not Scope.INTRA for phase in self.plan.phases]
+        first = crossing.index(True) if any(crossing) else 0
+        last = crossing.index(True) + 1 if any(crossing) else len(phases)
+        chunk.head, chunk.middle, chunk.tail = (
+            [operation for operations in part for operation in operations]
+            for part in (phases[:first], phases[first:last], phases[last:])
+        )
         return chunk
 
     def _operations(self, slot: int, padded: int, buffer: Array) -> list[list[tuple[str, Operation]]]:

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mpistrat.transports.base import Steps
+from mpistrat.transports.base import WAITING, WORKED, Steps
 
 __all__ = ["overlap"]
 
 ChunkSteps = Callable[[int], Steps]
-
-_OVER = object()
 
 
 def overlap(num_chunks: int, depth: int, head: ChunkSteps, middle: ChunkSteps, tail: ChunkSteps) -> Steps:
@@ -30,22 +28,23 @@ def overlap(num_chunks: int, depth: int, head: ChunkSteps, middle: ChunkSteps, t
             if turn < num_chunks:
                 yield from head(turn)
                 heads_done += 1
+                yield WORKED  # the other lane may start on this chunk before the next one is copied
             finished = turn - depth + 1
             if finished >= 0:
                 while middles_done <= finished:
-                    yield
+                    yield WAITING
                 yield from tail(finished)
 
     def inter() -> Steps:
         nonlocal middles_done
         for chunk in range(num_chunks):
             while heads_done <= chunk:
-                yield
+                yield WAITING
             yield from middle(chunk)
             middles_done += 1
 
     lanes = [intra(), inter()]
     while lanes:
-        lanes = [lane for lane in lanes if next(lane, _OVER) is not _OVER]
-        if lanes:
-            yield
+        worked = [next(lane, None) for lane in lanes]
+        lanes = [lane for lane, answer in zip(lanes, worked, strict=True) if answer is not None]
+        yield any(worked)

@@ -47,7 +47,7 @@ class Hierarchy:
         self.place = world.place(self.rank)
         self.world_group = Group(comm.Dup(), "world", tuple(range(world.size)))
         node = world.nodes[self.place.node_index]
-        self.intra = Group(self.world_group.comm.Split(node.index, self.rank), f"intra {node.name}", node.ranks)
+        self.intra = _own(self.world_group.comm.Split(node.index, self.rank), f"intra {node.name}", node.ranks)
         several = world.num_nodes > 1
         # each rank joins its rails in rising order, so no two ranks wait for each other crosswise
         self.rails = {
@@ -63,7 +63,7 @@ class Hierarchy:
         joined = comm.Create_group(members, tag)
         members.Free()
         whole.Free()
-        return Group(joined, name, ranks)
+        return _own(joined, name, ranks)
 
     def groups(self) -> list[Group]:
         """Return all groups of this rank, the world last."""
@@ -77,3 +77,11 @@ class Hierarchy:
 
     def __repr__(self) -> str:
         return f"Hierarchy({self.world}, {self.place})"
+
+
+def _own(comm: MPI.Comm, name: str, ranks: tuple[int, ...]) -> Group:
+    """Return the group of a communicator that was split off an intracommunicator, and so is one."""
+    from mpi4py import MPI
+
+    assert isinstance(comm, MPI.Intracomm), f"{name}: {comm!r} is no intracommunicator"
+    return Group(comm, name, ranks)

@@ -1,16 +1,21 @@
-"""Copy in, copy out: one pass over memory that also casts, and divides for MEAN."""
+"""Copy in, copy out: one pass over memory that also casts, and divides for MEAN.
+
+Both are steps: after each piece of at most PIECE_BYTES whoever advances them may look after messages under way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.packing.layout import Layout
-from mpistrat.reduction import divide
+from mpistrat.reduction import ReduceOp, combine, divide
 
 __all__ = ["CopyIn", "CopyOut"]
+
+PIECE_BYTES = 1 << 18
 
 
 class CopyIn:
@@ -29,14 +34,15 @@ class CopyIn:
     def __init__(self, layout: Layout, start: int, stop: int, buffer: Array) -> None:
         self._moves = [
             (buffer[piece.offset : piece.offset + piece.stop - piece.start], piece.array, piece.start, piece.stop)
-            for piece in layout.pieces(start, stop)
+            for piece in layout.pieces(start, stop, PIECE_BYTES // buffer.itemsize)
         ]
         self._padding = buffer[stop - start :]
 
-    def run(self, arrays: Sequence[Array]) -> None:
+    def run(self, arrays: Sequence[Array]) -> Iterator[bool]:
         """Copy from flat `arrays`, casting where the buffer has another dtype."""
         for target, array, start, stop in self._moves:
             np.copyto(target, arrays[array][start:stop], casting="unsafe")
+            yield True
         if self._padding.size:
             self._padding.fill(0)
 
@@ -50,27 +56,51 @@ class CopyOut:
         The bucket.
     start, stop : int
         The range of the bucket that the parts belong to.
-    parts : sequence of (first, last, ndarray)
-        Where elements [first, last) of the range lie.
+    parts : sequence of (first, last, addends)
+        Elements [first, last) of the range are the addends, folded with `op` in their order.
+    op : ReduceOp
+        How to fold.
     divisor : int
         Divides what is copied; 1 for every operation but MEAN.
     """
 
     def __init__(
-        self, layout: Layout, start: int, stop: int, parts: Sequence[tuple[int, int, Array]], divisor: int
+        self,
+        layout: Layout,
+        start: int,
+        stop: int,
+        parts: Sequence[tuple[int, int, tuple[Array, ...]]],
+        op: ReduceOp,
+        divisor: int,
     ) -> None:
+        self._fold = combine(op)
         self._divisor = divisor
         self._moves = [
-            (source[piece.offset : piece.offset + piece.stop - piece.start], piece.array, piece.start, piece.stop)
-            for first, last, source in parts
-            for piece in layout.pieces(start + first, min(start + last, stop))
+            (
+                [addend[piece.offset : piece.offset + piece.stop - piece.start] for addend in addends],
+                piece.array,
+                piece.start,
+                piece.stop,
+            )
+            for first, last, addends in parts
+            for piece in layout.pieces(start + first, min(start + last, stop), PIECE_BYTES // addends[0].itemsize)
         ]
 
-    def run(self, arrays: Sequence[Array]) -> None:
+    def run(self, arrays: Sequence[Array]) -> Iterator[bool]:
         """Copy to flat `arrays`, casting where they have another dtype than the buffer."""
-        if self._divisor == 1:
-            for source, array, start, stop in self._moves:
-                np.copyto(arrays[array][start:stop], source, casting="unsafe")
-        else:
-            for source, array, start, stop in self._moves:
-                divide(source, self._divisor, out=arrays[array][start:stop])
+        for addends, array, start, stop in self._moves:
+            target = arrays[array][start:stop]
+            source = addends[0] if len(addends) == 1 else self._folded(addends, target)
+            if self._divisor > 1:
+                divide(source, self._divisor, out=target)
+            elif source is not target:
+                np.copyto(target, source, casting="unsafe")
+            yield True
+
+    def _folded(self, addends: Sequence[Array], target: Array) -> Array:
+        """Fold straight into the target, unless it has another dtype."""
+        total = target if target.dtype == addends[0].dtype else np.empty_like(addends[0])
+        self._fold(addends[0], addends[1], out=total)
+        for addend in addends[2:]:
+            self._fold(total, addend, out=total)
+        return total

@@ -43,13 +43,16 @@ class Layout:
         self.offsets = [0, *accumulate(counts)]
         self.count = self.offsets[-1]
 
-    def pieces(self, start: int, stop: int) -> list[Piece]:
-        """Return what lies in elements [start, stop) of the buffer, in order; empty arrays are left out."""
+    def pieces(self, start: int, stop: int, longest: int) -> list[Piece]:
+        """Return what lies in elements [start, stop) of the buffer, in order, as pieces of at most `longest` elements."""
         found: list[Piece] = []
         array = max(0, bisect_right(self.offsets, start) - 1)
         while array < len(self.offsets) - 1 and self.offsets[array] < stop:
-            first, last = max(start, self.offsets[array]), min(stop, self.offsets[array + 1])
-            if first < last:
-                found.append(Piece(array, first - self.offsets[array], last - self.offsets[array], first - start))
+            origin = self.offsets[array]
+            first, last = max(start, origin), min(stop, self.offsets[array + 1])
+            found += [
+                Piece(array, begin - origin, min(begin + longest, last) - origin, begin - start)
+                for begin in range(first, last, longest)
+            ]
             array += 1
         return found

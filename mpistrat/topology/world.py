@@ -172,7 +172,7 @@ class World:
         return tuple(node.ranks[0] for node in self.nodes)
 
     def __repr__(self) -> str:
-        return f"World({self.shape}, {self.size} ranks on {self.num_nodes} nodes)"
+        return f"World({self.shape}, {_plural(self.size, 'rank')} on {_plural(self.num_nodes, 'node')})"
 
 
 def parse_shape(shape: str) -> tuple[tuple[int, ...], str]:
@@ -193,3 +193,7 @@ def parse_shape(shape: str) -> tuple[tuple[int, ...], str]:
     if not sizes or min(sizes) < 1:
         raise TopologyError(f"node shape {shape!r} has a node without ranks or no nodes; {_ACCEPTED}")
     return sizes, match[4] or "block"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

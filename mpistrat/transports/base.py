@@ -3,8 +3,9 @@
 As with MPI 4's persistent collectives, binding does all the planning: a verb is given its buffer and returns an
 `Operation`; running it allocates nothing.
 
-File law: an operation never blocks. ``run()`` returns a generator that yields wherever it would have to wait, so that one
-thread can advance several operations, and every wait has its deadline in one place (`drive`).
+File law: an operation does not block. ``run()`` returns a generator that yields WAITING wherever it would have to wait and
+WORKED after each piece of work, so that one thread can advance several operations, and every wait has its deadline in one
+place (`drive`).
 """
 
 from __future__ import annotations
@@ -21,20 +22,29 @@ from mpistrat.errors import DeadlineExceededError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
 
-__all__ = ["Operation", "Part", "Steps", "Transport", "drive"]
+__all__ = ["WAITING", "WORKED", "Operation", "Part", "Steps", "Transport", "drive"]
 
-Steps = Iterator[None]
+Steps = Iterator[bool]
+WAITING, WORKED = False, True
 
 _POLLS_PER_CLOCK = 256
 
 
 @dataclass(frozen=True)
 class Part:
-    """Where elements [start, stop) of a result lie."""
+    """Where elements [start, stop) of a result lie.
+
+    Attributes
+    ----------
+    start, stop : int
+        The elements, counted in the buffer that the operation was bound to.
+    addends : tuple of ndarray
+        One array: the result. Several: whoever reads the result folds them, in this order, on the way.
+    """
 
     start: int
     stop: int
-    array: Array
+    addends: tuple[Array, ...]
 
 
 @dataclass(frozen=True)
@@ -140,7 +150,9 @@ def drive(steps: Steps, what: Callable[[], str], timeout_seconds: float = 0.0) -
     give_way = os.sched_yield
     polls = 0
     deadline = time.monotonic() + timeout_seconds if timeout_seconds else 0.0
-    for _ in steps:
+    for worked in steps:
+        if worked:
+            continue
         give_way()
         polls += 1
         if deadline and polls % _POLLS_PER_CLOCK == 0 and time.monotonic() > deadline:

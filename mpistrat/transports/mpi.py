@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,8 +43,7 @@ class MpiTransport(Transport):
         from mpi4py import MPI
 
         comm, native = self.group.comm, self._op(op, buffer.dtype)
-        messages = [_message(piece) for piece in pieces(buffer)]
-        return _operation(buffer, [lambda m=m: comm.Allreduce(MPI.IN_PLACE, m, native) for m in messages])
+        return _operation(buffer, [partial(comm.Allreduce, MPI.IN_PLACE, _message(piece), native) for piece in pieces(buffer)])
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind one MPI_Reduce per part, each to the rank that owns it."""
@@ -62,9 +62,9 @@ class MpiTransport(Transport):
         if buffer.nbytes <= settings.MAX_MESSAGE_BYTES.read():
             counts = [bounds[rank + 1] - bounds[rank] for rank in range(self.group.size)]
             message = [buffer, counts, list(bounds[:-1]), mpi_datatype(buffer.dtype)]
-            return _operation(buffer, [lambda: comm.Allgatherv(MPI.IN_PLACE, message)])
+            return _operation(buffer, [partial(comm.Allgatherv, MPI.IN_PLACE, message)])
         calls = [
-            lambda m=_message(piece), root=root: comm.Bcast(m, root)
+            partial(comm.Bcast, _message(piece), root)
             for root in range(self.group.size)
             for piece in pieces(buffer[bounds[root] : bounds[root + 1]])
         ]
@@ -77,15 +77,15 @@ class MpiTransport(Transport):
     def broadcast(self, buffer: Array, root: int = 0) -> Operation:
         """Bind MPI_Bcast."""
         comm = self.group.comm
-        return _operation(buffer, [lambda m=_message(piece): comm.Bcast(m, root) for piece in pieces(buffer)])
+        return _operation(buffer, [partial(comm.Bcast, _message(piece), root) for piece in pieces(buffer)])
 
     def _reduction(self, piece: Array, op: ReduceOp, root: int) -> Callable[[], None]:
         from mpi4py import MPI
 
         comm, native, message = self.group.comm, self._op(op, piece.dtype), _message(piece)
         if self.group.rank == root:
-            return lambda: comm.Reduce(MPI.IN_PLACE, message, native, root)
-        return lambda: comm.Reduce(message, None, native, root)
+            return partial(comm.Reduce, MPI.IN_PLACE, message, native, root)
+        return partial(comm.Reduce, message, None, native, root)
 
     def _op(self, op: ReduceOp, dtype: np.dtype[Any]) -> MPI.Op:
         if (op, dtype) not in self._ops:
@@ -121,7 +121,7 @@ def _nan_aware(fold: np.ufunc, dtype: np.dtype[Any]) -> MPI.Op:
     """Return an operation in which NaN wins: what MPI_MIN makes of NaN depends on the order of the ranks."""
     from mpi4py import MPI
 
-    def combine_buffers(arriving: MPI.buffer, kept: MPI.buffer, datatype: MPI.Datatype) -> None:
+    def combine_buffers(arriving: Any, kept: Any, datatype: MPI.Datatype) -> None:
         target = np.frombuffer(kept, dtype)
         fold(np.frombuffer(arriving, dtype), target, out=target)
 
@@ -138,4 +138,4 @@ def _operation(buffer: Array, calls: Sequence[Callable[[], None]]) -> Operation:
             call()
         return iter(())
 
-    return Operation(run, [Part(0, buffer.size, buffer)])
+    return Operation(run, [Part(0, buffer.size, (buffer,))])

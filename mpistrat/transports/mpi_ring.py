@@ -18,7 +18,7 @@ from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, combine
-from mpistrat.transports.base import Operation, Part, Steps, Transport
+from mpistrat.transports.base import WAITING, WORKED, Operation, Part, Steps, Transport
 from mpistrat.transports.mpi import MpiTransport, mpi_datatype
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class _Ring:
         send_messages, landing_messages = [list(map(self._message, arrays)) for arrays in (self.sends, landings)]
         return Operation(
             lambda: self._run(count, send_messages, landing_messages, landings, sent_before),
-            [Part(0, self.buffer.size, self.buffer)],
+            [Part(0, self.buffer.size, (self.buffer,))],
         )
 
     def _message(self, array: Array) -> list[Any]:
@@ -152,10 +152,11 @@ class _Ring:
         for index in range(count):
             request = arriving[index]
             while not request.Test():
-                yield
+                yield WAITING
             if self.reduces[index]:
                 target = self.targets[index]
                 fold(target, landings[index], out=target)
+                yield WORKED
             if index + segments < count:
                 sent.append(comm.Isend(sends[index + segments], right))
             ahead = index + RECEIVES_AHEAD
@@ -163,11 +164,11 @@ class _Ring:
                 before = sent_before[ahead]
                 if before is not None:
                     while not sent[before].Test():
-                        yield
+                        yield WAITING
                 arriving.append(comm.Irecv(landing_messages[ahead], left))
         for request in sent:
             while not request.Test():
-                yield
+                yield WAITING
 
 
 def _address(array: Array) -> int:

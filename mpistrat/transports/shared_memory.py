@@ -19,7 +19,7 @@ from mpistrat.arrays import Array
 from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, combine
-from mpistrat.transports.base import Operation, Part, Steps, Transport
+from mpistrat.transports.base import WAITING, WORKED, Operation, Part, Steps, Transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -67,10 +67,11 @@ class SharedMemoryTransport(Transport):
         self._window = MPI.Win.Allocate_shared(HEADER_BYTES + nbytes, 1, info, self.group.comm)
         info.Free()
         self._window.Lock_all(MPI.MODE_NOCHECK)
-        segments = [np.frombuffer(self._window.Shared_query(rank)[0], np.uint8) for rank in range(self.group.size)]
+        memory: list[Any] = [self._window.Shared_query(rank)[0] for rank in range(self.group.size)]
+        segments = [np.frombuffer(buffer, np.uint8) for buffer in memory]
         segments[self.group.rank][:HEADER_BYTES] = 0
         self._arenas = [segment[HEADER_BYTES : HEADER_BYTES + nbytes] for segment in segments]
-        self._words = [segment[:HEADER_BYTES].data.cast("B").cast("Q") for segment in segments]
+        self._words = [memoryview(buffer)[:HEADER_BYTES].cast("Q") for buffer in memory]
         self._entered = self._released = 0
         self._window.Sync()
         self.group.comm.Barrier()
@@ -78,27 +79,20 @@ class SharedMemoryTransport(Transport):
         return self._arenas[self.group.rank]
 
     def all_reduce(self, buffer: Array, op: ReduceOp) -> Operation:
-        """Bind a reduce-scatter and an all-gather over equal parts."""
-        bounds = [rank * buffer.size // self.group.size for rank in range(self.group.size + 1)]
-        scatter, gather = self.reduce_scatter(buffer, bounds, op), self.all_gather(buffer, bounds)
-
-        def run() -> Steps:
-            yield from scatter.run()
-            yield from gather.run()
-
-        return Operation(run, gather.parts)
+        """Bind: wait for all; whoever reads the result folds the arenas of all. One pass for two ranks, L - 1 for L."""
+        return self._after_all(None, [Part(0, buffer.size, tuple(self._views(buffer)))])
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind: wait for all, then sum this rank's part over all arenas, in blocks that stay in the cache."""
         rank = self.group.rank
         fold = self._fold(buffer, bounds[rank], bounds[rank + 1], op)
-        return self._after_all(fold, [Part(bounds[rank], bounds[rank + 1], buffer[bounds[rank] : bounds[rank + 1]])])
+        return self._after_all(fold, [Part(bounds[rank], bounds[rank + 1], (buffer[bounds[rank] : bounds[rank + 1]],))])
 
     def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
         """Bind: wait for all; the parts are the owners' memory."""
         views = self._views(buffer)
         parts = [
-            Part(bounds[rank], bounds[rank + 1], view[bounds[rank] : bounds[rank + 1]])
+            Part(bounds[rank], bounds[rank + 1], (view[bounds[rank] : bounds[rank + 1]],))
             for rank, view in enumerate(views)
             if bounds[rank] < bounds[rank + 1]
         ]
@@ -108,11 +102,11 @@ class SharedMemoryTransport(Transport):
         """Bind: wait for all; the root sums all arenas."""
         is_root = self.group.rank == root
         fold = self._fold(buffer, 0, buffer.size, op) if is_root else None
-        return self._after_all(fold, [Part(0, buffer.size, buffer)] if is_root else [])
+        return self._after_all(fold, [Part(0, buffer.size, (buffer,))] if is_root else [])
 
     def broadcast(self, buffer: Array, root: int = 0) -> Operation:
         """Bind: wait for all; the one part is the root's memory."""
-        return self._after_all(None, [Part(0, buffer.size, self._views(buffer)[root])])
+        return self._after_all(None, [Part(0, buffer.size, (self._views(buffer)[root],))])
 
     def release(self) -> int:
         """Publish that this rank has read every result so far."""
@@ -154,21 +148,22 @@ class SharedMemoryTransport(Transport):
         assert 0 <= offset and offset + buffer.nbytes <= arena.nbytes, "the buffer does not lie in the arena of allocate"
         return [peer[offset : offset + buffer.nbytes].view(buffer.dtype) for peer in self._arenas]
 
-    def _fold(self, buffer: Array, start: int, stop: int, op: ReduceOp) -> Callable[[], None]:
-        """Return a function that folds [start, stop) of all peers into this rank's memory, in rank order."""
+    def _fold(self, buffer: Array, start: int, stop: int, op: ReduceOp) -> Callable[[], Steps]:
+        """Return steps that fold [start, stop) of all peers into this rank's memory, in rank order."""
         fold, block = combine(op), max(1, BLOCK_BYTES // buffer.itemsize)
         views = self._views(buffer)
         mine = views.pop(self.group.rank)
         spans = [(first, min(first + block, stop)) for first in range(start, stop, block)]
         pairs = [(mine[a:b], peer[a:b]) for a, b in spans for peer in views]
 
-        def run() -> None:
+        def run() -> Steps:
             for target, source in pairs:
                 fold(target, source, out=target)
+                yield WORKED
 
         return run
 
-    def _after_all(self, act: Callable[[], None] | None, parts: list[Part]) -> Operation:
+    def _after_all(self, act: Callable[[], Steps] | None, parts: list[Part]) -> Operation:
         """Return the operation that waits until all ranks have entered it, then acts."""
 
         def run() -> Steps:
@@ -178,7 +173,7 @@ class SharedMemoryTransport(Transport):
             self._words[self.group.rank][ENTERED] = self._entered
             yield from self._wait(ENTERED, self._entered)
             if act is not None:
-                act()
+                yield from act()
 
         return Operation(run, parts)
 
@@ -186,6 +181,6 @@ class SharedMemoryTransport(Transport):
         """Yield until that counter has reached `least` at every rank."""
         for words in self._words:
             while words[word] < least:
-                yield
+                yield WAITING
         assert self._window is not None, "the arena was closed"
         self._window.Sync()

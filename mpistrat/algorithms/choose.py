@@ -1,0 +1,131 @@
+"""Which plan for this world and this buffer, and why.
+
+============  ======================================  ==========================================================
+algorithm     phases                                  chosen for
+============  ======================================  ==========================================================
+flat          one, over all ranks                     small buffers: up to tens of KiB
+leader        reduce, all-reduce, broadcast           being asked for; between nodes one rank of each talks
+hierarchical  reduce-scatter, all-reduce, all-gather  middling buffers: from about 100 KiB
+pipelined     the same, on overlapping chunks         large buffers: from about 1 MiB
+============  ======================================  ==========================================================
+
+File law: a pure function of its arguments, so that all ranks choose alike without talking.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mpistrat.algorithms import flat, hierarchical, leader, pipelined
+from mpistrat.algorithms.cost import DEFAULT, CostModel, predict_seconds
+from mpistrat.algorithms.plan import Plan
+from mpistrat.errors import InvalidArgumentError, Unsuitable
+from mpistrat.topology.world import World
+
+__all__ = ["PLANNERS", "Candidate", "Choice", "choose"]
+
+PLANNERS: dict[str, Callable[[World, int, int, int], Plan]] = {
+    "flat": flat.plan,
+    "leader": leader.plan,
+    "hierarchical": hierarchical.plan,
+    "pipelined": pipelined.plan,
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What one planner answered.
+
+    Attributes
+    ----------
+    algorithm : str
+        A name in `PLANNERS`.
+    plan : Plan or None
+        Its plan; None where it declined.
+    seconds : float
+        The predicted time of the plan; infinity where it declined.
+    declined : str
+        Why it declined; empty where it did not.
+    """
+
+    algorithm: str
+    plan: Plan | None
+    seconds: float = math.inf
+    declined: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan, why it was chosen, and what every planner answered, in the order of `PLANNERS`."""
+
+    plan: Plan
+    reason: str
+    considered: tuple[Candidate, ...]
+
+
+def choose(
+    world: World, count: int, itemsize: int, algorithm: str = "auto", chunk_bytes: int = 0, model: CostModel = DEFAULT
+) -> Choice:
+    """Choose the plan of an all-reduce.
+
+    Parameters
+    ----------
+    world : World
+        Whom the plan is for.
+    count : int
+        Elements of the buffer.
+    itemsize : int
+        Bytes of one element.
+    algorithm : str
+        A name in `PLANNERS`, or ``auto``: the one with the shortest predicted time, of equal ones the first.
+    chunk_bytes : int
+        The largest chunk of a pipelined plan, in bytes; 0: by rule.
+    model : CostModel
+        What predicts the times.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If the name is unknown, or a number is out of range.
+    Unsuitable
+        If the algorithm asked for by name declines.
+    """
+    _check(count, itemsize, algorithm, chunk_bytes)
+    considered = tuple(_consider(name, world, count, itemsize, chunk_bytes, model) for name in PLANNERS)
+    fastest, *others = sorted(considered, key=lambda candidate: candidate.seconds)
+    if algorithm == "auto":
+        chosen, reason = fastest, _why_fastest(fastest, others[0])
+    else:
+        chosen = next(candidate for candidate in considered if candidate.algorithm == algorithm)
+        reason = f"{algorithm} was asked for by name; auto would choose {fastest.algorithm}"
+    if chosen.plan is None:
+        raise Unsuitable(_why_not(chosen, world, considered))
+    return Choice(chosen.plan, reason, considered)
+
+
+def _check(count: int, itemsize: int, algorithm: str, chunk_bytes: int) -> None:
+    if algorithm != "auto" and algorithm not in PLANNERS:
+        raise InvalidArgumentError(f"unknown algorithm {algorithm!r}; accepted are auto, {', '.join(PLANNERS)}")
+    for name, value, least in (("count", count, 0), ("itemsize", itemsize, 1), ("chunk_bytes", chunk_bytes, 0)):
+        if value < least:
+            raise InvalidArgumentError(f"{name} must be at least {least}; got {value}")
+
+
+def _consider(name: str, world: World, count: int, itemsize: int, chunk_bytes: int, model: CostModel) -> Candidate:
+    try:
+        plan = PLANNERS[name](world, count, itemsize, chunk_bytes)
+    except Unsuitable as declined:
+        return Candidate(name, None, declined=str(declined))
+    return Candidate(name, plan, predict_seconds(plan, model))
+
+
+def _why_fastest(fastest: Candidate, second: Candidate) -> str:
+    against = "nothing else applies" if second.plan is None else f"{second.algorithm} {second.seconds * 1e3:.3g} ms"
+    return f"{fastest.algorithm} is predicted fastest: {fastest.seconds * 1e3:.3g} ms; next: {against}"
+
+
+def _why_not(named: Candidate, world: World, considered: tuple[Candidate, ...]) -> str:
+    accepted = ", ".join(candidate.algorithm for candidate in considered if candidate.plan)
+    return f"algorithm {named.algorithm!r} cannot be used on {world}, {named.declined}; accepted here are auto, {accepted}"

@@ -1,0 +1,197 @@
+"""The α-β-γ cost of a plan on a world: steps times latency, bytes on a wire, bytes read and written.
+
+A phase costs its call, its steps (α), and the longer of two things that overlap: its bytes over the node's link (β), which
+all ranks of the node share, and the bytes that its busiest rank reads and writes in memory, sums included (γ). Chunks of a
+plan with depth > 1 overlap their work inside a node with their work between nodes.
+
+Sources: Hockney: The communication challenge for MPP: Intel Paragon and Meiko CS-2. Parallel Computing 20(3), 1994 (α-β).
+Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH. IJHPCA 19(1), 2005 (γ, and the
+costs of rings and recursive doubling).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
+from mpistrat.topology.world import World
+
+__all__ = ["DEFAULT", "CostModel", "link_bytes", "phase_bytes", "phase_seconds", "predict_seconds"]
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What a call, a step and a byte cost.
+
+    Attributes
+    ----------
+    call_seconds : float
+        Of each phase of each chunk, before anything moves.
+    intra_step_seconds, inter_step_seconds : float
+        α: one synchronisation of two ranks inside a node, and one message between nodes.
+    link_bytes_per_second : float
+        1/β: what one node's link carries each way.
+    link_efficiency : float
+        The share of it that a ring along a rail reaches.
+    memory_bytes_per_second, cache_bytes_per_second : float
+        1/γ: bytes that one rank reads and writes, for chunks beyond `cache_bytes` and up to it.
+    cache_bytes : int
+        The largest chunk that stays in the cache.
+    flat_link_efficiency : float
+        The share of the link that MPI's own all-reduce reaches on two nodes, or with one rank per node.
+    flat_crowded_link_efficiency : float
+        The same on three nodes and more with several ranks each, where MPI sends bytes more than once.
+    flat_memory_efficiency : float
+        The share of the memory's rate that MPI's own all-reduce reaches.
+    """
+
+    call_seconds: float = 20e-6
+    intra_step_seconds: float = 1e-6
+    inter_step_seconds: float = 20e-6
+    link_bytes_per_second: float = 1.2e9
+    link_efficiency: float = 0.95
+    memory_bytes_per_second: float = 6e9
+    cache_bytes_per_second: float = 12e9
+    cache_bytes: int = 2**20
+    flat_link_efficiency: float = 0.9
+    flat_crowded_link_efficiency: float = 0.35
+    flat_memory_efficiency: float = 0.45
+
+
+DEFAULT = CostModel()
+
+
+@dataclass(frozen=True)
+class _Load:
+    """What a phase asks of the machine, for each byte of the buffer it works on, and in steps."""
+
+    sent: float
+    link: float
+    memory: float
+    intra_steps: int = 0
+    inter_steps: int = 0
+
+
+def phase_bytes(plan: Plan, phase: Phase) -> int:
+    """Return the bytes that the busiest rank sends in a phase, over the whole buffer."""
+    return round(_load(plan.world, phase).sent * plan.num_bytes)
+
+
+def link_bytes(plan: Plan, phase: Phase) -> int:
+    """Return the bytes that a phase sends over each node's link, over the whole buffer; for a flat phase the least."""
+    return round(_load(plan.world, phase).link * plan.num_bytes)
+
+
+def phase_seconds(plan: Plan, phase: Phase, model: CostModel = DEFAULT) -> float:
+    """Return the predicted time of a phase, over all chunks one after the other."""
+    if plan.count == 0:
+        return 0.0
+    load, chunk_bytes = _load(plan.world, phase), plan.num_bytes / plan.num_chunks
+    link_rate, memory_rate = _rates(plan.world, phase, chunk_bytes, model)
+    steps = load.intra_steps * model.intra_step_seconds + load.inter_steps * model.inter_step_seconds
+    moving = max(load.link * chunk_bytes / link_rate, load.memory * chunk_bytes / memory_rate)
+    return plan.num_chunks * (model.call_seconds + steps + moving)
+
+
+def predict_seconds(plan: Plan, model: CostModel = DEFAULT) -> float:
+    """Return the predicted time of a plan.
+
+    Where chunks overlap, the busier of the two lanes (inside a node, between nodes) never waits, and the other adds what it
+    needs for one chunk: to fill the pipeline and to drain it.
+    """
+    lanes = {True: 0.0, False: 0.0}
+    for phase in plan.phases:
+        lanes[phase.scope is Scope.INTRA] += phase_seconds(plan, phase, model)
+    busier, other = max(lanes.values()), min(lanes.values())
+    return busier + (other if plan.depth == 1 else other / max(plan.num_chunks, 1))
+
+
+def _rates(world: World, phase: Phase, chunk_bytes: float, model: CostModel) -> tuple[float, float]:
+    """Return the bytes per second of the node's link and of a rank's memory."""
+    memory = model.cache_bytes_per_second if chunk_bytes <= model.cache_bytes else model.memory_bytes_per_second
+    if phase.scope is not Scope.WORLD:
+        return model.link_bytes_per_second * model.link_efficiency, memory
+    crowded = world.num_nodes > 2 and world.num_shards > 1
+    efficiency = model.flat_crowded_link_efficiency if crowded else model.flat_link_efficiency
+    return model.link_bytes_per_second * efficiency, memory * model.flat_memory_efficiency
+
+
+# Bytes of memory: a copy reads and writes (2), adding one operand to a sum reads two and writes one (3). Ranks of a node
+# exchange through shared memory: each copies its buffer in, sums its part over all, and copies the result out.
+
+
+def _world_all_reduce(world: World) -> _Load:
+    # a rank sends and receives 2(l-1)/l of the buffer, copied in and out (2 + 2), and adds half of it (3)
+    return _Load(
+        sent=_ring(world.size),
+        link=_ring(world.num_nodes),
+        memory=_ring(world.num_shards) * (2 + 2 + 3 / 2),
+        intra_steps=_doublings(world.num_shards),
+        inter_steps=_doublings(world.num_nodes),
+    )
+
+
+def _intra_reduce_scatter(world: World) -> _Load:
+    ranks = world.num_shards
+    return _Load((ranks - 1) / ranks, 0, memory=2 + 1 + 1 / ranks, intra_steps=2 * _doublings(ranks))
+
+
+def _intra_all_gather(world: World) -> _Load:
+    ranks = world.num_shards
+    return _Load((ranks - 1) / ranks, 0, memory=2, intra_steps=_doublings(ranks))
+
+
+def _intra_all_reduce(world: World) -> _Load:
+    # copied in (2); the sum of all is written straight to where it goes
+    ranks = world.num_shards
+    return _Load(1, 0, memory=2 + ranks + 1, intra_steps=2 * _doublings(ranks))
+
+
+def _intra_reduce(world: World) -> _Load:
+    ranks = world.num_shards
+    return _Load(1, 0, memory=2 + ranks + 1, intra_steps=2 * _doublings(ranks))
+
+
+def _intra_broadcast(world: World) -> _Load:
+    return _Load(1, 0, memory=2 + 2, intra_steps=2 * _doublings(world.num_shards))
+
+
+def _inter_all_reduce(world: World) -> _Load:
+    share = max(len(world.shards_of(rank)) for rank in range(world.size)) / world.num_shards
+    return _rail(world.num_nodes, share)
+
+
+def _leaders_all_reduce(world: World) -> _Load:
+    return _rail(world.num_nodes, share=1.0)
+
+
+def _rail(nodes: int, share: float) -> _Load:
+    """Return the load of rings between nodes whose busiest rank works on this share of the buffer."""
+    return _Load(_ring(nodes) * share, _ring(nodes), memory=_ring(nodes) * share * 3 / 2, inter_steps=2 * (nodes - 1))
+
+
+def _ring(members: int) -> float:
+    """Return how often a buffer leaves each member of a bandwidth-optimal all-reduce."""
+    return 2 * (members - 1) / members
+
+
+def _doublings(members: int) -> int:
+    """Return ceil(log2 members), in integers so that every rank gets the same."""
+    return (members - 1).bit_length()
+
+
+_LOADS: dict[tuple[Verb, Scope], Callable[[World], _Load]] = {
+    (Verb.ALL_REDUCE, Scope.WORLD): _world_all_reduce,
+    (Verb.REDUCE_SCATTER, Scope.INTRA): _intra_reduce_scatter,
+    (Verb.ALL_GATHER, Scope.INTRA): _intra_all_gather,
+    (Verb.ALL_REDUCE, Scope.INTRA): _intra_all_reduce,
+    (Verb.REDUCE, Scope.INTRA): _intra_reduce,
+    (Verb.BROADCAST, Scope.INTRA): _intra_broadcast,
+    (Verb.ALL_REDUCE, Scope.INTER): _inter_all_reduce,
+    (Verb.ALL_REDUCE, Scope.LEADERS): _leaders_all_reduce,
+}
+
+
+def _load(world: World, phase: Phase) -> _Load:
+    return _LOADS[phase.verb, phase.scope](world)

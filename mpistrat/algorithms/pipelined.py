@@ -1,0 +1,54 @@
+"""Pipelined: the hierarchical phases on several chunks, one chunk between the nodes while others are inside them.
+
+Phases
+    ``intra reduce_scatter -> inter all_reduce -> intra all_gather``
+Communication steps
+    2(n-1) between nodes for each chunk by a ring per rail; a few synchronisations inside a node for each chunk.
+Bytes on the wire per node
+    2(n-1)/n·S, the least possible, shared out over all ranks of the node.
+Good when
+    the buffer is large: the wire never waits for the work inside a node, and the chunks of that work stay in the cache,
+    which helps on one node as well. A buffer of one chunk is what hierarchical does. Declines a single rank.
+Source
+    Luo, Wu, Bosilca, Pei, Cao, Patinyasakdikul, Zhong, Dongarra: HAN: a Hierarchical AutotuNed Collective Communication
+    Framework. IEEE CLUSTER 2020.
+
+n: nodes, S: bytes of the buffer.
+"""
+
+from __future__ import annotations
+
+from mpistrat.algorithms import hierarchical
+from mpistrat.algorithms.chunks import chunk_elements, pipeline_rule
+from mpistrat.algorithms.plan import Plan
+from mpistrat.errors import Unsuitable
+from mpistrat.topology.world import World
+
+__all__ = ["plan"]
+
+
+def plan(world: World, count: int, itemsize: int, chunk_bytes: int = 0) -> Plan:
+    """Plan a hierarchical all-reduce on chunks that overlap.
+
+    Parameters
+    ----------
+    world : World
+        Whom the plan is for: at least two ranks.
+    count : int
+        Elements of the buffer.
+    itemsize : int
+        Bytes of one element.
+    chunk_bytes : int
+        The largest chunk, in bytes; 0: by the rule in `algorithms.chunks`.
+
+    Raises
+    ------
+    Unsuitable
+        If there is one rank.
+    """
+    if world.size == 1:
+        raise Unsuitable("because one rank has nobody to exchange chunks with")
+    rule, num_bytes = pipeline_rule(world), count * itemsize
+    chunk_count = chunk_elements(world, count, itemsize, chunk_bytes or rule.chunk_bytes(num_bytes))
+    depth = rule.depth if count > chunk_count else 1
+    return Plan("pipelined", world, count, itemsize, hierarchical.phases(world), chunk_count, depth)

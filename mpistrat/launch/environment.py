@@ -1,0 +1,172 @@
+"""The launcher's variables: one LAUNCHERS row per launcher.
+
+File law: no MPI here, so that what the launcher promised is known before MPI starts and can be compared with it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mpistrat.errors import LaunchError
+
+__all__ = ["LAUNCHERS", "Launcher", "LauncherView", "detect", "in_slurm_allocation"]
+
+
+@dataclass(frozen=True)
+class LauncherView:
+    """What a launcher told this process about the job; None where it says nothing.
+
+    Attributes
+    ----------
+    launcher : str
+        Who started this process, as its row in LAUNCHERS names it.
+    rank, size : int or None
+        Position in the job, and number of ranks.
+    local_rank, local_size : int or None
+        Position on this node, and number of ranks on it.
+    """
+
+    launcher: str
+    rank: int | None = None
+    size: int | None = None
+    local_rank: int | None = None
+    local_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Which variables a launcher sets for each rank.
+
+    Attributes
+    ----------
+    name : str
+        How errors call the launcher.
+    rank, size, local_rank, local_size : str
+        Variables that hold a number; empty where there is none.
+    local_ranks : str
+        A variable that lists the ranks of this node, separated by commas, where no variable counts them.
+    marks : tuple of str
+        Variables that tell this launcher from others that set the same `rank`; all must be there.
+    """
+
+    name: str
+    rank: str
+    size: str = ""
+    local_rank: str = ""
+    local_size: str = ""
+    local_ranks: str = ""
+    marks: tuple[str, ...] = ()
+
+    def started(self, environ: Mapping[str, str]) -> bool:
+        """Return whether this launcher started the process that has this environment."""
+        return all(environ.get(name) for name in (self.rank, *self.marks))
+
+    def view(self, environ: Mapping[str, str]) -> LauncherView:
+        """Return what this launcher says in an environment.
+
+        Raises
+        ------
+        LaunchError
+            If one of its variables holds no number.
+        """
+        rank, size, local_rank, local_size = (
+            _number(self.name, name, environ) for name in (self.rank, self.size, self.local_rank, self.local_size)
+        )
+        if environ.get(self.local_ranks):
+            local_size = len(environ[self.local_ranks].split(","))
+        return LauncherView(self.name, rank, size, local_rank, local_size)
+
+
+SRUN = "srun"
+
+# In order of precedence. An mpiexec comes before srun: inside an allocation it starts one daemon per node with srun, and its
+# ranks inherit the daemon's SLURM_PROCID, SLURM_LOCALID and SLURM_NTASKS. PMI_RANK alone says little: hydra, PALS and
+# `srun --mpi=pmi2` all set it.
+LAUNCHERS: tuple[Launcher, ...] = (
+    Launcher(
+        "Open MPI's mpiexec",
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        "hydra's mpiexec",
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+        marks=("MPI_LOCALRANKID",),
+    ),
+    Launcher(
+        "MVAPICH's mpirun_rsh",
+        rank="MV2_COMM_WORLD_RANK",
+        size="MV2_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_size="MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        "PALS",
+        rank="PALS_RANKID",
+        size="PMI_SIZE",
+        local_rank="PALS_LOCAL_RANKID",
+        local_size="PALS_LOCAL_SIZE",
+    ),
+    Launcher(
+        SRUN,
+        rank="SLURM_PROCID",
+        size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        local_ranks="SLURM_GTIDS",
+    ),
+    Launcher("a PMI launcher", rank="PMI_RANK", size="PMI_SIZE"),
+    Launcher("a PMIx launcher", rank="PMIX_RANK"),
+)
+
+# A batch script's shell has SLURM_PROCID=0 too, but no step. The steps that are no srun of the user's (batch, external,
+# interactive shell) are numbered downwards from 2^32.
+_FIRST_SPECIAL_STEP = 2**32 - 16
+
+
+def detect(environ: Mapping[str, str] | None = None) -> LauncherView | None:
+    """Return what the launcher of this process says, or None where nothing started it as a rank.
+
+    Parameters
+    ----------
+    environ : mapping, optional
+        Where to look; the process's environment by default.
+
+    Raises
+    ------
+    LaunchError
+        If a launcher's variable holds no number.
+    """
+    environ = os.environ if environ is None else environ
+    for launcher in LAUNCHERS:
+        if launcher.started(environ) and (launcher.name != SRUN or _is_task_of_srun(environ)):
+            return launcher.view(environ)
+    return None
+
+
+def in_slurm_allocation(environ: Mapping[str, str]) -> bool:
+    """Return whether this environment is that of a SLURM job, where the hosts are SLURM's to name."""
+    return bool(environ.get("SLURM_JOB_ID"))
+
+
+def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
+    step = environ.get("SLURM_STEP_ID", "")
+    return not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP
+
+
+def _number(launcher: str, name: str, environ: Mapping[str, str]) -> int | None:
+    text = environ.get(name, "")
+    if not text:
+        return None
+    if not text.isdigit():
+        raise LaunchError(
+            f"{name}={text!r} was found, where {launcher} puts a number; "
+            f"unset it if it was set by hand, and start with mpistrat run, mpiexec or srun"
+        )
+    return int(text)

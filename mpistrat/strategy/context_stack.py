@@ -1,0 +1,212 @@
+"""Which strategy and which replica are current on this thread; knows no strategy.
+
+====================  =================  ===============  =============
+where                 strategy           replica context  cross-replica
+====================  =================  ===============  =============
+outside all scopes    the default one    its default one  no
+``strategy.scope()``  that strategy      none             yes
+``strategy.run(fn)``  that strategy      this replica's   no
+``merge_call(fn)``    that strategy      none             yes
+====================  =================  ===============  =============
+
+File law: nothing of ours is imported but errors. The default strategy is made by a factory that its home registers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+__all__ = [
+    "Mode",
+    "Scope",
+    "current",
+    "default_mode",
+    "experimental_set_strategy",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "in_replica_context_of",
+    "misplaced",
+    "pop",
+    "push",
+    "register_default",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Mode:
+    """One entry of the stack: a strategy, and the replica context where one is entered."""
+
+    strategy: Any
+    replica_context: Any = None
+
+
+class _Thread(threading.local):
+    """The modes that this thread has entered, innermost last."""
+
+    def __init__(self) -> None:
+        self.modes: list[Mode] = []
+
+
+_thread = _Thread()
+_lock = threading.Lock()
+_make_default: Callable[[], Mode]
+_default: Mode | None = None
+_process_wide: Mode | None = None
+
+
+def register_default(factory: Callable[[], Mode]) -> None:
+    """Set what makes the mode outside all scopes; it is called once, when that mode is first asked for."""
+    global _make_default
+    _make_default = factory
+
+
+def default_mode() -> Mode:
+    """Return the mode of the default strategy."""
+    global _default
+    if _default is None:
+        with _lock:
+            _default = _default or _make_default()
+    return _default
+
+
+def current() -> Mode:
+    """Return the innermost mode of this thread."""
+    modes = _thread.modes
+    return modes[-1] if modes else (_process_wide or default_mode())
+
+
+def get_strategy() -> Any:
+    """Return the current strategy, or the default one outside all scopes; never None."""
+    return current().strategy
+
+
+def has_strategy() -> bool:
+    """Return whether the current strategy is another than the default one."""
+    return current().strategy is not default_mode().strategy
+
+
+def get_replica_context() -> Any:
+    """Return the current replica context; None in cross-replica context, the default context outside all scopes."""
+    return current().replica_context
+
+
+def in_cross_replica_context() -> bool:
+    """Return whether this is right inside ``strategy.scope()`` or a ``merge_fn``; False in ``run`` and outside all scopes."""
+    return current().replica_context is None
+
+
+def experimental_set_strategy(strategy: Any) -> None:
+    """Make `strategy` the current one of every thread, without a ``with`` block; None goes back to the default strategy.
+
+    Raises
+    ------
+    RuntimeError
+        If called inside ``strategy.scope()`` or ``strategy.run``.
+    """
+    global _process_wide
+    if _thread.modes:
+        raise misplaced(
+            "experimental_set_strategy",
+            "outside all scopes",
+            "with strategy.scope(): mpistrat.experimental_set_strategy(other)",
+            "mpistrat.experimental_set_strategy(other), before any scope is entered",
+        )
+    _process_wide = None if strategy is None or strategy is default_mode().strategy else Mode(strategy)
+
+
+def push(mode: Mode) -> None:
+    """Enter a mode on this thread."""
+    _thread.modes.append(mode)
+
+
+def pop(mode: Mode) -> None:
+    """Leave the innermost mode of this thread, which must be `mode`.
+
+    Raises
+    ------
+    RuntimeError
+        If another mode is the innermost one: contexts are left out of order, or on another thread.
+    """
+    modes = _thread.modes
+    if not modes or modes[-1] is not mode:
+        raise RuntimeError(
+            f"a context of {mode.strategy!r} was left out of order: {_where(current())}.\n"
+            "Leave contexts in the reverse order of entering them, on the same thread; a with block does both."
+        )
+    modes.pop()
+
+
+class Scope:
+    """Context manager that enters the cross-replica mode of a strategy; it may be entered again while it is entered.
+
+    Parameters
+    ----------
+    mode : Mode
+        The mode to enter; the same object for every scope of one strategy.
+    """
+
+    def __init__(self, mode: Mode) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> Any:
+        found, wanted = current(), self._mode.strategy
+        if found is default_mode() or (found.strategy is wanted and found.replica_context is None):
+            push(self._mode)
+        elif found.strategy is wanted:
+            raise misplaced(
+                "strategy.scope",
+                "outside strategy.run",
+                "strategy.run(fn), where fn says: with strategy.scope(): …",
+                "with strategy.scope(): strategy.run(fn)",
+            )
+        else:
+            raise _mixed("strategy.scope", wanted, found)
+        return wanted
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        pop(self._mode)
+
+
+def in_replica_context_of(strategy: Any, call: str) -> bool:
+    """Return whether this thread is inside ``strategy.run``; False in its scope and outside all scopes.
+
+    Raises
+    ------
+    RuntimeError
+        If another strategy is current; `call` is what the message says was asked for.
+    """
+    found = current()
+    if found is default_mode():
+        return False
+    if found.strategy is not strategy:
+        raise _mixed(call, strategy, found)
+    return found.replica_context is not None
+
+
+def misplaced(call: str, wanted: str, incorrect: str, correct: str) -> RuntimeError:
+    """Return the error of a call in the wrong context, with the line as it was written and as it should be."""
+    return RuntimeError(
+        f"{call} must be called {wanted}, but {_where(current())}.\n    incorrect:  {incorrect}\n    correct:    {correct}"
+    )
+
+
+def _mixed(call: str, wanted: Any, found: Mode) -> RuntimeError:
+    return RuntimeError(
+        f"{call} was called on {wanted!r}, but {_where(found)}: two strategies cannot be mixed.\n"
+        "    incorrect:  with first.scope(): second.run(fn)\n"
+        "    correct:    leave the scope of the first strategy, then call the second one"
+    )
+
+
+def _where(found: Mode) -> str:
+    if _default is not None and found is _default:
+        return "this is outside all scopes"
+    if found.replica_context is None:
+        return f"this is the cross-replica context of {found.strategy!r}"
+    return f"this is inside strategy.run of {found.strategy!r}"

@@ -1,0 +1,168 @@
+"""DistributedValues: values with one component per replica, of which this rank holds its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, as_array
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.strategy.context_stack import current, default_mode
+from mpistrat.structures import map_leaves
+
+__all__ = ["DistributedValues", "Mirrored", "PerReplica", "fitted", "regroup", "select_replica"]
+
+
+class DistributedValues(np.lib.mixins.NDArrayOperatorsMixin):
+    """A value with one component per replica. Strategies make them; users receive them.
+
+    Parameters
+    ----------
+    component : object
+        The component of this rank's replica.
+    """
+
+    def __init__(self, component: Any) -> None:
+        self._component = component
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components that this rank holds: a tuple of one."""
+        return (self._component,)
+
+    def in_replica(self) -> Any:
+        """Return what stands for this value inside ``strategy.run``."""
+        return self._component
+
+    def read(self) -> Array:
+        """Return this value as one array, where it may be read as one."""
+        raise NotImplementedError
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return np.array(self.read(), dtype=dtype, copy=copy)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if any(isinstance(target, DistributedValues) for target in kwargs.get("out", ())):
+            raise TypeError(
+                f"{self!r} cannot be the target of an in-place operation.\n"
+                "    incorrect:  variable += value\n"
+                "    correct:    variable.assign_add(value), or in replica context ctx.update(variable, fn, (value,))"
+            )
+        arrays = [value.read() if isinstance(value, DistributedValues) else value for value in inputs]
+        return getattr(ufunc, method)(*arrays, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._component!r})"
+
+
+class PerReplica(DistributedValues):
+    """A value whose components usually differ: reads as the local one inside ``strategy.run``, and nowhere else."""
+
+    def read(self) -> Array:
+        """Return the component of this replica.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If called outside ``strategy.run``.
+        """
+        mode = current()
+        if mode.replica_context is None or mode is default_mode():
+            raise InvalidArgumentError(
+                "a per-replica value was read as one array outside strategy.run, where it has a component on every replica.\n"
+                "    incorrect:  np.sum(value)\n"
+                '    correct:    strategy.reduce("sum", value, axis=None), strategy.gather(value, axis=0), or for the component '
+                "of this rank strategy.experimental_local_results(value)"
+            )
+        return as_array(self._component)
+
+
+class Mirrored(DistributedValues):
+    """A value whose components are equal by construction: reads as an array everywhere."""
+
+    def read(self) -> Array:
+        """Return the component of this rank, which equals those of the others."""
+        return as_array(self._component)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents of the array."""
+        return as_array(self._component).shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of one element."""
+        return as_array(self._component).dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return as_array(self._component).ndim
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return as_array(self._component).size
+
+    def __len__(self) -> int:
+        return len(self.read())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.read()[index]
+
+    def __float__(self) -> float:
+        return float(self.read())
+
+    def __int__(self) -> int:
+        return int(self.read())
+
+    def __bool__(self) -> bool:
+        return bool(self.read())
+
+
+def select_replica(value: Any) -> Any:
+    """Return a nested value with each distributed value replaced by what stands for it inside ``strategy.run``."""
+    return map_leaves(_in_replica, value)
+
+
+def regroup(value: Any, num_replicas: int) -> Any:
+    """Return a nested value, computed by each replica, as the program outside ``strategy.run`` sees it.
+
+    Parameters
+    ----------
+    value : nest
+        What this rank's replica computed.
+    num_replicas : int
+        Replicas in sync; the value of a single one is returned bare.
+    """
+    return value if num_replicas == 1 else map_leaves(_per_replica, value)
+
+
+def fitted(value: Any, target: Array, owner: object) -> Array:
+    """Return `value` as an array of the shape and dtype of `target`, the array of `owner`.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If the shapes differ.
+    UnsupportedDtypeError
+        If the dtype of `target` cannot hold the kind of number that `value` has.
+    """
+    array = as_array(value)
+    if array.shape != target.shape:
+        raise InvalidArgumentError(f"{owner!r} has shape {target.shape}; a value of shape {array.shape} cannot be assigned to it")
+    if not np.can_cast(array.dtype, target.dtype, casting="same_kind"):
+        raise UnsupportedDtypeError(
+            f"{owner!r} has dtype {target.dtype}; a value of dtype {array.dtype} would lose its kind: cast it first, "
+            f"value.astype({target.dtype.name!r})"
+        )
+    return array.astype(target.dtype, copy=False)
+
+
+def _in_replica(leaf: Any) -> Any:
+    return leaf.in_replica() if isinstance(leaf, DistributedValues) else leaf
+
+
+def _per_replica(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, DistributedValues) else PerReplica(leaf)

@@ -1,0 +1,152 @@
+"""Run a plan in one process and count every contribution.
+
+The state is a table of counts: how often the data of each source rank is contained in each shard on each rank. At the start
+every rank holds its own data once; at the end of an all-reduce every rank must hold every rank's data exactly once in every
+shard. A sum taken twice is a 2 and a sum forgotten is a 0, where a comparison of sets would see nothing. What a phase leaves
+undefined is poisoned, and stays so through every sum it enters.
+
+All chunks of a plan run the same phases on the same number of shards, so that one chunk stands for all; that the chunks
+cover the buffer is checked besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpistrat.algorithms.plan import Plan, Scope, Verb
+from mpistrat.topology.world import World
+
+__all__ = ["simulate"]
+
+State = NDArray[np.int64]
+"""Counts, indexed by rank, shard and source rank."""
+
+POISON = -1
+"""The count of data that is undefined."""
+
+
+def simulate(plan: Plan) -> None:
+    """Check that a plan is an all-reduce: everybody's data, exactly once, on every rank.
+
+    Parameters
+    ----------
+    plan : Plan
+        On any world.
+
+    Raises
+    ------
+    AssertionError
+        If the chunks do not cover the buffer; if a phase is none of the table in `algorithms.plan`; or if a contribution is
+        missing, counted more than once, or undefined somewhere. The message names the rank, the shard and the source.
+    """
+    _check_chunks(plan)
+    world = plan.world
+    state = np.zeros((world.size, world.num_shards, world.size), np.int64)
+    state[range(world.size), :, range(world.size)] = 1
+    for phase in plan.phases:
+        if (phase.verb, phase.scope) not in _VERBS:
+            known = ", ".join(f"{scope.value} {verb.value}" for verb, scope in _VERBS)
+            raise AssertionError(f"{plan.algorithm} on {world}: phase {str(phase)!r} means nothing; accepted are {known}")
+        _VERBS[phase.verb, phase.scope](world, state)
+    _check_counts(plan, state)
+
+
+def _check_chunks(plan: Plan) -> None:
+    where, shards = f"{plan.algorithm} on {plan.world}", plan.world.num_shards
+    if plan.chunk_count < 1 or plan.chunk_count % shards:
+        raise AssertionError(f"{where}: chunk_count {plan.chunk_count} is no positive multiple of {shards} shards")
+    if plan.depth < 1:
+        raise AssertionError(f"{where}: depth {plan.depth} lets no chunk start")
+    reached = 0
+    for start, length in plan.chunks():
+        if start != reached or not 0 < length <= plan.padded(length) <= plan.chunk_count:
+            raise AssertionError(
+                f"{where}: a chunk of {length} elements at {start} follows elements up to {reached}; chunks must follow "
+                f"each other and hold 1 to {plan.chunk_count} elements"
+            )
+        reached += length
+    if reached != plan.count:
+        raise AssertionError(f"{where}: chunks cover {reached} of {plan.count} elements")
+
+
+def _check_counts(plan: Plan, state: State) -> None:
+    wrong = np.argwhere(state != 1)
+    if not len(wrong):
+        return
+    rank, shard, source = map(int, wrong[0])
+    count = int(state[rank, shard, source])
+    found = "undefined" if count == POISON else f"counted {count} times"
+    raise AssertionError(
+        f"{plan.algorithm} on {plan.world}: contribution of rank {source} {found} on rank {rank} in shard {shard}, expected "
+        f"exactly once; {len(wrong)} of {state.size} contributions are wrong after {' -> '.join(map(str, plan.phases))}"
+    )
+
+
+def _total(parts: State) -> State:
+    """Return the sum over the first axis, poisoned where any part is."""
+    return np.where((parts == POISON).any(axis=0), POISON, parts.sum(axis=0))
+
+
+def _world_all_reduce(world: World, state: State) -> None:
+    state[:] = _total(state)
+
+
+def _intra_reduce_scatter(world: World, state: State) -> None:
+    for node in world.nodes:
+        total = _total(state[_on(node.ranks)])
+        state[_on(node.ranks)] = POISON
+        for rank in node.ranks:
+            owned = list(world.shards_of(rank))
+            state[rank, owned] = total[owned]
+
+
+def _intra_all_reduce(world: World, state: State) -> None:
+    for node in world.nodes:
+        state[_on(node.ranks)] = _total(state[_on(node.ranks)])
+
+
+def _inter_all_reduce(world: World, state: State) -> None:
+    for shard, rail in enumerate(world.rails):
+        state[_on(rail), shard] = _total(state[_on(rail), shard])
+
+
+def _intra_all_gather(world: World, state: State) -> None:
+    for node in world.nodes:
+        for shard in range(world.num_shards):
+            state[_on(node.ranks), shard] = state[world.owner(shard, node.index), shard]
+
+
+def _intra_reduce(world: World, state: State) -> None:
+    for node in world.nodes:
+        total = _total(state[_on(node.ranks)])
+        state[_on(node.ranks)] = POISON
+        state[node.ranks[0]] = total
+
+
+def _leaders_all_reduce(world: World, state: State) -> None:
+    state[_on(world.leaders)] = _total(state[_on(world.leaders)])
+
+
+def _intra_broadcast(world: World, state: State) -> None:
+    for node in world.nodes:
+        state[_on(node.ranks)] = state[node.ranks[0]]
+
+
+def _on(ranks: Sequence[int]) -> list[int]:
+    """Return `ranks` as an index of the state's first axis; a tuple would index several axes."""
+    return list(ranks)
+
+
+_VERBS: dict[tuple[Verb, Scope], Callable[[World, State], None]] = {
+    (Verb.ALL_REDUCE, Scope.WORLD): _world_all_reduce,
+    (Verb.REDUCE_SCATTER, Scope.INTRA): _intra_reduce_scatter,
+    (Verb.ALL_REDUCE, Scope.INTER): _inter_all_reduce,
+    (Verb.ALL_GATHER, Scope.INTRA): _intra_all_gather,
+    (Verb.ALL_REDUCE, Scope.INTRA): _intra_all_reduce,
+    (Verb.REDUCE, Scope.INTRA): _intra_reduce,
+    (Verb.ALL_REDUCE, Scope.LEADERS): _leaders_all_reduce,
+    (Verb.BROADCAST, Scope.INTRA): _intra_broadcast,
+}

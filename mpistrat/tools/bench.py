@@ -1,0 +1,237 @@
+"""mpistrat bench: collectives measured against bare MPI in the same run, each result checked before it is timed.
+
+Bandwidths as in nccl-tests: algorithm bandwidth is bytes / time, bus bandwidth is that times 2 (n - 1) / n for n ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import mpistrat
+from mpistrat.arrays import Array
+from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.errors import CollectiveError, InvalidArgumentError
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.launch.bootstrap import start
+from mpistrat.reduction import ReduceOp
+from mpistrat.settings import parse_bytes
+from mpistrat.tools.text import format_bytes
+from mpistrat.topology.discover import discover
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Row", "add_arguments", "execute", "measure"]
+
+ALGORITHMS = ("auto", "flat", "leader", "hierarchical", "pipelined", "mpi")
+ITEM_BYTES = 4
+BUDGET_SECONDS = 1.0
+MIN_ROUNDS, MAX_ROUNDS = 7, 200
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured at one size.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes of the array on each rank.
+    plan : str
+        The algorithm that ran.
+    seconds, mpi_seconds : float
+        Median over the rounds of the slowest rank's time: ours, and of bare ``MPI_Allreduce`` in the same rounds.
+    algorithm_gbs, bus_gbs : float
+        Bandwidths in GB/s (10⁹ bytes).
+    ratio : float
+        mpi_seconds / seconds: above 1 is faster than MPI.
+    rounds : int
+        How many rounds were timed.
+    """
+
+    nbytes: int
+    plan: str
+    seconds: float
+    mpi_seconds: float
+    algorithm_gbs: float
+    bus_gbs: float
+    ratio: float
+    rounds: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``mpistrat bench`` takes."""
+    parser.description = (
+        "Measure a collective against bare MPI. Start it on the ranks to measure: "
+        "mpistrat run -n 4 -m mpistrat bench all_reduce, or under mpiexec or srun."
+    )
+    parser.add_argument("collective", choices=("all_reduce",), help="what to measure")
+    parser.add_argument("--min-bytes", default="8", metavar="SIZE", help="smallest array (default: 8)")
+    parser.add_argument("--max-bytes", default="64MiB", metavar="SIZE", help="largest array (default: 64MiB)")
+    parser.add_argument("--step-factor", type=int, default=4, metavar="N", help="each size is so many times the one before")
+    parser.add_argument("--algorithm", default="auto", choices=ALGORITHMS, help="which algorithm (default: auto); mpi: bare MPI")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the bandwidths to FILE (needs matplotlib)")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Measure, print and write; return the exit code. A collective call."""
+    sizes = _sizes(arguments)
+    comm = start()
+    ops = HierarchicalAllReduce(Hierarchy(comm, discover(comm)))
+    chief = ops.rank == 0
+    if chief:
+        print(f"all_reduce of float32, SUM, {ops.world}, {_mpi_version()}")
+        print(f"{'size':>10}  {'plan':<12}  {'time':>12}  {'MPI':>12}  {'alg GB/s':>9}  {'bus GB/s':>9}  {'x MPI':>6}")
+    rows = []
+    for nbytes in sizes:
+        row = measure(ops, nbytes, arguments.algorithm)
+        rows.append(row)
+        if chief:
+            print(
+                f"{format_bytes(row.nbytes):>10}  {row.plan:<12}  {row.seconds * 1e6:9.1f} µs  {row.mpi_seconds * 1e6:9.1f} µs  "
+                f"{row.algorithm_gbs:9.3f}  {row.bus_gbs:9.3f}  {row.ratio:6.2f}",
+                flush=True,
+            )
+    if chief and arguments.json:
+        _write_json(arguments.json, ops, rows)
+    if chief and arguments.plot:
+        _write_plot(arguments.plot, ops, rows)
+    ops.close()
+    return 0
+
+
+def measure(ops: HierarchicalAllReduce, nbytes: int, algorithm: str) -> Row:
+    """Return what one size takes. A collective call.
+
+    Raises
+    ------
+    CollectiveError
+        On every rank, if a result is wrong.
+    """
+    comm = ops.hierarchy.world_group.comm
+    source = np.full(nbytes // ITEM_BYTES, ops.rank + 1, np.float32)
+    target = np.empty_like(source)
+    ours, plan = _ours(ops, source, target, algorithm)
+    contenders: list[Callable[[], object]] = [ours, lambda: comm.Allreduce(source, target)]
+    for run in contenders:
+        _check(comm, run, target)
+    rounds = _rounds(comm, contenders)
+    times = np.empty((rounds, len(contenders)))
+    for turn in range(rounds):
+        for index, run in enumerate(contenders):
+            comm.Barrier()
+            started = time.perf_counter()
+            run()
+            times[turn, index] = time.perf_counter() - started
+    slowest = _slowest(comm, times)
+    seconds, mpi_seconds = statistics.median(slowest[:, 0]), statistics.median(slowest[:, 1])
+    algorithm_gbs = nbytes / seconds / 1e9
+    bus_gbs = algorithm_gbs * 2 * (ops.size - 1) / ops.size
+    return Row(nbytes, plan, seconds, mpi_seconds, algorithm_gbs, bus_gbs, mpi_seconds / seconds, rounds)
+
+
+def _ours(ops: HierarchicalAllReduce, source: Array, target: Array, algorithm: str) -> tuple[Callable[[], object], str]:
+    if algorithm == "mpi":
+        comm = ops.hierarchy.world_group.comm
+        return lambda: comm.Allreduce(source, target), "mpi"
+    options = CommunicationOptions(algorithm=algorithm)
+    plan = ops.choose(source.size, source.dtype, options).plan
+    return lambda: ops.all_reduce(ReduceOp.SUM, [source], options, [target]), plan.algorithm
+
+
+def _sizes(arguments: argparse.Namespace) -> list[int]:
+    try:
+        first, last = parse_bytes(arguments.min_bytes), parse_bytes(arguments.max_bytes)
+    except ValueError as error:
+        raise InvalidArgumentError(str(error)) from None
+    if not ITEM_BYTES <= first <= last or first % ITEM_BYTES or arguments.step_factor < 2:
+        raise InvalidArgumentError(
+            f"sizes from {first} to {last} bytes by a factor of {arguments.step_factor} cannot be measured: accepted are multiples "
+            f"of {ITEM_BYTES} bytes, --min-bytes not above --max-bytes, and --step-factor of at least 2"
+        )
+    sizes = [first]
+    while sizes[-1] * arguments.step_factor <= last:
+        sizes.append(sizes[-1] * arguments.step_factor)
+    return sizes
+
+
+def _check(comm: MPI.Intracomm, run: Callable[[], object], target: Array) -> None:
+    """Run once on a poisoned target and compare with the exact sum, on all ranks together."""
+    from mpi4py import MPI
+
+    target.fill(np.nan)
+    run()
+    expected = comm.Get_size() * (comm.Get_size() + 1) // 2
+    if not comm.allreduce(bool((target == expected).all()), MPI.LAND):
+        raise CollectiveError(f"a wrong sum of {target.nbytes} bytes: not every element is {expected} on every rank")
+
+
+def _rounds(comm: MPI.Intracomm, contenders: list[Callable[[], object]]) -> int:
+    """Return how many rounds fit the budget, the same on all ranks."""
+    from mpi4py import MPI
+
+    started = time.perf_counter()
+    for run in contenders:
+        run()
+    spent: float = comm.allreduce(time.perf_counter() - started, MPI.MAX)
+    return int(min(max(BUDGET_SECONDS / spent, MIN_ROUNDS), MAX_ROUNDS))
+
+
+def _slowest(comm: MPI.Intracomm, times: Array) -> Array:
+    from mpi4py import MPI
+
+    slowest = np.empty_like(times)
+    comm.Allreduce(times, slowest, MPI.MAX)
+    return slowest
+
+
+def _mpi_version() -> str:
+    from mpi4py import MPI
+
+    return str(MPI.Get_library_version()).split("\n")[0].split(",")[0].strip("\0 ")
+
+
+def _write_json(path: Path, ops: HierarchicalAllReduce, rows: list[Row]) -> None:
+    document = {
+        "collective": "all_reduce",
+        "dtype": "float32",
+        "mpistrat": mpistrat.__version__,
+        "mpi": _mpi_version(),
+        "python": platform.python_version(),
+        "world": ops.world.shape,
+        "ranks": ops.size,
+        "rows": [asdict(row) for row in rows],
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _write_plot(path: Path, ops: HierarchicalAllReduce, rows: list[Row]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    sizes = [row.nbytes for row in rows]
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(sizes, [row.bus_gbs for row in rows], "o-", label="mpistrat")
+    axes.plot(sizes, [row.bus_gbs / row.ratio for row in rows], "s--", label="MPI_Allreduce")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("bytes")
+    axes.set_ylabel("bus bandwidth, GB/s")
+    axes.set_title(f"all_reduce, {ops.world}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,55 @@
+"""mpistrat: the command line, one row per command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import mpistrat
+from mpistrat.errors import MpistratError
+
+__all__ = ["COMMANDS", "main", "make_parser"]
+
+COMMANDS = {
+    "run": ("mpistrat.tools.run", "start a script on several ranks, with the right mpiexec for this machine"),
+    "demo": ("mpistrat.tools.demo", "train a small network on four ranks and show what happens"),
+    "plan": ("mpistrat.tools.plan", "show how an all-reduce would run on any world; needs no MPI"),
+    "bench": ("mpistrat.tools.bench", "measure collectives against bare MPI, under any launcher"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The words behind ``mpistrat``; those of this process by default.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = make_parser(words[0] if words else "")
+    arguments = parser.parse_args(words)
+    try:
+        code: int = importlib.import_module(COMMANDS[arguments.command][0]).execute(arguments)
+    except MpistratError as error:
+        if error.raised_everywhere:
+            raise
+        print(f"mpistrat {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def make_parser(needed: str = "") -> argparse.ArgumentParser:
+    """Return the parser of all commands; only the command `needed`, or with ``*`` every one, is imported for its options."""
+    parser = argparse.ArgumentParser("mpistrat", description=mpistrat.__doc__.split("\n")[0] if mpistrat.__doc__ else "")
+    parser.add_argument("--version", action="version", version=f"mpistrat {mpistrat.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, meaning) in COMMANDS.items():
+        command = commands.add_parser(name, help=meaning, description=meaning)
+        if needed in (name, "*"):
+            importlib.import_module(module).add_arguments(command)
+    return parser

@@ -1,0 +1,52 @@
+"""Sizes, times and tables, as a person at a terminal reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["format_bytes", "format_count", "format_seconds", "format_table"]
+
+_BINARY = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Return a size such as ``64 MiB``, ``1.5 KiB`` or ``8 B``."""
+    for unit, name in _BINARY:
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.4g} {name}"
+    return f"{num_bytes} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a time such as ``1.2 s``, ``4.04 ms`` or ``17 µs``."""
+    for unit, name in _TIMES:
+        if seconds >= 0.9995 * unit:  # what three digits would show as 1000 of the smaller unit
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+
+
+def format_count(count: int, noun: str) -> str:
+    """Return a number of things, such as ``1 rank`` or ``2 ranks``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def format_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Return rows as lines with aligned columns.
+
+    Parameters
+    ----------
+    rows : sequence of sequences of str
+        All of equal length.
+    right : sequence of int
+        Columns aligned to the right; the others are aligned to the left.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,96 @@
+"""Train a small neural network on handwritten digits, on however many replicas there are.
+
+``python train_digits.py`` trains on one, ``mpiexec -n 4 python train_digits.py`` on four, to the same weights up to rounding:
+gradients, loss and number of examples are summed over all replicas before anything is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.datasets import load_digits
+
+import mpistrat
+
+Array = NDArray[Any]
+Arrays = dict[str, Array]
+
+
+def load() -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Return training and test data as (images, labels): rows of 64 pixels between 0 and 1, and digits."""
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    images, labels = (images[order] / 16).astype(np.float32), labels[order]
+    return (images[:1497], labels[:1497]), (images[1497:], labels[1497:])
+
+
+def forward(weights: dict[str, Any], images: Array) -> tuple[Array, Array]:
+    """Return the hidden layer and the logarithms of the ten probabilities of each image."""
+    hidden = np.maximum(images @ weights["w1"] + weights["b1"], 0)
+    scores = hidden @ weights["w2"] + weights["b2"]
+    scores -= scores.max(axis=1, keepdims=True)
+    return hidden, scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
+
+
+def loss_and_gradients(weights: dict[str, Any], images: Array, labels: Array) -> tuple[Array, Arrays]:
+    """Return the cross-entropy and its gradients, summed over these images; there may be none."""
+    hidden, log_probabilities = forward(weights, images)
+    truth = np.eye(10, dtype=np.float32)[labels]
+    error = np.exp(log_probabilities) - truth
+    back = (error @ np.transpose(weights["w2"])) * (hidden > 0)
+    gradients = {"w1": images.T @ back, "b1": back.sum(axis=0), "w2": hidden.T @ error, "b2": error.sum(axis=0)}
+    return -(log_probabilities * truth).sum(), gradients
+
+
+def train(
+    strategy: mpistrat.Strategy,
+    epochs: int = 12,
+    batch_size: int = 128,
+    rate: float = 0.1,
+    momentum: float = 0.9,
+    on_step: Callable[[int, float, int], None] | None = None,
+) -> tuple[Arrays, float, list[float]]:
+    """Return the weights, the accuracy on the test data, and the loss of each step.
+
+    After each step, ``on_step(epoch, loss, examples)`` is called on every rank.
+    """
+    training, (test_images, test_labels) = load()
+    rng = np.random.default_rng(1)
+    shapes = {"w1": (64, 64), "b1": (64,), "w2": (64, 10), "b2": (10,)}
+    with strategy.scope():
+        start = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
+        weights = {name: mpistrat.Variable(value, name=name) for name, value in start.items()}
+        velocity = {name: mpistrat.Variable(np.zeros_like(value), trainable=False) for name, value in start.items()}
+
+    def step(batch: tuple[Array, Array]) -> tuple[Array, Array]:
+        context = mpistrat.get_replica_context()
+        loss, gradients = loss_and_gradients(weights, *batch)
+        sums = {"gradients": gradients, "loss": loss, "examples": np.float32(len(batch[0]))}
+        sums = context.all_reduce("sum", sums)
+        for name, gradient in sums["gradients"].items():
+            mean = gradient / sums["examples"]
+            context.update(velocity[name], lambda v, g: momentum * v - rate * g, (mean,))
+            context.update(weights[name], np.add, (velocity[name],))
+        return sums["loss"] / sums["examples"], sums["examples"]
+
+    history = []
+    dataset = mpistrat.ArrayDataset(training, batch_size, shuffle=True)
+    batches = strategy.experimental_distribute_dataset(dataset)
+    for epoch in range(epochs):
+        for batch in batches:
+            [(loss, examples)] = strategy.experimental_local_results(strategy.run(step, args=(batch,)))
+            history.append(float(loss))
+            if on_step:
+                on_step(epoch, history[-1], int(examples))
+    accuracy = float(np.mean(forward(weights, test_images)[1].argmax(axis=1) == test_labels))
+    return {name: variable.numpy() for name, variable in weights.items()}, accuracy, history
+
+
+if __name__ == "__main__":
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+    _, accuracy, history = train(strategy)
+    if strategy.extended.should_save_summary:
+        print(f"{strategy.num_replicas_in_sync} replicas: loss {history[-1]:.3f}, test accuracy {accuracy:.3f}")

@@ -1,0 +1,7 @@
+"""One session, all lanes: see `lanes` for what there is, `launches` for how tests/ranks runs, `rank_agreement` for inside."""
+
+import os
+
+pytest_plugins = ["tests.lanes", "tests.launches"]
+
+os.environ["MPISTRAT_STRICT"] = "1"

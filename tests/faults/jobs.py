@@ -1,0 +1,65 @@
+"""How a job ended, and what it left behind."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["PROLOGUE", "Ended", "ended"]
+
+# Each rank writes its process into a file, and a rank about to fail the time.
+PROLOGUE = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from mpistrat.launch.bootstrap import start
+
+comm = start()
+mine = comm.Dup()
+Path("pid", str(comm.rank)).write_text(str(os.getpid()))
+mine.Barrier()
+
+def note_fault():
+    Path("fault").write_text(str(time.time()))
+
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended: exit code, output, seconds from the fault to the end, and the processes of its ranks."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+    pids: tuple[int, ...]
+
+    @property
+    def marked(self) -> list[str]:
+        """The lines that ranks wrote about their exceptions."""
+        return [line for line in self.stderr.splitlines() if line.startswith("[rank ")]
+
+    def leftovers(self, patience: float = 5.0) -> list[int]:
+        """Return the ranks' processes that are still there after some patience."""
+        deadline = time.monotonic() + patience
+        while any(map(_is_running, self.pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return [pid for pid in self.pids if _is_running(pid)]
+
+
+def ended(done: subprocess.CompletedProcess[str], folder: Path) -> Ended:
+    """Gather what a job left in its folder."""
+    now = time.time()
+    fault = folder / "fault"
+    seconds = now - float(fault.read_text()) if fault.exists() else float("nan")
+    pids = tuple(int(path.read_text()) for path in sorted((folder / "pid").iterdir()))
+    return Ended(done.returncode, done.stdout, done.stderr, seconds, pids)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,142 @@
+"""One rank fails, the others wait for it in a collective: the whole job ends, soon, and one traceback says why."""
+
+import socket
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.jobs import Ended
+
+Job = Callable[..., Ended]
+
+LIMIT_SECONDS = 5.0
+HOST = socket.gethostname()
+RUNNER = (sys.executable, "-m", "mpi4py")  # what mpistrat run puts before a script
+
+FAIL_ON_RANK_2 = """
+    if comm.rank == 2:
+        note_fault()
+        {fault}
+    mine.Barrier()
+"""
+
+
+@pytest.mark.parametrize("python", [(sys.executable,), RUNNER], ids=["python", "python -m mpi4py"])
+def test_exception_ends_the_job_with_one_traceback(job: Job, python: tuple[str, ...]) -> None:
+    ended = job(3, FAIL_ON_RANK_2.format(fault="raise ValueError('a bad batch\\nin two lines')"), python)
+    assert ended.code == 1
+    assert ended.seconds < LIMIT_SECONDS
+    # from the script on: no frame of a runner, and every line says whose it is
+    assert ended.marked[0] == f"[rank 2 on {HOST}] Traceback (most recent call last):"
+    assert 'job.py", line ' in ended.marked[1]
+    assert ended.marked[-2:] == [f"[rank 2 on {HOST}] ValueError: a bad batch", f"[rank 2 on {HOST}] in two lines"]
+    assert ended.stderr.count("Traceback") == 1
+    assert not ended.leftovers()
+
+
+def test_exception_of_another_thread_ends_the_job(job: Job) -> None:
+    fault = "threading.Thread(target=lambda: 1 // 0, name='loader').start(); mine.Recv(bytearray(1), source=0)"
+    ended = job(3, FAIL_ON_RANK_2.format(fault=fault))
+    assert ended.code == 1
+    assert ended.seconds < LIMIT_SECONDS
+    assert ended.marked[0] == f"[rank 2 on {HOST}, thread loader] Traceback (most recent call last):"
+    assert "ZeroDivisionError: " in ended.marked[-1]
+    assert ended.stderr.count("Traceback") == 1
+
+
+def test_bug_on_every_rank_is_told_once(job: Job) -> None:
+    ended = job(3, "note_fault()\nraise KeyError('weights')")
+    assert ended.code == 1
+    assert ended.seconds < LIMIT_SECONDS
+    assert ended.marked[-1] == f"[rank 0 on {HOST}] KeyError: 'weights'"
+    assert ended.stderr.count("Traceback") == 1
+
+
+def test_error_raised_everywhere_is_told_by_rank_0_even_when_it_is_late(job: Job) -> None:
+    program = """
+        from mpistrat.errors import AgreementError
+        note_fault()
+        time.sleep(1.2 if comm.rank == 0 else 0)
+        raise AgreementError("ranks passed different dtypes")
+    """
+    ended = job(3, program)
+    assert ended.code == 1
+    assert ended.seconds < LIMIT_SECONDS
+    assert ended.marked[-1] == f"[rank 0 on {HOST}] mpistrat.errors.AgreementError: ranks passed different dtypes"
+    assert ended.stderr.count("Traceback") == 1
+
+
+def test_error_raised_everywhere_but_on_rank_0_is_told_all_the_same(job: Job) -> None:
+    fault = "from mpistrat.errors import AgreementError; raise AgreementError('alone')"
+    ended = job(3, FAIL_ON_RANK_2.format(fault=fault))
+    assert ended.code == 1
+    assert ended.seconds < LIMIT_SECONDS
+    assert ended.marked[-1] == f"[rank 2 on {HOST}] mpistrat.errors.AgreementError: alone"
+
+
+def test_keyboard_interrupt_is_quiet(job: Job) -> None:
+    ended = job(3, FAIL_ON_RANK_2.format(fault="signal.raise_signal(signal.SIGINT)"))
+    assert ended.code == 130
+    assert ended.seconds < LIMIT_SECONDS
+    assert "Traceback" not in ended.stderr
+
+
+def test_exit_code_of_one_rank_ends_the_job_under_the_runner(job: Job) -> None:
+    ended = job(3, FAIL_ON_RANK_2.format(fault="sys.exit(3)"), RUNNER)
+    assert ended.code == 3
+    assert ended.seconds < LIMIT_SECONDS
+    assert not ended.leftovers()
+
+
+@pytest.mark.parametrize(
+    ("fault", "codes"),
+    [("os._exit(7)", {7, 9}), ("os.kill(os.getpid(), signal.SIGKILL)", {137, 9})],  # Open MPI's, MPICH's
+    ids=["_exit", "SIGKILL"],
+)
+def test_rank_that_vanishes_ends_the_job(job: Job, fault: str, codes: set[int]) -> None:
+    ended = job(3, FAIL_ON_RANK_2.format(fault=fault))
+    assert ended.code in codes
+    assert ended.seconds < LIMIT_SECONDS
+    assert not ended.leftovers()
+
+
+def test_exception_that_is_caught_ends_nothing(job: Job) -> None:
+    program = """
+        try:
+            raise ValueError("handled")
+        except ValueError:
+            pass
+        thread = threading.Thread(target=sys.exit, args=(1,))
+        thread.start(), thread.join()
+        mine.Barrier()
+        print("still here")
+    """
+    ended = job(2, program)
+    assert (ended.code, ended.stdout.split("\n").count("still here")) == (0, 2), ended.stderr
+
+
+def test_exception_in_a_forked_child_is_its_own(job: Job) -> None:
+    program = """
+        if os.fork() == 0:
+            try:
+                raise ValueError("in the child")
+            except ValueError as error:
+                sys.excepthook(type(error), error, error.__traceback__)
+                os._exit(0)
+        os.wait()
+        mine.Barrier()
+    """
+    ended = job(2, program, OMPI_MCA_mpi_warn_on_fork="0")
+    assert ended.code == 0, ended.stderr
+    assert not ended.marked
+
+
+def test_abort_can_be_switched_off(job: Job) -> None:
+    program = "sys.exit(sys.excepthook is not sys.__excepthook__ or threading.excepthook is not threading.__excepthook__)"
+    assert job(2, program, RUNNER, MPISTRAT_ABORT="0").code == 0
+
+
+def test_one_rank_alone_keeps_the_hooks_of_python(job: Job) -> None:
+    program = "sys.exit(sys.excepthook is not sys.__excepthook__ or threading.excepthook is not threading.__excepthook__)"
+    assert job(1, program, RUNNER).code == 0

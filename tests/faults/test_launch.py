@@ -1,0 +1,77 @@
+"""`mpistrat run` from start to end, and launches that fit no MPI."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.jobs import PROLOGUE, ended
+from tests.processes import run_bounded
+
+SECONDS = 40.0
+RUN = "import argparse, sys; from mpistrat.tools import run; p = argparse.ArgumentParser(); run.add_arguments(p)"
+MPISTRAT_RUN = [sys.executable, "-c", f"{RUN}; sys.exit(run.execute(p.parse_args()))"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pid").mkdir()
+    return tmp_path
+
+
+def test_run_starts_the_ranks_and_hands_on_their_code(folder: Path) -> None:
+    program = "print(comm.rank, comm.size, sys.argv[1:], os.environ['MPISTRAT_VIRTUAL_NODES'])"
+    (folder / "job.py").write_text(PROLOGUE + program)
+    done = run_bounded([*MPISTRAT_RUN, "-n", "3", "--nodes", "2+1", "job.py", "-n", "x"], SECONDS)
+    assert sorted(done.stdout.split("\n")) == ["", *(f"{rank} 3 ['-n', 'x'] 2+1" for rank in range(3))], done.stderr
+    assert done.returncode == 0
+    (folder / "job.py").write_text(PROLOGUE + "sys.exit(5 if comm.rank == 1 else 0)")
+    assert run_bounded([*MPISTRAT_RUN, "-n", "2", "job.py"], SECONDS).returncode == 5
+
+
+def test_run_takes_a_module(folder: Path) -> None:
+    (folder / "package").mkdir()
+    (folder / "package/job.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    done = run_bounded([*MPISTRAT_RUN, "-n", "2", "-m", "package.job", "--rate", "1"], SECONDS)
+    assert done.stdout.split("\n") == ["__main__ ['--rate', '1']", "__main__ ['--rate', '1']", ""], done.stderr
+
+
+def test_ctrl_c_ends_the_job(folder: Path) -> None:
+    (folder / "job.py").write_text(PROLOGUE + "print('up', flush=True)\nwhile True: mine.Barrier(); time.sleep(0.01)")
+    process = subprocess.Popen(
+        [*MPISTRAT_RUN, "-n", "3", "job.py"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.read(2) == "up"
+        started = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)  # the terminal sends it to the whole foreground group
+        out, err = process.communicate(timeout=SECONDS)
+        assert time.monotonic() - started < 5
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode != 0
+    assert "Traceback" not in err
+    assert not ended(subprocess.CompletedProcess([], process.returncode, out, err), folder).leftovers()
+
+
+def test_srun_that_mpi_does_not_see_is_an_error() -> None:
+    # This process is alone, and says that srun started four.
+    variables = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
+    program = "from mpistrat.launch.bootstrap import start; start()"
+    done = run_bounded([sys.executable, "-c", program], SECONDS, {**os.environ, **variables})
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1, done.stderr
+    assert last.startswith("mpistrat.errors.LaunchError: rank 1 of srun: srun started 4 ranks, but MPI (")
+    assert ") formed worlds of 1: srun's --mpi type does not fit this MPI. Use srun --mpi=" in last

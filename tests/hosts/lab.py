@@ -1,0 +1,296 @@
+"""Several hosts on one machine: network namespaces with their own names and shaped links.
+
+Every host has its own network, host name, shared memory and boot id; a switch joins them, and a token bucket shapes what
+each host sends. All of it lives in namespaces without names below one process, which the kernel ends together with the
+process that asked for the lab: nothing outside is touched, any number of labs run side by side, and none outlives a crash.
+
+From the command line, in the top folder of a checkout::
+
+    python -m tests.hosts.lab run --hosts 4 --ranks 8 --rate 1gbit --placement block -- python script.py
+    python -m tests.hosts.lab goodput --rate 1gbit
+
+``--placement`` is ``block`` (consecutive ranks share a host), ``cyclic`` (consecutive ranks sit on different hosts) or the
+number of ranks on each host, such as ``3+1+2+2``. ``run --goodput`` measures the links first, and hands the figure to the
+program as LAB_GOODPUT_BITS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpistrat.launch.mpiexec import find_mpi
+from tests.processes import run_bounded
+
+__all__ = ["TOOLS", "Lab", "LabError", "missing", "parse_bytes_sent", "until"]
+
+_HERE = Path(__file__).parent
+_SUBNET = "10.77.31"  # exists only inside the lab's namespaces
+TOOLS = {  # what a lab runs, and the Debian packages that have it
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "setpriv": "util-linux",
+    "hostname": "hostname",
+}
+
+
+class LabError(RuntimeError):
+    """The lab could not be brought up, or a command in it failed."""
+
+
+def missing(tools: Mapping[str, str] = TOOLS) -> str:
+    """Return why a lab cannot be had here and what to install, or an empty text."""
+    reasons = []
+    if os.geteuid() != 0:
+        reasons.append("needs root (network namespaces); run the tests as root")
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    packages = sorted({package for tool, package in tools.items() if shutil.which(tool, path=path) is None})
+    if packages:
+        reasons.append(f"missing Debian packages; apt-get install {' '.join(packages)}")
+    return "; ".join(reasons)
+
+
+class Lab:
+    """Hosts that are up as long as this object is open.
+
+    Parameters
+    ----------
+    hosts : int or sequence of str
+        How many hosts (``node0``, ``node1``, …), or their names.
+    rate : str
+        What each host may send, as ``tc`` writes it (``1gbit``), or ``unlimited``.
+    burst : str
+        Size of the token bucket, as ``tc`` writes it.
+    """
+
+    def __init__(self, hosts: int | Sequence[str] = 4, rate: str = "1gbit", burst: str = "256kb") -> None:
+        self.hosts = tuple(f"node{number}" for number in range(hosts)) if isinstance(hosts, int) else tuple(hosts)
+        self.folder = Path(tempfile.mkdtemp(prefix="mpistrat-lab-"))
+        self.rate, self._burst = rate, burst
+        self._switch: subprocess.Popen[bytes] | None = None
+        self._first = 0
+
+    def __enter__(self) -> Lab:  # noqa: PYI034 - Self is newer than Python 3.10
+        self.folder.chmod(0o755)
+        command = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--mount", "--pid", "--fork", "--kill-child"]
+        command += ["--mount-proc", str(_HERE / "switch"), str(self.folder), _SUBNET, self.rate, self._burst, *self.hosts]
+        with (self.folder / "log").open("wb") as log:
+            self._switch = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=_environment()
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process of the lab; its namespaces, links and mounts go with them."""
+        if self._switch is not None:
+            # The kernel ends all processes of a PID namespace before it reports the end of the first.
+            os.kill(self._first or self._switch.pid, signal.SIGKILL)
+            self._switch.wait()
+            self._switch = None
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def on(self, host: str, argv: Sequence[str]) -> list[str]:
+        """Return the command that runs `argv` on a host; its environment needs LAB_FOLDER, as `environment` has it."""
+        outside = ["nsenter", "--target", str(self._first), "--pid", "--mount", "--net", f"--wd={Path.cwd()}"]
+        return [*outside, str(_HERE / "enter"), host, f"exec {shlex.join(argv)}"]
+
+    def environment(self, **extra: str) -> dict[str, str]:
+        """Return the environment for commands in the lab."""
+        return {**_environment(), "LAB_FOLDER": str(self.folder), **extra}
+
+    def start(self, host: str, argv: Sequence[str], stdout: Any) -> subprocess.Popen[str]:
+        """Start a command on a host, with nothing to read; it ends with the lab if not before."""
+        return subprocess.Popen(
+            self.on(host, argv), stdin=subprocess.DEVNULL, stdout=stdout, stderr=stdout, text=True, env=self.environment()
+        )
+
+    def output(self, host: str, argv: Sequence[str], timeout: float = 30) -> str:
+        """Run a command on a host and return what it prints; it must succeed."""
+        done = run_bounded(self.on(host, argv), timeout, self.environment())
+        if done.returncode:
+            raise LabError(f"{host}: {shlex.join(argv)} ended with {done.returncode}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    def run(
+        self,
+        num_ranks: int,
+        placement: str,
+        argv: Sequence[str],
+        timeout: float = 120,
+        env: Mapping[str, str] | None = None,
+        capture: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run an MPI program with Open MPI's mpirun, started on the first host.
+
+        Parameters
+        ----------
+        num_ranks : int
+            Ranks in all.
+        placement : str
+            ``block``, ``cyclic``, or the number of ranks on each host: ``3+1+2+2``.
+        argv : sequence of str
+            The program of a rank.
+        timeout : float
+            Seconds after which all of it is killed; the return code is then 124.
+        env : mapping, optional
+            Further environment of the ranks.
+        capture : bool
+            Whether the output is returned rather than shown.
+        """
+        slots, order = self._slots(num_ranks, placement)
+        hostfile = self.folder / "hostfile"
+        hostfile.write_text("".join(f"{host} slots={count}\n" for host, count in zip(self.hosts, slots, strict=True) if count))
+        mpirun = [_mpirun(), "--hostfile", str(hostfile), "--map-by", f"{order}:OVERSUBSCRIBE", "--bind-to", "none"]
+        command = self.on(self.hosts[0], [*mpirun, "-n", str(num_ranks), *argv])
+        return run_bounded(command, timeout, self.environment(**_OPEN_MPI, **(env or {})), capture=capture)
+
+    def bytes_sent(self) -> dict[str, int]:
+        """Return the bytes each host has put on its link so far."""
+        return {host: parse_bytes_sent(self.output(host, ["cat", "/proc/self/net/dev"])) for host in self.hosts}
+
+    def goodput_bits(self, rounds: int = 3, seconds: float = 1.5) -> float:
+        """Measure what two hosts move between each other, both ways at once: payload bits per second and direction.
+
+        The best of several rounds counts: it is the link that is asked for, not what else the machine is doing.
+        """
+        if self.rate == "unlimited":
+            raise LabError("the links of this lab are not shaped; give a rate to measure one")
+        return max(self._stream_both_ways(seconds) for _ in range(rounds))
+
+    def _stream_both_ways(self, seconds: float) -> float:
+        program = [sys.executable, str(_HERE / "programs" / "goodput.py")]
+        with contextlib.ExitStack() as stack:
+            sides = [
+                stack.enter_context(self.start(host, [*program, role, self.hosts[0], str(seconds)], subprocess.PIPE))
+                for host, role in zip(self.hosts[:2], ("listen", "connect"), strict=True)
+            ]
+            texts = [side.communicate(timeout=seconds + 30)[0] for side in sides]
+        return min(float(text) for text in texts)
+
+    def _slots(self, num_ranks: int, placement: str) -> tuple[list[int], str]:
+        if placement in ("block", "cyclic"):
+            each, rest = divmod(num_ranks, len(self.hosts))
+            return [each + (number < rest) for number in range(len(self.hosts))], {"block": "slot", "cyclic": "node"}[placement]
+        slots = [int(count) for count in placement.split("+")]
+        if sum(slots) != num_ranks or len(slots) != len(self.hosts):
+            raise LabError(
+                f"placement {placement!r} is not one of {num_ranks} ranks on {len(self.hosts)} hosts; "
+                "accepted are block, cyclic, and ranks per host joined by +"
+            )
+        return slots, "slot"
+
+    def _wait_until_ready(self) -> None:
+        assert self._switch is not None
+        switch = self._switch
+        until(lambda: (self.folder / "ready").exists() or switch.poll() is not None, 20)
+        if not (self.folder / "ready").exists():
+            raise LabError(f"the lab did not come up: {(self.folder / 'log').read_text()}")
+        self._first = int(Path(f"/proc/{switch.pid}/task/{switch.pid}/children").read_text())
+
+
+_OPEN_MPI = {
+    "PRTE_MCA_plm_ssh_agent": str(_HERE / "enter"),
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    # Keep messages between hosts on the links: UCX would recognise the one kernel below, and go round them.
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "self,sm,tcp",
+    "OMPI_MCA_osc": "^ucx",
+    # Ranks outnumber cores.
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+
+
+def parse_bytes_sent(net_dev: str, device: str = "eth0") -> int:
+    """Return the bytes a device has sent, from the text of ``/proc/net/dev``."""
+    for line in net_dev.splitlines():
+        name, _, figures = line.partition(":")
+        if name.strip() == device:
+            return int(figures.split()[8])
+    raise LabError(f"no device {device} in {net_dev!r}")
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait until a condition holds, and return whether it does before the time is up."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Bring a lab up, run one command in it, and take it down."""
+    arguments = _parser().parse_args(argv)
+    reason = missing()
+    if reason:
+        print(f"lab: {reason}", file=sys.stderr)
+        return 2
+    with Lab(arguments.hosts, arguments.rate) as lab:
+        env = {}
+        if arguments.command == "goodput" or arguments.goodput:
+            bits = lab.goodput_bits()
+            print(f"goodput {bits / 1e6:.0f} Mbit/s each way", flush=True)
+            env["LAB_GOODPUT_BITS"] = str(bits)
+        if arguments.command == "goodput":
+            return 0
+        before = lab.bytes_sent()
+        done = lab.run(arguments.ranks, arguments.placement, arguments.argv, arguments.timeout, env, capture=False)
+        if arguments.bytes:
+            print(json.dumps({host: sent - before[host] for host, sent in lab.bytes_sent().items()}))
+        return done.returncode
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.hosts.lab", description="Several hosts on one machine.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--hosts", type=int, default=4)
+    shared.add_argument("--rate", default="1gbit", help="as tc writes it, or: unlimited")
+    commands.add_parser("goodput", parents=[shared], help="measure what two hosts move between each other")
+    run = commands.add_parser("run", parents=[shared], help="run an MPI program")
+    run.add_argument("--ranks", type=int, default=8)
+    run.add_argument("--placement", default="block", help="block, cyclic, or ranks per host: 3+1+2+2")
+    run.add_argument("--timeout", type=float, default=600)
+    run.add_argument("--goodput", action="store_true", help="measure the links first")
+    run.add_argument("--bytes", action="store_true", help="print what each host sent")
+    run.add_argument("argv", nargs="+", metavar="COMMAND")
+    return parser
+
+
+def _mpirun() -> str:
+    mpi = find_mpi()
+    if mpi.flavour.name != "Open MPI" or mpi.version.startswith("4"):
+        raise LabError(f"the lab starts ranks with Open MPI 5's mpirun; mpi4py loads {mpi.flavour.name} {mpi.version} here")
+    return mpi.mpiexec
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

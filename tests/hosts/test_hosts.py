@@ -1,0 +1,102 @@
+"""Eight ranks on four hosts with names, links and memory of their own: right topology, exact sums, no byte too many."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.lab import Lab, LabError, parse_bytes_sent, until
+
+_PROGRAM = Path(__file__).parent / "programs" / "all_reduce.py"
+_ROOT = Path(__file__).parents[2]
+_PLACEMENTS = {
+    "block": {"node0": [0, 1], "node1": [2, 3], "node2": [4, 5], "node3": [6, 7]},
+    "cyclic": {"node0": [0, 4], "node1": [1, 5], "node2": [2, 6], "node3": [3, 7]},
+    "3+1+2+2": {"node0": [0, 1, 2], "node1": [3], "node2": [4, 5], "node3": [6, 7]},
+}
+
+
+@pytest.fixture(scope="module", params=_PLACEMENTS)
+def job(request, lab, tmp_path_factory):
+    """Give the placement of a job of 8 ranks, and what its rank 0 found."""
+    found = tmp_path_factory.mktemp("hosts") / "found.json"
+    argv = [sys.executable, str(_PROGRAM), str(found)]
+    done = lab.run(8, request.param, argv, timeout=120, env={"PYTHONPATH": str(_ROOT)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    return request.param, json.loads(found.read_text())
+
+
+def test_topology_is_found(job):
+    placement, found = job
+    assert found["nodes"] == _PLACEMENTS[placement]
+
+
+def test_sums_of_every_dtype_are_exact(job):
+    assert job[1]["wrong"] == []
+
+
+def test_each_host_sends_no_more_than_it_must(job):
+    _, found = job
+    hosts = len(found["nodes"])
+    least = 2 * (hosts - 1) / hosts * found["buffer_bytes"]
+    ratios = {host: sent / least for host, sent in found["bytes_per_all_reduce"].items()}
+    assert {host: ratio for host, ratio in ratios.items() if not 1.0 <= ratio <= 1.1} == {}, ratios
+
+
+def test_the_links_are_shaped(lab):
+    # Not faster than the rate: a lab that let bytes round the links would prove nothing. How near they come is not judged.
+    assert 0 < lab.goodput_bits(rounds=1, seconds=1.0) < 1.0e9
+
+
+def test_what_a_host_sends_is_counted(lab):
+    before = lab.bytes_sent()
+    lab.output("node1", [sys.executable, "-c", "import socket; socket.socket(2, 2).sendto(b'x' * 1000, ('node2', 9))"])
+    sent = {host: count - before[host] for host, count in lab.bytes_sent().items()}
+    assert 1000 <= sent["node1"] < 2000
+    assert sent["node3"] < 1000
+
+
+def test_a_program_that_fails_or_hangs_is_reported(lab):
+    failed = lab.run(2, "1+1+0+0", [sys.executable, "-c", "raise SystemExit(7)"], timeout=30)
+    assert failed.returncode == 7
+    hung = lab.run(2, "1+1+0+0", [sys.executable, "-c", "import time; time.sleep(300)"], timeout=2)
+    assert hung.returncode == 124
+    assert "killed: still running after 2 s" in hung.stderr
+
+
+def test_a_wrong_placement_is_refused(lab):
+    with pytest.raises(LabError, match=r"placement '4\+4' is not one of 8 ranks on 4 hosts; accepted are block, cyclic, and"):
+        lab.run(8, "4+4", ["true"])
+
+
+def test_nothing_is_left_of_a_lab():
+    with Lab(hosts=2) as small:
+        first = small._first
+        assert Path(f"/proc/{first}").exists()
+        assert small.folder.exists()
+    assert not Path(f"/proc/{first}").exists()
+    assert not small.folder.exists()
+
+
+def test_a_lab_ends_with_the_process_that_asked_for_it():
+    program = "from tests.hosts.lab import Lab; lab = Lab(hosts=2).__enter__(); print(lab._first, flush=True); input()"
+    asking = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT
+    )
+    assert asking.stdout is not None
+    first = Path(f"/proc/{int(asking.stdout.readline())}")
+    assert first.exists()
+    os.kill(asking.pid, signal.SIGKILL)
+    asking.communicate()
+    assert until(lambda: not first.exists() or "Z" in (first / "stat").read_text().split()[2], 10)
+
+
+def test_an_unknown_device_is_an_error():
+    with pytest.raises(LabError, match="no device eth7"):
+        parse_bytes_sent("Inter-|\n eth0: 1 2 3 4 5 6 7 8 9\n", "eth7")

@@ -1,0 +1,143 @@
+"""The lanes: what kinds of tests there are, what each needs, and the last word of a session: how many ran of each.
+
+A lane is a folder of tests/; tests directly in it are the lane `quality`. A lane that cannot run on this machine says why,
+and that is a failure where MPISTRAT_REQUIRE_LANES (names joined by commas) demands the lane. A lane that runs nothing for
+no such reason fails the session, unless tests were selected.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import PurePosixPath
+
+import pytest
+
+from tests.hosts import lab
+from tests.slurm import cluster
+
+__all__ = ["LANES"]
+
+# Each lane, and what tells why it cannot run here (an empty text: it can).
+LANES: dict[str, Callable[[], str]] = {
+    "quality": lambda: "",
+    "unit": lambda: "",
+    "ranks": lambda: "",
+    "faults": lambda: "",
+    "tools": lambda: "",
+    "docs": lambda: "",
+    "hosts": lab.missing,
+    "slurm": cluster.missing,
+    "gpu": lambda: _no_gpu(),
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    unknown = _required() - set(LANES)
+    if unknown:
+        raise pytest.UsageError(f"MPISTRAT_REQUIRE_LANES names {', '.join(sorted(unknown))}; lanes are {', '.join(LANES)}")
+    if not config.getoption("--with-mpi"):
+        config.pluginmanager.register(_Summary(config), "mpistrat-lanes")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        reason = _reason(_lane(item.nodeid))
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@dataclass
+class _Result:
+    passed: int = 0
+    failed: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+
+
+class _Summary:
+    """Counts what ran, and judges the lanes when the session ends."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.results = {lane: _Result() for lane in LANES}
+        option = config.option
+        whole = config.args_source is not pytest.Config.ArgsSource.ARGS
+        self.selected = not whole or bool(option.keyword or option.markexpr or option.collectonly or option.lf)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        result = self.results[_lane(report.nodeid)]
+        launch = dict(report.user_properties).get("launch") if report.when == "call" else None
+        if isinstance(launch, dict):
+            result.passed += launch["passed"]
+            result.failed += launch["failed"]
+            result.skipped.update(launch["reasons"])
+        elif report.skipped:
+            result.skipped[_skip_reason(report)] += 1
+        elif report.failed:
+            result.failed += 1
+        elif report.when == "call":
+            result.passed += 1
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if self._problems() and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        problems = self._problems()
+        terminalreporter.section("lanes")
+        shown = {lane: result for lane, result in self.results.items() if not self.selected or result != _Result()}
+        for lane, result in shown.items():
+            color = "red" if lane in problems or result.failed else "green" if result.passed else "yellow"
+            terminalreporter.line(f"{lane:8} {problems.get(lane) or _line(lane, result)}", **{color: True})
+
+    def _problems(self) -> dict[str, str]:
+        """Return the lanes that ran nothing although they should have."""
+        if self.selected:
+            return {}
+        idle = [lane for lane, result in self.results.items() if not result.passed + result.failed]
+        unexplained = {lane: "ran nothing, and no reason is known: a failure" for lane in idle if not _reason(lane)}
+        required = [lane for lane in idle if lane in _required()]
+        return unexplained | {lane: f"required, but {_line(lane, self.results[lane])}: a failure" for lane in required}
+
+
+def _line(lane: str, result: _Result) -> str:
+    ran = result.passed + result.failed
+    if not ran and _reason(lane):
+        return f"cannot run here: {_reason(lane)}"
+    reasons = "; ".join(f"{count} x {reason}" for reason, count in result.skipped.most_common())
+    parts = [f"{ran} run"]
+    parts += [f"{result.failed} failed"] if result.failed else []
+    parts += [f"{result.skipped.total()} skipped ({reasons})"] if result.skipped else []
+    return ", ".join(parts)
+
+
+def _lane(nodeid: str) -> str:
+    parts = PurePosixPath(nodeid.split("::")[0]).parts
+    return parts[1] if len(parts) > 1 and parts[1] in LANES else "quality"
+
+
+def _skip_reason(report: pytest.TestReport) -> str:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+    return reason.removeprefix("Skipped: ")
+
+
+@cache
+def _reason(lane: str) -> str:
+    return LANES[lane]()
+
+
+def _required() -> set[str]:
+    return {lane.strip() for lane in os.environ.get("MPISTRAT_REQUIRE_LANES", "").split(",") if lane.strip()}
+
+
+def _no_gpu() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return "no NVIDIA GPU: there is no nvidia-smi"
+    if importlib.util.find_spec("cupy") is None:
+        return "no CuPy; pip install 'mpistrat[cuda12]'"
+    return ""

@@ -1,0 +1,172 @@
+"""The lane `ranks`: the session starts mpiexec for each number of ranks, and each launch is one test item.
+
+A session that a launcher has started already (``mpiexec -n 4 pytest tests/ranks``, ``srun … pytest``) is one of the ranks:
+it collects the lane's tests themselves, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpistrat.launch.environment import detect
+from mpistrat.launch.mpiexec import command
+from tests.processes import run_bounded
+
+__all__ = ["Launch", "needs_ranks"]
+
+NUM_RANKS = (1, 2, 3, 4, 8)
+LAUNCH_SECONDS = 240.0
+TEST_SECONDS = 60  # a test that takes longer shows where each rank stands, and ends its launch
+
+_RANKS = Path(__file__).parent / "ranks"
+_SELECTED = pytest.StashKey[list[str]]()
+
+
+def needs_ranks(minimum: int) -> pytest.MarkDecorator:
+    """Mark a test that makes sense from this many ranks on; launches of fewer skip it."""
+    return pytest.mark.mpi(min_size=minimum)
+
+
+def is_one_rank(config: pytest.Config) -> bool:
+    """Return whether the session is itself one rank of an MPI job."""
+    view = detect()
+    return bool(config.getoption("--with-mpi") or config.getoption("--only-mpi") or (view and view.rank is not None))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--num-ranks",
+        default=",".join(map(str, NUM_RANKS)),
+        metavar="N,N,…",
+        help="launch tests/ranks with these numbers of ranks (default: %(default)s)",
+    )
+    parser.addoption("--rank-report", metavar="FILE", help="as a rank: let rank 0 write every test's outcome to this JSON file")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if is_one_rank(config):
+        config.option.with_mpi = True
+        # Not before: it starts MPI, which the session that launches others must not.
+        config.pluginmanager.import_plugin("tests.rank_agreement")
+        return
+    # No file of the lane is collected here: launch the lane, and let the ranks select.
+    selected = [argument for argument in config.args if _is_in_lane(argument, config)]
+    config.stash[_SELECTED] = [str(config.invocation_params.dir / argument) for argument in selected]
+    if selected:
+        config.args = [argument for argument in config.args if argument not in selected] + [str(_RANKS)]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    tests = Path(__file__).parent
+    if is_one_rank(config) and collection_path.parent == tests and collection_path != _RANKS:
+        return True
+    return None
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    if path == _RANKS and not is_one_rank(parent.config):
+        return _Launches.from_parent(parent, path=path)
+    return None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    # -k and -m select among the tests that a launch runs, not among launches.
+    launches = [item for item in items if isinstance(item, Launch)]
+    items[:] = [item for item in items if not isinstance(item, Launch)]
+    yield
+    items.extend(launches)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    counts = dict(report.user_properties).get("launch") if report.when == "call" else None
+    if not isinstance(counts, dict) or not report.passed:
+        return None
+    return "passed", ".", f"PASSED ({counts['passed']} tests, {sum(counts['reasons'].values())} skipped)"
+
+
+class _Launches(pytest.Directory):
+    def collect(self) -> Iterator[pytest.Item]:
+        for number in str(self.config.getoption("--num-ranks")).split(","):
+            yield Launch.from_parent(self, name=f"{number}-ranks", num_ranks=int(number))
+
+
+class Launch(pytest.Item):
+    """All tests of tests/ranks, under one mpiexec."""
+
+    def __init__(self, *, num_ranks: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.num_ranks = num_ranks
+
+    def runtest(self) -> None:
+        tmp = self.config._tmp_path_factory.mktemp(self.name)  # type: ignore[attr-defined]
+        report = tmp / "report.json"
+        argv, extra_env = command(self.num_ranks, [sys.executable, "-m", "pytest", *self._pytest_arguments(report)])
+        done = run_bounded(argv, LAUNCH_SECONDS, {**os.environ, **extra_env}, self.config.rootpath)
+        if not report.exists():
+            raise LaunchError(_died(self.num_ranks, done.returncode, done.stdout + done.stderr))
+        result = json.loads(report.read_text())
+        reasons = Counter(test["text"] for test in result if test["outcome"] == "skipped")
+        passed = sum(test["outcome"] == "passed" for test in result)
+        failed = [test for test in result if test["outcome"] == "failed"]
+        self.user_properties.append(("launch", {"passed": passed, "failed": len(failed), "reasons": dict(reasons)}))
+        if failed:
+            texts = [f"{test['test']} ({test['when']})\n{test['text']}" for test in failed]
+            raise LaunchError("\n\n".join([f"{len(failed)} of {len(result)} tests failed on {self.num_ranks} ranks", *texts]))
+        if done.returncode not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+            raise LaunchError(_died(self.num_ranks, done.returncode, done.stdout + done.stderr))
+        if not passed:
+            if self.config.option.keyword or self.config.option.markexpr or self.config.stash[_SELECTED]:
+                pytest.skip(f"the selection runs none of the tests on {self.num_ranks} ranks")
+            raise LaunchError(f"no test ran on {self.num_ranks} ranks")
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """Show what the ranks said, not how it became known here."""
+        if isinstance(excinfo.value, LaunchError):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        """Name the launch in a failure's headline."""
+        return self.path, None, f"mpiexec -n {self.num_ranks}"
+
+    def _pytest_arguments(self, report: Path) -> list[str]:
+        option = self.config.option
+        selected = self.config.stash[_SELECTED] or [str(_RANKS)]
+        chosen = [*(["-k", option.keyword] if option.keyword else []), *(["-m", option.markexpr] if option.markexpr else [])]
+        quiet = [
+            "--color=no",
+            "-p",
+            "no:cacheprovider",
+            "-o",
+            f"faulthandler_timeout={TEST_SECONDS}",
+            "--rank-report",
+            str(report),
+        ]
+        return ["--with-mpi", *quiet, *chosen, *(["-x"] if option.maxfail == 1 else []), *selected]
+
+
+class LaunchError(Exception):
+    """A launch, or tests in it, failed; the message says which and how."""
+
+
+def _is_in_lane(argument: str, config: pytest.Config) -> bool:
+    path = (config.invocation_params.dir / argument.split("::")[0]).resolve()
+    return _RANKS in path.parents
+
+
+def _died(num_ranks: int, code: int, output: str) -> str:
+    marked = [line for line in output.splitlines() if line.startswith("[rank ")]
+    first = marked[0].split("]")[0] + "]" if marked else ""
+    shown = [line for line in marked if line.startswith(first)] or output.splitlines()[-80:]
+    return f"mpiexec -n {num_ranks} ended with {code} before the tests did\n" + "\n".join(shown)

@@ -1,0 +1,82 @@
+"""Fixtures of tests that run on several ranks. Each is collective: every rank asks for it, in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mpistrat.launch.bootstrap import start
+from mpistrat.topology.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpistrat.cross_device.ops import CrossDeviceOps
+    from mpistrat.groups.hierarchy import Hierarchy
+    from mpistrat.strategy.base import Strategy
+
+# The node shapes of each number of ranks.
+SHAPES = {
+    1: ("1x1",),
+    2: ("1x2", "2x1"),
+    3: ("1x3", "2+1", "3x1"),
+    4: ("1x4", "2x2", "3+1", "2x2:cyclic", "4x1"),
+    8: ("1x8", "2x4", "4x2:cyclic", "3+1+2+2", "4+2+1+1", "8x1"),
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "shape" in metafunc.fixturenames:
+        size = start().size
+        metafunc.parametrize("shape", SHAPES.get(size, (f"1x{size}",)))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker("mpi")
+
+
+@pytest.fixture
+def comm() -> Iterator[MPI.Intracomm]:
+    """Give the test a communicator of all ranks that nothing else sends on."""
+    duplicate = start().Dup()
+    yield duplicate
+    duplicate.Free()
+
+
+@pytest.fixture
+def world(shape: str) -> World:
+    """Give the picture of the present node shape."""
+    return World.from_shape(shape)
+
+
+@pytest.fixture
+def hierarchy(comm: MPI.Intracomm, world: World) -> Iterator[Hierarchy]:
+    """Give the groups of the present node shape."""
+    from mpistrat.groups.hierarchy import Hierarchy
+
+    groups = Hierarchy(comm, world)
+    yield groups
+    groups.close()
+
+
+@pytest.fixture
+def ops(hierarchy: Hierarchy) -> Iterator[CrossDeviceOps]:
+    """Give the all-reduce of the present node shape."""
+    from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
+
+    operations = HierarchicalAllReduce(hierarchy)
+    yield operations
+    operations.close()
+
+
+@pytest.fixture
+def strategy(shape: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
+    """Give the strategy that spans all ranks, on virtual nodes of the present shape."""
+    from mpistrat.strategy.multi_worker import MultiWorkerMirroredStrategy
+
+    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
+    strategy = MultiWorkerMirroredStrategy()
+    yield strategy
+    strategy.close()

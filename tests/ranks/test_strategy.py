@@ -1,0 +1,118 @@
+"""Strategies over real collectives, and a model that trains to the same weights on any number of replicas."""
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.errors import AgreementError, InvalidArgumentError, LaunchError
+from mpistrat.strategy.values import PerReplica
+from mpistrat.tools.train_digits import train
+from tests.launches import needs_ranks
+
+
+def test_replicas_are_ranks(comm, strategy, world):
+    context = strategy.run(mpistrat.get_replica_context)
+    if comm.size > 1:
+        context = context.values[0]
+    assert context.replica_id_in_sync_group == comm.rank
+    assert strategy.num_replicas_in_sync == context.num_replicas_in_sync == comm.size
+    assert strategy.extended.should_checkpoint == (comm.rank == 0)
+    assert strategy.extended.ops.world.shape == world.shape
+
+
+def test_all_reduce_takes_a_nest(comm, strategy):
+    def step():
+        nest = {"a": np.full((3, 2), comm.rank, np.int64), "b": [1.0, np.zeros(0)], "c": None}
+        return mpistrat.get_replica_context().all_reduce("sum", nest)
+
+    total = strategy.experimental_local_results(strategy.run(step))[0]
+    assert total["a"].tolist() == [[sum(range(comm.size))] * 2] * 3
+    assert (total["b"][0], total["b"][1].shape, total["c"]) == (comm.size, (0,), None)
+
+
+def test_the_mean_over_an_axis_is_exact(comm, strategy):
+    # replica r holds r rows, replica 0 none
+    rows = strategy.run(lambda: np.full((comm.rank, 2), comm.rank, np.float64))
+    total = sum(rank * rank for rank in range(comm.size))
+    count = sum(range(comm.size))
+    assert strategy.reduce("sum", rows, axis=0).tolist() == [total] * 2
+    mean = strategy.reduce("mean", rows, axis=(0, 1))
+    assert np.isnan(mean) if count == 0 else mean == total / count
+
+
+def test_gather_in_replica_order(comm, strategy):
+    value = PerReplica(np.full((comm.rank % 3, 2), comm.rank))
+    gathered = strategy.gather(value, axis=0)
+    assert gathered[:, 0].tolist() == [rank for rank in range(comm.size) for _ in range(rank % 3)]
+    inside = strategy.run(lambda: mpistrat.get_replica_context().all_gather(np.full((2, 1), comm.rank), axis=1))
+    assert strategy.experimental_local_results(inside)[0].tolist() == [list(range(comm.size))] * 2
+
+
+@needs_ranks(2)
+def test_gather_refuses_other_extents_on_every_rank(comm, strategy):
+    with pytest.raises(InvalidArgumentError, match="equal extents on all other axes"):
+        strategy.gather(PerReplica(np.zeros((2 + (comm.rank == 0), 1))), axis=1)
+    assert comm.allreduce(1) == comm.size
+
+
+@needs_ranks(2)
+def test_ranks_that_disagree_all_raise(comm, strategy):
+    with pytest.raises(AgreementError, match="ranks made different calls"):
+        strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.zeros(2 + (comm.rank == 1))))
+    assert comm.allreduce(1) == comm.size
+
+
+@needs_ranks(2)
+def test_one_rank_without_an_array_of_numbers_hangs_nobody(comm, strategy):
+    value = np.array([object()]) if comm.rank == 1 else np.zeros(1)
+    with pytest.raises((AgreementError, TypeError)):
+        strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", {"a": value}))
+    assert comm.allreduce(1) == comm.size
+
+
+def test_merge_call_runs_on_every_rank(comm, strategy):
+    def step():
+        context = mpistrat.get_replica_context()
+        return context.merge_call(lambda merged, value: merged.reduce("sum", value, axis=None), args=(comm.rank,))
+
+    assert strategy.experimental_local_results(strategy.run(step)) == (sum(range(comm.size)),)
+
+
+def test_mirrored_strategy_spans_one_node(comm, shape, world, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
+    if world.num_nodes == 1:
+        strategy = mpistrat.MirroredStrategy()
+    else:
+        with pytest.raises(LaunchError, match=f"{comm.size} ranks on {world.num_nodes} nodes .*MultiWorkerMirroredStrategy") as caught:
+            mpistrat.MirroredStrategy()
+        assert caught.value.raised_everywhere
+        strategy = mpistrat.MirroredStrategy(allow_multiple_nodes=True)
+    mates = world.nodes[world.place(comm.rank).node_index].ranks
+    total = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.array([1, comm.rank])))
+    assert strategy.num_replicas_in_sync == len(mates)
+    assert strategy.experimental_local_results(total)[0].tolist() == [len(mates), sum(mates)]
+    strategy.close()
+
+
+@pytest.mark.parametrize("batch_size", [128, 136], ids=["uneven last batch", "last batch of one row"])
+def test_weights_agree_at_any_number_of_replicas(comm, strategy, batch_size):
+    momentum, epochs = 0.9, 2
+    expected, _, expected_losses = train(mpistrat.OneDeviceStrategy(), epochs, batch_size, momentum=momentum)
+    weights, _, losses = train(strategy, epochs, batch_size, momentum=momentum)
+    # each step rounds its sums in another order, and momentum carries an error on through 1 / (1 - momentum) steps
+    bound = len(losses) / (1 - momentum) * np.finfo(np.float32).eps
+    for name, value in weights.items():
+        assert value.dtype == np.float32
+        np.testing.assert_allclose(value, expected[name], rtol=0, atol=bound)
+    np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=bound * 100)
+    for name, value in weights.items():
+        assert len(set(comm.allgather(value.tobytes()))) == 1, f"replicas hold different {name}"
+
+
+def test_training_learns(strategy):
+    seen = []
+    _, accuracy, losses = train(strategy, on_step=lambda epoch, loss, examples: seen.append((epoch, loss, examples)))
+    assert accuracy >= 0.95
+    assert losses[-1] < 0.2 < losses[0]
+    assert [loss for _, loss, _ in seen] == losses
+    assert sum(examples for _, _, examples in seen) == 12 * 1497

@@ -1,0 +1,62 @@
+"""Variables over real collectives: equal everywhere, whatever the ranks start from."""
+
+import numpy as np
+import pytest
+
+import mpistrat
+
+AGGREGATION = mpistrat.VariableAggregation
+
+
+def test_the_initial_value_is_that_of_rank_zero(comm, strategy):
+    with strategy.scope():
+        variable = mpistrat.Variable(np.random.default_rng(comm.rank).normal(size=(3, 4)), dtype=np.float32)
+        from_callable = mpistrat.Variable(lambda: np.full((), comm.rank, np.int64))
+    np.testing.assert_array_equal(variable, np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32))
+    assert int(from_callable) == 0
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        (AGGREGATION.SUM, lambda size: size * (size + 1) / 2),
+        (AGGREGATION.MEAN, lambda size: (size + 1) / 2),
+        (AGGREGATION.ONLY_FIRST_REPLICA, lambda size: 1),
+    ],
+)
+def test_replicas_assign(comm, strategy, aggregation, expected):
+    with strategy.scope():
+        variable = mpistrat.Variable(np.zeros(5, np.float32), aggregation=aggregation)
+    strategy.run(lambda: variable.assign_add(np.full(5, comm.rank + 1)))
+    assert variable.numpy().tolist() == [expected(comm.size)] * 5
+
+
+def test_sync_on_read(comm, strategy):
+    with strategy.scope():
+        count = mpistrat.Variable(
+            0, synchronization=mpistrat.VariableSynchronization.ON_READ, aggregation=mpistrat.VariableAggregation.SUM
+        )
+    strategy.run(lambda: count.assign_add(comm.rank))
+    assert int(count) == sum(range(comm.size))
+    count.assign(17)
+    assert int(count) == 17
+
+
+def test_all_reduce_of_a_variable_sums_the_arrays(comm, strategy):
+    with strategy.scope():
+        variable = mpistrat.Variable(np.arange(3.0))
+    total = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", [variable]))
+    assert strategy.experimental_local_results(total)[0][0].tolist() == [0, comm.size, 2 * comm.size]
+
+
+def test_a_reduced_gradient_keeps_a_variable_mirrored(comm, strategy):
+    with strategy.scope():
+        variable = mpistrat.Variable(np.zeros(4, np.float32))
+
+    def step():
+        context = mpistrat.get_replica_context()
+        gradient = context.all_reduce("mean", np.full(4, context.replica_id_in_sync_group, np.float32))
+        context.update(variable, lambda array, gradient: array - 2 * gradient, (gradient,))
+
+    strategy.run(step)
+    assert comm.allgather(variable.numpy().tolist()) == [[-(comm.size - 1.0)] * 4] * comm.size

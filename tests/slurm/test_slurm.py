@@ -1,0 +1,119 @@
+"""The templates of slurm/ on a real cluster of two nodes: each MPI in each way that the table in slurm/README.md names."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+_TEMPLATES = sorted((_ROOT / "slurm").glob("*.sbatch"))
+_PROGRAM = Path(__file__).parent / "programs" / "all_reduce.py"
+# mpirun would bind each rank to a core of its own, and the nodes claim more cores than the machine has.
+_MPIRUN = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 PRTE_MCA_hwloc_default_binding_policy=none"
+
+
+@pytest.fixture
+def submit(cluster, tmp_path):
+    """Give a function that submits a template from a project's folder, and returns the job's state and output."""
+    shutil.copytree(_ROOT / "slurm", tmp_path / "slurm", ignore=shutil.ignore_patterns("site.env"))
+    shutil.copy(_PROGRAM, tmp_path / "train.py")
+
+    def run(template: str, bin_folder: Path, launch: str, *options: str, site: str = ""):
+        lines = [site, f'export PATH="{bin_folder}:$PATH" PYTHONPATH="{_ROOT}"', f'LAUNCH="{launch}"']
+        (tmp_path / "slurm" / "site.env").write_text("\n".join(lines) + "\n")
+        job = cluster.submit([*options, f"slurm/{template}", "train.py"], tmp_path)
+        state = cluster.wait(job)
+        return state, (tmp_path / f"mpistrat-{job}.out").read_text()
+
+    return run
+
+
+def test_open_mpi_by_srun_on_one_node(submit, openmpi_bin):
+    state, output = submit("one_node.sbatch", openmpi_bin, "srun --mpi=pmix -K")
+    assert state == "COMPLETED", output
+    assert "4 ranks on node0:4, sum right: True, GPUs: 0,1,2,3" in output
+
+
+def test_open_mpi_by_srun_on_many_nodes(submit, openmpi_bin):
+    state, output = submit("many_nodes.sbatch", openmpi_bin, "srun --mpi=pmix -K")
+    assert state == "COMPLETED", output
+    assert "8 ranks on node0:4+node1:4, sum right: True, GPUs: 0,1,2,3" in output
+
+
+def test_open_mpi_by_mpirun_in_the_allocation(submit, openmpi_bin):
+    state, output = submit("many_nodes.sbatch", openmpi_bin, "mpirun", "--ntasks-per-node=2", site=_MPIRUN)
+    assert state == "COMPLETED", output
+    assert "4 ranks on node0:2+node1:2, sum right: True" in output
+
+
+def test_mpich_by_srun(submit, mpich_bin):
+    state, output = submit("many_nodes.sbatch", mpich_bin, "srun --mpi=pmi2 -K", "--ntasks-per-node=2")
+    assert state == "COMPLETED", output
+    assert "4 ranks on node0:2+node1:2, sum right: True" in output
+
+
+def test_mpich_by_its_mpiexec_in_the_allocation(submit, mpich_bin):
+    site = "export SLURM_MPI_TYPE=none"
+    state, output = submit("many_nodes.sbatch", mpich_bin, "mpiexec", "--ntasks-per-node=2", site=site)
+    assert state == "COMPLETED", output
+    assert "4 ranks on node0:2+node1:2, sum right: True" in output
+
+
+def test_nodes_without_gpus(submit, openmpi_bin):
+    state, output = submit("one_node.sbatch", openmpi_bin, "srun --mpi=pmix -K", "--gpus-per-node=0", "--ntasks-per-node=2")
+    assert state == "COMPLETED", output
+    assert "2 ranks on node0:2, sum right: True, GPUs: None" in output
+
+
+@pytest.mark.parametrize("wrong", ["none", "pmi2"])
+def test_a_wrong_mpi_type_is_caught_with_the_right_advice(submit, openmpi_bin, wrong):
+    state, output = submit("many_nodes.sbatch", openmpi_bin, f"srun --mpi={wrong} -K", "--ntasks-per-node=2")
+    assert state == "FAILED"
+    assert "srun started 4 ranks, but MPI (Open MPI" in output
+    assert "formed worlds of 1" in output
+    assert "--mpi=pmix" in output
+    assert "sum right" not in output
+
+
+def test_mpich_with_the_wrong_mpi_type_is_caught_too(submit, mpich_bin):
+    state, output = submit("many_nodes.sbatch", mpich_bin, "srun --mpi=none -K", "--ntasks-per-node=2")
+    assert state == "FAILED"
+    assert "srun --mpi=pmi2 for MPICH" in output
+
+
+def test_a_rank_that_raises_ends_the_job(submit, openmpi_bin, tmp_path):
+    program = _PROGRAM.read_text() + "\nif comm.rank == 3:\n    raise ValueError('planted')\ncomm.Barrier()\n"
+    (tmp_path / "train.py").write_text(program)
+    state, output = submit("many_nodes.sbatch", openmpi_bin, "srun --mpi=pmix -K", "--ntasks-per-node=2")
+    assert state == "FAILED"
+    assert output.count("ValueError: planted") == 1
+
+
+def test_pytest_runs_under_srun_too(cluster, openmpi_bin):
+    argv = ["srun", "--mpi=pmix", "-K", "-N2", "--ntasks-per-node=1", str(openmpi_bin / "python"), "-m", "pytest"]
+    done = cluster.run([*argv, "-p", "no:cacheprovider", "tests/ranks/test_harness.py"], cwd=_ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" passed") == 1, "only rank 0 prints"
+
+
+@pytest.mark.parametrize("template", _TEMPLATES, ids=lambda path: path.name)
+def test_templates_keep_the_rules(template):
+    text = template.read_text()
+    lines = text.splitlines()
+    assert len(lines) <= 40
+    assert "set -euo pipefail" in lines
+    directives = [line for line in lines if line.startswith("#SBATCH")]
+    named = ("--job-name",)
+    assert [line for line in directives if "# " not in line[1:] and not any(name in line for name in named)] == []
+    options = " ".join(line.split("#")[1] for line in directives)
+    assert "--ntasks-per-node=" in options
+    assert "--gpus-per-node=" in options
+    assert "--gpus-per-task" not in options
+    assert "/" not in "".join(line for line in lines if not line.startswith("#")).replace("slurm/site.env", "")
+
+
+def test_the_example_of_the_site_names_the_launcher():
+    text = (_ROOT / "slurm" / "site.env.example").read_text()
+    assert 'LAUNCH="srun --mpi=pmix -K"' in text.splitlines()

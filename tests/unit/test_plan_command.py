@@ -1,0 +1,129 @@
+"""mpistrat plan: what it prints, what it refuses, and that it needs no MPI."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+from mpistrat.algorithms import pipelined
+from mpistrat.tools import plan
+from mpistrat.tools.text import format_bytes, format_count, format_seconds, format_table
+from mpistrat.topology.world import World
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    parser = argparse.ArgumentParser(prog="mpistrat plan")
+    plan.add_arguments(parser)
+    code = plan.execute(parser.parse_args(words))
+    return code, *capsys.readouterr()
+
+
+def test_the_report_shows_phases_bytes_times_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "--world", "4x8", "--bytes", "64MiB")
+    assert (code, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "world 4x8: 32 ranks, 4 nodes, 8 shards" in lines
+    cut = pipelined.plan(World.from_shape("4x8"), 2**24, 4)
+    chunks = f"{cut.num_chunks} chunks of {format_bytes(cut.chunk_count * 4)}, {cut.depth} at a time"
+    assert f"buffer 64 MiB of float32: 16777216 elements in {chunks}" in lines
+    assert "algorithm pipelined" in lines
+    for start in (
+        "why pipelined is predicted fastest: ",
+        "intra reduce_scatter 56 MiB 0 B ",
+        "inter all_reduce 12 MiB 96 MiB ",
+        "intra all_gather 56 MiB 0 B ",
+        "all, overlapped ",
+        "flat ",
+        "leader ",
+        "hierarchical ",
+    ):
+        assert any(line.startswith(start) for line in lines), start
+    assert [line.split()[0] for line in lines if line.endswith("chosen")] == ["pipelined"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--world", "3+1", "--bytes", "1KiB"), "3+1: 4 ranks, 2 nodes, 3 shards"),
+        (("--world", "2x2:cyclic", "--bytes", "8"), "2x2:cyclic: 4 ranks, 2 nodes, 2 shards"),
+        (("--world", "1x1", "--bytes", "0"), "0 B of float32: 0 elements"),
+        (("--world", "2x2", "--bytes", "6", "--dtype", "bfloat16"), "6 B of bfloat16: 3 elements"),
+        (
+            ("--world", "2x2", "--bytes", "1KiB", "--algorithm", "leader"),
+            "leader was asked for by name; auto would choose flat",
+        ),
+        (("--world", "2x2", "--bytes", "1KiB"), "at least 1 KiB"),
+        (("--world", "1x4", "--bytes", "1KiB"), "declines   because all ranks are on one node, so there are no leaders to join"),
+        (
+            ("--world", "2x2", "--bytes", "1KiB", "--algorithm", "pipelined"),
+            "1 KiB of float32: 256 elements\nalgorithm  pipelined",
+        ),
+        (
+            ("--world", "2x2", "--bytes", "1MiB", "--algorithm", "pipelined", "--chunk-bytes", "128KiB"),
+            "in 8 chunks of 128 KiB",
+        ),
+    ],
+)
+def test_any_world_size_and_dtype(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], expected: str) -> None:
+    code, out, _ = run(capsys, *words)
+    assert code == 0
+    assert expected in out
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"--world": "2y2"}, "node shape '2y2' is malformed; accepted are NODESxRANKS"),
+        ({"--world": "0x2"}, "has a node without ranks or no nodes"),
+        ({"--bytes": "lots"}, "'lots' is no size: a number and B, KiB"),
+        ({"--bytes": "10"}, "10 bytes are no whole number of float32 elements; pass --bytes as a multiple of 4"),
+        ({"--dtype": "object"}, "unknown dtype 'object'; accepted are bool, int8,"),
+        ({"--dtype": ","}, "unknown dtype ','; accepted are bool, int8,"),
+        ({"--algorithm": "best"}, "unknown algorithm 'best'; accepted are auto, flat"),
+        ({"--world": "1x4", "--algorithm": "leader"}, "algorithm 'leader' cannot be used on World(1x4"),
+        ({"--chunk-bytes": "x"}, "'x' is no size"),
+    ],
+)
+def test_bad_input_is_explained(capsys: pytest.CaptureFixture[str], changed: dict[str, str], message: str) -> None:
+    words = {"--world": "2x2", "--bytes": "8", **changed}
+    code, out, err = run(capsys, *(word for pair in words.items() for word in pair))
+    assert (code, out) == (2, "")
+    assert err.startswith("mpistrat plan: ")
+    assert message in err
+
+
+def test_no_mpi_is_needed() -> None:
+    program = (
+        "import argparse, sys; sys.modules.update(mpi4py=None, cupy=None); from mpistrat.tools import plan;"
+        "parser = argparse.ArgumentParser(); plan.add_arguments(parser); sys.exit(plan.execute(parser.parse_args()))"
+    )
+    words = [sys.executable, "-c", program, "--world", "4x8", "--bytes", "64MiB"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "predicted fastest" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (format_bytes(0), "0 B"),
+        (format_bytes(1023), "1023 B"),
+        (format_bytes(1536), "1.5 KiB"),
+        (format_bytes(64 * 2**20), "64 MiB"),
+        (format_bytes(3 * 2**30), "3 GiB"),
+        (format_seconds(0), "0 s"),
+        (format_seconds(2.5e-8), "25 ns"),
+        (format_seconds(17e-6), "17 µs"),
+        (format_seconds(0.00404), "4.04 ms"),
+        (format_seconds(0.0009999), "1 ms"),
+        (format_seconds(90), "90 s"),
+        (format_count(1, "rank"), "1 rank"),
+        (format_count(0, "rank"), "0 ranks"),
+        (format_table([("a", "10"), ("bcd", "9")], right=[1]), "a    10\nbcd   9"),
+    ],
+)
+def test_text(found: str, expected: str) -> None:
+    assert found == expected

@@ -1,0 +1,168 @@
+"""Planners: their phases, when they decline, how they cut a buffer, and what is written about them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpistrat.algorithms import chunks, flat, hierarchical, leader, pipelined
+from mpistrat.algorithms.choose import PLANNERS
+from mpistrat.algorithms.plan import Plan
+from mpistrat.errors import Unsuitable
+from mpistrat.topology.world import World
+from tests.unit.worlds import random_worlds
+
+KIB, MIB = 2**10, 2**20
+PAGE = Path(__file__).parents[2] / "docs/reference/algorithms.md"
+
+SCATTER, RAILS, GATHER = "intra reduce_scatter", "inter all_reduce", "intra all_gather"
+
+
+def steps(plan: Plan) -> list[str]:
+    return [str(phase) for phase in plan.phases]
+
+
+@pytest.mark.parametrize("shape", ["1x2", "2x2", "3+1", "4x1"])
+def test_flat_is_one_phase_on_every_world(shape: str) -> None:
+    plan = flat.plan(World.from_shape(shape), 10**9, 4)
+    assert steps(plan) == ["world all_reduce"]
+    assert plan.num_chunks == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("1x1", []),
+        ("1x2", ["intra all_reduce"]),
+        ("1x4", [SCATTER, GATHER]),
+        ("4x1", [RAILS]),
+        ("2x2", [SCATTER, RAILS, GATHER]),
+        ("3+1", [SCATTER, RAILS, GATHER]),
+    ],
+)
+def test_hierarchical_has_the_phases_its_world_needs(shape: str, expected: list[str]) -> None:
+    world = World.from_shape(shape)
+    assert steps(hierarchical.plan(world, 10, 4)) == expected
+    if expected:
+        assert steps(pipelined.plan(world, 10 * MIB, 4)) == expected
+
+
+def test_one_rank_has_nothing_to_do() -> None:
+    assert str(flat.plan(World.from_shape("1x1"), 2, 4)) == "flat: nothing to do (8 bytes)"
+
+
+def test_leader_goes_through_the_leaders() -> None:
+    expected = ["intra reduce", "leaders all_reduce", "intra broadcast"]
+    assert steps(leader.plan(World.from_shape("3+1"), 10, 4)) == expected
+
+
+@pytest.mark.parametrize(
+    ("planner", "shape", "count", "because"),
+    [
+        (leader.plan, "1x4", 10, "because all ranks are on one node"),
+        (leader.plan, "4x1", 10, "because each node has one rank"),
+        (pipelined.plan, "1x1", 10 * MIB, "because one rank has nobody to exchange chunks with"),
+    ],
+)
+def test_planners_decline_with_a_reason(planner: object, shape: str, count: int, because: str) -> None:
+    assert callable(planner)
+    with pytest.raises(Unsuitable, match=because):
+        planner(World.from_shape(shape), count, 4)
+
+
+@pytest.mark.parametrize("planner", [leader.plan, hierarchical.plan])
+def test_scratch_memory_is_bounded(planner: object) -> None:
+    assert callable(planner)
+    world = World.from_shape("2x3")
+    at_the_bound, beyond = planner(world, 64 * MIB // 4 // 3 * 3, 4), planner(world, 200 * MIB // 4, 4)
+    assert (at_the_bound.num_chunks, beyond.num_chunks) == (1, 4)
+    assert (at_the_bound.depth, beyond.depth) == (1, 1)
+    assert beyond.chunk_count * 4 <= 64 * MIB
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_bytes", "num_chunks"),
+    [
+        ("2x2", 512 * KIB + 4, 2),
+        ("2x2", MIB, 2),
+        ("2x2", 2 * MIB, 4),
+        ("2x2", 16 * MIB, 4),
+        ("2x2", 64 * MIB, 16),
+        ("1x2", 2 * MIB, 2),
+        ("1x2", 64 * MIB, 64),
+    ],
+)
+def test_pipelined_cuts_by_rule(shape: str, num_bytes: int, num_chunks: int) -> None:
+    world = World.from_shape(shape)
+    plan = pipelined.plan(world, num_bytes // 4, 4)
+    assert plan.num_chunks == num_chunks
+    assert plan.depth == chunks.pipeline_rule(world).depth > 1
+
+
+@pytest.mark.parametrize("count", [0, 1, 512 * KIB // 4])
+def test_pipelined_of_one_chunk_is_hierarchical(count: int) -> None:
+    world = World.from_shape("2x2")
+    assert dataclasses.replace(pipelined.plan(world, count, 4), algorithm="hierarchical") == hierarchical.plan(world, count, 4)
+
+
+def test_pipelined_takes_the_chunk_it_is_given() -> None:
+    plan = pipelined.plan(World.from_shape("3+1"), 1000, 4, chunk_bytes=1000)
+    assert (plan.num_chunks, plan.chunk_count) == (5, 201)
+    assert plan.chunks()[-1] == (804, 196)
+
+
+@given(random_worlds, st.integers(0, 10**6), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 10**6))
+def test_chunks_are_few_even_and_bounded(world: World, count: int, itemsize: int, max_bytes: int) -> None:
+    shards = world.num_shards
+    chunk_count = chunks.chunk_elements(world, count, itemsize, max_bytes)
+    plan = Plan("any", world, count, itemsize, (), chunk_count)
+    assert chunk_count >= shards
+    assert chunk_count % shards == 0
+    assert chunk_count * itemsize <= max(max_bytes, shards * itemsize)
+    needed = max(-(-count // (max(max_bytes // itemsize // shards, 1) * shards)), 1)
+    assert plan.num_chunks <= needed, "no more chunks than the bound asks for"
+    assert chunk_count <= count / needed + shards, "no larger than an even split needs"
+
+
+@pytest.mark.parametrize("num_bytes", [1_100_000, 4_321_012, 9 * MIB, 17 * MIB + 4, 65 * MIB])
+@pytest.mark.parametrize("shape", ["2x2", "1x3", "3+1+2+2", "4x8"])
+def test_the_last_chunk_is_not_tiny(shape: str, num_bytes: int) -> None:
+    plan = pipelined.plan(World.from_shape(shape), num_bytes // 4, 4)
+    assert plan.chunks()[-1][1] > 0.95 * plan.chunk_count
+
+
+def sections(docstring: str) -> dict[str, str]:
+    headed = re.findall(r"^(\w[\w ]+)\n((?:    .+\n)+)", docstring, flags=re.MULTILINE)
+    return {heading: " ".join(text.split()) for heading, text in headed}
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_planners_have_the_same_paragraphs(name: str) -> None:
+    module = importlib.import_module(f"mpistrat.algorithms.{name}")
+    assert module.__doc__ is not None
+    found = sections(module.__doc__)
+    assert list(found) == ["Phases", "Communication steps", "Bytes on the wire per node", "Good when", "Source"]
+    plan = PLANNERS[name](World.from_shape("2x2"), MIB, 4, 0)
+    assert plan.algorithm == name
+    assert found["Phases"] == f"``{' -> '.join(steps(plan))}``"
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_the_reference_page_has_a_row_for_each(name: str) -> None:
+    plan = PLANNERS[name](World.from_shape("2x2"), MIB, 4, 0)
+    assert f"| `{name}` | {' -> '.join(steps(plan))} |" in PAGE.read_text()
+
+
+def test_the_reference_page_has_the_limits_of_the_table() -> None:
+    rule, text = chunks.pipeline_rule(World.from_shape("2x2")), " ".join(PAGE.read_text().split())
+    assert f"do so up to {chunks.SCRATCH_BYTES // MIB} MiB" in text
+    assert f"aims for {rule.num_chunks} chunks" in text
+    assert f"{rule.depth} under way at a time" in text
+    assert f"at least {rule.min_bytes // KIB} KiB and at most {rule.max_bytes // MIB} MiB" in text
+    assert f"chunks of {chunks.pipeline_rule(World.from_shape('1x2')).max_bytes // MIB} MiB that stay" in text

@@ -1,0 +1,124 @@
+"""`mpistrat run`: its arguments, the command it prints, and what it refuses."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpistrat.errors import InvalidArgumentError, LaunchError, MpistratError, TopologyError
+from mpistrat.launch import environment, mpiexec, openmpi
+from mpistrat.tools import run
+
+EXTRA = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A script in the present folder, and a machine with four cores and the Open MPI wheel."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith(("OMPI_", "SLURM_", "MPISTRAT_"))]:
+        monkeypatch.delenv(name)
+    mpi = mpiexec.Mpi(mpiexec.FLAVOURS[0], "/opt/my mpi/mpiexec", "5.0", "libmpi.so")
+    monkeypatch.setattr(mpiexec, "find_mpi", lambda: mpi)
+    monkeypatch.setattr(openmpi, "num_cores", lambda: 4)
+    monkeypatch.setattr(openmpi, "has_wheel", lambda _: True)
+    monkeypatch.setattr(openmpi, "_names_in_file", lambda _: set())
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    path = tmp_path / "train.py"
+    path.touch()
+    return path
+
+
+def execute(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    run.add_arguments(parser)
+    return run.execute(parser.parse_args(words))
+
+
+def test_dry_run_prints_a_command_to_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute("-n", "2", "--nodes", "2x1", "--dry-run", "train.py", "--name", "a b") == 0
+    assert capsys.readouterr().out == (
+        "OMPI_MCA_btl='^ofi' OMPI_MCA_osc='^ucx' MPISTRAT_VIRTUAL_NODES=2x1 "
+        f"'/opt/my mpi/mpiexec' -n 2 {sys.executable} -m mpi4py train.py --name 'a b'\n"
+    )
+
+
+def test_job_takes_the_place_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Replaced(BaseException):
+        pass
+
+    def execve(*arguments: object) -> None:
+        raise Replaced(*arguments)
+
+    monkeypatch.setattr(os, "execve", execve)
+    with pytest.raises(Replaced) as caught:
+        execute("-n", "2", "train.py")
+    path, argv, environ = caught.value.args
+    assert (path, argv) == (
+        "/opt/my mpi/mpiexec",
+        ["/opt/my mpi/mpiexec", "-n", "2", sys.executable, "-m", "mpi4py", "train.py"],
+    )
+    assert environ == {**os.environ, **EXTRA}
+
+
+def test_options_behind_the_script_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    execute("-n", "1", "--dry-run", "train.py", "-n", "9", "--nodes", "x", "--dry-run")
+    assert capsys.readouterr().out.endswith("-m mpi4py train.py -n 9 --nodes x --dry-run\n")
+
+
+def test_module_is_run_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    execute("-n", "1", "--dry-run", "-m", "package.train", "--rate", "1", "-m", "x")
+    assert capsys.readouterr().out.endswith("-n 1 " + sys.executable + " -m mpi4py -m package.train --rate 1 -m x\n")
+
+
+def test_nodes_alone_tell_the_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    execute("--nodes", "2+1:cyclic", "--dry-run", "train.py")
+    assert "MPISTRAT_VIRTUAL_NODES=2+1:cyclic '/opt/my mpi/mpiexec' -n 3 " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "text"),
+    [
+        (
+            ["train.py"],
+            InvalidArgumentError,
+            "mpistrat run needs the number of ranks, -n N, or the nodes to pretend, --nodes SHAPE",
+        ),
+        (["-n", "0", "train.py"], InvalidArgumentError, "mpistrat run -n 0: a job needs at least 1 rank"),
+        (["-n", "2"], InvalidArgumentError, "mpistrat run needs a script, or -m and a module, behind its options"),
+        (
+            ["-n", "4", "--nodes", "2x3", "train.py"],
+            TopologyError,
+            "node shape '2x3' describes 6 ranks, but there are 4; accepted are NODESxRANKS (2x4), ranks per node joined by + "
+            "(3+1), each with :block or :cyclic behind it",
+        ),
+        (
+            ["-n", "4", "--nodes", "2by2", "train.py"],
+            TopologyError,
+            "node shape '2by2' is malformed; accepted are NODESxRANKS (2x4), ranks per node joined by + (3+1), each with "
+            ":block or :cyclic behind it",
+        ),
+    ],
+)
+def test_bad_words_are_refused(words: list[str], kind: type[MpistratError], text: str) -> None:
+    with pytest.raises(kind) as caught:
+        execute(*words)
+    assert str(caught.value) == text
+
+
+def test_missing_script_is_named_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        execute("-n", "2", "trian.py")
+    assert str(caught.value) == f"mpistrat run: there is no script 'trian.py' in {tmp_path}"
+
+
+def test_job_inside_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "detect", lambda: environment.LauncherView("srun", 1, 4, 1, 2))
+    with pytest.raises(LaunchError) as caught:
+        execute("-n", "2", "train.py")
+    assert str(caught.value) == (
+        "mpistrat run is rank 1 of 4 that srun started, and would start a job from each. Call it once, outside the job; or "
+        "leave it out, and let the launcher that is there start the script."
+    )

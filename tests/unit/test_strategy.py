@@ -1,0 +1,352 @@
+"""Strategy and ReplicaContext: run, reduce, gather, all_reduce, all_gather, merge_call, update."""
+
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.strategy.values import Mirrored, PerReplica, select_replica
+from tests.unit.replicas import on_replicas
+
+
+def reduced(op, components, axis):
+    """Return what ``strategy.reduce`` gives on each replica for these components."""
+
+    def program(strategy):
+        value = PerReplica(np.asarray(components[strategy.extended.ops.rank]))
+        return strategy.reduce(op, value, axis=axis)
+
+    return on_replicas(len(components), program)
+
+
+@pytest.mark.parametrize(
+    ("op", "components", "axis", "expected"),
+    [
+        ("SUM", [[1, 2, 3], [4]], 0, 10),
+        ("MEAN", [[1, 2, 3], [4]], 0, 2.5),
+        ("mean", [np.ones((2, 2)), 3 * np.ones((1, 2))], [0, 1], 10 / 6),
+        ("mean", [np.ones((2, 2)), 3 * np.ones((1, 2))], (-1, 0), 10 / 6),
+        ("Mean", [np.zeros(0), [2.0, 4.0]], 0, 3.0),
+        ("MEAN", [1.0, 3.0], None, 2.0),
+        ("SUM", [[1, 2], [3, 4]], None, [4, 6]),
+        ("MAX", [[1, 5], [3, 4]], None, [3, 5]),
+        ("MEAN", [np.ones((2, 2)), 3 * np.ones((1, 2))], 0, [5 / 3, 5 / 3]),
+        (mpistrat.ReduceOp.SUM, [np.ones((2, 2)), 3 * np.ones((1, 2))], [], None),
+    ],
+)
+def test_known_reductions(op, components, axis, expected):
+    if expected is None:
+        components = [np.ones((2, 2)), np.ones((2, 2))]
+        expected = 2 * np.ones((2, 2))
+    for result in reduced(op, components, axis):
+        np.testing.assert_array_equal(result, expected)
+        assert isinstance(result, np.ndarray)
+
+
+def test_the_mean_over_an_axis_keeps_float_dtypes_and_is_exact():
+    for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
+        # 70000 is more than float16 holds and the sum more than bfloat16 resolves: neither may be stored on the way
+        for result in reduced("mean", [np.ones(70000, dtype), np.full(30000, 2, dtype)], 0):
+            assert result.dtype == dtype
+            assert result == np.asarray(1.3, dtype)
+    for result in reduced("mean", [np.array([100, 100, 100], np.int8), np.array([101], np.int8)], 0):
+        assert (result.dtype, result) == (np.float64, 100.25)
+    for result in reduced("sum", [np.array([100, 27], np.int8), np.array([1], np.int8)], 0):
+        assert (result.dtype, result) == (np.int8, -128)
+
+
+def test_the_mean_of_nothing_is_nan():
+    assert all(np.isnan(result) for result in reduced("mean", [np.zeros(0), np.zeros(0)], 0))
+
+
+def test_a_nest_is_reduced_leaf_by_leaf():
+    def program(strategy):
+        rank = strategy.extended.ops.rank
+        return strategy.reduce("mean", {"a": PerReplica(np.ones(rank + 1)), "b": [Mirrored(np.ones(3))]}, axis=0)
+
+    for result in on_replicas(2, program):
+        assert result == {"a": 1, "b": [1]}
+
+
+@pytest.mark.parametrize("wrap", [lambda value: value, Mirrored, np.asarray])
+def test_a_value_that_is_equal_on_all_replicas(wrap):
+    def mean(strategy):
+        return [strategy.reduce(op, wrap(5), axis=None) for op in ("mean", "min", "max")]
+
+    assert on_replicas(2, mean) == [[5, 5, 5]] * 2
+    assert on_replicas(2, lambda strategy: strategy.reduce("sum", wrap(0), axis=None)) == [0, 0]
+    assert on_replicas(1, lambda strategy: strategy.reduce("sum", wrap(5), axis=None)) == [5]
+    with pytest.raises(InvalidArgumentError, match="SUM of a value that is no per-replica value is ambiguous with 2 replicas"):
+        on_replicas(2, lambda strategy: strategy.reduce("sum", wrap(5), axis=None))
+    with pytest.raises(InvalidArgumentError, match="ambiguous"):
+        on_replicas(2, lambda strategy: strategy.reduce("sum", wrap(np.array([5, 6])), axis=0))
+
+
+@pytest.mark.parametrize(
+    ("op", "axis", "error", "message"),
+    [
+        ("median", None, InvalidArgumentError, "unknown reduce_op 'median'; accepted are SUM, MEAN, MIN, MAX, PROD, in any case"),
+        (3, None, TypeError, "reduce_op must be a ReduceOp or a str"),
+        ("sum", 1, InvalidArgumentError, "axis 1 is out of range for a component of 1 axes; got axis=1"),
+        ("sum", [0, -2], InvalidArgumentError, "axis -2 is out of range"),
+        ("sum", "0", TypeError, "axis must be None, an int, or a list or tuple of int; got '0'"),
+        ("sum", 1.0, TypeError, "axis must be"),
+        ("max", 0, InvalidArgumentError, "takes SUM or MEAN, got MAX; use axis=None for MAX"),
+    ],
+)
+def test_bad_reductions_are_refused(op, axis, error, message):
+    with pytest.raises(error, match=message):
+        reduced(op, [np.ones(2), np.ones(2)], axis)
+
+
+def test_gather_concatenates_in_replica_order():
+    def program(strategy):
+        rank = strategy.extended.ops.rank
+        return strategy.gather(PerReplica(np.full((2 - rank, 1), rank)), axis=0)
+
+    for result in on_replicas(2, program):
+        assert result.tolist() == [[0], [0], [1]]
+
+
+def test_gather_takes_nests_and_hands_plain_values_back():
+    def program(strategy):
+        return strategy.gather({"a": PerReplica([strategy.extended.ops.rank]), "b": np.ones(2)}, axis=0)
+
+    for result in on_replicas(3, program):
+        assert result["a"].tolist() == [0, 1, 2]
+        assert result["b"].tolist() == [1, 1]
+
+
+def test_gather_of_a_scalar_is_refused():
+    with pytest.raises(InvalidArgumentError, match="at least one axis; got a scalar"):
+        on_replicas(2, lambda strategy: strategy.gather(PerReplica(1.0), axis=0))
+    with pytest.raises(InvalidArgumentError, match="axis 1 is out of range"):
+        on_replicas(2, lambda strategy: strategy.gather(PerReplica(np.ones(2)), axis=1))
+
+
+def test_run_replaces_distributed_values_at_any_depth():
+    def program(strategy):
+        rank = strategy.extended.ops.rank
+        result = strategy.run(
+            lambda pair, *, scale: {"sum": pair["a"] + pair["b"][0], "scale": scale},
+            args=({"a": PerReplica(rank), "b": [10]},),
+            kwargs={"scale": PerReplica(rank * 2)},
+        )
+        assert isinstance(result["sum"], PerReplica)
+        return strategy.experimental_local_results(result)
+
+    assert on_replicas(2, program) == [({"sum": 10, "scale": 0},), ({"sum": 11, "scale": 2},)]
+
+
+def test_run_returns_the_bare_value_of_a_single_replica():
+    assert mpistrat.OneDeviceStrategy().run(lambda x: [x], args=[3]) == [3]
+    assert mpistrat.get_strategy().run(lambda x: [x], args=(3,)) == [3]
+
+
+def test_run_takes_a_list_or_tuple():
+    with pytest.raises(InvalidArgumentError, match=r"args=\(batch,\); got ndarray"):
+        mpistrat.OneDeviceStrategy().run(lambda x: x, args=np.ones(3))
+
+
+def test_local_results_of_a_plain_value():
+    strategy = mpistrat.OneDeviceStrategy()
+    assert strategy.experimental_local_results(3) == (3,)
+    assert strategy.experimental_local_results([1, 2]) == ([1, 2],)
+
+
+@pytest.mark.parametrize("method", ["reduce", "gather", "experimental_local_results", "experimental_distribute_dataset"])
+def test_cross_replica_methods_are_refused_inside_run(method):
+    strategy = mpistrat.OneDeviceStrategy()
+    arguments = {"reduce": ("sum", 0, None), "gather": (np.ones(1), 0)}.get(method, (np.ones(1),))
+    message = rf"strategy.{method} must be called in cross-replica context(.|\n)*incorrect: .*strategy.{method}(.|\n)*correct: "
+    with pytest.raises(RuntimeError, match=message):
+        strategy.run(lambda: getattr(strategy, method)(*arguments))
+
+
+@pytest.mark.parametrize("method", ["all_reduce", "all_gather", "merge_call", "update"])
+def test_replica_methods_are_refused_elsewhere(method):
+    strategy = mpistrat.OneDeviceStrategy()
+    context = strategy.run(mpistrat.get_replica_context)
+    arguments = {"all_reduce": ("sum", 1.0), "all_gather": (np.ones(1), 0), "merge_call": (print,), "update": (None, None)}
+    message = rf"ReplicaContext.{method} must be called in the replica context .*, but this is outside all scopes(.|\n)*correct:"
+    with pytest.raises(RuntimeError, match=message):
+        getattr(context, method)(*arguments[method])
+    with strategy.scope(), pytest.raises(RuntimeError, match="cross-replica context of OneDeviceStrategy"):
+        getattr(context, method)(*arguments[method])
+    with pytest.raises(RuntimeError):
+        mpistrat.OneDeviceStrategy().run(getattr(context, method), args=arguments[method])
+
+
+def in_run(fn, num_replicas=2):
+    """Return what ``fn(ctx, rank)`` returns on each replica."""
+
+    def step():
+        context = mpistrat.get_replica_context()
+        return fn(context, context.replica_id_in_sync_group)
+
+    return on_replicas(num_replicas, lambda strategy: select_replica(strategy.run(step)))
+
+
+@pytest.mark.parametrize(("op", "expected"), [("sum", 6), ("MEAN", 2), ("Min", 1), ("max", 3), ("prod", 6)])
+def test_all_reduce_combines_across_replicas(op, expected):
+    results = in_run(lambda context, rank: context.all_reduce(op, np.full(2, rank + 1)), num_replicas=3)
+    for result in results:
+        assert result.tolist() == [expected, expected]
+
+
+def test_all_reduce_keeps_the_structure_and_takes_anything_that_is_an_array():
+    def fn(context, rank):
+        nest = {"w": (np.ones((2, 2), np.float32), None), "n": rank, "empty": np.zeros((0, 3)), "v": PerReplica(np.ones(1))}
+        return context.all_reduce("sum", nest)
+
+    for result in in_run(fn):
+        assert result["w"][0].dtype == np.float32
+        assert result["w"][0].tolist() == [[2, 2], [2, 2]]
+        assert result["w"][1] is None
+        assert (result["n"], result["empty"].shape, result["v"]) == (1, (0, 3), 2)
+
+
+def test_all_reduce_returns_new_arrays():
+    array = np.ones(2)
+    result = mpistrat.get_replica_context().all_reduce("sum", array)
+    assert not np.shares_memory(result, array)
+
+
+def test_all_reduce_of_a_variable_reduces_the_array_of_this_replica():
+    def program(strategy):
+        with strategy.scope():
+            variable = mpistrat.Variable(np.array([1.0, 2.0]))
+        return select_replica(strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", variable)))
+
+    for result in on_replicas(3, program):
+        assert type(result) is np.ndarray
+        assert result.tolist() == [3, 6]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"a": np.ones(1), "b": [np.array([object()])]}, r"value\['b'\]\[0\] has dtype object, which no collective can carry"),
+        (["text"], r"value\[0\] has dtype <U4"),
+        (object(), "value has dtype object"),
+    ],
+)
+def test_all_reduce_names_the_leaf_that_is_no_array_of_numbers(value, message):
+    with pytest.raises(UnsupportedDtypeError, match=message):
+        mpistrat.get_replica_context().all_reduce("sum", value)
+
+
+def test_all_reduce_names_the_leaf_whose_dtype_does_not_fit_the_operation():
+    with pytest.raises(UnsupportedDtypeError, match=r"MEAN is not defined for value\['b'\] of dtype bool"):
+        mpistrat.get_replica_context().all_reduce("mean", {"a": 1.0, "b": True})
+
+
+def test_all_gather_concatenates_each_leaf():
+    results = in_run(lambda context, rank: context.all_gather([np.full((1, rank + 1), rank)], axis=1))
+    for [result] in results:
+        assert result.tolist() == [[0, 1, 1]]
+
+
+def test_merge_call_groups_arguments_and_hands_components_back():
+    def merged(strategy, value, *, scale):
+        assert mpistrat.in_cross_replica_context()
+        total = strategy.reduce("sum", value, axis=None)
+        return {"total": total * scale.values[0], "own": value}
+
+    def fn(context, rank):
+        result = context.merge_call(merged, args=(rank + 1,), kwargs={"scale": 10})
+        assert mpistrat.get_replica_context() is context
+        return result
+
+    assert in_run(fn) == [{"total": 30, "own": 1}, {"total": 30, "own": 2}]
+
+
+def test_merge_call_outside_all_scopes_calls_straight_through():
+    context = mpistrat.get_replica_context()
+    assert context.merge_call(lambda strategy, value: (strategy, value), args=(3,)) == (mpistrat.get_strategy(), 3)
+    assert mpistrat.get_replica_context() is context
+
+
+def test_merge_call_inside_merge_call_is_refused():
+    def fn(context, rank):
+        context.merge_call(lambda strategy: context.merge_call(print))
+
+    with pytest.raises(RuntimeError, match="ReplicaContext.merge_call must be called in the replica context"):
+        in_run(fn)
+
+
+def test_update_applies_a_function_to_the_array_of_this_replica():
+    def program(strategy):
+        with strategy.scope():
+            weights = mpistrat.Variable(np.zeros(2, np.float32))
+
+        def in_place(array, gradient):
+            array -= gradient
+
+        def step():
+            context = mpistrat.get_replica_context()
+            gradient = context.all_reduce("sum", np.ones(2, np.float32))
+            context.update(weights, lambda array, gradient: array - gradient, (gradient,))
+            context.update(weights, in_place, (gradient,))
+            context.update(weights, lambda array, *, scale: array * scale, kwargs={"scale": 10})
+
+        strategy.run(step)
+        return weights.numpy()
+
+    for result in on_replicas(3, program):
+        assert (result.dtype, result.tolist()) == (np.float32, [-60, -60])
+
+
+def test_update_checks_shape_and_owner():
+    strategy = mpistrat.OneDeviceStrategy()
+    with strategy.scope():
+        weights = mpistrat.Variable(np.zeros(2))
+    with pytest.raises(InvalidArgumentError, match=r"Variable\('Variable', float64 \(2,\)\) has shape \(2,\); a value of shape \(3,\)"):
+        strategy.run(lambda: mpistrat.get_replica_context().update(weights, lambda array: np.ones(3)))
+    other = mpistrat.OneDeviceStrategy()
+    with pytest.raises(RuntimeError, match="two strategies cannot be mixed"):
+        other.run(lambda: mpistrat.get_replica_context().update(weights, lambda array: array))
+
+
+def test_a_replica_id_is_one_of_the_replicas():
+    strategy = mpistrat.OneDeviceStrategy()
+    for replica_id in (1, -1, "0", 0.0):
+        with pytest.raises(InvalidArgumentError, match="must be an integer from 0 to 0; got"):
+            mpistrat.ReplicaContext(strategy, replica_id)
+
+
+def test_replica_zero_writes_checkpoints_and_logs():
+    roles = on_replicas(2, lambda strategy: (strategy.extended.should_checkpoint, strategy.extended.should_save_summary))
+    assert roles == [(True, True), (False, False)]
+
+
+def test_devices():
+    for device in ("/cpu:0", "CPU:0", "cpu", "/device:CPU:0"):
+        assert mpistrat.OneDeviceStrategy(device).num_replicas_in_sync == 1
+    with pytest.raises(InvalidArgumentError, match="device '/gpu:0' cannot be had; accepted are"):
+        mpistrat.OneDeviceStrategy("/gpu:0")
+
+
+def test_options_of_the_wrong_type_are_refused():
+    with pytest.raises(InvalidArgumentError, match="must be CommunicationOptions or None; got dict"):
+        mpistrat.MultiWorkerMirroredStrategy(communication_options={})
+
+
+def test_names_are_for_humans():
+    strategy = mpistrat.OneDeviceStrategy()
+    assert repr(strategy) == "OneDeviceStrategy(replica=0(1), world=1x1)"
+    assert repr(strategy.run(mpistrat.get_replica_context)) == "ReplicaContext(replica=0(1))"
+    assert strategy.cluster_resolver is None
+
+
+def test_one_device_starts_no_mpi():
+    program = (
+        "import sys, mpistrat, numpy; s = mpistrat.OneDeviceStrategy(); "
+        "s.run(lambda: mpistrat.get_replica_context().all_reduce('sum', numpy.ones(3))); "
+        "assert not any(name.startswith(('mpi4py', 'cupy')) for name in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,88 @@
+"""Values with one component per replica: how they are read, taken apart and put together."""
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.strategy.values import Mirrored, PerReplica, fitted, regroup, select_replica
+from tests.unit.replicas import on_replicas
+
+Pair = namedtuple("Pair", "first second")
+
+
+def test_values_holds_the_local_component():
+    array = np.ones(3)
+    assert PerReplica(array).values[0] is array
+    assert len(Mirrored(array).values) == 1
+
+
+def test_a_per_replica_value_reads_as_the_local_component_inside_run():
+    def program(strategy):
+        value = PerReplica(np.arange(3) + strategy.extended.ops.rank)
+        return strategy.run(lambda: np.sum(value) + value[...].sum() if hasattr(value, "shape") else np.sum(value)).values[0]
+
+    assert on_replicas(2, program) == [3, 6]
+
+
+@pytest.mark.parametrize("read", [np.asarray, np.sum, lambda value: value + 1, lambda value: np.ones(3) * value])
+def test_a_per_replica_value_cannot_be_read_elsewhere(read):
+    value = PerReplica(np.ones(3))
+    with pytest.raises(InvalidArgumentError, match=r'outside strategy.run(.|\n)*correct: +strategy.reduce\("sum", value, axis=None\)'):
+        read(value)
+
+
+def test_a_mirrored_value_reads_as_an_array_everywhere():
+    value = Mirrored(np.arange(6.0).reshape(2, 3))
+    assert (value.shape, value.dtype, value.ndim, value.size, len(value)) == ((2, 3), np.float64, 2, 6, 2)
+    np.testing.assert_array_equal(value @ np.ones(3), [3, 12])
+    np.testing.assert_array_equal(np.ones((2, 3)) - value, 1 - np.arange(6.0).reshape(2, 3))
+    assert value[1, 2] == 5
+    assert np.asarray(value, np.float32).dtype == np.float32
+    assert (float(Mirrored(2.5)), int(Mirrored(3)), bool(Mirrored(0))) == (2.5, 3, False)
+
+
+def test_no_distributed_value_is_changed_in_place():
+    value = Mirrored(np.zeros(2))
+    with pytest.raises(TypeError, match=r"correct: +variable.assign_add\(value\)"):
+        value += 1
+
+
+def test_select_replica_takes_components_out_of_any_nest():
+    nest = {"a": [PerReplica(1), 2], "b": Pair(Mirrored(3), None)}
+    assert select_replica(nest) == {"a": [1, 2], "b": Pair(3, None)}
+
+
+def test_regroup_wraps_each_leaf():
+    grouped = regroup({"a": [1, None], "b": Pair(2, 3)}, num_replicas=2)
+    assert isinstance(grouped["a"][0], PerReplica)
+    assert grouped["a"][1] is None
+    assert isinstance(grouped["b"], Pair)
+    assert select_replica(grouped) == {"a": [1, None], "b": Pair(2, 3)}
+
+
+def test_regroup_passes_distributed_values_through():
+    value, variable = Mirrored(1), mpistrat.Variable(1.0)
+    grouped = regroup([value, variable], num_replicas=2)
+    assert grouped[0] is value
+    assert grouped[1] is variable
+    assert select_replica([variable])[0] is variable
+
+
+def test_regroup_leaves_the_value_of_a_single_replica_bare():
+    value = {"a": [1]}
+    assert regroup(value, num_replicas=1) is value
+
+
+def test_fitted_takes_the_dtype_of_its_target():
+    array = fitted([1, 2], np.zeros(2, np.float32), "owner")
+    assert array.dtype == np.float32
+
+
+def test_fitted_refuses_other_shapes_and_kinds():
+    with pytest.raises(InvalidArgumentError, match=r"'owner' has shape \(2,\); a value of shape \(3,\)"):
+        fitted(np.zeros(3), np.zeros(2), "owner")
+    with pytest.raises(UnsupportedDtypeError, match="'owner' has dtype int32; a value of dtype float64 would lose its kind"):
+        fitted(np.zeros(2), np.zeros(2, np.int32), "owner")

@@ -1,0 +1,104 @@
+"""World: shapes, places, and who owns which shard."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpistrat.errors import TopologyError
+from mpistrat.topology.world import World, parse_shape
+from tests.unit.worlds import random_worlds
+
+
+@pytest.mark.parametrize(
+    ("shape", "nodes"),
+    [
+        ("2x2", [(0, 1), (2, 3)]),
+        ("2x2:block", [(0, 1), (2, 3)]),
+        ("2x2:cyclic", [(0, 2), (1, 3)]),
+        ("3+1", [(0, 1, 2), (3,)]),
+        (" 3+1 : cyclic ", [(0, 2, 3), (1,)]),
+        ("1+3", [(0,), (1, 2, 3)]),
+        ("5", [(0, 1, 2, 3, 4)]),
+    ],
+)
+def test_shape_places_ranks(shape: str, nodes: list[tuple[int, ...]]) -> None:
+    assert [node.ranks for node in World.from_shape(shape).nodes] == nodes
+
+
+@pytest.mark.parametrize(
+    "shape", ["", "x", "2x", "x2", "2x2x2", "2+", "+1", "a", "-1x2", "2x2:random", "2 x 2", "1.5x2", "2x2+1"]
+)
+def test_malformed_shape_says_what_is_accepted(shape: str) -> None:
+    with pytest.raises(TopologyError, match=r"is malformed; accepted are NODESxRANKS \(2x4\)"):
+        parse_shape(shape)
+
+
+@pytest.mark.parametrize("shape", ["0x2", "2x0", "0", "3+0"])
+def test_empty_nodes_are_refused(shape: str) -> None:
+    with pytest.raises(TopologyError, match="has a node without ranks or no nodes; accepted are"):
+        parse_shape(shape)
+
+
+def test_shape_of_other_ranks_names_both_numbers() -> None:
+    with pytest.raises(TopologyError, match="node shape '2x2' describes 4 ranks, but there are 3"):
+        World.from_shape("2x2", num_ranks=3)
+    assert World.from_shape("2x2", num_ranks=4).size == 4
+
+
+def test_a_world_needs_a_rank() -> None:
+    with pytest.raises(TopologyError, match="at least one rank"):
+        World.from_node_of_rank([])
+
+
+def test_nodes_are_ordered_by_lowest_rank_and_take_its_name() -> None:
+    world = World.from_node_of_rank([7, 3, 7], names=["b", "a", "b"])
+    assert [(node.index, node.name, node.ranks) for node in world.nodes] == [(0, "b", (0, 2)), (1, "a", (1,))]
+    assert world.leaders == (0, 1)
+
+
+def test_place_shows_value_and_total() -> None:
+    assert repr(World.from_shape("2x4").place(5)) == "Place(rank=5(8), node=1(2), local_rank=1(4))"
+
+
+def test_smaller_nodes_own_several_shards() -> None:
+    world = World.from_shape("3+1")
+    assert [list(world.shards_of(rank)) for rank in range(4)] == [[0], [1], [2], [0, 1, 2]]
+    assert world.rails == ((0, 3), (1, 3), (2, 3))
+
+
+@given(random_worlds)
+def test_every_rank_has_one_place(world: World) -> None:
+    assert sorted(rank for node in world.nodes for rank in node.ranks) == list(range(world.size))
+    for rank in range(world.size):
+        place = world.place(rank)
+        assert place.rank == rank
+        assert world.nodes[place.node_index].ranks[place.local_rank] == rank
+        assert place.local_size == world.local_sizes[place.node_index]
+
+
+@given(random_worlds)
+def test_shards_have_one_owner_per_node_and_tile(world: World) -> None:
+    for node in world.nodes:
+        owned = [shard for rank in node.ranks for shard in world.shards_of(rank)]
+        assert owned == list(range(world.num_shards)), "in rank order, each shard once"
+        counts = [len(world.shards_of(rank)) for rank in node.ranks]
+        assert min(counts) >= 1
+        assert max(counts) - min(counts) <= 1, "evenly shared"
+
+
+@given(random_worlds)
+def test_rails_join_the_owners(world: World) -> None:
+    assert len(world.rails) == world.num_shards
+    for shard, rail in enumerate(world.rails):
+        assert [world.place(rank).node_index for rank in rail] == list(range(world.num_nodes))
+        assert all(shard in world.shards_of(rank) for rank in rail)
+        assert rail == tuple(world.owner(shard, node) for node in range(world.num_nodes))
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.sampled_from(["block", "cyclic"]))
+def test_shape_is_read_back(sizes: list[int], placement: str) -> None:
+    world = World.from_shape("+".join(map(str, sizes)) + ":" + placement)
+    assert world.local_sizes == tuple(sizes)
+    assert World.from_shape(world.shape).local_sizes == world.local_sizes
