@@ -71,18 +71,27 @@ def write_chrome_trace(path: str | Path, timelines: dict[int, Timeline]) -> None
         Rank -> its timeline.
     """
     rows: list[dict[str, object]] = []
+    starts = [event.start_seconds + line.epoch_seconds for line in timelines.values() for event in line.events]
+    origin = min(starts, default=0.0)
     for rank, timeline in sorted(timelines.items()):
-        rows.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
-        for event in timeline.events:
-            rows.append(
-                {
-                    "name": event.name,
-                    "ph": "X",
-                    "pid": rank,
-                    "tid": event.lane,
-                    "ts": (event.start_seconds + timeline.epoch_seconds) * 1e6,
-                    "dur": (event.end_seconds - event.start_seconds) * 1e6,
-                    "args": {"bytes": event.nbytes},
-                }
-            )
+        # the format wants numbers for rows, and names beside them
+        lanes = {lane: row for row, lane in enumerate(dict.fromkeys(event.lane for event in timeline.events))}
+        rows.append(_name("process_name", rank, 0, f"rank {rank}"))
+        rows += [_name("thread_name", rank, row, lane) for lane, row in lanes.items()]
+        rows += [
+            {
+                "name": event.name,
+                "ph": "X",
+                "pid": rank,
+                "tid": lanes[event.lane],
+                "ts": (event.start_seconds + timeline.epoch_seconds - origin) * 1e6,
+                "dur": (event.end_seconds - event.start_seconds) * 1e6,
+                "args": {"bytes": event.nbytes},
+            }
+            for event in timeline.events
+        ]
     Path(path).write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
+
+
+def _name(what: str, rank: int, row: int, name: str) -> dict[str, object]:
+    return {"name": what, "ph": "M", "pid": rank, "tid": row, "args": {"name": name}}

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -65,8 +65,11 @@ class _Summary:
     def __init__(self, config: pytest.Config) -> None:
         self.results = {lane: _Result() for lane in LANES}
         option = config.option
-        whole = config.args_source is not pytest.Config.ArgsSource.ARGS
-        self.selected = not whole or bool(option.keyword or option.markexpr or option.collectonly or option.lf)
+        named = {(config.invocation_params.dir / argument).resolve() for argument in config.args}
+        whole = bool(named & {config.rootpath, config.rootpath / "tests"})
+        self.selected = not whole or bool(
+            option.keyword or option.markexpr or option.collectonly or config.getoption("lf", False)
+        )
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         result = self.results[_lane(report.nodeid)]
@@ -136,6 +139,8 @@ def _required() -> set[str]:
 
 
 def _no_gpu() -> str:
+    if not any((Path(__file__).parent / "gpu").glob("test_*.py")):
+        return "no part of the library drives a GPU yet"
     if shutil.which("nvidia-smi") is None:
         return "no NVIDIA GPU: there is no nvidia-smi"
     if importlib.util.find_spec("cupy") is None:

@@ -113,8 +113,10 @@ class Launch(pytest.Item):
         report = tmp / "report.json"
         argv, extra_env = command(self.num_ranks, [sys.executable, "-m", "pytest", *self._pytest_arguments(report)])
         done = run_bounded(argv, LAUNCH_SECONDS, {**os.environ, **extra_env}, self.config.rootpath)
+        if done.returncode == pytest.ExitCode.USAGE_ERROR and self._is_selection and "ERROR: not found: " in done.stderr:
+            pytest.skip(f"the selection names no test of {self.num_ranks} ranks")
         if not report.exists():
-            raise LaunchError(_died(self.num_ranks, done.returncode, done.stdout + done.stderr))
+            raise RanksFailedError(_died(self.num_ranks, done.returncode, done.stdout + done.stderr))
         result = json.loads(report.read_text())
         reasons = Counter(test["text"] for test in result if test["outcome"] == "skipped")
         passed = sum(test["outcome"] == "passed" for test in result)
@@ -122,23 +124,30 @@ class Launch(pytest.Item):
         self.user_properties.append(("launch", {"passed": passed, "failed": len(failed), "reasons": dict(reasons)}))
         if failed:
             texts = [f"{test['test']} ({test['when']})\n{test['text']}" for test in failed]
-            raise LaunchError("\n\n".join([f"{len(failed)} of {len(result)} tests failed on {self.num_ranks} ranks", *texts]))
+            raise RanksFailedError(
+                "\n\n".join([f"{len(failed)} of {len(result)} tests failed on {self.num_ranks} ranks", *texts])
+            )
         if done.returncode not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
-            raise LaunchError(_died(self.num_ranks, done.returncode, done.stdout + done.stderr))
+            raise RanksFailedError(_died(self.num_ranks, done.returncode, done.stdout + done.stderr))
         if not passed:
-            if self.config.option.keyword or self.config.option.markexpr or self.config.stash[_SELECTED]:
-                pytest.skip(f"the selection runs none of the tests on {self.num_ranks} ranks")
-            raise LaunchError(f"no test ran on {self.num_ranks} ranks")
+            if self._is_selection:
+                pytest.skip(f"the selection runs none of the tests of {self.num_ranks} ranks")
+            raise RanksFailedError(f"no test ran on {self.num_ranks} ranks")
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """Show what the ranks said, not how it became known here."""
-        if isinstance(excinfo.value, LaunchError):
+        if isinstance(excinfo.value, RanksFailedError):
             return str(excinfo.value)
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, None, str]:
         """Name the launch in a failure's headline."""
         return self.path, None, f"mpiexec -n {self.num_ranks}"
+
+    @property
+    def _is_selection(self) -> bool:
+        option = self.config.option
+        return bool(option.keyword or option.markexpr or self.config.stash[_SELECTED])
 
     def _pytest_arguments(self, report: Path) -> list[str]:
         option = self.config.option
@@ -156,7 +165,7 @@ class Launch(pytest.Item):
         return ["--with-mpi", *quiet, *chosen, *(["-x"] if option.maxfail == 1 else []), *selected]
 
 
-class LaunchError(Exception):
+class RanksFailedError(Exception):
     """A launch, or tests in it, failed; the message says which and how."""
 
 

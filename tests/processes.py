@@ -1,4 +1,4 @@
-"""Commands that must end: each in a process group of its own, killed as a whole at its deadline."""
+"""Commands that must end: each in a session of its own, whose processes are killed to the last one at its deadline."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["TIMED_OUT", "run_bounded"]
+__all__ = ["TIMED_OUT", "run_bounded", "until"]
 
 TIMED_OUT = 124  # as timeout(1) has it
 
@@ -21,7 +22,7 @@ def run_bounded(
     cwd: Path | None = None,
     capture: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command with nothing to read, and kill its whole process group at the deadline.
+    """Run a command with nothing to read, and leave none of its processes behind, at the latest at the deadline.
 
     Parameters
     ----------
@@ -52,15 +53,28 @@ def run_bounded(
         out, err = process.communicate(timeout=timeout)
         code = process.returncode
     except subprocess.TimeoutExpired:
-        _kill_group(process)
+        _kill_session(process.pid)
         out, err = process.communicate()
         code, err = TIMED_OUT, f"{err or ''}\nkilled: still running after {timeout:g} s\n"
     finally:
-        _kill_group(process)
+        _kill_session(process.pid)
         process.wait()
     return subprocess.CompletedProcess(list(argv), code, out or "", err or "")
 
 
-def _kill_group(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait until a condition holds, and return whether it does before the time is up."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _kill_session(leader: int) -> None:
+    # Not by process group: mpiexec gives each of its ranks one of its own.
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(int(process.name)) == leader:
+                os.kill(int(process.name), signal.SIGKILL)

@@ -109,7 +109,9 @@ def test_a_module_is_short_and_says_what_it_is(path):
     if '\nif __name__ == "__main__":' in text:
         return  # a script exports nothing
     exported = _exported(tree)
-    public = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"}
+    public = {
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    }
     assert public <= exported, "public, but not in __all__: name it there, or begin its name with an underscore"
 
 
@@ -137,15 +139,15 @@ def test_the_architecture_page_shows_the_real_tree():
 
 def _exported(tree: ast.Module) -> set[str]:
     for node in tree.body:
-        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        if isinstance(target, ast.Name) and target.id == "__all__" and isinstance(node.value, ast.List):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__" and isinstance(node.value, ast.List):
             return set(ast.literal_eval(node.value))
-    return {"__getattr__", "__dir__"} if any(getattr(node, "name", "") == "__getattr__" for node in tree.body) else set()
+    return set()
 
 
 def _drawn_tree(page: str) -> set[str]:
     """Return the files of the tree that a page draws under the line ``mpistrat/``: one or several joined by · on a line."""
-    drawn, folders = set(), []
+    drawn: set[str] = set()
+    folders: list[str] = []
     for line in page.partition("\nmpistrat/\n")[2].partition("```")[0].splitlines():
         found = re.match(r"((?:│   |    )*)[├└]── (\S+(?: · \S+)*)", line)
         if found is None:

@@ -19,7 +19,7 @@ from mpistrat.arrays import Array
 from mpistrat.cross_device.ops import CrossDeviceOps, check_gather, check_out
 from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, MpistratError, TransportError
-from mpistrat.execution.executor import BoundPlan, Executor
+from mpistrat.execution.executor import BoundPlan, DirectPlan, Executor
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.hierarchy import Hierarchy
@@ -42,7 +42,7 @@ class _Bucket:
     """The arrays (by index) that share a buffer, and what reduces it."""
 
     indices: tuple[int, ...]
-    bound: BoundPlan
+    bound: BoundPlan | DirectPlan
 
 
 class HierarchicalAllReduce(CrossDeviceOps):
@@ -65,6 +65,8 @@ class HierarchicalAllReduce(CrossDeviceOps):
         self._bytes = MpiTransport(hierarchy.world_group)
         self._agreement = Agreement(hierarchy.world_group) if settings.STRICT.read() else None
         self._recipes: OrderedDict[Signature, list[_Bucket]] = OrderedDict()
+        # hashing options is slow: each set of them gets a number, which stands for it in a signature
+        self._merged: dict[CommunicationOptions, tuple[int, CommunicationOptions]] = {}
 
     def all_reduce(
         self,
@@ -84,7 +86,9 @@ class HierarchicalAllReduce(CrossDeviceOps):
         DeadlineExceededError
             If the options have a deadline and it passes.
         """
-        return self.start_all_reduce(op, arrays, options, out).wait()
+        steps, results, wanted = self._begin(op, arrays, options, out)
+        drive(steps, lambda: self._describe(op, arrays, wanted), wanted.timeout_seconds or 0.0)
+        return results
 
     def start_all_reduce(
         self,
@@ -94,10 +98,16 @@ class HierarchicalAllReduce(CrossDeviceOps):
         out: Sequence[Array] | None = None,
     ) -> Work[list[Array]]:
         """Start what `all_reduce` does and return its handle. A collective call; one may be under way at a time."""
-        wanted = self._options.merge(options)
+        steps, results, wanted = self._begin(op, arrays, options, out)
+        return Work(steps, lambda: results, lambda: self._describe(op, arrays, wanted), wanted.timeout_seconds or 0.0)
+
+    def _begin(
+        self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions | None, out: Sequence[Array] | None
+    ) -> tuple[Steps, list[Array], CommunicationOptions]:
+        number, wanted = (0, self._options) if options is None else self._merge(options)
         if self._agreement is not None:
             self._agree(self._agreement, op, arrays, wanted, out)
-        signature = (op, wanted, *[(array.shape, array.dtype) for array in arrays])
+        signature = (op, number, *[(array.shape, array.dtype) for array in arrays])
         recipe = self._recipes.get(signature)
         if recipe is None or any(bucket.bound.generation != self._executor.generation for bucket in recipe):
             recipe = self._prepare(signature, op, arrays, wanted)
@@ -107,8 +117,8 @@ class HierarchicalAllReduce(CrossDeviceOps):
             for target, array in zip(out, arrays, strict=True):
                 check_out(target, array)
         results = list(out)
-        steps = self._run(recipe, [array.reshape(-1) for array in arrays], [result.reshape(-1) for result in results])
-        return Work(steps, lambda: results, lambda: self._describe(op, arrays, wanted), wanted.timeout_seconds or 0.0)
+        steps = recipe[0].bound.run(arrays, results) if len(arrays) == 1 else self._run(recipe, arrays, results)
+        return steps, results, wanted
 
     def all_gather(self, array: Array, axis: int = 0) -> Array:
         """Concatenate along `axis`, in replica order: see `CrossDeviceOps.all_gather`. A collective call."""
@@ -163,6 +173,11 @@ class HierarchicalAllReduce(CrossDeviceOps):
         self._executor.close()
         self.hierarchy.close()
 
+    def _merge(self, options: CommunicationOptions) -> tuple[int, CommunicationOptions]:
+        if options not in self._merged:
+            self._merged[options] = (len(self._merged) + 1, self._options.merge(options))
+        return self._merged[options]
+
     @staticmethod
     def _defaults() -> CommunicationOptions:
         return CommunicationOptions(
@@ -207,7 +222,8 @@ class HierarchicalAllReduce(CrossDeviceOps):
                 members = tuple(backwards[position] for position in pack)
                 layout = Layout([arrays[index].size for index in members])
                 plan = self.choose(layout.count, dtype, options).plan
-                recipe.append(_Bucket(members, self._executor.bind(plan, layout, dtype, op)))
+                casts = any(arrays[index].dtype != dtype for index in members)
+                recipe.append(_Bucket(members, self._executor.bind(plan, layout, dtype, op, casts)))
         # enlarging the scratch memory for a later bucket unbinds the earlier ones; now it is large enough for all
         if any(bucket.bound.generation != self._executor.generation for bucket in recipe):
             return self._prepare(signature, op, arrays, options)

@@ -94,7 +94,7 @@ class CrossDeviceOps(ABC):
             return "one replica: nothing is sent"
         return f"{choice.plan}\n{choice.reason}"
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a single replica holds nothing
         """Free what the operations hold. A collective call."""
 
 

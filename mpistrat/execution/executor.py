@@ -22,14 +22,14 @@ from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.packing.fuse import CopyIn, CopyOut
 from mpistrat.packing.layout import Layout
-from mpistrat.reduction import ReduceOp
+from mpistrat.reduction import ReduceOp, divide
 from mpistrat.timeline import Timeline
 from mpistrat.transports.base import Operation, Steps, Transport
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.mpi_ring import MpiRingTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 
-__all__ = ["BoundPlan", "Executor"]
+__all__ = ["BoundPlan", "DirectPlan", "Executor"]
 
 SLOT_ALIGNMENT_BYTES = 4096
 RING_FROM_BYTES = 1 << 16
@@ -66,7 +66,7 @@ class Executor:
         self.timeline = Timeline()
         self.intra = _make(settings.INTRA_TRANSPORT.read(), ("shared_memory", "mpi"), hierarchy.intra)
         inter = settings.INTER_TRANSPORT.read()
-        self._world = MpiTransport(hierarchy.world_group)
+        self.world = MpiTransport(hierarchy.world_group)
         self.rails = {shard: _make(inter, ("mpi_ring", "mpi"), rail) for shard, rail in hierarchy.rails.items()}
         self._small_rails = {shard: MpiTransport(rail) for shard, rail in hierarchy.rails.items()}
         self._leaders = MpiTransport(hierarchy.leaders) if hierarchy.leaders else None
@@ -76,7 +76,9 @@ class Executor:
         self._last_mark = 0
         self.generation = 0
 
-    def bind(self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp) -> BoundPlan:
+    def bind(
+        self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, casts: bool
+    ) -> BoundPlan | DirectPlan:
         """Prepare `plan` for buckets of `layout`. A collective call.
 
         Parameters
@@ -89,7 +91,12 @@ class Executor:
             In which the bucket is summed and sent.
         op : ReduceOp
             How to combine.
+        casts : bool
+            Whether an array of the bucket has another dtype.
         """
+        flat = plan.phases in ((), (Phase(Verb.ALL_REDUCE, Scope.WORLD),))
+        if flat and len(layout.offsets) == 2 and not casts:
+            return DirectPlan(self, plan, dtype, op)
         slots = plan.depth + 1
         padded = plan.padded(min(plan.chunk_count, plan.count)) * dtype.itemsize
         slot_bytes = -(-padded // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
@@ -117,7 +124,7 @@ class Executor:
             ]
         if phase.scope is Scope.LEADERS:
             return [(str(phase), self._leaders.all_reduce(buffer, op))] if self._leaders else []
-        return [(str(phase), self._world.all_reduce(buffer, op))]
+        return [(str(phase), self.world.all_reduce(buffer, op))]
 
     def enter(self, slots: int, slot_bytes: int) -> None:
         """Note which slots the next chunks use; slots cut otherwise may overlap any of those used before."""
@@ -175,8 +182,9 @@ class BoundPlan:
         self._turn = 0
 
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
-        """Return the steps that reduce flat `sources` into flat `targets`. A collective call."""
+        """Return the steps that reduce `sources` into C-contiguous `targets`. A collective call."""
         executor = self._executor
+        sources, targets = [array.reshape(-1) for array in sources], [array.reshape(-1) for array in targets]
         executor.enter(self._slots, self._slot_bytes)
         chunks = self._turns[self._turn]
         self._turn = (self._turn + 1) % len(self._turns)
@@ -248,6 +256,32 @@ class BoundPlan:
         if self._executor.timeline.enabled:
             lane = name.split()[0] if not name.startswith("copy") else "intra"
             self._executor.timeline.record(name, lane, started, chunk.nbytes)
+
+
+class DirectPlan:
+    """A flat plan for one array: MPI works on the caller's memory, and nothing is copied."""
+
+    def __init__(self, executor: Executor, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> None:
+        self.plan = plan
+        self._executor = executor
+        self._call = executor.world.all_reduce_call(dtype, op)
+        self._divisor = plan.world.size if op is ReduceOp.MEAN else 1
+
+    @property
+    def generation(self) -> int:
+        """Always the present one: no scratch memory is bound."""
+        return self._executor.generation
+
+    def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
+        """Reduce the one source into the one target, and return no steps. A collective call."""
+        target = targets[0]
+        started = time.perf_counter()
+        self._call(np.ascontiguousarray(sources[0]), target)
+        if self._divisor > 1:
+            divide(target, self._divisor, out=target)
+        if self._executor.timeline.enabled:
+            self._executor.timeline.record("world all_reduce", "world", started, target.nbytes)
+        return iter(())
 
 
 def _bind(transport: Transport, verb: Verb, buffer: Array, bounds: list[int], op: ReduceOp) -> Operation:

@@ -29,6 +29,8 @@ __all__ = ["format_exception", "install"]
 # theirs if it did not, so that no job ends without a word.
 HEAD_START_SECONDS = 0.5
 HEAD_START_SECONDS_RAISED_EVERYWHERE = 2.0
+# What a rank prints reaches the terminal through its launcher, which MPI_Abort makes hurry: give the text a start as well.
+RELAY_SECONDS = 0.2
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -89,14 +91,16 @@ class _Hooks:
             self._end(arguments.exc_value, f", thread {arguments.thread.name}" if arguments.thread else "")
 
     def _end(self, error: BaseException, thread: str) -> None:
-        # The lock is never released: of two threads that raise, one ends the job and the other has no more to say.
-        self._lock.acquire()
-        if self._comm.rank:
-            everywhere = getattr(error, "raised_everywhere", False)
-            time.sleep(HEAD_START_SECONDS_RAISED_EVERYWHERE if everywhere else HEAD_START_SECONDS)
+        label = f"rank {self._comm.rank} on {socket.gethostname()}{thread}"
         try:
+            # The lock is never released: of two threads that raise, one ends the job and the other has no more to say.
+            self._lock.acquire()
+            if self._comm.rank:
+                everywhere = getattr(error, "raised_everywhere", False)
+                time.sleep(HEAD_START_SECONDS_RAISED_EVERYWHERE if everywhere else HEAD_START_SECONDS)
             # one write, so that lines of several ranks do not mix
-            sys.stderr.write(format_exception(error, f"rank {self._comm.rank} on {socket.gethostname()}{thread}"))
+            sys.stderr.write(format_exception(error, label))
             sys.stderr.flush()
-        finally:
+            time.sleep(RELAY_SECONDS)
+        finally:  # whatever happens meanwhile, such as Ctrl-C or a closed stderr
             self._comm.Abort(1)

@@ -100,14 +100,7 @@ def _start() -> MPI.Intracomm:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py raises the one or the other, by where its search ends
         raise LaunchError(no_library(str(error))) from error
-    if not MPI.Is_initialized() or MPI.Is_finalized():
-        state = "was finalized already" if MPI.Is_initialized() else "was not started, because mpi4py.rc.initialize is off"
-        raise LaunchError(f"MPI {state}; a strategy needs it running: leave mpi4py.rc as it is, or call MPI.Init_thread first")
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise LaunchError(
-            f"MPI runs at thread level {_thread_level(MPI.Query_thread())}; MULTIPLE is needed, because collectives inside a node "
-            "and between nodes run on threads of their own. Leave mpi4py.rc.thread_level at 'multiple', with an MPI that has it."
-        )
+    _check_running()
     vendor, version = MPI.get_vendor()
     check_promise(view, MPI.COMM_WORLD.size, vendor, ".".join(map(str, version)))
     if settings.ABORT.read():
@@ -115,8 +108,15 @@ def _start() -> MPI.Intracomm:
     return MPI.COMM_WORLD
 
 
-def _thread_level(level: int) -> str:
+def _check_running() -> None:
     from mpi4py import MPI
 
-    names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
-    return next(name for name in names if getattr(MPI, f"THREAD_{name}") == level)
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        state = "was finalized already" if MPI.Is_initialized() else "was not started, because mpi4py.rc.initialize is off"
+        raise LaunchError(f"MPI {state}; a strategy needs it running: leave mpi4py.rc as it is, or call MPI.Init_thread first")
+    names = {getattr(MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise LaunchError(
+            f"MPI runs at thread level {names[MPI.Query_thread()]}; MULTIPLE is needed, because collectives inside a node and "
+            "between nodes run on threads of their own. Leave mpi4py.rc.thread_level at 'multiple', with an MPI that has it."
+        )

@@ -157,7 +157,7 @@ def in_slurm_allocation(environ: Mapping[str, str]) -> bool:
 
 def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
     step = environ.get("SLURM_STEP_ID", "")
-    return not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP
+    return step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
 
 
 def _number(launcher: str, name: str, environ: Mapping[str, str]) -> int | None:

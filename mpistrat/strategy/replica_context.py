@@ -20,7 +20,7 @@ from mpistrat.structures import flatten, leaf_names, rebuild
 if TYPE_CHECKING:
     from mpistrat.strategy.base import Strategy
 
-__all__ = ["ReplicaContext"]
+__all__ = ["ReplicaContext", "Updatable"]
 
 # method: the line as it is often written in cross-replica context, and as it should be
 _ADVICE = {

@@ -72,8 +72,8 @@ class PerReplica(DistributedValues):
             raise InvalidArgumentError(
                 "a per-replica value was read as one array outside strategy.run, where it has a component on every replica.\n"
                 "    incorrect:  np.sum(value)\n"
-                '    correct:    strategy.reduce("sum", value, axis=None), strategy.gather(value, axis=0), or for the component '
-                "of this rank strategy.experimental_local_results(value)"
+                '    correct:    strategy.reduce("sum", value, axis=None), or strategy.gather(value, axis=0), or for the '
+                "component of this rank strategy.experimental_local_results(value)"
             )
         return as_array(self._component)
 
@@ -151,7 +151,9 @@ def fitted(value: Any, target: Array, owner: object) -> Array:
     """
     array = as_array(value)
     if array.shape != target.shape:
-        raise InvalidArgumentError(f"{owner!r} has shape {target.shape}; a value of shape {array.shape} cannot be assigned to it")
+        raise InvalidArgumentError(
+            f"{owner!r} has shape {target.shape}; a value of shape {array.shape} cannot be assigned to it"
+        )
     if not np.can_cast(array.dtype, target.dtype, casting="same_kind"):
         raise UnsupportedDtypeError(
             f"{owner!r} has dtype {target.dtype}; a value of dtype {array.dtype} would lose its kind: cast it first, "

@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-bytes", default="8", metavar="SIZE", help="smallest array (default: 8)")
     parser.add_argument("--max-bytes", default="64MiB", metavar="SIZE", help="largest array (default: 64MiB)")
     parser.add_argument("--step-factor", type=int, default=4, metavar="N", help="each size is so many times the one before")
-    parser.add_argument("--algorithm", default="auto", choices=ALGORITHMS, help="which algorithm (default: auto); mpi: bare MPI")
+    parser.add_argument("--algorithm", default="auto", choices=ALGORITHMS, help="default: auto; mpi: bare MPI")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the bandwidths to FILE (needs matplotlib)")
 
@@ -99,11 +99,9 @@ def execute(arguments: argparse.Namespace) -> int:
         row = measure(ops, nbytes, arguments.algorithm)
         rows.append(row)
         if chief:
-            print(
-                f"{format_bytes(row.nbytes):>10}  {row.plan:<12}  {row.seconds * 1e6:9.1f} µs  {row.mpi_seconds * 1e6:9.1f} µs  "
-                f"{row.algorithm_gbs:9.3f}  {row.bus_gbs:9.3f}  {row.ratio:6.2f}",
-                flush=True,
-            )
+            times = f"{row.seconds * 1e6:9.1f} µs  {row.mpi_seconds * 1e6:9.1f} µs"
+            rates = f"{row.algorithm_gbs:9.3f}  {row.bus_gbs:9.3f}  {row.ratio:6.2f}"
+            print(f"{format_bytes(row.nbytes):>10}  {row.plan:<12}  {times}  {rates}", flush=True)
     if chief and arguments.json:
         _write_json(arguments.json, ops, rows)
     if chief and arguments.plot:
@@ -158,8 +156,8 @@ def _sizes(arguments: argparse.Namespace) -> list[int]:
         raise InvalidArgumentError(str(error)) from None
     if not ITEM_BYTES <= first <= last or first % ITEM_BYTES or arguments.step_factor < 2:
         raise InvalidArgumentError(
-            f"sizes from {first} to {last} bytes by a factor of {arguments.step_factor} cannot be measured: accepted are multiples "
-            f"of {ITEM_BYTES} bytes, --min-bytes not above --max-bytes, and --step-factor of at least 2"
+            f"sizes from {first} to {last} bytes by a factor of {arguments.step_factor} cannot be measured: accepted are "
+            f"multiples of {ITEM_BYTES} bytes, --min-bytes not above --max-bytes, and --step-factor of at least 2"
         )
     sizes = [first]
     while sizes[-1] * arguments.step_factor <= last:

@@ -6,13 +6,14 @@ import argparse
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch import environment, mpiexec
 from mpistrat.topology.world import World
 
-__all__ = ["add_arguments", "execute"]
+__all__ = ["add_arguments", "execute", "start"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,12 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Start the job in place of this process, so that its signals, Ctrl-C and exit code are mpiexec's own.
-
-    Returns
-    -------
-    int
-        0 after a dry run; otherwise it does not return.
+    """Start the job, or print its command; return 0 after a dry run.
 
     Raises
     ------
@@ -44,12 +40,38 @@ def execute(arguments: argparse.Namespace) -> int:
     """
     program = ["-m", *arguments.module] if arguments.module else arguments.program
     _check_program(program)
+    return start(program, _num_ranks(arguments.ranks, arguments.nodes), arguments.nodes, arguments.dry_run)
+
+
+def start(program: Sequence[str], num_ranks: int, nodes: str = "", dry_run: bool = False) -> int:
+    """Start a job in place of this process, so that its signals, Ctrl-C and exit code are mpiexec's own.
+
+    Parameters
+    ----------
+    program : sequence of str
+        A script, or ``-m`` and a module, and its arguments.
+    num_ranks : int
+        How many ranks to start.
+    nodes : str
+        The node shape to pretend; the real nodes by default.
+    dry_run : bool
+        Whether to print the command instead.
+
+    Returns
+    -------
+    int
+        0 after a dry run; otherwise it does not return.
+
+    Raises
+    ------
+    LaunchError
+        If there is no MPI, or this process is one of several ranks itself.
+    """
     _check_alone()
-    num_ranks = _num_ranks(arguments.ranks, arguments.nodes)
     # python -m mpi4py: a rank that ends with sys.exit(1) ends the job, too (see launch.abort)
     python = [sys.executable, "-m", "mpi4py", *program]
-    command, extra_environ = mpiexec.command(num_ranks, python, arguments.nodes)
-    if not arguments.dry_run:
+    command, extra_environ = mpiexec.command(num_ranks, python, nodes)
+    if not dry_run:
         os.execve(command[0], command, {**os.environ, **extra_environ})
     print(_as_shell_line(command, extra_environ))
     return 0
@@ -57,9 +79,9 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _num_ranks(ranks: int | None, nodes: str) -> int:
     if ranks is None and not nodes:
-        raise InvalidArgumentError("mpistrat run needs the number of ranks, -n N, or the nodes to pretend, --nodes SHAPE")
+        raise InvalidArgumentError("a number of ranks is needed: -n N, or --nodes SHAPE, the nodes to pretend")
     if ranks is not None and ranks < 1:
-        raise InvalidArgumentError(f"mpistrat run -n {ranks}: a job needs at least 1 rank")
+        raise InvalidArgumentError(f"-n {ranks}: a job needs at least 1 rank")
     if not nodes:
         assert ranks is not None, "either is given"
         return ranks
@@ -68,17 +90,17 @@ def _num_ranks(ranks: int | None, nodes: str) -> int:
 
 def _check_program(program: list[str]) -> None:
     if not program:
-        raise InvalidArgumentError("mpistrat run needs a script, or -m and a module, behind its options")
+        raise InvalidArgumentError("a script, or -m and a module, is needed behind the options")
     if program[0] != "-m" and not Path(program[0]).exists():
-        raise InvalidArgumentError(f"mpistrat run: there is no script {program[0]!r} in {Path.cwd()}")
+        raise InvalidArgumentError(f"there is no script {program[0]!r} in {Path.cwd()}")
 
 
 def _check_alone() -> None:
     view = environment.detect()
     if view is not None and (view.size or 1) > 1:
         raise LaunchError(
-            f"mpistrat run is rank {view.rank} of {view.size} that {view.launcher} started, and would start a job from each. "
-            "Call it once, outside the job; or leave it out, and let the launcher that is there start the script."
+            f"this is rank {view.rank} of {view.size} that {view.launcher} started, and a job would be started from each. "
+            "Call mpistrat once, outside the job; or leave it out, and let the launcher that is there start the script."
         )
 
 

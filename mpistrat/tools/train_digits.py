@@ -18,13 +18,22 @@ import mpistrat
 Array = NDArray[Any]
 Arrays = dict[str, Array]
 
+TRAINING_IMAGES = 1497  # of 1797; the others are for the test
+
 
 def load() -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """Return training and test data as (images, labels): rows of 64 pixels between 0 and 1, and digits."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     images, labels = (images[order] / 16).astype(np.float32), labels[order]
-    return (images[:1497], labels[:1497]), (images[1497:], labels[1497:])
+    return (images[:TRAINING_IMAGES], labels[:TRAINING_IMAGES]), (images[TRAINING_IMAGES:], labels[TRAINING_IMAGES:])
+
+
+def first_weights(hidden: int) -> Arrays:
+    """Return the random weights that training starts from, with so many units in the hidden layer."""
+    rng = np.random.default_rng(1)
+    shapes = {"w1": (64, hidden), "b1": (hidden,), "w2": (hidden, 10), "b2": (10,)}
+    return {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def forward(weights: dict[str, Any], images: Array) -> tuple[Array, Array]:
@@ -51,6 +60,7 @@ def train(
     batch_size: int = 128,
     rate: float = 0.1,
     momentum: float = 0.9,
+    hidden: int = 64,
     on_step: Callable[[int, float, int], None] | None = None,
 ) -> tuple[Arrays, float, list[float]]:
     """Return the weights, the accuracy on the test data, and the loss of each step.
@@ -58,10 +68,8 @@ def train(
     After each step, ``on_step(epoch, loss, examples)`` is called on every rank.
     """
     training, (test_images, test_labels) = load()
-    rng = np.random.default_rng(1)
-    shapes = {"w1": (64, 64), "b1": (64,), "w2": (64, 10), "b2": (10,)}
+    start = first_weights(hidden)
     with strategy.scope():
-        start = {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
         weights = {name: mpistrat.Variable(value, name=name) for name, value in start.items()}
         velocity = {name: mpistrat.Variable(np.zeros_like(value), trainable=False) for name, value in start.items()}
 

@@ -123,7 +123,7 @@ class Transport(ABC):
         """Wait until all peers have passed the release that returned `mark` here, so that memory can be written again."""
         return iter(())
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most transports have nothing to give back
         """Give back what `allocate` made. A collective call."""
 
     def __repr__(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +44,20 @@ class MpiTransport(Transport):
 
         comm, native = self.group.comm, self._op(op, buffer.dtype)
         return _operation(buffer, [partial(comm.Allreduce, MPI.IN_PLACE, _message(piece), native) for piece in pieces(buffer)])
+
+    def all_reduce_call(self, dtype: np.dtype[Any], op: ReduceOp) -> Callable[[Array, Array], None]:
+        """Return a blocking all-reduce from one contiguous array to another, of any length."""
+        comm, native, datatype = self.group.comm, self._op(op, dtype), mpi_datatype(dtype)
+        limit = settings.MAX_MESSAGE_BYTES.read()
+
+        def call(source: Array, target: Array) -> None:
+            if source.nbytes <= limit:
+                comm.Allreduce([source, datatype], [target, datatype], native)
+                return
+            for part, result in zip(pieces(source.reshape(-1)), pieces(target.reshape(-1)), strict=True):
+                comm.Allreduce([part, datatype], [result, datatype], native)
+
+        return call
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind one MPI_Reduce per part, each to the rank that owns it."""
@@ -112,13 +126,19 @@ def mpi_op(op: ReduceOp, dtype: np.dtype[Any]) -> MPI.Op:
 
     if dtype.kind == "b":
         return MPI.LOR if op in (ReduceOp.SUM, ReduceOp.MAX) else MPI.LAND
-    if dtype.kind == "f" and op in (ReduceOp.MIN, ReduceOp.MAX):
-        return _nan_aware(combine(op), dtype)
-    return {ReduceOp.SUM: MPI.SUM, ReduceOp.MEAN: MPI.SUM, ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX, ReduceOp.PROD: MPI.PROD}[op]
+    # what MPI_MIN makes of NaN depends on the order of the ranks; Open MPI sums 8 and 16-bit integers with saturation
+    order_of_nan = dtype.kind == "f" and op in (ReduceOp.MIN, ReduceOp.MAX)
+    saturation = dtype.kind in "iu" and dtype.itemsize < 4 and op in (ReduceOp.SUM, ReduceOp.MEAN)
+    if order_of_nan or saturation:
+        return _folding(combine(op), dtype)
+    sums = {ReduceOp.SUM: MPI.SUM, ReduceOp.MEAN: MPI.SUM}
+    others = {ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX, ReduceOp.PROD: MPI.PROD}
+    return (sums | others)[op]
 
 
-def _nan_aware(fold: np.ufunc, dtype: np.dtype[Any]) -> MPI.Op:
-    """Return an operation in which NaN wins: what MPI_MIN makes of NaN depends on the order of the ranks."""
+@cache  # mpi4py can make 32 of them in a process
+def _folding(fold: np.ufunc, dtype: np.dtype[Any]) -> MPI.Op:
+    """Return an operation that does exactly what the ufunc does."""
     from mpi4py import MPI
 
     def combine_buffers(arriving: Any, kept: Any, datatype: MPI.Datatype) -> None:

@@ -117,13 +117,15 @@ class _Ring:
             self.scratch[index % RECEIVES_AHEAD, : target.size] if reduces else target
             for index, (target, reduces) in enumerate(zip(self.targets, self.reduces, strict=True))
         ]
-        # what arrives in place may still be on its way out: the send of the same memory that must be through first
+        # what arrives in place may still be on its way out: the send of the same memory that must be through first;
+        # an empty segment has no memory, and lies at the address of the next one
         last_send: dict[int, int] = {}
         sent_before: list[int | None] = []
         address = [_address(array) for array in self.sends]
         for index, target in enumerate(self.targets):
-            sent_before.append(None if self.reduces[index] else last_send.get(_address(target)))
-            last_send[address[index]] = index
+            sent_before.append(None if self.reduces[index] or not target.size else last_send.get(_address(target)))
+            if self.sends[index].size:
+                last_send[address[index]] = index
         send_messages, landing_messages = [list(map(self._message, arrays)) for arrays in (self.sends, landings)]
         return Operation(
             lambda: self._run(count, send_messages, landing_messages, landings, sent_before),

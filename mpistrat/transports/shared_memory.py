@@ -145,7 +145,7 @@ class SharedMemoryTransport(Transport):
         """Return the memory at the buffer's offset in every arena."""
         arena = self._arenas[self.group.rank]
         offset = buffer.__array_interface__["data"][0] - arena.__array_interface__["data"][0]
-        assert 0 <= offset and offset + buffer.nbytes <= arena.nbytes, "the buffer does not lie in the arena of allocate"
+        assert 0 <= offset <= arena.nbytes - buffer.nbytes, "the buffer does not lie in the arena of allocate"
         return [peer[offset : offset + buffer.nbytes].view(buffer.dtype) for peer in self._arenas]
 
     def _fold(self, buffer: Array, start: int, stop: int, op: ReduceOp) -> Callable[[], Steps]:

@@ -39,7 +39,9 @@ class Ended:
     @property
     def marked(self) -> list[str]:
         """The lines that ranks wrote about their exceptions."""
-        return [line for line in self.stderr.splitlines() if line.startswith("[rank ")]
+        # mpirun's own banner may come first on a busy machine, and ends with a NUL instead of a line
+        lines = [line.lstrip("\0") for line in self.stderr.splitlines()]
+        return [line for line in lines if line.startswith("[rank ")]
 
     def leftovers(self, patience: float = 5.0) -> list[int]:
         """Return the ranks' processes that are still there after some patience."""

@@ -13,8 +13,7 @@ from tests.faults.jobs import PROLOGUE, ended
 from tests.processes import run_bounded
 
 SECONDS = 40.0
-RUN = "import argparse, sys; from mpistrat.tools import run; p = argparse.ArgumentParser(); run.add_arguments(p)"
-MPISTRAT_RUN = [sys.executable, "-c", f"{RUN}; sys.exit(run.execute(p.parse_args()))"]
+MPISTRAT_RUN = [sys.executable, "-m", "mpistrat", "run"]
 
 
 @pytest.fixture

@@ -26,15 +26,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mpistrat.launch.mpiexec import find_mpi
-from tests.processes import run_bounded
+from tests.processes import run_bounded, until
 
-__all__ = ["TOOLS", "Lab", "LabError", "missing", "parse_bytes_sent", "until"]
+__all__ = ["TOOLS", "Lab", "LabError", "missing", "parse_bytes_sent"]
 
 _HERE = Path(__file__).parent
 _SUBNET = "10.77.31"  # exists only inside the lab's namespaces
@@ -230,16 +229,6 @@ def parse_bytes_sent(net_dev: str, device: str = "eth0") -> int:
         if name.strip() == device:
             return int(figures.split()[8])
     raise LabError(f"no device {device} in {net_dev!r}")
-
-
-def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait until a condition holds, and return whether it does before the time is up."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts.lab import Lab, LabError, parse_bytes_sent, until
+from tests.hosts.lab import Lab, LabError, parse_bytes_sent
+from tests.processes import until
 
 _PROGRAM = Path(__file__).parent / "programs" / "all_reduce.py"
 _ROOT = Path(__file__).parents[2]
@@ -63,7 +64,7 @@ def test_what_a_host_sends_is_counted(lab):
 
 
 def test_a_program_that_fails_or_hangs_is_reported(lab):
-    failed = lab.run(2, "1+1+0+0", [sys.executable, "-c", "raise SystemExit(7)"], timeout=30)
+    failed = lab.run(2, "1+1+0+0", [sys.executable, "-c", "raise SystemExit(7)"], timeout=60)
     assert failed.returncode == 7
     hung = lab.run(2, "1+1+0+0", [sys.executable, "-c", "import time; time.sleep(300)"], timeout=2)
     assert hung.returncode == 124

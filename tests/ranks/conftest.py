@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING
 
 import pytest
 
 from mpistrat.launch.bootstrap import start
+from mpistrat.topology.discover import discover
 from mpistrat.topology.world import World
 
 if TYPE_CHECKING:
@@ -29,8 +31,7 @@ SHAPES = {
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "shape" in metafunc.fixturenames:
-        size = start().size
-        metafunc.parametrize("shape", SHAPES.get(size, (f"1x{size}",)))
+        metafunc.parametrize("shape", _shapes())
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -62,11 +63,12 @@ def hierarchy(comm: MPI.Intracomm, world: World) -> Iterator[Hierarchy]:
 
 
 @pytest.fixture
-def ops(hierarchy: Hierarchy) -> Iterator[CrossDeviceOps]:
-    """Give the all-reduce of the present node shape."""
+def ops(comm: MPI.Intracomm, world: World) -> Iterator[CrossDeviceOps]:
+    """Give the all-reduce of the present node shape, with groups of its own."""
     from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
+    from mpistrat.groups.hierarchy import Hierarchy
 
-    operations = HierarchicalAllReduce(hierarchy)
+    operations = HierarchicalAllReduce(Hierarchy(comm, world))
     yield operations
     operations.close()
 
@@ -80,3 +82,17 @@ def strategy(shape: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
     strategy = MultiWorkerMirroredStrategy()
     yield strategy
     strategy.close()
+
+
+@cache
+def _shapes() -> list[str]:
+    """Return the shapes of these ranks whose nodes each lie within one machine, where ranks are on several."""
+    comm = start().Dup()
+    machines = [set(node.ranks) for node in discover(comm, "").nodes]
+    comm.Free()
+    size = start().size
+    return [shape for shape in SHAPES.get(size, (f"{size}x1",)) if _fits(shape, machines)]
+
+
+def _fits(shape: str, machines: list[set[int]]) -> bool:
+    return all(any(set(node.ranks) <= machine for machine in machines) for node in World.from_shape(shape).nodes)

@@ -2,6 +2,9 @@
 
 import os
 
+import numpy as np
+
+from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
 from tests.launches import needs_ranks
 
@@ -22,3 +25,12 @@ def test_strict_mode_is_on():
 @needs_ranks(4)
 def test_a_test_may_need_ranks(comm):
     assert comm.size >= 4
+
+
+def test_the_operations_reduce(ops):
+    (total,) = ops.all_reduce(ReduceOp.SUM, [np.full(3, ops.rank, np.int64)])
+    assert total.tolist() == [ops.size * (ops.size - 1) // 2] * 3
+
+
+def test_the_strategy_spans_all_ranks(comm, strategy):
+    assert strategy.num_replicas_in_sync == comm.size

@@ -83,7 +83,9 @@ def test_mirrored_strategy_spans_one_node(comm, shape, world, monkeypatch):
     if world.num_nodes == 1:
         strategy = mpistrat.MirroredStrategy()
     else:
-        with pytest.raises(LaunchError, match=f"{comm.size} ranks on {world.num_nodes} nodes .*MultiWorkerMirroredStrategy") as caught:
+        with pytest.raises(
+            LaunchError, match=f"{comm.size} ranks on {world.num_nodes} nodes .*MultiWorkerMirroredStrategy"
+        ) as caught:
             mpistrat.MirroredStrategy()
         assert caught.value.raised_everywhere
         strategy = mpistrat.MirroredStrategy(allow_multiple_nodes=True)
@@ -96,22 +98,23 @@ def test_mirrored_strategy_spans_one_node(comm, shape, world, monkeypatch):
 
 @pytest.mark.parametrize("batch_size", [128, 136], ids=["uneven last batch", "last batch of one row"])
 def test_weights_agree_at_any_number_of_replicas(comm, strategy, batch_size):
-    momentum, epochs = 0.9, 2
-    expected, _, expected_losses = train(mpistrat.OneDeviceStrategy(), epochs, batch_size, momentum=momentum)
-    weights, _, losses = train(strategy, epochs, batch_size, momentum=momentum)
-    # each step rounds its sums in another order, and momentum carries an error on through 1 / (1 - momentum) steps
-    bound = len(losses) / (1 - momentum) * np.finfo(np.float32).eps
+    expected, _, expected_losses = train(mpistrat.OneDeviceStrategy(), epochs=2, batch_size=batch_size)
+    weights, _, losses = train(strategy, epochs=2, batch_size=batch_size)
+    # each step adds in another order, and moves weights below 1 by less than 1: it may be off by one rounding of such a number
+    bound = len(losses) * np.finfo(np.float32).eps
     for name, value in weights.items():
         assert value.dtype == np.float32
         np.testing.assert_allclose(value, expected[name], rtol=0, atol=bound)
-    np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=bound * 100)
+    np.testing.assert_allclose(losses, expected_losses, rtol=bound, atol=bound)
     for name, value in weights.items():
         assert len(set(comm.allgather(value.tobytes()))) == 1, f"replicas hold different {name}"
 
 
-def test_training_learns(strategy):
+def test_training_learns():
     seen = []
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
     _, accuracy, losses = train(strategy, on_step=lambda epoch, loss, examples: seen.append((epoch, loss, examples)))
+    strategy.close()
     assert accuracy >= 0.95
     assert losses[-1] < 0.2 < losses[0]
     assert [loss for _, loss, _ in seen] == losses

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.hosts import lab
-from tests.processes import run_bounded
+from tests.processes import run_bounded, until
 
 __all__ = ["Cluster", "ClusterError", "missing"]
 
@@ -93,7 +93,7 @@ class Cluster:
 
         `sbatch --wait` would look every 8 s only.
         """
-        if not lab.until(lambda: self.state(job) in _ENDED, timeout):
+        if not until(lambda: self.state(job) in _ENDED, timeout):
             state = self.state(job)
             self.run(["scancel", str(job)])
             raise ClusterError(f"job {job} is still {state} after {timeout:g} s\n{self.logs()}")
@@ -129,12 +129,12 @@ class Cluster:
         files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         options = [f"--{option}={self.folder}/munge.{end}" for option, end in files.items()]
         self._daemon("login", ["munged", "--foreground", "--force", *options])
-        if not lab.until((self.folder / "munge.socket").exists, 20):
+        if not until((self.folder / "munge.socket").exists, 20):
             raise ClusterError(f"munged did not start\n{self.logs()}")
         self._daemon("login", ["slurmctld", "-D"])
         for node in self.nodes:
             self._daemon(node, ["slurmd", "-D", "-N", node])
-        if not lab.until(self._is_idle, 40):
+        if not until(self._is_idle, 40):
             raise ClusterError(f"the nodes are not idle\n{self.logs()}")
 
     def _daemon(self, host: str, argv: Sequence[str]) -> None:

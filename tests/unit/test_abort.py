@@ -20,7 +20,7 @@ class FakeJob(SimpleNamespace):
         self.aborted = threading.Event()
         self.released = threading.Event()
 
-    def Abort(self, code: int) -> None:
+    def Abort(self, code: int) -> None:  # noqa: N802 - as mpi4py has it
         self.code = code
         self.aborted.set()
         self.released.wait(30)
@@ -44,6 +44,14 @@ def test_of_two_threads_that_raise_one_speaks(job: FakeJob, capsys: pytest.Captu
     for thread in threads:
         thread.join(0.2)
     assert (job.code, capsys.readouterr().err.count("ZeroDivisionError")) == (1, 1)
+
+
+def test_job_ends_even_where_nothing_can_be_printed(job: FakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.released.set()
+    monkeypatch.setattr(sys, "stderr", None)
+    with pytest.raises(AttributeError):
+        sys.excepthook(ValueError, ValueError("lost"), None)
+    assert job.code == 1
 
 
 def test_hook_of_a_test_runner_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,9 @@ def test_scope_cannot_be_entered_inside_run():
         with strategy.scope():
             pass
 
-    with pytest.raises(RuntimeError, match="strategy.scope must be called outside strategy.run, but this is inside strategy.run"):
+    with pytest.raises(
+        RuntimeError, match="strategy.scope must be called outside strategy.run, but this is inside strategy.run"
+    ):
         strategy.run(step)
     with pytest.raises(RuntimeError, match="two strategies"), strategy.scope():
         OneDeviceStrategy().run(lambda: None)

@@ -21,7 +21,8 @@ MIB = 2**20
 # a model in which each phase costs exactly what one of the terms says
 WIRE = CostModel(
     call_seconds=0, intra_step_seconds=0, inter_step_seconds=0, link_bytes_per_second=1e9, link_efficiency=1,
-    memory_bytes_per_second=1e30, cache_bytes_per_second=1e30, cache_bytes=MIB, flat_link_efficiency=1, flat_crowded_link_efficiency=0.25,
+    memory_bytes_per_second=1e30, cache_bytes_per_second=1e30, cache_bytes=MIB,
+    flat_link_efficiency=1, flat_crowded_link_efficiency=0.25,
 )  # fmt: skip
 MEMORY = dataclasses.replace(WIRE, link_bytes_per_second=1e30, memory_bytes_per_second=1e9, cache_bytes_per_second=2e9)
 

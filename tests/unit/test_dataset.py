@@ -75,7 +75,7 @@ def test_shuffled_global_batches_do_not_depend_on_the_number_of_replicas(num_rep
     steps = handed_out(data(), num_replicas)
     joined = [np.concatenate(step).tolist() for step in steps]
     assert joined == [batch.tolist() for batch in data()]
-    assert sorted(sum(joined, [])) == list(range(23))
+    assert sorted(row for batch in joined for row in batch) == list(range(23))
     assert joined[0] != [0, 1, 2, 3, 4]
 
 

@@ -84,10 +84,10 @@ def test_nodes_alone_tell_the_number_of_ranks(capsys: pytest.CaptureFixture[str]
         (
             ["train.py"],
             InvalidArgumentError,
-            "mpistrat run needs the number of ranks, -n N, or the nodes to pretend, --nodes SHAPE",
+            "a number of ranks is needed: -n N, or --nodes SHAPE, the nodes to pretend",
         ),
-        (["-n", "0", "train.py"], InvalidArgumentError, "mpistrat run -n 0: a job needs at least 1 rank"),
-        (["-n", "2"], InvalidArgumentError, "mpistrat run needs a script, or -m and a module, behind its options"),
+        (["-n", "0", "train.py"], InvalidArgumentError, "-n 0: a job needs at least 1 rank"),
+        (["-n", "2"], InvalidArgumentError, "a script, or -m and a module, is needed behind the options"),
         (
             ["-n", "4", "--nodes", "2x3", "train.py"],
             TopologyError,
@@ -111,7 +111,7 @@ def test_bad_words_are_refused(words: list[str], kind: type[MpistratError], text
 def test_missing_script_is_named_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         execute("-n", "2", "trian.py")
-    assert str(caught.value) == f"mpistrat run: there is no script 'trian.py' in {tmp_path}"
+    assert str(caught.value) == f"there is no script 'trian.py' in {tmp_path}"
 
 
 def test_job_inside_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +119,6 @@ def test_job_inside_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError) as caught:
         execute("-n", "2", "train.py")
     assert str(caught.value) == (
-        "mpistrat run is rank 1 of 4 that srun started, and would start a job from each. Call it once, outside the job; or "
-        "leave it out, and let the launcher that is there start the script."
+        "this is rank 1 of 4 that srun started, and a job would be started from each. Call mpistrat once, outside the job; "
+        "or leave it out, and let the launcher that is there start the script."
     )

@@ -89,7 +89,12 @@ def test_a_value_that_is_equal_on_all_replicas(wrap):
 @pytest.mark.parametrize(
     ("op", "axis", "error", "message"),
     [
-        ("median", None, InvalidArgumentError, "unknown reduce_op 'median'; accepted are SUM, MEAN, MIN, MAX, PROD, in any case"),
+        (
+            "median",
+            None,
+            InvalidArgumentError,
+            "unknown reduce_op 'median'; accepted are SUM, MEAN, MIN, MAX, PROD, in any case",
+        ),
         (3, None, TypeError, "reduce_op must be a ReduceOp or a str"),
         ("sum", 1, InvalidArgumentError, "axis 1 is out of range for a component of 1 axes; got axis=1"),
         ("sum", [0, -2], InvalidArgumentError, "axis -2 is out of range"),
@@ -172,7 +177,9 @@ def test_replica_methods_are_refused_elsewhere(method):
     strategy = mpistrat.OneDeviceStrategy()
     context = strategy.run(mpistrat.get_replica_context)
     arguments = {"all_reduce": ("sum", 1.0), "all_gather": (np.ones(1), 0), "merge_call": (print,), "update": (None, None)}
-    message = rf"ReplicaContext.{method} must be called in the replica context .*, but this is outside all scopes(.|\n)*correct:"
+    message = (
+        rf"ReplicaContext.{method} must be called in the replica context .*, but this is outside all scopes(.|\n)*correct:"
+    )
     with pytest.raises(RuntimeError, match=message):
         getattr(context, method)(*arguments[method])
     with strategy.scope(), pytest.raises(RuntimeError, match="cross-replica context of OneDeviceStrategy"):
@@ -305,7 +312,9 @@ def test_update_checks_shape_and_owner():
     strategy = mpistrat.OneDeviceStrategy()
     with strategy.scope():
         weights = mpistrat.Variable(np.zeros(2))
-    with pytest.raises(InvalidArgumentError, match=r"Variable\('Variable', float64 \(2,\)\) has shape \(2,\); a value of shape \(3,\)"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"Variable\('Variable', float64 \(2,\)\) has shape \(2,\); a value of shape \(3,\)"
+    ):
         strategy.run(lambda: mpistrat.get_replica_context().update(weights, lambda array: np.ones(3)))
     other = mpistrat.OneDeviceStrategy()
     with pytest.raises(RuntimeError, match="two strategies cannot be mixed"):

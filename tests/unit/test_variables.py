@@ -100,7 +100,9 @@ def test_on_write_without_aggregation_cannot_be_assigned_by_replicas(num_replica
         variable = made(strategy, 10.0, name="w")
         strategy.run(lambda: variable.assign(1.0))
 
-    message = r"Variable\('w', float64 \(\)\) has aggregation NONE(.|\n)*correct: .*aggregation=mpistrat.VariableAggregation.MEAN"
+    message = (
+        r"Variable\('w', float64 \(\)\) has aggregation NONE(.|\n)*correct: .*aggregation=mpistrat.VariableAggregation.MEAN"
+    )
     with pytest.raises(InvalidArgumentError, match=message):
         on_replicas(num_replicas, program)
 

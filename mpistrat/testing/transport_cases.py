@@ -1,0 +1,171 @@
+"""What a verb is given and what it must give back, for every dtype, operation and division. Pure.
+
+Values are such that every order of combining gives the same result: integers of any size, which wrap around, and small whole
+numbers held in floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.errors import UnsupportedDtypeError
+from mpistrat.reduction import ReduceOp, check_dtype, combine
+from mpistrat.transports.base import Operation, Transport
+
+__all__ = ["DTYPES", "VERBS", "Case", "Verb", "divisions", "inputs", "operations", "poison"]
+
+DTYPES: tuple[np.dtype[Any], ...] = tuple(np.dtype(code) for code in "?bBhHiIqQfdFD")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One verb on one buffer.
+
+    Attributes
+    ----------
+    verb : str
+        A name in `VERBS`.
+    dtype, op, count
+        What the buffer holds and how it is combined.
+    bounds : sequence of int
+        Elements ``bounds[r]:bounds[r + 1]`` are rank r's part.
+    root : int
+        For the verbs that have one.
+    """
+
+    verb: str
+    dtype: np.dtype[Any]
+    op: ReduceOp
+    count: int
+    bounds: Sequence[int]
+    root: int = 0
+
+    def given(self, rank: int) -> slice:
+        """Return what `rank` puts in; the rest of its buffer is poisoned."""
+        return VERBS[self.verb].given(self, rank)
+
+    def promised(self, rank: int) -> slice:
+        """Return what `rank` may read afterwards."""
+        return VERBS[self.verb].promised(self, rank)
+
+    def expected(self, given: Array) -> Array:
+        """Return the whole result; row r of `given` is what rank r has."""
+        return VERBS[self.verb].expected(self, given)
+
+    def __str__(self) -> str:
+        details = {"reduce_scatter": f", bounds {list(self.bounds)}", "all_gather": f", bounds {list(self.bounds)}"}
+        root = f", root {self.root}" if self.verb in ("reduce", "broadcast") else ""
+        return f"{self.verb}({self.count} x {self.dtype}, {self.op.name}{details.get(self.verb, root)})"
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A method of `Transport`, and what it means.
+
+    Attributes
+    ----------
+    bind : callable
+        Binds it to a buffer.
+    given, promised, expected : callable
+        See `Case`.
+    in_place : bool
+        Whether the promised elements must lie in the buffer itself.
+    """
+
+    bind: Callable[[Transport, Array, Case], Operation]
+    given: Callable[[Case, int], slice]
+    promised: Callable[[Case, int], slice]
+    expected: Callable[[Case, Array], Array]
+    in_place: bool = False
+
+
+def _all(case: Case, rank: int) -> slice:
+    return slice(0, case.count)
+
+
+def _part(case: Case, rank: int) -> slice:
+    return slice(case.bounds[rank], case.bounds[rank + 1])
+
+
+def _at_root(case: Case, rank: int) -> slice:
+    return slice(0, case.count if rank == case.root else 0)
+
+
+def _total(case: Case, given: Array) -> Array:
+    total: Array = combine(case.op).reduce(given, axis=0, dtype=given.dtype)
+    return total
+
+
+def _joined(case: Case, given: Array) -> Array:
+    return np.concatenate([row[_part(case, rank)] for rank, row in enumerate(given)])
+
+
+VERBS: dict[str, Verb] = {
+    "all_reduce": Verb(lambda transport, buffer, case: transport.all_reduce(buffer, case.op), _all, _all, _total),
+    "reduce_scatter": Verb(
+        lambda transport, buffer, case: transport.reduce_scatter(buffer, case.bounds, case.op),
+        _all,
+        _part,
+        _total,
+        in_place=True,
+    ),
+    "all_gather": Verb(lambda transport, buffer, case: transport.all_gather(buffer, case.bounds), _part, _all, _joined),
+    "reduce": Verb(
+        lambda transport, buffer, case: transport.reduce(buffer, case.op, case.root), _all, _at_root, _total, in_place=True
+    ),
+    "broadcast": Verb(
+        lambda transport, buffer, case: transport.broadcast(buffer, case.root),
+        _at_root,
+        _all,
+        lambda case, given: given[case.root],
+    ),
+}
+
+
+def operations(dtype: np.dtype[Any]) -> list[ReduceOp]:
+    """Return the operations that are defined for a dtype."""
+    defined = []
+    for op in ReduceOp:
+        try:
+            check_dtype(op, dtype)
+        except UnsupportedDtypeError:
+            continue
+        defined.append(op)
+    return defined
+
+
+def divisions(count: int, size: int) -> list[list[int]]:
+    """Return bounds of all kinds: even, rising, all for the first rank, all for the last."""
+    even = [rank * count // size for rank in range(size + 1)]
+    rising = [count * rank * (rank + 1) // (size * (size + 1)) for rank in range(size + 1)]
+    return [even, rising, [0, *[count] * size], [*[0] * size, count]]
+
+
+def inputs(dtype: np.dtype[Any], op: ReduceOp, count: int, size: int, seed: int) -> Array:
+    """Return one row of values per rank, the same on all ranks."""
+    random = np.random.default_rng(seed)
+    shape = (size, count)
+    if dtype.kind == "b":
+        # both results occur, also among many ranks
+        rare = random.random(shape) < 1 / (size + 1)
+        return rare if op in (ReduceOp.SUM, ReduceOp.MAX) else ~rare
+    if dtype.kind in "iu":
+        return np.frombuffer(random.bytes(size * count * dtype.itemsize), dtype).reshape(shape)
+    if op is ReduceOp.PROD:
+        factors = [1, -1, 2, 0.5] if dtype.kind == "f" else [1, 1j, -1, 1 + 1j]
+        return np.array(factors, dtype)[random.integers(0, 4, shape)]
+    values = random.integers(-9, 10, shape).astype(dtype)
+    return values if dtype.kind == "f" else values + np.array(1j, dtype) * random.integers(-9, 10, shape).astype(dtype)
+
+
+def poison(array: Array) -> None:
+    """Fill an array with what no result holds: NaN, or bytes that no test value has."""
+    if array.dtype.kind in "fc":
+        array.fill(np.nan)
+    else:
+        array.view(np.uint8).fill(0xA5)

@@ -1,0 +1,172 @@
+"""A transport under test: its memory, how a case is run on it, and what was found wrong.
+
+File law: ranks agree on the outcome of each rule before anyone leaves it, so that a violated rule is an AssertionError on
+all ranks and no rank is left behind in a collective.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Collection, Iterable
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.groups.group import Group
+from mpistrat.reduction import combine
+from mpistrat.testing.transport_cases import VERBS, Case, inputs, poison
+from mpistrat.transports.base import Operation, Steps, Transport, drive
+
+__all__ = ["LARGE_COUNT", "NUM_SLOTS", "SLOT_BYTES", "STUCK_SECONDS", "Subject"]
+
+LARGE_COUNT = 80_001  # of 4 bytes: several segments and cache blocks
+SLOT_BYTES = 4 * LARGE_COUNT + 4092
+NUM_SLOTS = 2
+STUCK_SECONDS = 30.0
+
+_GUARD_BYTES = 64
+_GUARD = 0x5A
+
+
+class Subject:
+    """One transport on one group. Making one is a collective call.
+
+    Parameters
+    ----------
+    make : callable
+        Makes the transport.
+    group : Group
+        Whom to join; what the ranks tell each other about the test travels on a duplicate of its communicator.
+    blocking_verbs : collection of str
+        Verbs that may wait inside ``run()``.
+    """
+
+    def __init__(self, make: Callable[[Group], Transport], group: Group, blocking_verbs: Collection[str]) -> None:
+        self.group, self.rank, self.size = group, group.rank, group.size
+        self.comm = group.comm.Dup()
+        self.transport = make(group)
+        self.blocking_verbs = blocking_verbs
+        self.checks = 0
+        self._arena = np.empty(0, np.uint8)
+        self._seed = 0
+        self._problems: list[str] = []
+
+    def hold(self, rule: Callable[[Subject], None]) -> None:
+        """Run a rule, and raise on all ranks if it does not hold on one."""
+        try:
+            rule(self)
+        except Exception:
+            self._problems.append(traceback.format_exc())
+        first = [problems[0] for problems in self.comm.allgather(self._problems) if problems]
+        if first:
+            raise AssertionError(f"rule {rule.__name__.strip('_')!r}: {first[0]}")
+
+    def allocate(self, nbytes: int) -> None:
+        """Take memory from the transport."""
+        self._arena = self.transport.allocate(nbytes)
+        shape, dtype, writable = self._arena.shape, self._arena.dtype.name, self._arena.flags.writeable
+        if (shape, dtype, writable) != ((nbytes,), "uint8", True):
+            self.fail("allocate", f"returned {dtype} {shape}, writable={writable}; expected writable uint8 ({nbytes},)")
+
+    def attempt(self, case: Case, times: int = 1) -> None:
+        """Bind a case once and run it, each time on new values."""
+        buffer, operation = self.bind(case)
+        for _ in range(times):
+            given = self.values(case)
+            self.run(case, buffer, operation, given)
+            self.compare(case, buffer, operation, given)
+            self.settle()
+
+    def bind(self, case: Case, slot: int = 0) -> tuple[Array, Operation]:
+        """Return the buffer of a case, between guards in a slot of the memory, and the operation bound to it."""
+        start = slot * SLOT_BYTES + _GUARD_BYTES
+        buffer = self._arena[start : start + case.count * case.dtype.itemsize].view(case.dtype)
+        for guard in self._guards(buffer, slot):
+            guard.fill(_GUARD)
+        return buffer, VERBS[case.verb].bind(self.transport, buffer, case)
+
+    def values(self, case: Case) -> Array:
+        """Return new values for all ranks; row r is for rank r."""
+        self._seed += 1
+        return inputs(case.dtype, case.op, case.count, self.size, self._seed)
+
+    def run(self, case: Case, buffer: Array, operation: Operation, given: Array) -> None:
+        """Put in what this rank gives, and run to the end."""
+        self.give(case, buffer, given)
+        self.drive(operation.run(), case)
+
+    def give(self, case: Case, buffer: Array, given: Array) -> None:
+        """Put in what this rank gives; the rest is poison."""
+        poison(buffer)
+        mine = case.given(self.rank)
+        buffer[mine] = given[self.rank, mine]
+
+    def drive(self, steps: Steps, what: object) -> None:
+        """Advance steps to the end."""
+        drive(steps, lambda: f"{self.transport.name}: {what}", STUCK_SECONDS)
+
+    def settle(self) -> None:
+        """Wait until all ranks have read their results."""
+        self.fence(self.transport.release())
+
+    def fence(self, mark: int) -> None:
+        """Wait until memory can be written again."""
+        self.drive(self.transport.fence(mark), "fence")
+
+    def compare(self, case: Case, buffer: Array, operation: Operation, given: Array, slot: int = 0) -> None:
+        """Compare what this rank can read with what it was promised."""
+        promised = case.promised(self.rank)
+        expected = case.expected(given)[promised]
+        self.expect(case, self.read(case, operation), expected)
+        if VERBS[case.verb].in_place:
+            self.expect(case, buffer[promised], expected)
+        if any((guard != _GUARD).any() for guard in self._guards(buffer, slot)):
+            self.fail(case, "memory outside the buffer was written")
+
+    def read(self, case: Case, operation: Operation) -> Array:
+        """Return the promised elements, folded from the operation's parts; what no part covers stays poisoned."""
+        result = np.empty(case.count, case.dtype)
+        poison(result)
+        covered = np.zeros(case.count, np.int8)
+        for part in operation.parts:
+            total = part.addends[0]
+            for addend in part.addends[1:]:
+                total = combine(case.op)(total, addend)
+            result[part.start : part.stop] = total
+            covered[part.start : part.stop] += 1
+        promised = case.promised(self.rank)
+        if (covered[promised] != 1).any():
+            self.fail(case, "the parts do not cover each promised element once")
+        return result[promised]
+
+    def expect(self, what: object, found: Array, expected: Array) -> None:
+        """Compare two arrays; NaN equals NaN."""
+        self.checks += 1
+        wrong = _differ(found, expected)
+        if wrong.any():
+            index = int(np.argmax(wrong))
+            text = f"element {index} is {found[index]}, expected {expected[index]}; {wrong.sum()} of {wrong.size} are wrong"
+            self.fail(what, text)
+
+    def fail(self, what: object, problem: str) -> None:
+        """Note that something is wrong; the rule goes on, in step with the other ranks."""
+        where = f"rank {self.rank} of {self.size} ({self.group.name})"
+        self._problems.append(f"{self.transport.name}: {what} on {where}: {problem}")
+
+    def close(self) -> None:
+        """Give back the transport's memory."""
+        self.transport.close()
+        self.comm.Free()
+
+    def _guards(self, buffer: Array, slot: int) -> Iterable[Array]:
+        start = slot * SLOT_BYTES
+        stop = start + _GUARD_BYTES + buffer.nbytes
+        return self._arena[start : start + _GUARD_BYTES], self._arena[stop : stop + _GUARD_BYTES]
+
+
+def _differ(found: Array, expected: Array) -> Array:
+    """Return where two arrays differ; a bool is one of two bytes."""
+    if found.dtype.kind == "b":
+        found, expected = found.view(np.uint8), expected.view(np.uint8)
+    differ: Array = (found != expected) & ~((found != found) & (expected != expected))
+    return differ

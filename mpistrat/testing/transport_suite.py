@@ -1,0 +1,268 @@
+"""The conformance kit of transports: every rule that one must obey, run against yours.
+
+    check_transport(MyTransport, group)     # on every rank of the group
+
+A new transport is done when this passes, on groups of one rank and of several. No test framework is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from itertools import cycle, product
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from mpistrat import settings
+from mpistrat.groups.group import Group
+from mpistrat.reduction import ReduceOp
+from mpistrat.testing.transport_cases import DTYPES, VERBS, Case, divisions, operations, poison
+from mpistrat.testing.transport_subject import LARGE_COUNT, NUM_SLOTS, SLOT_BYTES, STUCK_SECONDS, Subject
+from mpistrat.transports.base import WORKED, Steps, Transport
+
+__all__ = ["check_transport"]
+
+COUNTS = (0, 1, 3)
+COUNT = 67  # no multiple of any number of ranks
+SMALL_MESSAGE_BYTES = 40
+SLOW_SECONDS = 0.005
+POLLS = 100
+
+INT32 = np.dtype(np.int32)
+FLOATS: tuple[np.dtype[Any], ...] = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+def check_transport(make: Callable[[Group], Transport], group: Group, blocking_verbs: Collection[str] = ()) -> int:
+    """Run every rule of `transports.base.Transport` against a transport. A collective call.
+
+    Parameters
+    ----------
+    make : callable
+        Makes the transport of a group; a class will do.
+    group : Group
+        Whom to join. The more ranks, the more is proved; one rank is worth a check too.
+    blocking_verbs : collection of str
+        Verbs that wait for the other ranks inside ``run()``, as MPI's own collectives do. No other may.
+
+    Returns
+    -------
+    int
+        The number of comparisons made.
+
+    Raises
+    ------
+    AssertionError
+        On every rank, if a rule is violated on any; names the transport, verb, dtype, count and rank.
+    """
+    subject = Subject(make, group, blocking_verbs)
+    try:
+        for rule in _RULES:
+            subject.hold(rule)
+    finally:
+        subject.close()
+    return subject.checks
+
+
+def _the_group_is_served(subject: Subject) -> None:
+    reason: Any = type(subject.transport).probe(subject.group)
+    if reason != "":
+        subject.fail("probe", f"returned {reason!r}; an empty text was expected")
+    subject.allocate(NUM_SLOTS * SLOT_BYTES)
+
+
+def _every_dtype_and_operation(subject: Subject) -> None:
+    bounds, root = cycle(divisions(COUNT, subject.size)), cycle(range(subject.size))
+    for dtype in DTYPES:
+        for op in operations(dtype):
+            for verb in ("all_reduce", "reduce_scatter", "reduce"):
+                subject.attempt(Case(verb, dtype, op, COUNT, next(bounds), next(root)))
+        for verb in ("all_gather", "broadcast"):
+            subject.attempt(Case(verb, dtype, ReduceOp.SUM, COUNT, next(bounds), next(root)))
+
+
+def _every_size_division_and_root(subject: Subject) -> None:
+    for count in COUNTS:
+        for case in _cases(INT32, ReduceOp.SUM, count, subject.size):
+            subject.attempt(case)
+    for case in _cases(INT32, ReduceOp.SUM, COUNT, subject.size):
+        subject.attempt(case, times=2)
+    for verb, bounds in product(VERBS, divisions(LARGE_COUNT, subject.size)[::3]):
+        subject.attempt(Case(verb, INT32, ReduceOp.SUM, LARGE_COUNT, bounds))
+
+
+def _messages_may_be_small(subject: Subject) -> None:
+    with _environment(settings.MAX_MESSAGE_BYTES.name, str(SMALL_MESSAGE_BYTES)):
+        for case in _cases(np.dtype(np.complex128), ReduceOp.PROD, COUNT, subject.size):
+            subject.attempt(case)
+
+
+def _nan_wins(subject: Subject) -> None:
+    count = subject.size + 1  # NaN at place r comes from rank r, at the last place from nobody
+    verbs, ops = ("all_reduce", "reduce_scatter", "reduce"), (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.SUM)
+    for verb, op, dtype in product(verbs, ops, FLOATS):
+        case = Case(verb, dtype, op, count, divisions(count, subject.size)[0])
+        buffer, operation = subject.bind(case)
+        given = subject.values(case)
+        given[range(subject.size), range(subject.size)] = np.nan
+        subject.run(case, buffer, operation, given)
+        subject.compare(case, buffer, operation, given)
+        subject.settle()
+
+
+def _all_ranks_get_equal_bits(subject: Subject) -> None:
+    for dtype, count in product((*FLOATS, np.dtype(np.complex64)), (1, 5000)):
+        case = Case("all_reduce", dtype, ReduceOp.SUM, count, divisions(count, subject.size)[0])
+        given = np.random.default_rng(count).normal(size=(subject.size, count)).astype(dtype)
+        buffer, operation = subject.bind(case)
+        subject.run(case, buffer, operation, given)
+        found = subject.read(case, operation)
+        subject.settle()
+        subject.checks += 1
+        if len(set(subject.comm.allgather(crc32(found.tobytes())))) > 1:
+            subject.fail(case, "ranks got different bits")
+        bound = subject.size * np.finfo(dtype).eps * np.abs(given).sum(axis=0)
+        if not (np.abs(found - given.sum(axis=0, dtype=np.complex128)) <= bound).all():
+            subject.fail(case, "the error is larger than that of summing in any order")
+
+
+def _verbs_follow_each_other(subject: Subject) -> None:
+    """Combine, change what this rank has got, pass it on, as a plan does."""
+    for (before, after), bounds in product(
+        (("reduce_scatter", "all_gather"), ("reduce", "broadcast")), divisions(COUNT, subject.size)
+    ):
+        first, second = (Case(verb, INT32, ReduceOp.SUM, COUNT, bounds) for verb in (before, after))
+        buffer, combining = subject.bind(first)
+        passing_on = VERBS[after].bind(subject.transport, buffer, second)
+        given = subject.values(first)
+        subject.run(first, buffer, combining, given)
+        buffer[first.promised(subject.rank)] *= 3
+        subject.drive(passing_on.run(), second)
+        subject.expect(second, subject.read(second, passing_on), 3 * first.expected(given))
+        subject.settle()
+
+
+def _slots_take_turns(subject: Subject) -> None:
+    """Fill a slot again while a slow rank still reads the other one."""
+    for verb in ("all_reduce", "all_gather", "reduce_scatter"):
+        case = Case(verb, INT32, ReduceOp.SUM, COUNT, divisions(COUNT, subject.size)[0])
+        bound = [subject.bind(case, slot) for slot in range(NUM_SLOTS)]
+        marks: dict[int, int] = {}
+        for turn in range(3 * NUM_SLOTS):
+            slot = turn % NUM_SLOTS
+            if slot in marks:
+                subject.fence(marks[slot])
+            given = subject.values(case)
+            subject.run(case, *bound[slot], given)
+            if subject.rank == turn % subject.size:
+                time.sleep(SLOW_SECONDS / 2)
+            subject.compare(case, *bound[slot], given, slot)
+            marks[slot] = subject.transport.release()
+        subject.settle()
+
+
+def _a_slow_rank_reads_the_old_values(subject: Subject) -> None:
+    count = 1000
+    for verb, slow in product(VERBS, sorted({0, subject.size - 1})):
+        case = Case(verb, INT32, ReduceOp.SUM, count, divisions(count, subject.size)[0])
+        buffer, operation = subject.bind(case)
+        given = subject.values(case)
+        subject.give(case, buffer, given)
+        steps = operation.run()
+        subject.drive(_slowed(steps) if subject.rank == slow else steps, case)
+        if subject.rank == slow:
+            time.sleep(SLOW_SECONDS)
+        subject.compare(case, buffer, operation, given)
+        subject.settle()
+        poison(buffer)
+
+
+def _run_does_not_block(subject: Subject) -> None:
+    """Leave one rank behind: nobody is stuck before it comes, and nobody who needs its values ends."""
+    for case in _cases(INT32, ReduceOp.SUM, COUNT, subject.size):
+        if case.verb in subject.blocking_verbs or subject.size == 1:
+            continue
+        late = case.root if case.verb == "broadcast" else (case.root + 1) % subject.size
+        buffer, operation = subject.bind(case)
+        given = subject.values(case)
+        subject.give(case, buffer, given)
+        steps: Steps = iter(())
+        if subject.rank != late:
+            steps = operation.run()
+            ended = any(next(steps, None) is None for _ in range(POLLS))
+            if ended and _length(case.promised(subject.rank)) and _length(case.given(late)):
+                subject.fail(case, f"ended although rank {late} had not entered it")
+        if not _all_arrive(subject):
+            subject.fail(case, "run() blocked until all ranks had entered it")
+        subject.drive(operation.run() if subject.rank == late else steps, case)
+        subject.compare(case, buffer, operation, given)
+        subject.settle()
+
+
+def _memory_is_given_back_and_taken_again(subject: Subject) -> None:
+    subject.transport.close()
+    subject.allocate(NUM_SLOTS * SLOT_BYTES + 4096)
+    for case in _cases(INT32, ReduceOp.SUM, COUNT, subject.size):
+        subject.attempt(case)
+
+
+_RULES = (
+    _the_group_is_served,
+    _every_dtype_and_operation,
+    _every_size_division_and_root,
+    _messages_may_be_small,
+    _nan_wins,
+    _all_ranks_get_equal_bits,
+    _verbs_follow_each_other,
+    _slots_take_turns,
+    _a_slow_rank_reads_the_old_values,
+    _run_does_not_block,
+    _memory_is_given_back_and_taken_again,
+)
+
+
+def _cases(dtype: np.dtype[Any], op: ReduceOp, count: int, size: int) -> Iterator[Case]:
+    """Return each verb with every division and every root."""
+    even = divisions(count, size)[0]
+    yield Case("all_reduce", dtype, op, count, even)
+    for verb, bounds in product(("reduce_scatter", "all_gather"), divisions(count, size)):
+        yield Case(verb, dtype, op, count, bounds)
+    for verb, root in product(("reduce", "broadcast"), range(size)):
+        yield Case(verb, dtype, op, count, even, root)
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+def _slowed(steps: Steps) -> Steps:
+    for worked in steps:
+        yield worked
+        if worked is WORKED:
+            time.sleep(SLOW_SECONDS)
+
+
+def _all_arrive(subject: Subject) -> bool:
+    """Return whether all ranks come here in time."""
+    everybody = subject.comm.Ibarrier()
+    deadline = time.monotonic() + STUCK_SECONDS / 6
+    while not everybody.Test():
+        if time.monotonic() > deadline:
+            return False
+        os.sched_yield()
+    return True
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before

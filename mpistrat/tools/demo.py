@@ -1,0 +1,74 @@
+"""``mpistrat demo``: train a small network on several ranks of this machine, and show what happens."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from mpistrat.errors import InvalidArgumentError, LaunchError
+from mpistrat.launch.openmpi import num_cores
+from mpistrat.tools import run
+from mpistrat.topology.world import World
+
+__all__ = ["add_arguments", "execute"]
+
+NEEDED = {"rich": "rich", "sklearn": "scikit-learn", "matplotlib": "matplotlib"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``mpistrat demo`` takes."""
+    parser.add_argument("--ranks", type=int, metavar="N", help="how many ranks; as many as --nodes has, or 4, by default")
+    parser.add_argument("--nodes", default="", metavar="SHAPE", help="pretend these nodes: 2x2, 3+1 (default: two equal ones)")
+    parser.add_argument("--epochs", type=int, default=8, metavar="N", help="how often to go through the images (default: 8)")
+    parser.add_argument("--out", type=Path, default=Path("mpistrat-demo"), metavar="DIR", help="where to write the files")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Check everything that can be checked before ranks are started, and start them in place of this process.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If a number is less than 1, or the folder cannot be made.
+    TopologyError
+        If the node shape is malformed or is not one of that many ranks.
+    LaunchError
+        If the packages of the extra ``demo``, or an MPI, are missing.
+    """
+    for name in ("ranks", "epochs"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise InvalidArgumentError(f"--{name} must be at least 1; got {value}")
+    nodes = arguments.nodes or _two_nodes(arguments.ranks or 4)
+    world = World.from_shape(nodes, arguments.ranks)
+    _check_packages()
+    folder = _make_folder(arguments.out)
+    # a rank cannot tell: mpiexec may give it a terminal of its own, and reads what it prints
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    # ranks share the cores: left alone, NumPy would start a thread for each core in each of them
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // world.size)))
+    options = ["--epochs", str(arguments.epochs), "--out", str(folder), "--width", str(width)]
+    return run.start(["-m", "mpistrat.tools.demo_rank", *options], world.size, nodes)
+
+
+def _two_nodes(num_ranks: int) -> str:
+    first = -(-num_ranks // 2)
+    return f"{first}+{num_ranks - first}" if num_ranks > 1 else "1x1"
+
+
+def _check_packages() -> None:
+    missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise LaunchError(f"the demo needs {', '.join(missing)}, not installed here: pip install 'mpistrat[demo]'")
+
+
+def _make_folder(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgumentError(f"--out {folder} cannot be a folder to write to: {error.strerror}") from None
+    return folder

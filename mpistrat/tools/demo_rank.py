@@ -1,0 +1,126 @@
+"""What each rank of ``mpistrat demo`` runs: it trains, and rank 0 shows what happens."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import pickle
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+import mpistrat
+from mpistrat import settings
+from mpistrat.cross_device.ops import CrossDeviceOps
+from mpistrat.timeline import Timeline, write_chrome_trace
+from mpistrat.tools import train_digits
+from mpistrat.tools.demo_plot import plot_training
+from mpistrat.tools.meter import Meter, Step, images_per_second, mean_loss, share_communicating
+from mpistrat.tools.text import format_bytes, format_count, format_table
+from mpistrat.topology.world import World
+
+__all__ = ["main"]
+
+# wide enough for more than 1 MiB of gradients, whose chunks then overlap
+HIDDEN, RATE = 4096, 0.03
+# steps that the progress bar speaks of: one alone is more weather than climate
+RECENT = 10
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train; print and write the results on rank 0. A collective call."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--width", type=int, required=True, help="columns of the terminal; 0: there is none")
+    arguments = parser.parse_args(argv)
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+    ops, chief = strategy.extended.ops, strategy.extended.should_save_summary
+    console = Console(
+        force_terminal=arguments.width > 0, width=arguments.width or None, soft_wrap=True, highlight=False, quiet=not chief
+    )
+    _introduce(console, ops)
+    meter = Meter(ops.timeline)
+    accuracy = _train(console, strategy, arguments.epochs, meter)
+    timelines = _all_timelines(ops)
+    if chief:
+        title = f"{_sizes(ops.world)}: test accuracy {accuracy:.3f}"
+        plot_training(arguments.out / "training.png", title, meter.steps)
+        write_chrome_trace(arguments.out / "timeline.json", timelines)
+    _conclude(console, accuracy, meter.steps, arguments.out)
+
+
+def _introduce(console: Console, ops: CrossDeviceOps) -> None:
+    """Show the topology, and the plan for the gradients."""
+    # the loss and the number of images travel with the gradients
+    count = sum(array.size for array in train_digits.first_weights(HIDDEN).values()) + 2
+    dtype = np.dtype(np.float32)
+    kind = "virtual nodes on" if settings.VIRTUAL_NODES.read() else "real nodes, this is"
+    plan, _, reason = ops.explain(count * dtype.itemsize, dtype).partition("\n")
+    facts = [
+        ("gradients", f"{format_bytes(count * dtype.itemsize)} of {dtype} on each rank, summed over all ranks in each step"),
+        ("plan", plan),
+        ("why", reason or "nobody else is there"),
+    ]
+    console.print(f"[bold]A network learns handwritten digits on {_sizes(ops.world)}[/], {kind} {socket.gethostname()}\n")
+    console.print(_topology(ops.world), "", format_table(facts), "", sep="\n")
+
+
+def _topology(world: World) -> str:
+    """Return a row for each node, a column for each rail: who joins whom."""
+    shards = range(world.num_shards)
+    nodes = [(node.name, *(f"rank {world.owner(shard, node.index)}" for shard in shards)) for node in world.nodes]
+    return format_table([("", *(f"rail {shard}" for shard in shards)), *nodes])
+
+
+def _train(console: Console, strategy: mpistrat.Strategy, epochs: int, meter: Meter) -> float:
+    """Train with a progress bar, or without a terminal a line per epoch; return the accuracy on the test data."""
+    columns = (TextColumn("epoch {task.fields[epoch]}"), BarColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        total = epochs * train_digits.TRAINING_IMAGES
+        bar = progress.add_task("", total=total, epoch=1)
+
+        def on_step(epoch: int, loss: float, images: int) -> None:
+            meter.end_step(epoch, loss, images)
+            progress.update(bar, advance=images, epoch=epoch + 1, description=_summary(meter.steps[-RECENT:]))
+            ended = sum(step.images for step in meter.steps) % train_digits.TRAINING_IMAGES == 0
+            if ended and not console.is_terminal:
+                console.print(f"epoch {epoch + 1}/{epochs}  {_summary([step for step in meter.steps if step.epoch == epoch])}")
+
+        return train_digits.train(strategy, epochs, rate=RATE, hidden=HIDDEN, on_step=on_step)[1]
+
+
+def _summary(steps: Sequence[Step]) -> str:
+    rate, share = images_per_second(steps), share_communicating(steps)
+    return f"loss {mean_loss(steps):.3f}  {rate:6.0f} images/s  {share:4.0%} communicating"
+
+
+def _all_timelines(ops: CrossDeviceOps) -> dict[int, Timeline]:
+    """Return the timelines of all ranks. A collective call."""
+    pickled = np.frombuffer(pickle.dumps(ops.timeline), np.uint8)
+    stream = io.BytesIO(ops.all_gather(pickled).tobytes())
+    return {rank: pickle.load(stream) for rank in range(ops.size)}
+
+
+def _conclude(console: Console, accuracy: float, steps: Sequence[Step], out: Path) -> None:
+    console.print(f"\n[bold]test accuracy {accuracy:.3f}[/] after {format_count(steps[-1].epoch + 1, 'epoch')}")
+    rate, share = images_per_second(steps), share_communicating(steps)
+    console.print(f"{rate:.0f} images/s; {share:.0%} of the time communicating, copies and waiting for other ranks included\n")
+    files = [
+        (str(out / "training.png"), "loss and throughput of each step"),
+        (str(out / "timeline.json"), "what each rank did when: open it at https://ui.perfetto.dev or chrome://tracing"),
+        (train_digits.__file__, "the training script; start it with python, mpiexec, srun or mpistrat run"),
+    ]
+    console.print(format_table(files))
+
+
+def _sizes(world: World) -> str:
+    return f"{format_count(world.size, 'rank')} on {format_count(world.num_nodes, 'node')} ({world.shape})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Write the pages, and the parts of pages, that follow from the code: ``python -m tests.docs.generate``."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import configparser
+import contextlib
+import importlib
+import inspect
+import io
+import re
+import shlex
+from collections.abc import Callable, Iterable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import mpistrat
+from mpistrat import errors, settings
+from mpistrat.settings import SETTINGS, Setting
+from mpistrat.tools import cli
+from mpistrat.tools.text import format_bytes
+from tests.docs.pages import ROOT, Command, blocks, pages
+
+__all__ = ["generated", "stale"]
+
+_NOTE = "<!-- Written by python -m tests.docs.generate; edit the code instead. -->\n"
+
+
+def main() -> None:
+    """Write what is not current."""
+    for path, text in stale().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        print(f"wrote {path.relative_to(ROOT)}")
+
+
+def stale() -> dict[Path, str]:
+    """Return what the pages that are not current should say."""
+    wanted = generated()
+    return {path: text for path, text in wanted.items() if not path.exists() or path.read_text() != text}
+
+
+def generated() -> dict[Path, str]:
+    """Return every page that follows from the code, whole or in part."""
+    whole = {ROOT / "docs/reference" / name: _NOTE + make() for name, make in _PAGES.items()}
+    others = [page for page in pages() if page.exists() and page not in whole]
+    return whole | {page: _with_plans(_with_parts(page.read_text())) for page in others}
+
+
+def _settings() -> str:
+    rows = [(f"`{row.name}`", _accepts(row), _default(row), row.meaning) for row in SETTINGS]
+    return (
+        "# Settings\n\nEnvironment variables, read when they are first needed. Every rank reads its own, so give all ranks the "
+        "same; `mpistrat run` and `mpiexec` on one machine hand them on, for several hosts see your launcher's manual. A value "
+        "that cannot be read raises `SettingError`, which lists what is accepted.\n\n"
+        f"{_table(('variable', 'accepted', 'default', 'meaning'), rows)}"
+    )
+
+
+def _accepts(setting: Setting[Any]) -> str:
+    """Return what a setting accepts, in the words of its own refusal."""
+    if setting.parse is str:
+        return "text"
+    try:
+        setting.parse("?")
+    except ValueError as error:
+        return re.sub(r"^.*?: | (is|are) accepted", "", str(error))
+    raise AssertionError(f"{setting.name} accepts a question mark")
+
+
+def _default(setting: Setting[Any]) -> str:
+    if isinstance(setting.default, bool):
+        return "on" if setting.default else "off"
+    if setting.parse is settings.parse_bytes and setting.default:
+        return format_bytes(setting.default).replace(" ", "")
+    return str(setting.default) or "empty"
+
+
+def _errors() -> str:
+    _, _, tree = (errors.__doc__ or "").partition("\n\n")
+    kinds = [getattr(errors, name) for name in errors.__all__]
+    rows = [
+        (f"`{kind.__name__}`", ", ".join(f"`{base.__name__}`" for base in kind.__bases__), _caption(kind)) for kind in kinds
+    ]
+    return (
+        "# Errors\n\nAll in `mpistrat.errors`. Each also inherits the exception of Python's that one would expect, in brackets. A "
+        "message says where, what was asked, what was found, and what would have been accepted.\n\n"
+        f"```text\n{tree.strip()}\n```\n\n{_table(('error', 'is a', 'raised when'), rows)}"
+    )
+
+
+def _command_line() -> str:
+    parser = cli.make_parser("*")
+    [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    parts = [_command(name, commands.choices[name]) for name in cli.COMMANDS]
+    summary = _table(
+        ("command", "what it does"),
+        [(f"[`mpistrat {name}`](#mpistrat-{name})", meaning) for name, (_, meaning) in cli.COMMANDS.items()],
+    )
+    return (
+        "# Command line\n\n`mpistrat COMMAND`, or `python -m mpistrat COMMAND`. Bad arguments end with exit code 2 before "
+        f"anything is started.\n\n{summary}\n" + "\n".join(parts)
+    )
+
+
+def _command(name: str, parser: argparse.ArgumentParser) -> str:
+    rows = [_argument(action) for action in parser._actions if action.dest != "help"]
+    usage = f"```text\n{parser.usage}\n```\n\n" if parser.usage else ""
+    return f"## mpistrat {name}\n\n{_sentence(parser.description or '')}\n\n{usage}{_table(('argument', 'meaning'), rows)}"
+
+
+def _argument(action: argparse.Action) -> tuple[str, str]:
+    names = ", ".join(action.option_strings) or action.dest
+    value = f" {action.metavar}" if action.option_strings and action.metavar else ""
+    choices = f" ({', '.join(action.choices)})" if action.choices and not action.option_strings else ""
+    return f"`{names}{value}`", f"{action.help}{choices}"
+
+
+def _api() -> str:
+    names = [name for name in mpistrat.__all__ if name != "errors"]
+    summary = _table(
+        ("name", "what it is"), [(f"[`{name}`](#{name.lower()})", _caption(getattr(mpistrat, name))) for name in names]
+    )
+    return (
+        "# Python API\n\n`import mpistrat` starts neither MPI nor CUDA. `mpistrat.errors` is described [here](errors.md). The full "
+        f"text of each entry is its docstring: `help(mpistrat.Strategy.run)`.\n\n{summary}\n"
+        + "\n".join(_entry(name, getattr(mpistrat, name)) for name in names)
+    )
+
+
+def _entry(name: str, thing: Any) -> str:
+    head = f"## {name}\n\n{_caption(thing)}\n\nHome: `{thing.__module__}`.\n"
+    if not inspect.isclass(thing):
+        return f"{head}\n```text\nmpistrat.{name}{_signature(thing)}\n```\n"
+    if issubclass(thing, Enum):
+        return f"{head}\nMembers: {', '.join(f'`{member.name}`' for member in thing)}.\n"
+    bases = [base.__name__ for base in thing.__bases__ if base.__name__ in mpistrat.__all__]
+    inherits = f"Everything that [`{bases[0]}`](#{bases[0].lower()}) has, and:\n\n" if bases else ""
+    rows = [_member(member, value) for member, value in vars(thing).items() if not member.startswith("_")]
+    return f"{head}\n```text\nmpistrat.{name}{_signature(thing)}\n```\n" + (
+        f"\n{inherits}{_table(('member', ''), rows)}" if rows else ""
+    )
+
+
+def _member(name: str, value: Any) -> tuple[str, str]:
+    if not inspect.isfunction(value):
+        return f"`{name}`", _caption(value)
+    names = [parameter.name for parameter in inspect.signature(value).parameters.values()][1:]
+    return f"`{name}({', '.join(names)})`", _caption(value)
+
+
+def _signature(thing: Any) -> str:
+    """Return parameters and defaults, without types: how Python prints those differs between versions."""
+    parameters = inspect.signature(thing).parameters.values()
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+    shown = str(inspect.Signature(bare))
+    return re.sub(r"<(\w+\.\w+): [^>]+>", r"\1", shown)
+
+
+def _tree() -> str:
+    package = ROOT / "mpistrat"
+    flat = [(path.name, _module_caption(path)) for path in sorted(package.glob("*.py"))]
+    lines = [("mpistrat/", ""), *_branch(flat, "", last=False)]
+    folders = _layers_upwards(package)
+    for folder in folders:
+        last = folder == folders[-1]
+        files = [(path.name, _module_caption(path)) for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
+        lines.append((f"{'└' if last else '├'}── {folder.name}/", _module_caption(folder / "__init__.py")))
+        lines += _branch(files, "    " if last else "│   ", last=True)
+    width = max(len(name) for name, _ in lines) + 2
+    return "```text\n" + "".join(f"{name:{width}}{caption}".rstrip() + "\n" for name, caption in lines) + "```\n"
+
+
+def _branch(files: list[tuple[str, str]], indent: str, last: bool) -> list[tuple[str, str]]:
+    return [
+        (f"{indent}{'└' if last and index == len(files) - 1 else '├'}── {name}", caption)
+        for index, (name, caption) in enumerate(files)
+    ]
+
+
+def _layers_upwards(package: Path) -> list[Path]:
+    """Return the folders, the lowest layer first."""
+    names = re.findall(r"\w+", " ".join(reversed(_layers())))
+    return [package / name for name in names if (package / name).is_dir()]
+
+
+def _layers() -> list[str]:
+    configuration = configparser.ConfigParser()
+    configuration.read(ROOT / "setup.cfg")
+    return configuration["importlinter:contract:layers"]["layers"].split("\n")[1:]
+
+
+def _module_caption(path: Path) -> str:
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]
+
+
+def _reduce_ops() -> str:
+    """Return the table in the docstring of `reduction` as a table of Markdown."""
+    lines = (importlib.import_module("mpistrat.reduction").__doc__ or "").splitlines()
+    rules = [index for index, line in enumerate(lines) if line.startswith("===")]
+    spans = [match.span() for match in re.finditer("=+", lines[rules[0]])]
+    cells = [
+        tuple(line[start:stop].strip() for start, stop in spans) for line in lines[rules[0] + 1 : rules[2]] if "===" not in line
+    ]
+    return _table(cells[0], cells[1:])
+
+
+_PAGES: dict[str, Callable[[], str]] = {
+    "settings.md": _settings,
+    "errors.md": _errors,
+    "command-line.md": _command_line,
+    "api.md": _api,
+}
+# What stands between <!-- generated: NAME --> and <!-- end --> in a page written by hand.
+_PARTS: dict[str, Callable[[], str]] = {
+    "tree": _tree,
+    "layers": lambda: "```text\n" + "\n".join(_layers()) + "\n```\n",
+    "operations": _reduce_ops,
+}
+
+
+def _with_parts(text: str) -> str:
+    def made(match: re.Match[str]) -> str:
+        return f"{match[1]}{_PARTS[match[2]]()}{match[3]}"
+
+    return re.sub(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", made, text, flags=re.DOTALL)
+
+
+def _with_plans(text: str) -> str:
+    """Return a page in which the output below each ``mpistrat plan`` is what it prints now."""
+    for block in blocks(text):
+        if block.language == "console":
+            for command in block.commands():
+                if command.line.startswith("mpistrat plan ") and command.output:
+                    text = text.replace(_shown(command), _shown(Command(command.line, _printed(command.line))))
+    return text
+
+
+def _shown(command: Command) -> str:
+    return f"$ {command.line}\n{command.output}"
+
+
+def _printed(line: str) -> str:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        cli.main(shlex.split(line)[1:])
+    return output.getvalue()
+
+
+def _caption(thing: Any) -> str:
+    return (inspect.getdoc(thing) or "").split("\n")[0]
+
+
+def _sentence(text: str) -> str:
+    text = text[:1].upper() + text[1:]
+    return text if text.endswith(".") else f"{text}."
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    main()

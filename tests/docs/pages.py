@@ -1,0 +1,101 @@
+"""The written pages, taken apart: code blocks, commands, links and headings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["ROOT", "Block", "Command", "anchors", "blocks", "links", "pages"]
+
+ROOT = Path(__file__).parents[2]
+
+_FENCE = re.compile(r"^ *```(?P<language>\w*)$")
+_LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, the line it starts on, and what is in it."""
+
+    language: str
+    line: int
+    text: str
+
+    @property
+    def file_name(self) -> str:
+        """The file that this block shows, where its first line is a comment with a name: ``# train.py``."""
+        match = re.match(r"# (\w+\.py)\n", self.text)
+        return match[1] if match else ""
+
+    def commands(self) -> list[Command]:
+        """Return the lines behind ``$``, each with the output shown below it."""
+        parts = re.split(r"^\$ ", self.text, flags=re.MULTILINE)
+        assert not parts[0].strip(), f"line {self.line}: a console block starts with a command"
+        return [Command(*part.partition("\n")[::2]) for part in parts[1:]]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command and the output that the page shows; an empty text shows none.
+
+    In the output ``…`` stands for any text in a line, and a line of three dots for any lines.
+    """
+
+    line: str
+    output: str
+
+    def matches(self, printed: str) -> bool:
+        """Return whether a command that printed this did what the page shows."""
+        if not self.output.strip():
+            return True
+        pattern = re.escape(_stripped(self.output)).replace("…", ".*")
+        pattern = re.sub(r"^\\\.\\\.\\\.\\?\n", r"(?:.*\\n)*?", pattern, flags=re.MULTILINE)
+        return re.fullmatch(pattern, _stripped(printed)) is not None
+
+
+def pages() -> list[Path]:
+    """Return every page that is written for readers."""
+    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("slurm/*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
+
+
+def blocks(text: str) -> list[Block]:
+    """Return the fenced blocks of a page, in order."""
+    found: list[Block] = []
+    language, start, inside = "", 0, list[str]()
+    for number, line in enumerate(text.splitlines(), 1):
+        match = _FENCE.match(line)
+        if match and not start:
+            language, start, inside = match["language"], number, []
+        elif match:
+            found.append(Block(language, start, "".join(f"{line}\n" for line in inside)))
+            start = 0
+        elif start:
+            inside.append(line)
+    assert not start, f"the block that begins in line {start} has no end"
+    return found
+
+
+def links(text: str) -> list[str]:
+    """Return the targets of all links and pictures of a page."""
+    return [match["target"] for line in _prose(text) for match in _LINK.finditer(line)]
+
+
+def anchors(text: str) -> set[str]:
+    """Return what a link to a heading of this page may name behind #."""
+    headings = [line.lstrip("# ").strip() for line in _prose(text) if re.match(r"#+ ", line)]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _prose(text: str) -> Iterator[str]:
+    fenced = False
+    for line in text.splitlines():
+        if _FENCE.match(line):
+            fenced = not fenced
+        elif not fenced:
+            yield line
+
+
+def _stripped(text: str) -> str:
+    return "".join(f"{line.rstrip()}\n" for line in text.strip("\n").splitlines())

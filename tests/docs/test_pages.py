@@ -1,0 +1,103 @@
+"""Every snippet runs, every command prints what is shown, every link resolves, every generated part is current."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.generate import stale
+from tests.docs.pages import ROOT, Command, anchors, blocks, links, pages
+from tests.processes import run_bounded
+
+SECONDS = 120.0
+PAGES = [page.relative_to(ROOT).as_posix() for page in pages()]
+
+
+def user_environment() -> dict[str, str]:
+    """Return the environment of a reader: this Python first, no settings, and leave for plain mpiexec to run here."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MPISTRAT_")}
+    return environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{environ.get('PATH', '')}",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if re.search("```(python|console)", (ROOT / name).read_text())])
+def test_snippets_run_and_print_what_is_shown(name, tmp_path):
+    unused, number = set(), 0
+    for block in blocks((ROOT / name).read_text()):
+        where = f"{name}, line {block.line}"
+        if block.language == "python":
+            number += not block.file_name
+            file = tmp_path / (block.file_name or f"snippet_{number}.py")
+            file.write_text(block.text)
+            unused |= {block.file_name} - {""}
+            commands = [] if block.file_name else [Command(f"python {file.name}", "")]
+        else:
+            commands = block.commands() if block.language == "console" else []
+        for command in commands:
+            done = run_bounded(["bash", "-c", command.line], SECONDS, user_environment(), tmp_path)
+            assert done.returncode == 0, f"{where}: {command.line} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+            assert command.matches(done.stdout), f"{where}: {command.line} printed\n{done.stdout}\nshown is\n{command.output}"
+            unused = {file for file in unused if file not in command.line}
+    assert not unused, f"{name} shows {', '.join(unused)} and no command that runs it"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_resolve(name):
+    page = ROOT / name
+    for target in links(page.read_text()):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        aim = (page.parent / path).resolve() if path else page
+        assert aim.exists(), f"{name}: {target} leads nowhere"
+        if anchor:
+            assert anchor in anchors(aim.read_text()), f"{name}: {target}: no such heading in {aim.relative_to(ROOT)}"
+
+
+def test_every_page_can_be_found_from_the_index():
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / target.partition("#")[0]).resolve() for target in links(index.read_text())}
+    lost = [page for page in (ROOT / "docs").glob("**/*.md") if page not in linked | {index}]
+    assert not lost, f"docs/index.md does not link {', '.join(str(page.relative_to(ROOT)) for page in lost)}"
+
+
+def test_generated_parts_are_current():
+    for path, text in stale().items():
+        old = path.read_text().splitlines() if path.exists() else []
+        changes = "\n".join(difflib.unified_diff(old, text.splitlines(), "as it is", "as it should be", lineterm="", n=1))
+        pytest.fail(f"{path.relative_to(ROOT)} is not current; python -m tests.docs.generate writes it:\n{changes}")
+
+
+def test_readme_gives_the_two_commands():
+    text = (ROOT / "README.md").read_text()
+    commands = {line for block in blocks(text) if block.language == "sh" for line in block.text.splitlines()}
+    assert "python3 -m venv .venv && .venv/bin/pip install '.[demo]' && .venv/bin/mpistrat demo" in commands
+    assert "python3 -m venv .venv && .venv/bin/pip install -e '.[test]' && .venv/bin/pytest" in commands
+
+
+@pytest.mark.parametrize(
+    ("output", "printed", "matches"),
+    [
+        ("", "anything\n", True),
+        ("4 replicas\n", "4 replicas  \n", True),
+        ("4 replicas\n", "40 replicas\n", False),
+        ("a (b)\n", "a (b)\n", True),
+        ("took … s\n", "took 1.5 s\n", True),
+        ("took … s\n", "took 1.5\ns\n", False),
+        ("first\n...\nlast\n", "first\n1\n2\nlast\n", True),
+        ("first\n...\nlast\n", "first\nlast\n", True),
+        ("first\n...\nlast\n", "last\n", False),
+    ],
+)
+def test_comparison_of_output_can_fail(output, printed, matches):
+    assert Command("", output).matches(printed) is matches

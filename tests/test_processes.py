@@ -1,0 +1,39 @@
+"""Commands with a deadline: what they return, and that they leave nothing running."""
+
+import sys
+from pathlib import Path
+
+from tests.processes import TIMED_OUT, run_bounded, until
+
+# A child in a process group of its own, as mpiexec's ranks are; the parent prints its number.
+_PARENT = """
+import os, subprocess, sys, time
+argv = [sys.executable, "-c", "import time; time.sleep(60)"]
+child = subprocess.Popen(argv, preexec_fn=os.setpgrp, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print(child.pid, flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+def _ends(pid: str) -> bool:
+    # A killed process needs a moment, and stays as a zombie where nobody waits for it.
+    stat = Path("/proc") / pid / "stat"
+    return until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z", 5)
+
+
+def test_a_command_returns_what_it_said():
+    done = run_bounded([sys.executable, "-c", "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"], 30)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "out\n", "err\n")
+
+
+def test_nothing_is_left_after_the_deadline():
+    done = run_bounded([sys.executable, "-c", _PARENT, "60"], 2)
+    assert done.returncode == TIMED_OUT
+    assert "killed: still running after 2 s" in done.stderr
+    assert _ends(done.stdout.strip())
+
+
+def test_nothing_is_left_after_the_end():
+    done = run_bounded([sys.executable, "-c", _PARENT, "0"], 30)
+    assert done.returncode == 0
+    assert _ends(done.stdout.strip())

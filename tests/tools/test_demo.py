@@ -1,0 +1,140 @@
+"""``mpistrat demo``: what it shows, what it writes, and what it refuses before it starts anything."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from mpistrat.tools import cli, demo, run
+from tests.processes import run_bounded
+
+DEMO_SECONDS = 180.0  # it needs a few; this is for a machine that has much else to do
+
+
+def start_demo(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return run_bounded([sys.executable, "-m", "mpistrat", "demo", "--out", str(folder), *options], DEMO_SECONDS)
+
+
+def events_of(folder: Path) -> dict[int, dict[str, list[dict[str, object]]]]:
+    """Return rank -> lane -> its events in the timeline file."""
+    rows = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    lanes = {(row["pid"], row["tid"]): row["args"]["name"] for row in rows if row["name"] == "thread_name"}
+    found: dict[int, dict[str, list[dict[str, object]]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if row["ph"] == "X":
+            found[row["pid"]][lanes[row["pid"], row["tid"]]].append(row)
+    return found
+
+
+def names(events: list[dict[str, object]]) -> set[object]:
+    return {event["name"] for event in events}
+
+
+def assert_is_picture(path: Path) -> None:
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    assert int.from_bytes(content[16:20], "big") > 500, "pixels across"
+
+
+def test_demo_as_it_comes(tmp_path):
+    done = start_demo(tmp_path / "new" / "folder")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("A network learns handwritten digits on 4 ranks on 2 nodes (2x2), virtual nodes on ")
+    table = [line.split() for line in lines[2:5]]
+    assert table == [
+        ["rail", "0", "rail", "1"],
+        ["node0", "rank", "0", "rank", "1"],
+        ["node1", "rank", "2", "rank", "3"],
+    ]
+    assert re.search(r"^gradients +1\.172 MiB of float32", done.stdout, re.MULTILINE)
+    # large enough for our own hierarchical all-reduce, which is what the demo is there to show
+    assert re.search(r"^plan +\w+: intra reduce_scatter -> inter all_reduce -> intra all_gather ", done.stdout, re.MULTILINE)
+    assert re.search(r"^why +\w+ is predicted fastest: ", done.stdout, re.MULTILINE)
+    epochs = re.findall(r"^epoch (\d)/8  loss (\d\.\d+) +\d+ images/s +\d+% communicating$", done.stdout, re.MULTILINE)
+    assert [int(number) for number, _ in epochs] == list(range(1, 9))
+    assert float(epochs[-1][1]) < 0.1 * float(epochs[0][1])
+    accuracy = re.search(r"^test accuracy (0\.\d+) after 8 epochs$", done.stdout, re.MULTILINE)
+    assert accuracy
+    assert float(accuracy[1]) >= 0.95
+    for name in ("training.png", "timeline.json"):
+        assert str(tmp_path / "new" / "folder" / name) in done.stdout
+    assert "https://ui.perfetto.dev" in done.stdout
+    assert "\x1b" not in done.stdout, "no terminal, no escape sequences"
+    assert_is_picture(tmp_path / "new" / "folder" / "training.png")
+
+
+@pytest.mark.parametrize(("shape", "rails"), [("2x2", {0: 1, 1: 1, 2: 1, 3: 1}), ("3+1", {0: 1, 1: 1, 2: 1, 3: 3})])
+def test_timeline_has_the_phases_of_every_rank(tmp_path, shape, rails):
+    done = start_demo(tmp_path, "--nodes", shape, "--epochs", "1")
+    assert done.returncode == 0, done.stderr
+    assert f"4 ranks on 2 nodes ({shape})" in done.stdout
+    assert_is_picture(tmp_path / "training.png")
+    events = events_of(tmp_path)
+    assert sorted(events) == [0, 1, 2, 3]
+    for rank, lanes in events.items():
+        assert {"copy in", "copy out", "intra reduce_scatter", "intra all_gather"} <= names(lanes["intra"])
+        assert len(names(lanes["inter"])) == rails[rank], "one event for each rail that the rank is on"
+        assert len(lanes["step"]) == 12
+        for lane in lanes.values():
+            ordered = sorted(lane, key=lambda event: event["ts"])
+            assert all(event["dur"] >= 0 for event in ordered)
+            assert all(one["ts"] + one["dur"] <= other["ts"] + 1 for one, other in pairwise(ordered)), "one after the other"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "nodes"), [(None, 4, "2+2"), (1, 1, "1x1"), (2, 2, "1+1"), (5, 5, "3+2")], ids=["none", "1", "2", "5"]
+)
+def test_ranks_alone_make_two_nodes(tmp_path, monkeypatch, ranks, size, nodes):
+    started = []
+    monkeypatch.setattr(run, "start", lambda *job: started.append(job) or 7)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    chosen = [] if ranks is None else ["--ranks", str(ranks)]
+    assert cli.main(["demo", "--epochs", "3", "--out", str(tmp_path), *chosen]) == 7
+    [(program, num_ranks, shape)] = started
+    assert (num_ranks, shape) == (size, nodes)
+    assert program[:4] == ["-m", "mpistrat.tools.demo_rank", "--epochs", "3"]
+
+
+def test_failing_rank_gives_the_exit_code(tmp_path):
+    (tmp_path / "training.png").mkdir()
+    done = start_demo(tmp_path, "--ranks", "2", "--epochs", "1")
+    assert done.returncode == 1
+    assert "[rank 0 on " in done.stderr
+    assert "IsADirectoryError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ranks", "4", "--nodes", "2x3"], "node shape '2x3' describes 6 ranks, but there are 4; accepted are NODESxRANKS"),
+        (["--nodes", "two"], "node shape 'two' is malformed; accepted are NODESxRANKS"),
+        (["--ranks", "0"], "--ranks must be at least 1; got 0"),
+        (["--epochs", "0"], "--epochs must be at least 1; got 0"),
+        (["--out", "file/folder"], "--out file/folder cannot be a folder to write to: Not a directory"),
+    ],
+)
+def test_bad_words_start_nothing(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.setattr(run, "start", lambda *job: pytest.fail(f"started {job}"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert cli.main(["demo", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"mpistrat demo: {message}")
+    assert not (tmp_path / "mpistrat-demo").exists()
+
+
+def test_missing_packages_are_named_before_anything_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "start", lambda *job: pytest.fail(f"started {job}"))
+    monkeypatch.setattr(demo, "NEEDED", {**demo.NEEDED, "no_such_module": "no-such-package"})
+    assert cli.main(["demo", "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == (
+        "mpistrat demo: the demo needs no-such-package, not installed here: pip install 'mpistrat[demo]'\n"
+    )
+    assert not (tmp_path / "out").exists()

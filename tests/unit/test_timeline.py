@@ -1,0 +1,66 @@
+"""The timeline: how long lanes were busy, and the file that a trace viewer opens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mpistrat.timeline import Event, Timeline, write_chrome_trace
+
+
+def timeline(*events: Event, epoch_seconds: float = 0.0) -> Timeline:
+    made = Timeline()
+    made.events, made.epoch_seconds = list(events), epoch_seconds
+    return made
+
+
+def test_seconds_during_which_two_lanes_are_busy_count_once():
+    line = timeline(
+        Event("a", "intra", 0.0, 2.0, 0),
+        Event("b", "inter", 1.0, 3.0, 0),
+        Event("c", "intra", 5.0, 6.0, 0),
+        Event("d", "step", 0, 9, 0),
+    )
+    assert line.busy_seconds(["intra", "inter"]) == 4.0
+    assert line.busy_seconds(["inter"]) == 2.0
+    assert line.busy_seconds([]) == 0.0
+
+
+def test_recording_notes_what_ended_now():
+    line = Timeline()
+    line.record("copy in", "intra", 0.0, 8)
+    [event] = line.events
+    assert event[:3] == ("copy in", "intra", 0.0)
+    assert event.end_seconds > 0.0
+    assert event.nbytes == 8
+
+
+def test_a_trace_has_a_process_per_rank_and_a_named_row_per_lane(tmp_path: Path):
+    # both ranks did the same thing at the same time, on clocks with different origins
+    first = timeline(Event("sum", "intra", 1.0, 1.5, 64), Event("ring", "inter", 1.5, 2.0, 32), epoch_seconds=100.0)
+    second = timeline(Event("sum", "intra", 11.0, 11.5, 64), epoch_seconds=90.0)
+    write_chrome_trace(tmp_path / "trace.json", {1: second, 0: first})
+    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {(row["name"], row["pid"], row["tid"]): row["args"]["name"] for row in rows if row["ph"] == "M"}
+    assert names == {
+        ("process_name", 0, 0): "rank 0",
+        ("thread_name", 0, 0): "intra",
+        ("thread_name", 0, 1): "inter",
+        ("process_name", 1, 0): "rank 1",
+        ("thread_name", 1, 0): "intra",
+    }
+    spans = [(row["name"], row["pid"], row["tid"], row["ts"], row["dur"], row["args"]) for row in rows if row["ph"] == "X"]
+    assert spans == [
+        ("sum", 0, 0, 0.0, 0.5e6, {"bytes": 64}),
+        ("ring", 0, 1, 0.5e6, 0.5e6, {"bytes": 32}),
+        ("sum", 1, 0, 0.0, 0.5e6, {"bytes": 64}),
+    ]
+
+
+@pytest.mark.parametrize("timelines", [{}, {0: Timeline()}])
+def test_nothing_recorded_is_a_valid_trace(tmp_path: Path, timelines: dict[int, Timeline]):
+    write_chrome_trace(tmp_path / "trace.json", timelines)
+    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert all(row["ph"] == "M" for row in rows)
