@@ -107,7 +107,10 @@ def _parse_bool(text: str) -> bool:
 
 
 def _parse_seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
     if not seconds >= 0:
         raise ValueError("a number of seconds >= 0 is accepted")
     return seconds

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -19,7 +20,8 @@ from mpistrat.arrays import Array
 from mpistrat.cross_device.ops import CrossDeviceOps, check_gather, check_out
 from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, MpistratError, TransportError
-from mpistrat.execution.executor import BoundPlan, DirectPlan, Executor
+from mpistrat.execution.bound_plan import BoundPlan, DirectPlan
+from mpistrat.execution.executor import Executor
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.hierarchy import Hierarchy
@@ -114,8 +116,7 @@ class HierarchicalAllReduce(CrossDeviceOps):
         if out is None:
             out = [np.empty(array.shape, array.dtype) for array in arrays]
         else:
-            for target, array in zip(out, arrays, strict=True):
-                check_out(target, array)
+            check_out(out, arrays)
         results = list(out)
         steps = recipe[0].bound.run(arrays, results) if len(arrays) == 1 else self._run(recipe, arrays, results)
         return steps, results, wanted
@@ -150,6 +151,7 @@ class HierarchicalAllReduce(CrossDeviceOps):
         if self._agreement is not None:
             self._agreement.check(f"broadcast(root={root})")
         shape, dtype = self.hierarchy.world_group.comm.bcast((array.shape, array.dtype), root)
+        check_dtype(ReduceOp.SUM, dtype, f"the array of replica {root}")
         result = np.array(array, order="C") if self.rank == root else np.empty(shape, dtype)
         if result.nbytes:
             drive(self._bytes.broadcast(result.reshape(-1).view(np.uint8), root).run(), lambda: "broadcast")
@@ -195,14 +197,16 @@ class HierarchicalAllReduce(CrossDeviceOps):
         """Check here what would make a rank fail alone later, and compare the calls of all ranks."""
         error: MpistratError | None = None
         try:
-            self._check(op, arrays, options)
-            for target, array in zip(out or (), arrays, strict=False):
-                check_out(target, array)
+            self._check(op, arrays, options, out)
         except MpistratError as refused:
             error = refused
         agreement.check(self._describe(op, arrays, options), error)
 
-    def _check(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> None:
+    def _check(
+        self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, out: Sequence[Array] | None = None
+    ) -> None:
+        if out is not None:
+            check_out(out, arrays)
         for index, array in enumerate(arrays):
             check_dtype(op, array.dtype, f"array {index}")
         if options.implementation is CommunicationImplementation.NCCL:
@@ -271,4 +275,4 @@ def _by_accumulation_dtype(op: ReduceOp, arrays: Sequence[Array]) -> dict[np.dty
 
 def _dtype_number(dtype: np.dtype[Any]) -> int:
     """Return a number that differs between dtypes and is the same on all ranks."""
-    return int.from_bytes(dtype.name.encode()[:7].ljust(7), "little")
+    return crc32(dtype.name.encode())

@@ -118,8 +118,8 @@ class LocalOps(CrossDeviceOps):
             check_dtype(op, array.dtype)
         if out is None:
             return [array.copy() for array in arrays]
+        check_out(out, arrays)
         for target, array in zip(out, arrays, strict=True):
-            check_out(target, array)
             np.copyto(target, array)
         return list(out)
 
@@ -156,16 +156,20 @@ def check_gather(array: Array, axis: int) -> int:
     return axis % array.ndim
 
 
-def check_out(out: Array, array: Array) -> None:
-    """Check that a result for `array` can be written to `out`.
+def check_out(out: Sequence[Array], arrays: Sequence[Array]) -> None:
+    """Check that results for `arrays` can be written to `out`.
 
     Raises
     ------
     InvalidArgumentError
-        If it has another shape or dtype, or its memory is not C-contiguous and writable.
+        If there are more or fewer of them, or one has another shape or dtype, or is not C-contiguous and writable.
     """
-    if out.shape != array.shape or out.dtype != array.dtype or not out.flags.c_contiguous or not out.flags.writeable:
-        raise InvalidArgumentError(
-            f"out must be a writable, C-contiguous {array.dtype} array of shape {array.shape}; "
-            f"got {out.dtype} {out.shape}, contiguous={out.flags.c_contiguous}, writable={out.flags.writeable}"
-        )
+    if len(out) != len(arrays):
+        raise InvalidArgumentError(f"out must hold one array for each of the {len(arrays)} that are reduced; got {len(out)}")
+    for target, array in zip(out, arrays, strict=True):
+        contiguous, writable = target.flags.c_contiguous, target.flags.writeable
+        if target.shape != array.shape or target.dtype != array.dtype or not contiguous or not writable:
+            raise InvalidArgumentError(
+                f"out must be a writable, C-contiguous {array.dtype} array of shape {array.shape}; "
+                f"got {target.dtype} {target.shape}, contiguous={contiguous}, writable={writable}"
+            )

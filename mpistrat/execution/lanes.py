@@ -3,8 +3,9 @@
 File law: what a lane does next is a function of chunk indexes only, never of what happens to be ready, so that all ranks
 issue the operations of a group in one order.
 
-With depth 2 the INTRA lane runs head 0, head 1, tail 0, head 2, tail 1, …, and the INTER lane middle 0, middle 1, ….
-Head k is what comes before the middle of chunk k (copy in, reduce-scatter), tail k what comes after it.
+With depth 2 the INTRA lane runs head 0, head 1, tail 0, head 2, tail 1, …. Head k is what comes before the middle of chunk k
+(copy in, reduce-scatter), tail k what comes after it. Middles start in the order of the chunks, `abreast` of them at a time:
+one where they share a group without channels.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ __all__ = ["overlap"]
 ChunkSteps = Callable[[int], Steps]
 
 
-def overlap(num_chunks: int, depth: int, head: ChunkSteps, middle: ChunkSteps, tail: ChunkSteps) -> Steps:
+def overlap(num_chunks: int, depth: int, abreast: int, head: ChunkSteps, middle: ChunkSteps, tail: ChunkSteps) -> Steps:
     """Return the steps of all chunks, with at most `depth` chunks between their head and their tail."""
-    heads_done = middles_done = 0
+    heads_done = 0
+    through = [False] * num_chunks
 
     def intra() -> Steps:
         nonlocal heads_done
@@ -28,23 +30,24 @@ def overlap(num_chunks: int, depth: int, head: ChunkSteps, middle: ChunkSteps, t
             if turn < num_chunks:
                 yield from head(turn)
                 heads_done += 1
-                yield WORKED  # the other lane may start on this chunk before the next one is copied
+                yield WORKED  # the middle of this chunk may start before the next chunk is copied
             finished = turn - depth + 1
             if finished >= 0:
-                while middles_done <= finished:
+                while not through[finished]:
                     yield WAITING
                 yield from tail(finished)
 
-    def inter() -> Steps:
-        nonlocal middles_done
-        for chunk in range(num_chunks):
-            while heads_done <= chunk:
-                yield WAITING
-            yield from middle(chunk)
-            middles_done += 1
+    def inter(chunk: int) -> Steps:
+        yield from middle(chunk)
+        through[chunk] = True
 
-    lanes = [intra(), inter()]
+    lanes = [intra()]
+    started = 0
     while lanes:
-        worked = [next(lane, None) for lane in lanes]
-        lanes = [lane for lane, answer in zip(lanes, worked, strict=True) if answer is not None]
-        yield any(worked)
+        answers = [next(lane, None) for lane in lanes]
+        lanes = [lane for lane, answer in zip(lanes, answers, strict=True) if answer is not None]
+        if started < heads_done and started - sum(through) < abreast:
+            lanes.append(inter(started))
+            started += 1
+            answers.append(WORKED)
+        yield any(answers)

@@ -190,14 +190,18 @@ def _run_does_not_block(subject: Subject) -> None:
         given = subject.values(case)
         subject.give(case, buffer, given)
         steps: Steps = iter(())
+        ended = False
         if subject.rank != late:
             steps = operation.run()
             ended = any(next(steps, None) is None for _ in range(POLLS))
-            if ended and _length(case.promised(subject.rank)) and _length(case.given(late)):
-                subject.fail(case, f"ended although rank {late} had not entered it")
-        if not _all_arrive(subject):
-            subject.fail(case, "run() blocked until all ranks had entered it")
+        others = subject.comm.Ibarrier()
+        arrived = _wait(others.Test)
         subject.drive(operation.run() if subject.rank == late else steps, case)
+        others.Wait()
+        if not all(subject.comm.allgather(arrived)):
+            subject.fail(case, f"run() blocked until rank {late} had entered it")
+        elif ended and _length(case.promised(subject.rank)) and _length(case.given(late)):
+            subject.fail(case, f"ended although rank {late} had not entered it")
         subject.compare(case, buffer, operation, given)
         subject.settle()
 
@@ -245,11 +249,10 @@ def _slowed(steps: Steps) -> Steps:
             time.sleep(SLOW_SECONDS)
 
 
-def _all_arrive(subject: Subject) -> bool:
-    """Return whether all ranks come here in time."""
-    everybody = subject.comm.Ibarrier()
+def _wait(test: Callable[[], bool]) -> bool:
+    """Return whether the test becomes true in time."""
     deadline = time.monotonic() + STUCK_SECONDS / 6
-    while not everybody.Test():
+    while not test():
         if time.monotonic() > deadline:
             return False
         os.sched_yield()

@@ -18,7 +18,6 @@ from mpistrat import settings
 from mpistrat.cross_device.ops import CrossDeviceOps
 from mpistrat.timeline import Timeline, write_chrome_trace
 from mpistrat.tools import train_digits
-from mpistrat.tools.demo_plot import plot_training
 from mpistrat.tools.meter import Meter, Step, images_per_second, mean_loss, share_communicating
 from mpistrat.tools.text import format_bytes, format_count, format_table
 from mpistrat.topology.world import World
@@ -48,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     accuracy = _train(console, strategy, arguments.epochs, meter)
     timelines = _all_timelines(ops)
     if chief:
+        from mpistrat.tools.demo_plot import plot_training  # slow to import, and no other rank needs it
+
         title = f"{_sizes(ops.world)}: test accuracy {accuracy:.3f}"
         plot_training(arguments.out / "training.png", title, meter.steps)
         write_chrome_trace(arguments.out / "timeline.json", timelines)

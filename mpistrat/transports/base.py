@@ -88,7 +88,7 @@ class Transport(ABC):
         """Return `nbytes` of memory (uint8) that the verbs work on fastest; some work on no other. A collective call."""
 
     @abstractmethod
-    def all_reduce(self, buffer: Array, op: ReduceOp) -> Operation:
+    def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind: combine the buffers of all ranks; every rank gets the result.
 
         Parameters
@@ -97,6 +97,8 @@ class Transport(ABC):
             One-dimensional and contiguous, of one dtype and length on all ranks; worked on in place.
         op : ReduceOp
             How to combine; MEAN combines as SUM.
+        channel : int
+            Operations between nodes that are bound to different channels may be under way together.
         """
 
     @abstractmethod

@@ -38,7 +38,7 @@ class MpiTransport(Transport):
         """Return ordinary memory."""
         return np.empty(nbytes, np.uint8)
 
-    def all_reduce(self, buffer: Array, op: ReduceOp) -> Operation:
+    def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind MPI_Allreduce, in place."""
         from mpi4py import MPI
 

@@ -48,12 +48,12 @@ class MpiRingTransport(Transport):
         """Return ordinary memory."""
         return self._mpi.allocate(nbytes)
 
-    def all_reduce(self, buffer: Array, op: ReduceOp) -> Operation:
+    def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind a ring reduce-scatter followed, without a pause, by a ring all-gather."""
         n, rank = self.group.size, self.group.rank
         bounds = [index * buffer.size // n for index in range(n + 1)]
         # afterwards this rank has summed part rank + 1, which it passes on first
-        ring = _Ring(self.group, buffer, bounds, op)
+        ring = _Ring(self.group, buffer, bounds, op, channel)
         ring.add_steps([(rank - step) % n for step in range(n - 1)], reduces=True)
         ring.add_steps([(rank + 1 - step) % n for step in range(n - 1)], reduces=False)
         return ring.operation()
@@ -87,8 +87,8 @@ class _Ring:
     Message i of a step is ready to be sent when message i of the step before has arrived (and been summed).
     """
 
-    def __init__(self, group: Group, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> None:
-        self.group, self.buffer, self.fold = group, buffer, combine(op)
+    def __init__(self, group: Group, buffer: Array, bounds: Sequence[int], op: ReduceOp, channel: int = 0) -> None:
+        self.group, self.buffer, self.fold, self.tag = group, buffer, combine(op), channel
         self.bounds, self.datatype = bounds, mpi_datatype(buffer.dtype)
         widest = max(stop - start for start, stop in pairwise(bounds))
         limit = min(SEGMENT_BYTES, settings.MAX_MESSAGE_BYTES.read()) // buffer.itemsize
@@ -143,14 +143,14 @@ class _Ring:
         landings: list[Array],
         sent_before: list[int | None],
     ) -> Steps:
-        comm, fold, segments = self.group.comm, self.fold, self.segments
+        comm, fold, segments, tag = self.group.comm, self.fold, self.segments, self.tag
         left, right = (self.group.rank - 1) % self.group.size, (self.group.rank + 1) % self.group.size
         sent: list[MPI.Request] = []
         arriving: list[MPI.Request] = []
         for index in range(min(RECEIVES_AHEAD, count)):
-            arriving.append(comm.Irecv(landing_messages[index], left))
+            arriving.append(comm.Irecv(landing_messages[index], left, tag))
         for index in range(min(segments, count)):
-            sent.append(comm.Isend(sends[index], right))
+            sent.append(comm.Isend(sends[index], right, tag))
         for index in range(count):
             request = arriving[index]
             while not request.Test():
@@ -160,14 +160,14 @@ class _Ring:
                 fold(target, landings[index], out=target)
                 yield WORKED
             if index + segments < count:
-                sent.append(comm.Isend(sends[index + segments], right))
+                sent.append(comm.Isend(sends[index + segments], right, tag))
             ahead = index + RECEIVES_AHEAD
             if ahead < count:
                 before = sent_before[ahead]
                 if before is not None:
                     while not sent[before].Test():
                         yield WAITING
-                arriving.append(comm.Irecv(landing_messages[ahead], left))
+                arriving.append(comm.Irecv(landing_messages[ahead], left, tag))
         for request in sent:
             while not request.Test():
                 yield WAITING

@@ -78,7 +78,7 @@ class SharedMemoryTransport(Transport):
         self._window.Sync()
         return self._arenas[self.group.rank]
 
-    def all_reduce(self, buffer: Array, op: ReduceOp) -> Operation:
+    def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind: wait for all; whoever reads the result folds the arenas of all. One pass for two ranks, L - 1 for L."""
         return self._after_all(None, [Part(0, buffer.size, tuple(self._views(buffer)))])
 

@@ -75,7 +75,7 @@ def _default(setting: Setting[Any]) -> str:
         return "on" if setting.default else "off"
     if setting.parse is settings.parse_bytes and setting.default:
         return format_bytes(setting.default).replace(" ", "")
-    return str(setting.default) or "empty"
+    return f"{setting.default:g}" if isinstance(setting.default, float) else str(setting.default) or "empty"
 
 
 def _errors() -> str:
@@ -85,8 +85,8 @@ def _errors() -> str:
         (f"`{kind.__name__}`", ", ".join(f"`{base.__name__}`" for base in kind.__bases__), _caption(kind)) for kind in kinds
     ]
     return (
-        "# Errors\n\nAll in `mpistrat.errors`. Each also inherits the exception of Python's that one would expect, in brackets. A "
-        "message says where, what was asked, what was found, and what would have been accepted.\n\n"
+        "# Errors\n\nAll in `mpistrat.errors`. Each also inherits the exception of Python's that one would expect, in "
+        "brackets. A message says where, what was asked, what was found, and what would have been accepted.\n\n"
         f"```text\n{tree.strip()}\n```\n\n{_table(('error', 'is a', 'raised when'), rows)}"
     )
 
@@ -114,7 +114,7 @@ def _command(name: str, parser: argparse.ArgumentParser) -> str:
 def _argument(action: argparse.Action) -> tuple[str, str]:
     names = ", ".join(action.option_strings) or action.dest
     value = f" {action.metavar}" if action.option_strings and action.metavar else ""
-    choices = f" ({', '.join(action.choices)})" if action.choices and not action.option_strings else ""
+    choices = f" ({', '.join(action.choices)})" if action.choices and not action.metavar else ""
     return f"`{names}{value}`", f"{action.help}{choices}"
 
 
@@ -124,8 +124,8 @@ def _api() -> str:
         ("name", "what it is"), [(f"[`{name}`](#{name.lower()})", _caption(getattr(mpistrat, name))) for name in names]
     )
     return (
-        "# Python API\n\n`import mpistrat` starts neither MPI nor CUDA. `mpistrat.errors` is described [here](errors.md). The full "
-        f"text of each entry is its docstring: `help(mpistrat.Strategy.run)`.\n\n{summary}\n"
+        "# Python API\n\n`import mpistrat` starts neither MPI nor CUDA. `mpistrat.errors` is described [here](errors.md). "
+        f"The full text of each entry is its docstring: `help(mpistrat.Strategy.run)`.\n\n{summary}\n"
         + "\n".join(_entry(name, getattr(mpistrat, name)) for name in names)
     )
 
@@ -137,11 +137,14 @@ def _entry(name: str, thing: Any) -> str:
     if issubclass(thing, Enum):
         return f"{head}\nMembers: {', '.join(f'`{member.name}`' for member in thing)}.\n"
     bases = [base.__name__ for base in thing.__bases__ if base.__name__ in mpistrat.__all__]
-    inherits = f"Everything that [`{bases[0]}`](#{bases[0].lower()}) has, and:\n\n" if bases else ""
-    rows = [_member(member, value) for member, value in vars(thing).items() if not member.startswith("_")]
-    return f"{head}\n```text\nmpistrat.{name}{_signature(thing)}\n```\n" + (
-        f"\n{inherits}{_table(('member', ''), rows)}" if rows else ""
-    )
+    inherits = f"\nHas all that [`{bases[0]}`](#{bases[0].lower()}) has.\n" if bases else ""
+    rows = [_member(member, value) for member, value in vars(thing).items() if _is_described(member, value)]
+    members = f"\n{_table(('member', 'what it is or does'), rows)}" if rows else ""
+    return f"{head}\n```text\nmpistrat.{name}{_signature(thing)}\n```\n{inherits}{members}"
+
+
+def _is_described(name: str, value: Any) -> bool:
+    return not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
 
 
 def _member(name: str, value: Any) -> tuple[str, str]:
@@ -162,6 +165,7 @@ def _signature(thing: Any) -> str:
 def _tree() -> str:
     package = ROOT / "mpistrat"
     flat = [(path.name, _module_caption(path)) for path in sorted(package.glob("*.py"))]
+    flat.append(("py.typed", "Tells type checkers that the package is typed."))
     lines = [("mpistrat/", ""), *_branch(flat, "", last=False)]
     folders = _layers_upwards(package)
     for folder in folders:
@@ -193,7 +197,7 @@ def _layers() -> list[str]:
 
 
 def _module_caption(path: Path) -> str:
-    return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0].replace("``", "")
 
 
 def _reduce_ops() -> str:

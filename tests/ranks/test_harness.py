@@ -3,7 +3,10 @@
 import os
 
 import numpy as np
+import pytest
 
+from mpistrat.algorithms.choose import choose
+from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
 from tests.launches import needs_ranks
@@ -27,9 +30,14 @@ def test_a_test_may_need_ranks(comm):
     assert comm.size >= 4
 
 
-def test_the_operations_reduce(ops):
-    (total,) = ops.all_reduce(ReduceOp.SUM, [np.full(3, ops.rank, np.int64)])
-    assert total.tolist() == [ops.size * (ops.size - 1) // 2] * 3
+@pytest.mark.parametrize("count", [3, 100_003])
+def test_the_operations_reduce(ops, world, count):
+    expected = ops.size * np.arange(count) + ops.size * (ops.size - 1) // 2
+    for candidate in choose(world, count, 8).considered:
+        if candidate.plan is not None:
+            options = CommunicationOptions(algorithm=candidate.algorithm)
+            (total,) = ops.all_reduce(ReduceOp.SUM, [np.arange(count) + ops.rank], options)
+            assert np.array_equal(total, expected), candidate.algorithm
 
 
 def test_the_strategy_spans_all_ranks(comm, strategy):

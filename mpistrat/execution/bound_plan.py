@@ -1,0 +1,174 @@
+"""A plan with its memory and operations bound: walk the phases, overlap the chunks.
+
+A chunk lives in a slot of the scratch memory from its copy-in to its copy-out. There is one slot more than chunks under
+way, so that a rank can fill a slot while its peers still read the one before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrat.algorithms.plan import Plan, Scope
+from mpistrat.arrays import Array
+from mpistrat.execution.lanes import overlap
+from mpistrat.packing.fuse import CopyIn, CopyOut
+from mpistrat.packing.layout import Layout
+from mpistrat.reduction import ReduceOp, divide
+from mpistrat.transports.base import Operation, Steps
+
+if TYPE_CHECKING:
+    from mpistrat.execution.executor import Executor
+
+__all__ = ["BoundPlan", "DirectPlan"]
+
+
+class BoundPlan:
+    """A plan with its memory, ready to run any number of times."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        plan: Plan,
+        layout: Layout,
+        dtype: np.dtype[Any],
+        op: ReduceOp,
+        slots: int,
+        slot_bytes: int,
+    ) -> None:
+        self.plan = plan
+        self.generation = executor.generation
+        self._executor = executor
+        self._dtype, self._op, self._layout = dtype, op, layout
+        self._slots, self._slot_bytes = slots, slot_bytes
+        self._bound: dict[tuple[int, int], list[list[tuple[str, Operation]]]] = {}
+        # rails have a channel for each slot; the operations inside a node follow each other
+        self._abreast = plan.depth if any(phase.scope is Scope.INTER for phase in plan.phases) else 1
+        # a plan of one chunk takes its two slots in turn
+        turns = slots if plan.num_chunks == 1 else 1
+        self._turns = [
+            [self._chunk(start, count, (index + turn) % slots) for index, (start, count) in enumerate(plan.chunks())]
+            for turn in range(turns)
+        ]
+        self._turn = 0
+
+    def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
+        """Return the steps that reduce `sources` into C-contiguous `targets`. A collective call."""
+        executor = self._executor
+        sources, targets = [array.reshape(-1) for array in sources], [array.reshape(-1) for array in targets]
+        executor.enter(self._slots, self._slot_bytes)
+        chunks = self._turns[self._turn]
+        self._turn = (self._turn + 1) % len(self._turns)
+
+        def head(index: int) -> Steps:
+            chunk = chunks[index]
+            yield from executor.acquire(chunk.slot)
+            started = time.perf_counter()
+            yield from chunk.copy_in.run(sources)
+            self._record("copy in", started, chunk)
+            yield from self._walk(chunk, chunk.head)
+
+        def middle(index: int) -> Steps:
+            return self._walk(chunks[index], chunks[index].middle)
+
+        def tail(index: int) -> Steps:
+            chunk = chunks[index]
+            yield from self._walk(chunk, chunk.tail)
+            started = time.perf_counter()
+            yield from chunk.copy_out.run(targets)
+            self._record("copy out", started, chunk)
+            executor.release(chunk.slot)
+
+        if len(chunks) > 1:
+            yield from overlap(len(chunks), self.plan.depth, self._abreast, head, middle, tail)
+        elif chunks:
+            yield from head(0)
+            yield from middle(0)
+            yield from tail(0)
+
+    def _chunk(self, start: int, count: int, slot: int) -> _Chunk:
+        padded = self.plan.padded(count)
+        buffer = self._executor.slot(slot, self._slot_bytes, padded, self._dtype)
+        phases = self._operations(slot, padded, buffer)
+        steps = [operation for operations in phases for _, operation in operations]
+        parts = [(part.start, part.stop, part.addends) for part in steps[-1].parts] if steps else [(0, padded, (buffer,))]
+        divisor = self.plan.world.size if self._op is ReduceOp.MEAN else 1
+        chunk = _Chunk(
+            slot,
+            padded * self._dtype.itemsize,
+            CopyIn(self._layout, start, start + count, buffer),
+            CopyOut(self._layout, start, start + count, parts, self._op, divisor),
+        )
+        # what crosses nodes overlaps with what comes before and after it; on one node all phases overlap with the copies
+        crossing = [phase.scope is not Scope.INTRA for phase in self.plan.phases]
+        first = crossing.index(True) if any(crossing) else 0
+        last = crossing.index(True) + 1 if any(crossing) else len(phases)
+        chunk.head, chunk.middle, chunk.tail = (
+            [operation for operations in part for operation in operations]
+            for part in (phases[:first], phases[first:last], phases[last:])
+        )
+        return chunk
+
+    def _operations(self, slot: int, padded: int, buffer: Array) -> list[list[tuple[str, Operation]]]:
+        """Return the operations of each phase; chunks of one size in one slot share them."""
+        if (slot, padded) not in self._bound:
+            self._bound[slot, padded] = [
+                self._executor.operations(phase, slot, buffer, self._op) for phase in self.plan.phases
+            ]
+        return self._bound[slot, padded]
+
+    def _walk(self, chunk: _Chunk, operations: list[tuple[str, Operation]]) -> Steps:
+        for name, operation in operations:
+            started = time.perf_counter()
+            yield from operation.run()
+            self._record(name, started, chunk)
+
+    def _record(self, name: str, started: float, chunk: _Chunk) -> None:
+        if self._executor.timeline.enabled:
+            lane = name.split()[0] if not name.startswith("copy") else "intra"
+            self._executor.timeline.record(name, lane, started, chunk.nbytes)
+
+
+class DirectPlan:
+    """A flat plan for one array: MPI works on the caller's memory, and nothing is copied."""
+
+    def __init__(self, executor: Executor, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> None:
+        self.plan = plan
+        self._executor = executor
+        self._call = executor.world.all_reduce_call(dtype, op)
+        self._divisor = plan.world.size if op is ReduceOp.MEAN else 1
+
+    @property
+    def generation(self) -> int:
+        """Always the present one: no scratch memory is bound."""
+        return self._executor.generation
+
+    def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
+        """Reduce the one source into the one target, and return no steps. A collective call."""
+        target = targets[0]
+        started = time.perf_counter()
+        source = np.ascontiguousarray(sources[0])
+        # MPI forbids that what is sent and what is received overlap
+        self._call(source.copy() if np.may_share_memory(source, target) else source, target)
+        if self._divisor > 1:
+            divide(target, self._divisor, out=target)
+        if self._executor.timeline.enabled:
+            self._executor.timeline.record("world all_reduce", "world", started, target.nbytes)
+        return iter(())
+
+
+@dataclass
+class _Chunk:
+    """One chunk in its slot, with everything that happens to it."""
+
+    slot: int
+    nbytes: int
+    copy_in: CopyIn
+    copy_out: CopyOut
+    head: list[tuple[str, Operation]] = field(default_factory=list)
+    middle: list[tuple[str, Operation]] = field(default_factory=list)
+    tail: list[tuple[str, Operation]] = field(default_factory=list)

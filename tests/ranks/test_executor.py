@@ -1,0 +1,174 @@
+"""The executor: which transports it takes, how it runs a plan in its slots, and what a slow rank does to it."""
+
+import time
+
+import numpy as np
+import pytest
+
+from mpistrat.algorithms.choose import PLANNERS
+from mpistrat.errors import DeadlineExceededError, SettingError, TransportError, Unsuitable
+from mpistrat.execution.executor import Executor
+from mpistrat.execution.work import Work
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.packing.layout import Layout
+from mpistrat.reduction import ReduceOp
+from mpistrat.topology.world import World
+from mpistrat.transports.base import drive
+from mpistrat.transports.shared_memory import SharedMemoryTransport
+from tests.launches import needs_ranks
+
+FLOAT32 = np.dtype(np.float32)
+
+
+@pytest.fixture
+def executor(hierarchy):
+    executor = Executor(hierarchy)
+    yield executor
+    executor.close()
+
+
+@pytest.fixture
+def one_node(comm):
+    hierarchy = Hierarchy(comm, World.from_shape(f"1x{comm.size}"))
+    yield hierarchy
+    hierarchy.close()
+
+
+def bind(executor, algorithm, counts, chunk_bytes=0, op=ReduceOp.SUM):
+    """Bind a plan for arrays of so many float32; None where the planner declines."""
+    layout = Layout(counts)
+    try:
+        plan = PLANNERS[algorithm](executor.hierarchy.world, layout.count, 4, chunk_bytes)
+    except Unsuitable:
+        return None
+    return executor.bind(plan, layout, FLOAT32, op, casts=False)
+
+
+def run(bound, sources):
+    targets = [np.full_like(source, np.nan) for source in sources]
+    drive(bound.run(sources, targets), lambda: "test", 30.0)
+    return targets
+
+
+@pytest.mark.parametrize("algorithm", PLANNERS)
+def test_a_bound_plan_runs_again_and_again(executor, world, comm, algorithm):
+    # several arrays, across chunk boundaries, with padding at the end
+    bound = bind(executor, algorithm, [5, 0, 1000, 1, 77], chunk_bytes=700)
+    if bound is None:
+        return
+    for turn in range(3 * bound.plan.num_chunks):
+        sources = [np.arange(count, dtype=np.float32) * (comm.rank + 1) + turn for count in (5, 0, 1000, 1, 77)]
+        total, size = sum(range(world.size + 1)), world.size
+        for target, count in zip(run(bound, sources), (5, 0, 1000, 1, 77), strict=True):
+            assert (target == np.arange(count) * total + turn * size).all()
+
+
+@pytest.mark.parametrize("algorithm", ["hierarchical", "pipelined"])
+def test_one_rank_after_the_other_is_slow(executor, world, comm, algorithm):
+    bound = bind(executor, algorithm, [500, 500], chunk_bytes=1000)
+    if bound is None:
+        return
+    for turn in range(2 * world.size):
+        if comm.rank == turn % world.size:
+            time.sleep(0.002)
+        for target in run(bound, [np.full(500, turn + comm.rank, np.float32)] * 2):
+            assert (target == turn * world.size + sum(range(world.size))).all()
+
+
+def test_bound_plans_take_turns_in_one_memory(executor, world):
+    # slots of one plan lie across those of the other
+    bound = [bind(executor, "hierarchical", counts) for counts in ([4000], [10, 10], [20_000, 1])]
+    bound = [bind(executor, "hierarchical", counts) for counts in ([4000], [10, 10], [20_000, 1])]
+    assert {one.generation for one in bound} == {executor.generation}
+    for turn in range(4):
+        for one, counts in zip(bound, ([4000], [10, 10], [20_000, 1]), strict=True):
+            for target in run(one, [np.full(count, turn, np.float32) for count in counts]):
+                assert (target == turn * world.size).all()
+
+
+def test_growing_makes_a_new_generation(executor):
+    first = bind(executor, "hierarchical", [10, 10])
+    generation = executor.generation
+    assert first.generation == generation
+    bind(executor, "hierarchical", [10, 11])
+    assert executor.generation == generation
+    bind(executor, "hierarchical", [10**6, 1])
+    assert executor.generation == generation + 1
+    assert first.generation == generation
+
+
+def test_an_empty_buffer_is_nothing_to_do(executor):
+    bound = bind(executor, "hierarchical", [0, 0])
+    assert [target.size for target in run(bound, [np.empty(0, np.float32)] * 2)] == [0, 0]
+
+
+def test_shared_memory_inside_nodes_and_rings_between(executor, hierarchy):
+    assert executor.intra.name == "shared_memory"
+    assert {rail.name for rail in executor.rails.values()} <= {"mpi_ring"}
+    assert list(executor.rails) == list(hierarchy.rails)
+
+
+@pytest.mark.parametrize("algorithm", PLANNERS)
+def test_any_transport_will_do(comm, world, monkeypatch, algorithm):
+    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "mpi")
+    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "mpi")
+    hierarchy = Hierarchy(comm, world)
+    executor = Executor(hierarchy)
+    assert executor.intra.name == "mpi"
+    assert {rail.name for rail in executor.rails.values()} <= {"mpi"}
+    bound = bind(executor, algorithm, [5, 1000], chunk_bytes=700)
+    if bound is not None:
+        for target in run(bound, [np.full(count, comm.rank, np.float32) for count in (5, 1000)]):
+            assert (target == sum(range(world.size))).all()
+    executor.close()
+    hierarchy.close()
+
+
+def test_a_transport_that_does_not_serve_is_refused_only_if_named(one_node, monkeypatch):
+    monkeypatch.setattr(SharedMemoryTransport, "probe", classmethod(lambda cls, group: "there is no window"))
+    executor = Executor(one_node)
+    assert executor.intra.name == "mpi"
+    executor.close()
+    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "shared_memory")
+    message = (
+        r"group intra node0 has no usable transport \(shared_memory: there is no window\); accepted are shared_memory, mpi"
+    )
+    with pytest.raises(TransportError, match=message):
+        Executor(one_node)
+
+
+def test_an_unknown_transport_is_refused(one_node, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "pigeon")
+    with pytest.raises(
+        SettingError, match="MPISTRAT_INTRA_TRANSPORT='pigeon' was found; auto, shared_memory, mpi are accepted"
+    ):
+        Executor(one_node)
+
+
+@needs_ranks(2)
+def test_nothing_blocks_inside_a_node(one_node, comm):
+    executor = Executor(one_node)
+    bound = bind(executor, "hierarchical", [100, 1])
+    sources, targets = [np.ones(100, np.float32), np.ones(1, np.float32)], [np.empty(100, np.float32), np.empty(1, np.float32)]
+    late = comm.size - 1
+    if comm.rank != late:
+        work = Work(bound.run(sources, targets), lambda: targets, lambda: "the sum", timeout_seconds=0.02)
+        assert not any(work.done() for _ in range(100))
+        with pytest.raises(DeadlineExceededError, match=r"the sum did not end within 0\.02 s; not all ranks have arrived"):
+            work.wait()
+    comm.Barrier()
+    executor.close()
+
+
+def test_recording_shows_chunks_phases_and_bytes(executor, world):
+    bound = bind(executor, "hierarchical", [10, 11])
+    run(bound, [np.ones(10, np.float32), np.ones(11, np.float32)])
+    assert executor.timeline.events == []
+    executor.timeline.enabled = True
+    run(bound, [np.ones(10, np.float32), np.ones(11, np.float32)])
+    names = [event.name for event in executor.timeline.events]
+    assert (names[0], names[-1]) == ("copy in", "copy out")
+    lanes = {event.name.split()[0]: event.lane for event in executor.timeline.events[1:-1]}
+    assert all(lane == scope for scope, lane in lanes.items())
+    padded = -(-21 // world.num_shards) * world.num_shards * 4
+    assert {event.nbytes for event in executor.timeline.events} == {padded}

@@ -1,0 +1,62 @@
+"""Groups: who is in which, on communicators of our own, for every node shape."""
+
+import pytest
+from mpi4py import MPI
+
+from mpistrat.groups.group import Group
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.topology.world import World
+
+
+def test_every_rank_is_in_the_groups_of_its_place(hierarchy, world, comm):
+    node = world.nodes[world.place(comm.rank).node_index]
+    assert hierarchy.world_group.ranks == tuple(range(comm.size))
+    assert (hierarchy.intra.ranks, hierarchy.intra.name) == (node.ranks, f"intra {node.name}")
+    several = world.num_nodes > 1
+    assert list(hierarchy.rails) == (list(world.shards_of(comm.rank)) if several else [])
+    for shard, rail in hierarchy.rails.items():
+        assert (rail.ranks, rail.name) == (world.rails[shard], f"rail {shard}")
+    if several and comm.rank in world.leaders:
+        assert hierarchy.leaders.ranks == world.leaders
+    else:
+        assert hierarchy.leaders is None
+
+
+def test_a_group_reaches_its_ranks_in_their_order(hierarchy, comm):
+    for group in hierarchy.groups():
+        assert group.comm.allgather(comm.rank) == list(group.ranks)
+        assert group.ranks[group.rank] == comm.rank
+        assert group.size == len(group.ranks)
+    assert hierarchy.groups()[-1] is hierarchy.world_group
+
+
+def test_nothing_is_sent_on_the_communicator_that_was_given(hierarchy, comm):
+    relations = [MPI.Comm.Compare(group.comm, comm) for group in hierarchy.groups()]
+    assert MPI.IDENT not in relations
+    assert relations[-1] == MPI.CONGRUENT
+    distinct = [group.comm for group in hierarchy.groups()]
+    assert all(MPI.Comm.Compare(one, other) != MPI.IDENT for i, one in enumerate(distinct) for other in distinct[i + 1 :])
+
+
+def test_close_frees_every_communicator_and_may_be_done_often(comm, world):
+    for _ in range(5):
+        hierarchy = Hierarchy(comm, world)
+        groups = hierarchy.groups()
+        hierarchy.close()
+        assert all(group.comm == MPI.COMM_NULL for group in groups)
+    assert comm.allreduce(1) == comm.size
+
+
+def test_they_say_who_they_are(comm):
+    hierarchy = Hierarchy(comm, World.from_shape(f"1x{comm.size}"))
+    ranks = f"{comm.size} rank" + "s" * (comm.size > 1)
+    assert repr(hierarchy.intra) == f"Group(intra node0, rank={comm.rank}({comm.size}))"
+    assert repr(hierarchy).startswith(f"Hierarchy(World(1x{comm.size}, {ranks} on 1 node), Place(rank={comm.rank}(")
+    hierarchy.close()
+
+
+def test_a_picture_of_another_size_is_refused(comm):
+    with pytest.raises(AssertionError, match=rf"cannot describe a communicator of {comm.size} ranks"):
+        Hierarchy(comm, World.from_shape(f"1x{comm.size + 1}"))
+    with pytest.raises(AssertionError, match=rf"group odd has {comm.size} members, {comm.size + 1} ranks were named"):
+        Group(comm, "odd", tuple(range(comm.size + 1)))

@@ -1,0 +1,499 @@
+"""HierarchicalAllReduce: every dtype, operation and algorithm on every node shape, against sums made in one place."""
+
+from __future__ import annotations
+
+import time
+from functools import reduce
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpistrat.algorithms.choose import PLANNERS
+from mpistrat.cross_device import hierarchical
+from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
+from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.errors import (
+    AgreementError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    SettingError,
+    TransportError,
+    Unsuitable,
+    UnsupportedDtypeError,
+)
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.reduction import HALF_DTYPES, ReduceOp, combine
+from mpistrat.testing.transport_cases import DTYPES, inputs, operations
+from mpistrat.topology.world import World
+from tests.launches import needs_ranks
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+ALL_DTYPES = (*DTYPES, *HALF_DTYPES)
+SUM, MEAN, MAX = ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX
+
+# one shape of each number of ranks in which everything takes part: several nodes, of unequal size where that is possible
+MIXED = {1: "1x1", 2: "2x1", 3: "2+1", 4: "3+1", 8: "3+1+2+2"}
+
+
+@pytest.fixture
+def mixed(comm):
+    """Give the all-reduce of one shape, for what does not depend on the shape."""
+    ops = HierarchicalAllReduce(Hierarchy(comm, World.from_shape(MIXED.get(comm.size, f"{comm.size}x1"))))
+    yield ops
+    ops.close()
+
+
+def algorithms(world: World) -> list[str]:
+    """Return the algorithms that do not decline the world."""
+    suited = []
+    for name, planner in PLANNERS.items():
+        try:
+            planner(world, 1, 1, 0)
+        except Unsuitable:
+            continue
+        suited.append(name)
+    return suited
+
+
+def by_name(algorithm: str, **others: object) -> CommunicationOptions:
+    return CommunicationOptions(algorithm=algorithm, **others)
+
+
+def rows(dtype: np.dtype, op: ReduceOp, count: int, size: int, seed: int) -> np.ndarray:
+    """Return one row of values for each rank; every order of combining them gives the same."""
+    wide = np.dtype(np.float32) if dtype in HALF_DTYPES else dtype
+    return inputs(wide, op, count, size, seed).astype(dtype)
+
+
+def expected(op: ReduceOp, given: np.ndarray) -> np.ndarray:
+    """Return the combination of all rows, from the definition."""
+    dtype = given.dtype
+    wide = given.astype(np.float32) if dtype in HALF_DTYPES else given
+    total = reduce(combine(op), wide)
+    if op is MEAN:
+        if dtype.kind in "iu":
+            quotients = [abs(int(value)) // len(given) * (-1 if value < 0 else 1) for value in total]
+            return np.array(quotients, dtype)
+        total = total / wide.dtype.type(len(given))
+    return total.astype(dtype)
+
+
+def same_bits(found: np.ndarray, wanted: np.ndarray) -> bool:
+    # a sum of zeros may be -0
+    return found.dtype == wanted.dtype and found.shape == wanted.shape and bool(np.all(found == wanted))
+
+
+def test_every_dtype_operation_and_algorithm(ops, world):
+    for algorithm in algorithms(world):
+        for op in ReduceOp:
+            dtypes = [dtype for dtype in ALL_DTYPES if op in operations(dtype)]
+            given = [rows(dtype, op, 5 + seed, world.size, seed) for seed, dtype in enumerate(dtypes)]
+            arrays = [values[ops.rank].copy() for values in given]
+            results = ops.all_reduce(op, arrays, by_name(algorithm))
+            for dtype, values, array, result in zip(dtypes, given, arrays, results, strict=True):
+                assert same_bits(result, expected(op, values)), (algorithm, op, dtype)
+                assert same_bits(array, values[ops.rank]), "an input was changed"
+                assert not np.shares_memory(result, array)
+
+
+def test_large_buffers_in_small_chunks_and_messages(ops, world, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "10KB")
+    monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", "1000")
+    counts = [30_011, 0, 1, 5000]
+    given = [rows(np.dtype(np.int32), SUM, count, world.size, count) for count in counts]
+    for algorithm in algorithms(world):
+        results = ops.all_reduce(SUM, [values[ops.rank] for values in given], by_name(algorithm))
+        for result, values in zip(results, given, strict=True):
+            assert same_bits(result, expected(SUM, values)), algorithm
+
+
+def test_large_buffers_by_rule(ops, world):
+    # beyond RING_FROM_BYTES on every rail, and several chunks
+    base = np.arange(300_001, dtype=np.float32) % 1013
+    for algorithm in algorithms(world):
+        [result] = ops.all_reduce(SUM, [base * (ops.rank + 1)], by_name(algorithm))
+        assert same_bits(result, base * sum(range(world.size + 1))), algorithm
+
+
+def test_results_may_be_written_over_the_arrays(ops, world):
+    for algorithm in algorithms(world):
+        for counts in ([1000], [40_000], [7, 0, 50]):
+            given = [rows(np.dtype(np.float32), SUM, count, world.size, count) for count in counts]
+            arrays = [values[ops.rank].copy() for values in given]
+            results = ops.all_reduce(SUM, arrays, by_name(algorithm), out=arrays)
+            for result, array, values in zip(results, arrays, given, strict=True):
+                assert result is array
+                assert same_bits(result, expected(SUM, values)), algorithm
+
+
+def test_the_mean_is_one_division_at_the_end(ops, world):
+    # by level, 3+1 ranks would divide by 3 and by 2; integers are truncated towards zero
+    arrays = [np.full(3, ops.rank, np.float64), np.array([-7, 7, -1]) * (ops.rank == 0), np.full(2, -128, np.int8)]
+    for algorithm in algorithms(world):
+        mean, truncated, wrapped = ops.all_reduce(MEAN, arrays, by_name(algorithm))
+        assert mean.tolist() == [(world.size - 1) / 2] * 3
+        assert truncated.tolist() == [int(value / world.size) for value in (-7, 7, -1)]
+        total = (-128 * world.size + 128) % 256 - 128
+        assert wrapped.tolist() == [int(total / world.size)] * 2
+
+
+def test_16_bit_floats_are_summed_in_32_bits(mixed):
+    for algorithm in algorithms(mixed.world):
+        # the sum of these is beyond the largest float16
+        [mean] = mixed.all_reduce(MEAN, [np.full(5, 60_000, np.float16)], by_name(algorithm))
+        assert mean.tolist() == [60_000] * 5
+        # 256 + 1 is 256 in bfloat16, as often as it is done
+        small = np.array([256 if mixed.rank == 0 else 1], BFLOAT16)
+        [total] = mixed.all_reduce(SUM, [small], by_name(algorithm))
+        assert total == np.float32(256 + mixed.size - 1).astype(BFLOAT16)
+        assert mixed.size < 3 or total > 256
+
+
+def test_nan_wins(mixed):
+    for algorithm in algorithms(mixed.world):
+        for op in (ReduceOp.MIN, MAX, SUM, MEAN):
+            arrays = [np.zeros(mixed.size + 1, dtype) for dtype in (np.float32, np.float64, np.float16, BFLOAT16)]
+            for array in arrays:
+                array[mixed.rank] = np.nan
+            for result in mixed.all_reduce(op, arrays, by_name(algorithm)):
+                assert np.isnan(result.astype(np.float64)).tolist() == [True] * mixed.size + [False]
+
+
+def test_empty_and_scalar_arrays(mixed):
+    arrays = [np.empty((0, 3)), np.array(2.5), np.empty(0, np.int8), np.float32(1)[()], np.ones((1, 1, 1), np.int64)]
+    arrays = [np.asarray(array) for array in arrays]
+    for algorithm in algorithms(mixed.world):
+        results = mixed.all_reduce(SUM, arrays, by_name(algorithm))
+        assert [(result.shape, result.dtype) for result in results] == [(array.shape, array.dtype) for array in arrays]
+        assert [results[1], results[3], results[4].item()] == [2.5 * mixed.size, mixed.size, mixed.size]
+        for array in arrays:
+            [alone] = mixed.all_reduce(SUM, [array], by_name(algorithm))
+            assert (alone == array * mixed.size).all()
+            assert alone.shape == array.shape
+    assert mixed.all_reduce(SUM, []) == []
+
+
+def test_arrays_of_any_layout(mixed):
+    base = rows(np.dtype(np.int64), SUM, 60, mixed.size, 3)
+    views = {
+        "Fortran order": lambda row: np.asfortranarray(row.reshape(6, 10)),
+        "transposed": lambda row: row.reshape(3, 4, 5).transpose(2, 0, 1),
+        "backwards": lambda row: row[::-1],
+        "every third": lambda row: row[::3],
+        "columns": lambda row: row.reshape(6, 10)[:, 2:7],
+        "broadcast": lambda row: np.broadcast_to(row[:4], (3, 4)),
+    }
+    arrays = [view(base[mixed.rank].copy()) for view in views.values()]
+    for array in arrays:
+        array.flags.writeable = False
+    for algorithm in algorithms(mixed.world):
+        together = mixed.all_reduce(SUM, arrays, by_name(algorithm))
+        alone = [mixed.all_reduce(SUM, [array], by_name(algorithm))[0] for array in arrays]
+        for name, view, result, single in zip(views, views.values(), together, alone, strict=True):
+            wanted = view(expected(SUM, base))
+            assert same_bits(result, wanted), (algorithm, name)
+            assert same_bits(single, wanted), (algorithm, name)
+            assert result.flags.c_contiguous
+
+
+def test_packs_change_nothing(mixed):
+    # where two ranks add, the order of adding cannot matter; elsewhere sums that are exact must be equal
+    counts = (3, 100, 0, 57, 1, 20)
+    size = mixed.size
+    values = np.random.default_rng(7).normal(size=(size, sum(counts))) * (1 if size < 3 else 2**20)
+    row = values[mixed.rank] if size < 3 else values[mixed.rank].round()
+    arrays = np.split(row.astype(np.float32), np.cumsum(counts)[:-1])
+    for algorithm in algorithms(mixed.world):
+        plain = mixed.all_reduce(SUM, arrays, by_name(algorithm))
+        for bytes_per_pack in (1, 300, 10**6):
+            packed = mixed.all_reduce(SUM, arrays, by_name(algorithm, bytes_per_pack=bytes_per_pack))
+            assert [array.tobytes() for array in packed] == [array.tobytes() for array in plain]
+
+
+def test_packs_follow_the_rule(mixed):
+    arrays = [np.ones(count, np.uint8) for count in (10, 20, 30, 40)]
+    mixed.all_reduce(SUM, arrays, CommunicationOptions(bytes_per_pack=25))
+    [recipe] = mixed._recipes.values()
+    assert [bucket.indices for bucket in recipe] == [(3,), (2,), (1, 0)], "the last arrays first"
+
+
+def test_a_repeated_call_uses_what_it_has(mixed):
+    options = by_name("hierarchical")
+    small, large = [np.ones(10, np.int32)], [np.ones(3000, np.int32), np.ones(5)]
+    for arrays in (small, large, small, large):
+        mixed.all_reduce(SUM, arrays, options)
+    generation = mixed._executor.generation
+    recipes = list(mixed._recipes.values())
+    for turn in range(6):
+        for arrays in (small, large):
+            sums = mixed.all_reduce(SUM, [array * (turn + mixed.rank) for array in arrays], options)
+            total = mixed.size * turn + sum(range(mixed.size))
+            assert all((result == total).all() for result in sums)
+    assert mixed._executor.generation == generation, "the scratch memory was allocated again"
+    assert all(now is before for now, before in zip(mixed._recipes.values(), recipes, strict=True))
+
+
+def test_scratch_memory_grows(mixed):
+    options = by_name("hierarchical")
+    for count in (10, 100_000, 10, 300_000, 10, 100_000):
+        [result] = mixed.all_reduce(SUM, [np.full(count, mixed.rank + 1)], options)
+        assert (result == mixed.size * (mixed.size + 1) // 2).all()
+
+
+def test_more_signatures_than_are_kept(mixed):
+    kept = hierarchical.RECIPES_KEPT
+    for count in [*range(1, kept + 20), 1, 2, kept]:
+        [result] = mixed.all_reduce(SUM, [np.full(count, mixed.rank)], by_name("hierarchical"))
+        assert result.tolist() == [sum(range(mixed.size))] * count
+    assert len(mixed._recipes) <= kept
+
+
+def test_a_started_all_reduce_goes_on_while_it_is_asked(mixed):
+    given = rows(np.dtype(np.float32), SUM, 50_000, mixed.size, 5)
+    for algorithm in algorithms(mixed.world):
+        work = mixed.start_all_reduce(SUM, [given[mixed.rank]], by_name(algorithm))
+        deadline = time.monotonic() + 30
+        while not work.done():
+            assert time.monotonic() < deadline
+        assert work.done()
+        [result] = work.wait()
+        assert same_bits(result, expected(SUM, given))
+        assert work.wait()[0] is result
+        waited = mixed.start_all_reduce(SUM, [given[mixed.rank]], by_name(algorithm)).wait()
+        assert same_bits(waited[0], expected(SUM, given))
+
+
+@needs_ranks(2)
+def test_a_rank_that_does_not_come_is_an_error_after_the_deadline(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")  # the check itself waits without a deadline
+    monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", "30")
+    ops = HierarchicalAllReduce(Hierarchy(comm, World.from_shape(f"1x{comm.size}")), by_name("hierarchical"))
+    array = np.ones(100, np.float32)
+    assert ops.all_reduce(SUM, [array])[0][0] == comm.size
+    if comm.rank < comm.size - 1:
+        started = time.monotonic()
+        message = r"all_reduce\(SUM, \[float32 \(100,\)\].* did not end within 0.05 s; not all ranks have arrived"
+        with pytest.raises(DeadlineExceededError, match=message):
+            ops.all_reduce(SUM, [array], CommunicationOptions(timeout_seconds=0.05))
+        assert 0.05 <= time.monotonic() - started < 20
+    comm.Barrier()
+    ops.close()
+
+
+def test_gathering_joins_in_rank_order(mixed):
+    for dtype in ALL_DTYPES:
+        gathered = mixed.all_gather(np.full((2, 3), mixed.rank + 1).astype(dtype))
+        assert gathered.dtype == dtype
+        assert (gathered == np.repeat(np.arange(1, mixed.size + 1), 2)[:, None].astype(dtype)).all()
+
+
+def test_gathering_takes_unequal_and_empty_parts_along_any_axis(mixed):
+    everybody = range(mixed.size)
+    for axis in (0, 1, 2, -1, -3):
+        shape = [2, 3, 4]
+        shape[axis] = mixed.rank % 3
+        gathered = mixed.all_gather(np.full(shape, mixed.rank), axis)
+        wanted = np.concatenate([np.full([*shape[: axis % 3], r % 3, *shape[axis % 3 + 1 :]], r) for r in everybody], axis)
+        assert gathered.shape == wanted.shape
+        assert (gathered == wanted).all()
+        assert gathered.flags.c_contiguous
+    assert mixed.all_gather(np.zeros((0, 5))).shape == (0, 5)
+    assert mixed.all_gather(np.zeros((3, 0))).shape == (3 * mixed.size, 0)
+    backwards = mixed.all_gather(np.arange(6).reshape(2, 3)[:, ::-1])
+    assert backwards.tolist() == [[2, 1, 0], [5, 4, 3]] * mixed.size
+
+
+def test_large_gathers_and_broadcasts_are_cut(mixed, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", "1000")
+    gathered = mixed.all_gather(np.full((500 + mixed.rank, 3), mixed.rank, np.float32))
+    assert gathered[:, 2].tolist() == [rank for rank in range(mixed.size) for _ in range(500 + rank)]
+    assert mixed.broadcast(np.arange(1000) * (mixed.rank == 0))[999] == 999
+
+
+@pytest.mark.parametrize(
+    ("array", "axis", "error", "message"),
+    [
+        (np.array(1.0), 0, InvalidArgumentError, r"needs arrays with at least one axis; got a scalar: pass x.reshape\(1\)"),
+        (
+            np.ones((2, 3)),
+            2,
+            InvalidArgumentError,
+            r"axis 2 is out of range for an array of shape \(2, 3\): -2 to 1 are accepted",
+        ),
+        (np.ones(2), -2, InvalidArgumentError, "axis -2 is out of range"),
+        (np.array(["a"]), 0, UnsupportedDtypeError, "which no collective can carry"),
+    ],
+)
+def test_gathers_that_cannot_be_are_refused_on_every_rank(mixed, array, axis, error, message):
+    with pytest.raises(error, match=message):
+        mixed.all_gather(array, axis)
+    assert mixed.all_gather(np.array([mixed.rank])).tolist() == list(range(mixed.size))
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("strict", ["0", "1"])
+@pytest.mark.parametrize(
+    "other",
+    [np.ones((2, 4)), np.ones((2, 3, 1)), np.ones(2), np.ones((2, 3), np.float32), np.ones((2, 3), np.complex128)],
+    ids=["extent", "more axes", "fewer axes", "dtype", "complex dtype"],
+)
+def test_gathers_that_do_not_fit_are_refused_on_every_rank(comm, monkeypatch, strict, other):
+    monkeypatch.setenv("MPISTRAT_STRICT", strict)
+    ops = HierarchicalAllReduce(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    mine = other if ops.rank == 1 else np.ones((2, 3), np.complex64 if other.dtype.kind == "c" else np.float64)
+    with pytest.raises((InvalidArgumentError, AgreementError), match="all_gather"):
+        ops.all_gather(mine, axis=0)
+    assert ops.all_gather(np.array([ops.rank])).tolist() == list(range(ops.size))
+    ops.close()
+
+
+def test_broadcasting_takes_shape_and_dtype_from_the_root(mixed):
+    arrays = [np.arange(6, dtype=dtype).reshape(2, 3) for dtype in (np.int8, np.float64, np.complex64, np.float16)]
+    arrays += [np.ones(3, BFLOAT16), np.array([True, False]), np.array(2.5), np.empty((0, 4)), np.arange(12).reshape(3, 4).T]
+    for root in range(mixed.size):
+        for array in arrays:
+            mine = array if mixed.rank == root else np.full(root + 1, mixed.rank)
+            result = mixed.broadcast(mine, root)
+            assert same_bits(result, array)
+            assert result.flags.writeable
+            assert not np.shares_memory(result, mine)
+
+
+def test_broadcasts_that_cannot_be_are_refused_on_every_rank(mixed):
+    for root in (-1, mixed.size):
+        with pytest.raises(InvalidArgumentError, match=rf"root must be a replica, 0 to {mixed.size - 1}; got {root}"):
+            mixed.broadcast(np.ones(1), root)
+    with pytest.raises(UnsupportedDtypeError, match="which no collective can carry"):
+        mixed.broadcast(np.array([None] if mixed.rank == 0 else [1]))
+    assert mixed.broadcast(np.array(mixed.rank)) == 0
+
+
+def nothing_else(ops: HierarchicalAllReduce) -> None:
+    """The call after a refused one works."""
+    assert ops.all_reduce(SUM, [np.array([ops.rank])])[0] == sum(range(ops.size))
+
+
+ONE = np.ones(3, np.float32)
+OTHER_CALLS = {
+    "dtype": lambda ops: ops.all_reduce(SUM, [np.ones(3)]),
+    "shape": lambda ops: ops.all_reduce(SUM, [np.ones((3, 1), np.float32)]),
+    "op": lambda ops: ops.all_reduce(MAX, [ONE]),
+    "number": lambda ops: ops.all_reduce(SUM, [ONE, ONE]),
+    "algorithm": lambda ops: ops.all_reduce(SUM, [ONE], by_name("flat")),
+    "packs": lambda ops: ops.all_reduce(SUM, [ONE], CommunicationOptions(bytes_per_pack=1)),
+    "barrier": lambda ops: ops.barrier(),
+    "gather": lambda ops: ops.all_gather(ONE),
+    "broadcast": lambda ops: ops.broadcast(ONE),
+}
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("other", OTHER_CALLS.values(), ids=OTHER_CALLS)
+def test_ranks_that_make_different_calls_all_raise(mixed, other):
+    with pytest.raises(AgreementError, match=r"(?s)ranks made different calls.*rank 1: .*\nEvery rank must make the same"):
+        other(mixed) if mixed.rank == 1 else mixed.all_reduce(SUM, [ONE])
+    nothing_else(mixed)
+
+
+WRONG_CALLS = {
+    "object array": (lambda ops: ops.all_reduce(SUM, [np.array([None])]), UnsupportedDtypeError, "dtype object"),
+    "complex order": (lambda ops: ops.all_reduce(MAX, [ONE * 1j]), UnsupportedDtypeError, "MAX is not defined for array 0"),
+    "foreign bytes": (lambda ops: ops.all_reduce(SUM, [ONE.astype(">f4")]), UnsupportedDtypeError, "foreign byte order >f4"),
+    "out of another shape": (
+        lambda ops: ops.all_reduce(SUM, [ONE], out=[np.ones(4, np.float32)]),
+        InvalidArgumentError,
+        r"out must be a writable, C-contiguous float32 array of shape \(3,\); got float32 \(4,\)",
+    ),
+    "out of another dtype": (lambda ops: ops.all_reduce(SUM, [ONE], out=[np.ones(3)]), InvalidArgumentError, "got float64"),
+    "out backwards": (
+        lambda ops: ops.all_reduce(SUM, [ONE], out=[ONE.copy()[::-1]]),
+        InvalidArgumentError,
+        "contiguous=False",
+    ),
+    "too few out": (
+        lambda ops: ops.all_reduce(SUM, [ONE], out=[]),
+        InvalidArgumentError,
+        "out must hold one array for each of the 1 that are reduced; got 0",
+    ),
+    "NCCL": (
+        lambda ops: ops.all_reduce(SUM, [ONE], CommunicationOptions(implementation=CommunicationImplementation.NCCL)),
+        TransportError,
+        "NCCL was asked for",
+    ),
+    "unknown algorithm": (
+        lambda ops: ops.all_reduce(SUM, [ONE], by_name("best")),
+        InvalidArgumentError,
+        "unknown algorithm 'best'; accepted are auto, flat",
+    ),
+}
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_a_wrong_call_is_refused_on_every_rank(mixed, wrong, error, message):
+    with pytest.raises(error, match=message):
+        wrong(mixed)
+    nothing_else(mixed)
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize(("wrong", "error", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_a_wrong_call_on_one_rank_raises_on_all(mixed, wrong, error, message):
+    if mixed.rank == 1:
+        with pytest.raises((error, AgreementError), match=f"{message}|different calls"):
+            wrong(mixed)
+    else:
+        with pytest.raises(AgreementError, match="rank 1: "):
+            mixed.all_reduce(SUM, [ONE])
+    nothing_else(mixed)
+
+
+def test_an_algorithm_that_does_not_apply_is_refused_on_every_rank(comm):
+    ops = HierarchicalAllReduce(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    with pytest.raises(Unsuitable, match="algorithm 'leader' cannot be used on .*, because all ranks are on one node"):
+        ops.all_reduce(SUM, [ONE], by_name("leader"))
+    nothing_else(ops)
+    ops.close()
+
+
+def test_settings_are_defaults_and_options_win(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_ALGORITHM", "hierarchical")
+    ops = HierarchicalAllReduce(Hierarchy(comm, World.from_shape(f"{comm.size}x1")))
+    assert ops.choose(10, np.dtype(np.float32)).plan.algorithm == "hierarchical"
+    assert ops.choose(10, np.dtype(np.float32), by_name("flat")).plan.algorithm == "flat"
+    assert ops.explain(40, np.dtype(np.float32)).startswith("hierarchical: ")
+    ops.close()
+    monkeypatch.setenv("MPISTRAT_ALGORITHM", "best")
+    hierarchy = Hierarchy(comm, World.from_shape(f"{comm.size}x1"))
+    with pytest.raises(SettingError, match="MPISTRAT_ALGORITHM='best' was found; auto, flat"):
+        HierarchicalAllReduce(hierarchy)
+    hierarchy.close()
+
+
+def test_the_timeline_shows_the_phases(ops, world):
+    ops.timeline.enabled = True
+    array = np.ones(1000, np.float32)
+    for algorithm in algorithms(world):
+        ops.timeline.events.clear()
+        # two arrays, which must be packed
+        ops.all_reduce(SUM, [array, array], by_name(algorithm))
+        phases = [str(phase) for phase in ops.choose(2000, array.dtype, by_name(algorithm)).plan.phases]
+        named = [event.name.split(" rail")[0] for event in ops.timeline.events]
+        mine = [phase for phase in phases if not phase.startswith("leaders") or ops.rank in world.leaders]
+        assert [name for index, name in enumerate(named) if index == 0 or name != named[index - 1]] == [
+            "copy in",
+            *mine,
+            "copy out",
+        ]
+        assert all(event.end_seconds >= event.start_seconds and event.nbytes >= 8000 for event in ops.timeline.events)
+
+
+def test_without_strict_mode_nothing_is_checked_but_all_is_right(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    ops = HierarchicalAllReduce(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    nothing_else(ops)
+    ops.barrier()
+    with pytest.raises(UnsupportedDtypeError, match="array 0 has dtype object"):
+        ops.all_reduce(SUM, [np.array([None])])
+    nothing_else(ops)
+    ops.close()

@@ -1,0 +1,228 @@
+"""Every transport passes the conformance kit on the groups it serves, and the kit catches transports that do not."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpistrat.errors import TransportError
+from mpistrat.groups.group import Group
+from mpistrat.reduction import ReduceOp, combine
+from mpistrat.testing import transport_suite
+from mpistrat.testing.transport_cases import VERBS
+from mpistrat.testing.transport_suite import check_transport
+from mpistrat.transports.base import Operation, Part, drive
+from mpistrat.transports.mpi import MpiTransport, mpi_op
+from mpistrat.transports.mpi_ring import MpiRingTransport
+from mpistrat.transports.shared_memory import SharedMemoryTransport
+from tests.launches import needs_ranks
+
+BLOCKING_VERBS = {MpiTransport: tuple(VERBS), MpiRingTransport: ("reduce", "broadcast"), SharedMemoryTransport: ()}
+
+
+@pytest.fixture
+def group(comm):
+    group = Group(comm.Dup(), "world", tuple(range(comm.size)))
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize("transport", BLOCKING_VERBS, ids=lambda transport: transport.name)
+def test_transports_pass_the_kit(group, transport):
+    assert check_transport(transport, group, BLOCKING_VERBS[transport]) > 500
+
+
+def test_shared_memory_passes_the_kit_on_every_node(hierarchy, world):
+    if world.num_nodes > 1:
+        assert check_transport(SharedMemoryTransport, hierarchy.intra) > 500
+
+
+def test_rings_pass_the_kit_on_every_rail(hierarchy):
+    for rail in hierarchy.rails.values():
+        if rail.size < hierarchy.world.size:
+            assert check_transport(MpiRingTransport, rail, BLOCKING_VERBS[MpiRingTransport]) > 500
+
+
+# planted transports, each wrong in one way, caught by three ranks
+
+
+@pytest.fixture
+def few(comm):
+    """Give the first ranks a group, and the others None."""
+    size = min(3, comm.size)
+    joined = comm.Split(0 if comm.rank < size else MPI.UNDEFINED, comm.rank)
+    group = Group(joined, "few", tuple(range(size))) if joined != MPI.COMM_NULL else None
+    yield group
+    if group:
+        group.close()
+
+
+def caught(planted, group, message, blocking_verbs=tuple(VERBS)):
+    if group is not None:
+        with pytest.raises(AssertionError, match=message):
+            check_transport(planted, group, blocking_verbs)
+
+
+class ReducesTwice(SharedMemoryTransport):
+    def _fold(self, *arguments):
+        once = super()._fold(*arguments)
+
+        def run():
+            yield from once()
+            yield from once()
+
+        return run
+
+
+class ReducesTooLittle(SharedMemoryTransport):
+    def all_reduce(self, buffer, op):
+        operation = super().all_reduce(buffer, op)
+        return Operation(operation.run, [Part(part.start, part.stop, part.addends[:1]) for part in operation.parts])
+
+
+class DoesNotFence(SharedMemoryTransport):
+    def fence(self, mark):
+        return iter(())
+
+
+class DoesNotWait(SharedMemoryTransport):
+    def _wait(self, word, least):
+        return iter(())
+
+
+class ForgetsAPart(SharedMemoryTransport):
+    def all_gather(self, buffer, bounds):
+        operation = super().all_gather(buffer, bounds)
+        return Operation(operation.run, operation.parts[:-1])
+
+
+class SumsInAnOrderOfItsOwn(SharedMemoryTransport):
+    def all_reduce(self, buffer, op):
+        operation = super().all_reduce(buffer, op)
+        addends = operation.parts[0].addends
+        rotated = addends[self.group.rank :] + addends[: self.group.rank]
+        return Operation(operation.run, [Part(0, buffer.size, rotated)])
+
+
+class WritesTooMuch(MpiTransport):
+    def broadcast(self, buffer, root=0):
+        operation = super().broadcast(buffer, root)
+
+        def run():
+            address = buffer.__array_interface__["data"][0] + buffer.nbytes
+            MPI.buffer.fromaddress(address, 1)[0] = 0
+            return operation.run()
+
+        return Operation(run, operation.parts)
+
+
+class LosesNan(MpiTransport):
+    def _op(self, op, dtype):
+        plain = {ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX}
+        return plain[op] if op in plain and dtype.kind == "f" else super()._op(op, dtype)
+
+
+class WorksOnce(MpiTransport):
+    def all_reduce(self, buffer, op):
+        operation = super().all_reduce(buffer, op)
+        runs = iter([operation.run])
+        return Operation(lambda: next(runs, lambda: iter(()))(), operation.parts)
+
+
+class AnswersNothing(MpiTransport):
+    @classmethod
+    def probe(cls, group):
+        return None
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize(
+    ("planted", "message"),
+    [
+        (
+            ReducesTwice,
+            r"'every_dtype_and_operation': shared_memory: reduce.*\(67 x int8, (SUM|MEAN), .*\) on rank \d of \d \(few\): ",
+        ),
+        (
+            ReducesTooLittle,
+            r"all_reduce\(67 x bool, SUM\) on rank \d of \d \(few\): element \d+ is False, expected True; \d+ of 67",
+        ),
+        (ForgetsAPart, r"all_gather\(.*the parts do not cover each promised element once"),
+        (WritesTooMuch, r"broadcast\(67 x bool, SUM, root \d\) on rank \d .*: memory outside the buffer was written"),
+        (LosesNan, r"'nan_wins': mpi: all_reduce\(\d x float32, M(IN|AX)\) on rank \d .*: element \d is .*, expected nan"),
+        (WorksOnce, r"'every_size_division_and_root': mpi: all_reduce\(67 x int32, SUM\)"),
+        (AnswersNothing, r"'the_group_is_served': mpi: probe on rank 0 .* returned None; an empty text was expected"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_a_wrong_transport_is_caught_on_every_rank(few, planted, message):
+    caught(planted, few, message)
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("planted", [DoesNotFence, DoesNotWait])
+def test_memory_written_too_soon_is_caught(few, planted):
+    caught(planted, few, r"shared_memory: .* on rank \d of \d \(few\): element .* are wrong$")
+
+
+@needs_ranks(3)
+def test_different_bits_are_caught(few):
+    caught(SumsInAnOrderOfItsOwn, few, r"'all_ranks_get_equal_bits': .* ranks got different bits")
+
+
+@needs_ranks(2)
+def test_a_verb_that_blocks_is_caught(few, monkeypatch):
+    monkeypatch.setattr(transport_suite, "STUCK_SECONDS", 0.3)
+    others = [verb for verb in VERBS if verb != "all_reduce"]
+    caught(MpiTransport, few, r"'run_does_not_block': mpi: .*run\(\) blocked until rank 1 had entered it", others)
+
+
+@needs_ranks(2)
+def test_shared_memory_declines_ranks_of_several_machines(group):
+    alone = SimpleNamespace(Split_type=lambda kind: MPI.COMM_SELF.Dup(), allreduce=group.comm.allreduce)
+    apart = SimpleNamespace(comm=alone, size=group.size, name="rail 3")
+    assert SharedMemoryTransport.probe(apart) == "the ranks of rail 3 do not share memory"
+    assert SharedMemoryTransport.probe(group) == ""
+
+
+def test_shared_memory_that_does_not_fit_is_refused_on_every_rank(group):
+    transport = SharedMemoryTransport(group)
+    message = (
+        r"world: \d+ MiB of shared memory are needed, \d+ MiB are free in /dev/shm; enlarge it .*MPISTRAT_INTRA_TRANSPORT=mpi"
+    )
+    with pytest.raises(TransportError, match=message):
+        transport.allocate(2**50)
+    transport.allocate(64)
+    transport.close()
+
+
+def test_memory_of_somebody_else_is_refused(group):
+    transport = SharedMemoryTransport(group)
+    transport.allocate(4096)
+    with pytest.raises(AssertionError, match="the buffer does not lie in the arena"):
+        transport.all_reduce(np.zeros(8), ReduceOp.SUM)
+    with pytest.raises(AssertionError, match="allocate was called twice"):
+        transport.allocate(4096)
+    transport.close()
+
+
+def test_operations_of_many_transports_do_not_use_up_mpi(group):
+    # mpi4py allows 32 user-defined operations per process
+    for _ in range(40):
+        transport = MpiTransport(group)
+        for dtype in (np.float32, np.float64, np.int8):
+            buffer = np.array([group.rank, np.nan if np.dtype(dtype).kind == "f" else 3], dtype)
+            for op in (ReduceOp.MIN, ReduceOp.SUM):
+                transport.all_reduce(buffer, op)
+    assert mpi_op(ReduceOp.MIN, np.dtype(np.float32)) == mpi_op(ReduceOp.MIN, np.dtype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint64])
+def test_integers_wrap_around(group, dtype):
+    largest = np.iinfo(dtype).max
+    buffer = np.array([largest, 1], dtype)
+    operation = MpiTransport(group).all_reduce(buffer, ReduceOp.SUM)
+    drive(operation.run(), lambda: "sum")
+    expected = combine(ReduceOp.SUM).reduce(np.full(group.size, largest, dtype), dtype=dtype)
+    assert buffer.tolist() == [expected, group.size]
