@@ -21,7 +21,6 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "SETTINGS",
     "STRICT",
-    "TIMELINE",
     "TIMEOUT_SECONDS",
     "VERBOSE",
     "VIRTUAL_NODES",
@@ -154,8 +153,7 @@ INTER_TRANSPORT = Setting(
 TIMEOUT_SECONDS = Setting(
     "MPISTRAT_TIMEOUT_SECONDS", _parse_seconds, 0.0, "Deadline of each collective that names none, in seconds. 0: none."
 )
-TIMELINE = Setting("MPISTRAT_TIMELINE", str, "", "Folder for one Chrome/Perfetto timeline per rank. Empty: none.")
-VERBOSE = Setting("MPISTRAT_VERBOSE", _parse_bool, False, "Rank 0 prints the topology and each plan it chooses, and why.")
+VERBOSE = Setting("MPISTRAT_VERBOSE", _parse_bool, False, "Rank 0 prints the nodes it found and each plan it chooses, and why.")
 
 SETTINGS: tuple[Setting[Any], ...] = (
     VIRTUAL_NODES,
@@ -167,6 +165,5 @@ SETTINGS: tuple[Setting[Any], ...] = (
     INTRA_TRANSPORT,
     INTER_TRANSPORT,
     TIMEOUT_SECONDS,
-    TIMELINE,
     VERBOSE,
 )

@@ -6,8 +6,9 @@ recipe is kept, and the next call like it only runs it.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -66,7 +67,11 @@ class HierarchicalAllReduce(CrossDeviceOps):
         self.timeline = self._executor.timeline
         self._bytes = MpiTransport(hierarchy.world_group)
         self._agreement = Agreement(hierarchy.world_group) if settings.STRICT.read() else None
+        self._verbose = self.rank == 0 and settings.VERBOSE.read()
+        self._say(f"{self.world}: {', '.join(f'{node.name} has ranks {node.ranks}' for node in self.world.nodes)}")
         self._recipes: OrderedDict[Signature, list[_Bucket]] = OrderedDict()
+        # one small array by MPI's own all-reduce is the commonest call: where ranks share cores each line of ours counts
+        self._direct: dict[Signature, Callable[[Array, Array], None]] = {}
         # hashing options is slow: each set of them gets a number, which stands for it in a signature
         self._merged: dict[CommunicationOptions, tuple[int, CommunicationOptions]] = {}
 
@@ -88,6 +93,14 @@ class HierarchicalAllReduce(CrossDeviceOps):
         DeadlineExceededError
             If the options have a deadline and it passes.
         """
+        if len(arrays) == 1 and options is None:
+            source = arrays[0]
+            call = self._direct.get((op._value_, source.shape, source.dtype))
+            if call is not None and source.flags.c_contiguous:
+                target = np.empty(source.shape, source.dtype) if out is None else check_out(out, arrays)[0]
+                if out is None or not np.may_share_memory(source, target):
+                    call(source, target)
+                    return [target]
         steps, results, wanted = self._begin(op, arrays, options, out)
         drive(steps, lambda: self._describe(op, arrays, wanted), wanted.timeout_seconds or 0.0)
         return results
@@ -113,11 +126,7 @@ class HierarchicalAllReduce(CrossDeviceOps):
         recipe = self._recipes.get(signature)
         if recipe is None or any(bucket.bound.generation != self._executor.generation for bucket in recipe):
             recipe = self._prepare(signature, op, arrays, wanted)
-        if out is None:
-            out = [np.empty(array.shape, array.dtype) for array in arrays]
-        else:
-            check_out(out, arrays)
-        results = list(out)
+        results = [np.empty(array.shape, array.dtype) for array in arrays] if out is None else check_out(out, arrays)
         steps = recipe[0].bound.run(arrays, results) if len(arrays) == 1 else self._run(recipe, arrays, results)
         return steps, results, wanted
 
@@ -225,16 +234,25 @@ class HierarchicalAllReduce(CrossDeviceOps):
             for pack in pack_by_bytes(sizes, options.bytes_per_pack):
                 members = tuple(backwards[position] for position in pack)
                 layout = Layout([arrays[index].size for index in members])
-                plan = self.choose(layout.count, dtype, options).plan
+                choice = self.choose(layout.count, dtype, options)
+                self._say(f"{op.name} of {len(members)} arrays: {choice.plan}; {choice.reason}")
                 casts = any(arrays[index].dtype != dtype for index in members)
-                recipe.append(_Bucket(members, self._executor.bind(plan, layout, dtype, op, casts)))
+                recipe.append(_Bucket(members, self._executor.bind(choice.plan, layout, dtype, op, casts)))
         # enlarging the scratch memory for a later bucket unbinds the earlier ones; now it is large enough for all
         if any(bucket.bound.generation != self._executor.generation for bucket in recipe):
             return self._prepare(signature, op, arrays, options)
         self._recipes[signature] = recipe
+        usual = self._agreement is None and options is self._options and len(arrays) == 1 and op is not ReduceOp.MEAN
+        if usual and isinstance(recipe[0].bound, DirectPlan):
+            self._direct[op._value_, arrays[0].shape, arrays[0].dtype] = recipe[0].bound.call
         if len(self._recipes) > RECIPES_KEPT:
+            self._direct.clear()
             self._recipes.popitem(last=False)
         return recipe
+
+    def _say(self, text: str) -> None:
+        if self._verbose:
+            print(f"mpistrat: {text}", file=sys.stderr, flush=True)
 
     @staticmethod
     def _run(recipe: Sequence[_Bucket], sources: Sequence[Array], targets: Sequence[Array]) -> Steps:

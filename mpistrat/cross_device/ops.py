@@ -156,8 +156,8 @@ def check_gather(array: Array, axis: int) -> int:
     return axis % array.ndim
 
 
-def check_out(out: Sequence[Array], arrays: Sequence[Array]) -> None:
-    """Check that results for `arrays` can be written to `out`.
+def check_out(out: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
+    """Return `out` as a list, after checking that results for `arrays` can be written to it.
 
     Raises
     ------
@@ -173,3 +173,4 @@ def check_out(out: Sequence[Array], arrays: Sequence[Array]) -> None:
                 f"out must be a writable, C-contiguous {array.dtype} array of shape {array.shape}; "
                 f"got {target.dtype} {target.shape}, contiguous={contiguous}, writable={writable}"
             )
+    return list(out)

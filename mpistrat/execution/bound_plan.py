@@ -116,9 +116,11 @@ class BoundPlan:
     def _operations(self, slot: int, padded: int, buffer: Array) -> list[list[tuple[str, Operation]]]:
         """Return the operations of each phase; chunks of one size in one slot share them."""
         if (slot, padded) not in self._bound:
-            self._bound[slot, padded] = [
-                self._executor.operations(phase, slot, buffer, self._op) for phase in self.plan.phases
-            ]
+            phases = [self._executor.operations(phase, slot, buffer, self._op) for phase in self.plan.phases]
+            early = [part for operations in phases[:-1] for _, operation in operations for part in operation.parts]
+            lost = any(len(part.addends) > 1 or not np.may_share_memory(part.addends[0], buffer) for part in early)
+            assert not lost, f"{self.plan}: only the last phase may leave its result where it lies"
+            self._bound[slot, padded] = phases
         return self._bound[slot, padded]
 
     def _walk(self, chunk: _Chunk, operations: list[tuple[str, Operation]]) -> Steps:
@@ -139,7 +141,7 @@ class DirectPlan:
     def __init__(self, executor: Executor, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> None:
         self.plan = plan
         self._executor = executor
-        self._call = executor.world.all_reduce_call(dtype, op)
+        self.call = executor.world.all_reduce_call(dtype, plan.num_bytes, op)
         self._divisor = plan.world.size if op is ReduceOp.MEAN else 1
 
     @property
@@ -153,7 +155,7 @@ class DirectPlan:
         started = time.perf_counter()
         source = np.ascontiguousarray(sources[0])
         # MPI forbids that what is sent and what is received overlap
-        self._call(source.copy() if np.may_share_memory(source, target) else source, target)
+        self.call(source.copy() if np.may_share_memory(source, target) else source, target)
         if self._divisor > 1:
             divide(target, self._divisor, out=target)
         if self._executor.timeline.enabled:

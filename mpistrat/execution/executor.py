@@ -56,9 +56,7 @@ class Executor:
         self._last_mark = 0
         self.generation = 0
 
-    def bind(
-        self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, casts: bool
-    ) -> BoundPlan | DirectPlan:
+    def bind(self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, casts: bool) -> BoundPlan | DirectPlan:
         """Prepare `plan` for buckets of `layout`. A collective call.
 
         Parameters

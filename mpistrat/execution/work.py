@@ -29,9 +29,7 @@ class Work(Generic[T]):
         Deadline of `wait`, in seconds; 0 means none.
     """
 
-    def __init__(
-        self, steps: Steps, result: Callable[[], T], what: Callable[[], str], timeout_seconds: float = 0.0
-    ) -> None:
+    def __init__(self, steps: Steps, result: Callable[[], T], what: Callable[[], str], timeout_seconds: float = 0.0) -> None:
         self._steps: Steps | None = steps
         self._result = result
         self._what = what

@@ -6,8 +6,9 @@ numbers held in floats.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, check_dtype, combine
 from mpistrat.transports.base import Operation, Transport
 
-__all__ = ["DTYPES", "VERBS", "Case", "Verb", "divisions", "inputs", "operations", "poison"]
+__all__ = ["DTYPES", "VERBS", "Case", "Verb", "cases", "divisions", "inputs", "operations", "poison"]
 
 DTYPES: tuple[np.dtype[Any], ...] = tuple(np.dtype(code) for code in "?bBhHiIqQfdFD")
 
@@ -144,6 +145,16 @@ def divisions(count: int, size: int) -> list[list[int]]:
     even = [rank * count // size for rank in range(size + 1)]
     rising = [count * rank * (rank + 1) // (size * (size + 1)) for rank in range(size + 1)]
     return [even, rising, [0, *[count] * size], [*[0] * size, count]]
+
+
+def cases(dtype: np.dtype[Any], op: ReduceOp, count: int, size: int) -> Iterator[Case]:
+    """Return each verb with every division and every root."""
+    even = divisions(count, size)[0]
+    yield Case("all_reduce", dtype, op, count, even)
+    for verb, bounds in product(("reduce_scatter", "all_gather"), divisions(count, size)):
+        yield Case(verb, dtype, op, count, bounds)
+    for verb, root in product(("reduce", "broadcast"), range(size)):
+        yield Case(verb, dtype, op, count, even, root)
 
 
 def inputs(dtype: np.dtype[Any], op: ReduceOp, count: int, size: int, seed: int) -> Array:

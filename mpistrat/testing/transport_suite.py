@@ -20,7 +20,7 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
-from mpistrat.testing.transport_cases import DTYPES, VERBS, Case, divisions, operations, poison
+from mpistrat.testing.transport_cases import DTYPES, VERBS, Case, cases, divisions, operations, poison
 from mpistrat.testing.transport_subject import LARGE_COUNT, NUM_SLOTS, SLOT_BYTES, STUCK_SECONDS, Subject
 from mpistrat.transports.base import WORKED, Steps, Transport
 
@@ -86,9 +86,9 @@ def _every_dtype_and_operation(subject: Subject) -> None:
 
 def _every_size_division_and_root(subject: Subject) -> None:
     for count in COUNTS:
-        for case in _cases(INT32, ReduceOp.SUM, count, subject.size):
+        for case in cases(INT32, ReduceOp.SUM, count, subject.size):
             subject.attempt(case)
-    for case in _cases(INT32, ReduceOp.SUM, COUNT, subject.size):
+    for case in cases(INT32, ReduceOp.SUM, COUNT, subject.size):
         subject.attempt(case, times=2)
     for verb, bounds in product(VERBS, divisions(LARGE_COUNT, subject.size)[::3]):
         subject.attempt(Case(verb, INT32, ReduceOp.SUM, LARGE_COUNT, bounds))
@@ -96,7 +96,7 @@ def _every_size_division_and_root(subject: Subject) -> None:
 
 def _messages_may_be_small(subject: Subject) -> None:
     with _environment(settings.MAX_MESSAGE_BYTES.name, str(SMALL_MESSAGE_BYTES)):
-        for case in _cases(np.dtype(np.complex128), ReduceOp.PROD, COUNT, subject.size):
+        for case in cases(np.dtype(np.complex128), ReduceOp.PROD, COUNT, subject.size):
             subject.attempt(case)
 
 
@@ -164,6 +164,22 @@ def _slots_take_turns(subject: Subject) -> None:
         subject.settle()
 
 
+def _channels_are_apart(subject: Subject) -> None:
+    """Advance two operations on two channels, on each rank in another order."""
+    with _environment(settings.MAX_MESSAGE_BYTES.name, str(SMALL_MESSAGE_BYTES)):
+        count = 30 * subject.size  # messages of one size, so that a mixed-up one is taken for another
+        case = Case("all_reduce", INT32, ReduceOp.SUM, count, divisions(count, subject.size)[0])
+        buffers = [subject.bind(case, slot)[0] for slot in range(NUM_SLOTS)]
+        bound = [subject.transport.all_reduce(buffer, case.op, channel) for channel, buffer in enumerate(buffers)]
+    given = [subject.values(case) for _ in bound]
+    for buffer, values in zip(buffers, given, strict=True):
+        subject.give(case, buffer, values)
+    subject.drive(_interleaved([operation.run() for operation in bound], subject.rank), case)
+    for slot, (buffer, operation, values) in enumerate(zip(buffers, bound, given, strict=True)):
+        subject.compare(case, buffer, operation, values, slot)
+    subject.settle()
+
+
 def _a_slow_rank_reads_the_old_values(subject: Subject) -> None:
     count = 1000
     for verb, slow in product(VERBS, sorted({0, subject.size - 1})):
@@ -182,7 +198,7 @@ def _a_slow_rank_reads_the_old_values(subject: Subject) -> None:
 
 def _run_does_not_block(subject: Subject) -> None:
     """Leave one rank behind: nobody is stuck before it comes, and nobody who needs its values ends."""
-    for case in _cases(INT32, ReduceOp.SUM, COUNT, subject.size):
+    for case in cases(INT32, ReduceOp.SUM, COUNT, subject.size):
         if case.verb in subject.blocking_verbs or subject.size == 1:
             continue
         late = case.root if case.verb == "broadcast" else (case.root + 1) % subject.size
@@ -209,7 +225,7 @@ def _run_does_not_block(subject: Subject) -> None:
 def _memory_is_given_back_and_taken_again(subject: Subject) -> None:
     subject.transport.close()
     subject.allocate(NUM_SLOTS * SLOT_BYTES + 4096)
-    for case in _cases(INT32, ReduceOp.SUM, COUNT, subject.size):
+    for case in cases(INT32, ReduceOp.SUM, COUNT, subject.size):
         subject.attempt(case)
 
 
@@ -222,24 +238,29 @@ _RULES = (
     _all_ranks_get_equal_bits,
     _verbs_follow_each_other,
     _slots_take_turns,
+    _channels_are_apart,
     _a_slow_rank_reads_the_old_values,
     _run_does_not_block,
     _memory_is_given_back_and_taken_again,
 )
 
 
-def _cases(dtype: np.dtype[Any], op: ReduceOp, count: int, size: int) -> Iterator[Case]:
-    """Return each verb with every division and every root."""
-    even = divisions(count, size)[0]
-    yield Case("all_reduce", dtype, op, count, even)
-    for verb, bounds in product(("reduce_scatter", "all_gather"), divisions(count, size)):
-        yield Case(verb, dtype, op, count, bounds)
-    for verb, root in product(("reduce", "broadcast"), range(size)):
-        yield Case(verb, dtype, op, count, even, root)
-
-
 def _length(part: slice) -> int:
     return int(part.stop - part.start)
+
+
+def _interleaved(running: list[Steps], seed: int) -> Steps:
+    """Begin with the first step of each, in order, and go on at random."""
+    random = np.random.default_rng(seed)
+    order = list(range(len(running)))
+    while running:
+        index = order.pop(0) if order else int(random.integers(len(running)))
+        worked = next(running[index], None)
+        if worked is None:
+            del running[index]
+            order.clear()
+        else:
+            yield worked
 
 
 def _slowed(steps: Steps) -> Steps:

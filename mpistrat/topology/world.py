@@ -78,9 +78,7 @@ class World:
             members.setdefault(label, []).append(rank)
         groups = list(members.values())
         return cls(
-            tuple(
-                Node(index, names[ranks[0]] if names else f"node{index}", tuple(ranks)) for index, ranks in enumerate(groups)
-            )
+            tuple(Node(index, names[ranks[0]] if names else f"node{index}", tuple(ranks)) for index, ranks in enumerate(groups))
         )
 
     @classmethod

@@ -45,17 +45,15 @@ class MpiTransport(Transport):
         comm, native = self.group.comm, self._op(op, buffer.dtype)
         return _operation(buffer, [partial(comm.Allreduce, MPI.IN_PLACE, _message(piece), native) for piece in pieces(buffer)])
 
-    def all_reduce_call(self, dtype: np.dtype[Any], op: ReduceOp) -> Callable[[Array, Array], None]:
-        """Return a blocking all-reduce from one contiguous array to another, of any length."""
-        comm, native, datatype = self.group.comm, self._op(op, dtype), mpi_datatype(dtype)
-        limit = settings.MAX_MESSAGE_BYTES.read()
+    def all_reduce_call(self, dtype: np.dtype[Any], nbytes: int, op: ReduceOp) -> Callable[[Array, Array], None]:
+        """Return a blocking all-reduce from one C-contiguous array of `nbytes` to another."""
+        allreduce = partial(self.group.comm.Allreduce, op=self._op(op, dtype))
+        if nbytes <= settings.MAX_MESSAGE_BYTES.read():
+            return allreduce
 
         def call(source: Array, target: Array) -> None:
-            if source.nbytes <= limit:
-                comm.Allreduce([source, datatype], [target, datatype], native)
-                return
             for part, result in zip(pieces(source.reshape(-1)), pieces(target.reshape(-1)), strict=True):
-                comm.Allreduce([part, datatype], [result, datatype], native)
+                allreduce(part, result)
 
         return call
 

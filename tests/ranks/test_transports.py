@@ -76,8 +76,8 @@ class ReducesTwice(SharedMemoryTransport):
 
 
 class ReducesTooLittle(SharedMemoryTransport):
-    def all_reduce(self, buffer, op):
-        operation = super().all_reduce(buffer, op)
+    def all_reduce(self, buffer, op, channel=0):
+        operation = super().all_reduce(buffer, op, channel)
         return Operation(operation.run, [Part(part.start, part.stop, part.addends[:1]) for part in operation.parts])
 
 
@@ -98,8 +98,8 @@ class ForgetsAPart(SharedMemoryTransport):
 
 
 class SumsInAnOrderOfItsOwn(SharedMemoryTransport):
-    def all_reduce(self, buffer, op):
-        operation = super().all_reduce(buffer, op)
+    def all_reduce(self, buffer, op, channel=0):
+        operation = super().all_reduce(buffer, op, channel)
         addends = operation.parts[0].addends
         rotated = addends[self.group.rank :] + addends[: self.group.rank]
         return Operation(operation.run, [Part(0, buffer.size, rotated)])
@@ -117,6 +117,11 @@ class WritesTooMuch(MpiTransport):
         return Operation(run, operation.parts)
 
 
+class MixesChannels(MpiRingTransport):
+    def all_reduce(self, buffer, op, channel=0):
+        return super().all_reduce(buffer, op)
+
+
 class LosesNan(MpiTransport):
     def _op(self, op, dtype):
         plain = {ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX}
@@ -124,8 +129,8 @@ class LosesNan(MpiTransport):
 
 
 class WorksOnce(MpiTransport):
-    def all_reduce(self, buffer, op):
-        operation = super().all_reduce(buffer, op)
+    def all_reduce(self, buffer, op, channel=0):
+        operation = super().all_reduce(buffer, op, channel)
         runs = iter([operation.run])
         return Operation(lambda: next(runs, lambda: iter(()))(), operation.parts)
 
@@ -150,6 +155,7 @@ class AnswersNothing(MpiTransport):
         ),
         (ForgetsAPart, r"all_gather\(.*the parts do not cover each promised element once"),
         (WritesTooMuch, r"broadcast\(67 x bool, SUM, root \d\) on rank \d .*: memory outside the buffer was written"),
+        (MixesChannels, r"'channels_are_apart': mpi_ring: all_reduce\(\d+ x int32, SUM\) on rank .*: element \d+ is "),
         (LosesNan, r"'nan_wins': mpi: all_reduce\(\d x float32, M(IN|AX)\) on rank \d .*: element \d is .*, expected nan"),
         (WorksOnce, r"'every_size_division_and_root': mpi: all_reduce\(67 x int32, SUM\)"),
         (AnswersNothing, r"'the_group_is_served': mpi: probe on rank 0 .* returned None; an empty text was expected"),

@@ -1,0 +1,88 @@
+"""Copy in and copy out: what goes into a bucket comes out again, cast, folded and divided on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpistrat.packing import fuse
+from mpistrat.packing.fuse import CopyIn, CopyOut
+from mpistrat.packing.layout import Layout
+from mpistrat.reduction import ReduceOp
+
+SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuse, "PIECE_BYTES", 64)
+
+
+def finish(steps: Iterator[bool]) -> int:
+    return sum(1 for _ in steps)
+
+
+@given(st.lists(st.integers(0, 60), max_size=6), st.data())
+def test_what_goes_in_comes_out(counts: list[int], data: st.DataObject) -> None:
+    layout = Layout(counts)
+    arrays = [np.arange(count, dtype=np.float32) + 1000 * index for index, count in enumerate(counts)]
+    results = [np.full_like(array, np.nan) for array in arrays]
+    cuts = sorted(data.draw(st.lists(st.integers(0, layout.count), max_size=3)))
+    for start, stop in zip([0, *cuts], [*cuts, layout.count], strict=True):
+        padding = data.draw(st.integers(0, 5))
+        buffer = np.full(stop - start + padding, np.nan, np.float32)
+        finish(CopyIn(layout, start, stop, buffer).run(arrays))
+        assert (buffer == np.concatenate([*arrays, np.empty(0, np.float32)])[start:stop].tolist() + [0] * padding).all()
+        middle = data.draw(st.integers(0, buffer.size))
+        parts = [(0, middle, (buffer[:middle],)), (middle, buffer.size, (buffer[middle:],))]
+        finish(CopyOut(layout, start, stop, parts, SUM, 1).run(results))
+    assert all((result == array).all() for result, array in zip(results, arrays, strict=True))
+
+
+def test_copies_are_steps_of_bounded_size() -> None:
+    layout, buffer = Layout([100, 3]), np.empty(103, np.float32)
+    arrays = [np.ones(100, np.float32), np.ones(3, np.float32)]
+    assert finish(CopyIn(layout, 0, 103, buffer).run(arrays)) == 8, "7 pieces of 16 elements or fewer, and 1"
+    assert finish(CopyOut(layout, 0, 103, [(0, 103, (buffer,))], SUM, 1).run(arrays)) == 8
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_values_are_cast_on_the_way(dtype: Any) -> None:
+    layout, buffer = Layout([3]), np.empty(3, np.float32)
+    source, target = np.array([1, 2.5, -3], dtype), np.empty(3, dtype)
+    finish(CopyIn(layout, 0, 3, buffer).run([source]))
+    assert buffer.tolist() == [1, 2.5, -3]
+    finish(CopyOut(layout, 0, 3, [(0, 3, (buffer, buffer, buffer))], MEAN, 3).run([target]))
+    assert (target == source).all()
+
+
+@pytest.mark.parametrize(
+    ("op", "divisor", "expected"), [(SUM, 1, 111), (MEAN, 2, 55.5), (ReduceOp.MAX, 1, 100), (ReduceOp.PROD, 1, 1000)]
+)
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_addends_are_folded(op: ReduceOp, divisor: int, expected: float, dtype: type) -> None:
+    addends = tuple(np.full(40, value, np.float64) for value in (1, 10, 100))
+    target = np.empty(40, dtype)
+    finish(CopyOut(Layout([40]), 0, 40, [(0, 40, addends)], op, divisor).run([target]))
+    assert target.tolist() == [expected] * 40
+    assert [addend[0] for addend in addends] == [1, 10, 100], "peers' memory is only read"
+
+
+def test_integers_are_divided_towards_zero() -> None:
+    target = np.empty(4, np.int8)
+    finish(CopyOut(Layout([4]), 0, 4, [(0, 4, (np.array([-7, 7, -128, -1], np.int8),))], MEAN, 2).run([target]))
+    assert target.tolist() == [-3, 3, -64, 0]
+
+
+def test_a_result_may_overwrite_its_source() -> None:
+    array, buffer = np.arange(50.0), np.empty(50)
+    layout = Layout([50])
+    finish(CopyIn(layout, 0, 50, buffer).run([array]))
+    finish(CopyOut(layout, 0, 50, [(0, 50, (buffer, buffer))], SUM, 1).run([array]))
+    assert (array == 2 * np.arange(50)).all()

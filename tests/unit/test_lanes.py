@@ -1,0 +1,105 @@
+"""The lanes: whatever waits, each lane does its steps in one order, and no more chunks are under way than may be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import accumulate, islice
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpistrat.execution.lanes import overlap
+from mpistrat.transports.base import WAITING, WORKED
+
+Event = tuple[str, int, str]
+
+
+def play(num_chunks: int, depth: int, abreast: int, seed: int) -> list[Event]:
+    """Run chunks whose steps wait at random; return what began and ended."""
+    random_steps = random.Random(seed)
+    log: list[Event] = []
+
+    def part(name: str) -> Callable[[int], Iterator[bool]]:
+        def steps(chunk: int) -> Iterator[bool]:
+            log.append((name, chunk, "begins"))
+            for _ in range(random_steps.randrange(4)):
+                yield random_steps.random() < 0.5
+            log.append((name, chunk, "ends"))
+
+        return steps
+
+    for _ in overlap(num_chunks, depth, abreast, part("head"), part("middle"), part("tail")):
+        pass
+    return log
+
+
+@given(st.integers(1, 8), st.integers(1, 5), st.integers(1, 5), st.integers())
+def test_order_and_depth(num_chunks: int, depth: int, abreast: int, seed: int) -> None:
+    log = play(num_chunks, depth, abreast, seed)
+    at = {event: position for position, event in enumerate(log)}
+    assert len(log) == len(at) == 6 * num_chunks, "everything, once"
+    for chunk in range(num_chunks):
+        assert at["head", chunk, "ends"] < at["middle", chunk, "begins"]
+        assert at["middle", chunk, "ends"] < at["tail", chunk, "begins"]
+        if chunk >= depth:
+            assert at["tail", chunk - depth, "ends"] < at["head", chunk, "begins"], "no more than depth under way"
+    middles = [(chunk, what) for name, chunk, what in log if name == "middle"]
+    assert [chunk for chunk, what in middles if what == "begins"] == list(range(num_chunks)), "they begin in order"
+    balance = list(accumulate(1 if what == "begins" else -1 for _, what in middles))
+    assert max(balance) <= abreast
+
+
+@given(st.integers(1, 8), st.integers(1, 5), st.integers(1, 5), st.tuples(st.integers(), st.integers()))
+def test_the_order_of_a_lane_depends_on_indexes_only(num_chunks: int, depth: int, abreast: int, seeds: tuple[int, int]) -> None:
+    logs = [play(num_chunks, depth, abreast, seed) for seed in seeds]
+    intra, inter = ([[event for event in log if (event[0] == "middle") == middle] for log in logs] for middle in (False, True))
+    assert intra[0] == intra[1]
+    assert abreast > 1 or inter[0] == inter[1]
+
+
+def test_the_order_that_is_documented() -> None:
+    log = play(4, 2, 1, 0)
+    intra = [f"{name} {chunk}" for name, chunk, what in log if what == "begins" and name != "middle"]
+    assert intra == ["head 0", "head 1", "tail 0", "head 2", "tail 1", "head 3", "tail 2", "tail 3"]
+
+
+def test_a_wait_of_one_lane_does_not_stop_the_other() -> None:
+    released: list[int] = []
+
+    def middle(chunk: int) -> Iterator[bool]:
+        while chunk not in released:
+            yield WAITING
+
+    entered: list[int] = []
+
+    def head(chunk: int) -> Iterator[bool]:
+        entered.append(chunk)
+        yield WORKED
+
+    steps = overlap(3, 3, 1, head, middle, lambda chunk: iter(()))
+    # all heads come through while the middle of chunk 0 waits; then everybody waits, and says so
+    found = list(islice(steps, 50))
+    assert entered == [0, 1, 2]
+    assert found[-10:] == [WAITING] * 10
+    released += [0, 1, 2]
+    assert WAITING in [WAITING, *steps]
+
+
+def test_middles_go_abreast() -> None:
+    entered: list[int] = []
+
+    def middle(chunk: int) -> Iterator[bool]:
+        entered.append(chunk)
+        while len(entered) < 3:
+            yield WAITING  # none ends before the third has begun
+
+    assert WORKED in list(overlap(3, 3, 3, lambda chunk: iter([WORKED]), middle, lambda chunk: iter(())))
+    assert entered == [0, 1, 2]
+
+
+def test_a_step_worked_if_either_lane_did() -> None:
+    idle = overlap(1, 1, 1, lambda chunk: iter(()), lambda chunk: iter([WAITING] * 5), lambda chunk: iter(()))
+    found = list(idle)
+    assert found.count(WAITING) >= 4
+    assert found[0] is WORKED, "the middle has begun"

@@ -1,0 +1,50 @@
+"""Layout: the pieces of a range tile it, each inside one array."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpistrat.packing.layout import Layout, Piece
+
+counts = st.lists(st.integers(0, 40), max_size=10)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "longest", "expected"),
+    [
+        (0, 9, 100, [Piece(0, 0, 4, 0), Piece(2, 0, 3, 4), Piece(3, 0, 2, 7)]),
+        (2, 8, 100, [Piece(0, 2, 4, 0), Piece(2, 0, 3, 2), Piece(3, 0, 1, 5)]),
+        (0, 4, 3, [Piece(0, 0, 3, 0), Piece(0, 3, 4, 3)]),
+        (4, 7, 100, [Piece(2, 0, 3, 0)]),
+        (5, 6, 100, [Piece(2, 1, 2, 0)]),
+        (3, 3, 100, []),
+        (9, 9, 100, []),
+    ],
+)
+def test_examples(start: int, stop: int, longest: int, expected: list[Piece]) -> None:
+    assert Layout([4, 0, 3, 2]).pieces(start, stop, longest) == expected
+
+
+@given(counts, st.data())
+def test_pieces_tile_the_range(counts: list[int], data: st.DataObject) -> None:
+    layout = Layout(counts)
+    assert layout.count == sum(counts)
+    start = data.draw(st.integers(0, layout.count))
+    stop = data.draw(st.integers(start, layout.count))
+    longest = data.draw(st.integers(1, 50))
+    reached = start
+    for piece in layout.pieces(start, stop, longest):
+        assert 0 <= piece.start < piece.stop <= counts[piece.array]
+        assert piece.stop - piece.start <= longest
+        assert piece.offset == reached - start
+        assert sum(counts[: piece.array]) + piece.start == reached, "in order, and nothing left out"
+        reached += piece.stop - piece.start
+    assert reached == stop
+
+
+@given(counts, st.integers(1, 50))
+def test_long_enough_pieces_are_whole_arrays(counts: list[int], extra: int) -> None:
+    pieces = Layout(counts).pieces(0, sum(counts), max(counts, default=0) + extra)
+    assert [(piece.array, piece.start, piece.stop) for piece in pieces] == [(i, 0, n) for i, n in enumerate(counts) if n]

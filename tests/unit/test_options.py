@@ -1,0 +1,65 @@
+"""Communication options: what is accepted, and whose fields win."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.errors import InvalidArgumentError
+
+AUTO, RING, NCCL = CommunicationImplementation
+
+options = st.builds(
+    CommunicationOptions,
+    bytes_per_pack=st.integers(0, 3),
+    timeout_seconds=st.none() | st.floats(0, 3),
+    implementation=st.sampled_from(CommunicationImplementation),
+    algorithm=st.sampled_from(["auto", "flat", "pipelined"]),
+)
+
+
+def test_fields_not_at_their_default_win() -> None:
+    assert CommunicationOptions(5, None, RING).merge(CommunicationOptions(0, 9, AUTO)) == CommunicationOptions(5, 9, RING)
+    assert CommunicationOptions(5, 1, RING).merge(CommunicationOptions(6, 2, NCCL)) == CommunicationOptions(6, 2, NCCL)
+    named = CommunicationOptions(algorithm="flat")
+    assert CommunicationOptions(7).merge(named) == CommunicationOptions(7, algorithm="flat")
+    assert named.merge(CommunicationOptions(7)).algorithm == "flat"
+
+
+@given(options, options)
+def test_merging_takes_each_field_from_one_of_the_two(one: CommunicationOptions, other: CommunicationOptions) -> None:
+    merged = one.merge(other)
+    for field in dataclasses.fields(CommunicationOptions):
+        theirs = getattr(other, field.name)
+        assert getattr(merged, field.name) == (theirs if theirs != field.default else getattr(one, field.name))
+    assert one.merge(None) == one == one.merge(CommunicationOptions())
+
+
+@pytest.mark.parametrize("name", ["ring", "RING", "Ring", RING])
+def test_an_implementation_is_known_by_name(name: str) -> None:
+    assert CommunicationOptions(implementation=name).implementation is RING
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"bytes_per_pack": -1}, "bytes_per_pack must be 0 or a positive number of bytes; got -1"),
+        ({"timeout_seconds": -0.5}, "timeout_seconds must be None or >= 0; got -0.5"),
+        ({"implementation": "foo"}, "implementation must be one of AUTO, RING, NCCL; got 'foo'"),
+        ({"implementation": 3}, "implementation must be one of AUTO, RING, NCCL; got 3"),
+    ],
+)
+def test_what_is_not_accepted_is_refused_with_what_is(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message) as caught:
+        CommunicationOptions(**wrong)  # type: ignore[arg-type]
+    assert isinstance(caught.value, ValueError)
+
+
+def test_options_are_values() -> None:
+    assert hash(CommunicationOptions(5)) == hash(CommunicationOptions(5))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CommunicationOptions().bytes_per_pack = 3  # type: ignore[misc]

@@ -1,0 +1,149 @@
+"""Reductions: names, what is defined for which dtype, and a division that truncates."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import trunc
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, combine, divide
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+INTEGERS = [np.dtype(code) for code in "bBhHiIqQ"]
+FLOATS = [np.dtype(np.float32), np.dtype(np.float64)]
+HALVES = [np.dtype(np.float16), BFLOAT16]
+COMPLEX = [np.dtype(np.complex64), np.dtype(np.complex128)]
+BOOL = np.dtype(bool)
+
+
+@pytest.mark.parametrize("op", ReduceOp)
+def test_an_operation_is_known_by_member_and_by_name(op: ReduceOp) -> None:
+    assert (
+        ReduceOp.parse(op)
+        is ReduceOp.parse(op.name)
+        is ReduceOp.parse(op.name.lower())
+        is ReduceOp.parse(op.name.title())
+        is op
+    )
+
+
+def test_an_unknown_operation_lists_the_known() -> None:
+    with pytest.raises(
+        InvalidArgumentError, match="unknown reduce_op 'median'; accepted are SUM, MEAN, MIN, MAX, PROD, in any case"
+    ):
+        ReduceOp.parse("median")
+    with pytest.raises(TypeError, match=r"must be a ReduceOp or a str, one of SUM, MEAN, MIN, MAX, PROD; got 3"):
+        ReduceOp.parse(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [BOOL, *INTEGERS, *FLOATS, *HALVES, *COMPLEX], ids=str)
+@pytest.mark.parametrize("op", ReduceOp)
+def test_operations_are_defined_as_the_table_says(op: ReduceOp, dtype: np.dtype) -> None:
+    refused = (op is ReduceOp.MEAN and dtype == BOOL) or (op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.kind == "c")
+    if refused:
+        with pytest.raises(UnsupportedDtypeError, match=rf"{op.name} is not defined for gradient 3 of dtype {dtype.name}"):
+            check_dtype(op, dtype, "gradient 3")
+    else:
+        check_dtype(op, dtype)
+
+
+@pytest.mark.parametrize("code", ["O", "U3", "S3", "M8[s]", "m8[s]", "f4,i4", "V3"])
+def test_what_is_no_number_is_refused_with_what_is_accepted(code: str) -> None:
+    message = (
+        "which no collective can carry; accepted are bool, integers, float16, bfloat16, float32, float64 and complex numbers"
+    )
+    with pytest.raises(UnsupportedDtypeError, match=message):
+        check_dtype(ReduceOp.SUM, np.dtype(code))
+
+
+@pytest.mark.parametrize("code", [">f4", ">i8", ">c16"])
+def test_foreign_byte_order_is_refused_with_the_remedy(code: str) -> None:
+    name = np.dtype(code).name
+    with pytest.raises(
+        UnsupportedDtypeError, match=rf"x has the foreign byte order {code}; convert it with .astype\('{name}'\)"
+    ):
+        check_dtype(ReduceOp.SUM, np.dtype(code), "x")
+
+
+def test_halves_are_combined_in_float32_and_all_else_as_it_is() -> None:
+    for op in ReduceOp:
+        assert {accumulation_dtype(op, dtype) for dtype in HALVES} == {np.dtype(np.float32)}
+        assert all(accumulation_dtype(op, dtype) == dtype for dtype in [BOOL, *INTEGERS, *FLOATS, *COMPLEX])
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype", "expected"),
+    [
+        (ReduceOp.SUM, bool, [False, True, True, True]),
+        (ReduceOp.PROD, bool, [False, False, False, True]),
+        (ReduceOp.MIN, bool, [False, False, False, True]),
+        (ReduceOp.MAX, bool, [False, True, True, True]),
+        (ReduceOp.SUM, float, [0, 1, 1, 2]),
+        (ReduceOp.MEAN, float, [0, 1, 1, 2]),
+        (ReduceOp.PROD, int, [0, 0, 0, 1]),
+        (ReduceOp.MIN, int, [0, 0, 0, 1]),
+        (ReduceOp.MAX, complex, None),
+    ],
+)
+def test_how_two_values_are_combined(op: ReduceOp, dtype: type, expected: list[object] | None) -> None:
+    left, right = np.array([0, 0, 1, 1], dtype), np.array([0, 1, 0, 1], dtype)
+    if expected is not None:
+        result = combine(op)(left, right)
+        assert result.dtype == left.dtype
+        assert result.tolist() == expected
+
+
+def test_integers_wrap_around_and_nan_wins() -> None:
+    assert combine(ReduceOp.SUM)(np.int8([100]), np.int8([100])).tolist() == [-56]
+    nan = np.array([np.nan, 1, np.nan], np.float32)
+    for op in (ReduceOp.MIN, ReduceOp.MAX):
+        assert np.isnan(combine(op)(nan, nan[::-1])).tolist() == [True, False, True]
+        assert np.isnan(combine(op)(nan, np.float32([1, 2, 3]))).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@given(data=st.data(), count=st.integers(1, 1000))
+def test_integers_are_divided_towards_zero(dtype: np.dtype, data: st.DataObject, count: int) -> None:
+    limits = np.iinfo(dtype)
+    values = data.draw(st.lists(st.integers(int(limits.min), int(limits.max)), min_size=1, max_size=8))
+    total = np.array([*values, limits.min, limits.max, 0], dtype)
+    out = np.full_like(total, 77)
+    expected = [trunc(Fraction(int(value), count)) for value in total]
+    divide(total, count, out)
+    assert out.tolist() == expected
+    divide(total, count, total)
+    assert total.tolist() == expected, "in place"
+
+
+def test_a_count_beyond_the_dtype_divides_too() -> None:
+    total = np.array([-128, 127, -1, 100], np.int8)
+    out = np.empty_like(total)
+    divide(total, 200, out)
+    assert out.tolist() == [0, 0, 0, 0]
+    divide(total, 127, out)
+    assert out.tolist() == [-1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX], ids=str)
+def test_numbers_with_a_point_are_divided_in_their_own_precision(dtype: np.dtype) -> None:
+    total = np.array([1, -7, 0], dtype)
+    out = np.empty_like(total)
+    divide(total, 3, out)
+    assert (out == total / dtype.type(3)).all()
+    divide(total, 3, total)
+    assert (total == out).all()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_halves_are_rounded_once(dtype: np.dtype) -> None:
+    # 120000 does not fit into float16, its half does
+    total = np.array([120_000, 1], np.float32)
+    out = np.empty(2, dtype)
+    divide(total, 2, out)
+    assert (out == np.array([60_000, 0.5], np.float32).astype(dtype)).all()

@@ -1,0 +1,120 @@
+"""Settings: what each variable accepts, what it defaults to, and what an error says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpistrat import settings
+from mpistrat.errors import SettingError
+from mpistrat.settings import SETTINGS, Setting, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", 0),
+        ("8", 8),
+        ("8B", 8),
+        ("64MiB", 64 * 2**20),
+        ("64 mib", 64 * 2**20),
+        (" 1.5 KiB ", 1536),
+        ("1KB", 1000),
+        ("2MB", 2 * 10**6),
+        ("1GB", 10**9),
+        ("3GiB", 3 * 2**30),
+        ("1e3", 1000),
+    ],
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "1TiB", "1.2.3MiB", "lots", "nan", "inf", "0x10", "1e400", "1 MiB 2"])
+def test_what_is_no_size_says_what_is(text: str) -> None:
+    with pytest.raises(
+        ValueError, match="is no size: a number and B, KiB, MiB, GiB, KB, MB or GB are accepted, for example 64MiB"
+    ):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["-1", "0.5", "1.0001KiB", "-64MiB"])
+def test_sizes_are_whole_and_not_negative(text: str) -> None:
+    with pytest.raises(ValueError, match="is no whole, non-negative number of bytes"):
+        parse_bytes(text)
+
+
+@given(st.integers(0, 2**50), st.sampled_from(["", "B", "KiB", "MiB", "GiB", "KB", "MB", "GB"]))
+def test_whole_numbers_are_exact(number: int, unit: str) -> None:
+    factor = parse_bytes(f"1{unit}")
+    assert parse_bytes(f"{number % 2**20} {unit}") == number % 2**20 * factor
+    assert parse_bytes(str(number)) == number
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_unset_and_empty_are_the_default(setting: Setting[object]) -> None:
+    for environ in ({}, {setting.name: ""}, {setting.name: "  "}):
+        assert setting.read(environ) == setting.default
+
+
+def test_every_setting_is_in_the_table_and_explained() -> None:
+    named = {value for value in vars(settings).values() if isinstance(value, Setting)}
+    assert named == set(SETTINGS)
+    names = [setting.name for setting in SETTINGS]
+    assert len(set(names)) == len(names)
+    for setting in SETTINGS:
+        assert setting.name.startswith("MPISTRAT_")
+        assert setting.meaning.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("setting", "text", "expected"),
+    [
+        (settings.STRICT, "1", True),
+        (settings.STRICT, " On ", True),
+        (settings.STRICT, "no", False),
+        (settings.ABORT, "FALSE", False),
+        (settings.ALGORITHM, "Pipelined", "pipelined"),
+        (settings.CHUNK_BYTES, "1MiB", 2**20),
+        (settings.MAX_MESSAGE_BYTES, "1GB", 10**9),
+        (settings.INTRA_TRANSPORT, "mpi", "mpi"),
+        (settings.INTER_TRANSPORT, "MPI_RING", "mpi_ring"),
+        (settings.TIMEOUT_SECONDS, "2.5", 2.5),
+        (settings.TIMEOUT_SECONDS, "0", 0.0),
+        (settings.VIRTUAL_NODES, "2x2:cyclic", "2x2:cyclic"),
+    ],
+)
+def test_a_setting_reads_its_type(setting: Setting[object], text: str, expected: object) -> None:
+    assert setting.read({setting.name: text}) == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "text", "accepted"),
+    [
+        (settings.STRICT, "2", "1, true, yes, on, 0, false, no and off are accepted"),
+        (settings.ALGORITHM, "best", "auto, flat, leader, hierarchical, pipelined are accepted"),
+        (settings.INTRA_TRANSPORT, "nccl", "auto, shared_memory, mpi are accepted"),
+        (settings.INTER_TRANSPORT, "tcp", "auto, mpi_ring, mpi are accepted"),
+        (settings.CHUNK_BYTES, "much", "a number and B, KiB"),
+        (settings.TIMEOUT_SECONDS, "-1", "a number of seconds >= 0 is accepted"),
+        (settings.TIMEOUT_SECONDS, "soon", "a number of seconds >= 0 is accepted"),
+        (settings.TIMEOUT_SECONDS, "nan", "a number of seconds >= 0 is accepted"),
+    ],
+)
+def test_an_unreadable_value_names_the_variable_and_what_is_accepted(
+    setting: Setting[object], text: str, accepted: str
+) -> None:
+    with pytest.raises(SettingError) as caught:
+        setting.read({setting.name: text})
+    message = str(caught.value)
+    assert message.startswith(f"{setting.name}={text!r} was found; ")
+    assert accepted in message
+    assert message.endswith(f"Meaning: {setting.meaning}")
+
+
+def test_the_environment_is_read_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "1KiB")
+    assert settings.CHUNK_BYTES.read() == 1024
+    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "2KiB")
+    assert settings.CHUNK_BYTES.read() == 2048
