@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import numpy as np
@@ -31,6 +31,9 @@ from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
 from mpistrat.transports.base import Steps, drive
 from mpistrat.transports.mpi import MpiTransport
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = ["HierarchicalAllReduce"]
 
@@ -71,7 +74,8 @@ class HierarchicalAllReduce(CrossDeviceOps):
         self._say(f"{self.world}: {', '.join(f'{node.name} has ranks {node.ranks}' for node in self.world.nodes)}")
         self._recipes: OrderedDict[Signature, list[_Bucket]] = OrderedDict()
         # one small array by MPI's own all-reduce is the commonest call: where ranks share cores each line of ours counts
-        self._direct: dict[Signature, Callable[[Array, Array], None]] = {}
+        self._allreduce = hierarchy.world_group.comm.Allreduce
+        self._direct: dict[tuple[str, int, int], MPI.Op] = {}
         # hashing options is slow: each set of them gets a number, which stands for it in a signature
         self._merged: dict[CommunicationOptions, tuple[int, CommunicationOptions]] = {}
 
@@ -93,13 +97,13 @@ class HierarchicalAllReduce(CrossDeviceOps):
         DeadlineExceededError
             If the options have a deadline and it passes.
         """
-        if len(arrays) == 1 and options is None:
+        if len(arrays) == 1 and options is None and not self.timeline.enabled:
             source = arrays[0]
-            call = self._direct.get((op._value_, source.shape, source.dtype))
-            if call is not None and source.flags.c_contiguous:
-                target = np.empty(source.shape, source.dtype) if out is None else check_out(out, arrays)[0]
-                if out is None or not np.may_share_memory(source, target):
-                    call(source, target)
+            native = self._direct.get((op._value_, source.size, source.dtype.num))
+            if native is not None and source.flags.c_contiguous:
+                target = np.empty(source.shape, source.dtype) if out is None else out[0]
+                if out is None or (len(out) == 1 and _is_fit(target, source)):
+                    self._allreduce(source, target, native)
                     return [target]
         steps, results, wanted = self._begin(op, arrays, options, out)
         drive(steps, lambda: self._describe(op, arrays, wanted), wanted.timeout_seconds or 0.0)
@@ -243,8 +247,8 @@ class HierarchicalAllReduce(CrossDeviceOps):
             return self._prepare(signature, op, arrays, options)
         self._recipes[signature] = recipe
         usual = self._agreement is None and options is self._options and len(arrays) == 1 and op is not ReduceOp.MEAN
-        if usual and isinstance(recipe[0].bound, DirectPlan):
-            self._direct[op._value_, arrays[0].shape, arrays[0].dtype] = recipe[0].bound.call
+        if usual and isinstance(recipe[0].bound, DirectPlan) and recipe[0].bound.is_one_message:
+            self._direct[op._value_, arrays[0].size, arrays[0].dtype.num] = recipe[0].bound.native
         if len(self._recipes) > RECIPES_KEPT:
             self._direct.clear()
             self._recipes.popitem(last=False)
@@ -281,6 +285,15 @@ class HierarchicalAllReduce(CrossDeviceOps):
     def _describe(op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> str:
         values = ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
         return f"all_reduce({op.name}, [{values}], algorithm={options.algorithm}, bytes_per_pack={options.bytes_per_pack})"
+
+
+def _is_fit(target: Array, source: Array) -> bool:
+    """Return whether MPI can write to `target` what it makes of `source`; else the longer way says why not, or copies."""
+    if target.shape != source.shape or target.dtype is not source.dtype or not target.flags.carray:
+        return False
+    # arrays that own their memory do not overlap, unless they are one
+    owners = source.base is None and target.base is None and source is not target
+    return owners or not np.may_share_memory(source, target)
 
 
 def _by_accumulation_dtype(op: ReduceOp, arrays: Sequence[Array]) -> dict[np.dtype[Any], list[int]]:

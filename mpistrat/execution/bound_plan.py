@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpistrat import settings
 from mpistrat.algorithms.plan import Plan, Scope
 from mpistrat.arrays import Array
 from mpistrat.execution.lanes import overlap
@@ -141,7 +142,8 @@ class DirectPlan:
     def __init__(self, executor: Executor, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> None:
         self.plan = plan
         self._executor = executor
-        self.call = executor.world.all_reduce_call(dtype, plan.num_bytes, op)
+        self.native = executor.world.native_op(op, dtype)
+        self.is_one_message = plan.num_bytes <= settings.MAX_MESSAGE_BYTES.read()
         self._divisor = plan.world.size if op is ReduceOp.MEAN else 1
 
     @property
@@ -155,7 +157,8 @@ class DirectPlan:
         started = time.perf_counter()
         source = np.ascontiguousarray(sources[0])
         # MPI forbids that what is sent and what is received overlap
-        self.call(source.copy() if np.may_share_memory(source, target) else source, target)
+        source = source.copy() if np.may_share_memory(source, target) else source
+        self._executor.world.all_reduce_between(source, target, self.native)
         if self._divisor > 1:
             divide(target, self._divisor, out=target)
         if self._executor.timeline.enabled:

@@ -42,20 +42,13 @@ class MpiTransport(Transport):
         """Bind MPI_Allreduce, in place."""
         from mpi4py import MPI
 
-        comm, native = self.group.comm, self._op(op, buffer.dtype)
+        comm, native = self.group.comm, self.native_op(op, buffer.dtype)
         return _operation(buffer, [partial(comm.Allreduce, MPI.IN_PLACE, _message(piece), native) for piece in pieces(buffer)])
 
-    def all_reduce_call(self, dtype: np.dtype[Any], nbytes: int, op: ReduceOp) -> Callable[[Array, Array], None]:
-        """Return a blocking all-reduce from one C-contiguous array of `nbytes` to another."""
-        allreduce = partial(self.group.comm.Allreduce, op=self._op(op, dtype))
-        if nbytes <= settings.MAX_MESSAGE_BYTES.read():
-            return allreduce
-
-        def call(source: Array, target: Array) -> None:
-            for part, result in zip(pieces(source.reshape(-1)), pieces(target.reshape(-1)), strict=True):
-                allreduce(part, result)
-
-        return call
+    def all_reduce_between(self, source: Array, target: Array, native: MPI.Op) -> None:
+        """Call MPI_Allreduce from one C-contiguous array to another that it does not overlap."""
+        for part, result in zip(pieces(source.reshape(-1)), pieces(target.reshape(-1)), strict=True):
+            self.group.comm.Allreduce(part, result, native)
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind one MPI_Reduce per part, each to the rank that owns it."""
@@ -94,12 +87,13 @@ class MpiTransport(Transport):
     def _reduction(self, piece: Array, op: ReduceOp, root: int) -> Callable[[], None]:
         from mpi4py import MPI
 
-        comm, native, message = self.group.comm, self._op(op, piece.dtype), _message(piece)
+        comm, native, message = self.group.comm, self.native_op(op, piece.dtype), _message(piece)
         if self.group.rank == root:
             return partial(comm.Reduce, MPI.IN_PLACE, message, native, root)
         return partial(comm.Reduce, message, None, native, root)
 
-    def _op(self, op: ReduceOp, dtype: np.dtype[Any]) -> MPI.Op:
+    def native_op(self, op: ReduceOp, dtype: np.dtype[Any]) -> MPI.Op:
+        """Return the MPI operation for `op` on `dtype`, made once."""
         if (op, dtype) not in self._ops:
             self._ops[op, dtype] = mpi_op(op, dtype)
         return self._ops[op, dtype]
