@@ -19,6 +19,7 @@ __all__ = [
     "INTER_TRANSPORT",
     "INTRA_TRANSPORT",
     "MAX_MESSAGE_BYTES",
+    "PEER_READS",
     "SETTINGS",
     "STRICT",
     "TIMEOUT_SECONDS",
@@ -150,6 +151,12 @@ INTRA_TRANSPORT = Setting(
 INTER_TRANSPORT = Setting(
     "MPISTRAT_INTER_TRANSPORT", _one_of("auto", "mpi_ring", "mpi"), "auto", "How bytes move between nodes."
 )
+PEER_READS = Setting(
+    "MPISTRAT_PEER_READS",
+    _parse_bool,
+    True,
+    "Ranks of a node may read each other's arrays directly, where the kernel lets them.",
+)
 TIMEOUT_SECONDS = Setting(
     "MPISTRAT_TIMEOUT_SECONDS", _parse_seconds, 0.0, "Deadline of each collective that names none, in seconds. 0: none."
 )
@@ -164,6 +171,7 @@ SETTINGS: tuple[Setting[Any], ...] = (
     MAX_MESSAGE_BYTES,
     INTRA_TRANSPORT,
     INTER_TRANSPORT,
+    PEER_READS,
     TIMEOUT_SECONDS,
     VERBOSE,
 )

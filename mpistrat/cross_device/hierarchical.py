@@ -100,11 +100,11 @@ class HierarchicalAllReduce(CrossDeviceOps):
         if len(arrays) == 1 and options is None and not self.timeline.enabled:
             source = arrays[0]
             native = self._direct.get((op._value_, source.size, source.dtype.num))
-            if native is not None and source.flags.c_contiguous:
+            fits = out is None or (len(out) == 1 and _is_fit(out[0], source))
+            if native is not None and source.flags.c_contiguous and source.dtype.isnative and fits:
                 target = np.empty(source.shape, source.dtype) if out is None else out[0]
-                if out is None or (len(out) == 1 and _is_fit(target, source)):
-                    self._allreduce(source, target, native)
-                    return [target]
+                self._allreduce(source, target, native)
+                return [target]
         steps, results, wanted = self._begin(op, arrays, options, out)
         drive(steps, lambda: self._describe(op, arrays, wanted), wanted.timeout_seconds or 0.0)
         return results
@@ -246,13 +246,18 @@ class HierarchicalAllReduce(CrossDeviceOps):
         if any(bucket.bound.generation != self._executor.generation for bucket in recipe):
             return self._prepare(signature, op, arrays, options)
         self._recipes[signature] = recipe
-        usual = self._agreement is None and options is self._options and len(arrays) == 1 and op is not ReduceOp.MEAN
-        if usual and isinstance(recipe[0].bound, DirectPlan) and recipe[0].bound.is_one_message:
-            self._direct[op._value_, arrays[0].size, arrays[0].dtype.num] = recipe[0].bound.native
+        if self._agreement is None and options is self._options and len(arrays) == 1:
+            self._remember_direct(op, arrays[0], recipe[0].bound)
         if len(self._recipes) > RECIPES_KEPT:
             self._direct.clear()
             self._recipes.popitem(last=False)
         return recipe
+
+    def _remember_direct(self, op: ReduceOp, array: Array, bound: BoundPlan | DirectPlan) -> None:
+        """Note the MPI operation for arrays like this one, where one call of MPI is all there is to do."""
+        flat = isinstance(bound, DirectPlan) and isinstance(bound.transport, MpiTransport) and op is not ReduceOp.MEAN
+        if flat and array.nbytes <= settings.MAX_MESSAGE_BYTES.read():
+            self._direct[op._value_, array.size, array.dtype.num] = self._bytes.native_op(op, array.dtype)
 
     def _say(self, text: str) -> None:
         if self._verbose:

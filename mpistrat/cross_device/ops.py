@@ -15,7 +15,7 @@ from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.timeline import Timeline
 from mpistrat.topology.world import World
 
-__all__ = ["CrossDeviceOps", "LocalOps", "check_gather"]
+__all__ = ["CrossDeviceOps", "LocalOps", "check_gather", "check_out"]
 
 
 class CrossDeviceOps(ABC):

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat import settings
 from mpistrat.algorithms.plan import Plan, Scope
 from mpistrat.arrays import Array
 from mpistrat.execution.lanes import overlap
 from mpistrat.packing.fuse import CopyIn, CopyOut
 from mpistrat.packing.layout import Layout
-from mpistrat.reduction import ReduceOp, divide
+from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import Operation, Steps
+from mpistrat.transports.mpi import MpiTransport
+from mpistrat.transports.shared_memory import SharedMemoryTransport
 
 if TYPE_CHECKING:
     from mpistrat.execution.executor import Executor
@@ -137,13 +138,13 @@ class BoundPlan:
 
 
 class DirectPlan:
-    """A flat plan for one array: MPI works on the caller's memory, and nothing is copied."""
+    """A plan for one array that its transport carries out on the caller's memory: nothing is copied in or out."""
 
-    def __init__(self, executor: Executor, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> None:
+    def __init__(self, executor: Executor, plan: Plan, transport: MpiTransport | SharedMemoryTransport, op: ReduceOp) -> None:
         self.plan = plan
+        self.transport = transport
         self._executor = executor
-        self.native = executor.world.native_op(op, dtype)
-        self.is_one_message = plan.num_bytes <= settings.MAX_MESSAGE_BYTES.read()
+        self._op = op
         self._divisor = plan.world.size if op is ReduceOp.MEAN else 1
 
     @property
@@ -152,18 +153,16 @@ class DirectPlan:
         return self._executor.generation
 
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
-        """Reduce the one source into the one target, and return no steps. A collective call."""
-        target = targets[0]
+        """Return the steps that reduce the one source into the one target. A collective call."""
         started = time.perf_counter()
-        source = np.ascontiguousarray(sources[0])
-        # MPI forbids that what is sent and what is received overlap
-        source = source.copy() if np.may_share_memory(source, target) else source
-        self._executor.world.all_reduce_between(source, target, self.native)
-        if self._divisor > 1:
-            divide(target, self._divisor, out=target)
+        source, target = np.ascontiguousarray(sources[0]).reshape(-1), targets[0].reshape(-1)
+        # the two may be one array, but not overlap otherwise
+        if sources[0] is not targets[0] and np.may_share_memory(source, target):
+            source = source.copy()
+        yield from self.transport.all_reduce_between(source, target, self._op, self._divisor)
         if self._executor.timeline.enabled:
-            self._executor.timeline.record("world all_reduce", "world", started, target.nbytes)
-        return iter(())
+            scope = self.plan.phases[0].scope.value if self.plan.phases else Scope.WORLD.value
+            self._executor.timeline.record(f"{scope} all_reduce", scope, started, target.nbytes)
 
 
 @dataclass

@@ -72,14 +72,24 @@ class Executor:
         casts : bool
             Whether an array of the bucket has another dtype.
         """
-        flat = plan.phases in ((), (Phase(Verb.ALL_REDUCE, Scope.WORLD),))
-        if flat and len(layout.offsets) == 2 and not casts:
-            return DirectPlan(self, plan, dtype, op)
+        direct = None if casts or len(layout.offsets) > 2 else self._direct_transport(plan)
+        if direct is not None:
+            return DirectPlan(self, plan, direct, op)
         slots = plan.depth + 1
         padded = plan.padded(min(plan.chunk_count, plan.count)) * dtype.itemsize
         slot_bytes = -(-padded // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
         self._reserve(slots * slot_bytes)
         return BoundPlan(self, plan, layout, dtype, op, slots, slot_bytes)
+
+    def _direct_transport(self, plan: Plan) -> MpiTransport | SharedMemoryTransport | None:
+        """Return what can carry out a plan for one array on the caller's memory, if anything can."""
+        scopes = {phase.scope for phase in plan.phases}
+        if scopes <= {Scope.WORLD}:
+            return self.world
+        if scopes == {Scope.INTRA} and isinstance(self.intra, SharedMemoryTransport) and not self.intra.peers.refusal:
+            self._reserve(SLOT_ALIGNMENT_BYTES)  # the counters of the ranks stand in the scratch memory
+            return self.intra
+        return None
 
     def slot(self, index: int, slot_bytes: int, count: int, dtype: np.dtype[Any]) -> Array:
         """Return `count` elements of the scratch memory, from the beginning of a slot."""

@@ -11,7 +11,7 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.groups.group import Group
-from mpistrat.reduction import ReduceOp, combine
+from mpistrat.reduction import ReduceOp, combine, divide
 from mpistrat.transports.base import Operation, Part, Steps, Transport
 
 if TYPE_CHECKING:
@@ -45,10 +45,16 @@ class MpiTransport(Transport):
         comm, native = self.group.comm, self.native_op(op, buffer.dtype)
         return _operation(buffer, [partial(comm.Allreduce, MPI.IN_PLACE, _message(piece), native) for piece in pieces(buffer)])
 
-    def all_reduce_between(self, source: Array, target: Array, native: MPI.Op) -> None:
-        """Call MPI_Allreduce from one C-contiguous array to another that it does not overlap."""
-        for part, result in zip(pieces(source.reshape(-1)), pieces(target.reshape(-1)), strict=True):
+    def all_reduce_between(self, source: Array, target: Array, op: ReduceOp, divisor: int) -> Steps:
+        """Combine `source` of all ranks into `target`, arrays of the caller: C-contiguous and one-dimensional."""
+        # MPI forbids that what is sent and what is received overlap
+        source = source.copy() if np.may_share_memory(source, target) else source
+        native = self.native_op(op, source.dtype)
+        for part, result in zip(pieces(source), pieces(target), strict=True):
             self.group.comm.Allreduce(part, result, native)
+        if divisor > 1:
+            divide(target, divisor, out=target)
+        return iter(())
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind one MPI_Reduce per part, each to the rank that owns it."""

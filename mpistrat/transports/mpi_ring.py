@@ -20,6 +20,7 @@ from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, combine
 from mpistrat.transports.base import WAITING, WORKED, Operation, Part, Steps, Transport
 from mpistrat.transports.mpi import MpiTransport, mpi_datatype
+from mpistrat.transports.peer_memory import address
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -121,11 +122,11 @@ class _Ring:
         # an empty segment has no memory, and lies at the address of the next one
         last_send: dict[int, int] = {}
         sent_before: list[int | None] = []
-        address = [_address(array) for array in self.sends]
+        addresses = [address(array) for array in self.sends]
         for index, target in enumerate(self.targets):
-            sent_before.append(None if self.reduces[index] or not target.size else last_send.get(_address(target)))
+            sent_before.append(None if self.reduces[index] or not target.size else last_send.get(address(target)))
             if self.sends[index].size:
-                last_send[address[index]] = index
+                last_send[addresses[index]] = index
         send_messages, landing_messages = [list(map(self._message, arrays)) for arrays in (self.sends, landings)]
         return Operation(
             lambda: self._run(count, send_messages, landing_messages, landings, sent_before),
@@ -171,7 +172,3 @@ class _Ring:
         for request in sent:
             while not request.Test():
                 yield WAITING
-
-
-def _address(array: Array) -> int:
-    return int(array.__array_interface__["data"][0])

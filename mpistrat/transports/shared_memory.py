@@ -18,8 +18,9 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group
-from mpistrat.reduction import ReduceOp, combine
+from mpistrat.reduction import ReduceOp, combine, divide
 from mpistrat.transports.base import WAITING, WORKED, Operation, Part, Steps, Transport
+from mpistrat.transports.peer_memory import PeerMemory, address
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["SharedMemoryTransport"]
 
 HEADER_BYTES = 256
-ENTERED, RELEASED = 0, 16  # in words of 8 bytes: one cache-line pair each
+ENTERED, SOURCE, TARGET, RELEASED = 0, 1, 2, 16  # in words of 8 bytes; the counters lie on cache lines of their own
+READ_BYTES = 1 << 19  # what is read from a peer at a time
 BLOCK_BYTES = 1 << 17  # a block of each peer and of the sum fit the cache of one core together
 
 
@@ -43,6 +45,8 @@ class SharedMemoryTransport(Transport):
         self._words: list[memoryview] = []
         self._entered = 0
         self._released = 0
+        self._scratch = np.empty(READ_BYTES, np.uint8)
+        self.peers = PeerMemory(group)
 
     @classmethod
     def probe(cls, group: Group) -> str:
@@ -81,6 +85,38 @@ class SharedMemoryTransport(Transport):
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind: wait for all; whoever reads the result folds the arenas of all. One pass for two ranks, L - 1 for L."""
         return self._after_all(None, [Part(0, buffer.size, tuple(self._views(buffer)))])
+
+    def all_reduce_between(self, source: Array, target: Array, op: ReduceOp, divisor: int) -> Steps:
+        """Combine `source` of all ranks into `target`, arrays of the caller, by reading peers where they lie.
+
+        Each rank combines its part of all sources into its target, divides it, and reads the other parts from the targets
+        of their owners. The two arrays are C-contiguous and one-dimensional; they may be one array.
+        """
+        assert not self.peers.refusal, f"all_reduce_between needs the memory of peers: {self.peers.refusal}"
+        rank, peers = self.group.rank, [peer for peer in range(self.group.size) if peer != self.group.rank]
+        bounds = [index * source.size // self.group.size for index in range(self.group.size + 1)]
+        mine = self._words[rank]
+        mine[SOURCE], mine[TARGET] = address(source), address(target)
+        yield from self._enter()
+        fold, block = combine(op), self._scratch.view(source.dtype)
+        for start in range(bounds[rank], bounds[rank + 1], block.size):
+            stop = min(start + block.size, bounds[rank + 1])
+            part, arrived, own = target[start:stop], block[: stop - start], source[start:stop]
+            for peer in peers:
+                self.peers.read(peer, self._words[peer][SOURCE] + start * source.itemsize, arrived)
+                fold(own, arrived, out=part)
+                own = part
+            if divisor > 1:
+                divide(part, divisor, out=part)
+            yield WORKED
+        yield from self._enter()
+        for peer in peers:
+            start, stop = bounds[peer], bounds[peer + 1]
+            if start < stop:
+                self.peers.read(peer, self._words[peer][TARGET] + start * target.itemsize, target[start:stop])
+                yield WORKED
+        # the caller may change its arrays once nobody reads them
+        yield from self._enter()
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind: wait for all, then sum this rank's part over all arenas, in blocks that stay in the cache."""
@@ -144,7 +180,7 @@ class SharedMemoryTransport(Transport):
     def _views(self, buffer: Array) -> list[Array]:
         """Return the memory at the buffer's offset in every arena."""
         arena = self._arenas[self.group.rank]
-        offset = buffer.__array_interface__["data"][0] - arena.__array_interface__["data"][0]
+        offset = address(buffer) - address(arena)
         assert 0 <= offset <= arena.nbytes - buffer.nbytes, "the buffer does not lie in the arena of allocate"
         return [peer[offset : offset + buffer.nbytes].view(buffer.dtype) for peer in self._arenas]
 
@@ -167,15 +203,19 @@ class SharedMemoryTransport(Transport):
         """Return the operation that waits until all ranks have entered it, then acts."""
 
         def run() -> Steps:
-            assert self._window is not None, "the arena was closed"
-            self._entered += 1
-            self._window.Sync()
-            self._words[self.group.rank][ENTERED] = self._entered
-            yield from self._wait(ENTERED, self._entered)
+            yield from self._enter()
             if act is not None:
                 yield from act()
 
         return Operation(run, parts)
+
+    def _enter(self) -> Steps:
+        """Wait until all ranks have come here."""
+        assert self._window is not None, "the arena was closed"
+        self._entered += 1
+        self._window.Sync()
+        self._words[self.group.rank][ENTERED] = self._entered
+        return self._wait(ENTERED, self._entered)
 
     def _wait(self, word: int, least: int) -> Steps:
         """Yield until that counter has reached `least` at every rank."""

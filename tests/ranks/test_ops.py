@@ -488,12 +488,58 @@ def test_the_timeline_shows_the_phases(ops, world):
         assert all(event.end_seconds >= event.start_seconds and event.nbytes >= 8000 for event in ops.timeline.events)
 
 
-def test_without_strict_mode_nothing_is_checked_but_all_is_right(comm, monkeypatch):
+@pytest.fixture
+def unchecked(comm, monkeypatch):
+    """Give the all-reduce without strict mode, which then takes its shortest ways."""
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = HierarchicalAllReduce(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
-    nothing_else(ops)
-    ops.barrier()
-    with pytest.raises(UnsupportedDtypeError, match="array 0 has dtype object"):
-        ops.all_reduce(SUM, [np.array([None])])
-    nothing_else(ops)
+    ops = HierarchicalAllReduce(Hierarchy(comm, World.from_shape(MIXED.get(comm.size, f"{comm.size}x1"))))
+    yield ops
     ops.close()
+
+
+def test_without_strict_mode_errors_of_all_ranks_are_still_errors(unchecked):
+    nothing_else(unchecked)
+    unchecked.barrier()
+    for wrong, error, message in WRONG_CALLS.values():
+        with pytest.raises(error, match=message):
+            wrong(unchecked)
+        nothing_else(unchecked)
+
+
+def test_small_arrays_again_and_again_without_strict_mode(unchecked):
+    for op in ReduceOp:
+        for dtype in ALL_DTYPES:
+            if op in operations(dtype) or dtype == BFLOAT16:
+                for turn in range(3):
+                    given = rows(dtype, op, 7, unchecked.size, turn)
+                    [result] = unchecked.all_reduce(op, [given[unchecked.rank]])
+                    assert same_bits(result, expected(op, given)), (op, dtype, turn)
+
+
+def test_results_go_anywhere_without_strict_mode(unchecked):
+    total = sum(range(unchecked.size))
+    for turn in range(3):
+        memory = np.full(12, -1, np.int32)
+        for source, target in (
+            (memory[:8], memory[:8]),
+            (memory[:8], memory[4:]),
+            (memory[4:], memory[:8]),
+            (memory[7::-1], memory[:8]),
+            (memory[:8].reshape(2, 4).T, np.empty((4, 2), np.int32)),
+            (memory[:8], np.empty(8, np.int32)),
+        ):
+            memory[:] = -1
+            source[...] = np.arange(8).reshape(source.shape) * unchecked.size + unchecked.rank + turn
+            wanted = np.arange(8).reshape(source.shape) * unchecked.size**2 + total + turn * unchecked.size
+            before = source.copy()
+            [result] = unchecked.all_reduce(SUM, [source], out=[target])
+            assert result is target
+            assert (target == wanted).all()
+            assert np.shares_memory(source, target) or (source == before).all()
+
+
+def test_foreign_bytes_are_refused_without_strict_mode(unchecked):
+    for _ in range(2):
+        assert unchecked.all_reduce(SUM, [np.ones(5, np.float32)])[0][0] == unchecked.size
+        with pytest.raises(UnsupportedDtypeError, match="foreign byte order >f4"):
+            unchecked.all_reduce(SUM, [np.ones(5, ">f4")])

@@ -131,9 +131,9 @@ class MixesChannels(MpiRingTransport):
 
 
 class LosesNan(MpiTransport):
-    def _op(self, op, dtype):
+    def native_op(self, op, dtype):
         plain = {ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX}
-        return plain[op] if op in plain and dtype.kind == "f" else super()._op(op, dtype)
+        return plain[op] if op in plain and dtype.kind == "f" else super().native_op(op, dtype)
 
 
 class WorksOnce(MpiTransport):

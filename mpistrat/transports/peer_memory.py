@@ -1,0 +1,108 @@
+"""PeerMemory: read the memory of another process of this node, where the kernel lets us (Linux's cross-memory attach).
+
+One system call copies from a peer's array straight into ours: nobody has to put anything into shared memory first. A kernel
+or a container may forbid it between processes that are not parent and child; so it is tried once, on all ranks together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from itertools import chain
+
+import numpy as np
+
+from mpistrat import settings
+from mpistrat.arrays import Array
+from mpistrat.errors import UnavailableError
+from mpistrat.groups.group import Group
+
+__all__ = ["PeerMemory", "address"]
+
+# Yama lets siblings attach only to a process that has asked for it; the same call is made by MPI libraries
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+_PROOF = 0x6D70697374726174
+
+
+class _Span(ctypes.Structure):
+    """``struct iovec``: an address and a length."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+class PeerMemory:
+    """Reads from the ranks of a group. Making one is a collective call.
+
+    Parameters
+    ----------
+    group : Group
+        Ranks of one node.
+
+    Attributes
+    ----------
+    refusal : str
+        Why the memory of peers cannot be read here; empty where it can.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        library = ctypes.CDLL(None, use_errno=True)
+        self._read = getattr(library, "process_vm_readv", None)
+        if self._read is not None:
+            self._read.restype = ctypes.c_ssize_t
+            library.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+        self._local, self._remote = _Span(), _Span()
+        self._spans = ctypes.byref(self._local), ctypes.byref(self._remote)
+        self._one, self._none = ctypes.c_ulong(1), ctypes.c_ulong(0)
+        self.refusal = self._try()
+
+    def read(self, rank: int, remote: int, into: Array) -> None:
+        """Copy what lies at the address `remote` of a rank of the group into a contiguous array.
+
+        Raises
+        ------
+        UnavailableError
+            If the process is gone, or its memory there cannot be read.
+        """
+        problem = self._copy(rank, remote, into)
+        if problem:
+            raise UnavailableError(
+                f"rank {self._group.ranks[self._group.rank]}: reading {into.nbytes} bytes of rank {self._group.ranks[rank]} "
+                f"failed ({problem}); the rank has ended, or its array is no ordinary memory: MPISTRAT_PEER_READS=0 "
+                "goes through shared memory instead"
+            )
+
+    def _copy(self, rank: int, remote: int, into: Array) -> str:
+        """Copy, and return what went wrong or an empty text."""
+        self._local.address, self._local.nbytes = address(into), into.nbytes
+        self._remote.address, self._remote.nbytes = remote, into.nbytes
+        assert self._read is not None, "there is no process_vm_readv here"
+        local, remotes = self._spans
+        count = self._read(self._pids[rank], local, self._one, remotes, self._one, self._none)
+        if count == into.nbytes:
+            return ""
+        return os.strerror(ctypes.get_errno()) if count < 0 else f"only {count} bytes can be read"
+
+    def _try(self) -> str:
+        """Read a number from every peer; return, on all ranks alike, why that fails somewhere."""
+        proof = np.array([_PROOF], np.uint64)
+        seen = np.empty_like(proof)
+        facts = self._group.comm.allgather((os.getpid(), address(proof), settings.PEER_READS.read() and bool(self._read)))
+        self._pids = [ctypes.c_int(pid) for pid, _, _ in facts]
+        if not all(wanted for _, _, wanted in facts):
+            return "it is switched off by MPISTRAT_PEER_READS, or the C library has no process_vm_readv"
+        problems = []
+        for rank, (_, remote, _) in enumerate(facts):
+            seen[0] = 0
+            problem = self._copy(rank, remote, seen)
+            if problem or seen[0] != _PROOF:
+                problems.append(f"rank {self._group.ranks[rank]}: {problem or 'another process answered'}")
+        # nobody may drop its proof before all have read it
+        found: list[list[str]] = self._group.comm.allgather(problems)
+        return "; ".join(chain.from_iterable(found))
+
+
+def address(array: Array) -> int:
+    """Return where the array's memory begins."""
+    return int(array.__array_interface__["data"][0])
