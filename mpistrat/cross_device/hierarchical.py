@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -17,17 +16,17 @@ import numpy as np
 
 from mpistrat import settings
 from mpistrat.algorithms.choose import Choice, choose
+from mpistrat.algorithms.plan import Plan
 from mpistrat.arrays import Array
 from mpistrat.cross_device.ops import CrossDeviceOps, check_gather, check_out
 from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.cross_device.recipe import Recipe, is_current, make_recipe, run_recipe
 from mpistrat.errors import InvalidArgumentError, MpistratError, TransportError
 from mpistrat.execution.bound_plan import BoundPlan, DirectPlan
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.packing.buckets import pack_by_bytes
-from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
 from mpistrat.transports.base import Steps, drive
 from mpistrat.transports.mpi import MpiTransport
@@ -41,14 +40,6 @@ RECIPES_KEPT = 64
 _MAX_NDIM = 64
 
 Signature = tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    """The arrays (by index) that share a buffer, and what reduces it."""
-
-    indices: tuple[int, ...]
-    bound: BoundPlan | DirectPlan
 
 
 class HierarchicalAllReduce(CrossDeviceOps):
@@ -72,7 +63,7 @@ class HierarchicalAllReduce(CrossDeviceOps):
         self._agreement = Agreement(hierarchy.world_group) if settings.STRICT.read() else None
         self._verbose = self.rank == 0 and settings.VERBOSE.read()
         self._say(f"{self.world}: {', '.join(f'{node.name} has ranks {node.ranks}' for node in self.world.nodes)}")
-        self._recipes: OrderedDict[Signature, list[_Bucket]] = OrderedDict()
+        self._recipes: OrderedDict[Signature, Recipe] = OrderedDict()
         # one small array by MPI's own all-reduce is the commonest call: where ranks share cores each line of ours counts
         self._allreduce = hierarchy.world_group.comm.Allreduce
         self._direct: dict[tuple[str, int, int], MPI.Op] = {}
@@ -128,11 +119,10 @@ class HierarchicalAllReduce(CrossDeviceOps):
             self._agree(self._agreement, op, arrays, wanted, out)
         signature = (op, number, *[(array.shape, array.dtype) for array in arrays])
         recipe = self._recipes.get(signature)
-        if recipe is None or any(bucket.bound.generation != self._executor.generation for bucket in recipe):
+        if recipe is None or not is_current(recipe, self._executor):
             recipe = self._prepare(signature, op, arrays, wanted)
         results = [np.empty(array.shape, array.dtype) for array in arrays] if out is None else check_out(out, arrays)
-        steps = recipe[0].bound.run(arrays, results) if len(arrays) == 1 else self._run(recipe, arrays, results)
-        return steps, results, wanted
+        return run_recipe(recipe, arrays, results), results, wanted
 
     def all_gather(self, array: Array, axis: int = 0) -> Array:
         """Concatenate along `axis`, in replica order: see `CrossDeviceOps.all_gather`. A collective call."""
@@ -225,26 +215,10 @@ class HierarchicalAllReduce(CrossDeviceOps):
         if options.implementation is CommunicationImplementation.NCCL:
             raise TransportError("NCCL was asked for, but these are host arrays; implementation AUTO or RING is accepted here")
 
-    def _prepare(
-        self, signature: Signature, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions
-    ) -> list[_Bucket]:
+    def _prepare(self, signature: Signature, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> Recipe:
         """Choose plans for arrays like these, and bind them."""
         self._check(op, arrays, options)
-        recipe = []
-        for dtype, indices in _by_accumulation_dtype(op, arrays).items():
-            # the last gradients are ready first, so they are packed first
-            backwards = indices[::-1]
-            sizes = [arrays[index].size * dtype.itemsize for index in backwards]
-            for pack in pack_by_bytes(sizes, options.bytes_per_pack):
-                members = tuple(backwards[position] for position in pack)
-                layout = Layout([arrays[index].size for index in members])
-                choice = self.choose(layout.count, dtype, options)
-                self._say(f"{op.name} of {len(members)} arrays: {choice.plan}; {choice.reason}")
-                casts = any(arrays[index].dtype != dtype for index in members)
-                recipe.append(_Bucket(members, self._executor.bind(choice.plan, layout, dtype, op, casts)))
-        # enlarging the scratch memory for a later bucket unbinds the earlier ones; now it is large enough for all
-        if any(bucket.bound.generation != self._executor.generation for bucket in recipe):
-            return self._prepare(signature, op, arrays, options)
+        recipe = make_recipe(self._executor, op, arrays, options.bytes_per_pack, lambda n, t: self._chosen(op, n, t, options))
         self._recipes[signature] = recipe
         if self._agreement is None and options is self._options and len(arrays) == 1:
             self._remember_direct(op, arrays[0], recipe[0].bound)
@@ -259,14 +233,14 @@ class HierarchicalAllReduce(CrossDeviceOps):
         if flat and array.nbytes <= settings.MAX_MESSAGE_BYTES.read():
             self._direct[op._value_, array.size, array.dtype.num] = self._bytes.native_op(op, array.dtype)
 
+    def _chosen(self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Plan:
+        choice = self.choose(count, dtype, options)
+        self._say(f"{op.name} of {count} elements: {choice.plan}; {choice.reason}")
+        return choice.plan
+
     def _say(self, text: str) -> None:
         if self._verbose:
             print(f"mpistrat: {text}", file=sys.stderr, flush=True)
-
-    @staticmethod
-    def _run(recipe: Sequence[_Bucket], sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
-        for bucket in recipe:
-            yield from bucket.bound.run([sources[i] for i in bucket.indices], [targets[i] for i in bucket.indices])
 
     def _extents(self, array: Array, axis: int) -> list[int]:
         """Return every replica's extent along `axis`, after checking on all replicas that the shapes fit."""
@@ -299,14 +273,6 @@ def _is_fit(target: Array, source: Array) -> bool:
     # arrays that own their memory do not overlap, unless they are one
     owners = source.base is None and target.base is None and source is not target
     return owners or not np.may_share_memory(source, target)
-
-
-def _by_accumulation_dtype(op: ReduceOp, arrays: Sequence[Array]) -> dict[np.dtype[Any], list[int]]:
-    """Group the indices of arrays by the dtype in which they are summed."""
-    groups: dict[np.dtype[Any], list[int]] = {}
-    for index, array in enumerate(arrays):
-        groups.setdefault(accumulation_dtype(op, array.dtype), []).append(index)
-    return groups
 
 
 def _dtype_number(dtype: np.dtype[Any]) -> int:
