@@ -17,7 +17,7 @@ from mpistrat.launch import openmpi
 from mpistrat.launch.bootstrap import no_library
 from mpistrat.launch.environment import in_slurm_allocation
 
-__all__ = ["FLAVOURS", "Mpi", "MpiFlavour", "command", "find_mpi"]
+__all__ = ["FLAVOURS", "Mpi", "MpiFlavour", "belongs", "command", "find_mpi", "recognise"]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from mpistrat.transports.base import Operation, Part, Steps, Transport
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MpiTransport", "mpi_datatype", "mpi_op", "pieces"]
+__all__ = ["MpiTransport", "mpi_datatype", "mpi_op"]
 
 
 class MpiTransport(Transport):
@@ -28,6 +28,7 @@ class MpiTransport(Transport):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._ops: dict[tuple[ReduceOp, np.dtype[Any]], MPI.Op] = {}
+        self._limit_bytes = settings.MAX_MESSAGE_BYTES.read()
 
     @classmethod
     def probe(cls, group: Group) -> str:
@@ -43,14 +44,16 @@ class MpiTransport(Transport):
         from mpi4py import MPI
 
         comm, native = self.group.comm, self.native_op(op, buffer.dtype)
-        return _operation(buffer, [partial(comm.Allreduce, MPI.IN_PLACE, _message(piece), native) for piece in pieces(buffer)])
+        return _operation(
+            buffer, [partial(comm.Allreduce, MPI.IN_PLACE, _message(piece), native) for piece in self._pieces(buffer)]
+        )
 
     def all_reduce_between(self, source: Array, target: Array, op: ReduceOp, divisor: int) -> Steps:
         """Combine `source` of all ranks into `target`, arrays of the caller: C-contiguous and one-dimensional."""
         # MPI forbids that what is sent and what is received overlap
         source = source.copy() if np.may_share_memory(source, target) else source
         native = self.native_op(op, source.dtype)
-        for part, result in zip(pieces(source), pieces(target), strict=True):
+        for part, result in zip(self._pieces(source), self._pieces(target), strict=True):
             self.group.comm.Allreduce(part, result, native)
         if divisor > 1:
             divide(target, divisor, out=target)
@@ -61,7 +64,7 @@ class MpiTransport(Transport):
         reductions = [
             self._reduction(piece, op, root)
             for root in range(self.group.size)
-            for piece in pieces(buffer[bounds[root] : bounds[root + 1]])
+            for piece in self._pieces(buffer[bounds[root] : bounds[root + 1]])
         ]
         return _operation(buffer, reductions)
 
@@ -70,25 +73,32 @@ class MpiTransport(Transport):
         from mpi4py import MPI
 
         comm = self.group.comm
-        if buffer.nbytes <= settings.MAX_MESSAGE_BYTES.read():
+        if buffer.nbytes <= self._limit_bytes:
             counts = [bounds[rank + 1] - bounds[rank] for rank in range(self.group.size)]
             message = [buffer, counts, list(bounds[:-1]), mpi_datatype(buffer.dtype)]
             return _operation(buffer, [partial(comm.Allgatherv, MPI.IN_PLACE, message)])
         calls = [
             partial(comm.Bcast, _message(piece), root)
             for root in range(self.group.size)
-            for piece in pieces(buffer[bounds[root] : bounds[root + 1]])
+            for piece in self._pieces(buffer[bounds[root] : bounds[root + 1]])
         ]
         return _operation(buffer, calls)
 
     def reduce(self, buffer: Array, op: ReduceOp, root: int = 0) -> Operation:
         """Bind MPI_Reduce, in place at the root."""
-        return _operation(buffer, [self._reduction(piece, op, root) for piece in pieces(buffer)])
+        return _operation(buffer, [self._reduction(piece, op, root) for piece in self._pieces(buffer)])
 
     def broadcast(self, buffer: Array, root: int = 0) -> Operation:
         """Bind MPI_Bcast."""
         comm = self.group.comm
-        return _operation(buffer, [partial(comm.Bcast, _message(piece), root) for piece in pieces(buffer)])
+        return _operation(buffer, [partial(comm.Bcast, _message(piece), root) for piece in self._pieces(buffer)])
+
+    def _pieces(self, buffer: Array) -> list[Array]:
+        """Return views that tile the buffer, each at most as long as a message may be."""
+        if buffer.nbytes <= self._limit_bytes:
+            return [buffer] if buffer.size else []
+        step = max(1, self._limit_bytes // buffer.itemsize)
+        return [buffer[start : start + step] for start in range(0, buffer.size, step)]
 
     def _reduction(self, piece: Array, op: ReduceOp, root: int) -> Callable[[], None]:
         from mpi4py import MPI
@@ -103,12 +113,6 @@ class MpiTransport(Transport):
         if (op, dtype) not in self._ops:
             self._ops[op, dtype] = mpi_op(op, dtype)
         return self._ops[op, dtype]
-
-
-def pieces(buffer: Array) -> list[Array]:
-    """Return views of the buffer that tile it, each at most MPISTRAT_MAX_MESSAGE_BYTES long."""
-    step = max(1, settings.MAX_MESSAGE_BYTES.read() // buffer.itemsize)
-    return [buffer[start : start + step] for start in range(0, buffer.size, step)]
 
 
 def mpi_datatype(dtype: np.dtype[Any]) -> MPI.Datatype:

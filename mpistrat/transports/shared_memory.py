@@ -93,30 +93,37 @@ class SharedMemoryTransport(Transport):
         of their owners. The two arrays are C-contiguous and one-dimensional; they may be one array.
         """
         assert not self.peers.refusal, f"all_reduce_between needs the memory of peers: {self.peers.refusal}"
-        rank, peers = self.group.rank, [peer for peer in range(self.group.size) if peer != self.group.rank]
+        rank, read, words, itemsize = self.group.rank, self.peers.read, self._words, source.itemsize
         bounds = [index * source.size // self.group.size for index in range(self.group.size + 1)]
-        mine = self._words[rank]
-        mine[SOURCE], mine[TARGET] = address(source), address(target)
+        others = [peer for peer in range(self.group.size) if peer != rank]
+        words[rank][SOURCE], words[rank][TARGET] = address(source), address(target)
         yield from self._enter()
-        fold, block = combine(op), self._scratch.view(source.dtype)
-        for start in range(bounds[rank], bounds[rank + 1], block.size):
-            stop = min(start + block.size, bounds[rank + 1])
-            part, arrived, own = target[start:stop], block[: stop - start], source[start:stop]
-            for peer in peers:
-                self.peers.read(peer, self._words[peer][SOURCE] + start * source.itemsize, arrived)
-                fold(own, arrived, out=part)
-                own = part
+        step = READ_BYTES // itemsize
+        for start in range(bounds[rank], bounds[rank + 1], step):
+            stop = min(start + step, bounds[rank + 1])
+            self._fold_between(source[start:stop], target[start:stop], start * itemsize, op, others)
             if divisor > 1:
-                divide(part, divisor, out=part)
+                divide(target[start:stop], divisor, out=target[start:stop])
             yield WORKED
         yield from self._enter()
-        for peer in peers:
+        for peer in others:
             start, stop = bounds[peer], bounds[peer + 1]
             if start < stop:
-                self.peers.read(peer, self._words[peer][TARGET] + start * target.itemsize, target[start:stop])
+                read(peer, words[peer][TARGET] + start * itemsize, target[start:stop])
                 yield WORKED
         # the caller may change its arrays once nobody reads them
         yield from self._enter()
+
+    def _fold_between(self, own: Array, part: Array, offset: int, op: ReduceOp, others: Sequence[int]) -> None:
+        """Fold `own` and what the sources of others hold at `offset` bytes into `part`."""
+        fold, read = combine(op), self.peers.read
+        arrived = self._scratch[: own.nbytes].view(own.dtype)
+        for peer in others:
+            # the first peer's elements go straight to the target, unless it is the source as well
+            into = part if own is not part and not np.may_share_memory(own, part) else arrived
+            read(peer, self._words[peer][SOURCE] + offset, into)
+            fold(own, into, out=part)
+            own = part
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind: wait for all, then sum this rank's part over all arenas, in blocks that stay in the cache."""

@@ -29,6 +29,16 @@ def executor(hierarchy):
 
 
 @pytest.fixture
+def uneven(comm):
+    """Give the executor of two uneven nodes, for what does not depend on the shape."""
+    hierarchy = Hierarchy(comm, World.from_shape(f"{comm.size - 1}+1" if comm.size > 1 else "1x1"))
+    executor = Executor(hierarchy)
+    yield executor
+    executor.close()
+    hierarchy.close()
+
+
+@pytest.fixture
 def one_node(comm):
     hierarchy = Hierarchy(comm, World.from_shape(f"1x{comm.size}"))
     yield hierarchy
@@ -75,37 +85,37 @@ def test_one_rank_after_the_other_is_slow(executor, world, comm):
                 assert (target == turn * world.size + sum(range(world.size))).all(), bound.plan
 
 
-def test_bound_plans_take_turns_in_one_memory(executor, world):
+def test_bound_plans_take_turns_in_one_memory(uneven):
     # slots of one plan lie across those of the other
-    bound = [bind(executor, "hierarchical", counts) for counts in ([4000], [10, 10], [20_000, 1])]
-    bound = [bind(executor, "hierarchical", counts) for counts in ([4000], [10, 10], [20_000, 1])]
-    assert {one.generation for one in bound} == {executor.generation}
+    bound = [bind(uneven, "hierarchical", counts) for counts in ([4000], [10, 10], [20_000, 1])]
+    bound = [bind(uneven, "hierarchical", counts) for counts in ([4000], [10, 10], [20_000, 1])]
+    assert {one.generation for one in bound} == {uneven.generation}
     for turn in range(4):
         for one, counts in zip(bound, ([4000], [10, 10], [20_000, 1]), strict=True):
             for target in run(one, [np.full(count, turn, np.float32) for count in counts]):
-                assert (target == turn * world.size).all()
+                assert (target == turn * uneven.hierarchy.world.size).all()
 
 
-def test_growing_makes_a_new_generation(executor):
-    first = bind(executor, "hierarchical", [10, 10])
-    generation = executor.generation
+def test_growing_makes_a_new_generation(uneven):
+    first = bind(uneven, "hierarchical", [10, 10])
+    generation = uneven.generation
     assert first.generation == generation
-    bind(executor, "hierarchical", [10, 11])
-    assert executor.generation == generation
-    bind(executor, "hierarchical", [10**6, 1])
-    assert executor.generation == generation + 1
+    bind(uneven, "hierarchical", [10, 11])
+    assert uneven.generation == generation
+    bind(uneven, "hierarchical", [10**6, 1])
+    assert uneven.generation == generation + 1
     assert first.generation == generation
 
 
-def test_an_empty_buffer_is_nothing_to_do(executor):
-    bound = bind(executor, "hierarchical", [0, 0])
+def test_an_empty_buffer_is_nothing_to_do(uneven):
+    bound = bind(uneven, "hierarchical", [0, 0])
     assert [target.size for target in run(bound, [np.empty(0, np.float32)] * 2)] == [0, 0]
 
 
-def test_shared_memory_inside_nodes_and_rings_between(executor, hierarchy):
-    assert executor.intra.name == "shared_memory"
-    assert {rail.name for rail in executor.rails.values()} <= {"mpi_ring"}
-    assert list(executor.rails) == list(hierarchy.rails)
+def test_shared_memory_inside_nodes_and_rings_between(uneven):
+    assert uneven.intra.name == "shared_memory"
+    assert {rail.name for rail in uneven.rails.values()} <= {"mpi_ring"}
+    assert list(uneven.rails) == list(uneven.hierarchy.rails)
 
 
 def test_any_transport_will_do(comm, world, monkeypatch):
@@ -158,15 +168,15 @@ def test_nothing_blocks_inside_a_node(one_node, comm):
     executor.close()
 
 
-def test_recording_shows_chunks_phases_and_bytes(executor, world):
-    bound = bind(executor, "hierarchical", [10, 11])
+def test_recording_shows_chunks_phases_and_bytes(uneven):
+    bound = bind(uneven, "hierarchical", [10, 11])
     run(bound, [np.ones(10, np.float32), np.ones(11, np.float32)])
-    assert executor.timeline.events == []
-    executor.timeline.enabled = True
+    assert uneven.timeline.events == []
+    uneven.timeline.enabled = True
     run(bound, [np.ones(10, np.float32), np.ones(11, np.float32)])
-    names = [event.name for event in executor.timeline.events]
+    names = [event.name for event in uneven.timeline.events]
     assert (names[0], names[-1]) == ("copy in", "copy out")
-    lanes = {event.name.split()[0]: event.lane for event in executor.timeline.events[1:-1]}
+    lanes = {event.name.split()[0]: event.lane for event in uneven.timeline.events[1:-1]}
     assert all(lane == scope for scope, lane in lanes.items())
-    padded = -(-21 // world.num_shards) * world.num_shards * 4
-    assert {event.nbytes for event in executor.timeline.events} == {padded}
+    padded = -(-21 // uneven.hierarchy.world.num_shards) * uneven.hierarchy.world.num_shards * 4
+    assert {event.nbytes for event in uneven.timeline.events} == {padded}

@@ -116,6 +116,25 @@ def test_large_buffers_by_rule(ops, world):
         assert same_bits(result, base * sum(range(world.size + 1))), algorithm
 
 
+@pytest.mark.parametrize("reads", ["0", "1"])
+def test_one_node_with_and_without_reading_peers(comm, monkeypatch, reads):
+    monkeypatch.setenv("MPISTRAT_PEER_READS", reads)
+    ops = HierarchicalAllReduce(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    for algorithm in ["hierarchical"] if comm.size == 1 else ["hierarchical", "pipelined"]:
+        for count in (1, 0, 1000, 300_001, 1000):
+            given = rows(np.dtype(np.float64), MEAN, count, comm.size, count)
+            for turn in range(3):
+                array = given[comm.rank].copy()
+                if turn == comm.rank:
+                    time.sleep(0.001)
+                [result] = ops.all_reduce(MEAN, [array], by_name(algorithm), out=[array] if turn == 2 else None)
+                assert same_bits(result, expected(MEAN, given)), (algorithm, count)
+                # what a rank does with its arrays afterwards is its own affair
+                array.fill(np.nan)
+                result.fill(np.nan)
+    ops.close()
+
+
 def test_results_may_be_written_over_the_arrays(ops, world):
     for algorithm in algorithms(world):
         for counts in ([1000], [40_000], [7, 0, 50]):

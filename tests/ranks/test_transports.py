@@ -1,5 +1,6 @@
 """Every transport passes the conformance kit on the groups it serves, and the kit catches transports that do not."""
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, combine
 from mpistrat.testing import transport_suite
-from mpistrat.testing.transport_cases import VERBS
+from mpistrat.testing.transport_cases import DTYPES, VERBS, inputs, operations, poison
 from mpistrat.testing.transport_suite import check_transport
 from mpistrat.transports.base import Operation, Part, drive
 from mpistrat.transports.mpi import MpiTransport, mpi_op
@@ -50,6 +51,38 @@ def skip_known(world, shape):
         pytest.skip("the group of all ranks has been through the kit")
     if world.size == 8 and shape not in ("4x2:cyclic", "3+1+2+2"):
         pytest.skip("groups like these have been through the kit on fewer ranks")
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("transport", [MpiTransport, SharedMemoryTransport], ids=lambda transport: transport.name)
+def test_arrays_of_the_caller_are_reduced_where_they_lie(group, transport):
+    between = transport(group)
+    between.allocate(4096)
+    if getattr(between, "peers", None) and between.peers.refusal:
+        between.close()
+        pytest.skip(f"peers cannot be read: {between.peers.refusal}")
+    calls = [(np.dtype(np.float32), ReduceOp.SUM, count) for count in (0, 1, 3, 300_001)]
+    calls += [(dtype, op, 67) for dtype in DTYPES for op in operations(dtype)]
+    for seed, (dtype, op, count) in enumerate(calls):
+        given = inputs(dtype, op, count, group.size, seed)
+        total = combine(op).reduce(given, axis=0, dtype=given.dtype)
+        source, target = given[group.rank].copy(), np.empty(count, dtype)
+        poison(target)
+        drive(between.all_reduce_between(source, target, op, 1), lambda: "between", 30.0)
+        assert (source == given[group.rank]).all()
+        assert (target == total).all(), (dtype, op, count)
+        # the arrays are the caller's again at once
+        poison(source)
+        in_place = given[group.rank].copy()
+        if seed % group.size == group.rank:
+            time.sleep(0.0005)
+        drive(between.all_reduce_between(in_place, in_place, op, 1), lambda: "between", 30.0)
+        assert (in_place == total).all(), (dtype, op, count)
+        poison(in_place)
+    mean = np.array([-7, 7, 0, -1], np.int16) * (group.rank == 0)
+    drive(between.all_reduce_between(mean, mean, ReduceOp.MEAN, group.size), lambda: "between", 30.0)
+    assert mean.tolist() == [int(value / group.size) for value in (-7, 7, 0, -1)]
+    between.close()
 
 
 # planted transports, each wrong in one way, caught by three ranks

@@ -1,0 +1,62 @@
+"""Peer memory: every rank of a node reads every other one's, or none does, and says why."""
+
+import numpy as np
+import pytest
+
+from mpistrat.errors import UnavailableError
+from mpistrat.groups.group import Group
+from mpistrat.transports.peer_memory import PeerMemory, address
+from tests.launches import needs_ranks
+
+
+@pytest.fixture
+def group(comm):
+    group = Group(comm.Dup(), "world", tuple(range(comm.size)))
+    yield group
+    group.close()
+
+
+@pytest.fixture
+def peers(group):
+    peers = PeerMemory(group)
+    if peers.refusal:
+        pytest.skip(f"peers cannot be read: {peers.refusal}")
+    return peers
+
+
+def test_every_rank_reads_every_rank(peers, group):
+    mine = np.arange(100_000) + group.rank * 10**6
+    addresses = group.comm.allgather(address(mine))
+    for rank in range(group.size):
+        seen = np.zeros(1000, mine.dtype)
+        peers.read(rank, addresses[rank] + 5000 * mine.itemsize, seen)
+        assert (seen == np.arange(5000, 6000) + rank * 10**6).all()
+        peers.read(rank, addresses[rank], np.empty(0, mine.dtype))
+    group.comm.Barrier()
+
+
+def test_memory_that_is_not_there_is_an_error_that_says_whose(peers, group):
+    peer = (group.rank + 1) % group.size
+    message = (
+        rf"rank {group.rank}: reading 24 bytes of rank {peer} failed \(Bad address\); the rank has ended, "
+        r"or its array is no ordinary memory: MPISTRAT_PEER_READS=0 goes through shared memory instead"
+    )
+    with pytest.raises(UnavailableError, match=message):
+        peers.read(peer, 4096, np.empty(3))
+
+
+@needs_ranks(2)
+def test_one_rank_that_may_not_means_that_none_does(group, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_PEER_READS", "0" if group.rank == 1 else "1")
+    assert PeerMemory(group).refusal == "it is switched off by MPISTRAT_PEER_READS, or the C library has no process_vm_readv"
+
+
+@needs_ranks(2)
+def test_a_kernel_that_refuses_is_quoted_on_every_rank(group, monkeypatch):
+    def copy(self, rank, remote, into):
+        return "Operation not permitted" if group.rank == 1 and rank == 0 else ""
+
+    monkeypatch.setattr(PeerMemory, "_copy", copy)
+    refusal = PeerMemory(group).refusal
+    assert "rank 0: Operation not permitted" in refusal
+    assert refusal == group.comm.bcast(refusal)
