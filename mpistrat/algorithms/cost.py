@@ -42,8 +42,9 @@ class CostModel:
         The share of the link that MPI's own all-reduce reaches on two nodes, or with one rank per node.
     flat_crowded_link_efficiency : float
         The same on three nodes and more with several ranks each, where MPI sends bytes more than once.
-    flat_memory_efficiency : float
-        The share of the memory's rate that MPI's own all-reduce reaches.
+    flat_cache_efficiency, flat_memory_efficiency : float
+        The share of the cache's and the memory's rate that MPI's own all-reduce reaches; in the cache it may be above 1,
+        since it copies less than a window needs.
     """
 
     call_seconds: float = 20e-6
@@ -51,12 +52,13 @@ class CostModel:
     inter_step_seconds: float = 20e-6
     link_bytes_per_second: float = 1.2e9
     link_efficiency: float = 0.95
-    memory_bytes_per_second: float = 6e9
-    cache_bytes_per_second: float = 12e9
-    cache_bytes: int = 2**20
+    memory_bytes_per_second: float = 20e9
+    cache_bytes_per_second: float = 30e9
+    cache_bytes: int = 2**21
     flat_link_efficiency: float = 0.9
     flat_crowded_link_efficiency: float = 0.35
-    flat_memory_efficiency: float = 0.45
+    flat_cache_efficiency: float = 1.25
+    flat_memory_efficiency: float = 0.9
 
 
 DEFAULT = CostModel()
@@ -109,12 +111,14 @@ def predict_seconds(plan: Plan, model: CostModel = DEFAULT) -> float:
 
 def _rates(world: World, phase: Phase, chunk_bytes: float, model: CostModel) -> tuple[float, float]:
     """Return the bytes per second of the node's link and of a rank's memory."""
-    memory = model.cache_bytes_per_second if chunk_bytes <= model.cache_bytes else model.memory_bytes_per_second
+    is_cached = chunk_bytes <= model.cache_bytes
+    memory = model.cache_bytes_per_second if is_cached else model.memory_bytes_per_second
     if phase.scope is not Scope.WORLD:
         return model.link_bytes_per_second * model.link_efficiency, memory
     crowded = world.num_nodes > 2 and world.num_shards > 1
     efficiency = model.flat_crowded_link_efficiency if crowded else model.flat_link_efficiency
-    return model.link_bytes_per_second * efficiency, memory * model.flat_memory_efficiency
+    share = model.flat_cache_efficiency if is_cached else model.flat_memory_efficiency
+    return model.link_bytes_per_second * efficiency, memory * share
 
 
 # Bytes of memory: a copy reads and writes (2), adding one operand to a sum reads two and writes one (3). Ranks of a node

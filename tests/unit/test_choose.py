@@ -23,7 +23,8 @@ FAST = CostModel(
     call_seconds=20e-6, intra_step_seconds=1e-6, inter_step_seconds=20e-6,
     link_bytes_per_second=1.2e9, link_efficiency=0.95,
     memory_bytes_per_second=6e9, cache_bytes_per_second=12e9, cache_bytes=MIB,
-    flat_link_efficiency=0.9, flat_crowded_link_efficiency=0.35, flat_memory_efficiency=0.45,
+    flat_link_efficiency=0.9, flat_crowded_link_efficiency=0.35,
+    flat_cache_efficiency=0.45, flat_memory_efficiency=0.45,
 )  # fmt: skip
 # eight ranks on two cores, four hosts joined by 1 Gbit/s links
 SLOW = dataclasses.replace(FAST, link_bytes_per_second=119e6, memory_bytes_per_second=1.5e9, cache_bytes_per_second=3e9)
