@@ -57,7 +57,7 @@ class CostModel:
     cache_bytes: int = 2**21
     flat_link_efficiency: float = 0.9
     flat_crowded_link_efficiency: float = 0.35
-    flat_cache_efficiency: float = 1.25
+    flat_cache_efficiency: float = 2.0
     flat_memory_efficiency: float = 0.9
 
 

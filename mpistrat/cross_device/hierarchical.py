@@ -229,8 +229,8 @@ class HierarchicalAllReduce(CrossDeviceOps):
 
     def _remember_direct(self, op: ReduceOp, array: Array, bound: BoundPlan | DirectPlan) -> None:
         """Note the MPI operation for arrays like this one, where one call of MPI is all there is to do."""
-        flat = isinstance(bound, DirectPlan) and isinstance(bound.transport, MpiTransport) and op is not ReduceOp.MEAN
-        if flat and array.nbytes <= settings.MAX_MESSAGE_BYTES.read():
+        flat = isinstance(bound, DirectPlan) and bound.is_flat
+        if flat and op is not ReduceOp.MEAN and array.nbytes <= settings.MAX_MESSAGE_BYTES.read():
             self._direct[op._value_, array.size, array.dtype.num] = self._bytes.native_op(op, array.dtype)
 
     def _chosen(self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Plan:

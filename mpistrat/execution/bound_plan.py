@@ -7,7 +7,7 @@ way, so that a rank can fill a slot while its peers still read the one before.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,6 @@ from mpistrat.packing.fuse import CopyIn, CopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import Operation, Steps
-from mpistrat.transports.mpi import MpiTransport
-from mpistrat.transports.shared_memory import SharedMemoryTransport
 
 if TYPE_CHECKING:
     from mpistrat.execution.executor import Executor
@@ -138,11 +136,26 @@ class BoundPlan:
 
 
 class DirectPlan:
-    """A plan for one array that its transport carries out on the caller's memory: nothing is copied in or out."""
+    """A plan for one array that a transport carries out between arrays of the caller: no bucket is filled.
 
-    def __init__(self, executor: Executor, plan: Plan, transport: MpiTransport | SharedMemoryTransport, op: ReduceOp) -> None:
+    Parameters
+    ----------
+    executor : Executor
+        Whose transport it is.
+    plan : Plan
+        What is carried out.
+    between : callable
+        Returns the steps for (source, target, op, divisor).
+    op : ReduceOp
+        How to combine.
+    """
+
+    def __init__(
+        self, executor: Executor, plan: Plan, between: Callable[[Array, Array, ReduceOp, int], Steps], op: ReduceOp
+    ) -> None:
         self.plan = plan
-        self.transport = transport
+        self.is_flat = all(phase.scope is Scope.WORLD for phase in plan.phases)
+        self._between = between
         self._executor = executor
         self._op = op
         self._divisor = plan.world.size if op is ReduceOp.MEAN else 1
@@ -159,7 +172,7 @@ class DirectPlan:
         # the two may be one array, but not overlap otherwise
         if sources[0] is not targets[0] and np.may_share_memory(source, target):
             source = source.copy()
-        yield from self.transport.all_reduce_between(source, target, self._op, self._divisor)
+        yield from self._between(source, target, self._op, self._divisor)
         if self._executor.timeline.enabled:
             scope = self.plan.phases[0].scope.value if self.plan.phases else Scope.WORLD.value
             self._executor.timeline.record(f"{scope} all_reduce", scope, started, target.nbytes)

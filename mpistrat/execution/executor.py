@@ -18,6 +18,7 @@ from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp
 from mpistrat.timeline import Timeline
 from mpistrat.transports.base import Operation, Steps, Transport
+from mpistrat.transports.exchange import EXCHANGE_BYTES, EXCHANGE_SLOT_BYTES, EXCHANGE_SLOTS
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.mpi_ring import MpiRingTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
@@ -72,24 +73,18 @@ class Executor:
         casts : bool
             Whether an array of the bucket has another dtype.
         """
-        direct = None if casts or len(layout.offsets) > 2 else self._direct_transport(plan)
-        if direct is not None:
-            return DirectPlan(self, plan, direct, op)
+        if len(layout.offsets) == 2 and not casts:
+            scopes = {phase.scope for phase in plan.phases}
+            if scopes <= {Scope.WORLD}:
+                return DirectPlan(self, plan, self.world.all_reduce_between, op)
+            if scopes == {Scope.INTRA} and isinstance(self.intra, SharedMemoryTransport):
+                self._reserve(EXCHANGE_BYTES)
+                return DirectPlan(self, plan, self.exchange, op)
         slots = plan.depth + 1
         padded = plan.padded(min(plan.chunk_count, plan.count)) * dtype.itemsize
         slot_bytes = -(-padded // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
         self._reserve(slots * slot_bytes)
         return BoundPlan(self, plan, layout, dtype, op, slots, slot_bytes)
-
-    def _direct_transport(self, plan: Plan) -> MpiTransport | SharedMemoryTransport | None:
-        """Return what can carry out a plan for one array on the caller's memory, if anything can."""
-        scopes = {phase.scope for phase in plan.phases}
-        if scopes <= {Scope.WORLD}:
-            return self.world
-        if scopes == {Scope.INTRA} and isinstance(self.intra, SharedMemoryTransport) and not self.intra.peers.refusal:
-            self._reserve(SLOT_ALIGNMENT_BYTES)  # the counters of the ranks stand in the scratch memory
-            return self.intra
-        return None
 
     def slot(self, index: int, slot_bytes: int, count: int, dtype: np.dtype[Any]) -> Array:
         """Return `count` elements of the scratch memory, from the beginning of a slot."""
@@ -125,6 +120,15 @@ class Executor:
     def release(self, slot: int) -> None:
         """Tell the peers that this rank has read what it wanted of its chunk."""
         self._marks[slot] = self._last_mark = self.intra.release()
+
+    def exchange(self, source: Array, target: Array, op: ReduceOp, divisor: int) -> Steps:
+        """Return the steps of an all-reduce between arrays of the caller inside the node."""
+        assert isinstance(self.intra, SharedMemoryTransport), "only shared memory works on arrays of the caller"
+        # exchanges take care of each other; what else used the memory must have been read
+        self.enter(EXCHANGE_SLOTS, EXCHANGE_SLOT_BYTES)
+        yield from self.acquire(0)
+        yield from self.intra.all_reduce_between(source, target, op, divisor)
+        self._last_mark = self.intra.release()
 
     def _reserve(self, nbytes: int) -> None:
         """Enlarge the scratch memory if need be; what was bound to the old one must be bound again."""

@@ -144,7 +144,8 @@ def _ours(ops: HierarchicalAllReduce, source: Array, target: Array, algorithm: s
     if algorithm == "mpi":
         comm = ops.hierarchy.world_group.comm
         return lambda: comm.Allreduce(source, target), "mpi"
-    options = CommunicationOptions(algorithm=algorithm)
+    # auto is what a call that says nothing gets
+    options = None if algorithm == "auto" else CommunicationOptions(algorithm=algorithm)
     plan = ops.choose(source.size, source.dtype, options).plan
     return lambda: ops.all_reduce(ReduceOp.SUM, [source], options, [target]), plan.algorithm
 

@@ -22,11 +22,15 @@ from mpistrat.errors import DeadlineExceededError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
 
-__all__ = ["WAITING", "WORKED", "Operation", "Part", "Steps", "Transport", "drive"]
+__all__ = ["WAITING", "WORKED", "Operation", "Part", "Steps", "Transport", "address", "drive"]
 
 Steps = Iterator[bool]
 WAITING, WORKED = False, True
 
+# a yield that takes longer has let another process run on this core, perhaps beside an idle one: a rank that sleeps is woken
+# where there is room, while ranks that only yield to each other may share a core for long
+_SHARED_CORE_SECONDS = 20e-6
+_SLEEP_SECONDS = 1e-6
 _POLLS_PER_CLOCK = 256
 
 
@@ -149,13 +153,21 @@ def drive(steps: Steps, what: Callable[[], str], timeout_seconds: float = 0.0) -
     DeadlineExceededError
         If the deadline passes first.
     """
-    give_way = os.sched_yield
+    give_way, clock = os.sched_yield, time.perf_counter
     polls = 0
     deadline = time.monotonic() + timeout_seconds if timeout_seconds else 0.0
     for worked in steps:
         if worked:
             continue
+        before = clock()
         give_way()
+        if clock() - before > _SHARED_CORE_SECONDS:
+            time.sleep(_SLEEP_SECONDS)
         polls += 1
         if deadline and polls % _POLLS_PER_CLOCK == 0 and time.monotonic() > deadline:
             raise DeadlineExceededError(f"{what()} did not end within {timeout_seconds:g} s; not all ranks have arrived")
+
+
+def address(array: Array) -> int:
+    """Return where the array's memory begins."""
+    return int(array.__array_interface__["data"][0])

@@ -18,9 +18,8 @@ from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, combine
-from mpistrat.transports.base import WAITING, WORKED, Operation, Part, Steps, Transport
+from mpistrat.transports.base import WAITING, WORKED, Operation, Part, Steps, Transport, address
 from mpistrat.transports.mpi import MpiTransport, mpi_datatype
-from mpistrat.transports.peer_memory import address
 
 if TYPE_CHECKING:
     from mpi4py import MPI

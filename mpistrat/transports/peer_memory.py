@@ -16,8 +16,9 @@ from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.errors import UnavailableError
 from mpistrat.groups.group import Group
+from mpistrat.transports.base import address
 
-__all__ = ["PeerMemory", "address"]
+__all__ = ["PeerMemory"]
 
 # Yama lets siblings attach only to a process that has asked for it; the same call is made by MPI libraries
 _PR_SET_PTRACER = 0x59616D61
@@ -101,8 +102,3 @@ class PeerMemory:
         # nobody may drop its proof before all have read it
         found: list[list[str]] = self._group.comm.allgather(problems)
         return "; ".join(chain.from_iterable(found))
-
-
-def address(array: Array) -> int:
-    """Return where the array's memory begins."""
-    return int(array.__array_interface__["data"][0])

@@ -18,9 +18,10 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group
-from mpistrat.reduction import ReduceOp, combine, divide
-from mpistrat.transports.base import WAITING, WORKED, Operation, Part, Steps, Transport
-from mpistrat.transports.peer_memory import PeerMemory, address
+from mpistrat.reduction import ReduceOp, combine
+from mpistrat.transports.base import WAITING, WORKED, Operation, Part, Steps, Transport, address
+from mpistrat.transports.exchange import exchange
+from mpistrat.transports.peer_memory import PeerMemory
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["SharedMemoryTransport"]
 
 HEADER_BYTES = 256
-ENTERED, SOURCE, TARGET, RELEASED = 0, 1, 2, 16  # in words of 8 bytes; the counters lie on cache lines of their own
-READ_BYTES = 1 << 19  # what is read from a peer at a time
+ENTERED, RELEASED = 0, 16  # in words of 8 bytes; the counters lie on cache lines of their own
 BLOCK_BYTES = 1 << 17  # a block of each peer and of the sum fit the cache of one core together
 
 
@@ -41,11 +41,10 @@ class SharedMemoryTransport(Transport):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._window: MPI.Win | None = None
-        self._arenas: list[Array] = []
-        self._words: list[memoryview] = []
+        self.arenas: list[Array] = []
+        self.words: list[memoryview] = []
         self._entered = 0
         self._released = 0
-        self._scratch = np.empty(READ_BYTES, np.uint8)
         self.peers = PeerMemory(group)
 
     @classmethod
@@ -74,56 +73,24 @@ class SharedMemoryTransport(Transport):
         memory: list[Any] = [self._window.Shared_query(rank)[0] for rank in range(self.group.size)]
         segments = [np.frombuffer(buffer, np.uint8) for buffer in memory]
         segments[self.group.rank][:HEADER_BYTES] = 0
-        self._arenas = [segment[HEADER_BYTES : HEADER_BYTES + nbytes] for segment in segments]
-        self._words = [memoryview(buffer)[:HEADER_BYTES].cast("Q") for buffer in memory]
+        self.arenas = [segment[HEADER_BYTES : HEADER_BYTES + nbytes] for segment in segments]
+        self.words = [memoryview(buffer)[:HEADER_BYTES].cast("Q") for buffer in memory]
         self._entered = self._released = 0
         self._window.Sync()
         self.group.comm.Barrier()
         self._window.Sync()
-        return self._arenas[self.group.rank]
+        return self.arenas[self.group.rank]
 
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind: wait for all; whoever reads the result folds the arenas of all. One pass for two ranks, L - 1 for L."""
         return self._after_all(None, [Part(0, buffer.size, tuple(self._views(buffer)))])
 
     def all_reduce_between(self, source: Array, target: Array, op: ReduceOp, divisor: int) -> Steps:
-        """Combine `source` of all ranks into `target`, arrays of the caller, by reading peers where they lie.
+        """Combine `source` of all ranks into `target`, arrays of the caller: see `transports.exchange`.
 
-        Each rank combines its part of all sources into its target, divides it, and reads the other parts from the targets
-        of their owners. The two arrays are C-contiguous and one-dimensional; they may be one array.
+        The two arrays are C-contiguous and one-dimensional; they may be one array.
         """
-        assert not self.peers.refusal, f"all_reduce_between needs the memory of peers: {self.peers.refusal}"
-        rank, read, words, itemsize = self.group.rank, self.peers.read, self._words, source.itemsize
-        bounds = [index * source.size // self.group.size for index in range(self.group.size + 1)]
-        others = [peer for peer in range(self.group.size) if peer != rank]
-        words[rank][SOURCE], words[rank][TARGET] = address(source), address(target)
-        yield from self._enter()
-        step = READ_BYTES // itemsize
-        for start in range(bounds[rank], bounds[rank + 1], step):
-            stop = min(start + step, bounds[rank + 1])
-            self._fold_between(source[start:stop], target[start:stop], start * itemsize, op, others)
-            if divisor > 1:
-                divide(target[start:stop], divisor, out=target[start:stop])
-            yield WORKED
-        yield from self._enter()
-        for peer in others:
-            start, stop = bounds[peer], bounds[peer + 1]
-            if start < stop:
-                read(peer, words[peer][TARGET] + start * itemsize, target[start:stop])
-                yield WORKED
-        # the caller may change its arrays once nobody reads them
-        yield from self._enter()
-
-    def _fold_between(self, own: Array, part: Array, offset: int, op: ReduceOp, others: Sequence[int]) -> None:
-        """Fold `own` and what the sources of others hold at `offset` bytes into `part`."""
-        fold, read = combine(op), self.peers.read
-        arrived = self._scratch[: own.nbytes].view(own.dtype)
-        for peer in others:
-            # the first peer's elements go straight to the target, unless it is the source as well
-            into = part if own is not part and not np.may_share_memory(own, part) else arrived
-            read(peer, self._words[peer][SOURCE] + offset, into)
-            fold(own, into, out=part)
-            own = part
+        return exchange(self, source, target, op, divisor)
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind: wait for all, then sum this rank's part over all arenas, in blocks that stay in the cache."""
@@ -156,7 +123,7 @@ class SharedMemoryTransport(Transport):
         assert self._window is not None, "release before allocate"
         self._released += 1
         self._window.Sync()
-        self._words[self.group.rank][RELEASED] = self._released
+        self.words[self.group.rank][RELEASED] = self._released
         return self._released
 
     def fence(self, mark: int) -> Steps:
@@ -166,7 +133,7 @@ class SharedMemoryTransport(Transport):
     def close(self) -> None:
         """Free the window."""
         if self._window is not None:
-            self._arenas, self._words = [], []
+            self.arenas, self.words = [], []
             self._window.Unlock_all()
             self._window.Free()
             self._window = None
@@ -186,10 +153,10 @@ class SharedMemoryTransport(Transport):
 
     def _views(self, buffer: Array) -> list[Array]:
         """Return the memory at the buffer's offset in every arena."""
-        arena = self._arenas[self.group.rank]
+        arena = self.arenas[self.group.rank]
         offset = address(buffer) - address(arena)
         assert 0 <= offset <= arena.nbytes - buffer.nbytes, "the buffer does not lie in the arena of allocate"
-        return [peer[offset : offset + buffer.nbytes].view(buffer.dtype) for peer in self._arenas]
+        return [peer[offset : offset + buffer.nbytes].view(buffer.dtype) for peer in self.arenas]
 
     def _fold(self, buffer: Array, start: int, stop: int, op: ReduceOp) -> Callable[[], Steps]:
         """Return steps that fold [start, stop) of all peers into this rank's memory, in rank order."""
@@ -210,23 +177,23 @@ class SharedMemoryTransport(Transport):
         """Return the operation that waits until all ranks have entered it, then acts."""
 
         def run() -> Steps:
-            yield from self._enter()
+            yield from self.meet()
             if act is not None:
                 yield from act()
 
         return Operation(run, parts)
 
-    def _enter(self) -> Steps:
-        """Wait until all ranks have come here."""
+    def meet(self) -> Steps:
+        """Tell the peers that this rank has come here, at once, and return the steps that wait until all have."""
         assert self._window is not None, "the arena was closed"
         self._entered += 1
         self._window.Sync()
-        self._words[self.group.rank][ENTERED] = self._entered
+        self.words[self.group.rank][ENTERED] = self._entered
         return self._wait(ENTERED, self._entered)
 
     def _wait(self, word: int, least: int) -> Steps:
         """Yield until that counter has reached `least` at every rank."""
-        for words in self._words:
+        for words in self.words:
             while words[word] < least:
                 yield WAITING
         assert self._window is not None, "the arena was closed"

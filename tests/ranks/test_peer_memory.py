@@ -5,7 +5,8 @@ import pytest
 
 from mpistrat.errors import UnavailableError
 from mpistrat.groups.group import Group
-from mpistrat.transports.peer_memory import PeerMemory, address
+from mpistrat.transports.base import address
+from mpistrat.transports.peer_memory import PeerMemory
 from tests.launches import needs_ranks
 
 

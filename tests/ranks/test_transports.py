@@ -14,6 +14,7 @@ from mpistrat.testing import transport_suite
 from mpistrat.testing.transport_cases import DTYPES, VERBS, inputs, operations, poison
 from mpistrat.testing.transport_suite import check_transport
 from mpistrat.transports.base import Operation, Part, drive
+from mpistrat.transports.exchange import EXCHANGE_BYTES
 from mpistrat.transports.mpi import MpiTransport, mpi_op
 from mpistrat.transports.mpi_ring import MpiRingTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
@@ -57,10 +58,7 @@ def skip_known(world, shape):
 @pytest.mark.parametrize("transport", [MpiTransport, SharedMemoryTransport], ids=lambda transport: transport.name)
 def test_arrays_of_the_caller_are_reduced_where_they_lie(group, transport):
     between = transport(group)
-    between.allocate(4096)
-    if getattr(between, "peers", None) and between.peers.refusal:
-        between.close()
-        pytest.skip(f"peers cannot be read: {between.peers.refusal}")
+    between.allocate(EXCHANGE_BYTES)
     calls = [(np.dtype(np.float32), ReduceOp.SUM, count) for count in (0, 1, 3, 300_001)]
     calls += [(dtype, op, 67) for dtype in DTYPES for op in operations(dtype)]
     for seed, (dtype, op, count) in enumerate(calls):
