@@ -67,6 +67,8 @@ class HierarchicalAllReduce(CrossDeviceOps):
         # one small array by MPI's own all-reduce is the commonest call: where ranks share cores each line of ours counts
         self._allreduce = hierarchy.world_group.comm.Allreduce
         self._direct: dict[tuple[str, int, int], MPI.Op] = {}
+        # the arrays of the last such call with `out`: what was checked once holds as long as they are the same objects
+        self._last: tuple[Array, Array, ReduceOp, MPI.Op] | None = None
         # hashing options is slow: each set of them gets a number, which stands for it in a signature
         self._merged: dict[CommunicationOptions, tuple[int, CommunicationOptions]] = {}
 
@@ -89,12 +91,16 @@ class HierarchicalAllReduce(CrossDeviceOps):
             If the options have a deadline and it passes.
         """
         if len(arrays) == 1 and options is None and not self.timeline.enabled:
-            source = arrays[0]
+            source, last = arrays[0], self._last
+            if out and last is not None and source is last[0] and out[0] is last[1] and op is last[2] and len(out) == 1:
+                self._allreduce(source, last[1], last[3])
+                return [last[1]]
             native = self._direct.get((op._value_, source.size, source.dtype.num))
             fits = out is None or (len(out) == 1 and _is_fit(out[0], source))
             if native is not None and source.flags.c_contiguous and source.dtype.isnative and fits:
                 target = np.empty(source.shape, source.dtype) if out is None else out[0]
                 self._allreduce(source, target, native)
+                self._last = None if out is None else (source, target, op, native)
                 return [target]
         steps, results, wanted = self._begin(op, arrays, options, out)
         drive(steps, lambda: self._describe(op, arrays, wanted), wanted.timeout_seconds or 0.0)
