@@ -1,4 +1,4 @@
-"""Arrays: what counts as one, contiguity, and the view of it that MPI is given."""
+"""Arrays: what counts as one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mpistrat.errors import UnsupportedDtypeError
 
-__all__ = ["Array", "as_array", "flat_view"]
+__all__ = ["Array", "as_array"]
 
 Array = NDArray[Any]
 
@@ -43,8 +43,3 @@ def as_array(value: Any, name: str = "value") -> Array:
             "bfloat16, float32, float64 and complex numbers"
         )
     return array
-
-
-def flat_view(array: Array) -> Array | None:
-    """Return a one-dimensional view of the array's memory in C order, or None where that needs a copy."""
-    return array.reshape(-1) if array.flags.c_contiguous else None

@@ -22,7 +22,7 @@ class Event(NamedTuple):
     name : str
         What ran, for example ``intra reduce_scatter``.
     lane : str
-        The row it is drawn in, for example ``intra``.
+        The row it is drawn in: ``intra``, ``inter``, or ``inter 1`` where several chunks are between nodes.
     start_seconds, end_seconds : float
         Seconds on the clock of `time.perf_counter`.
     nbytes : int
@@ -50,9 +50,10 @@ class Timeline:
         self.events.append(Event(name, lane, start_seconds, time.perf_counter(), nbytes))
 
     def busy_seconds(self, lanes: Iterable[str]) -> float:
-        """Return the seconds during which at least one of the `lanes` was busy."""
+        """Return the seconds during which at least one of the `lanes` was busy; ``inter`` stands for ``inter 0`` as well."""
         wanted = set(lanes)
-        spans = sorted((event.start_seconds, event.end_seconds) for event in self.events if event.lane in wanted)
+        counted = [event for event in self.events if event.lane.partition(" ")[0] in wanted]
+        spans = sorted((event.start_seconds, event.end_seconds) for event in counted)
         total, reached = 0.0, float("-inf")
         for start, end in spans:
             total += max(0.0, end - max(start, reached))

@@ -10,7 +10,6 @@ import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 import numpy as np
 
@@ -18,9 +17,10 @@ from mpistrat import settings
 from mpistrat.algorithms.choose import Choice, choose
 from mpistrat.algorithms.plan import Plan
 from mpistrat.arrays import Array
+from mpistrat.cross_device.gather import gather_extents
 from mpistrat.cross_device.ops import CrossDeviceOps, check_gather, check_out
 from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
-from mpistrat.cross_device.recipe import Recipe, is_current, make_recipe, run_recipe
+from mpistrat.cross_device.recipe import Packing, Recipe, is_current, make_recipe, run_recipe
 from mpistrat.errors import InvalidArgumentError, MpistratError, TransportError
 from mpistrat.execution.bound_plan import BoundPlan, DirectPlan
 from mpistrat.execution.executor import Executor
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["HierarchicalAllReduce"]
 
 RECIPES_KEPT = 64
-_MAX_NDIM = 64
 
 Signature = tuple[Any, ...]
 
@@ -51,9 +50,20 @@ class HierarchicalAllReduce(CrossDeviceOps):
         The groups to work on; `close` frees them too.
     options : CommunicationOptions, optional
         Hold for every call that does not say otherwise.
+    num_packs : int, optional
+        Cut the elements of a batch into so many equal packs; 0 reduces each array by itself. None (the default) packs by
+        the options' `bytes_per_pack`.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If `num_packs` is negative.
     """
 
-    def __init__(self, hierarchy: Hierarchy, options: CommunicationOptions | None = None) -> None:
+    def __init__(self, hierarchy: Hierarchy, options: CommunicationOptions | None = None, num_packs: int | None = None) -> None:
+        if num_packs is not None and num_packs < 0:
+            raise InvalidArgumentError(f"num_packs must be None, 0 (each array by itself) or positive; got {num_packs}")
+        self._num_packs = num_packs
         self.hierarchy = hierarchy
         self.world, self.rank, self.size = hierarchy.world, hierarchy.rank, hierarchy.world.size
         self._options = self._defaults().merge(options)
@@ -142,7 +152,7 @@ class HierarchicalAllReduce(CrossDeviceOps):
             self._agreement.check(f"all_gather({array.dtype}, {array.ndim} axes, axis={axis})", error)
         elif error is not None:
             raise error
-        extents = self._extents(array, axis)
+        extents = gather_extents(self.hierarchy.world_group, array, axis)
         front = np.moveaxis(array, axis, 0)
         whole = np.empty((sum(extents), *front.shape[1:]), array.dtype)
         starts = np.cumsum([0, *extents])
@@ -224,7 +234,13 @@ class HierarchicalAllReduce(CrossDeviceOps):
     def _prepare(self, signature: Signature, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> Recipe:
         """Choose plans for arrays like these, and bind them."""
         self._check(op, arrays, options)
-        recipe = make_recipe(self._executor, op, arrays, options.bytes_per_pack, lambda n, t: self._chosen(op, n, t, options))
+        recipe = make_recipe(
+            self._executor,
+            op,
+            arrays,
+            Packing(options.bytes_per_pack, self._num_packs),
+            lambda n, t: self._chosen(op, n, t, options),
+        )
         self._recipes[signature] = recipe
         if self._agreement is None and options is self._options and len(arrays) == 1:
             self._remember_direct(op, arrays[0], recipe[0].bound)
@@ -248,24 +264,6 @@ class HierarchicalAllReduce(CrossDeviceOps):
         if self._verbose:
             print(f"mpistrat: {text}", file=sys.stderr, flush=True)
 
-    def _extents(self, array: Array, axis: int) -> list[int]:
-        """Return every replica's extent along `axis`, after checking on all replicas that the shapes fit."""
-        comm = self.hierarchy.world_group.comm
-        mine = np.zeros(_MAX_NDIM + 2, np.int64)
-        mine[:2] = array.ndim, _dtype_number(array.dtype)
-        mine[2 : 2 + array.ndim] = array.shape
-        rows = np.empty((self.size, mine.size), np.int64)
-        comm.Allgather(mine, rows)
-        others = rows.copy()
-        others[:, 2 + axis] = 0
-        if (others != others[0]).any():
-            shapes = [f"replica {rank}: {tuple(int(n) for n in row[2 : 2 + row[0]])}" for rank, row in enumerate(rows)]
-            raise InvalidArgumentError(
-                f"all_gather along axis {axis} needs one dtype and equal extents on all other axes; got {', '.join(shapes)}, "
-                f"{array.dtype} on replica {self.rank}"
-            )
-        return [int(extent) for extent in rows[:, 2 + axis]]
-
     @staticmethod
     def _describe(op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> str:
         values = ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
@@ -279,8 +277,3 @@ def _is_fit(target: Array, source: Array) -> bool:
     # arrays that own their memory do not overlap, unless they are one
     owners = source.base is None and target.base is None and source is not target
     return owners or not np.may_share_memory(source, target)
-
-
-def _dtype_number(dtype: np.dtype[Any]) -> int:
-    """Return a number that differs between dtypes and is the same on all ranks."""
-    return crc32(dtype.name.encode())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,12 @@ from mpistrat.algorithms.plan import Plan
 from mpistrat.arrays import Array
 from mpistrat.execution.bound_plan import BoundPlan, DirectPlan
 from mpistrat.execution.executor import Executor
-from mpistrat.packing.buckets import pack_by_bytes
+from mpistrat.packing.buckets import pack_by_bytes, split_evenly
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp, accumulation_dtype
 from mpistrat.transports.base import Steps
 
-__all__ = ["Bucket", "Recipe", "is_current", "make_recipe", "run_recipe"]
+__all__ = ["Bucket", "Packing", "Recipe", "is_current", "make_recipe", "run_recipe"]
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,28 @@ class Bucket:
 Recipe = list[Bucket]
 
 
+@dataclass(frozen=True)
+class Packing:
+    """How arrays of one dtype share buckets.
+
+    Attributes
+    ----------
+    bytes_per_pack : int
+        Whole arrays in packs of about so many bytes; 0: one pack. See `packing.buckets.pack_by_bytes`.
+    num_packs : int or None
+        All elements in so many equal packs, whatever `bytes_per_pack` says; 0: each array by itself; None: does not apply.
+        See `packing.buckets.split_evenly`.
+    """
+
+    bytes_per_pack: int = 0
+    num_packs: int | None = None
+
+
 def make_recipe(
     executor: Executor,
     op: ReduceOp,
     arrays: Sequence[Array],
-    bytes_per_pack: int,
+    packing: Packing,
     choose: Callable[[int, np.dtype[Any]], Plan],
 ) -> Recipe:
     """Pack arrays like these, choose a plan for each bucket, and bind it. A collective call.
@@ -48,24 +65,21 @@ def make_recipe(
         How to combine.
     arrays : sequence of ndarray
         Only their shapes and dtypes count.
-    bytes_per_pack : int
-        Where to cut: see `packing.buckets.pack_by_bytes`.
+    packing : Packing
+        How arrays share buckets.
     choose : callable
         Returns the plan for so many elements of a dtype.
     """
     recipe = []
     for dtype, indices in _by_accumulation_dtype(op, arrays).items():
         # the last gradients are ready first, so they are packed first
-        backwards = indices[::-1]
-        for pack in pack_by_bytes([arrays[index].size * dtype.itemsize for index in backwards], bytes_per_pack):
-            members = tuple(backwards[position] for position in pack)
-            layout = Layout([arrays[index].size for index in members])
+        for members, layout in _pack(indices[::-1], [array.size for array in arrays], dtype.itemsize, packing):
             casts = any(arrays[index].dtype != dtype for index in members)
             recipe.append(Bucket(members, executor.bind(choose(layout.count, dtype), layout, dtype, op, casts)))
     if is_current(recipe, executor):
         return recipe
     # enlarging the scratch memory for a later bucket unbound the earlier ones; now it is large enough for all
-    return make_recipe(executor, op, arrays, bytes_per_pack, choose)
+    return make_recipe(executor, op, arrays, packing, choose)
 
 
 def is_current(recipe: Recipe, executor: Executor) -> bool:
@@ -77,6 +91,26 @@ def run_recipe(recipe: Recipe, sources: Sequence[Array], targets: Sequence[Array
     """Return the steps that reduce `sources` into `targets`, bucket after bucket. A collective call."""
     for bucket in recipe:
         yield from bucket.bound.run([sources[i] for i in bucket.indices], [targets[i] for i in bucket.indices])
+
+
+def _pack(indices: list[int], counts: list[int], itemsize: int, packing: Packing) -> Iterator[tuple[tuple[int, ...], Layout]]:
+    """Yield the arrays that share a bucket, and where in it they lie."""
+    if packing.num_packs:
+        sizes = [counts[index] for index in indices]
+        first = 0
+        for count in split_evenly(sum(sizes), packing.num_packs):
+            yield tuple(indices), Layout(sizes, first, count)
+            first += count
+        return
+    alone = packing.num_packs == 0
+    packs = (
+        [[p] for p in range(len(indices))]
+        if alone
+        else pack_by_bytes([counts[index] * itemsize for index in indices], packing.bytes_per_pack)
+    )
+    for pack in packs:
+        members = tuple(indices[position] for position in pack)
+        yield members, Layout([counts[index] for index in members])
 
 
 def _by_accumulation_dtype(op: ReduceOp, arrays: Sequence[Array]) -> dict[np.dtype[Any], list[int]]:

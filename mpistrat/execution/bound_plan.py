@@ -132,6 +132,8 @@ class BoundPlan:
     def _record(self, name: str, started: float, chunk: _Chunk) -> None:
         if self._executor.timeline.enabled:
             lane = name.split()[0] if not name.startswith("copy") else "intra"
+            # chunks that are between nodes at the same time are drawn in rows of their own
+            lane = lane if lane == "intra" or self._abreast == 1 else f"{lane} {chunk.slot}"
             self._executor.timeline.record(name, lane, started, chunk.nbytes)
 
 

@@ -73,7 +73,7 @@ class Executor:
         casts : bool
             Whether an array of the bucket has another dtype.
         """
-        if len(layout.offsets) == 2 and not casts:
+        if layout.is_one_array and not casts:
             scopes = {phase.scope for phase in plan.phases}
             if scopes <= {Scope.WORLD}:
                 return DirectPlan(self, plan, self.world.all_reduce_between, op)

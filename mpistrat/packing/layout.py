@@ -31,21 +31,32 @@ class Piece:
 
 
 class Layout:
-    """Arrays laid one behind the other.
+    """Arrays laid one behind the other, or a range of them.
 
     Parameters
     ----------
     counts : sequence of int
         Elements of each array.
+    first : int
+        Where the range begins, in elements of all arrays.
+    count : int, optional
+        Elements of the range; all that follow by default.
     """
 
-    def __init__(self, counts: Sequence[int]) -> None:
+    def __init__(self, counts: Sequence[int], first: int = 0, count: int | None = None) -> None:
         self.offsets = [0, *accumulate(counts)]
-        self.count = self.offsets[-1]
+        self.first = first
+        self.count = self.offsets[-1] - first if count is None else count
+
+    @property
+    def is_one_array(self) -> bool:
+        """Whether the range is all of a single array."""
+        return len(self.offsets) == 2 and self.count == self.offsets[-1]
 
     def pieces(self, start: int, stop: int, longest: int) -> list[Piece]:
         """Return what lies in elements [start, stop) of the buffer, in order, as pieces of at most `longest` elements."""
         found: list[Piece] = []
+        start, stop = start + self.first, stop + self.first
         array = max(0, bisect_right(self.offsets, start) - 1)
         while array < len(self.offsets) - 1 and self.offsets[array] < stop:
             origin = self.offsets[array]

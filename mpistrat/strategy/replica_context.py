@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, as_array
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, check_dtype
@@ -108,12 +108,12 @@ class ReplicaContext:
         op = ReduceOp.parse(reduce_op)
         leaves, structure = flatten(value)
         # a leaf that is no array of numbers is refused by the operations, where in strict mode all replicas learn of it
-        arrays = [np.asarray(leaf) for leaf in leaves]
+        arrays = [_readable(leaf) for leaf in leaves]
         try:
             return rebuild(structure, self._ops.all_reduce(op, arrays, options))
         except UnsupportedDtypeError:
-            for name, array in zip(leaf_names(value), arrays, strict=True):
-                check_dtype(op, array.dtype, name)
+            for name, leaf in zip(leaf_names(value), leaves, strict=True):
+                check_dtype(op, as_array(leaf, name).dtype, name)
             raise
 
     def all_gather(self, value: Any, axis: int) -> Any:
@@ -137,7 +137,7 @@ class ReplicaContext:
         """
         self._require_current("all_gather")
         leaves, structure = flatten(value)
-        return rebuild(structure, [self._ops.all_gather(np.asarray(leaf), axis) for leaf in leaves])
+        return rebuild(structure, [self._ops.all_gather(_readable(leaf), axis) for leaf in leaves])
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -223,3 +223,11 @@ def _checked_id(replica_id: int, num_replicas: int) -> int:
             f"replica_id_in_sync_group must be an integer from 0 to {num_replicas - 1}; got {replica_id!r}"
         )
     return index
+
+
+def _readable(leaf: Any) -> Array:
+    """Return the leaf as an array; one of objects where it is ragged, for the operations to refuse on all replicas."""
+    try:
+        return np.asarray(leaf)
+    except ValueError:
+        return np.empty((), object)

@@ -145,15 +145,19 @@ class _Ring:
     ) -> Steps:
         comm, fold, segments, tag = self.group.comm, self.fold, self.segments, self.tag
         left, right = (self.group.rank - 1) % self.group.size, (self.group.rank + 1) % self.group.size
-        sent: list[MPI.Request] = []
         arriving: list[MPI.Request] = []
-        for index in range(min(RECEIVES_AHEAD, count)):
-            arriving.append(comm.Irecv(landing_messages[index], left, tag))
-        for index in range(min(segments, count)):
-            sent.append(comm.Isend(sends[index], right, tag))
+        sent = [comm.Isend(sends[index], right, tag) for index in range(min(segments, count))]
         for index in range(count):
-            request = arriving[index]
-            while not request.Test():
+            # receives are posted ahead, as far as the memory that they land in is known to have been sent
+            while len(arriving) < min(index + RECEIVES_AHEAD, count):
+                before = sent_before[len(arriving)]
+                if before is not None:
+                    if before >= len(sent):
+                        break
+                    while not sent[before].Test():
+                        yield WAITING
+                arriving.append(comm.Irecv(landing_messages[len(arriving)], left, tag))
+            while not arriving[index].Test():
                 yield WAITING
             if self.reduces[index]:
                 target = self.targets[index]
@@ -161,13 +165,6 @@ class _Ring:
                 yield WORKED
             if index + segments < count:
                 sent.append(comm.Isend(sends[index + segments], right, tag))
-            ahead = index + RECEIVES_AHEAD
-            if ahead < count:
-                before = sent_before[ahead]
-                if before is not None:
-                    while not sent[before].Test():
-                        yield WAITING
-                arriving.append(comm.Irecv(landing_messages[ahead], left, tag))
         for request in sent:
             while not request.Test():
                 yield WAITING

@@ -562,3 +562,41 @@ def test_foreign_bytes_are_refused_without_strict_mode(unchecked):
         assert unchecked.all_reduce(SUM, [np.ones(5, np.float32)])[0][0] == unchecked.size
         with pytest.raises(UnsupportedDtypeError, match="foreign byte order >f4"):
             unchecked.all_reduce(SUM, [np.ones(5, ">f4")])
+
+
+@pytest.mark.parametrize("num_packs", [0, 1, 3, 7])
+def test_num_packs_cut_the_elements_and_not_the_result(comm, world, num_packs):
+    ops = HierarchicalAllReduce(Hierarchy(comm, world), num_packs=num_packs)
+    shapes = [(3, 5), (), (0,), (100_003,), (2, 2)]
+    for algorithm in algorithms(world):
+        arrays = [np.full(shape, ops.rank + 1, dtype) for shape in shapes for dtype in (np.float32, np.int64)]
+        for result, array in zip(ops.all_reduce(SUM, arrays, by_name(algorithm)), arrays, strict=True):
+            assert result.shape == array.shape
+            assert (result == world.size * (world.size + 1) // 2).all()
+    ops.close()
+
+
+def test_a_negative_num_packs_says_what_is_accepted(comm, world):
+    hierarchy = Hierarchy(comm, world)
+    with pytest.raises(InvalidArgumentError, match=r"num_packs must be None, 0 \(each array by itself\) or positive; got -1"):
+        HierarchicalAllReduce(hierarchy, num_packs=-1)
+    hierarchy.close()
+
+
+def test_the_arrays_of_the_last_call_are_told_from_others(comm, world, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    ops = HierarchicalAllReduce(Hierarchy(comm, world))
+    a, b = np.ones(2, np.float32), np.full(2, 2, np.float32)
+    out, other = np.empty_like(a), np.empty_like(a)
+    for source, target, op, expected in [
+        (a, out, SUM, ops.size), (a, out, SUM, ops.size), (b, out, SUM, 2 * ops.size), (b, other, SUM, 2 * ops.size),
+        (b, other, ReduceOp.PROD, 2**ops.size), (b, other, SUM, 2 * ops.size), (a, out, MEAN, 1), (a, out, SUM, ops.size),
+    ]:  # fmt: skip
+        out.fill(np.nan)
+        other.fill(np.nan)
+        [result] = ops.all_reduce(op, [source], out=[target])
+        assert result is target
+        assert (target == expected).all()
+    a[:] = 5
+    assert (ops.all_reduce(SUM, [a], out=[out])[0] == 5 * ops.size).all(), "new contents of the same arrays"
+    ops.close()

@@ -57,7 +57,7 @@ def test_demo_as_it_comes(tmp_path):
     assert re.search(r"^gradients +1\.172 MiB of float32", done.stdout, re.MULTILINE)
     # large enough for our own hierarchical all-reduce, which is what the demo is there to show
     assert re.search(r"^plan +\w+: intra reduce_scatter -> inter all_reduce -> intra all_gather ", done.stdout, re.MULTILINE)
-    assert re.search(r"^why +\w+ is predicted fastest: ", done.stdout, re.MULTILINE)
+    assert re.search(r"^why +pipelined was asked for by name; auto would choose ", done.stdout, re.MULTILINE)
     epochs = re.findall(r"^epoch (\d)/8  loss (\d\.\d+) +\d+ images/s +\d+% communicating$", done.stdout, re.MULTILINE)
     assert [int(number) for number, _ in epochs] == list(range(1, 9))
     assert float(epochs[-1][1]) < 0.1 * float(epochs[0][1])
@@ -81,7 +81,8 @@ def test_timeline_has_the_phases_of_every_rank(tmp_path, shape, rails):
     assert sorted(events) == [0, 1, 2, 3]
     for rank, lanes in events.items():
         assert {"copy in", "copy out", "intra reduce_scatter", "intra all_gather"} <= names(lanes["intra"])
-        assert len(names(lanes["inter"])) == rails[rank], "one event for each rail that the rank is on"
+        between = [event for lane, row in lanes.items() if lane.startswith("inter") for event in row]
+        assert len(names(between)) == rails[rank], "one event for each rail that the rank is on"
         assert len(lanes["step"]) == 12
         for lane in lanes.values():
             ordered = sorted(lane, key=lambda event: event["ts"])

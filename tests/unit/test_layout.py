@@ -48,3 +48,17 @@ def test_pieces_tile_the_range(counts: list[int], data: st.DataObject) -> None:
 def test_long_enough_pieces_are_whole_arrays(counts: list[int], extra: int) -> None:
     pieces = Layout(counts).pieces(0, sum(counts), max(counts, default=0) + extra)
     assert [(piece.array, piece.start, piece.stop) for piece in pieces] == [(i, 0, n) for i, n in enumerate(counts) if n]
+
+
+def test_a_range_of_a_layout_is_cut_at_its_ends() -> None:
+    whole, part = Layout([4, 3, 5]), Layout([4, 3, 5], first=2, count=7)
+    assert (part.count, part.is_one_array) == (7, False)
+    assert [(p.array, p.start, p.stop, p.offset) for p in part.pieces(0, 7, 100)] == [(0, 2, 4, 0), (1, 0, 3, 2), (2, 0, 2, 5)]
+    shifted = [(p.array, p.start, p.stop) for p in whole.pieces(2, 9, 100)]
+    assert [(p.array, p.start, p.stop) for p in part.pieces(0, 7, 100)] == shifted
+
+
+def test_one_array_is_all_of_it() -> None:
+    assert Layout([4]).is_one_array
+    assert not Layout([4], first=0, count=3).is_one_array
+    assert not Layout([4, 0]).is_one_array
