@@ -163,7 +163,9 @@ class Lab:
         hostfile.write_text("".join(f"{host} slots={count}\n" for host, count in zip(self.hosts, slots, strict=True) if count))
         mpirun = [_mpirun(), "--hostfile", str(hostfile), "--map-by", f"{order}:OVERSUBSCRIBE", "--bind-to", "none"]
         command = self.on(self.hosts[0], [*mpirun, "-n", str(num_ranks), *argv])
-        return run_bounded(command, timeout, self.environment(**_OPEN_MPI, **(env or {})), capture=capture)
+        # what a job that failed leaves of its sockets must not meet the next one
+        sockets = tempfile.mkdtemp(prefix="job", dir=self.folder)
+        return run_bounded(command, timeout, self.environment(TMPDIR=sockets, **_OPEN_MPI, **(env or {})), capture=capture)
 
     def bytes_sent(self) -> dict[str, int]:
         """Return the bytes each host has put on its link so far."""
