@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpistrat import errors as errors
+    from mpistrat import experimental as experimental
     from mpistrat.inputs.dataset import ArrayDataset as ArrayDataset
     from mpistrat.inputs.distribute import DistributedDataset as DistributedDataset
     from mpistrat.inputs.input_context import InputContext as InputContext
@@ -52,7 +53,7 @@ _HOMES = {
     "has_strategy": "mpistrat.strategy.context_stack",
     "in_cross_replica_context": "mpistrat.strategy.context_stack",
 }
-_MODULES = ("errors",)
+_MODULES = ("errors", "experimental")
 
 __all__ = sorted([*_HOMES, *_MODULES])  # noqa: PLE0605 - a list, computed so that no name is written twice
 __version__ = "0.1.0"

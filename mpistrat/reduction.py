@@ -4,7 +4,7 @@
 op      bool     integers        float32, float64         float16, bfloat16              complex
 ======  =======  ==============  =======================  =============================  ========
 SUM     or       wraps around    IEEE sum                 summed in float32              sum
-MEAN    refused  truncated to 0  SUM, then one division   the same in float32            the same
+MEAN    refused  64 bits, trunc  SUM, then one division   the same in float32            the same
 MIN     and      minimum         minimum, NaN wins        minimum, NaN wins              refused
 MAX     or       maximum         maximum, NaN wins        maximum, NaN wins              refused
 PROD    and      wraps around    product                  multiplied in float32          product
@@ -80,9 +80,14 @@ def check_dtype(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None
 
 
 def accumulation_dtype(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which `op` combines values of `dtype`: float32 for 16-bit floats, else `dtype` itself."""
+    """Return the dtype in which `op` combines values of `dtype`.
+
+    Float32 for 16-bit floats; 64 bits for the mean of integers, which would wrap around before it is divided; else `dtype`.
+    """
     if dtype in HALF_DTYPES:
         return np.dtype(np.float32)
+    if op is ReduceOp.MEAN and dtype.kind in "iu":
+        return np.dtype(np.int64 if dtype.kind == "i" else np.uint64)
     return dtype
 
 

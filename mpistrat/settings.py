@@ -21,6 +21,7 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "PEER_READS",
     "SETTINGS",
+    "SHARED",
     "STRICT",
     "TIMEOUT_SECONDS",
     "VERBOSE",
@@ -175,3 +176,6 @@ SETTINGS: tuple[Setting[Any], ...] = (
     TIMEOUT_SECONDS,
     VERBOSE,
 )
+
+# what must be the same on all ranks, or they would plan and send differently
+SHARED: tuple[Setting[Any], ...] = (STRICT, ALGORITHM, CHUNK_BYTES, MAX_MESSAGE_BYTES, INTRA_TRANSPORT, INTER_TRANSPORT)

@@ -18,7 +18,7 @@ n: nodes, p: ranks, S: bytes of the buffer.
 
 from __future__ import annotations
 
-from mpistrat.algorithms.chunks import padded
+from mpistrat.algorithms.chunks import SCRATCH_BYTES, chunk_elements
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.topology.world import World
 
@@ -26,7 +26,7 @@ __all__ = ["plan"]
 
 
 def plan(world: World, count: int, itemsize: int, chunk_bytes: int = 0) -> Plan:
-    """Plan an all-reduce in one phase on the whole buffer.
+    """Plan an all-reduce in one phase.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def plan(world: World, count: int, itemsize: int, chunk_bytes: int = 0) -> Plan:
     itemsize : int
         Bytes of one element.
     chunk_bytes : int
-        Not used: MPI cuts the buffer as it likes.
+        Not used: a chunk is the whole buffer, or as much of it as the bound for scratch memory allows.
     """
     phases = (Phase(Verb.ALL_REDUCE, Scope.WORLD),) if world.size > 1 else ()
-    return Plan("flat", world, count, itemsize, phases, max(padded(world, count), world.num_shards))
+    return Plan("flat", world, count, itemsize, phases, chunk_elements(world, count, itemsize, SCRATCH_BYTES))

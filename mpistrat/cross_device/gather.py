@@ -12,7 +12,7 @@ from mpistrat.groups.group import Group
 
 __all__ = ["gather_extents"]
 
-_MAX_NDIM = 64
+_FIRST, _MAX_NDIM = 3, 64
 
 
 def gather_extents(group: Group, array: Array, axis: int) -> list[int]:
@@ -23,18 +23,19 @@ def gather_extents(group: Group, array: Array, axis: int) -> list[int]:
     InvalidArgumentError
         On every rank, if numbers of axes, other extents or dtypes differ.
     """
-    mine = np.zeros(_MAX_NDIM + 2, np.int64)
+    mine = np.zeros(_FIRST + _MAX_NDIM, np.int64)
     # the checksum differs between dtypes and is the same on all ranks
-    mine[:2] = array.ndim, crc32(array.dtype.name.encode())
-    mine[2 : 2 + array.ndim] = array.shape
+    mine[:_FIRST] = array.ndim, crc32(array.dtype.name.encode()), axis
+    mine[_FIRST : _FIRST + array.ndim] = array.shape
     rows = np.empty((group.size, mine.size), np.int64)
     group.comm.Allgather(mine, rows)
     others = rows.copy()
-    others[:, 2 + axis] = 0
+    others[:, _FIRST + axis] = 0
     if (others != others[0]).any():
-        shapes = [f"replica {rank}: {tuple(int(n) for n in row[2 : 2 + row[0]])}" for rank, row in enumerate(rows)]
+        shapes = [f"replica {rank}: {tuple(row[_FIRST : _FIRST + row[0]].tolist())}" for rank, row in enumerate(rows)]
         raise InvalidArgumentError(
-            f"all_gather along axis {axis} needs one dtype and equal extents on all other axes; got {', '.join(shapes)}, "
+            f"all_gather along axis {axis} needs one axis, one dtype and equal extents on all other axes; got "
+            f"{', '.join(shapes)}, "
             f"{array.dtype} on replica {group.rank}"
         )
-    return [int(extent) for extent in rows[:, 2 + axis]]
+    return [int(extent) for extent in rows[:, _FIRST + axis]]

@@ -18,10 +18,10 @@ from mpistrat.algorithms.choose import Choice, choose
 from mpistrat.algorithms.plan import Plan
 from mpistrat.arrays import Array
 from mpistrat.cross_device.gather import gather_extents
-from mpistrat.cross_device.ops import CrossDeviceOps, check_gather, check_out
-from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.cross_device.ops import CrossDeviceOps, apart, check_gather, check_out, is_fit
+from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions, shared_defaults
 from mpistrat.cross_device.recipe import Packing, Recipe, is_current, make_recipe, run_recipe
-from mpistrat.errors import InvalidArgumentError, MpistratError, TransportError
+from mpistrat.errors import InvalidArgumentError, MpistratError, TransportError, UnavailableError
 from mpistrat.execution.bound_plan import BoundPlan, DirectPlan
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.work import Work
@@ -66,11 +66,15 @@ class HierarchicalAllReduce(CrossDeviceOps):
         self._num_packs = num_packs
         self.hierarchy = hierarchy
         self.world, self.rank, self.size = hierarchy.world, hierarchy.rank, hierarchy.world.size
-        self._options = self._defaults().merge(options)
+        self._agreement = Agreement(hierarchy.world_group)
+        self._options = shared_defaults(self._agreement).merge(options)
+        self._chunk_bytes = settings.CHUNK_BYTES.read()
         self._executor = Executor(hierarchy)
         self.timeline = self._executor.timeline
         self._bytes = MpiTransport(hierarchy.world_group)
-        self._agreement = Agreement(hierarchy.world_group) if settings.STRICT.read() else None
+        self.is_strict = settings.STRICT.read()
+        # why no further collective can be made, or an empty text
+        self._refusal = ""
         self._verbose = self.rank == 0 and settings.VERBOSE.read()
         self._say(f"{self.world}: {', '.join(f'{node.name} has ranks {node.ranks}' for node in self.world.nodes)}")
         self._recipes: OrderedDict[Signature, Recipe] = OrderedDict()
@@ -79,8 +83,7 @@ class HierarchicalAllReduce(CrossDeviceOps):
         self._direct: dict[tuple[str, int, int], MPI.Op] = {}
         # the arrays of the last such call with `out`: what was checked once holds as long as they are the same objects
         self._last: tuple[Array, Array, ReduceOp, MPI.Op] | None = None
-        # hashing options is slow: each set of them gets a number, which stands for it in a signature
-        self._merged: dict[CommunicationOptions, tuple[int, CommunicationOptions]] = {}
+        self._merged: dict[CommunicationOptions, CommunicationOptions] = {}
 
     def all_reduce(
         self,
@@ -100,13 +103,13 @@ class HierarchicalAllReduce(CrossDeviceOps):
         DeadlineExceededError
             If the options have a deadline and it passes.
         """
-        if len(arrays) == 1 and options is None and not self.timeline.enabled:
+        if len(arrays) == 1 and options is None and not self.timeline.enabled and not self._refusal:
             source, last = arrays[0], self._last
             if out and last is not None and source is last[0] and out[0] is last[1] and op is last[2] and len(out) == 1:
                 self._allreduce(source, last[1], last[3])
                 return [last[1]]
             native = self._direct.get((op._value_, source.size, source.dtype.num))
-            fits = out is None or (len(out) == 1 and _is_fit(out[0], source))
+            fits = out is None or (len(out) == 1 and is_fit(out[0], source))
             if native is not None and source.flags.c_contiguous and source.dtype.isnative and fits:
                 target = np.empty(source.shape, source.dtype) if out is None else out[0]
                 self._allreduce(source, target, native)
@@ -125,33 +128,54 @@ class HierarchicalAllReduce(CrossDeviceOps):
     ) -> Work[list[Array]]:
         """Start what `all_reduce` does and return its handle. A collective call; one may be under way at a time."""
         steps, results, wanted = self._begin(op, arrays, options, out)
+        self._refusal = "an earlier all_reduce is still under way: wait for it first"
         return Work(steps, lambda: results, lambda: self._describe(op, arrays, wanted), wanted.timeout_seconds or 0.0)
 
     def _begin(
         self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions | None, out: Sequence[Array] | None
     ) -> tuple[Steps, list[Array], CommunicationOptions]:
-        number, wanted = (0, self._options) if options is None else self._merge(options)
-        if self._agreement is not None:
-            self._agree(self._agreement, op, arrays, wanted, out)
-        signature = (op, number, *[(array.shape, array.dtype) for array in arrays])
+        self._require_intact()
+        wanted = self._options if options is None else self._merge(options)
+        if self.is_strict:
+            self._agree_on_all_reduce(op, arrays, wanted, out)
+        # of the options only what shapes a recipe: ranks may differ in the others
+        signature = (op, wanted.algorithm, wanted.bytes_per_pack, *[(array.shape, array.dtype) for array in arrays])
         recipe = self._recipes.get(signature)
         if recipe is None or not is_current(recipe, self._executor):
             recipe = self._prepare(signature, op, arrays, wanted)
-        results = [np.empty(array.shape, array.dtype) for array in arrays] if out is None else check_out(out, arrays)
-        return run_recipe(recipe, arrays, results), results, wanted
+        if out is None:
+            results = [np.empty(array.shape, array.dtype) for array in arrays]
+        else:
+            results = check_out(out, arrays)
+            arrays = apart(arrays, results)
+        return self._guarded(run_recipe(recipe, arrays, results)), results, wanted
+
+    def _guarded(self, steps: Steps) -> Steps:
+        """Return the steps; while they are under way, and for ever if they fail, no other collective can be made."""
+        self._refusal = "an earlier all_reduce is still under way: wait for it first"
+        try:
+            yield from steps
+        except BaseException as error:
+            name = type(error).__name__
+            self._refusal = f"an earlier all_reduce did not end ({name}), and ranks may be out of step; make a new strategy"
+            raise
+        self._refusal = ""
+
+    def _require_intact(self) -> None:
+        if self._refusal:
+            raise UnavailableError(f"rank {self.rank}: no further collective can be made: {self._refusal}")
 
     def all_gather(self, array: Array, axis: int = 0) -> Array:
         """Concatenate along `axis`, in replica order: see `CrossDeviceOps.all_gather`. A collective call."""
-        error: MpistratError | None = None
+        call = f"all_gather({array.dtype}, {array.ndim} axes, axis={axis})"
         try:
             axis = check_gather(array, axis)
             check_dtype(ReduceOp.SUM, array.dtype)
-        except MpistratError as refused:
-            error = refused
-        if self._agreement is not None:
-            self._agreement.check(f"all_gather({array.dtype}, {array.ndim} axes, axis={axis})", error)
-        elif error is not None:
-            raise error
+        except MpistratError as error:
+            self.refuse(call, error)
+        if self.is_strict:
+            self.agree(call)
+        self._require_intact()
         extents = gather_extents(self.hierarchy.world_group, array, axis)
         front = np.moveaxis(array, axis, 0)
         whole = np.empty((sum(extents), *front.shape[1:]), array.dtype)
@@ -166,9 +190,11 @@ class HierarchicalAllReduce(CrossDeviceOps):
     def broadcast(self, array: Array, root: int = 0) -> Array:
         """Return the array of replica `root`: see `CrossDeviceOps.broadcast`. A collective call."""
         if not 0 <= root < self.size:
-            raise InvalidArgumentError(f"root must be a replica, 0 to {self.size - 1}; got {root}")
-        if self._agreement is not None:
-            self._agreement.check(f"broadcast(root={root})")
+            problem = f"root must be a replica, 0 to {self.size - 1}; got {root}"
+            self.refuse(f"broadcast(root={root})", InvalidArgumentError(problem))
+        if self.is_strict:
+            self.agree(f"broadcast(root={root})")
+        self._require_intact()
         shape, dtype = self.hierarchy.world_group.comm.bcast((array.shape, array.dtype), root)
         check_dtype(ReduceOp.SUM, dtype, f"the array of replica {root}")
         result = np.array(array, order="C") if self.rank == root else np.empty(shape, dtype)
@@ -178,48 +204,47 @@ class HierarchicalAllReduce(CrossDeviceOps):
 
     def barrier(self) -> None:
         """Wait until all replicas have come here. A collective call."""
-        if self._agreement is not None:
-            self._agreement.check("barrier()")
+        if self.is_strict:
+            self.agree("barrier()")
+        self._require_intact()
         self.hierarchy.world_group.comm.Barrier()
+
+    def agree(self, call: str, error: Exception | None = None) -> None:
+        """Check that all replicas pass the same text: see `CrossDeviceOps.agree`. A collective call."""
+        self._agreement.check(call, error)
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions | None = None) -> Choice:
         """Return the plan, and why, for an all-reduce of `count` elements."""
         wanted = self._options.merge(options)
         itemsize = accumulation_dtype(ReduceOp.SUM, dtype).itemsize
-        return choose(self.world, count, itemsize, wanted.algorithm, settings.CHUNK_BYTES.read())
+        return choose(self.world, count, itemsize, wanted.algorithm, self._chunk_bytes)
 
     def close(self) -> None:
         """Free the scratch memory and the communicators. A collective call."""
         self._recipes.clear()
+        self._direct.clear()
+        self._last = None
         self._executor.close()
         self.hierarchy.close()
 
-    def _merge(self, options: CommunicationOptions) -> tuple[int, CommunicationOptions]:
+    def _merge(self, options: CommunicationOptions) -> CommunicationOptions:
+        """Return options merged over ours; merging is slow, so the last few are kept."""
         if options not in self._merged:
-            self._merged[options] = (len(self._merged) + 1, self._options.merge(options))
+            if len(self._merged) == RECIPES_KEPT:
+                self._merged.clear()
+            self._merged[options] = self._options.merge(options)
         return self._merged[options]
 
-    @staticmethod
-    def _defaults() -> CommunicationOptions:
-        return CommunicationOptions(
-            algorithm=settings.ALGORITHM.read(), timeout_seconds=settings.TIMEOUT_SECONDS.read() or None
-        )
-
-    def _agree(
-        self,
-        agreement: Agreement,
-        op: ReduceOp,
-        arrays: Sequence[Array],
-        options: CommunicationOptions,
-        out: Sequence[Array] | None,
+    def _agree_on_all_reduce(
+        self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, out: Sequence[Array] | None
     ) -> None:
         """Check here what would make a rank fail alone later, and compare the calls of all ranks."""
-        error: MpistratError | None = None
+        call = self._describe(op, arrays, options)
         try:
             self._check(op, arrays, options, out)
-        except MpistratError as refused:
-            error = refused
-        agreement.check(self._describe(op, arrays, options), error)
+        except MpistratError as error:
+            self.refuse(call, error)
+        self.agree(call)
 
     def _check(
         self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, out: Sequence[Array] | None = None
@@ -242,7 +267,7 @@ class HierarchicalAllReduce(CrossDeviceOps):
             lambda n, t: self._chosen(op, n, t, options),
         )
         self._recipes[signature] = recipe
-        if self._agreement is None and options is self._options and len(arrays) == 1:
+        if not self.is_strict and options is self._options and len(arrays) == 1:
             self._remember_direct(op, arrays[0], recipe[0].bound)
         if len(self._recipes) > RECIPES_KEPT:
             self._direct.clear()
@@ -268,12 +293,3 @@ class HierarchicalAllReduce(CrossDeviceOps):
     def _describe(op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> str:
         values = ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
         return f"all_reduce({op.name}, [{values}], algorithm={options.algorithm}, bytes_per_pack={options.bytes_per_pack})"
-
-
-def _is_fit(target: Array, source: Array) -> bool:
-    """Return whether MPI can write to `target` what it makes of `source`; else the longer way says why not, or copies."""
-    if target.shape != source.shape or target.dtype is not source.dtype or not target.flags.carray:
-        return False
-    # arrays that own their memory do not overlap, unless they are one
-    owners = source.base is None and target.base is None and source is not target
-    return owners or not np.may_share_memory(source, target)

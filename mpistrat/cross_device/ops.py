@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
+from numpy.lib.array_utils import byte_bounds
 
 from mpistrat.algorithms.choose import Choice
 from mpistrat.arrays import Array
@@ -15,7 +17,7 @@ from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.timeline import Timeline
 from mpistrat.topology.world import World
 
-__all__ = ["CrossDeviceOps", "LocalOps", "check_gather", "check_out"]
+__all__ = ["CrossDeviceOps", "LocalOps", "apart", "check_gather", "check_out", "is_fit"]
 
 
 class CrossDeviceOps(ABC):
@@ -29,12 +31,15 @@ class CrossDeviceOps(ABC):
         This replica, and the number of replicas.
     timeline : Timeline
         Records the phases of each collective while it is enabled.
+    is_strict : bool
+        Whether replicas compare their calls before each collective.
     """
 
     world: World
     rank: int
     size: int
     timeline: Timeline
+    is_strict: bool = False
 
     @abstractmethod
     def all_reduce(
@@ -82,6 +87,22 @@ class CrossDeviceOps(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Wait until all replicas have come here. A collective call."""
+
+    @abstractmethod
+    def agree(self, call: str, error: Exception | None = None) -> None:
+        """Check, strict mode or not, that all replicas pass the same text. A collective call.
+
+        Raises
+        ------
+        AgreementError
+            On every replica, if they do not; on one that passes an `error`, that error.
+        """
+
+    def refuse(self, call: str, error: Exception) -> NoReturn:
+        """Raise `error`, of a replica that cannot make the call; in strict mode the others, which make it, are told."""
+        if self.is_strict:
+            self.agree(call, error)
+        raise error
 
     @abstractmethod
     def choose(self, count: int, dtype: np.dtype[np.generic], options: CommunicationOptions | None = None) -> Choice | None:
@@ -135,6 +156,11 @@ class LocalOps(CrossDeviceOps):
     def barrier(self) -> None:
         """Return at once."""
 
+    def agree(self, call: str, error: Exception | None = None) -> None:
+        """Agree with nobody else."""
+        if error is not None:
+            raise error
+
     def choose(self, count: int, dtype: np.dtype[np.generic], options: CommunicationOptions | None = None) -> Choice | None:
         """Return None."""
         return None
@@ -174,3 +200,26 @@ def check_out(out: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
                 f"got {target.dtype} {target.shape}, contiguous={contiguous}, writable={writable}"
             )
     return list(out)
+
+
+def apart(arrays: Sequence[Array], out: Sequence[Array]) -> list[Array]:
+    """Return `arrays`, copied where one shares memory with the result of another: results are written before all are read."""
+    spans = [(*byte_bounds(target), index) for index, target in enumerate(out) if target.size]
+    spans += [(*byte_bounds(array), index) for index, array in enumerate(arrays) if array.size and array is not out[index]]
+    # sorted by where they begin, memory overlaps only where a span begins before all earlier ones have ended
+    reach, crossing = 0, False
+    for first, end, _ in sorted(spans):
+        crossing = crossing or first < reach
+        reach = max(reach, end)
+    if not crossing:
+        return list(arrays)
+    return [array if array is out[index] else array.copy() for index, array in enumerate(arrays)]
+
+
+def is_fit(target: Array, source: Array) -> bool:
+    """Return whether MPI can write to `target` what it makes of `source`; else the longer way says why not, or copies."""
+    if target.shape != source.shape or target.dtype is not source.dtype or not target.flags.carray:
+        return False
+    # arrays that own their memory do not overlap, unless they are one
+    owners = source.base is None and target.base is None and source is not target
+    return owners or not np.may_share_memory(source, target)

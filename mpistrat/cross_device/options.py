@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from enum import Enum
 
-from mpistrat.errors import InvalidArgumentError
+from mpistrat import settings
+from mpistrat.algorithms.choose import PLANNERS
+from mpistrat.errors import InvalidArgumentError, SettingError
+from mpistrat.groups.agreement import Agreement
 
-__all__ = ["CommunicationImplementation", "CommunicationOptions"]
+__all__ = ["CommunicationImplementation", "CommunicationOptions", "shared_defaults"]
 
 
 class CommunicationImplementation(str, Enum):
@@ -45,10 +49,13 @@ class CommunicationOptions:
     algorithm: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.bytes_per_pack < 0:
-            raise InvalidArgumentError(f"bytes_per_pack must be 0 or a positive number of bytes; got {self.bytes_per_pack}")
-        if self.timeout_seconds is not None and self.timeout_seconds < 0:
-            raise InvalidArgumentError(f"timeout_seconds must be None or >= 0; got {self.timeout_seconds}")
+        if not isinstance(self.bytes_per_pack, int) or self.bytes_per_pack < 0:
+            raise InvalidArgumentError(f"bytes_per_pack must be 0 or a positive number of bytes; got {self.bytes_per_pack!r}")
+        seconds = self.timeout_seconds
+        if seconds is not None and not (isinstance(seconds, (int, float)) and 0 <= seconds < math.inf):
+            raise InvalidArgumentError(f"timeout_seconds must be None or a number of seconds >= 0; got {seconds!r}")
+        if self.algorithm not in ("auto", *PLANNERS):
+            raise InvalidArgumentError(f"algorithm must be auto or one of {', '.join(PLANNERS)}; got {self.algorithm!r}")
         try:
             member = CommunicationImplementation(str(getattr(self.implementation, "value", self.implementation)).upper())
         except ValueError:
@@ -65,3 +72,24 @@ class CommunicationOptions:
             for field in fields(self)
         }
         return CommunicationOptions(**chosen)
+
+
+def shared_defaults(agreement: Agreement) -> CommunicationOptions:
+    """Return the options that the settings ask for, after checking that all ranks have the same. A collective call.
+
+    Raises
+    ------
+    SettingError
+        If a setting cannot be read here.
+    AgreementError
+        On every other rank then, and on all ranks where a setting that must be shared differs.
+    """
+    try:
+        values = [f"{setting.name}={setting.read()}" for setting in settings.SHARED]
+        timeout_seconds = settings.TIMEOUT_SECONDS.read() or None
+    except SettingError as error:
+        agreement.check("settings that cannot be read", error)
+        raise
+    hint = "a launcher hands variables to other hosts only if told: mpiexec -x NAME (Open MPI), -genv NAME VALUE (MPICH)"
+    agreement.check(f"settings {', '.join(values)} ({hint})")
+    return CommunicationOptions(algorithm=settings.ALGORITHM.read(), timeout_seconds=timeout_seconds)

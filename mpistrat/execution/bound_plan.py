@@ -54,15 +54,13 @@ class BoundPlan:
             [self._chunk(start, count, (index + turn) % slots) for index, (start, count) in enumerate(plan.chunks())]
             for turn in range(turns)
         ]
-        self._turn = 0
 
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
         """Return the steps that reduce `sources` into C-contiguous `targets`. A collective call."""
         executor = self._executor
         sources, targets = [array.reshape(-1) for array in sources], [array.reshape(-1) for array in targets]
-        executor.enter(self._slots, self._slot_bytes)
-        chunks = self._turns[self._turn]
-        self._turn = (self._turn + 1) % len(self._turns)
+        turn = executor.enter(self._slots, self._slot_bytes)
+        chunks = self._turns[turn % len(self._turns)]
 
         def head(index: int) -> Steps:
             chunk = chunks[index]
@@ -171,9 +169,6 @@ class DirectPlan:
         """Return the steps that reduce the one source into the one target. A collective call."""
         started = time.perf_counter()
         source, target = np.ascontiguousarray(sources[0]).reshape(-1), targets[0].reshape(-1)
-        # the two may be one array, but not overlap otherwise
-        if sources[0] is not targets[0] and np.may_share_memory(source, target):
-            source = source.copy()
         yield from self._between(source, target, self._op, self._divisor)
         if self._executor.timeline.enabled:
             scope = self.plan.phases[0].scope.value if self.plan.phases else Scope.WORLD.value

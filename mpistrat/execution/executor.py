@@ -55,6 +55,7 @@ class Executor:
         self._marks: dict[int, int] = {}
         self._geometry: tuple[int, int] = (0, 0)
         self._last_mark = 0
+        self._turn = -1
         self.generation = 0
 
     def bind(self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, casts: bool) -> BoundPlan | DirectPlan:
@@ -107,11 +108,18 @@ class Executor:
             return [(str(phase), self._leaders.all_reduce(buffer, op))] if self._leaders else []
         return [(str(phase), self.world.all_reduce(buffer, op))]
 
-    def enter(self, slots: int, slot_bytes: int) -> None:
-        """Note which slots the next chunks use; slots cut otherwise may overlap any of those used before."""
+    def enter(self, slots: int, slot_bytes: int) -> int:
+        """Note which slots the next chunks use; return how often in a row slots cut like these were used before.
+
+        Slots cut otherwise may overlap any of those used before. The count is kept here and not with a plan, so that a rank
+        that binds a plan anew stays in step with the others.
+        """
         if self._geometry != (slots, slot_bytes):
             self._geometry = (slots, slot_bytes)
             self._marks = dict.fromkeys(range(slots), self._last_mark)
+            self._turn = -1
+        self._turn += 1
+        return self._turn
 
     def acquire(self, slot: int) -> Steps:
         """Wait until no peer reads the slot any more."""
@@ -132,12 +140,29 @@ class Executor:
 
     def _reserve(self, nbytes: int) -> None:
         """Enlarge the scratch memory if need be; what was bound to the old one must be bound again."""
-        if nbytes > self._arena.nbytes:
-            self.hierarchy.intra.comm.Barrier()
-            self.intra.close()
+        if nbytes <= self._arena.nbytes:
+            return
+        self.hierarchy.intra.comm.Barrier()
+        self.intra.close()
+        self._arena = np.empty(0, np.uint8)
+        self._geometry, self._marks, self._last_mark = (0, 0), {}, 0
+        self.generation += 1
+        refusal: TransportError | None = None
+        try:
             self._arena = self.intra.allocate(nbytes)
-            self._geometry, self._marks, self._last_mark = (0, 0), {}, 0
-            self.generation += 1
+        except TransportError as error:
+            refusal = error
+        self._raise_together(refusal)
+
+    def _raise_together(self, refusal: TransportError | None) -> None:
+        """Raise on all ranks what the ranks of one node found."""
+        from mpi4py import MPI
+
+        if not self.hierarchy.world_group.comm.allreduce(refusal is not None, MPI.LOR):
+            return
+        self.intra.close()
+        self._arena = np.empty(0, np.uint8)
+        raise refusal or TransportError("another node has too little shared memory; its ranks say how much")
 
     def close(self) -> None:
         """Free the scratch memory. A collective call."""
@@ -159,6 +184,8 @@ def _bind(transport: Transport, verb: Verb, buffer: Array, bounds: list[int], op
 
 def _make(wanted: str, order: Sequence[str], group: Group) -> Transport:
     """Return the transport asked for, or with ``auto`` the first in `order` that serves the group."""
+    if wanted == "auto" and group.size == 1:
+        return MpiTransport(group)  # nothing is shared: ordinary memory will do
     refusals = []
     for name in order if wanted == "auto" else (wanted,):
         reason = TRANSPORTS[name].probe(group)

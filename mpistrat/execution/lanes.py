@@ -21,7 +21,7 @@ ChunkSteps = Callable[[int], Steps]
 
 def overlap(num_chunks: int, depth: int, abreast: int, head: ChunkSteps, middle: ChunkSteps, tail: ChunkSteps) -> Steps:
     """Return the steps of all chunks, with at most `depth` chunks between their head and their tail."""
-    heads_done = 0
+    heads_done = num_through = 0
     through = [False] * num_chunks
 
     def intra() -> Steps:
@@ -38,15 +38,17 @@ def overlap(num_chunks: int, depth: int, abreast: int, head: ChunkSteps, middle:
                 yield from tail(finished)
 
     def inter(chunk: int) -> Steps:
+        nonlocal num_through
         yield from middle(chunk)
         through[chunk] = True
+        num_through += 1
 
     lanes = [intra()]
     started = 0
     while lanes:
         answers = [next(lane, None) for lane in lanes]
         lanes = [lane for lane, answer in zip(lanes, answers, strict=True) if answer is not None]
-        if started < heads_done and started - sum(through) < abreast:
+        if started < heads_done and started - num_through < abreast:
             lanes.append(inter(started))
             started += 1
             answers.append(WORKED)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from mpistrat.transports.base import Steps, drive
+from mpistrat.transports.base import WORKED, Steps, drive
 
 __all__ = ["Work"]
 
 T = TypeVar("T")
-
-_OVER = object()
 
 
 class Work(Generic[T]):
@@ -34,11 +32,14 @@ class Work(Generic[T]):
         self._result = result
         self._what = what
         self._timeout_seconds = timeout_seconds
+        self._failure: BaseException | None = None
 
     def done(self) -> bool:
-        """Return whether the operation has ended; advance it as far as it goes without waiting."""
-        if self._steps is not None and next(self._steps, _OVER) is _OVER:
-            self._steps = None
+        """Return whether the operation has ended; advance it as far as it goes without waiting.
+
+        What makes the operation fail is raised here and in `wait`, as often as they are called.
+        """
+        self._advance(self._walk)
         return self._steps is None
 
     def wait(self) -> T:
@@ -49,7 +50,24 @@ class Work(Generic[T]):
         DeadlineExceededError
             If the deadline passes first.
         """
-        if self._steps is not None:
-            drive(self._steps, self._what, self._timeout_seconds)
-            self._steps = None
+        self._advance(lambda steps: drive(steps, self._what, self._timeout_seconds))
+        self._steps = None
         return self._result()
+
+    def _walk(self, steps: Steps) -> None:
+        answer: bool | None = WORKED
+        while answer:
+            answer = next(steps, None)
+        if answer is None:
+            self._steps = None
+
+    def _advance(self, how: Callable[[Steps], None]) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._steps is None:
+            return
+        try:
+            how(self._steps)
+        except BaseException as failure:
+            self._failure = failure
+            raise

@@ -80,6 +80,13 @@ class ArrayDataset:
         """Return what ``strategy.experimental_distribute_dataset(dataset)`` returns."""
         return DistributedDataset(self, strategy)
 
+    def describe(self) -> str:
+        """Return what must be the same on all ranks: rows, batches, order, structure, shapes of a row and dtypes."""
+        rows = ", ".join(f"{array.dtype} {array.shape[1:]}" for array in self._arrays)
+        order = f"shuffled with seed {self._seed}" if self._shuffle else "in order"
+        rest = ", remainder dropped" if self._drop_remainder else ""
+        return f"{self._num_rows} rows of [{rows}] in {self._structure}, batches of {self._batch_size}, {order}{rest}"
+
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
         return self.batches(epoch)

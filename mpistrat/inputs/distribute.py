@@ -20,9 +20,14 @@ class BatchSource(Protocol):
     def __len__(self) -> int:
         """Return the number of global batches of an epoch."""
 
+    def describe(self) -> str:
+        """Return what must be the same on all ranks: sizes, dtypes, order."""
+
 
 class DistributedDataset:
     """The share of this rank's replica of each global batch. Made by ``strategy.experimental_distribute_dataset``.
+
+    Making one is a collective call: all ranks must describe the same data, or they would not end together.
 
     Its elements are nests of per-replica values, which ``strategy.run(fn, args=(element,))`` turns into arrays; with one
     replica they are nests of arrays. Every replica sees the same number of elements: where a batch has fewer rows than
@@ -33,6 +38,7 @@ class DistributedDataset:
 
     def __init__(self, source: BatchSource, strategy: Strategy) -> None:
         self._source = source
+        strategy.extended.ops.agree(f"experimental_distribute_dataset({source.describe()})")
         self._replica = strategy.extended.ops.rank
         self._num_replicas = strategy.num_replicas_in_sync
         self._epoch = 0

@@ -21,11 +21,24 @@ class InputContext:
         The number of this one.
     num_replicas_in_sync : int
         Replicas that are fed.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If there are no pipelines or no replicas, or the pipeline is none of them.
     """
 
     num_input_pipelines: int = 1
     input_pipeline_id: int = 0
     num_replicas_in_sync: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_input_pipelines", "num_replicas_in_sync"):
+            if getattr(self, name) < 1:
+                raise InvalidArgumentError(f"{name} must be at least 1; got {getattr(self, name)}")
+        if not 0 <= self.input_pipeline_id < self.num_input_pipelines:
+            accepted = f"0 to {self.num_input_pipelines - 1}"
+            raise InvalidArgumentError(f"input_pipeline_id must be one of {accepted}; got {self.input_pipeline_id}")
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Return the rows of each replica's batch.

@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpistrat.arrays import Array, as_array
-from mpistrat.errors import InvalidArgumentError
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy.base import Strategy
-from mpistrat.strategy.context_stack import default_mode, get_strategy, in_replica_context_of
-from mpistrat.strategy.values import Mirrored, PerReplica, fitted
+from mpistrat.strategy.context_stack import default_mode, get_strategy, in_replica_context_of, misplaced
+from mpistrat.strategy.values import Mirrored, PerReplica, fitted, keeps_kind
 
 __all__ = ["Variable", "VariableAggregation", "VariableSynchronization"]
 
@@ -78,7 +78,7 @@ class Variable(Mirrored):
         If `synchronization` is NONE or no member, `aggregation` is no member, the mean of integers is asked for, or a variable
         synchronized ON_READ is to be trainable.
     UnsupportedDtypeError
-        If the initial value is no array of numbers.
+        If the initial value is no array of numbers, or `dtype` cannot hold the kind of number that it has.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Variable(Mirrored):
             raise InvalidArgumentError(f"{self._name}: a variable that is synchronized ON_READ cannot be trainable")
         self._trainable = not on_read if trainable is None else trainable
         value = as_array(initial_value() if callable(initial_value) else initial_value, self._name)
-        self._array: Array = np.array(self._strategy.extended.ops.broadcast(value.astype(dtype or value.dtype, copy=False)))
+        self._array: Array = np.array(self._strategy.extended.ops.broadcast(_cast(value, dtype, self._name)))
         if self._aggregation is VariableAggregation.MEAN and self._array.dtype.kind in "biu":
             raise InvalidArgumentError(
                 f"{self._name} has dtype {self._array.dtype}, whose mean it cannot hold: use aggregation SUM or a float dtype"
@@ -164,8 +164,21 @@ class Variable(Mirrored):
         return self._combined(self._array)
 
     def writable(self) -> Array:
-        """Return the array of this replica, to be written to: what ``ctx.update(variable, fn)`` hands to `fn`."""
-        in_replica_context_of(self._strategy, "ctx.update of a variable")
+        """Return the array of this replica, to be written to: what ``ctx.update(variable, fn)`` hands to `fn`.
+
+        Raises
+        ------
+        RuntimeError
+            Outside ``run`` of the variable's strategy. A variable of the default strategy is writable outside all scopes.
+        """
+        inside = in_replica_context_of(self._strategy, "ctx.update of a variable")
+        if not inside and self._strategy is not default_mode().strategy:
+            raise misplaced(
+                f"ctx.update of {self!r}",
+                f"inside strategy.run of {self._strategy!r}",
+                "mpistrat.get_replica_context().update(variable, fn), outside strategy.run",
+                "def step(): mpistrat.get_replica_context().update(variable, fn), then strategy.run(step)",
+            )
         return self._array
 
     def assign(self, value: Any) -> Variable:
@@ -234,6 +247,17 @@ class Variable(Mirrored):
                 f"    correct:    {method} inside strategy.run, or variable.assign(value), which gives each replica its part"
             )
         return _part(array, self._strategy.extended.ops.rank, self._strategy.num_replicas_in_sync)
+
+
+def _cast(value: Array, dtype: Any, name: str) -> Array:
+    """Return the initial value in the dtype that was asked for."""
+    wanted = value.dtype if dtype is None else as_array(np.empty(0, dtype), name).dtype
+    if not keeps_kind(value.dtype, wanted):
+        raise UnsupportedDtypeError(
+            f"{name} is to have dtype {wanted}; an initial value of dtype {value.dtype} would lose its kind: cast it first, "
+            f"value.astype({wanted.name!r})"
+        )
+    return value.astype(wanted, copy=False)
 
 
 def _part(total: Array, replica: int, num_replicas: int) -> Array:

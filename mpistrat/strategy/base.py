@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from mpistrat.cross_device.closed import ClosedOps
 from mpistrat.cross_device.ops import LocalOps
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.reduction import ReduceOp
@@ -34,6 +35,7 @@ _ADVICE = {
         "def step(): for batch in strategy.experimental_distribute_dataset(dataset): …",
         "for batch in strategy.experimental_distribute_dataset(dataset): strategy.run(step, args=(batch,))",
     ),
+    "close": ("def step(): strategy.close()", "strategy.run(step); strategy.close()"),
 }
 
 
@@ -145,7 +147,7 @@ class Strategy:
         """
         self._require_cross_replica("reduce")
         leaves, structure = flatten(value)
-        return rebuild(structure, list(self._extended.reduce(ReduceOp.parse(reduce_op), leaves, axis)))
+        return rebuild(structure, self._extended.reduce(reduce_op, leaves, axis, structure))
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate the components of a per-replica value along an axis, in replica order; every rank receives the result.
@@ -168,7 +170,7 @@ class Strategy:
         """
         self._require_cross_replica("gather")
         leaves, structure = flatten(value)
-        return rebuild(structure, [self._extended.gather(leaf, axis) for leaf in leaves])
+        return rebuild(structure, self._extended.gather(leaves, axis, structure))
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the components that this rank holds, a tuple of one; a plain value is its own component.
@@ -209,9 +211,22 @@ class Strategy:
     def close(self) -> None:
         """Free the strategy's communicators and shared memory.
 
-        A collective call; the strategy cannot be used afterwards. Programs that end anyway need not call it.
+        A collective call. Afterwards what would communicate raises RuntimeError; closing again does nothing. Programs
+        that end anyway need not call it. The default strategy holds nothing, and stays open.
+
+        Raises
+        ------
+        RuntimeError
+            If called inside `run`, or in the scope of another strategy.
         """
-        self._extended.ops.close()
+        self._require_cross_replica("close")
+        ops = self._extended.ops
+        if default_mode().strategy is self or isinstance(ops, ClosedOps):
+            return
+        ops.close()
+        self._extended.ops = ClosedOps(repr(self), ops)
+        # the replica context keeps the operations at hand: a new one, with those that are closed
+        self._replica_context = ReplicaContext(self, ops.rank)
 
     def __repr__(self) -> str:
         ops = self._extended.ops

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import Array, as_array
-from mpistrat.cross_device.ops import CrossDeviceOps
+from mpistrat.cross_device.ops import CrossDeviceOps, check_gather
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
 from mpistrat.strategy.values import DistributedValues, PerReplica, select_replica
+from mpistrat.structures import Structure
 
 __all__ = ["StrategyExtended"]
+
+# an operation, the arrays to all-reduce with it, and what makes results of theirs
+_LocalPart = tuple[ReduceOp, list[Array], Callable[[list[Array]], list[Array]]]
 
 # combining equal components with these gives the component again
 _IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
@@ -42,11 +46,39 @@ class StrategyExtended:
         """Whether this rank is the one that writes logs: replica 0."""
         return self.ops.rank == 0
 
-    def reduce(self, op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int] | None) -> list[Array]:
+    def reduce(
+        self, reduce_op: ReduceOp | str, values: Sequence[Any], axis: int | Iterable[int] | None, structure: Structure
+    ) -> list[Array]:
         """Combine each of several values across replicas, after reducing it over `axis` on each. A collective call.
 
         Only per-replica values take part in the communication; any other value is equal on all replicas.
         """
+        try:
+            op = ReduceOp.parse(reduce_op)
+            sent_op, sent, finish = self._local_part(op, values, axis)
+        except (TypeError, ValueError) as error:
+            self.ops.refuse("reduce", error)
+        if self.ops.is_strict:
+            self.ops.agree(f"reduce({op.name}, axis={axis!r}) of {structure}")
+        return finish(self.ops.all_reduce(sent_op, sent))
+
+    def gather(self, values: Sequence[Any], axis: int, structure: Structure) -> list[Array]:
+        """Concatenate the components of each value; one that is not distributed is its own result. A collective call."""
+        try:
+            arrays = [as_array(select_replica(value)) for value in values]
+            for array in arrays:
+                check_gather(array, axis)
+        except (TypeError, ValueError) as error:
+            self.ops.refuse("gather", error)
+        if self.ops.is_strict:
+            self.ops.agree(f"gather(axis={axis}) of {structure}")
+        return [
+            self.ops.all_gather(array, axis) if isinstance(value, DistributedValues) else array
+            for value, array in zip(values, arrays, strict=True)
+        ]
+
+    def _local_part(self, op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int] | None) -> _LocalPart:
+        """Return what is to be all-reduced, how, and what makes the results of it."""
         shared = [self.ops.size == 1 or isinstance(value, PerReplica) for value in values]
         arrays = [as_array(select_replica(value)) for value in values]
         if axis is None:
@@ -58,21 +90,16 @@ class StrategyExtended:
             return self._mean_over(axes, arrays, shared)
         raise InvalidArgumentError(f"reduce over axis={axis!r} takes SUM or MEAN, got {op.name}; use axis=None for {op.name}")
 
-    def gather(self, value: Any, axis: int) -> Array:
-        """Concatenate the components of a value; a value that is not distributed is its own result. A collective call."""
-        if isinstance(value, DistributedValues):
-            return self.ops.all_gather(as_array(value.values[0]), axis)
-        return as_array(value)
-
-    def _sum_over(self, axes: list[tuple[int, ...]], arrays: list[Array], shared: list[bool]) -> list[Array]:
+    def _sum_over(self, axes: list[tuple[int, ...]], arrays: list[Array], shared: list[bool]) -> _LocalPart:
         wide = [
             np.asarray(np.add.reduce(array, over, dtype=accumulation_dtype(ReduceOp.SUM, array.dtype)))
             for array, over in zip(arrays, axes, strict=True)
         ]
-        totals = self._across(ReduceOp.SUM, wide, shared)
-        return [total.astype(array.dtype, copy=False) for total, array in zip(totals, arrays, strict=True)]
+        op, sent, finish = self._across(ReduceOp.SUM, wide, shared)
+        dtypes = [array.dtype for array in arrays]
+        return op, sent, lambda totals: [t.astype(d, copy=False) for t, d in zip(finish(totals), dtypes, strict=True)]
 
-    def _mean_over(self, axes: list[tuple[int, ...]], arrays: list[Array], shared: list[bool]) -> list[Array]:
+    def _mean_over(self, axes: list[tuple[int, ...]], arrays: list[Array], shared: list[bool]) -> _LocalPart:
         """Divide sums by counts only after both were added up, so that replicas with few or no rows weigh as they should."""
         sums, counts = [], []
         for array, over in zip(arrays, axes, strict=True):
@@ -80,20 +107,27 @@ class StrategyExtended:
             sums.append(np.asarray(np.add.reduce(array, over, dtype=_mean_dtype(array.dtype))))
             counts.append(np.asarray(np.prod([array.shape[axis] for axis in over], dtype=np.int64)))
         picked = [index for index, is_shared in enumerate(shared) if is_shared]
-        totals = self.ops.all_reduce(ReduceOp.SUM, [group[index] for group in (sums, counts) for index in picked])
-        for position, index in enumerate(picked):
-            sums[index], counts[index] = totals[position], totals[position + len(picked)]
-        return [_quotient(*parts) for parts in zip(sums, counts, arrays, strict=True)]
 
-    def _across(self, op: ReduceOp, arrays: list[Array], shared: list[bool]) -> list[Array]:
+        def finish(totals: list[Array]) -> list[Array]:
+            for position, index in enumerate(picked):
+                sums[index], counts[index] = totals[position], totals[position + len(picked)]
+            return [_quotient(*parts) for parts in zip(sums, counts, arrays, strict=True)]
+
+        return ReduceOp.SUM, [group[index] for group in (sums, counts) for index in picked], finish
+
+    def _across(self, op: ReduceOp, arrays: list[Array], shared: list[bool]) -> _LocalPart:
         for array, is_shared in zip(arrays, shared, strict=True):
+            check_dtype(op, array.dtype)
             if not is_shared:
                 self._check_unambiguous(op, array)
-        reduced = iter(self.ops.all_reduce(op, [array for array, is_shared in zip(arrays, shared, strict=True) if is_shared]))
-        return [next(reduced) if is_shared else array for array, is_shared in zip(arrays, shared, strict=True)]
+
+        def finish(totals: list[Array]) -> list[Array]:
+            reduced = iter(totals)
+            return [next(reduced) if is_shared else array for array, is_shared in zip(arrays, shared, strict=True)]
+
+        return op, [array for array, is_shared in zip(arrays, shared, strict=True) if is_shared], finish
 
     def _check_unambiguous(self, op: ReduceOp, array: Array) -> None:
-        check_dtype(op, array.dtype)
         if op not in _IDEMPOTENT and array.any():
             raise InvalidArgumentError(
                 f"{op.name} of a value that is no per-replica value is ambiguous with {self.ops.size} replicas: does it count "

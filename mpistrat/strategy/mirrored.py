@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
+from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.errors import LaunchError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import bootstrap
+from mpistrat.strategy.agreed_ops import agreed_ops
 from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.topology.discover import discover
@@ -26,6 +27,11 @@ class MirroredStrategy(Strategy):
 
     Parameters
     ----------
+    communication_options : CommunicationOptions, optional
+        How to communicate where a call does not say.
+    num_packs : int, optional
+        Cut the elements of a batch into so many equal packs; 0 reduces each array by itself. None (the default) packs by
+        the options' `bytes_per_pack`.
     allow_multiple_nodes : bool
         Where the job spans several nodes, train one model per node, none knowing of the others.
 
@@ -33,9 +39,19 @@ class MirroredStrategy(Strategy):
     ------
     LaunchError
         On every rank, if the job spans several nodes and that was not allowed.
+    InvalidArgumentError
+        If the options are no CommunicationOptions, or `num_packs` is negative.
+    AgreementError
+        If ranks of this node passed different options.
     """
 
-    def __init__(self, *, allow_multiple_nodes: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        communication_options: CommunicationOptions | None = None,
+        num_packs: int | None = None,
+        allow_multiple_nodes: bool = False,
+    ) -> None:
         comm = bootstrap.start()
         world = discover(comm)
         if world.num_nodes > 1 and not allow_multiple_nodes:
@@ -45,7 +61,7 @@ class MirroredStrategy(Strategy):
         names = [node.name] * len(node.ranks)
         hierarchy = Hierarchy(node_comm, World.from_node_of_rank([0] * len(names), names))
         node_comm.Free()
-        super().__init__(StrategyExtended(HierarchicalAllReduce(hierarchy)))
+        super().__init__(StrategyExtended(agreed_ops("MirroredStrategy", hierarchy, communication_options, num_packs)))
 
 
 def _several_nodes(world: World) -> LaunchError:

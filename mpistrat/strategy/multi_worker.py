@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import bootstrap
+from mpistrat.strategy.agreed_ops import agreed_ops
 from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.topology.discover import discover
@@ -23,28 +21,37 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Parameters
     ----------
-    cluster_resolver : object, optional
-        Supplies the roles of the tasks; which ranks there are is known from MPI.
+    cluster_resolver : None
+        Not supported yet: which ranks there are is known from MPI.
     communication_options : CommunicationOptions, optional
         How to communicate where a call does not say.
+    num_packs : int, optional
+        Cut the elements of a batch into so many equal packs; 0 reduces each array by itself. None (the default) packs by
+        the options' `bytes_per_pack`.
 
     Raises
     ------
     InvalidArgumentError
-        If the options are no CommunicationOptions.
+        If a cluster resolver is passed, the options are no CommunicationOptions, or `num_packs` is negative.
+    AgreementError
+        If ranks passed different options.
     """
 
-    def __init__(self, cluster_resolver: Any = None, communication_options: CommunicationOptions | None = None) -> None:
-        if not isinstance(communication_options, (CommunicationOptions, type(None))):
+    def __init__(
+        self,
+        cluster_resolver: None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        num_packs: int | None = None,
+    ) -> None:
+        if cluster_resolver is not None:
             raise InvalidArgumentError(
-                f"communication_options must be CommunicationOptions or None; got {type(communication_options).__name__}"
+                f"cluster_resolver must be None, got {type(cluster_resolver).__name__}: cluster resolvers are not supported "
+                "yet, the ranks come from MPI.\n"
+                "    incorrect:  mpistrat.MultiWorkerMirroredStrategy(options)\n"
+                "    correct:    mpistrat.MultiWorkerMirroredStrategy(communication_options=options)"
             )
-        self._cluster_resolver = cluster_resolver
         comm = bootstrap.start()
         hierarchy = Hierarchy(comm, discover(comm))
-        super().__init__(StrategyExtended(HierarchicalAllReduce(hierarchy, communication_options)))
-
-    @property
-    def cluster_resolver(self) -> Any:
-        """Where the roles of the tasks come from, as it was passed."""
-        return self._cluster_resolver
+        ops = agreed_ops("MultiWorkerMirroredStrategy", hierarchy, communication_options, num_packs)
+        super().__init__(StrategyExtended(ops))

@@ -27,6 +27,6 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: str = "/cpu:0") -> None:
-        if device.lower().lstrip("/").removeprefix("device:") not in ("cpu", "cpu:0"):
+        if not isinstance(device, str) or device.lower().lstrip("/").removeprefix("device:") not in ("cpu", "cpu:0"):
             raise InvalidArgumentError(f"device {device!r} cannot be had; accepted are /cpu:0, CPU:0 and cpu")
         super().__init__(StrategyExtended(LocalOps()))

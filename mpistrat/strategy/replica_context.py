@@ -105,8 +105,13 @@ class ReplicaContext:
             In strict mode, on every replica, if replicas passed different structures, shapes or dtypes.
         """
         self._require_current("all_reduce")
-        op = ReduceOp.parse(reduce_op)
         leaves, structure = flatten(value)
+        try:
+            op = ReduceOp.parse(reduce_op)
+        except (TypeError, ValueError) as error:
+            self._ops.refuse("all_reduce", error)
+        if self._ops.is_strict:
+            self._ops.agree(f"all_reduce({op.name}) of {structure}")
         # a leaf that is no array of numbers is refused by the operations, where in strict mode all replicas learn of it
         arrays = [_readable(leaf) for leaf in leaves]
         try:
@@ -137,6 +142,8 @@ class ReplicaContext:
         """
         self._require_current("all_gather")
         leaves, structure = flatten(value)
+        if self._ops.is_strict:
+            self._ops.agree(f"all_gather of {structure}")
         return rebuild(structure, [self._ops.all_gather(_readable(leaf), axis) for leaf in leaves])
 
     def merge_call(

@@ -11,7 +11,7 @@ from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.strategy.context_stack import current, default_mode
 from mpistrat.structures import map_leaves
 
-__all__ = ["DistributedValues", "Mirrored", "PerReplica", "fitted", "regroup", "select_replica"]
+__all__ = ["DistributedValues", "Mirrored", "PerReplica", "fitted", "keeps_kind", "regroup", "select_replica"]
 
 
 class DistributedValues(np.lib.mixins.NDArrayOperatorsMixin):
@@ -106,7 +106,7 @@ class Mirrored(DistributedValues):
         return as_array(self._component).size
 
     def __len__(self) -> int:
-        return len(self.read())
+        return len(as_array(self._component))  # the length is no secret of the other replicas: nothing is read
 
     def __getitem__(self, index: Any) -> Any:
         return self.read()[index]
@@ -154,12 +154,17 @@ def fitted(value: Any, target: Array, owner: object) -> Array:
         raise InvalidArgumentError(
             f"{owner!r} has shape {target.shape}; a value of shape {array.shape} cannot be assigned to it"
         )
-    if not np.can_cast(array.dtype, target.dtype, casting="same_kind"):
+    if not keeps_kind(array.dtype, target.dtype):
         raise UnsupportedDtypeError(
             f"{owner!r} has dtype {target.dtype}; a value of dtype {array.dtype} would lose its kind: cast it first, "
             f"value.astype({target.dtype.name!r})"
         )
     return array.astype(target.dtype, copy=False)
+
+
+def keeps_kind(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
+    """Return whether numbers of `source` stay of their kind in `target`: integers of either sign are of one kind."""
+    return np.can_cast(source, target, casting="same_kind") or (source.kind == "i" and target.kind == "u")
 
 
 def _in_replica(leaf: Any) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -165,6 +165,8 @@ def drive(steps: Steps, what: Callable[[], str], timeout_seconds: float = 0.0) -
             time.sleep(_SLEEP_SECONDS)
         polls += 1
         if deadline and polls % _POLLS_PER_CLOCK == 0 and time.monotonic() > deadline:
+            if isinstance(steps, Generator):
+                steps.close()  # what is cut off here must not go on later
             raise DeadlineExceededError(f"{what()} did not end within {timeout_seconds:g} s; not all ranks have arrived")
 
 

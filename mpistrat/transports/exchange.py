@@ -23,6 +23,7 @@ __all__ = ["EXCHANGE_BYTES", "EXCHANGE_SLOTS", "EXCHANGE_SLOT_BYTES", "exchange"
 
 EXCHANGE_SLOTS, EXCHANGE_SLOT_BYTES = 3, 1 << 19
 EXCHANGE_BYTES = EXCHANGE_SLOTS * EXCHANGE_SLOT_BYTES
+LARGEST_ITEM_BYTES = 32
 READ_FROM_BYTES, READ_BYTES = 1 << 20, 1 << 20
 SOURCE, TARGET = 1, 2  # in words of 8 bytes: where a rank's arrays lie
 
@@ -65,7 +66,8 @@ class _Window(_Parts):
     def run(self) -> Steps:
         self.arenas = [arena[:EXCHANGE_BYTES].view(self.source.dtype) for arena in self.transport.arenas]
         self.slot_count = EXCHANGE_SLOT_BYTES // self.source.itemsize
-        self.step = self.slot_count // self.size
+        # the same places for every dtype: a peer may still read a result while the next exchange begins
+        self.step = EXCHANGE_SLOT_BYTES // self.size // LARGEST_ITEM_BYTES * LARGEST_ITEM_BYTES // self.source.itemsize
         self.num_chunks = -(-max(stop - start for start, stop in pairwise(self.bounds)) // self.step)
         # in one round chunk k goes in, chunk k - 1 is summed and chunk k - 2 goes out, and all ranks meet once
         for turn in range(self.num_chunks + 2):
@@ -122,9 +124,10 @@ class _Reading(_Parts):
             yield WORKED
         yield from self.transport.meet()
         for peer in self.others:
-            start, stop = self.bounds[peer], self.bounds[peer + 1]
-            self.transport.peers.read(peer, words[peer][TARGET] + start * itemsize, self.target[start:stop])
-            yield WORKED
+            for start in range(self.bounds[peer], self.bounds[peer + 1], step * 8):
+                stop = min(start + step * 8, self.bounds[peer + 1])
+                self.transport.peers.read(peer, words[peer][TARGET] + start * itemsize, self.target[start:stop])
+                yield WORKED
         # the caller may change its arrays once nobody reads them
         yield from self.transport.meet()
 

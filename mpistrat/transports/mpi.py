@@ -12,7 +12,7 @@ from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, combine, divide
-from mpistrat.transports.base import Operation, Part, Steps, Transport
+from mpistrat.transports.base import Operation, Part, Steps, Transport, address
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -50,11 +50,11 @@ class MpiTransport(Transport):
 
     def all_reduce_between(self, source: Array, target: Array, op: ReduceOp, divisor: int) -> Steps:
         """Combine `source` of all ranks into `target`, arrays of the caller: C-contiguous and one-dimensional."""
-        # MPI forbids that what is sent and what is received overlap
-        source = source.copy() if np.may_share_memory(source, target) else source
-        native = self.native_op(op, source.dtype)
+        from mpi4py import MPI
+
+        native, in_place = self.native_op(op, source.dtype), address(source) == address(target)
         for part, result in zip(self._pieces(source), self._pieces(target), strict=True):
-            self.group.comm.Allreduce(part, result, native)
+            self.group.comm.Allreduce(MPI.IN_PLACE if in_place else part, result, native)
         if divisor > 1:
             divide(target, divisor, out=target)
         return iter(())

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.errors import AgreementError, InvalidArgumentError, LaunchError
 from mpistrat.strategy.values import PerReplica
 from mpistrat.tools.train_digits import train
@@ -94,6 +95,62 @@ def test_mirrored_strategy_spans_one_node(comm, shape, world, monkeypatch):
     assert strategy.num_replicas_in_sync == len(mates)
     assert strategy.experimental_local_results(total)[0].tolist() == [len(mates), sum(mates)]
     strategy.close()
+
+
+@pytest.mark.parametrize("kind", [mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy])
+def test_num_packs_cuts_a_batch(kind):
+    strategy = kind(num_packs=2, communication_options=CommunicationOptions(algorithm="flat"))
+    size = strategy.num_replicas_in_sync
+    totals = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", [np.ones(3), np.ones(4)]))
+    assert [total.tolist() for total in strategy.experimental_local_results(totals)[0]] == [[size] * 3, [size] * 4]
+    bucket_counts = {len(recipe) for recipe in strategy.extended.ops._recipes.values()}
+    strategy.close()
+    assert bucket_counts == {2}
+
+
+@pytest.mark.parametrize("kind", [mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy])
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"num_packs": -1}, "num_packs must be .*; got -1"),
+        ({"communication_options": {}}, "communication_options must be CommunicationOptions or None; got dict"),
+    ],
+)
+def test_bad_options_are_refused_on_every_rank(comm, kind, keywords, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        kind(**keywords)
+    assert comm.allreduce(1) == comm.size
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("num_packs", [2, -1])
+@pytest.mark.parametrize("kind", [mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy])
+def test_options_that_differ_between_ranks_are_refused_on_every_rank(comm, kind, num_packs):
+    differs = comm.rank == 1
+    expected = InvalidArgumentError if differs and num_packs < 0 else AgreementError
+    with pytest.raises(expected, match=f"num_packs.*{num_packs}"):
+        kind(num_packs=num_packs if differs else 1)
+    assert comm.allreduce(1) == comm.size
+
+
+@pytest.mark.parametrize("kind", [mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy])
+def test_a_closed_strategy_says_so(kind):
+    strategy = kind()
+    with strategy.scope():
+        count = mpistrat.Variable(
+            1.0, synchronization=mpistrat.VariableSynchronization.ON_READ, aggregation=mpistrat.VariableAggregation.SUM
+        )
+    strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.ones(3)))
+    strategy.close()
+    strategy.close()
+    for use in (
+        lambda: strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.ones(3))),
+        lambda: strategy.reduce("sum", PerReplica(np.ones(3)), axis=None),
+        lambda: float(count),
+    ):
+        with pytest.raises(RuntimeError, match=f"this strategy was closed: {kind.__name__}"):
+            use()
+    assert strategy.run(lambda: float(count)) is not None
 
 
 @pytest.mark.parametrize("batch_size", [128, 136], ids=["uneven last batch", "last batch of one row"])

@@ -42,6 +42,21 @@ def test_sync_on_read(comm, strategy):
     assert int(count) == 17
 
 
+def test_one_rank_alone_cannot_change_a_variable(comm, strategy):
+    with strategy.scope():
+        variable = mpistrat.Variable(np.zeros(2))
+    if comm.rank == 0:
+        with pytest.raises(RuntimeError, match=r"ctx.update of Variable\(.*must be called inside strategy.run"):
+            mpistrat.get_replica_context().update(variable, np.add, (1.0,))
+    assert comm.allgather(variable.numpy().tolist()) == [[0, 0]] * comm.size
+
+
+def test_one_rank_alone_can_ask_for_the_length_of_an_on_read_variable(comm, strategy):
+    with strategy.scope():
+        variable = mpistrat.Variable(np.zeros((3, 2)), synchronization=mpistrat.VariableSynchronization.ON_READ)
+    assert comm.rank != 0 or len(variable) == 3
+
+
 def test_all_reduce_of_a_variable_sums_the_arrays(comm, strategy):
     with strategy.scope():
         variable = mpistrat.Variable(np.arange(3.0))

@@ -77,6 +77,9 @@ class _ReplayedOps(CrossDeviceOps):
     def barrier(self):
         self._meet("barrier", None, lambda parts: None)
 
+    def agree(self, call, error=None):
+        self._meet(f"agree {call}", None, lambda parts: None)
+
     def choose(self, count, dtype, options=None):
         return None
 

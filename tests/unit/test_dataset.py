@@ -151,6 +151,19 @@ def test_bad_arguments_are_refused(arguments, error, message):
         mpistrat.ArrayDataset(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"num_replicas_in_sync": 0}, "num_replicas_in_sync must be at least 1; got 0"),
+        ({"num_input_pipelines": 0}, "num_input_pipelines must be at least 1; got 0"),
+        ({"num_input_pipelines": 2, "input_pipeline_id": 2}, "input_pipeline_id must be one of 0 to 1; got 2"),
+    ],
+)
+def test_an_input_context_of_nothing_is_refused(keywords, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        mpistrat.InputContext(**keywords)
+
+
 def test_per_replica_batch_size():
     assert mpistrat.InputContext() == mpistrat.InputContext(1, 0, 1)
     assert mpistrat.InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(16) == 4

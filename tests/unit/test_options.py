@@ -48,7 +48,7 @@ def test_an_implementation_is_known_by_name(name: str) -> None:
     ("wrong", "message"),
     [
         ({"bytes_per_pack": -1}, "bytes_per_pack must be 0 or a positive number of bytes; got -1"),
-        ({"timeout_seconds": -0.5}, "timeout_seconds must be None or >= 0; got -0.5"),
+        ({"timeout_seconds": -0.5}, "timeout_seconds must be None or a number of seconds >= 0; got -0.5"),
         ({"implementation": "foo"}, "implementation must be one of AUTO, RING, NCCL; got 'foo'"),
         ({"implementation": 3}, "implementation must be one of AUTO, RING, NCCL; got 3"),
     ],

@@ -74,7 +74,10 @@ def test_foreign_byte_order_is_refused_with_the_remedy(code: str) -> None:
 def test_halves_are_combined_in_float32_and_all_else_as_it_is() -> None:
     for op in ReduceOp:
         assert {accumulation_dtype(op, dtype) for dtype in HALVES} == {np.dtype(np.float32)}
-        assert all(accumulation_dtype(op, dtype) == dtype for dtype in [BOOL, *INTEGERS, *FLOATS, *COMPLEX])
+        assert all(accumulation_dtype(op, dtype) == dtype for dtype in [BOOL, *FLOATS, *COMPLEX])
+        wide = {"i": np.dtype(np.int64), "u": np.dtype(np.uint64)}
+        for dtype in INTEGERS:
+            assert accumulation_dtype(op, dtype) == (wide[dtype.kind] if op is ReduceOp.MEAN else dtype)
 
 
 @pytest.mark.parametrize(

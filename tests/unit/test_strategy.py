@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.strategy.values import Mirrored, PerReplica, select_replica
 from tests.unit.replicas import on_replicas
@@ -338,11 +339,60 @@ def test_devices():
         assert mpistrat.OneDeviceStrategy(device).num_replicas_in_sync == 1
     with pytest.raises(InvalidArgumentError, match="device '/gpu:0' cannot be had; accepted are"):
         mpistrat.OneDeviceStrategy("/gpu:0")
+    with pytest.raises(InvalidArgumentError, match="device None cannot be had; accepted are"):
+        mpistrat.OneDeviceStrategy(None)
 
 
-def test_options_of_the_wrong_type_are_refused():
-    with pytest.raises(InvalidArgumentError, match="must be CommunicationOptions or None; got dict"):
-        mpistrat.MultiWorkerMirroredStrategy(communication_options={})
+def test_cluster_resolvers_are_refused():
+    message = r"got CommunicationOptions: .*not supported yet, the ranks come from MPI(.|\n)*communication_options=options"
+    with pytest.raises(InvalidArgumentError, match=message):
+        mpistrat.MultiWorkerMirroredStrategy(CommunicationOptions())
+
+
+def closed():
+    strategy = mpistrat.OneDeviceStrategy()
+    strategy.close()
+    strategy.close()
+    return strategy
+
+
+def in_step(fn):
+    return lambda strategy: strategy.run(lambda: fn(mpistrat.get_replica_context()))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda strategy: strategy.reduce("sum", PerReplica(1.0), axis=None),
+        lambda strategy: strategy.gather(PerReplica(np.ones(1)), axis=0),
+        in_step(lambda context: context.all_reduce("sum", 1.0)),
+        in_step(lambda context: context.all_gather(np.ones(1), axis=0)),
+        lambda strategy: strategy.extended.ops.broadcast(np.ones(1)),
+        lambda strategy: strategy.extended.ops.barrier(),
+        lambda strategy: strategy.extended.ops.agree("anything"),
+        lambda strategy: strategy.extended.ops.explain(8, np.dtype(float)),
+        in_step(lambda context: mpistrat.Variable(1.0)),
+    ],
+)
+def test_a_closed_strategy_does_not_communicate(use):
+    message = r"this strategy was closed: OneDeviceStrategy\(replica=0\(1\), world=1x1\)(.|\n)*correct: .*strategy.close\(\)"
+    with pytest.raises(RuntimeError, match=message):
+        use(closed())
+
+
+def test_a_closed_strategy_still_computes():
+    assert closed().run(lambda: 5) == 5
+
+
+def test_a_strategy_is_closed_outside_run():
+    strategy = mpistrat.OneDeviceStrategy()
+    with pytest.raises(RuntimeError, match=r"strategy.close must be called in cross-replica context"):
+        strategy.run(strategy.close)
+
+
+def test_the_default_strategy_stays_open():
+    mpistrat.get_strategy().close()
+    assert float(mpistrat.Variable(1.0)) == 1
 
 
 def test_names_are_for_humans():

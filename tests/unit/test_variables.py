@@ -147,7 +147,7 @@ def test_on_read_is_combined_when_it_is_read(aggregation, expected):
 @pytest.mark.parametrize(("value", "dtype"), [(6, np.float32), (7, np.int8), (-7, np.int64), (200, np.uint8), (True, np.bool_)])
 def test_on_read_sum_reads_back_what_was_assigned(value, dtype):
     def program(strategy):
-        variable = made(strategy, 0, dtype=dtype, synchronization=SYNCHRONIZATION.ON_READ, aggregation=AGGREGATION.SUM)
+        variable = made(strategy, np.zeros((), dtype), synchronization=SYNCHRONIZATION.ON_READ, aggregation=AGGREGATION.SUM)
         variable.assign(np.asarray(value, dtype))
         return float(np.asarray(strategy.run(lambda: variable.numpy()).values[0])), float(variable)
 
@@ -201,6 +201,57 @@ def test_values_that_do_not_fit_are_refused():
         variable.assign([0.5, 0.5])
     with pytest.raises(UnsupportedDtypeError, match="n has dtype"):
         mpistrat.Variable(["text"], name="n")
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "message"),
+    [
+        (1.0, object, "n has dtype object, which no collective can carry"),
+        (1.0, "U4", "n has dtype <U4, which no collective can carry"),
+        (1.7, int, r"n is to have dtype int64; an initial value of dtype float64 .*value.astype\('int64'\)"),
+        (1j, np.float32, "n is to have dtype float32; an initial value of dtype complex128 would lose its kind"),
+        (2, bool, "n is to have dtype bool; an initial value of dtype int64 would lose its kind"),
+    ],
+)
+def test_an_initial_value_keeps_its_kind(value, dtype, message):
+    with pytest.raises(UnsupportedDtypeError, match=message):
+        mpistrat.Variable(value, name="n", dtype=dtype)
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(1, np.float32), (1, np.uint8), (1.5, ml_dtypes.bfloat16), (True, np.int8)])
+def test_an_initial_value_takes_another_dtype_of_its_kind(value, dtype):
+    variable = mpistrat.Variable(value, dtype=dtype)
+    assert (variable.dtype, float(variable)) == (dtype, value)
+    assert float(variable.assign(value)) == value
+
+
+def test_the_length_of_an_on_read_variable_is_known_without_reading_it():
+    def program(strategy):
+        variable = made(strategy, np.zeros((3, 2)), synchronization=SYNCHRONIZATION.ON_READ)
+        return len(variable)
+
+    assert on_replicas(2, program) == [3, 3]  # reading it is refused: its aggregation is NONE
+
+
+def test_a_variable_of_a_strategy_is_updated_in_its_run_only():
+    def program(strategy):
+        weights = made(strategy, 1.0, name="w")
+        message = (
+            r"ctx.update of Variable\('w'.*must be called inside strategy.run(.|\n)*incorrect: .*(.|\n)*correct: +def step"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            mpistrat.get_replica_context().update(weights, np.add, (1.0,))
+        unchanged = float(weights)
+        strategy.run(lambda: mpistrat.get_replica_context().update(weights, np.add, (1.0,)))
+        return unchanged, float(weights)
+
+    assert on_replicas(2, program) == [(1, 2)] * 2
+
+
+def test_a_plain_variable_is_updated_outside_all_scopes():
+    variable = mpistrat.Variable(1.0)
+    mpistrat.get_replica_context().update(variable, np.add, (1.0,))
+    assert float(variable) == 2
 
 
 def test_a_variable_belongs_to_its_strategy():

@@ -54,12 +54,12 @@ def test_an_error_in_a_step_comes_through() -> None:
 
 def test_a_handle_advances_when_it_is_asked() -> None:
     work = Work(iter([WORKED, WAITING, WORKED]), lambda: "result", lambda: "this")
-    assert [work.done() for _ in range(5)] == [False, False, False, True, True]
+    assert [work.done() for _ in range(3)] == [False, True, True], "it stops where it would have to wait"
     assert work.wait() == work.wait() == "result"
 
 
 def test_waiting_goes_to_the_end_from_anywhere() -> None:
-    steps = iter([WORKED] * 5)
+    steps = iter([WAITING, *[WORKED] * 5])
     work = Work(steps, lambda: 7, lambda: "this")
     assert not work.done()
     assert work.wait() == 7
@@ -73,3 +73,15 @@ def test_the_deadline_of_a_handle_counts_from_waiting() -> None:
     assert not work.done(), "asking has no deadline"
     with pytest.raises(DeadlineExceededError, match="the sum of 3 arrays did not end within 0.01 s"):
         work.wait()
+
+
+def test_a_handle_of_something_that_failed_fails_again() -> None:
+    def steps() -> Iterator[bool]:
+        yield WAITING
+        raise RuntimeError("planted")
+
+    work = Work(steps(), lambda: 7, lambda: "this")
+    assert not work.done()
+    for again in (work.done, work.wait, work.wait):
+        with pytest.raises(RuntimeError, match="planted"):
+            again()

@@ -1,0 +1,68 @@
+"""ClosedOps: what a strategy that was closed communicates through, which is to say that it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.cross_device.ops import CrossDeviceOps
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.reduction import ReduceOp
+
+__all__ = ["ClosedOps"]
+
+
+class ClosedOps(CrossDeviceOps):
+    """Knows the replica that there was; every collective raises RuntimeError.
+
+    Parameters
+    ----------
+    owner : str
+        What was closed, for the message.
+    ops : CrossDeviceOps
+        The operations it had.
+    """
+
+    def __init__(self, owner: str, ops: CrossDeviceOps) -> None:
+        self._owner = owner
+        self.world, self.rank, self.size, self.timeline = ops.world, ops.rank, ops.size, ops.timeline
+
+    def all_reduce(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions | None = None,
+        out: Sequence[Array] | None = None,
+    ) -> NoReturn:
+        """Raise."""
+        self._stop()
+
+    def all_gather(self, array: Array, axis: int = 0) -> NoReturn:
+        """Raise."""
+        self._stop()
+
+    def broadcast(self, array: Array, root: int = 0) -> NoReturn:
+        """Raise."""
+        self._stop()
+
+    def barrier(self) -> NoReturn:
+        """Raise."""
+        self._stop()
+
+    def agree(self, call: str, error: Exception | None = None) -> NoReturn:
+        """Raise."""
+        self._stop()
+
+    def choose(self, count: int, dtype: np.dtype[np.generic], options: CommunicationOptions | None = None) -> NoReturn:
+        """Raise."""
+        self._stop()
+
+    def _stop(self) -> NoReturn:
+        raise RuntimeError(
+            f"this strategy was closed: {self._owner} cannot communicate any more.\n"
+            "    incorrect:  strategy.close(); strategy.run(step)\n"
+            "    correct:    strategy.run(step); strategy.close(), once, after the last step"
+        )
