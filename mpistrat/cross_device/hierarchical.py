@@ -138,6 +138,8 @@ class HierarchicalAllReduce(CrossDeviceOps):
         wanted = self._options if options is None else self._merge(options)
         if self.is_strict:
             self._agree_on_all_reduce(op, arrays, wanted, out)
+        elif wanted.implementation is CommunicationImplementation.NCCL:
+            self._check(op, arrays, wanted)
         # of the options only what shapes a recipe: ranks may differ in the others
         signature = (op, wanted.algorithm, wanted.bytes_per_pack, *[(array.shape, array.dtype) for array in arrays])
         recipe = self._recipes.get(signature)

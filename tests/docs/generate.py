@@ -119,14 +119,17 @@ def _argument(action: argparse.Action) -> tuple[str, str]:
 
 
 def _api() -> str:
-    names = [name for name in mpistrat.__all__ if name != "errors"]
+    faces = {name for name in mpistrat.__all__ if inspect.ismodule(getattr(mpistrat, name))}
+    things = {name: getattr(mpistrat, name) for name in mpistrat.__all__ if name not in faces}
+    things |= {f"experimental.{name}": getattr(mpistrat.experimental, name) for name in mpistrat.experimental.__all__}
     summary = _table(
-        ("name", "what it is"), [(f"[`{name}`](#{name.lower()})", _caption(getattr(mpistrat, name))) for name in names]
+        ("name", "what it is"),
+        [(f"[`{name}`](#{name.lower().replace('.', '')})", _caption(thing)) for name, thing in things.items()],
     )
     return (
         "# Python API\n\n`import mpistrat` starts neither MPI nor CUDA. `mpistrat.errors` is described [here](errors.md). "
         f"The full text of each entry is its docstring: `help(mpistrat.Strategy.run)`.\n\n{summary}\n"
-        + "\n".join(_entry(name, getattr(mpistrat, name)) for name in names)
+        + "\n".join(_entry(name, thing) for name, thing in things.items())
     )
 
 
