@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -18,10 +19,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import mpistrat
+from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.arrays import Array
 from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
 from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.errors import CollectiveError, InvalidArgumentError
+from mpistrat.errors import CollectiveError, InvalidArgumentError, LaunchError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import ReduceOp
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Row", "add_arguments", "execute", "measure"]
 
-ALGORITHMS = ("auto", "flat", "leader", "hierarchical", "pipelined", "mpi")
+ALGORITHMS = ("auto", *PLANNERS, "mpi")
 ITEM_BYTES = 4
 BUDGET_SECONDS = 1.0
 MIN_ROUNDS, MAX_ROUNDS = 7, 200
@@ -86,8 +88,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Measure, print and write; return the exit code. A collective call."""
+    """Check all arguments, then start MPI, measure, print and write; return the exit code. A collective call.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If the sizes cannot be measured, or a file cannot be written.
+    LaunchError
+        If there is no MPI, or no matplotlib for a plot.
+    """
     sizes = _sizes(arguments)
+    _check_files(arguments)
     comm = start()
     ops = HierarchicalAllReduce(Hierarchy(comm, discover(comm)))
     chief = ops.rank == 0
@@ -164,6 +175,36 @@ def _sizes(arguments: argparse.Namespace) -> list[int]:
     while sizes[-1] * arguments.step_factor <= last:
         sizes.append(sizes[-1] * arguments.step_factor)
     return sizes
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Check on every rank, though only one writes: the others would wait for it in MPI, if it alone gave up."""
+    for option, path in (("--json", arguments.json), ("--plot", arguments.plot)):
+        obstacle = _obstacle(path) if path else ""
+        if obstacle:
+            raise InvalidArgumentError(f"{option} {path} cannot be written: {obstacle}")
+    if arguments.plot:
+        _check_plot(arguments.plot)
+
+
+def _obstacle(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent.absolute()}"
+    if path.is_dir():
+        return "it is a folder; the name of a file is needed"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return f"permission denied to {'change it' if path.exists() else f'write to {path.parent.absolute()}'}"
+    return ""
+
+
+def _check_plot(path: Path) -> None:
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise LaunchError(f"--plot needs matplotlib ({error}): pip install matplotlib, or leave out --plot") from None
+    known = sorted(f".{kind}" for kind in FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.lower() not in known:
+        raise InvalidArgumentError(f"--plot {path} is of no kind that can be drawn; accepted are names with {', '.join(known)}")
 
 
 def _check(comm: MPI.Intracomm, run: Callable[[], object], target: Array) -> None:

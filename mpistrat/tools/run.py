@@ -39,6 +39,7 @@ def execute(arguments: argparse.Namespace) -> int:
         If there is no MPI, or this process is one of several ranks itself.
     """
     program = ["-m", *arguments.module] if arguments.module else arguments.program
+    program = program[1:] if program[:1] == ["--"] else program  # the usual end of the options
     _check_program(program)
     return start(program, _num_ranks(arguments.ranks, arguments.nodes), arguments.nodes, arguments.dry_run)
 

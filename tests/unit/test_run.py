@@ -9,7 +9,7 @@ import pytest
 
 from mpistrat.errors import InvalidArgumentError, LaunchError, MpistratError, TopologyError
 from mpistrat.launch import environment, mpiexec, openmpi
-from mpistrat.tools import run
+from mpistrat.tools import cli, run
 
 EXTRA = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
 
@@ -73,6 +73,15 @@ def test_module_is_run_as_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.endswith("-n 1 " + sys.executable + " -m mpi4py -m package.train --rate 1 -m x\n")
 
 
+def test_two_dashes_end_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    execute("-n", "1", "--dry-run", "--", "train.py", "--", "x")
+    execute("-n", "1", "--dry-run", "--", "-m", "package.train")
+    cli.main(["run", "-n", "1", "--dry-run", "--", "train.py"])
+    lines = capsys.readouterr().out.splitlines()
+    ends = [line.partition(" -m mpi4py ")[2] for line in lines]
+    assert ends == ["train.py -- x", "-m package.train", "train.py"]
+
+
 def test_nodes_alone_tell_the_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     execute("--nodes", "2+1:cyclic", "--dry-run", "train.py")
     assert "MPISTRAT_VIRTUAL_NODES=2+1:cyclic '/opt/my mpi/mpiexec' -n 3 " in capsys.readouterr().out
@@ -88,6 +97,7 @@ def test_nodes_alone_tell_the_number_of_ranks(capsys: pytest.CaptureFixture[str]
         ),
         (["-n", "0", "train.py"], InvalidArgumentError, "-n 0: a job needs at least 1 rank"),
         (["-n", "2"], InvalidArgumentError, "a script, or -m and a module, is needed behind the options"),
+        (["-n", "2", "--"], InvalidArgumentError, "a script, or -m and a module, is needed behind the options"),
         (
             ["-n", "4", "--nodes", "2x3", "train.py"],
             TopologyError,

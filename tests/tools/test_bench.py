@@ -1,0 +1,154 @@
+"""``mpistrat bench``: what it prints and writes on two ranks, and what it refuses before MPI starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpistrat.algorithms.choose import PLANNERS
+from mpistrat.errors import SettingError
+from mpistrat.settings import ALGORITHM
+from mpistrat.tools import bench, cli
+from tests.processes import run_bounded
+
+SECONDS = 120.0  # it needs a few; this is for a machine that has much else to do
+
+
+def start_bench(*options: str, ranks: int = 2, nodes: str = "") -> subprocess.CompletedProcess[str]:
+    shape = ["--nodes", nodes] if nodes else []
+    job = [sys.executable, "-m", "mpistrat", "run", "-n", str(ranks), *shape, "-m", "mpistrat", "bench", "all_reduce"]
+    return run_bounded([*job, *options], SECONDS)
+
+
+@pytest.fixture
+def unstarted(monkeypatch):
+    """Fail the test where MPI would start."""
+    monkeypatch.setattr(bench, "start", lambda: pytest.fail("started MPI"))
+
+
+def test_the_table_and_both_files(tmp_path):
+    figures, plot = tmp_path / "figures.json", tmp_path / "plot.png"
+    done = start_bench("--max-bytes", "1KiB", "--json", str(figures), "--plot", str(plot))
+    assert done.returncode == 0, done.stderr
+    title, heads, *lines = done.stdout.splitlines()
+    assert title.startswith("all_reduce of float32, SUM, World(1x2, 2 ranks on 1 node), ")
+    assert heads.split() == ["size", "plan", "time", "MPI", "alg", "GB/s", "bus", "GB/s", "x", "MPI"]
+    sizes = [8, 32, 128, 512]
+    assert [line.split()[:2] for line in lines] == [[str(size), "B"] for size in sizes]
+    assert {len(line.split()) for line in lines} == {10}
+
+    document = json.loads(figures.read_text())
+    assert (document["collective"], document["dtype"], document["ranks"], document["world"]) == (
+        "all_reduce",
+        "float32",
+        2,
+        "1x2",
+    )
+    assert [row["nbytes"] for row in document["rows"]] == sizes
+    for row in document["rows"]:
+        assert set(row) == set(bench.Row.__dataclass_fields__)
+        assert row["plan"] in PLANNERS
+        assert bench.MIN_ROUNDS <= row["rounds"] <= bench.MAX_ROUNDS
+        assert row["algorithm_gbs"] == pytest.approx(row["nbytes"] / row["seconds"] / 1e9)
+        assert row["bus_gbs"] == pytest.approx(row["algorithm_gbs"]), "2 (n - 1) / n is 1 for 2 ranks"
+        assert row["ratio"] == pytest.approx(row["mpi_seconds"] / row["seconds"])
+    assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_the_factor_of_the_bus_is_that_of_four_ranks(tmp_path):
+    figures = tmp_path / "figures.json"
+    done = start_bench("--min-bytes", "64", "--max-bytes", "64", "--json", str(figures), ranks=4)
+    assert done.returncode == 0, done.stderr
+    [row] = json.loads(figures.read_text())["rows"]
+    assert row["bus_gbs"] == pytest.approx(1.5 * row["algorithm_gbs"])
+
+
+@pytest.mark.parametrize("algorithm", bench.ALGORITHMS, ids=lambda name: f"by {name}")  # pytest-mpi takes "mpi" for its mark
+def test_every_algorithm_is_measured_by_its_name(algorithm):
+    # leaders are for nodes of several ranks, on several nodes
+    ranks, nodes = (3, "2+1") if algorithm == "leader" else (2, "")
+    done = start_bench("--algorithm", algorithm, "--min-bytes", "64", "--max-bytes", "64", ranks=ranks, nodes=nodes)
+    assert done.returncode == 0, done.stderr
+    plan = done.stdout.splitlines()[2].split()[2]
+    assert plan == algorithm if algorithm != "auto" else plan in PLANNERS
+
+
+def test_names_of_algorithms_are_the_planners():
+    assert ("auto", *PLANNERS, "mpi") == bench.ALGORITHMS
+    with pytest.raises(SettingError) as caught:
+        ALGORITHM.read({ALGORITHM.name: "?"})
+    # settings lie below the algorithms, and name them once more
+    assert f"; {', '.join(['auto', *PLANNERS])} are accepted. " in str(caught.value)
+    for name in ("auto", *PLANNERS):
+        assert ALGORITHM.read({ALGORITHM.name: name}) == name
+
+
+@pytest.mark.usefixtures("unstarted")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max-bytes", "lots"], "'lots' is no size: a number and B, KiB"),
+        (
+            ["--min-bytes", "6"],
+            "sizes from 6 to 67108864 bytes by a factor of 4 cannot be measured: accepted are multiples of 4",
+        ),
+        (["--min-bytes", "1KiB", "--max-bytes", "8"], "sizes from 1024 to 8 bytes by a factor of 4 cannot be measured"),
+        (["--step-factor", "1"], "sizes from 8 to 67108864 bytes by a factor of 1 cannot be measured"),
+        (["--json", "none/x.json"], "--json none/x.json cannot be written: there is no folder "),
+        (["--plot", "none/x.png"], "--plot none/x.png cannot be written: there is no folder "),
+        (["--json", "folder"], "--json folder cannot be written: it is a folder; the name of a file is needed"),
+        (["--json", "file/x.json"], "--json file/x.json cannot be written: there is no folder "),
+        (["--plot", "x.words"], "--plot x.words is of no kind that can be drawn; accepted are names with ."),
+    ],
+)
+def test_bad_words_start_nothing(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    assert cli.main(["bench", "all_reduce", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"mpistrat bench: {message}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+@pytest.mark.usefixtures("unstarted")
+@pytest.mark.parametrize(("name", "reason"), [("old.json", "change it"), ("new.json", "write to {folder}")])
+def test_what_may_not_be_written_starts_nothing(name, reason, tmp_path, monkeypatch, capsys):
+    (tmp_path / "old.json").touch()
+    monkeypatch.setattr(bench.os, "access", lambda *_: False)  # root may write anything
+    path = tmp_path / name
+    assert cli.main(["bench", "all_reduce", "--json", str(path)]) == 2
+    expected = f"mpistrat bench: --json {path} cannot be written: permission denied to {reason.format(folder=tmp_path)}\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.usefixtures("unstarted")
+def test_missing_matplotlib_starts_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    assert cli.main(["bench", "all_reduce", "--plot", str(tmp_path / "x.png")]) == 2
+    assert capsys.readouterr().err.startswith("mpistrat bench: --plot needs matplotlib (")
+
+
+@pytest.mark.usefixtures("unstarted")
+def test_unknown_algorithm_lists_the_known(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", "all_reduce", "--algorithm", "best"])
+    assert caught.value.code == 2
+    printed = capsys.readouterr().err
+    assert "--algorithm: invalid choice: 'best'" in printed
+    assert all(name in printed.rpartition("choose from")[2] for name in bench.ALGORITHMS)
+
+
+def test_refusal_on_several_ranks_ends_the_job(tmp_path):
+    done = start_bench("--json", str(tmp_path / "none" / "x.json"))
+    assert done.returncode == 2, done.stderr
+    assert f"there is no folder {tmp_path / 'none'}" in done.stderr
+    assert "size" not in done.stdout, "nothing was measured"
+
+
+def test_a_path_without_a_folder_is_in_the_present_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert bench._obstacle(Path("x.json")) == ""

@@ -1,0 +1,75 @@
+"""The scripts of slurm/ without a cluster: what they make of site.env, and what each launcher finds in its environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.processes import run_bounded
+
+_SLURM = Path(__file__).parents[2] / "slurm"
+_LAUNCHER = '#!/bin/sh\necho "$(basename "$0") $*; cores ${SRUN_CPUS_PER_TASK-unset}"\n'
+
+
+@pytest.fixture(params=sorted(_SLURM.glob("*.sbatch")), ids=lambda path: path.name)
+def submit(request, tmp_path):
+    """Give a function that runs a template as a job would, with this site.env, and launchers that tell what they got."""
+    for name in ("srun", "mpirun", "mpiexec"):
+        launcher = tmp_path / "bin" / name
+        launcher.parent.mkdir(exist_ok=True)
+        launcher.write_text(_LAUNCHER)
+        launcher.chmod(0o755)
+    (tmp_path / "slurm").mkdir()
+    script = shutil.copy(request.param, tmp_path / "slurm_script")
+
+    def run(site: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "slurm" / "site.env").write_text(site)
+        environ = {name: value for name, value in os.environ.items() if name not in ("LAUNCH", "SRUN_CPUS_PER_TASK")}
+        environ |= {
+            "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "SLURM_SUBMIT_DIR": str(tmp_path),
+            "SLURM_CPUS_PER_TASK": "4",
+        }
+        return run_bounded(["bash", str(script), "train.py", "--name", "a b"], 30, environ)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("launch", "told"),
+    [
+        ("srun --mpi=pmix -K", "srun --mpi=pmix -K python train.py --name a b; cores 4"),
+        # their daemons, started by srun, would be held to these cores
+        ("mpirun", "mpirun python train.py --name a b; cores unset"),
+        ("mpiexec", "mpiexec python train.py --name a b; cores unset"),
+        ("mpirun --map-by slot:PE=$SLURM_CPUS_PER_TASK", "mpirun --map-by slot:PE=4 python train.py --name a b; cores unset"),
+    ],
+)
+def test_only_srun_is_told_the_cores_of_a_rank(submit, launch, told):
+    done = submit(f'LAUNCH="{launch}"\n')
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{told}\n"
+
+
+def test_a_site_may_read_what_is_unset(submit):
+    done = submit('[ -z "$CONDA_SHLVL_OF_NOBODY" ]\nLAUNCH="srun"\n')
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("srun python train.py")
+
+
+@pytest.mark.parametrize("site", ["", "LAUNCH=\n"], ids=["unset", "empty"])
+def test_a_missing_launcher_is_asked_for_where_it_belongs(submit, site):
+    done = submit(site)
+    assert done.returncode != 0
+    assert "LAUNCH: is not set; slurm/site.env says how ranks are started" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_command_of_the_site_that_fails_ends_the_job(submit):
+    done = submit('false\nLAUNCH="srun"\n')
+    assert done.returncode != 0
+    assert done.stdout == ""
