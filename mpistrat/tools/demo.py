@@ -51,9 +51,6 @@ def execute(arguments: argparse.Namespace) -> int:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     # ranks share the cores: left alone, NumPy would start a thread for each core in each of them
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // world.size)))
-    if world.size > 1:
-        # auto may leave a small buffer on few nodes to MPI; the demo is there to show the phases
-        os.environ.setdefault("MPISTRAT_ALGORITHM", "pipelined")
     options = ["--epochs", str(arguments.epochs), "--out", str(folder), "--width", str(width)]
     return run.start(["-m", "mpistrat.tools.demo_rank", *options], world.size, nodes)
 

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 import mpistrat
 from mpistrat import settings
 from mpistrat.cross_device.ops import CrossDeviceOps
+from mpistrat.experimental import CommunicationOptions
 from mpistrat.timeline import Timeline, write_chrome_trace
 from mpistrat.tools import train_digits
 from mpistrat.tools.meter import Meter, Step, images_per_second, mean_loss, share_communicating
@@ -24,7 +25,7 @@ from mpistrat.topology.world import World
 
 __all__ = ["main"]
 
-# wide enough for more than 1 MiB of gradients, whose chunks then overlap
+# wide enough for more than 1 MiB of gradients
 HIDDEN, RATE = 4096, 0.03
 # steps that the progress bar speaks of: one alone is more weather than climate
 RECENT = 10
@@ -37,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--width", type=int, required=True, help="columns of the terminal; 0: there is none")
     arguments = parser.parse_args(argv)
-    strategy = mpistrat.MultiWorkerMirroredStrategy()
+    # hierarchical on any world; auto may leave gradients of this size to MPI, and the demo is there to show the phases
+    options = CommunicationOptions(algorithm="hierarchical")
+    strategy = mpistrat.MultiWorkerMirroredStrategy(communication_options=options)
     ops, chief = strategy.extended.ops, strategy.extended.should_save_summary
     console = Console(
         force_terminal=arguments.width > 0, width=arguments.width or None, soft_wrap=True, highlight=False, quiet=not chief

@@ -57,7 +57,7 @@ def test_demo_as_it_comes(tmp_path):
     assert re.search(r"^gradients +1\.172 MiB of float32", done.stdout, re.MULTILINE)
     # large enough for our own hierarchical all-reduce, which is what the demo is there to show
     assert re.search(r"^plan +\w+: intra reduce_scatter -> inter all_reduce -> intra all_gather ", done.stdout, re.MULTILINE)
-    assert re.search(r"^why +pipelined was asked for by name; auto would choose ", done.stdout, re.MULTILINE)
+    assert re.search(r"^why +hierarchical was asked for by name; auto would choose ", done.stdout, re.MULTILINE)
     epochs = re.findall(r"^epoch (\d)/8  loss (\d\.\d+) +\d+ images/s +\d+% communicating$", done.stdout, re.MULTILINE)
     assert [int(number) for number, _ in epochs] == list(range(1, 9))
     assert float(epochs[-1][1]) < 0.1 * float(epochs[0][1])
