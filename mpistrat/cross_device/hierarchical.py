@@ -169,6 +169,7 @@ class HierarchicalAllReduce(CrossDeviceOps):
 
     def all_gather(self, array: Array, axis: int = 0) -> Array:
         """Concatenate along `axis`, in replica order: see `CrossDeviceOps.all_gather`. A collective call."""
+        self._require_intact()
         call = f"all_gather({array.dtype}, {array.ndim} axes, axis={axis})"
         try:
             axis = check_gather(array, axis)
@@ -177,7 +178,6 @@ class HierarchicalAllReduce(CrossDeviceOps):
             self.refuse(call, error)
         if self.is_strict:
             self.agree(call)
-        self._require_intact()
         extents = gather_extents(self.hierarchy.world_group, array, axis)
         front = np.moveaxis(array, axis, 0)
         whole = np.empty((sum(extents), *front.shape[1:]), array.dtype)
@@ -191,12 +191,12 @@ class HierarchicalAllReduce(CrossDeviceOps):
 
     def broadcast(self, array: Array, root: int = 0) -> Array:
         """Return the array of replica `root`: see `CrossDeviceOps.broadcast`. A collective call."""
+        self._require_intact()
         if not 0 <= root < self.size:
             problem = f"root must be a replica, 0 to {self.size - 1}; got {root}"
             self.refuse(f"broadcast(root={root})", InvalidArgumentError(problem))
         if self.is_strict:
             self.agree(f"broadcast(root={root})")
-        self._require_intact()
         shape, dtype = self.hierarchy.world_group.comm.bcast((array.shape, array.dtype), root)
         check_dtype(ReduceOp.SUM, dtype, f"the array of replica {root}")
         result = np.array(array, order="C") if self.rank == root else np.empty(shape, dtype)
@@ -206,13 +206,14 @@ class HierarchicalAllReduce(CrossDeviceOps):
 
     def barrier(self) -> None:
         """Wait until all replicas have come here. A collective call."""
+        self._require_intact()
         if self.is_strict:
             self.agree("barrier()")
-        self._require_intact()
         self.hierarchy.world_group.comm.Barrier()
 
     def agree(self, call: str, error: Exception | None = None) -> None:
         """Check that all replicas pass the same text: see `CrossDeviceOps.agree`. A collective call."""
+        self._require_intact()
         self._agreement.check(call, error)
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions | None = None) -> Choice:

@@ -1,4 +1,4 @@
-"""The INTRA lane and the INTER lane: two sequences of steps that one thread advances in turn.
+"""The INTRA lane and what is between nodes meanwhile: sequences of steps that one thread advances in turn.
 
 File law: what a lane does next is a function of chunk indexes only, never of what happens to be ready, so that all ranks
 issue the operations of a group in one order.

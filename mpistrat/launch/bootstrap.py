@@ -117,6 +117,6 @@ def _check_running() -> None:
     names = {getattr(MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise LaunchError(
-            f"MPI runs at thread level {names[MPI.Query_thread()]}; MULTIPLE is needed, because collectives inside a node and "
-            "between nodes run on threads of their own. Leave mpi4py.rc.thread_level at 'multiple', with an MPI that has it."
+            f"MPI runs at thread level {names[MPI.Query_thread()]}; MULTIPLE is needed, because an exception on any thread "
+            "must be able to end the job. Leave mpi4py.rc.thread_level at 'multiple', with an MPI that has it."
         )

@@ -78,9 +78,12 @@ def test_after_a_missed_deadline_nothing_is_computed_any_more(comm):
     if comm.rank == 0:
         with pytest.raises(DeadlineExceededError):
             ops.all_reduce(SUM, ones, options)
-        for again in (lambda: ops.all_reduce(SUM, ones), ops.barrier, lambda: ops.all_gather(np.ones(1))):
-            with pytest.raises(UnavailableError, match="an earlier all_reduce did not end"):
-                again()
+        calls = (lambda: ops.all_reduce(SUM, ones), ops.barrier, lambda: ops.all_gather(np.ones(1)), lambda: ops.agree("x"))
+        for strict in (False, True):
+            ops.is_strict = strict
+            for again in (*calls, lambda: ops.broadcast(np.ones(1))):
+                with pytest.raises(UnavailableError, match="an earlier all_reduce did not end"):
+                    again()
     comm.Barrier()
     time.sleep(0.001)
 

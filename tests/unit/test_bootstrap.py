@@ -92,9 +92,8 @@ def test_mpi_that_has_ended_is_refused() -> None:
 
 def test_mpi_without_threads_is_refused() -> None:
     assert start_here("import mpi4py; mpi4py.rc.thread_level = 'serialized'") == (
-        "mpistrat.errors.LaunchError: MPI runs at thread level SERIALIZED; MULTIPLE is needed, because collectives inside a "
-        "node and between nodes run on threads of their own. Leave mpi4py.rc.thread_level at 'multiple', with an MPI that "
-        "has it."
+        "mpistrat.errors.LaunchError: MPI runs at thread level SERIALIZED; MULTIPLE is needed, because an exception on any "
+        "thread must be able to end the job. Leave mpi4py.rc.thread_level at 'multiple', with an MPI that has it."
     )
 
 

@@ -161,7 +161,7 @@ def test_the_reference_page_has_a_row_for_each(name: str) -> None:
 
 def test_the_reference_page_has_the_limits_of_the_table() -> None:
     rule, text = chunks.pipeline_rule(World.from_shape("2x2")), " ".join(PAGE.read_text().split())
-    assert f"do so up to {chunks.SCRATCH_BYTES // MIB} MiB" in text
+    assert f"work on the whole buffer up to {chunks.SCRATCH_BYTES // MIB} MiB" in text
     assert f"aims for {rule.num_chunks} chunks" in text
     assert f"{rule.depth} under way at a time" in text
     assert f"at least {rule.min_bytes // KIB} KiB and at most {rule.max_bytes // MIB} MiB" in text
