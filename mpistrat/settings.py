@@ -19,7 +19,7 @@ __all__ = [
     "INTER_TRANSPORT",
     "INTRA_TRANSPORT",
     "MAX_MESSAGE_BYTES",
-    "PEER_READS",
+    "PEER_MEMORY",
     "SETTINGS",
     "SHARED",
     "STRICT",
@@ -152,11 +152,11 @@ INTRA_TRANSPORT = Setting(
 INTER_TRANSPORT = Setting(
     "MPISTRAT_INTER_TRANSPORT", _one_of("auto", "mpi_ring", "mpi"), "auto", "How bytes move between nodes."
 )
-PEER_READS = Setting(
-    "MPISTRAT_PEER_READS",
+PEER_MEMORY = Setting(
+    "MPISTRAT_PEER_MEMORY",
     _parse_bool,
     True,
-    "Ranks of a node may read each other's arrays directly, where the kernel lets them.",
+    "Ranks of a node may read and write each other's arrays directly, where the kernel lets them.",
 )
 TIMEOUT_SECONDS = Setting(
     "MPISTRAT_TIMEOUT_SECONDS", _parse_seconds, 0.0, "Deadline of each collective that names none, in seconds. 0: none."
@@ -172,7 +172,7 @@ SETTINGS: tuple[Setting[Any], ...] = (
     MAX_MESSAGE_BYTES,
     INTRA_TRANSPORT,
     INTER_TRANSPORT,
-    PEER_READS,
+    PEER_MEMORY,
     TIMEOUT_SECONDS,
     VERBOSE,
 )

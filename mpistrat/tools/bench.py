@@ -1,6 +1,8 @@
 """mpistrat bench: collectives measured against bare MPI in the same run, each result checked before it is timed.
 
-Bandwidths as in nccl-tests: algorithm bandwidth is bytes / time, bus bandwidth is that times 2 (n - 1) / n for n ranks.
+The two are timed in blocks that take turns, each warmed up first: a program calls one of them again and again, and finds in
+the cache what its own last call left there. Bandwidths as in nccl-tests: algorithm bandwidth is bytes / time, bus bandwidth
+is that times 2 (n - 1) / n for n ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ __all__ = ["Row", "add_arguments", "execute", "measure"]
 ALGORITHMS = ("auto", *PLANNERS, "mpi")
 ITEM_BYTES = 4
 BUDGET_SECONDS = 1.0
-MIN_ROUNDS, MAX_ROUNDS = 7, 200
+BLOCKS = 3
+MIN_ROUNDS, MAX_ROUNDS = 3, 100  # in a block; a third as many come first, untimed
 
 
 @dataclass(frozen=True)
@@ -137,18 +140,20 @@ def measure(ops: HierarchicalAllReduce, nbytes: int, algorithm: str) -> Row:
     for run in contenders:
         _check(comm, run, target)
     rounds = _rounds(comm, contenders)
-    times = np.empty((rounds, len(contenders)))
-    for turn in range(rounds):
+    times = np.empty((BLOCKS * rounds, len(contenders)))
+    for block in range(BLOCKS):
         for index, run in enumerate(contenders):
-            comm.Barrier()
-            started = time.perf_counter()
-            run()
-            times[turn, index] = time.perf_counter() - started
+            for turn in range(-(rounds // 3), rounds):
+                comm.Barrier()
+                started = time.perf_counter()
+                run()
+                if turn >= 0:
+                    times[block * rounds + turn, index] = time.perf_counter() - started
     slowest = _slowest(comm, times)
     seconds, mpi_seconds = statistics.median(slowest[:, 0]), statistics.median(slowest[:, 1])
     algorithm_gbs = nbytes / seconds / 1e9
     bus_gbs = algorithm_gbs * 2 * (ops.size - 1) / ops.size
-    return Row(nbytes, plan, seconds, mpi_seconds, algorithm_gbs, bus_gbs, mpi_seconds / seconds, rounds)
+    return Row(nbytes, plan, seconds, mpi_seconds, algorithm_gbs, bus_gbs, mpi_seconds / seconds, BLOCKS * rounds)
 
 
 def _ours(ops: HierarchicalAllReduce, source: Array, target: Array, algorithm: str) -> tuple[Callable[[], object], str]:
@@ -219,14 +224,14 @@ def _check(comm: MPI.Intracomm, run: Callable[[], object], target: Array) -> Non
 
 
 def _rounds(comm: MPI.Intracomm, contenders: list[Callable[[], object]]) -> int:
-    """Return how many rounds fit the budget, the same on all ranks."""
+    """Return how many rounds of a block fit the budget, the same on all ranks."""
     from mpi4py import MPI
 
     started = time.perf_counter()
     for run in contenders:
         run()
     spent: float = comm.allreduce(time.perf_counter() - started, MPI.MAX)
-    return int(min(max(BUDGET_SECONDS / spent, MIN_ROUNDS), MAX_ROUNDS))
+    return int(min(max(BUDGET_SECONDS / BLOCKS / spent, MIN_ROUNDS), MAX_ROUNDS))
 
 
 def _slowest(comm: MPI.Intracomm, times: Array) -> Array:

@@ -1,8 +1,8 @@
 """All-reduce between arrays of the caller, inside a node: what `SharedMemoryTransport.all_reduce_between` does.
 
-The arrays are cut into parts, one per rank, and each rank sums its part over all. Up to READ_FROM_BYTES, and where the kernel
-forbids reading peers, parts go through the shared window in chunks. Beyond, each rank reads the arrays of its peers where
-they lie: that copies less, and meets three times only, but costs a system call per read.
+The arrays are cut into parts, one per rank, and each rank sums its part over all. Below ATTACH_FROM_BYTES, and where the
+kernel forbids it, parts go through the shared window in chunks. Beyond, each rank reads the arrays of its peers and writes
+its sums to theirs where they lie: that copies less, and meets only twice, but costs a system call per block and peer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ __all__ = ["EXCHANGE_BYTES", "EXCHANGE_SLOTS", "EXCHANGE_SLOT_BYTES", "exchange"
 EXCHANGE_SLOTS, EXCHANGE_SLOT_BYTES = 3, 1 << 19
 EXCHANGE_BYTES = EXCHANGE_SLOTS * EXCHANGE_SLOT_BYTES
 LARGEST_ITEM_BYTES = 32
-READ_FROM_BYTES, READ_BYTES = 1 << 20, 1 << 20
+ATTACH_FROM_BYTES, BLOCK_BYTES = 1 << 20, 1 << 21
 SOURCE, TARGET = 1, 2  # in words of 8 bytes: where a rank's arrays lie
+
+# arrays of calls that failed: a peer that is late may still write to them, so they are never freed
+_left_to_peers: list[tuple[Array, Array]] = []
 
 
 def exchange(transport: SharedMemoryTransport, source: Array, target: Array, op: ReduceOp, divisor: int) -> Steps:
@@ -42,7 +45,7 @@ def exchange(transport: SharedMemoryTransport, source: Array, target: Array, op:
     divisor : int
         Divides the result; 1 for every operation but MEAN.
     """
-    through = _Window if transport.peers.refusal or source.nbytes < READ_FROM_BYTES else _Reading
+    through = _Window if transport.peers.refusal or source.nbytes < ATTACH_FROM_BYTES else _Attached
     return through(transport, source, target, op, divisor).run()
 
 
@@ -109,37 +112,49 @@ class _Window(_Parts):
         return start, stop, chunk % EXCHANGE_SLOTS * self.slot_count + part * self.step
 
 
-class _Reading(_Parts):
-    """By reading the arrays of peers where they lie."""
+class _Attached(_Parts):
+    """By reading and writing the arrays of peers where they lie.
+
+    Each rank reads its part from all, block by block, and writes the sum to all while it is still in the cache. What one rank
+    writes no other one reads, so source and target may be one array.
+    """
 
     def run(self) -> Steps:
-        words, itemsize = self.transport.words, self.source.itemsize
-        words[self.rank][SOURCE], words[self.rank][TARGET] = address(self.source), address(self.target)
-        yield from self.transport.meet()
-        step = READ_BYTES // itemsize
-        arrived = np.empty(step, self.source.dtype)
-        first, last = self.bounds[self.rank], self.bounds[self.rank + 1]
-        for start in range(first, last, step):
-            self._fold(start, min(start + step, last), arrived)
-            yield WORKED
-        yield from self.transport.meet()
-        for peer in self.others:
-            for start in range(self.bounds[peer], self.bounds[peer + 1], step * 8):
-                stop = min(start + step * 8, self.bounds[peer + 1])
-                self.transport.peers.read(peer, words[peer][TARGET] + start * itemsize, self.target[start:stop])
+        words = self.transport.words[self.rank]
+        words[SOURCE], words[TARGET] = address(self.source), address(self.target)
+        try:
+            yield from self.transport.meet()
+            # all have left earlier exchanges, so that this rank's arena is free for what arrives
+            self.arrived = self.transport.arenas[self.rank][:EXCHANGE_BYTES].view(self.source.dtype)
+            needs_room = self.size > 2 or np.may_share_memory(self.source, self.target)
+            step = min(BLOCK_BYTES // self.source.itemsize, self.arrived.size if needs_room else self.source.size)
+            for start in range(self.bounds[self.rank], self.bounds[self.rank + 1], step):
+                stop = min(start + step, self.bounds[self.rank + 1])
+                self._fold(start, stop)
                 yield WORKED
-        # the caller may change its arrays once nobody reads them
-        yield from self.transport.meet()
+                self._spread(start, stop)
+                yield WORKED
+            # the caller may change its arrays once nobody reads or writes them
+            yield from self.transport.meet()
+        except BaseException:
+            _left_to_peers.append((self.source, self.target))
+            raise
 
-    def _fold(self, start: int, stop: int, arrived: Array) -> None:
-        """Sum elements [start, stop) over all ranks into the target."""
+    def _fold(self, start: int, stop: int) -> None:
+        """Sum elements [start, stop) over all ranks into this rank's target."""
         total, addend = self.target[start:stop], self.source[start:stop]
         in_place = np.may_share_memory(total, addend)
         for peer in self.others:
             # what comes first can go straight to the target, unless that is where the addend is
-            into = arrived[: stop - start] if in_place or addend is total else total
+            into = self.arrived[: stop - start] if in_place or addend is total else total
             self.transport.peers.read(peer, self.transport.words[peer][SOURCE] + start * total.itemsize, into)
             self.combine(addend, into, out=total)
             addend = total
         if self.divisor > 1:
             divide(total, self.divisor, out=total)
+
+    def _spread(self, start: int, stop: int) -> None:
+        """Write elements [start, stop) of this rank's target to the targets of all others."""
+        total = self.target[start:stop]
+        for peer in self.others:
+            self.transport.peers.write(peer, self.transport.words[peer][TARGET] + start * total.itemsize, total)

@@ -120,7 +120,7 @@ def test_large_buffers_by_rule(ops, world):
 
 @pytest.mark.parametrize("reads", ["0", "1"])
 def test_one_node_works_between_the_arrays_of_the_caller(comm, monkeypatch, reads):
-    monkeypatch.setenv("MPISTRAT_PEER_READS", reads)
+    monkeypatch.setenv("MPISTRAT_PEER_MEMORY", reads)
     ops = HierarchicalAllReduce(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     for algorithm in ["hierarchical"] if comm.size == 1 else ["hierarchical", "pipelined"]:
         for count in (1, 0, 1000, 300_001, 1_000_003, 1000):

@@ -36,11 +36,23 @@ def test_every_rank_reads_every_rank(peers, group):
     group.comm.Barrier()
 
 
+def test_every_rank_writes_to_every_rank(peers, group):
+    mine = np.zeros(100 * group.size)
+    addresses = group.comm.allgather(address(mine))
+    group.comm.Barrier()
+    for rank in range(group.size):
+        peers.write(rank, addresses[rank] + 100 * group.rank * mine.itemsize, np.full(50, group.rank + 1.0))
+    group.comm.Barrier()
+    assert (
+        mine.reshape(-1, 50) == [[rank + 1] * 50 if half == 0 else [0] * 50 for rank in range(group.size) for half in (0, 1)]
+    ).all()
+
+
 def test_memory_that_is_not_there_is_an_error_that_says_whose(peers, group):
     peer = (group.rank + 1) % group.size
     message = (
         rf"rank {group.rank}: reading 24 bytes of rank {peer} failed \(Bad address\); the rank has ended, "
-        r"or its array is no ordinary memory: MPISTRAT_PEER_READS=0 goes through shared memory instead"
+        r"or its array is no ordinary memory: MPISTRAT_PEER_MEMORY=0 goes through shared memory instead"
     )
     with pytest.raises(UnavailableError, match=message):
         peers.read(peer, 4096, np.empty(3))
@@ -48,13 +60,13 @@ def test_memory_that_is_not_there_is_an_error_that_says_whose(peers, group):
 
 @needs_ranks(2)
 def test_one_rank_that_may_not_means_that_none_does(group, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_PEER_READS", "0" if group.rank == 1 else "1")
-    assert PeerMemory(group).refusal == "it is switched off by MPISTRAT_PEER_READS, or the C library has no process_vm_readv"
+    monkeypatch.setenv("MPISTRAT_PEER_MEMORY", "0" if group.rank == 1 else "1")
+    assert PeerMemory(group).refusal == "it is switched off by MPISTRAT_PEER_MEMORY, or the C library has no process_vm_readv"
 
 
 @needs_ranks(2)
 def test_a_kernel_that_refuses_is_quoted_on_every_rank(group, monkeypatch):
-    def copy(self, rank, remote, into):
+    def copy(self, way, rank, remote, array):
         return "Operation not permitted" if group.rank == 1 and rank == 0 else ""
 
     monkeypatch.setattr(PeerMemory, "_copy", copy)
