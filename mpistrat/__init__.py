@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mpistrat import errors as errors
     from mpistrat import experimental as experimental
+    from mpistrat.context.values import DistributedValues as DistributedValues
     from mpistrat.inputs.dataset import ArrayDataset as ArrayDataset
     from mpistrat.inputs.distribute import DistributedDataset as DistributedDataset
     from mpistrat.inputs.input_context import InputContext as InputContext
@@ -19,23 +20,22 @@ if TYPE_CHECKING:
     from mpistrat.state.variables import Variable as Variable
     from mpistrat.state.variables import VariableAggregation as VariableAggregation
     from mpistrat.state.variables import VariableSynchronization as VariableSynchronization
+    from mpistrat.strategy import experimental_set_strategy as experimental_set_strategy
+    from mpistrat.strategy import get_replica_context as get_replica_context
+    from mpistrat.strategy import get_strategy as get_strategy
+    from mpistrat.strategy import has_strategy as has_strategy
+    from mpistrat.strategy import in_cross_replica_context as in_cross_replica_context
     from mpistrat.strategy.base import Strategy as Strategy
-    from mpistrat.strategy.context_stack import experimental_set_strategy as experimental_set_strategy
-    from mpistrat.strategy.context_stack import get_replica_context as get_replica_context
-    from mpistrat.strategy.context_stack import get_strategy as get_strategy
-    from mpistrat.strategy.context_stack import has_strategy as has_strategy
-    from mpistrat.strategy.context_stack import in_cross_replica_context as in_cross_replica_context
     from mpistrat.strategy.extended import StrategyExtended as StrategyExtended
     from mpistrat.strategy.mirrored import MirroredStrategy as MirroredStrategy
     from mpistrat.strategy.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from mpistrat.strategy.one_device import OneDeviceStrategy as OneDeviceStrategy
     from mpistrat.strategy.replica_context import ReplicaContext as ReplicaContext
-    from mpistrat.strategy.values import DistributedValues as DistributedValues
 
 _HOMES = {
     "ArrayDataset": "mpistrat.inputs.dataset",
     "DistributedDataset": "mpistrat.inputs.distribute",
-    "DistributedValues": "mpistrat.strategy.values",
+    "DistributedValues": "mpistrat.context.values",
     "InputContext": "mpistrat.inputs.input_context",
     "MirroredStrategy": "mpistrat.strategy.mirrored",
     "MultiWorkerMirroredStrategy": "mpistrat.strategy.multi_worker",
@@ -47,11 +47,11 @@ _HOMES = {
     "Variable": "mpistrat.state.variables",
     "VariableAggregation": "mpistrat.state.variables",
     "VariableSynchronization": "mpistrat.state.variables",
-    "experimental_set_strategy": "mpistrat.strategy.context_stack",
-    "get_replica_context": "mpistrat.strategy.context_stack",
-    "get_strategy": "mpistrat.strategy.context_stack",
-    "has_strategy": "mpistrat.strategy.context_stack",
-    "in_cross_replica_context": "mpistrat.strategy.context_stack",
+    "experimental_set_strategy": "mpistrat.strategy",
+    "get_replica_context": "mpistrat.strategy",
+    "get_strategy": "mpistrat.strategy",
+    "has_strategy": "mpistrat.strategy",
+    "in_cross_replica_context": "mpistrat.strategy",
 }
 _MODULES = ("errors", "experimental")
 

@@ -1,4 +1,4 @@
-"""HierarchicalAllReduce: many arrays through few buffers, over the hierarchy of nodes and ranks.
+"""HierarchicalCollectives: many arrays through few buffers, over the hierarchy of nodes and ranks.
 
 The first call with arrays of certain shapes and dtypes chooses the plans, lays out the buckets and binds the memory; that
 recipe is kept, and the next call like it only runs it.
@@ -17,8 +17,8 @@ from mpistrat import settings
 from mpistrat.algorithms.choose import Choice, choose
 from mpistrat.algorithms.plan import Plan
 from mpistrat.arrays import Array
+from mpistrat.cross_device.collectives import Collectives, apart, check_gather, check_out, is_fit
 from mpistrat.cross_device.gather import gather_extents
-from mpistrat.cross_device.ops import CrossDeviceOps, apart, check_gather, check_out, is_fit
 from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions, shared_defaults
 from mpistrat.cross_device.recipe import Packing, Recipe, is_current, make_recipe, run_recipe
 from mpistrat.errors import InvalidArgumentError, MpistratError, TransportError, UnavailableError
@@ -34,14 +34,14 @@ from mpistrat.transports.mpi import MpiTransport
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["HierarchicalAllReduce"]
+__all__ = ["HierarchicalCollectives"]
 
 RECIPES_KEPT = 64
 
 Signature = tuple[Any, ...]
 
 
-class HierarchicalAllReduce(CrossDeviceOps):
+class HierarchicalCollectives(Collectives):
     """Collectives over all ranks of a hierarchy. Making one is a collective call.
 
     Parameters
@@ -92,7 +92,7 @@ class HierarchicalAllReduce(CrossDeviceOps):
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
     ) -> list[Array]:
-        """Combine each array across replicas: see `CrossDeviceOps.all_reduce`. A collective call.
+        """Combine each array across replicas: see `Collectives.all_reduce`. A collective call.
 
         Raises
         ------
@@ -168,7 +168,7 @@ class HierarchicalAllReduce(CrossDeviceOps):
             raise UnavailableError(f"rank {self.rank}: no further collective can be made: {self._refusal}")
 
     def all_gather(self, array: Array, axis: int = 0) -> Array:
-        """Concatenate along `axis`, in replica order: see `CrossDeviceOps.all_gather`. A collective call."""
+        """Concatenate along `axis`, in replica order: see `Collectives.all_gather`. A collective call."""
         self._require_intact()
         call = f"all_gather({array.dtype}, {array.ndim} axes, axis={axis})"
         try:
@@ -190,7 +190,7 @@ class HierarchicalAllReduce(CrossDeviceOps):
         return np.ascontiguousarray(np.moveaxis(whole, 0, axis))
 
     def broadcast(self, array: Array, root: int = 0) -> Array:
-        """Return the array of replica `root`: see `CrossDeviceOps.broadcast`. A collective call."""
+        """Return the array of replica `root`: see `Collectives.broadcast`. A collective call."""
         self._require_intact()
         if not 0 <= root < self.size:
             problem = f"root must be a replica, 0 to {self.size - 1}; got {root}"
@@ -212,7 +212,7 @@ class HierarchicalAllReduce(CrossDeviceOps):
         self.hierarchy.world_group.comm.Barrier()
 
     def agree(self, call: str, error: Exception | None = None) -> None:
-        """Check that all replicas pass the same text: see `CrossDeviceOps.agree`. A collective call."""
+        """Check that all replicas pass the same text: see `Collectives.agree`. A collective call."""
         self._require_intact()
         self._agreement.check(call, error)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from mpistrat.context.values import regroup
 from mpistrat.strategy.base import Strategy
-from mpistrat.strategy.values import regroup
 
 __all__ = ["BatchSource", "DistributedDataset"]
 
@@ -38,8 +38,8 @@ class DistributedDataset:
 
     def __init__(self, source: BatchSource, strategy: Strategy) -> None:
         self._source = source
-        strategy.extended.ops.agree(f"experimental_distribute_dataset({source.describe()})")
-        self._replica = strategy.extended.ops.rank
+        strategy.extended.collectives.agree(f"experimental_distribute_dataset({source.describe()})")
+        self._replica = strategy.extended.collectives.rank
         self._num_replicas = strategy.num_replicas_in_sync
         self._epoch = 0
 

@@ -21,11 +21,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpistrat.arrays import Array, as_array
+from mpistrat.context.stack import default_mode, get_strategy, in_replica_context_of, misplaced
+from mpistrat.context.values import Mirrored, PerReplica, fitted, keeps_kind
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy.base import Strategy
-from mpistrat.strategy.context_stack import default_mode, get_strategy, in_replica_context_of, misplaced
-from mpistrat.strategy.values import Mirrored, PerReplica, fitted, keeps_kind
 
 __all__ = ["Variable", "VariableAggregation", "VariableSynchronization"]
 
@@ -99,7 +99,7 @@ class Variable(Mirrored):
             raise InvalidArgumentError(f"{self._name}: a variable that is synchronized ON_READ cannot be trainable")
         self._trainable = not on_read if trainable is None else trainable
         value = as_array(initial_value() if callable(initial_value) else initial_value, self._name)
-        self._array: Array = np.array(self._strategy.extended.ops.broadcast(_cast(value, dtype, self._name)))
+        self._array: Array = np.array(self._strategy.extended.collectives.broadcast(_cast(value, dtype, self._name)))
         if self._aggregation is VariableAggregation.MEAN and self._array.dtype.kind in "biu":
             raise InvalidArgumentError(
                 f"{self._name} has dtype {self._array.dtype}, whose mean it cannot hold: use aggregation SUM or a float dtype"
@@ -230,7 +230,7 @@ class Variable(Mirrored):
 
     def _combined(self, array: Array) -> Array:
         """Return the arrays of all replicas as one. A collective call."""
-        ops = self._strategy.extended.ops
+        ops = self._strategy.extended.collectives
         if self._aggregation is VariableAggregation.NONE:
             raise InvalidArgumentError(_no_aggregation(self, ops.size))
         if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -246,7 +246,7 @@ class Variable(Mirrored):
                 f"{self!r}.{method} outside strategy.run is undefined: the replicas' arrays are summed when it is read.\n"
                 f"    correct:    {method} inside strategy.run, or variable.assign(value), which gives each replica its part"
             )
-        return _part(array, self._strategy.extended.ops.rank, self._strategy.num_replicas_in_sync)
+        return _part(array, self._strategy.extended.collectives.rank, self._strategy.num_replicas_in_sync)
 
 
 def _cast(value: Array, dtype: Any, name: str) -> Array:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from mpistrat.cross_device.closed import ClosedOps
-from mpistrat.cross_device.ops import LocalOps
+from mpistrat.context.stack import Mode, Scope, default_mode, in_replica_context_of, misplaced, register_default
+from mpistrat.context.values import regroup, select_replica
+from mpistrat.cross_device.closed import ClosedCollectives
+from mpistrat.cross_device.collectives import LocalCollectives
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.reduction import ReduceOp
-from mpistrat.strategy.context_stack import Mode, Scope, default_mode, in_replica_context_of, misplaced, register_default
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.replica_context import ReplicaContext
-from mpistrat.strategy.values import regroup, select_replica
 from mpistrat.structures import flatten, rebuild
 
 __all__ = ["Dataset", "Strategy"]
@@ -60,7 +60,7 @@ class Strategy:
 
     def __init__(self, extended: StrategyExtended) -> None:
         self._extended = extended
-        self._replica_context = ReplicaContext(self, extended.ops.rank)
+        self._replica_context = ReplicaContext(self, extended.collectives.rank)
         self.cross_replica_mode = Mode(self)
 
     @property
@@ -71,7 +71,7 @@ class Strategy:
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas whose values are combined."""
-        return self._extended.ops.size
+        return self._extended.collectives.size
 
     @property
     def cluster_resolver(self) -> Any:
@@ -220,16 +220,16 @@ class Strategy:
             If called inside `run`, or in the scope of another strategy.
         """
         self._require_cross_replica("close")
-        ops = self._extended.ops
-        if default_mode().strategy is self or isinstance(ops, ClosedOps):
+        ops = self._extended.collectives
+        if default_mode().strategy is self or isinstance(ops, ClosedCollectives):
             return
         ops.close()
-        self._extended.ops = ClosedOps(repr(self), ops)
+        self._extended.collectives = ClosedCollectives(repr(self), ops)
         # the replica context keeps the operations at hand: a new one, with those that are closed
         self._replica_context = ReplicaContext(self, ops.rank)
 
     def __repr__(self) -> str:
-        ops = self._extended.ops
+        ops = self._extended.collectives
         return f"{type(self).__name__}(replica={ops.rank}({ops.size}), world={ops.world.shape})"
 
     def _require_cross_replica(self, method: str) -> None:
@@ -239,5 +239,5 @@ class Strategy:
 
 @register_default
 def _default_mode() -> Mode:
-    strategy = Strategy(StrategyExtended(LocalOps()))
+    strategy = Strategy(StrategyExtended(LocalCollectives()))
     return strategy._replica_context.mode

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, as_array
-from mpistrat.cross_device.ops import CrossDeviceOps, check_gather
+from mpistrat.context.values import DistributedValues, PerReplica, select_replica
+from mpistrat.cross_device.collectives import Collectives, check_gather
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
-from mpistrat.strategy.values import DistributedValues, PerReplica, select_replica
 from mpistrat.structures import Structure
 
 __all__ = ["StrategyExtended"]
@@ -29,22 +29,22 @@ class StrategyExtended:
 
     Parameters
     ----------
-    ops : CrossDeviceOps
+    collectives : Collectives
         The collectives over the strategy's replicas.
     """
 
-    def __init__(self, ops: CrossDeviceOps) -> None:
-        self.ops = ops
+    def __init__(self, collectives: Collectives) -> None:
+        self.collectives = collectives
 
     @property
     def should_checkpoint(self) -> bool:
         """Whether this rank is the one that writes checkpoints: replica 0."""
-        return self.ops.rank == 0
+        return self.collectives.rank == 0
 
     @property
     def should_save_summary(self) -> bool:
         """Whether this rank is the one that writes logs: replica 0."""
-        return self.ops.rank == 0
+        return self.collectives.rank == 0
 
     def reduce(
         self, reduce_op: ReduceOp | str, values: Sequence[Any], axis: int | Iterable[int] | None, structure: Structure
@@ -57,10 +57,10 @@ class StrategyExtended:
             op = ReduceOp.parse(reduce_op)
             sent_op, sent, finish = self._local_part(op, values, axis)
         except (TypeError, ValueError) as error:
-            self.ops.refuse("reduce", error)
-        if self.ops.is_strict:
-            self.ops.agree(f"reduce({op.name}, axis={axis!r}) of {structure}")
-        return finish(self.ops.all_reduce(sent_op, sent))
+            self.collectives.refuse("reduce", error)
+        if self.collectives.is_strict:
+            self.collectives.agree(f"reduce({op.name}, axis={axis!r}) of {structure}")
+        return finish(self.collectives.all_reduce(sent_op, sent))
 
     def gather(self, values: Sequence[Any], axis: int, structure: Structure) -> list[Array]:
         """Concatenate the components of each value; one that is not distributed is its own result. A collective call."""
@@ -69,17 +69,17 @@ class StrategyExtended:
             for array in arrays:
                 check_gather(array, axis)
         except (TypeError, ValueError) as error:
-            self.ops.refuse("gather", error)
-        if self.ops.is_strict:
-            self.ops.agree(f"gather(axis={axis}) of {structure}")
+            self.collectives.refuse("gather", error)
+        if self.collectives.is_strict:
+            self.collectives.agree(f"gather(axis={axis}) of {structure}")
         return [
-            self.ops.all_gather(array, axis) if isinstance(value, DistributedValues) else array
+            self.collectives.all_gather(array, axis) if isinstance(value, DistributedValues) else array
             for value, array in zip(values, arrays, strict=True)
         ]
 
     def _local_part(self, op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int] | None) -> _LocalPart:
         """Return what is to be all-reduced, how, and what makes the results of it."""
-        shared = [self.ops.size == 1 or isinstance(value, PerReplica) for value in values]
+        shared = [self.collectives.size == 1 or isinstance(value, PerReplica) for value in values]
         arrays = [as_array(select_replica(value)) for value in values]
         if axis is None:
             return self._across(op, arrays, shared)
@@ -130,8 +130,8 @@ class StrategyExtended:
     def _check_unambiguous(self, op: ReduceOp, array: Array) -> None:
         if op not in _IDEMPOTENT and array.any():
             raise InvalidArgumentError(
-                f"{op.name} of a value that is no per-replica value is ambiguous with {self.ops.size} replicas: does it count "
-                f"once, or {self.ops.size} times?\n"
+                f"{op.name} of a value that is no per-replica value is ambiguous with {self.collectives.size} replicas: does "
+                f"it count once, or {self.collectives.size} times?\n"
                 '    incorrect:  strategy.reduce("sum", 5.0, axis=None)\n'
                 '    correct:    strategy.reduce("sum", strategy.run(fn), axis=None), with the value that fn returns on each '
                 "replica; or the value itself"

@@ -8,7 +8,7 @@ from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.errors import LaunchError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import bootstrap
-from mpistrat.strategy.agreed_ops import agreed_ops
+from mpistrat.strategy.agreed import agreed_collectives
 from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.topology.discover import discover
@@ -61,7 +61,7 @@ class MirroredStrategy(Strategy):
         names = [node.name] * len(node.ranks)
         hierarchy = Hierarchy(node_comm, World.from_node_of_rank([0] * len(names), names))
         node_comm.Free()
-        super().__init__(StrategyExtended(agreed_ops("MirroredStrategy", hierarchy, communication_options, num_packs)))
+        super().__init__(StrategyExtended(agreed_collectives("MirroredStrategy", hierarchy, communication_options, num_packs)))
 
 
 def _several_nodes(world: World) -> LaunchError:

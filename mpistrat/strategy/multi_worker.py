@@ -6,7 +6,7 @@ from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import bootstrap
-from mpistrat.strategy.agreed_ops import agreed_ops
+from mpistrat.strategy.agreed import agreed_collectives
 from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.topology.discover import discover
@@ -53,5 +53,5 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         comm = bootstrap.start()
         hierarchy = Hierarchy(comm, discover(comm))
-        ops = agreed_ops("MultiWorkerMirroredStrategy", hierarchy, communication_options, num_packs)
+        ops = agreed_collectives("MultiWorkerMirroredStrategy", hierarchy, communication_options, num_packs)
         super().__init__(StrategyExtended(ops))

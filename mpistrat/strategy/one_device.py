@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpistrat.cross_device.ops import LocalOps
+from mpistrat.cross_device.collectives import LocalCollectives
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
@@ -29,4 +29,4 @@ class OneDeviceStrategy(Strategy):
     def __init__(self, device: str = "/cpu:0") -> None:
         if not isinstance(device, str) or device.lower().lstrip("/").removeprefix("device:") not in ("cpu", "cpu:0"):
             raise InvalidArgumentError(f"device {device!r} cannot be had; accepted are /cpu:0, CPU:0 and cpu")
-        super().__init__(StrategyExtended(LocalOps()))
+        super().__init__(StrategyExtended(LocalCollectives()))

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from mpistrat.arrays import Array, as_array
+from mpistrat.context.stack import Mode, current, in_replica_context_of, misplaced, pop, push
+from mpistrat.context.values import fitted, regroup, select_replica
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, check_dtype
-from mpistrat.strategy.context_stack import Mode, current, in_replica_context_of, misplaced, pop, push
-from mpistrat.strategy.values import fitted, regroup, select_replica
 from mpistrat.structures import flatten, leaf_names, rebuild
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class ReplicaContext:
     """
 
     def __init__(self, strategy: Strategy, replica_id_in_sync_group: int) -> None:
-        self._ops = strategy.extended.ops
+        self._ops = strategy.extended.collectives
         self._strategy = strategy
         self._replica_id = _checked_id(replica_id_in_sync_group, self._ops.size)
         self.mode = Mode(strategy, self)

@@ -23,7 +23,7 @@ import numpy as np
 import mpistrat
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.arrays import Array
-from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
+from mpistrat.cross_device.hierarchical import HierarchicalCollectives
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.errors import CollectiveError, InvalidArgumentError, LaunchError
 from mpistrat.groups.hierarchy import Hierarchy
@@ -103,7 +103,7 @@ def execute(arguments: argparse.Namespace) -> int:
     sizes = _sizes(arguments)
     _check_files(arguments)
     comm = start()
-    ops = HierarchicalAllReduce(Hierarchy(comm, discover(comm)))
+    ops = HierarchicalCollectives(Hierarchy(comm, discover(comm)))
     chief = ops.rank == 0
     if chief:
         print(f"all_reduce of float32, SUM, {ops.world}, {_mpi_version()}")
@@ -124,7 +124,7 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measure(ops: HierarchicalAllReduce, nbytes: int, algorithm: str) -> Row:
+def measure(ops: HierarchicalCollectives, nbytes: int, algorithm: str) -> Row:
     """Return what one size takes. A collective call.
 
     Raises
@@ -156,7 +156,7 @@ def measure(ops: HierarchicalAllReduce, nbytes: int, algorithm: str) -> Row:
     return Row(nbytes, plan, seconds, mpi_seconds, algorithm_gbs, bus_gbs, mpi_seconds / seconds, BLOCKS * rounds)
 
 
-def _ours(ops: HierarchicalAllReduce, source: Array, target: Array, algorithm: str) -> tuple[Callable[[], object], str]:
+def _ours(ops: HierarchicalCollectives, source: Array, target: Array, algorithm: str) -> tuple[Callable[[], object], str]:
     if algorithm == "mpi":
         comm = ops.hierarchy.world_group.comm
         return lambda: comm.Allreduce(source, target), "mpi"
@@ -248,7 +248,7 @@ def _mpi_version() -> str:
     return str(MPI.Get_library_version()).split("\n")[0].split(",")[0].strip("\0 ")
 
 
-def _write_json(path: Path, ops: HierarchicalAllReduce, rows: list[Row]) -> None:
+def _write_json(path: Path, ops: HierarchicalCollectives, rows: list[Row]) -> None:
     document = {
         "collective": "all_reduce",
         "dtype": "float32",
@@ -262,7 +262,7 @@ def _write_json(path: Path, ops: HierarchicalAllReduce, rows: list[Row]) -> None
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def _write_plot(path: Path, ops: HierarchicalAllReduce, rows: list[Row]) -> None:
+def _write_plot(path: Path, ops: HierarchicalCollectives, rows: list[Row]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 import mpistrat
 from mpistrat import settings
-from mpistrat.cross_device.ops import CrossDeviceOps
+from mpistrat.cross_device.collectives import Collectives
 from mpistrat.experimental import CommunicationOptions
 from mpistrat.timeline import Timeline, write_chrome_trace
 from mpistrat.tools import train_digits
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # hierarchical on any world; auto may leave gradients of this size to MPI, and the demo is there to show the phases
     options = CommunicationOptions(algorithm="hierarchical")
     strategy = mpistrat.MultiWorkerMirroredStrategy(communication_options=options)
-    ops, chief = strategy.extended.ops, strategy.extended.should_save_summary
+    ops, chief = strategy.extended.collectives, strategy.extended.should_save_summary
     console = Console(
         force_terminal=arguments.width > 0, width=arguments.width or None, soft_wrap=True, highlight=False, quiet=not chief
     )
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     _conclude(console, accuracy, meter.steps, arguments.out)
 
 
-def _introduce(console: Console, ops: CrossDeviceOps) -> None:
+def _introduce(console: Console, ops: Collectives) -> None:
     """Show the topology, and the plan for the gradients."""
     # the loss and the number of images travel with the gradients
     count = sum(array.size for array in train_digits.first_weights(HIDDEN).values()) + 2
@@ -103,7 +103,7 @@ def _summary(steps: Sequence[Step]) -> str:
     return f"loss {mean_loss(steps):.3f}  {rate:6.0f} images/s  {share:4.0%} communicating"
 
 
-def _all_timelines(ops: CrossDeviceOps) -> dict[int, Timeline]:
+def _all_timelines(ops: Collectives) -> dict[int, Timeline]:
     """Return the timelines of all ranks. A collective call."""
     pickled = np.frombuffer(pickle.dumps(ops.timeline), np.uint8)
     stream = io.BytesIO(ops.all_gather(pickled).tobytes())

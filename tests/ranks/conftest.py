@@ -15,7 +15,7 @@ from mpistrat.topology.world import World
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpistrat.cross_device.ops import CrossDeviceOps
+    from mpistrat.cross_device.collectives import Collectives
     from mpistrat.groups.hierarchy import Hierarchy
     from mpistrat.strategy.base import Strategy
 
@@ -63,12 +63,12 @@ def hierarchy(comm: MPI.Intracomm, world: World) -> Iterator[Hierarchy]:
 
 
 @pytest.fixture
-def ops(comm: MPI.Intracomm, world: World) -> Iterator[CrossDeviceOps]:
+def ops(comm: MPI.Intracomm, world: World) -> Iterator[Collectives]:
     """Give the all-reduce of the present node shape, with groups of its own."""
-    from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
+    from mpistrat.cross_device.hierarchical import HierarchicalCollectives
     from mpistrat.groups.hierarchy import Hierarchy
 
-    operations = HierarchicalAllReduce(Hierarchy(comm, world))
+    operations = HierarchicalCollectives(Hierarchy(comm, world))
     yield operations
     operations.close()
 

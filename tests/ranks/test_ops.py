@@ -1,4 +1,4 @@
-"""HierarchicalAllReduce: every dtype, operation and algorithm on every node shape, against sums made in one place."""
+"""HierarchicalCollectives: every dtype, operation and algorithm on every node shape, against sums made in one place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.cross_device import hierarchical
-from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
+from mpistrat.cross_device.hierarchical import HierarchicalCollectives
 from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.errors import (
     AgreementError,
@@ -39,7 +39,7 @@ MIXED = {1: "1x1", 2: "2x1", 3: "2+1", 4: "3+1", 8: "3+1+2+2"}
 @pytest.fixture
 def mixed(comm):
     """Give the all-reduce of one shape, for what does not depend on the shape."""
-    ops = HierarchicalAllReduce(Hierarchy(comm, World.from_shape(MIXED.get(comm.size, f"{comm.size}x1"))))
+    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(MIXED.get(comm.size, f"{comm.size}x1"))))
     yield ops
     ops.close()
 
@@ -121,7 +121,7 @@ def test_large_buffers_by_rule(ops, world):
 @pytest.mark.parametrize("reads", ["0", "1"])
 def test_one_node_works_between_the_arrays_of_the_caller(comm, monkeypatch, reads):
     monkeypatch.setenv("MPISTRAT_PEER_MEMORY", reads)
-    ops = HierarchicalAllReduce(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     for algorithm in ["hierarchical"] if comm.size == 1 else ["hierarchical", "pipelined"]:
         for count in (1, 0, 1000, 300_001, 1_000_003, 1000):
             given = rows(np.dtype(np.float64), MEAN, count, comm.size, count)
@@ -288,7 +288,7 @@ def test_a_started_all_reduce_goes_on_while_it_is_asked(mixed):
 def test_a_rank_that_does_not_come_is_an_error_after_the_deadline(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")  # the check itself waits without a deadline
     monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", "30")
-    ops = HierarchicalAllReduce(Hierarchy(comm, World.from_shape(f"1x{comm.size}")), by_name("hierarchical"))
+    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")), by_name("hierarchical"))
     array = np.ones(100, np.float32)
     assert ops.all_reduce(SUM, [array])[0][0] == comm.size
     if comm.rank < comm.size - 1:
@@ -360,7 +360,7 @@ def test_gathers_that_cannot_be_are_refused_on_every_rank(mixed, array, axis, er
 )
 def test_gathers_that_do_not_fit_are_refused_on_every_rank(comm, monkeypatch, strict, other):
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
-    ops = HierarchicalAllReduce(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     mine = other if ops.rank == 1 else np.ones((2, 3), np.complex64 if other.dtype.kind == "c" else np.float64)
     with pytest.raises((InvalidArgumentError, AgreementError), match="all_gather"):
         ops.all_gather(mine, axis=0)
@@ -389,7 +389,7 @@ def test_broadcasts_that_cannot_be_are_refused_on_every_rank(mixed):
     assert mixed.broadcast(np.array(mixed.rank)) == 0
 
 
-def nothing_else(ops: HierarchicalAllReduce) -> None:
+def nothing_else(ops: HierarchicalCollectives) -> None:
     """The call after a refused one works."""
     assert ops.all_reduce(SUM, [np.array([ops.rank])])[0] == sum(range(ops.size))
 
@@ -464,7 +464,7 @@ def test_a_wrong_call_on_one_rank_raises_on_all(mixed, wrong, error, message):
 
 
 def test_an_algorithm_that_does_not_apply_is_refused_on_every_rank(comm):
-    ops = HierarchicalAllReduce(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     with pytest.raises(Unsuitable, match="algorithm 'leader' cannot be used on .*, because all ranks are on one node"):
         ops.all_reduce(SUM, [ONE], by_name("leader"))
     nothing_else(ops)
@@ -473,7 +473,7 @@ def test_an_algorithm_that_does_not_apply_is_refused_on_every_rank(comm):
 
 def test_settings_are_defaults_and_options_win(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_ALGORITHM", "hierarchical")
-    ops = HierarchicalAllReduce(Hierarchy(comm, World.from_shape(f"{comm.size}x1")))
+    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"{comm.size}x1")))
     assert ops.choose(10, np.dtype(np.float32)).plan.algorithm == "hierarchical"
     assert ops.choose(10, np.dtype(np.float32), by_name("flat")).plan.algorithm == "flat"
     assert ops.explain(40, np.dtype(np.float32)).startswith("hierarchical: ")
@@ -481,7 +481,7 @@ def test_settings_are_defaults_and_options_win(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_ALGORITHM", "best")
     hierarchy = Hierarchy(comm, World.from_shape(f"{comm.size}x1"))
     with pytest.raises(SettingError, match="MPISTRAT_ALGORITHM='best' was found; auto, flat"):
-        HierarchicalAllReduce(hierarchy)
+        HierarchicalCollectives(hierarchy)
     hierarchy.close()
 
 
@@ -507,7 +507,7 @@ def test_the_timeline_shows_the_phases(ops, world):
 def unchecked(comm, monkeypatch):
     """Give the all-reduce without strict mode, which then takes its shortest ways."""
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = HierarchicalAllReduce(Hierarchy(comm, World.from_shape(MIXED.get(comm.size, f"{comm.size}x1"))))
+    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(MIXED.get(comm.size, f"{comm.size}x1"))))
     yield ops
     ops.close()
 
@@ -562,7 +562,7 @@ def test_foreign_bytes_are_refused_without_strict_mode(unchecked):
 
 @pytest.mark.parametrize("num_packs", [0, 1, 3, 7])
 def test_num_packs_cut_the_elements_and_not_the_result(comm, world, num_packs):
-    ops = HierarchicalAllReduce(Hierarchy(comm, world), num_packs=num_packs)
+    ops = HierarchicalCollectives(Hierarchy(comm, world), num_packs=num_packs)
     shapes = [(3, 5), (), (0,), (100_003,), (2, 2)]
     for algorithm in algorithms(world):
         arrays = [np.full(shape, ops.rank + 1, dtype) for shape in shapes for dtype in (np.float32, np.int64)]
@@ -575,13 +575,13 @@ def test_num_packs_cut_the_elements_and_not_the_result(comm, world, num_packs):
 def test_a_negative_num_packs_says_what_is_accepted(comm, world):
     hierarchy = Hierarchy(comm, world)
     with pytest.raises(InvalidArgumentError, match=r"num_packs must be None, 0 \(each array by itself\) or positive; got -1"):
-        HierarchicalAllReduce(hierarchy, num_packs=-1)
+        HierarchicalCollectives(hierarchy, num_packs=-1)
     hierarchy.close()
 
 
 def test_the_arrays_of_the_last_call_are_told_from_others(comm, world, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = HierarchicalAllReduce(Hierarchy(comm, world))
+    ops = HierarchicalCollectives(Hierarchy(comm, world))
     a, b = np.ones(2, np.float32), np.full(2, 2, np.float32)
     out, other = np.empty_like(a), np.empty_like(a)
     for source, target, op, expected in [

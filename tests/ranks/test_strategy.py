@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.context.values import PerReplica
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.errors import AgreementError, InvalidArgumentError, LaunchError
-from mpistrat.strategy.values import PerReplica
 from mpistrat.tools.train_digits import train
 from tests.launches import needs_ranks
 
@@ -18,7 +18,7 @@ def test_replicas_are_ranks(comm, strategy, world):
     assert context.replica_id_in_sync_group == comm.rank
     assert strategy.num_replicas_in_sync == context.num_replicas_in_sync == comm.size
     assert strategy.extended.should_checkpoint == (comm.rank == 0)
-    assert strategy.extended.ops.world.shape == world.shape
+    assert strategy.extended.collectives.world.shape == world.shape
 
 
 def test_all_reduce_takes_a_nest(comm, strategy):
@@ -103,7 +103,7 @@ def test_num_packs_cuts_a_batch(kind):
     size = strategy.num_replicas_in_sync
     totals = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", [np.ones(3), np.ones(4)]))
     assert [total.tolist() for total in strategy.experimental_local_results(totals)[0]] == [[size] * 3, [size] * 4]
-    bucket_counts = {len(recipe) for recipe in strategy.extended.ops._recipes.values()}
+    bucket_counts = {len(recipe) for recipe in strategy.extended.collectives._recipes.values()}
     strategy.close()
     assert bucket_counts == {2}
 

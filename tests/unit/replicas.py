@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.cross_device.ops import CrossDeviceOps, check_gather
+from mpistrat.cross_device.collectives import Collectives, check_gather
 from mpistrat.reduction import ReduceOp, check_dtype, combine, divide
 from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
@@ -45,7 +45,7 @@ class _Reached(BaseException):
         self.call, self.contribution, self.finish = call, contribution, finish
 
 
-class _ReplayedOps(CrossDeviceOps):
+class _ReplayedOps(Collectives):
     def __init__(self, rank: int, size: int, known: list[Any]) -> None:
         self.world = World.from_shape(f"1x{size}")
         self.rank, self.size, self.timeline = rank, size, Timeline()

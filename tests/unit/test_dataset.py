@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.context.values import PerReplica, select_replica
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.inputs import dataset as dataset_module
-from mpistrat.strategy.values import PerReplica, select_replica
 from tests.unit.replicas import on_replicas
 
 

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from mpistrat.cross_device.ops import LocalOps
+from mpistrat.cross_device.collectives import LocalCollectives
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp
 
@@ -16,7 +16,7 @@ from mpistrat.reduction import ReduceOp
 @pytest.mark.parametrize("op", ReduceOp)
 def test_the_combination_of_one_component_is_a_copy(op: ReduceOp) -> None:
     arrays = [np.arange(6).reshape(2, 3)[:, ::-1], np.array(2.5), np.empty((0, 3))]
-    results = LocalOps().all_reduce(op, arrays)
+    results = LocalCollectives().all_reduce(op, arrays)
     for result, array in zip(results, arrays, strict=True):
         assert np.array_equal(result, array)
         assert result.dtype == array.dtype
@@ -25,11 +25,11 @@ def test_the_combination_of_one_component_is_a_copy(op: ReduceOp) -> None:
 
 def test_a_result_goes_where_it_is_told() -> None:
     array, target = np.arange(3.0)[::-1], np.full(3, np.nan)
-    results = LocalOps().all_reduce(ReduceOp.MEAN, [array], out=[target])
+    results = LocalCollectives().all_reduce(ReduceOp.MEAN, [array], out=[target])
     assert results[0] is target
     assert target.tolist() == [2, 1, 0]
     in_place = np.arange(3.0)
-    assert LocalOps().all_reduce(ReduceOp.SUM, [in_place], out=[in_place])[0].tolist() == [0, 1, 2]
+    assert LocalCollectives().all_reduce(ReduceOp.SUM, [in_place], out=[in_place])[0].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -44,36 +44,36 @@ def test_a_result_goes_where_it_is_told() -> None:
 def test_a_place_that_does_not_fit_is_refused(out: list[np.ndarray], found: str) -> None:
     message = r"out must be a writable, C-contiguous float64 array of shape \(3,\); .*" + found
     with pytest.raises(InvalidArgumentError, match=message):
-        LocalOps().all_reduce(ReduceOp.SUM, [np.ones(3)], out=out)
+        LocalCollectives().all_reduce(ReduceOp.SUM, [np.ones(3)], out=out)
 
 
 def test_places_must_be_as_many_as_arrays() -> None:
     with pytest.raises(InvalidArgumentError, match="one array for each of the 2 that are reduced; got 1"):
-        LocalOps().all_reduce(ReduceOp.SUM, [np.ones(3), np.ones(3)], out=[np.ones(3)])
+        LocalCollectives().all_reduce(ReduceOp.SUM, [np.ones(3), np.ones(3)], out=[np.ones(3)])
 
 
 def test_what_several_replicas_would_refuse_is_refused() -> None:
     with pytest.raises(UnsupportedDtypeError, match="MAX is not defined for value of dtype complex128"):
-        LocalOps().all_reduce(ReduceOp.MAX, [np.ones(1, complex)])
+        LocalCollectives().all_reduce(ReduceOp.MAX, [np.ones(1, complex)])
     with pytest.raises(InvalidArgumentError, match=r"needs arrays with at least one axis; got a scalar: pass x.reshape\(1\)"):
-        LocalOps().all_gather(np.array(1.0))
+        LocalCollectives().all_gather(np.array(1.0))
     with pytest.raises(
         InvalidArgumentError, match=r"axis 1 is out of range for an array of shape \(3,\): -1 to 0 are accepted"
     ):
-        LocalOps().all_gather(np.ones(3), axis=1)
+        LocalCollectives().all_gather(np.ones(3), axis=1)
 
 
 def test_gathering_and_broadcasting_copy() -> None:
     array = np.arange(6).reshape(2, 3)
-    for result in (LocalOps().all_gather(array, axis=-1), LocalOps().broadcast(array)):
+    for result in (LocalCollectives().all_gather(array, axis=-1), LocalCollectives().broadcast(array)):
         assert np.array_equal(result, array)
         assert not np.shares_memory(result, array)
-    LocalOps().barrier()
-    LocalOps().close()
+    LocalCollectives().barrier()
+    LocalCollectives().close()
 
 
 def test_there_is_no_plan() -> None:
-    ops = LocalOps()
+    ops = LocalCollectives()
     assert (ops.rank, ops.size, ops.world.shape) == (0, 1, "1x1")
     assert ops.choose(1000, np.dtype(np.float32)) is None
     assert ops.explain(4000, np.dtype(np.float32)) == "one replica: nothing is sent"
@@ -81,8 +81,8 @@ def test_there_is_no_plan() -> None:
 
 def test_no_mpi_is_started() -> None:
     program = (
-        "import sys; sys.modules.update(mpi4py=None); import numpy as np; from mpistrat.cross_device.ops import LocalOps;"
-        "from mpistrat.reduction import ReduceOp; print(LocalOps().all_reduce(ReduceOp.SUM, [np.ones(2)])[0].tolist())"
+        "import sys; sys.modules.update(mpi4py=None); import numpy as np;"
+        "from mpistrat.cross_device.collectives import LocalCollectives; from mpistrat.reduction import ReduceOp; print(LocalCollectives().all_reduce(ReduceOp.SUM, [np.ones(2)])[0].tolist())"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "[1.0, 1.0]\n"), done.stderr

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.context.values import Mirrored, PerReplica, select_replica
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.strategy.values import Mirrored, PerReplica, select_replica
 from tests.unit.replicas import on_replicas
 
 
@@ -18,7 +18,7 @@ def reduced(op, components, axis):
     """Return what ``strategy.reduce`` gives on each replica for these components."""
 
     def program(strategy):
-        value = PerReplica(np.asarray(components[strategy.extended.ops.rank]))
+        value = PerReplica(np.asarray(components[strategy.extended.collectives.rank]))
         return strategy.reduce(op, value, axis=axis)
 
     return on_replicas(len(components), program)
@@ -66,7 +66,7 @@ def test_the_mean_of_nothing_is_nan():
 
 def test_a_nest_is_reduced_leaf_by_leaf():
     def program(strategy):
-        rank = strategy.extended.ops.rank
+        rank = strategy.extended.collectives.rank
         return strategy.reduce("mean", {"a": PerReplica(np.ones(rank + 1)), "b": [Mirrored(np.ones(3))]}, axis=0)
 
     for result in on_replicas(2, program):
@@ -111,7 +111,7 @@ def test_bad_reductions_are_refused(op, axis, error, message):
 
 def test_gather_concatenates_in_replica_order():
     def program(strategy):
-        rank = strategy.extended.ops.rank
+        rank = strategy.extended.collectives.rank
         return strategy.gather(PerReplica(np.full((2 - rank, 1), rank)), axis=0)
 
     for result in on_replicas(2, program):
@@ -120,7 +120,7 @@ def test_gather_concatenates_in_replica_order():
 
 def test_gather_takes_nests_and_hands_plain_values_back():
     def program(strategy):
-        return strategy.gather({"a": PerReplica([strategy.extended.ops.rank]), "b": np.ones(2)}, axis=0)
+        return strategy.gather({"a": PerReplica([strategy.extended.collectives.rank]), "b": np.ones(2)}, axis=0)
 
     for result in on_replicas(3, program):
         assert result["a"].tolist() == [0, 1, 2]
@@ -136,7 +136,7 @@ def test_gather_of_a_scalar_is_refused():
 
 def test_run_replaces_distributed_values_at_any_depth():
     def program(strategy):
-        rank = strategy.extended.ops.rank
+        rank = strategy.extended.collectives.rank
         result = strategy.run(
             lambda pair, *, scale: {"sum": pair["a"] + pair["b"][0], "scale": scale},
             args=({"a": PerReplica(rank), "b": [10]},),
@@ -367,10 +367,10 @@ def in_step(fn):
         lambda strategy: strategy.gather(PerReplica(np.ones(1)), axis=0),
         in_step(lambda context: context.all_reduce("sum", 1.0)),
         in_step(lambda context: context.all_gather(np.ones(1), axis=0)),
-        lambda strategy: strategy.extended.ops.broadcast(np.ones(1)),
-        lambda strategy: strategy.extended.ops.barrier(),
-        lambda strategy: strategy.extended.ops.agree("anything"),
-        lambda strategy: strategy.extended.ops.explain(8, np.dtype(float)),
+        lambda strategy: strategy.extended.collectives.broadcast(np.ones(1)),
+        lambda strategy: strategy.extended.collectives.barrier(),
+        lambda strategy: strategy.extended.collectives.agree("anything"),
+        lambda strategy: strategy.extended.collectives.explain(8, np.dtype(float)),
         in_step(lambda context: mpistrat.Variable(1.0)),
     ],
 )

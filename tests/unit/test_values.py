@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.context.values import Mirrored, PerReplica, fitted, regroup, select_replica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.strategy.values import Mirrored, PerReplica, fitted, regroup, select_replica
 from tests.unit.replicas import on_replicas
 
 
@@ -24,7 +24,7 @@ def test_values_holds_the_local_component():
 
 def test_a_per_replica_value_reads_as_the_local_component_inside_run():
     def program(strategy):
-        value = PerReplica(np.arange(3) + strategy.extended.ops.rank)
+        value = PerReplica(np.arange(3) + strategy.extended.collectives.rank)
         return strategy.run(lambda: np.sum(value)).values[0]
 
     assert on_replicas(2, program) == [3, 6]

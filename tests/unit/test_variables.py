@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.context.values import PerReplica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.strategy.values import PerReplica
 from tests.unit.replicas import on_replicas
 
 AGGREGATION = mpistrat.VariableAggregation
@@ -20,7 +20,7 @@ def made(strategy, *arguments, **keywords):
 
 def test_the_initial_value_is_that_of_replica_zero():
     def program(strategy):
-        variable = made(strategy, lambda: np.full(2, strategy.extended.ops.rank + 5.0))
+        variable = made(strategy, lambda: np.full(2, strategy.extended.collectives.rank + 5.0))
         return variable.numpy().tolist()
 
     assert on_replicas(3, program) == [[5, 5]] * 3

@@ -1,4 +1,4 @@
-"""CrossDeviceOps: one call for many arrays, and its family."""
+"""Collectives: one call for many arrays, over all replicas; and those of a single replica."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.timeline import Timeline
 from mpistrat.topology.world import World
 
-__all__ = ["CrossDeviceOps", "LocalOps", "apart", "check_gather", "check_out", "is_fit"]
+__all__ = ["Collectives", "LocalCollectives", "apart", "check_gather", "check_out", "is_fit"]
 
 
-class CrossDeviceOps(ABC):
+class Collectives(ABC):
     """What a strategy communicates through.
 
     Attributes
@@ -119,7 +119,7 @@ class CrossDeviceOps(ABC):
         """Free what the operations hold. A collective call."""
 
 
-class LocalOps(CrossDeviceOps):
+class LocalCollectives(Collectives):
     """The operations of a single replica: nothing is sent and MPI is not started."""
 
     def __init__(self) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, as_array
+from mpistrat.context.stack import current, default_mode
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.strategy.context_stack import current, default_mode
 from mpistrat.structures import map_leaves
 
 __all__ = ["DistributedValues", "Mirrored", "PerReplica", "fitted", "keeps_kind", "regroup", "select_replica"]

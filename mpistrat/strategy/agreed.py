@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from mpistrat.cross_device.hierarchical import HierarchicalAllReduce
+from mpistrat.cross_device.hierarchical import HierarchicalCollectives
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.hierarchy import Hierarchy
 
-__all__ = ["agreed_ops"]
+__all__ = ["agreed_collectives"]
 
 
-def agreed_ops(
+def agreed_collectives(
     strategy: str, hierarchy: Hierarchy, options: CommunicationOptions | None, num_packs: int | None
-) -> HierarchicalAllReduce:
+) -> HierarchicalCollectives:
     """Return collectives over `hierarchy`, which they own from here on. A collective call.
 
     Ranks with different options would cut their batches differently and wait for each other, so they are compared here,
@@ -28,7 +28,7 @@ def agreed_ops(
     options : CommunicationOptions or None
         Hold for every call that does not say otherwise.
     num_packs : int or None
-        As for `HierarchicalAllReduce`.
+        As for `HierarchicalCollectives`.
 
     Raises
     ------
@@ -40,7 +40,7 @@ def agreed_ops(
     error: Exception | None = None
     try:
         _check_type(options)
-        ops = HierarchicalAllReduce(hierarchy, options, num_packs)
+        ops = HierarchicalCollectives(hierarchy, options, num_packs)
     except (TypeError, ValueError) as refused:
         error = refused
     try:
