@@ -82,7 +82,8 @@ def test_there_is_no_plan() -> None:
 def test_no_mpi_is_started() -> None:
     program = (
         "import sys; sys.modules.update(mpi4py=None); import numpy as np;"
-        "from mpistrat.cross_device.collectives import LocalCollectives; from mpistrat.reduction import ReduceOp; print(LocalCollectives().all_reduce(ReduceOp.SUM, [np.ones(2)])[0].tolist())"
+        "from mpistrat.cross_device.collectives import LocalCollectives;"
+        "from mpistrat.reduction import ReduceOp; print(LocalCollectives().all_reduce(ReduceOp.SUM, [np.ones(2)])[0].tolist())"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "[1.0, 1.0]\n"), done.stderr
