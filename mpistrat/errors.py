@@ -6,6 +6,7 @@ MpistratError
 ├── TopologyError (ValueError)             a node shape does not describe these ranks
 ├── TransportError (RuntimeError)          a transport asked for by name cannot be had
 ├── InvalidArgumentError (ValueError)      an argument no rank could have used
+├── OutOfRangeError (StopIteration)        the data has ended
 ├── UnsupportedDtypeError (TypeError)      an array no collective can carry
 ├── Unsuitable (ValueError)                a planner declines a world, and says why
 └── CollectiveError (RuntimeError)         something went wrong between ranks
@@ -23,6 +24,7 @@ __all__ = [
     "InvalidArgumentError",
     "LaunchError",
     "MpistratError",
+    "OutOfRangeError",
     "SettingError",
     "TopologyError",
     "TransportError",
@@ -62,6 +64,10 @@ class TransportError(MpistratError, RuntimeError):
 
 class InvalidArgumentError(MpistratError, ValueError):
     """An argument is outside what the call accepts."""
+
+
+class OutOfRangeError(MpistratError, StopIteration):
+    """There is no further element: what ``iterator.get_next()`` raises at the end of the data, on every replica."""
 
 
 class UnsupportedDtypeError(MpistratError, TypeError):

@@ -128,7 +128,10 @@ class _Attached(_Parts):
             self.arrived = self.transport.arenas[self.rank][:EXCHANGE_BYTES].view(self.source.dtype)
             needs_room = self.size > 2 or np.may_share_memory(self.source, self.target)
             step = min(BLOCK_BYTES // self.source.itemsize, self.arrived.size if needs_room else self.source.size)
-            for start in range(self.bounds[self.rank], self.bounds[self.rank + 1], step):
+            blocks = range(self.bounds[self.rank], self.bounds[self.rank + 1], step)
+            # every other call walks backwards: what the last one touched last is still in the cache
+            self.transport.is_backwards = not self.transport.is_backwards
+            for start in reversed(blocks) if self.transport.is_backwards else blocks:
                 stop = min(start + step, self.bounds[self.rank + 1])
                 self._fold(start, stop)
                 yield WORKED

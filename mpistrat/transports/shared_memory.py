@@ -43,6 +43,7 @@ class SharedMemoryTransport(Transport):
         self._window: MPI.Win | None = None
         self.arenas: list[Array] = []
         self.words: list[memoryview] = []
+        self.is_backwards = False
         self._entered = 0
         self._released = 0
         self.peers = PeerMemory(group)
