@@ -10,50 +10,91 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpistrat import cluster_resolver as cluster_resolver
     from mpistrat import errors as errors
     from mpistrat import experimental as experimental
+    from mpistrat.cluster.spec import ClusterSpec as ClusterSpec
+    from mpistrat.context.input_context import InputContext as InputContext
     from mpistrat.context.values import DistributedValues as DistributedValues
+    from mpistrat.context.values import Mirrored as Mirrored
+    from mpistrat.context.values import PerReplica as PerReplica
+    from mpistrat.cross_device.all_reduce import CollectiveAllReduce as CollectiveAllReduce
+    from mpistrat.cross_device.all_reduce import HierarchicalAllReduce as HierarchicalAllReduce
+    from mpistrat.cross_device.all_reduce import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
+    from mpistrat.cross_device.all_reduce import NcclAllReduce as NcclAllReduce
+    from mpistrat.cross_device.ops import CrossDeviceOps as CrossDeviceOps
+    from mpistrat.cross_device.sparse import IndexedSlices as IndexedSlices
+    from mpistrat.cross_device.to_one_device import ReductionToOneDevice as ReductionToOneDevice
     from mpistrat.inputs.dataset import ArrayDataset as ArrayDataset
     from mpistrat.inputs.distribute import DistributedDataset as DistributedDataset
-    from mpistrat.inputs.input_context import InputContext as InputContext
+    from mpistrat.inputs.files import FileDataset as FileDataset
+    from mpistrat.inputs.iterable import IterableDataset as IterableDataset
+    from mpistrat.inputs.iterator import DistributedIterator as DistributedIterator
+    from mpistrat.inputs.map_dataset import MapDataset as MapDataset
+    from mpistrat.inputs.options import AutoShardPolicy as AutoShardPolicy
+    from mpistrat.inputs.options import InputOptions as InputOptions
+    from mpistrat.inputs.options import InputReplicationMode as InputReplicationMode
+    from mpistrat.inputs.spec import ArraySpec as ArraySpec
     from mpistrat.reduction import ReduceOp as ReduceOp
+    from mpistrat.state.aggregation import VariableAggregation as VariableAggregation
+    from mpistrat.state.aggregation import VariableSynchronization as VariableSynchronization
     from mpistrat.state.variables import Variable as Variable
-    from mpistrat.state.variables import VariableAggregation as VariableAggregation
-    from mpistrat.state.variables import VariableSynchronization as VariableSynchronization
     from mpistrat.strategy import experimental_set_strategy as experimental_set_strategy
     from mpistrat.strategy import get_replica_context as get_replica_context
     from mpistrat.strategy import get_strategy as get_strategy
     from mpistrat.strategy import has_strategy as has_strategy
     from mpistrat.strategy import in_cross_replica_context as in_cross_replica_context
     from mpistrat.strategy.base import Strategy as Strategy
+    from mpistrat.strategy.deprecated import get_loss_reduction as get_loss_reduction
     from mpistrat.strategy.extended import StrategyExtended as StrategyExtended
     from mpistrat.strategy.mirrored import MirroredStrategy as MirroredStrategy
     from mpistrat.strategy.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from mpistrat.strategy.one_device import OneDeviceStrategy as OneDeviceStrategy
     from mpistrat.strategy.replica_context import ReplicaContext as ReplicaContext
+    from mpistrat.strategy.run_options import RunOptions as RunOptions
 
 _HOMES = {
     "ArrayDataset": "mpistrat.inputs.dataset",
+    "ArraySpec": "mpistrat.inputs.spec",
+    "AutoShardPolicy": "mpistrat.inputs.options",
+    "ClusterSpec": "mpistrat.cluster.spec",
+    "CollectiveAllReduce": "mpistrat.cross_device.all_reduce",
+    "CrossDeviceOps": "mpistrat.cross_device.ops",
     "DistributedDataset": "mpistrat.inputs.distribute",
+    "DistributedIterator": "mpistrat.inputs.iterator",
     "DistributedValues": "mpistrat.context.values",
-    "InputContext": "mpistrat.inputs.input_context",
+    "FileDataset": "mpistrat.inputs.files",
+    "HierarchicalAllReduce": "mpistrat.cross_device.all_reduce",
+    "HierarchicalCopyAllReduce": "mpistrat.cross_device.all_reduce",
+    "IndexedSlices": "mpistrat.cross_device.sparse",
+    "InputContext": "mpistrat.context.input_context",
+    "InputOptions": "mpistrat.inputs.options",
+    "InputReplicationMode": "mpistrat.inputs.options",
+    "IterableDataset": "mpistrat.inputs.iterable",
+    "MapDataset": "mpistrat.inputs.map_dataset",
+    "Mirrored": "mpistrat.context.values",
     "MirroredStrategy": "mpistrat.strategy.mirrored",
     "MultiWorkerMirroredStrategy": "mpistrat.strategy.multi_worker",
+    "NcclAllReduce": "mpistrat.cross_device.all_reduce",
     "OneDeviceStrategy": "mpistrat.strategy.one_device",
+    "PerReplica": "mpistrat.context.values",
     "ReduceOp": "mpistrat.reduction",
+    "ReductionToOneDevice": "mpistrat.cross_device.to_one_device",
     "ReplicaContext": "mpistrat.strategy.replica_context",
+    "RunOptions": "mpistrat.strategy.run_options",
     "Strategy": "mpistrat.strategy.base",
     "StrategyExtended": "mpistrat.strategy.extended",
     "Variable": "mpistrat.state.variables",
-    "VariableAggregation": "mpistrat.state.variables",
-    "VariableSynchronization": "mpistrat.state.variables",
+    "VariableAggregation": "mpistrat.state.aggregation",
+    "VariableSynchronization": "mpistrat.state.aggregation",
     "experimental_set_strategy": "mpistrat.strategy",
+    "get_loss_reduction": "mpistrat.strategy.deprecated",
     "get_replica_context": "mpistrat.strategy",
     "get_strategy": "mpistrat.strategy",
     "has_strategy": "mpistrat.strategy",
     "in_cross_replica_context": "mpistrat.strategy",
 }
-_MODULES = ("errors", "experimental")
+_MODULES = ("cluster_resolver", "errors", "experimental")
 
 __all__ = sorted([*_HOMES, *_MODULES])  # noqa: PLE0605 - a list, computed so that no name is written twice
 __version__ = "0.1.0"

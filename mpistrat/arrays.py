@@ -1,45 +1,157 @@
-"""Arrays: what counts as one."""
+"""Arrays: what counts as one, and how arrays of other libraries come in and go out without a copy."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.errors import UnsupportedDtypeError
+from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
 
-__all__ = ["Array", "as_array"]
+__all__ = ["Array", "as_array", "like"]
 
 Array = NDArray[Any]
 
+_REPLICA_DEVICE = "/cpu:0"  # replicas compute in host memory
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+# DLPack's numbers for kinds of memory: those that the host reads like its own (CPU, and pinned by CUDA or ROCm), …
+_HOST_MEMORY = (1, 3, 11)
+# … and the names of others; the host could read managed memory, but not know when the device has finished writing it
+_DEVICE_NAMES = {2: "cuda", 8: "metal", 10: "rocm", 13: "cuda (managed memory)", 14: "oneapi"}
+
+# How a user brings an array of these libraries to the host.
+_COPIES = {
+    "torch": "{name}.cpu()",
+    "cupy": "{name}.get()",
+    "jax": 'jax.device_put({name}, jax.devices("cpu")[0])',
+    "jaxlib": 'jax.device_put({name}, jax.devices("cpu")[0])',
+}
+
 
 def as_array(value: Any, name: str = "value") -> Array:
-    """Return `value` as a NumPy array, without a copy where it is one already.
+    """Return `value` as a NumPy array that shares its memory wherever that is possible.
 
     Parameters
     ----------
     value : array_like
-        An array, a Python number, a (rectangular) list of numbers, or anything that speaks ``__array__``,
-        ``__array_interface__`` or DLPack.
+        An array, a Python number, a (rectangular) list of numbers, or anything in host memory that speaks ``__array__``,
+        ``__array_interface__``, the buffer protocol or DLPack: arrays of PyTorch and JAX for example, bfloat16 included.
+        The array of what cannot be written to, as those of JAX, cannot either. Of a tensor that requires a gradient the
+        values count: no gradient flows through a collective.
     name : str
         What to call it in an error.
 
     Raises
     ------
+    InvalidArgumentError
+        If its memory is on a device that is not this replica's; the message names both.
     UnsupportedDtypeError
-        If it is a ragged list, or its elements are objects, text or dates.
+        If it is a ragged list, a masked or sparse array, or its elements are objects, text, dates or records.
     """
-    if type(value) is np.ndarray:
-        array: Array = value
-    else:
-        try:
-            array = np.asarray(value)
-        except ValueError as error:
-            raise UnsupportedDtypeError(f"{name} cannot be read as an array: {error}; pass an array of numbers") from None
-    if array.dtype.kind in "OUSMmT" or array.dtype.names is not None:
+    array: Array = value if type(value) is np.ndarray else _read(value, name)
+    if array.dtype.kind in "OUSMmT" or array.dtype.type is np.void:
         raise UnsupportedDtypeError(
             f"{name} has dtype {array.dtype}, which no collective can carry; accepted are arrays of bool, integers, float16, "
             "bfloat16, float32, float64 and complex numbers"
         )
     return array
+
+
+def like(result: Array, original: Any) -> Any:
+    """Return `result` as the kind of array that `original` is.
+
+    Parameters
+    ----------
+    result : ndarray
+        What was computed from `original`; nobody else may write to it afterwards. Its shape and dtype may be others.
+    original : array_like
+        What `as_array` has read.
+
+    Returns
+    -------
+    array
+        For PyTorch, a tensor that shares the memory of `result`, without a gradient. For JAX an array on the device of
+        `original`, which shares the memory where its address suits JAX and else is a copy; JAX without 64-bit types keeps
+        32 bits. For CuPy, a copy on the current GPU. For other arrays of the array API standard, what the ``asarray`` of
+        their namespace makes. For everything else, numbers and lists too, `result` itself.
+    """
+    if type(original) is np.ndarray:
+        return result
+    if _is_a(original, "torch", "Tensor"):
+        return _tensor(result)
+    if _is_a(original, "jax", "Array"):
+        return sys.modules["jax"].device_put(result, original.device, may_alias=True)
+    if _is_a(original, "cupy", "ndarray"):
+        return sys.modules["cupy"].asarray(result)
+    if hasattr(original, "__array_namespace__"):
+        return original.__array_namespace__().asarray(result)
+    return result
+
+
+def _is_a(value: Any, module: str, name: str) -> bool:
+    """Return whether `value` is of a class, whose module is not imported: before the user did, there is no instance of it."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
+
+
+def _read(value: Any, name: str) -> Array:
+    try:
+        _check_device(value, name)
+        if _is_a(value, "torch", "Tensor"):
+            return _memory_of_tensor(value)
+        if _is_a(value, "numpy.ma", "MaskedArray"):
+            raise TypeError("it has a mask, which would be lost; choose what its masked elements count as, x.filled(0)")
+        return _memory(value)
+    except MpistratError:
+        raise  # from the __array__ of our own values
+    except (TypeError, ValueError, BufferError) as error:
+        raise UnsupportedDtypeError(f"{name} cannot be read as an array: {error}; pass an array of numbers") from None
+
+
+def _memory(value: Any) -> Array:
+    if hasattr(value, "__array__") or hasattr(value, "__array_interface__") or not hasattr(value, "__dlpack__"):
+        return np.asarray(value)
+    try:
+        return np.from_dlpack(value)
+    except RuntimeError as error:  # of a dtype that NumPy does not know
+        raise TypeError(error) from None
+
+
+def _memory_of_tensor(tensor: Any) -> Array:
+    torch = sys.modules["torch"]
+    if tensor.dtype is torch.bfloat16:  # NumPy itself has no such dtype: hand over the bits
+        return _memory_of_tensor(tensor.view(torch.int16)).view(_BFLOAT16)
+    array: Array = tensor.numpy(force=True)  # copies only what is conjugated lazily
+    return array
+
+
+def _tensor(array: Array) -> Any:
+    torch = sys.modules["torch"]
+    if not array.flags.writeable:  # PyTorch has no such tensors
+        array = array.copy()
+    if array.dtype == _BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _check_device(value: Any, name: str) -> None:
+    device = _foreign_device(value)
+    if not device:
+        return
+    copied = _COPIES.get(type(value).__module__.partition(".")[0])
+    advice = f"copy it first, {copied.format(name=name)}" if copied else "copy it to host memory first"
+    raise InvalidArgumentError(f"{name} is on {device}, this replica computes on {_REPLICA_DEVICE}; {advice}")
+
+
+def _foreign_device(value: Any) -> str:
+    """Return the name of the device whose memory `value` is in; an empty text for memory of the host."""
+    if _is_a(value, "torch", "Tensor"):
+        return "" if value.device.type == "cpu" else str(value.device)
+    if hasattr(value, "__dlpack_device__"):
+        kind, index = map(int, value.__dlpack_device__())
+        return "" if kind in _HOST_MEMORY else f"{_DEVICE_NAMES.get(kind, f'DLPack device type {kind}')}:{index}"
+    return "cuda" if hasattr(value, "__cuda_array_interface__") else ""

@@ -52,13 +52,26 @@ class ReduceOp(Enum):
         """
         if isinstance(op, cls):
             return op
+        if isinstance(op, str) and op.upper() in cls.__members__:
+            return cls[op.upper()]
         accepted = ", ".join(member.name for member in cls)
         if not isinstance(op, str):
             raise TypeError(f"reduce_op must be a ReduceOp or a str, one of {accepted}; got {op!r}")
-        try:
-            return cls[op.upper()]
-        except KeyError:
-            raise InvalidArgumentError(f"unknown reduce_op {op!r}; accepted are {accepted}, in any case") from None
+        raise InvalidArgumentError(f"unknown reduce_op {op!r}; accepted are {accepted}, in any case")
+
+    @classmethod
+    def from_variable_aggregation(cls, aggregation: Enum) -> ReduceOp:
+        """Return the operation that a variable's aggregation of that name stands for.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If it is neither SUM nor MEAN.
+        """
+        name = getattr(aggregation, "name", "")
+        if name not in ("SUM", "MEAN"):
+            raise InvalidArgumentError(f"only VariableAggregation.SUM and MEAN stand for a reduce_op; got {aggregation!r}")
+        return cls[name]
 
 
 def check_dtype(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None:

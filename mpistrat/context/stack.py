@@ -15,7 +15,8 @@ File law: nothing of ours is imported but errors. The default strategy is made b
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -25,9 +26,11 @@ __all__ = [
     "Scope",
     "current",
     "default_mode",
+    "enter_or_assert_strategy",
     "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",
+    "get_update_replica_id",
     "has_strategy",
     "in_cross_replica_context",
     "in_replica_context_of",
@@ -35,6 +38,7 @@ __all__ = [
     "pop",
     "push",
     "register_default",
+    "updating",
 ]
 
 
@@ -47,10 +51,11 @@ class Mode:
 
 
 class _Thread(threading.local):
-    """The modes that this thread has entered, innermost last."""
+    """The modes that this thread has entered, innermost last, and the replica whose component it is updating."""
 
     def __init__(self) -> None:
         self.modes: list[Mode] = []
+        self.update_replica_id: int | None = None
 
 
 _thread = _Thread()
@@ -120,6 +125,21 @@ def experimental_set_strategy(strategy: Any) -> None:
     _process_wide = None if strategy is None or strategy is default_mode().strategy else Mode(strategy)
 
 
+def get_update_replica_id() -> int | None:
+    """Return the replica whose component ``strategy.extended.update`` is changing on this thread; None outside its function."""
+    return _thread.update_replica_id
+
+
+@contextmanager
+def updating(replica_id: int) -> Iterator[None]:
+    """Enter the update of the component of one replica."""
+    outer, _thread.update_replica_id = _thread.update_replica_id, replica_id
+    try:
+        yield
+    finally:
+        _thread.update_replica_id = outer
+
+
 def push(mode: Mode) -> None:
     """Enter a mode on this thread."""
     _thread.modes.append(mode)
@@ -171,6 +191,17 @@ class Scope:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         pop(self._mode)
+
+
+def enter_or_assert_strategy(strategy: Any) -> AbstractContextManager[Any]:
+    """Return a context manager in which `strategy` is the current one: its scope, or nothing where it is current already.
+
+    Raises
+    ------
+    RuntimeError
+        On entering, if another strategy is current.
+    """
+    return nullcontext(strategy) if current().strategy is strategy else strategy.scope()
 
 
 def in_replica_context_of(strategy: Any, call: str) -> bool:

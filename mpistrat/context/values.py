@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -9,9 +12,25 @@ import numpy as np
 from mpistrat.arrays import Array, as_array
 from mpistrat.context.stack import current, default_mode
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.structures import map_leaves
+from mpistrat.structures import flatten, map_leaves
 
-__all__ = ["DistributedValues", "Mirrored", "PerReplica", "fitted", "keeps_kind", "regroup", "select_replica"]
+__all__ = [
+    "DistributedValues",
+    "Mirrored",
+    "PerReplica",
+    "across_replicas",
+    "container_of",
+    "fitted",
+    "keeps_kind",
+    "regroup",
+    "select_replica",
+]
+
+# functions of NumPy that write to their first argument
+_WRITERS = (np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np.putmask)
+
+# id of a component that was handed out: the value that it is a component of
+_containers: weakref.WeakValueDictionary[int, DistributedValues] = weakref.WeakValueDictionary()
 
 
 class DistributedValues(np.lib.mixins.NDArrayOperatorsMixin):
@@ -29,11 +48,17 @@ class DistributedValues(np.lib.mixins.NDArrayOperatorsMixin):
     @property
     def values(self) -> tuple[Any, ...]:
         """The components that this rank holds: a tuple of one."""
+        if not isinstance(self._component, numbers.Number):  # one number may be a component of many values
+            _containers[id(self._component)] = self
         return (self._component,)
 
     def in_replica(self) -> Any:
         """Return what stands for this value inside ``strategy.run``."""
         return self._component
+
+    def across_replicas(self) -> DistributedValues:
+        """Return what stands for this value where the components of all replicas are combined."""
+        return self
 
     def read(self) -> Array:
         """Return this value as one array, where it may be read as one."""
@@ -43,14 +68,18 @@ class DistributedValues(np.lib.mixins.NDArrayOperatorsMixin):
         return np.array(self.read(), dtype=dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if any(isinstance(target, DistributedValues) for target in kwargs.get("out", ())):
-            raise TypeError(
-                f"{self!r} cannot be the target of an in-place operation.\n"
-                "    incorrect:  variable += value\n"
-                "    correct:    variable.assign_add(value), or in replica context ctx.update(variable, fn, (value,))"
-            )
-        arrays = [value.read() if isinstance(value, DistributedValues) else value for value in inputs]
-        return getattr(ufunc, method)(*arrays, **kwargs)
+        _check_targets(kwargs.get("out", ()))
+        return getattr(ufunc, method)(*map(_read, inputs), **kwargs)
+
+    def __array_function__(
+        self, func: Callable[..., Any], types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        written = (args or tuple(kwargs.values()))[:1] if func in _WRITERS else ()
+        _check_targets((written, kwargs.get("out")))
+        return func(*map_leaves(_read, args), **map_leaves(_read, kwargs))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _check_targets(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._component!r})"
@@ -105,8 +134,39 @@ class Mirrored(DistributedValues):
         """Number of elements."""
         return as_array(self._component).size
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return as_array(self._component).nbytes
+
+    @property
+    def T(self) -> Array:  # noqa: N802 - the name that it has everywhere
+        """The array with its axes in reverse order."""
+        transposed: Array = self.read().T
+        return transposed
+
+    @property
+    def mT(self) -> Array:  # noqa: N802
+        """The array with its last two axes exchanged."""
+        transposed: Array = self.read().mT
+        return transposed
+
+    @property
+    def device(self) -> Any:
+        """Where the array is, as its library says it."""
+        return getattr(self._component, "device", "cpu")
+
+    def __array_namespace__(self, *, api_version: str | None = None) -> Any:
+        return np
+
     def __len__(self) -> int:
         return len(as_array(self._component))  # the length is no secret of the other replicas: nothing is read
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.read())
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self.read()
 
     def __getitem__(self, index: Any) -> Any:
         return self.read()[index]
@@ -117,8 +177,17 @@ class Mirrored(DistributedValues):
     def __int__(self) -> int:
         return int(self.read())
 
+    def __complex__(self) -> complex:
+        return complex(self.read())
+
+    def __index__(self) -> int:
+        return self.read().__index__()
+
     def __bool__(self) -> bool:
         return bool(self.read())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.read(), spec) if spec else str(self)
 
 
 def select_replica(value: Any) -> Any:
@@ -126,8 +195,16 @@ def select_replica(value: Any) -> Any:
     return map_leaves(_in_replica, value)
 
 
+def across_replicas(value: Any) -> Any:
+    """Return a nested value with each distributed value replaced by what stands for it where components are combined."""
+    return map_leaves(lambda leaf: leaf.across_replicas() if isinstance(leaf, DistributedValues) else leaf, value)
+
+
 def regroup(value: Any, num_replicas: int) -> Any:
     """Return a nested value, computed by each replica, as the program outside ``strategy.run`` sees it.
+
+    What is one object for all replicas stays it: a variable, or a mirrored value. Anything else is an object of each replica's
+    own, and becomes a per-replica value. Whether the replicas' structures are the same shows where the value is combined.
 
     Parameters
     ----------
@@ -137,6 +214,12 @@ def regroup(value: Any, num_replicas: int) -> Any:
         Replicas in sync; the value of a single one is returned bare.
     """
     return value if num_replicas == 1 else map_leaves(_per_replica, value)
+
+
+def container_of(value: Any) -> Any:
+    """Return the distributed value whose `values` `value` came from, or `value` itself."""
+    found = _containers.get(id(value))
+    return found if found is not None and found._component is value else value
 
 
 def fitted(value: Any, target: Array, owner: object) -> Array:
@@ -173,3 +256,18 @@ def _in_replica(leaf: Any) -> Any:
 
 def _per_replica(leaf: Any) -> Any:
     return leaf if isinstance(leaf, DistributedValues) else PerReplica(leaf)
+
+
+def _read(leaf: Any) -> Any:
+    return leaf.read() if isinstance(leaf, DistributedValues) else leaf
+
+
+def _check_targets(targets: Any) -> None:
+    """Refuse to write to a distributed value: the other replicas would not know."""
+    for target in flatten(targets)[0]:
+        if isinstance(target, DistributedValues):
+            raise TypeError(
+                f"{target!r} cannot be the target of an in-place operation.\n"
+                "    incorrect:  variable += value; variable[index] = value; np.add(variable, value, out=variable)\n"
+                "    correct:    variable.assign_add(value), or in replica context ctx.update(variable, fn, (value,))"
+            )

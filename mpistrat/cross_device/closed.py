@@ -40,15 +40,39 @@ class ClosedCollectives(Collectives):
         """Raise."""
         self._stop()
 
-    def all_gather(self, array: Array, axis: int = 0) -> NoReturn:
+    def start_all_reduce(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions | None = None,
+        out: Sequence[Array] | None = None,
+    ) -> NoReturn:
         """Raise."""
         self._stop()
 
-    def broadcast(self, array: Array, root: int = 0) -> NoReturn:
+    def reduce_scatter(
+        self, op: ReduceOp, array: Array, axis: int = 0, options: CommunicationOptions | None = None
+    ) -> NoReturn:
         """Raise."""
         self._stop()
 
-    def barrier(self) -> NoReturn:
+    def all_gather(self, array: Array, axis: int = 0, options: CommunicationOptions | None = None) -> NoReturn:
+        """Raise."""
+        self._stop()
+
+    def gather(self, array: Array, root: int = 0, options: CommunicationOptions | None = None) -> NoReturn:
+        """Raise."""
+        self._stop()
+
+    def all_to_all(self, arrays: Sequence[Array], options: CommunicationOptions | None = None) -> NoReturn:
+        """Raise."""
+        self._stop()
+
+    def broadcast(self, array: Array, root: int = 0, options: CommunicationOptions | None = None) -> NoReturn:
+        """Raise."""
+        self._stop()
+
+    def barrier(self, options: CommunicationOptions | None = None) -> NoReturn:
         """Raise."""
         self._stop()
 

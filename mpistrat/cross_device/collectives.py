@@ -7,21 +7,24 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import numpy as np
-from numpy.lib.array_utils import byte_bounds
 
 from mpistrat.algorithms.choose import Choice
 from mpistrat.arrays import Array
+from mpistrat.cross_device.arguments import check_gather, check_out, check_parts, check_root
 from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.errors import InvalidArgumentError
+from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.timeline import Timeline
 from mpistrat.topology.world import World
 
-__all__ = ["Collectives", "LocalCollectives", "apart", "check_gather", "check_out", "is_fit"]
+__all__ = ["Collectives", "LocalCollectives", "check_gather"]
 
 
 class Collectives(ABC):
     """What a strategy communicates through.
+
+    Every verb takes options that win over those these collectives were made with. With a deadline (`timeout_seconds`) a verb
+    raises DeadlineExceededError on every replica that has come, naming those that have not, and no collective is made any more.
 
     Attributes
     ----------
@@ -33,6 +36,11 @@ class Collectives(ABC):
         Records the phases of each collective while it is enabled.
     is_strict : bool
         Whether replicas compare their calls before each collective.
+    num_collectives : int
+        Collective calls made so far: the sequence number of the last one.
+    num_packs : int or None
+        Cut the elements of a batch into so many equal packs; 0 reduces each array by itself. None packs by `bytes_per_pack`.
+        It may be set between calls, on all replicas alike.
     """
 
     world: World
@@ -40,6 +48,8 @@ class Collectives(ABC):
     size: int
     timeline: Timeline
     is_strict: bool = False
+    num_collectives: int = 0
+    num_packs: int | None = None
 
     @abstractmethod
     def all_reduce(
@@ -69,7 +79,34 @@ class Collectives(ABC):
         """
 
     @abstractmethod
-    def all_gather(self, array: Array, axis: int = 0) -> Array:
+    def start_all_reduce(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions | None = None,
+        out: Sequence[Array] | None = None,
+    ) -> Work[list[Array]]:
+        """Start what `all_reduce` does and return its handle. A collective call; no other is made before the handle has ended.
+
+        Whether all replicas have come is found out here where the options have a deadline; `Work.wait` has one of its own.
+        """
+
+    @abstractmethod
+    def reduce_scatter(self, op: ReduceOp, array: Array, axis: int = 0, options: CommunicationOptions | None = None) -> Array:
+        """Combine arrays of one shape across replicas; each replica gets its part along `axis`. A collective call.
+
+        Parts are in replica order, as equal as can be, the first ones longer by one.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If the array has no axes, or `axis` is out of range.
+        UnsupportedDtypeError
+            If `op` is not defined for the dtype.
+        """
+
+    @abstractmethod
+    def all_gather(self, array: Array, axis: int = 0, options: CommunicationOptions | None = None) -> Array:
         """Concatenate the arrays of all replicas along `axis`, in replica order. A collective call.
 
         Extents along `axis` may differ; all others, and the dtype, must agree.
@@ -81,11 +118,39 @@ class Collectives(ABC):
         """
 
     @abstractmethod
-    def broadcast(self, array: Array, root: int = 0) -> Array:
-        """Return the array of replica `root`, whose shape and dtype count. A collective call."""
+    def gather(self, array: Array, root: int = 0, options: CommunicationOptions | None = None) -> list[Array] | None:
+        """Return the arrays of all replicas, in replica order, on replica `root`; None elsewhere. A collective call.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If `root` is no replica, or shapes or dtypes differ: on every replica.
+        """
 
     @abstractmethod
-    def barrier(self) -> None:
+    def all_to_all(self, arrays: Sequence[Array], options: CommunicationOptions | None = None) -> list[Array]:
+        """Send array i to replica i; return what came from each replica, in replica order. A collective call.
+
+        All arrays have one dtype and agree in all extents but the first.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If there is not one array for each replica, or they do not fit.
+        """
+
+    @abstractmethod
+    def broadcast(self, array: Array, root: int = 0, options: CommunicationOptions | None = None) -> Array:
+        """Return the array of replica `root`, whose shape and dtype count. A collective call.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If `root` is no replica.
+        """
+
+    @abstractmethod
+    def barrier(self, options: CommunicationOptions | None = None) -> None:
         """Wait until all replicas have come here. A collective call."""
 
     @abstractmethod
@@ -135,6 +200,7 @@ class LocalCollectives(Collectives):
         out: Sequence[Array] | None = None,
     ) -> list[Array]:
         """Copy: the combination of one component is the component."""
+        self.num_collectives += 1
         for array in arrays:
             check_dtype(op, array.dtype)
         if out is None:
@@ -144,17 +210,45 @@ class LocalCollectives(Collectives):
             np.copyto(target, array)
         return list(out)
 
-    def all_gather(self, array: Array, axis: int = 0) -> Array:
+    def start_all_reduce(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions | None = None,
+        out: Sequence[Array] | None = None,
+    ) -> Work[list[Array]]:
+        """Return a handle that has ended."""
+        results = self.all_reduce(op, arrays, options, out)
+        return Work(iter(()), lambda: results, lambda: "all_reduce")
+
+    def reduce_scatter(self, op: ReduceOp, array: Array, axis: int = 0, options: CommunicationOptions | None = None) -> Array:
+        """Return a copy: the one part is all."""
+        check_gather(array, axis, "reduce_scatter")
+        return self.all_reduce(op, [array], options)[0]
+
+    def all_gather(self, array: Array, axis: int = 0, options: CommunicationOptions | None = None) -> Array:
         """Return a copy, after the checks that several replicas would make."""
         check_gather(array, axis)
-        return np.array(array)
+        return self._copy(array)
 
-    def broadcast(self, array: Array, root: int = 0) -> Array:
+    def gather(self, array: Array, root: int = 0, options: CommunicationOptions | None = None) -> list[Array]:
         """Return a copy."""
-        return np.array(array)
+        check_root(root, self.size)
+        return [self._copy(array)]
 
-    def barrier(self) -> None:
-        """Return at once."""
+    def all_to_all(self, arrays: Sequence[Array], options: CommunicationOptions | None = None) -> list[Array]:
+        """Return copies."""
+        check_parts(arrays, self.size)
+        return [self._copy(array) for array in arrays]
+
+    def broadcast(self, array: Array, root: int = 0, options: CommunicationOptions | None = None) -> Array:
+        """Return a copy."""
+        check_root(root, self.size)
+        return self._copy(array)
+
+    def barrier(self, options: CommunicationOptions | None = None) -> None:
+        """Count the call and return at once."""
+        self.num_collectives += 1
 
     def agree(self, call: str, error: Exception | None = None) -> None:
         """Agree with nobody else."""
@@ -165,61 +259,7 @@ class LocalCollectives(Collectives):
         """Return None."""
         return None
 
-
-def check_gather(array: Array, axis: int) -> int:
-    """Return `axis` as a non-negative number.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If the array has no axes, or `axis` is none of them.
-    """
-    if array.ndim == 0:
-        raise InvalidArgumentError("all_gather needs arrays with at least one axis; got a scalar: pass x.reshape(1)")
-    if not -array.ndim <= axis < array.ndim:
-        accepted = f"-{array.ndim} to {array.ndim - 1} are accepted"
-        raise InvalidArgumentError(f"axis {axis} is out of range for an array of shape {array.shape}: {accepted}")
-    return axis % array.ndim
-
-
-def check_out(out: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
-    """Return `out` as a list, after checking that results for `arrays` can be written to it.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If there are more or fewer of them, or one has another shape or dtype, or is not C-contiguous and writable.
-    """
-    if len(out) != len(arrays):
-        raise InvalidArgumentError(f"out must hold one array for each of the {len(arrays)} that are reduced; got {len(out)}")
-    for target, array in zip(out, arrays, strict=True):
-        contiguous, writable = target.flags.c_contiguous, target.flags.writeable
-        if target.shape != array.shape or target.dtype != array.dtype or not contiguous or not writable:
-            raise InvalidArgumentError(
-                f"out must be a writable, C-contiguous {array.dtype} array of shape {array.shape}; "
-                f"got {target.dtype} {target.shape}, contiguous={contiguous}, writable={writable}"
-            )
-    return list(out)
-
-
-def apart(arrays: Sequence[Array], out: Sequence[Array]) -> list[Array]:
-    """Return `arrays`, copied where one shares memory with the result of another: results are written before all are read."""
-    spans = [(*byte_bounds(target), index) for index, target in enumerate(out) if target.size]
-    spans += [(*byte_bounds(array), index) for index, array in enumerate(arrays) if array.size and array is not out[index]]
-    # sorted by where they begin, memory overlaps only where a span begins before all earlier ones have ended
-    reach, crossing = 0, False
-    for first, end, _ in sorted(spans):
-        crossing = crossing or first < reach
-        reach = max(reach, end)
-    if not crossing:
-        return list(arrays)
-    return [array if array is out[index] else array.copy() for index, array in enumerate(arrays)]
-
-
-def is_fit(target: Array, source: Array) -> bool:
-    """Return whether MPI can write to `target` what it makes of `source`; else the longer way says why not, or copies."""
-    if target.shape != source.shape or target.dtype is not source.dtype or not target.flags.carray:
-        return False
-    # arrays that own their memory do not overlap, unless they are one
-    owners = source.base is None and target.base is None and source is not target
-    return owners or not np.may_share_memory(source, target)
+    def _copy(self, array: Array) -> Array:
+        self.num_collectives += 1
+        check_dtype(ReduceOp.SUM, array.dtype)
+        return np.array(array)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, fields
 from enum import Enum
 
@@ -11,7 +12,9 @@ from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.errors import InvalidArgumentError, SettingError
 from mpistrat.groups.agreement import Agreement
 
-__all__ = ["CommunicationImplementation", "CommunicationOptions", "shared_defaults"]
+__all__ = ["CollectiveHints", "CommunicationImplementation", "CommunicationOptions", "shared_defaults"]
+
+WIRE_DTYPES = ("bfloat16", "float16")
 
 
 class CommunicationImplementation(str, Enum):
@@ -31,22 +34,36 @@ class CommunicationOptions:
     bytes_per_pack : int
         Cut a batch of arrays into packs of about this many bytes; 0 means one pack per dtype.
     timeout_seconds : float or None
-        Deadline of each collective in seconds; None or 0 means none.
+        Deadline of each collective in seconds; None or 0 means none. All replicas have one for a call, or none has. Once it has
+        passed, the strategy makes no further collective.
     implementation : CommunicationImplementation or str
         AUTO, RING or NCCL; names in any case.
     algorithm : str
         ``auto``, ``flat``, ``leader``, ``hierarchical`` or ``pipelined``. Not in TensorFlow.
+    wire_dtype : str or None
+        ``bfloat16`` or ``float16``: what the sums and means of float32, float16 and bfloat16 arrays are cast to while they
+        travel between nodes, which halves the bytes; they are added in float32. No effect inside a node, on other dtypes and
+        operations, and where ``auto`` chooses ``flat``, as it does for small arrays. With s_i the sum over node i, the result
+        is off by at most ``u * (sum|s_i| + |sum s_i|)`` to first order, whatever the number of nodes, beside the rounding of
+        float32; u is 2**-8 for bfloat16 and 2**-11 for float16, whose largest number is 65504. Not in TensorFlow.
+    deterministic : bool
+        Combine in the order of the replicas, so that the bits of the result depend on the values alone: not on the nodes, on
+        packs, or on `algorithm`, which does not apply. Every replica exchanges a part of each array with every other one, which
+        costs ``2 (n - 1)`` messages per replica and, between nodes, up to as many times the bytes of ``hierarchical`` as a node
+        has replicas. Excludes `wire_dtype`. Not in TensorFlow.
 
     Raises
     ------
     InvalidArgumentError
-        If a field has a value that it does not accept.
+        If a field has a value that it does not accept, or `deterministic` and `wire_dtype` are both asked for.
     """
 
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
     algorithm: str = "auto"
+    wire_dtype: str | None = None
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.bytes_per_pack, int) or self.bytes_per_pack < 0:
@@ -56,6 +73,14 @@ class CommunicationOptions:
             raise InvalidArgumentError(f"timeout_seconds must be None or a number of seconds >= 0; got {seconds!r}")
         if self.algorithm not in ("auto", *PLANNERS):
             raise InvalidArgumentError(f"algorithm must be auto or one of {', '.join(PLANNERS)}; got {self.algorithm!r}")
+        if self.wire_dtype not in (None, *WIRE_DTYPES):
+            raise InvalidArgumentError(f"wire_dtype must be None, {' or '.join(WIRE_DTYPES)}; got {self.wire_dtype!r}")
+        if not isinstance(self.deterministic, bool):
+            raise InvalidArgumentError(f"deterministic must be True or False; got {self.deterministic!r}")
+        if self.deterministic and self.wire_dtype:
+            raise InvalidArgumentError(
+                f"deterministic=True excludes wire_dtype={self.wire_dtype!r}: what is cast depends on who shares a node"
+            )
         try:
             member = CommunicationImplementation(str(getattr(self.implementation, "value", self.implementation)).upper())
         except ValueError:
@@ -74,6 +99,21 @@ class CommunicationOptions:
         return CommunicationOptions(**chosen)
 
 
+def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> CommunicationOptions:  # noqa: N802
+    """Return communication options under the name that they once had.
+
+    .. deprecated:: TensorFlow 2.4
+        Use `CommunicationOptions`.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If a field has a value that it does not accept.
+    """
+    warnings.warn("CollectiveHints is deprecated; use CommunicationOptions", DeprecationWarning, stacklevel=2)
+    return CommunicationOptions(bytes_per_pack, timeout_seconds)
+
+
 def shared_defaults(agreement: Agreement) -> CommunicationOptions:
     """Return the options that the settings ask for, after checking that all ranks have the same. A collective call.
 
@@ -87,6 +127,8 @@ def shared_defaults(agreement: Agreement) -> CommunicationOptions:
     try:
         values = [f"{setting.name}={setting.read()}" for setting in settings.SHARED]
         timeout_seconds = settings.TIMEOUT_SECONDS.read() or None
+        # ranks may have deadlines of their own, but those that have none would not answer those that have
+        values.append(f"{settings.TIMEOUT_SECONDS.name} {'set' if timeout_seconds else 'not set'}")
     except SettingError as error:
         agreement.check("settings that cannot be read", error)
         raise

@@ -53,7 +53,7 @@ def make_recipe(
     op: ReduceOp,
     arrays: Sequence[Array],
     packing: Packing,
-    choose: Callable[[int, np.dtype[Any]], Plan],
+    choose: Callable[[int, np.dtype[Any]], tuple[Plan, np.dtype[Any] | None]],
 ) -> Recipe:
     """Pack arrays like these, choose a plan for each bucket, and bind it. A collective call.
 
@@ -68,14 +68,15 @@ def make_recipe(
     packing : Packing
         How arrays share buckets.
     choose : callable
-        Returns the plan for so many elements of a dtype.
+        Returns the plan for so many elements of a dtype, and what `Executor.bind` is to do in order.
     """
     recipe = []
     for dtype, indices in _by_accumulation_dtype(op, arrays).items():
         # the last gradients are ready first, so they are packed first
         for members, layout in _pack(indices[::-1], [array.size for array in arrays], dtype.itemsize, packing):
             casts = any(arrays[index].dtype != dtype for index in members)
-            recipe.append(Bucket(members, executor.bind(choose(layout.count, dtype), layout, dtype, op, casts)))
+            plan, ordered = choose(layout.count, dtype)
+            recipe.append(Bucket(members, executor.bind(plan, layout, dtype, op, casts, ordered)))
     if is_current(recipe, executor):
         return recipe
     # enlarging the scratch memory for a later bucket unbound the earlier ones; now it is large enough for all

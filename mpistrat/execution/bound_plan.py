@@ -39,12 +39,13 @@ class BoundPlan:
         op: ReduceOp,
         slots: int,
         slot_bytes: int,
+        ordered: np.dtype[Any] | None,
     ) -> None:
         self.plan = plan
         self.generation = executor.generation
         self._executor = executor
         self._dtype, self._op, self._layout = dtype, op, layout
-        self._slots, self._slot_bytes = slots, slot_bytes
+        self._slots, self._slot_bytes, self._ordered = slots, slot_bytes, ordered
         self._bound: dict[tuple[int, int], list[list[tuple[str, Operation]]]] = {}
         # rails have a channel for each slot; the operations inside a node follow each other
         self._abreast = plan.depth if any(phase.scope is Scope.INTER for phase in plan.phases) else 1
@@ -114,7 +115,7 @@ class BoundPlan:
     def _operations(self, slot: int, padded: int, buffer: Array) -> list[list[tuple[str, Operation]]]:
         """Return the operations of each phase; chunks of one size in one slot share them."""
         if (slot, padded) not in self._bound:
-            phases = [self._executor.operations(phase, slot, buffer, self._op) for phase in self.plan.phases]
+            phases = [self._executor.operations(phase, slot, buffer, self._op, self._ordered) for phase in self.plan.phases]
             early = [part for operations in phases[:-1] for _, operation in operations for part in operation.parts]
             lost = any(len(part.addends) > 1 or not np.may_share_memory(part.addends[0], buffer) for part in early)
             assert not lost, f"{self.plan}: only the last phase may leave its result where it lies"

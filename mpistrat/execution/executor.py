@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from mpistrat.transports.base import Operation, Steps, Transport
 from mpistrat.transports.exchange import EXCHANGE_BYTES, EXCHANGE_SLOT_BYTES, EXCHANGE_SLOTS
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.mpi_ring import MpiRingTransport
+from mpistrat.transports.ordered import ordered_all_reduce
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 
 __all__ = ["Executor"]
@@ -58,7 +59,15 @@ class Executor:
         self._turn = -1
         self.generation = 0
 
-    def bind(self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, casts: bool) -> BoundPlan | DirectPlan:
+    def bind(
+        self,
+        plan: Plan,
+        layout: Layout,
+        dtype: np.dtype[Any],
+        op: ReduceOp,
+        casts: bool,
+        ordered: np.dtype[Any] | None = None,
+    ) -> BoundPlan | DirectPlan:
         """Prepare `plan` for buckets of `layout`. A collective call.
 
         Parameters
@@ -73,8 +82,10 @@ class Executor:
             How to combine.
         casts : bool
             Whether an array of the bucket has another dtype.
+        ordered : dtype, optional
+            Where phases go beyond the node, add in the order of the ranks and send in this dtype; by default as is fastest.
         """
-        if layout.is_one_array and not casts:
+        if layout.is_one_array and not casts and ordered is None:
             scopes = {phase.scope for phase in plan.phases}
             if scopes <= {Scope.WORLD}:
                 return DirectPlan(self, plan, self.world.all_reduce_between, op)
@@ -85,13 +96,15 @@ class Executor:
         padded = plan.padded(min(plan.chunk_count, plan.count)) * dtype.itemsize
         slot_bytes = -(-padded // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
         self._reserve(slots * slot_bytes)
-        return BoundPlan(self, plan, layout, dtype, op, slots, slot_bytes)
+        return BoundPlan(self, plan, layout, dtype, op, slots, slot_bytes, ordered)
 
     def slot(self, index: int, slot_bytes: int, count: int, dtype: np.dtype[Any]) -> Array:
         """Return `count` elements of the scratch memory, from the beginning of a slot."""
         return self._arena[index * slot_bytes : index * slot_bytes + count * dtype.itemsize].view(dtype)
 
-    def operations(self, phase: Phase, slot: int, buffer: Array, op: ReduceOp) -> list[tuple[str, Operation]]:
+    def operations(
+        self, phase: Phase, slot: int, buffer: Array, op: ReduceOp, ordered: np.dtype[Any] | None
+    ) -> list[tuple[str, Operation]]:
         """Bind one phase on one chunk: no operation where this rank has no part in it."""
         world, rank = self.hierarchy.world, self.hierarchy.rank
         shard_count = buffer.size // world.num_shards
@@ -99,14 +112,31 @@ class Executor:
             ranks = self.hierarchy.intra.ranks
             bounds = [world.shards_of(member).start * shard_count for member in ranks] + [buffer.size]
             return [(str(phase), _bind(self.intra, phase.verb, buffer, bounds, op))]
+        shards = {shard: buffer[shard * shard_count : (shard + 1) * shard_count] for shard in world.shards_of(rank)}
+        if ordered is not None:
+            return [
+                (name, ordered_all_reduce(group, part, op, slot, ordered))
+                for name, group, part in self._parts_beyond_the_node(phase, buffer, shards)
+            ]
         if phase.scope is Scope.INTER:
             small = shard_count * buffer.itemsize < RING_FROM_BYTES
             rails: dict[int, Any] = dict(self._small_rails if small else self.rails)
-            shards = {shard: buffer[shard * shard_count : (shard + 1) * shard_count] for shard in world.shards_of(rank)}
             return [(f"{phase} rail {shard}", rails[shard].all_reduce(part, op, slot)) for shard, part in shards.items()]
         if phase.scope is Scope.LEADERS:
             return [(str(phase), self._leaders.all_reduce(buffer, op))] if self._leaders else []
         return [(str(phase), self.world.all_reduce(buffer, op))]
+
+    def _parts_beyond_the_node(
+        self, phase: Phase, buffer: Array, shards: dict[int, Array]
+    ) -> Iterator[tuple[str, Group, Array]]:
+        """Yield what this rank combines with ranks of other nodes: with whom, and which part of the buffer."""
+        if phase.scope is Scope.INTER:
+            for shard, part in shards.items():
+                yield f"{phase} rail {shard}", self.hierarchy.rails[shard], part
+        elif phase.scope is Scope.WORLD:
+            yield str(phase), self.hierarchy.world_group, buffer
+        elif self.hierarchy.leaders:
+            yield str(phase), self.hierarchy.leaders, buffer
 
     def enter(self, slots: int, slot_bytes: int) -> int:
         """Note which slots the next chunks use; return how often in a row slots cut like these were used before.

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpistrat.errors import AgreementError
-from mpistrat.groups.group import Group
+from mpistrat.groups.group import Group, ranks_text
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = ["Agreement"]
+
+Enter = Callable[[], "MPI.Request"]
+
+
+def _wait(enter: Enter) -> None:
+    enter().Wait()
 
 
 class Agreement:
@@ -30,7 +41,7 @@ class Agreement:
         self._mine = np.empty(2, np.int64)
         self._least = np.empty(2, np.int64)
 
-    def check(self, call: str, error: Exception | None = None) -> None:
+    def check(self, call: str, error: Exception | None = None, meet: Callable[[Enter], None] = _wait) -> None:
         """Check that all ranks pass the same text. A collective call.
 
         Parameters
@@ -39,6 +50,8 @@ class Agreement:
             Describes the call: verb, op, dtypes and shapes.
         error : Exception, optional
             Why this rank cannot make the call; it is raised here, and the other ranks are told.
+        meet : callable
+            Starts the all-reduce that it is given, and returns when that has ended; by default it waits without a deadline.
 
         Raises
         ------
@@ -51,7 +64,7 @@ class Agreement:
         digest = self._digest(call if error is None else f"{call} {error!r}")
         # one MIN of (h, -h) gives the least and the greatest digest
         self._mine[0], self._mine[1] = digest, -digest
-        self._group.comm.Allreduce(self._mine, self._least, MPI.MIN)
+        meet(lambda: self._group.comm.Iallreduce(self._mine, self._least, MPI.MIN))
         if self._least[0] != digest or self._least[1] != -digest:
             self._tell(call, error)
         if error is not None:
@@ -73,22 +86,10 @@ class Agreement:
         variants: dict[str, list[int]] = {}
         for rank, text in zip(self._group.ranks, texts, strict=True):
             variants.setdefault(text, []).append(rank)
-        lines = [f"  {_ranks(ranks)}: {text}" for text, ranks in variants.items()]
+        lines = [f"  {ranks_text(ranks)}: {text}" for text, ranks in variants.items()]
         raise AgreementError(
             f"ranks made different calls (collective {self._sequence} of group {self._group.name}):\n"
             + "\n".join(lines)
             + "\nEvery rank must make the same collective calls in the same order, with the same operation, structure, "
             "dtypes and shapes."
         )
-
-
-def _ranks(ranks: list[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0-2, 5``."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

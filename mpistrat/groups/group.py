@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Group"]
+__all__ = ["Group", "ranks_text"]
 
 
 class Group:
@@ -37,3 +38,15 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group({self.name}, rank={self.rank}({self.size}))"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0-2, 5``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

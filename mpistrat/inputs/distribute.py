@@ -2,54 +2,192 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 
-from mpistrat.context.values import regroup
+from mpistrat.context.input_context import InputContext
+from mpistrat.context.stack import default_mode
+from mpistrat.inputs.base import Dataset
+from mpistrat.inputs.iterable import as_dataset
+from mpistrat.inputs.iterator import DistributedIterator, Feed
+from mpistrat.inputs.options import AutoShardPolicy, InputOptions, InputReplicationMode, read_options
+from mpistrat.inputs.policy import part_of
+from mpistrat.inputs.rebatch import pieces
 from mpistrat.strategy.base import Strategy
+from mpistrat.strategy.feeding import register_inputs
+from mpistrat.strategy.mirrored import MirroredStrategy
 
-__all__ = ["BatchSource", "DistributedDataset"]
-
-
-class BatchSource(Protocol):
-    """A dataset that can hand out one replica's share of its global batches."""
-
-    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
-        """Yield a replica's share of each global batch of an epoch."""
-
-    def __len__(self) -> int:
-        """Return the number of global batches of an epoch."""
-
-    def describe(self) -> str:
-        """Return what must be the same on all ranks: sizes, dtypes, order."""
+__all__ = ["DistributedDataset", "distribute_dataset", "distribute_from_function"]
 
 
 class DistributedDataset:
-    """The share of this rank's replica of each global batch. Made by ``strategy.experimental_distribute_dataset``.
+    """The batches of this rank's replica.
 
-    Making one is a collective call: all ranks must describe the same data, or they would not end together.
+    Made by ``strategy.experimental_distribute_dataset`` and ``strategy.distribute_datasets_from_function``.
 
     Its elements are nests of per-replica values, which ``strategy.run(fn, args=(element,))`` turns into arrays; with one
-    replica they are nests of arrays. Every replica sees the same number of elements: where a batch has fewer rows than
-    there are replicas, the last ones get arrays of no rows.
+    replica they are nests of arrays. Every replica sees the same number of elements: one that has no rows left, or gets none
+    of a batch, sees arrays of no rows.
 
     Each iteration is an epoch, counted here: ranks stay in step as long as they start the same number of iterations.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Whose replicas are fed.
+    dataset : Dataset
+        What this rank reads.
+    policy : AutoShardPolicy or None
+        DATA takes this replica's share of each batch, OFF all its rows in pieces, None the batches as they are.
+    options : InputOptions
+        How far to read ahead.
     """
 
-    def __init__(self, source: BatchSource, strategy: Strategy) -> None:
-        self._source = source
-        strategy.extended.collectives.agree(f"experimental_distribute_dataset({source.describe()})")
-        self._replica = strategy.extended.collectives.rank
-        self._num_replicas = strategy.num_replicas_in_sync
+    def __init__(self, strategy: Strategy, dataset: Dataset, policy: AutoShardPolicy | None, options: InputOptions) -> None:
+        self._strategy = strategy
+        self._dataset = dataset
+        self._policy = policy
+        self._buffer_size = options.experimental_per_replica_buffer_size
         self._epoch = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    @property
+    def element_spec(self) -> Any:
+        """The nest of `ArraySpec` that describes every element; a first batch is made for it where it must be.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If this rank reads no batches.
+        """
+        return self._dataset.element_spec
+
+    def __iter__(self) -> DistributedIterator:
         epoch, self._epoch = self._epoch, self._epoch + 1
-        return (regroup(share, self._num_replicas) for share in self._source.batches(epoch, self._replica, self._num_replicas))
+        is_agreed = self._policy is AutoShardPolicy.DATA and self._length is not None
+        return DistributedIterator(self._strategy, Feed(self._batches(epoch), self._length, is_agreed), self._buffer_size)
 
     def __len__(self) -> int:
-        """Return the number of global batches of an epoch."""
-        return len(self._source)
+        """Return the number of elements of an epoch.
+
+        Raises
+        ------
+        TypeError
+            If only iterating tells: of generators and files, and where each rank reads batches of its own.
+        """
+        if self._length is None or self._policy is not AutoShardPolicy.DATA:
+            raise TypeError(f"how many elements {self!r} has is known when they have been taken")
+        return self._length
 
     def __repr__(self) -> str:
-        return f"DistributedDataset({self._source!r}, replica={self._replica}({self._num_replicas}))"
+        collectives = self._strategy.extended.collectives
+        return f"DistributedDataset({self._dataset!r}, replica={collectives.rank}({collectives.size}))"
+
+    @property
+    def _length(self) -> int | None:
+        """How many batches this replica takes from its own dataset."""
+        count = self._dataset.num_batches
+        if count is None or self._policy is not AutoShardPolicy.OFF:
+            return count
+        return count * self._strategy.num_replicas_in_sync
+
+    def _batches(self, epoch: int) -> Iterator[Any]:
+        collectives = self._strategy.extended.collectives
+        if self._policy is AutoShardPolicy.DATA:
+            return self._dataset.batches(epoch, collectives.rank, collectives.size)
+        whole = self._dataset.batches(epoch)
+        if self._policy is None:
+            return whole
+        return (piece for batch in whole for piece in pieces(batch, collectives.rank, collectives.size))
+
+
+def distribute_dataset(strategy: Strategy, dataset: Any, options: InputOptions | None = None) -> Iterable[Any]:
+    """Return what ``strategy.experimental_distribute_dataset(dataset, options)`` returns. A collective call.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Whose replicas are fed; the default strategy gets the dataset as it is.
+    dataset : Dataset or iterable
+        Batched with the global batch size: an `ArrayDataset`, `MapDataset` or `FileDataset`, or whatever yields batches.
+    options : InputOptions, optional
+        How to share it between the ranks, and how far to read ahead.
+
+    Raises
+    ------
+    TypeError
+        If it is no dataset, or the options are none.
+    NotImplementedError
+        If PER_REPLICA is asked for.
+    InvalidArgumentError
+        If the dataset cannot be sharded by this policy.
+    AgreementError
+        If ranks pass different datasets or policies, or one of them raises: on all others.
+    """
+    collectives, call = strategy.extended.collectives, "experimental_distribute_dataset"
+    try:
+        wanted = read_options(options)
+        _check_replication(strategy, call, wanted)
+        if default_mode().strategy is strategy:
+            return cast("Iterable[Any]", dataset)
+        source = as_dataset(dataset)
+        part, policy = part_of(source, wanted.auto_shard_policy, collectives.rank, collectives.size)
+    except Exception as error:
+        collectives.agree(call, error)
+        raise
+    shared = "of each rank's own" if wanted.auto_shard_policy is AutoShardPolicy.OFF else source.describe()
+    collectives.agree(f"{call}({shared}, auto_shard_policy={wanted.auto_shard_policy.name})")
+    return DistributedDataset(strategy, part, policy, wanted)
+
+
+def distribute_from_function(
+    strategy: Strategy, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+) -> Iterable[Any]:
+    """Return what ``strategy.distribute_datasets_from_function(dataset_fn, options)`` returns. A collective call.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Whose replicas are fed; of the default strategy this returns what the function returns.
+    dataset_fn : callable
+        Called once with the `InputContext` of this rank, which is an input pipeline. Returns a dataset or an iterable whose
+        batches have the rows of one replica; they are not shared and not cut.
+    options : InputOptions, optional
+        How far to read ahead.
+
+    Raises
+    ------
+    TypeError
+        If `dataset_fn` cannot be called or returns no dataset, or the options are none.
+    NotImplementedError
+        If PER_REPLICA is asked for and the strategy is no MirroredStrategy.
+    AgreementError
+        If another rank raises.
+    """
+    collectives, call = strategy.extended.collectives, "distribute_datasets_from_function"
+    try:
+        wanted = read_options(options)
+        _check_replication(strategy, call, wanted)
+        if not callable(dataset_fn):
+            raise TypeError(f"dataset_fn must be a function of an InputContext that returns a dataset; got {dataset_fn!r}")
+        if default_mode().strategy is strategy:
+            return cast("Iterable[Any]", dataset_fn(InputContext()))
+        made = dataset_fn(InputContext(collectives.size, collectives.rank, collectives.size))
+        part, _ = part_of(as_dataset(made), AutoShardPolicy.OFF, collectives.rank, collectives.size)
+    except Exception as error:
+        collectives.agree(call, error)
+        raise
+    collectives.agree(f"{call}()")
+    return DistributedDataset(strategy, part, None, wanted)
+
+
+def _check_replication(strategy: Strategy, call: str, options: InputOptions) -> None:
+    if options.experimental_replication_mode is InputReplicationMode.PER_WORKER:
+        return
+    if not isinstance(strategy, MirroredStrategy) or call != "distribute_datasets_from_function":
+        raise NotImplementedError(
+            "InputReplicationMode.PER_REPLICA is for MirroredStrategy.distribute_datasets_from_function only; got "
+            f"{type(strategy).__name__}.{call}. PER_WORKER too makes one input pipeline for each replica: a rank is one"
+        )
+
+
+register_inputs(distribute_dataset, distribute_from_function)

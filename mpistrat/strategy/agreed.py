@@ -1,57 +1,92 @@
-"""The collectives of a strategy, made with options that all its ranks agree on."""
+"""What strategies of several ranks have in common: arguments that are checked alike, and collectives made with them."""
 
 from __future__ import annotations
 
+from mpistrat import settings
+from mpistrat.cross_device.all_reduce import HierarchicalAllReduce
 from mpistrat.cross_device.hierarchical import HierarchicalCollectives
+from mpistrat.cross_device.ops import CrossDeviceOps
 from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.errors import InvalidArgumentError
-from mpistrat.groups.agreement import Agreement
+from mpistrat.errors import InvalidArgumentError, SettingError
 from mpistrat.groups.hierarchy import Hierarchy
 
-__all__ = ["agreed_collectives"]
+__all__ = ["agreed_collectives", "check_communication", "described", "time_to_meet"]
 
 
-def agreed_collectives(
-    strategy: str, hierarchy: Hierarchy, options: CommunicationOptions | None, num_packs: int | None
-) -> HierarchicalCollectives:
-    """Return collectives over `hierarchy`, which they own from here on. A collective call.
+def described(strategy: str, **arguments: object) -> str:
+    """Return the call that makes a strategy, in the same words on all ranks."""
+    return f"{strategy}({', '.join(f'{name}={_named(value)}' for name, value in arguments.items())})"
 
-    Ranks with different options would cut their batches differently and wait for each other, so they are compared here,
-    in strict mode or not.
 
-    Parameters
-    ----------
-    strategy : str
-        What the options were passed to, for errors.
-    hierarchy : Hierarchy
-        The groups to work on; freed where this raises.
-    options : CommunicationOptions or None
-        Hold for every call that does not say otherwise.
-    num_packs : int or None
-        As for `HierarchicalCollectives`.
+def time_to_meet(options: object) -> float:
+    """Return how many seconds ranks wait for each other while a strategy is made; 0 means for ever."""
+    if isinstance(options, CommunicationOptions) and options.timeout_seconds is not None:
+        return options.timeout_seconds
+    try:
+        return settings.TIMEOUT_SECONDS.read()
+    except SettingError:
+        return 0.0  # the collectives refuse it, where all ranks learn of it
+
+
+def check_communication(cross_device_ops: object, options: object, num_packs: int | None) -> None:
+    """Check what a strategy is to communicate with.
 
     Raises
     ------
     InvalidArgumentError
-        If the options are no CommunicationOptions, or `num_packs` is negative.
-    AgreementError
-        On every rank that could go on, if ranks passed different options.
+        If the options are no CommunicationOptions, or `num_packs` is negative or says what `cross_device_ops` says already.
+    TypeError
+        If `cross_device_ops` is no CrossDeviceOps.
     """
-    error: Exception | None = None
+    if not isinstance(options, (CommunicationOptions, type(None))):
+        raise InvalidArgumentError(f"communication_options must be CommunicationOptions or None; got {type(options).__name__}")
+    HierarchicalAllReduce(num_packs)  # refuses a number of packs that cannot be
+    if cross_device_ops is None:
+        return
+    if not isinstance(cross_device_ops, CrossDeviceOps):
+        raise TypeError(
+            f"cross_device_ops must be a CrossDeviceOps, such as mpistrat.ReductionToOneDevice(); got {cross_device_ops!r}"
+        )
+    if num_packs is not None:
+        raise InvalidArgumentError(
+            f"num_packs={num_packs} was passed beside cross_device_ops, which have their own.\n"
+            "    incorrect:  mpistrat.MirroredStrategy(cross_device_ops=mpistrat.HierarchicalAllReduce(), num_packs=2)\n"
+            "    correct:    mpistrat.MirroredStrategy(cross_device_ops=mpistrat.HierarchicalAllReduce(num_packs=2))"
+        )
+
+
+def agreed_collectives(
+    hierarchy: Hierarchy, options: CommunicationOptions | None, num_packs: int | None
+) -> HierarchicalCollectives:
+    """Return collectives over `hierarchy`, which they own from here on. A collective call.
+
+    Parameters
+    ----------
+    hierarchy : Hierarchy
+        The groups to work on; freed where this raises.
+    options : CommunicationOptions or None
+        Hold for every call that does not say otherwise; the same on all ranks.
+    num_packs : int or None
+        As for `HierarchicalCollectives`; the same on all ranks.
+
+    Raises
+    ------
+    SettingError
+        If a setting cannot be read here.
+    AgreementError
+        On the other ranks then, and on all where a setting differs that must be shared.
+    """
     try:
-        _check_type(options)
-        ops = HierarchicalCollectives(hierarchy, options, num_packs)
-    except (TypeError, ValueError) as refused:
-        error = refused
-    try:
-        call = f"{strategy}(communication_options={options!r}, num_packs={num_packs!r})"
-        Agreement(hierarchy.world_group).check(call, error)
+        return HierarchicalCollectives(hierarchy, options, num_packs)
     except Exception:
         hierarchy.close()
         raise
-    return ops
 
 
-def _check_type(options: object) -> None:
-    if not isinstance(options, (CommunicationOptions, type(None))):
-        raise InvalidArgumentError(f"communication_options must be CommunicationOptions or None; got {type(options).__name__}")
+def _named(value: object) -> str:
+    """Return the text of an argument; of an object that prints as its address only the type, which ranks have in common."""
+    if isinstance(value, CrossDeviceOps):
+        return f"{type(value).__name__}(num_packs={value.num_packs})"
+    if isinstance(value, type):
+        return value.__name__
+    return type(value).__name__ if type(value).__repr__ is object.__repr__ else repr(value)

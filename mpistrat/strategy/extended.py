@@ -2,39 +2,100 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from mpistrat.arrays import Array, as_array
-from mpistrat.context.values import DistributedValues, PerReplica, select_replica
-from mpistrat.cross_device.collectives import Collectives, check_gather
-from mpistrat.errors import InvalidArgumentError
-from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
-from mpistrat.structures import Structure
+from mpistrat.context.stack import default_mode, enter_or_assert_strategy
+from mpistrat.cross_device.all_reduce import HierarchicalAllReduce
+from mpistrat.cross_device.collectives import Collectives
+from mpistrat.cross_device.ops import CrossDeviceOps
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.cross_device.sparse import IndexedSlices
+from mpistrat.execution.work import Work
+from mpistrat.reduction import ReduceOp
+from mpistrat.strategy.deprecated import hinted
+from mpistrat.strategy.variable_updates import VariableUpdates
 
 __all__ = ["StrategyExtended"]
 
-# an operation, the arrays to all-reduce with it, and what makes results of theirs
-_LocalPart = tuple[ReduceOp, list[Array], Callable[[list[Array]], list[Array]]]
 
-# combining equal components with these gives the component again
-_IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
-
-
-class StrategyExtended:
-    """How a strategy communicates.
+class StrategyExtended(VariableUpdates):
+    """How a strategy communicates, and what it says about its devices and roles. Each strategy has one of its own.
 
     Parameters
     ----------
     collectives : Collectives
         The collectives over the strategy's replicas.
+    cross_device_ops : CrossDeviceOps, optional
+        How the components of values are combined; HierarchicalAllReduce by default.
+    worker_devices : sequence of str
+        The devices that replicas compute on: that of this rank, or those of all replicas, in their order.
+    parameter_devices : sequence of str, optional
+        The devices that variables live on; the worker devices by default.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(
+        self,
+        collectives: Collectives,
+        cross_device_ops: CrossDeviceOps | None = None,
+        worker_devices: Sequence[str] = ("/cpu:0",),
+        parameter_devices: Sequence[str] | None = None,
+    ) -> None:
         self.collectives = collectives
+        self._cross_device_ops = cross_device_ops or HierarchicalAllReduce()
+        # nothing to be asked for each reduction: the collectives do by themselves what these ops would tell them to
+        self.is_stock = type(self._cross_device_ops) is HierarchicalAllReduce and self._cross_device_ops.num_packs is None
+        self._worker_devices = tuple(worker_devices)
+        self._parameter_devices = self._worker_devices if parameter_devices is None else tuple(parameter_devices)
+
+    @property
+    def cross_device_ops(self) -> CrossDeviceOps:
+        """How the components of values are combined."""
+        return self._cross_device_ops
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The devices that replicas compute on.
+
+        Raises
+        ------
+        RuntimeError
+            If this is the default strategy.
+        """
+        self._require_devices("worker_devices")
+        return self._worker_devices
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The devices that variables live on.
+
+        Raises
+        ------
+        RuntimeError
+            If this is the default strategy.
+        """
+        self._require_devices("parameter_devices")
+        return self._parameter_devices
+
+    @property
+    def replica_device(self) -> str:
+        """The device of this rank's replica."""
+        return self._worker_devices[self.collectives.rank % len(self._worker_devices)]
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """Whether shapes must stay the same from step to step: no."""
+        return False
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether each process runs the program for its own replica: where there is more than one."""
+        return self.collectives.size > 1
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this rank makes initial values: every one does, and those of replica 0 count."""
+        return True
 
     @property
     def should_checkpoint(self) -> bool:
@@ -46,121 +107,87 @@ class StrategyExtended:
         """Whether this rank is the one that writes logs: replica 0."""
         return self.collectives.rank == 0
 
-    def reduce(
-        self, reduce_op: ReduceOp | str, values: Sequence[Any], axis: int | Iterable[int] | None, structure: Structure
-    ) -> list[Array]:
-        """Combine each of several values across replicas, after reducing it over `axis` on each. A collective call.
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> Any:
+        """Combine the components of a value, and leave the result on `destinations`. A collective call.
 
-        Only per-replica values take part in the communication; any other value is equal on all replicas.
+        Parameters
+        ----------
+        reduce_op : ReduceOp or str
+            How to combine.
+        value : DistributedValues, IndexedSlices or array_like
+            What; `CrossDeviceOps.reduce` says more about it, and what is returned and raised.
+        destinations : DistributedValues, array, str, int or set
+            Where the result is wanted.
+        options : CommunicationOptions, optional
+            Merged over those of the strategy.
+        experimental_hints : CommunicationOptions, optional
+            The old name of `options`; deprecated.
         """
-        try:
-            op = ReduceOp.parse(reduce_op)
-            sent_op, sent, finish = self._local_part(op, values, axis)
-        except (TypeError, ValueError) as error:
-            self.collectives.refuse("reduce", error)
-        if self.collectives.is_strict:
-            self.collectives.agree(f"reduce({op.name}, axis={axis!r}) of {structure}")
-        return finish(self.collectives.all_reduce(sent_op, sent))
+        with self.in_scope("reduce_to"):
+            return self._cross_device_ops.reduce(reduce_op, value, destinations, hinted(options, experimental_hints))
 
-    def gather(self, values: Sequence[Any], axis: int, structure: Structure) -> list[Array]:
-        """Concatenate the components of each value; one that is not distributed is its own result. A collective call."""
-        try:
-            arrays = [as_array(select_replica(value)) for value in values]
-            for array in arrays:
-                check_gather(array, axis)
-        except (TypeError, ValueError) as error:
-            self.collectives.refuse("gather", error)
-        if self.collectives.is_strict:
-            self.collectives.agree(f"gather(axis={axis}) of {structure}")
-        return [
-            self.collectives.all_gather(array, axis) if isinstance(value, DistributedValues) else array
-            for value, array in zip(values, arrays, strict=True)
-        ]
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Combine many values, each with a destination of its own, as one batch. A collective call.
 
-    def _local_part(self, op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int] | None) -> _LocalPart:
-        """Return what is to be all-reduced, how, and what makes the results of it."""
-        shared = [self.collectives.size == 1 or isinstance(value, PerReplica) for value in values]
-        arrays = [as_array(select_replica(value)) for value in values]
-        if axis is None:
-            return self._across(op, arrays, shared)
-        axes = [_normalized(axis, array.ndim) for array in arrays]
-        if op is ReduceOp.SUM:
-            return self._sum_over(axes, arrays, shared)
-        if op is ReduceOp.MEAN:
-            return self._mean_over(axes, arrays, shared)
-        raise InvalidArgumentError(f"reduce over axis={axis!r} takes SUM or MEAN, got {op.name}; use axis=None for {op.name}")
+        Parameters
+        ----------
+        reduce_op : ReduceOp or str
+            How to combine.
+        value_destination_pairs : iterable of 2-tuples
+            Values and destinations; `CrossDeviceOps.batch_reduce` says more about them, and what is returned and raised.
+        options : CommunicationOptions, optional
+            Merged over those of the strategy.
+        experimental_hints : CommunicationOptions, optional
+            The old name of `options`; deprecated.
+        """
+        with self.in_scope("batch_reduce_to"):
+            wanted = hinted(options, experimental_hints)
+            return self._cross_device_ops.batch_reduce(reduce_op, value_destination_pairs, wanted)
 
-    def _sum_over(self, axes: list[tuple[int, ...]], arrays: list[Array], shared: list[bool]) -> _LocalPart:
-        wide = [
-            np.asarray(np.add.reduce(array, over, dtype=accumulation_dtype(ReduceOp.SUM, array.dtype)))
-            for array, over in zip(arrays, axes, strict=True)
-        ]
-        op, sent, finish = self._across(ReduceOp.SUM, wide, shared)
-        dtypes = [array.dtype for array in arrays]
-        return op, sent, lambda totals: [t.astype(d, copy=False) for t, d in zip(finish(totals), dtypes, strict=True)]
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Copy a value to `destinations`. A collective call: see `CrossDeviceOps.broadcast`."""
+        with self.in_scope("broadcast_to"):
+            return self._cross_device_ops.broadcast(tensor, destinations)
 
-    def _mean_over(self, axes: list[tuple[int, ...]], arrays: list[Array], shared: list[bool]) -> _LocalPart:
-        """Divide sums by counts only after both were added up, so that replicas with few or no rows weigh as they should."""
-        sums, counts = [], []
-        for array, over in zip(arrays, axes, strict=True):
-            check_dtype(ReduceOp.MEAN, array.dtype)
-            sums.append(np.asarray(np.add.reduce(array, over, dtype=_mean_dtype(array.dtype))))
-            counts.append(np.asarray(np.prod([array.shape[axis] for axis in over], dtype=np.int64)))
-        picked = [index for index, is_shared in enumerate(shared) if is_shared]
+    def all_reduce(self, op: ReduceOp, arrays: list[Any], options: CommunicationOptions | None = None) -> list[Any]:
+        """Combine arrays and slices of this rank with those of the others, in either context. A collective call."""
+        if self.is_stock and not any(isinstance(array, IndexedSlices) for array in arrays):
+            return self.collectives.all_reduce(op, arrays, options)
+        with enter_or_assert_strategy(self._strategy):
+            return self._cross_device_ops.all_reduce_in_replica(op, arrays, options)
 
-        def finish(totals: list[Array]) -> list[Array]:
-            for position, index in enumerate(picked):
-                sums[index], counts[index] = totals[position], totals[position + len(picked)]
-            return [_quotient(*parts) for parts in zip(sums, counts, arrays, strict=True)]
+    def start_all_reduce(self, op: ReduceOp, arrays: list[Any], options: CommunicationOptions | None = None) -> Work[list[Any]]:
+        """Start what `all_reduce` does, unless that is for cross-device ops: then the handle has ended. A collective call."""
+        if self.is_stock and not any(isinstance(array, IndexedSlices) for array in arrays):
+            return self.collectives.start_all_reduce(op, arrays, options)
+        results = self.all_reduce(op, arrays, options)
+        return Work(iter(()), lambda: results, lambda: "all_reduce")
 
-        return ReduceOp.SUM, [group[index] for group in (sums, counts) for index in picked], finish
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Return ``strategy.run(fn, args, kwargs)``: the name that it once had."""
+        return self._strategy.run(fn, args, kwargs)
 
-    def _across(self, op: ReduceOp, arrays: list[Array], shared: list[bool]) -> _LocalPart:
-        for array, is_shared in zip(arrays, shared, strict=True):
-            check_dtype(op, array.dtype)
-            if not is_shared:
-                self._check_unambiguous(op, array)
-
-        def finish(totals: list[Array]) -> list[Array]:
-            reduced = iter(totals)
-            return [next(reduced) if is_shared else array for array, is_shared in zip(arrays, shared, strict=True)]
-
-        return op, [array for array, is_shared in zip(arrays, shared, strict=True) if is_shared], finish
-
-    def _check_unambiguous(self, op: ReduceOp, array: Array) -> None:
-        if op not in _IDEMPOTENT and array.any():
-            raise InvalidArgumentError(
-                f"{op.name} of a value that is no per-replica value is ambiguous with {self.collectives.size} replicas: does "
-                f"it count once, or {self.collectives.size} times?\n"
-                '    incorrect:  strategy.reduce("sum", 5.0, axis=None)\n'
-                '    correct:    strategy.reduce("sum", strategy.run(fn), axis=None), with the value that fn returns on each '
-                "replica; or the value itself"
+    def _require_devices(self, name: str) -> None:
+        if default_mode().strategy is self._strategy:
+            raise RuntimeError(
+                f"the default strategy has no {name}: it stands for plain code, wherever that runs.\n"
+                f"    incorrect:  mpistrat.get_strategy().extended.{name}, outside all scopes\n"
+                f"    correct:    mpistrat.OneDeviceStrategy().extended.{name}"
             )
-
-
-def _normalized(axis: int | Iterable[int], ndim: int) -> tuple[int, ...]:
-    """Return the axes as non-negative integers, each once."""
-    wanted = axis if isinstance(axis, (list, tuple)) else (axis,)
-    try:
-        axes = [operator.index(item) for item in wanted]
-    except TypeError:
-        raise TypeError(f"axis must be None, an int, or a list or tuple of int; got {axis!r}") from None
-    outside = [item for item in axes if not -ndim <= item < ndim]
-    if outside:
-        raise InvalidArgumentError(f"axis {outside[0]} is out of range for a component of {ndim} axes; got axis={axis!r}")
-    return tuple(sorted({item % ndim for item in axes}))
-
-
-def _mean_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which a mean is summed: integers in 64 bits, 16-bit floats in float32."""
-    wide = {"i": np.dtype(np.int64), "u": np.dtype(np.uint64)}
-    return wide.get(dtype.kind) or accumulation_dtype(ReduceOp.SUM, dtype)
-
-
-def _quotient(total: Array, count: Array, like: Array) -> Array:
-    """Return total / count: in the dtype of the values where that is a float, in float64 where it is an integer."""
-    if like.dtype.kind in "iu":
-        total = total.astype(np.float64)
-    with np.errstate(invalid="ignore"):  # no rows on any replica: the mean of nothing is NaN
-        mean = np.true_divide(total, count.astype(total.dtype))
-    return np.asarray(mean if like.dtype.kind in "iu" else mean.astype(like.dtype, copy=False))

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Sequence
 
+from mpistrat.cross_device.ops import CrossDeviceOps
 from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.errors import LaunchError
-from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.launch import bootstrap
-from mpistrat.strategy.agreed import agreed_collectives
+from mpistrat.groups.meeting import meeting
+from mpistrat.strategy.agreed import agreed_collectives, check_communication, described, time_to_meet
 from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.topology.discover import discover
-from mpistrat.topology.world import World
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from mpistrat.strategy.one_node import check_devices, check_one_node, node_devices, node_hierarchy, node_world
 
 __all__ = ["MirroredStrategy"]
 
@@ -27,49 +22,61 @@ class MirroredStrategy(Strategy):
 
     Parameters
     ----------
+    devices : list of str, optional
+        The device of each rank of the node, in rank order: ``["rank:0", "rank:1"]``, or ``["/cpu:0"]`` where there is one
+        rank. A replica runs on each rank, so the list can leave none out; it is there to check what was launched.
+    cross_device_ops : CrossDeviceOps, optional
+        How values are combined; `HierarchicalAllReduce` by default, as all ranks compute on CPUs.
     communication_options : CommunicationOptions, optional
         How to communicate where a call does not say.
     num_packs : int, optional
         Cut the elements of a batch into so many equal packs; 0 reduces each array by itself. None (the default) packs by
-        the options' `bytes_per_pack`.
+        the options' `bytes_per_pack`. Not beside `cross_device_ops`, which have their own.
     allow_multiple_nodes : bool
-        Where the job spans several nodes, train one model per node, none knowing of the others.
+        Where the job spans several nodes, train one model per node, none knowing of the others; each counts its ranks
+        from 0.
 
     Raises
     ------
     LaunchError
         On every rank, if the job spans several nodes and that was not allowed.
     InvalidArgumentError
-        If the options are no CommunicationOptions, or `num_packs` is negative.
+        If `devices` names something else than the ranks of this node, the options are no CommunicationOptions, or
+        `num_packs` is negative or passed beside `cross_device_ops`.
+    TypeError
+        If `devices` is no list, or `cross_device_ops` no CrossDeviceOps.
     AgreementError
-        If ranks of this node passed different options.
+        If ranks passed different arguments, and on the others where one rank is refused.
+    DeadlineExceededError
+        If the options have a deadline, and not all ranks make this call in time.
     """
 
     def __init__(
         self,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
         *,
         communication_options: CommunicationOptions | None = None,
         num_packs: int | None = None,
         allow_multiple_nodes: bool = False,
     ) -> None:
-        comm = bootstrap.start()
-        world = discover(comm)
-        if world.num_nodes > 1 and not allow_multiple_nodes:
-            raise _several_nodes(world)
-        node = world.nodes[world.place(comm.Get_rank()).node_index]
-        node_comm = cast("MPI.Intracomm", comm.Split(node.index, comm.Get_rank()))
-        names = [node.name] * len(node.ranks)
-        hierarchy = Hierarchy(node_comm, World.from_node_of_rank([0] * len(names), names))
-        node_comm.Free()
-        super().__init__(StrategyExtended(agreed_collectives("MirroredStrategy", hierarchy, communication_options, num_packs)))
+        call = described(
+            "MirroredStrategy",
+            devices=devices,
+            cross_device_ops=cross_device_ops,
+            communication_options=communication_options,
+            num_packs=num_packs,
+            allow_multiple_nodes=allow_multiple_nodes,
+        )
+        with meeting("MirroredStrategy", time_to_meet(communication_options)) as job:
 
+            def check() -> None:
+                if not allow_multiple_nodes:
+                    check_one_node("MirroredStrategy", job.world, "launch on one node, or pass allow_multiple_nodes=True")
+                check_devices("devices", devices, node_world(job))
+                check_communication(cross_device_ops, communication_options, num_packs)
 
-def _several_nodes(world: World) -> LaunchError:
-    error = LaunchError(
-        f"MirroredStrategy trains on the ranks of one node, but this job has {world.size} ranks on {world.num_nodes} nodes "
-        f"({', '.join(node.name for node in world.nodes)}), which would train {world.num_nodes} unrelated models. "
-        "Use MultiWorkerMirroredStrategy to train one model on all of them, launch on one node, or pass "
-        "allow_multiple_nodes=True."
-    )
-    error.raised_everywhere = True
-    return error
+            job.agree(call, check)
+            hierarchy = node_hierarchy(job)
+        collectives = agreed_collectives(hierarchy, communication_options, num_packs)
+        super().__init__(StrategyExtended(collectives, cross_device_ops, node_devices(hierarchy.world)))

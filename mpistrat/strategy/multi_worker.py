@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.errors import InvalidArgumentError
+import os
+import warnings
+
+import numpy as np
+
+from mpistrat.cluster.mpi import MPIClusterResolver
+from mpistrat.cluster.resolver import ClusterResolver
+from mpistrat.cluster.tf_config import TFConfigClusterResolver
+from mpistrat.cluster.training import chief_rank, training_role
+from mpistrat.cross_device.collectives import Collectives
+from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.errors import CollectiveError, DeadlineExceededError, InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.launch import bootstrap
-from mpistrat.strategy.agreed import agreed_collectives
+from mpistrat.groups.meeting import Meeting, meeting
+from mpistrat.reduction import ReduceOp
+from mpistrat.strategy.agreed import agreed_collectives, check_communication, described, time_to_meet
 from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.topology.discover import discover
+from mpistrat.topology.devices import device_name
 
-__all__ = ["MultiWorkerMirroredStrategy"]
+__all__ = ["ExperimentalMultiWorkerMirroredStrategy", "MultiWorkerExtended", "MultiWorkerMirroredStrategy"]
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -21,8 +32,10 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Parameters
     ----------
-    cluster_resolver : None
-        Not supported yet: which ranks there are is known from MPI.
+    cluster_resolver : ClusterResolver, optional
+        Says which rank is the chief, which writes checkpoints and logs; which ranks there are is known from MPI. By default
+        a TFConfigClusterResolver where ``TF_CONFIG`` is set, else a MPIClusterResolver. With an empty cluster rank 0 is the
+        chief.
     communication_options : CommunicationOptions, optional
         How to communicate where a call does not say.
     num_packs : int, optional
@@ -32,26 +45,138 @@ class MultiWorkerMirroredStrategy(Strategy):
     Raises
     ------
     InvalidArgumentError
-        If a cluster resolver is passed, the options are no CommunicationOptions, or `num_packs` is negative.
+        If `cluster_resolver` is no ClusterResolver, does not say which task this is, or says a task that does not train;
+        the options are no CommunicationOptions; or `num_packs` is negative.
+    LaunchError
+        On every rank, if a task of the cluster that trains is none of the ranks.
     AgreementError
-        If ranks passed different options.
+        If ranks passed different arguments or read different clusters, and on the others where one rank is refused.
+    DeadlineExceededError
+        If the options have a deadline, and not all ranks make this call in time.
     """
 
     def __init__(
         self,
-        cluster_resolver: None = None,
+        cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
         *,
         num_packs: int | None = None,
     ) -> None:
-        if cluster_resolver is not None:
-            raise InvalidArgumentError(
-                f"cluster_resolver must be None, got {type(cluster_resolver).__name__}: cluster resolvers are not supported "
-                "yet, the ranks come from MPI.\n"
-                "    incorrect:  mpistrat.MultiWorkerMirroredStrategy(options)\n"
-                "    correct:    mpistrat.MultiWorkerMirroredStrategy(communication_options=options)"
-            )
-        comm = bootstrap.start()
-        hierarchy = Hierarchy(comm, discover(comm))
-        ops = agreed_collectives("MultiWorkerMirroredStrategy", hierarchy, communication_options, num_packs)
-        super().__init__(StrategyExtended(ops))
+        call = described(
+            "MultiWorkerMirroredStrategy",
+            cluster_resolver=_kind(cluster_resolver),
+            communication_options=communication_options,
+            num_packs=num_packs,
+        )
+
+        def check() -> None:
+            _check_resolver(cluster_resolver)
+            check_communication(None, communication_options, num_packs)
+
+        with meeting("MultiWorkerMirroredStrategy", time_to_meet(communication_options)) as job:
+            job.agree(call, check)
+            self._cluster_resolver = _default_kind()() if cluster_resolver is None else cluster_resolver
+            chief = _chief(job, self._cluster_resolver)
+            hierarchy = Hierarchy(job.comm, job.world)
+        collectives = agreed_collectives(hierarchy, communication_options, num_packs)
+        _check_health(collectives)
+        super().__init__(MultiWorkerExtended(collectives, is_chief=collectives.rank == chief))
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """Where the roles of the ranks come from."""
+        return self._cluster_resolver
+
+
+class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
+    """TensorFlow's deprecated ``experimental.MultiWorkerMirroredStrategy``; use `MultiWorkerMirroredStrategy`.
+
+    Making one is a collective call of all ranks of the job.
+
+    Parameters
+    ----------
+    communication : CommunicationImplementation or str
+        AUTO, RING or NCCL.
+    cluster_resolver : ClusterResolver, optional
+        As for `MultiWorkerMirroredStrategy`, as are the errors.
+    """
+
+    def __init__(
+        self,
+        communication: CommunicationImplementation | str = CommunicationImplementation.AUTO,
+        cluster_resolver: ClusterResolver | None = None,
+    ) -> None:
+        warnings.warn(
+            "mpistrat.experimental.MultiWorkerMirroredStrategy is deprecated; use mpistrat.MultiWorkerMirroredStrategy("
+            "communication_options=mpistrat.experimental.CommunicationOptions(implementation=…))",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        name = "experimental.MultiWorkerMirroredStrategy"
+        with meeting(name) as job:
+            call = described(name, communication=communication)
+            options = job.agree(call, lambda: CommunicationOptions(implementation=communication))
+        super().__init__(cluster_resolver, options)
+
+
+class MultiWorkerExtended(StrategyExtended):
+    """How the multi-worker strategy communicates, and whether this rank is the chief.
+
+    Parameters
+    ----------
+    collectives : Collectives
+        The collectives over all ranks.
+    is_chief : bool
+        Whether this rank writes checkpoints and logs.
+    """
+
+    def __init__(self, collectives: Collectives, *, is_chief: bool) -> None:
+        super().__init__(collectives, worker_devices=(device_name(collectives.rank),))
+        self._is_chief = is_chief
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this rank is the one that writes checkpoints: the chief."""
+        return self._is_chief
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this rank is the one that writes logs: the chief."""
+        return self._is_chief
+
+
+def _default_kind() -> type[TFConfigClusterResolver | MPIClusterResolver]:
+    return TFConfigClusterResolver if os.environ.get("TF_CONFIG", "").strip() else MPIClusterResolver
+
+
+def _kind(resolver: object) -> type:
+    return _default_kind() if resolver is None else type(resolver)
+
+
+def _check_resolver(resolver: object) -> None:
+    if not isinstance(resolver, (ClusterResolver, type(None))):
+        raise InvalidArgumentError(
+            f"cluster_resolver must be a ClusterResolver or None; got {type(resolver).__name__}.\n"
+            "    incorrect:  mpistrat.MultiWorkerMirroredStrategy(options)\n"
+            "    correct:    mpistrat.MultiWorkerMirroredStrategy(communication_options=options)"
+        )
+
+
+def _chief(job: Meeting, resolver: ClusterResolver) -> int:
+    """Return the rank of the chief, after all have read the same cluster. A collective call."""
+    role = job.agree("reading the cluster resolver", lambda: training_role(resolver))
+    job.agree(f"{role.spec!r}, read from the cluster resolver", lambda: None)
+    return chief_rank(job.comm.allgather(role))
+
+
+def _check_health(collectives: Collectives) -> None:
+    """Reduce one number over all ranks, so that what cannot work is known before the first step. A collective call."""
+    try:
+        [total] = collectives.all_reduce(ReduceOp.SUM, [np.ones(1, np.int64)])
+    except DeadlineExceededError:
+        raise  # ranks are missing: nobody can be asked to close
+    except Exception:
+        collectives.close()
+        raise
+    if total != collectives.size:
+        raise CollectiveError(f"the cluster is not sound: {collectives.size} ranks counted themselves as {int(total[0])}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mpistrat.cross_device.collectives import LocalCollectives
-from mpistrat.errors import InvalidArgumentError
 from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
+from mpistrat.topology.devices import OWN_DEVICE, ranks_of
 
 __all__ = ["OneDeviceStrategy"]
 
@@ -26,7 +26,7 @@ class OneDeviceStrategy(Strategy):
         If there is no such device.
     """
 
-    def __init__(self, device: str = "/cpu:0") -> None:
-        if not isinstance(device, str) or device.lower().lstrip("/").removeprefix("device:") not in ("cpu", "cpu:0"):
-            raise InvalidArgumentError(f"device {device!r} cannot be had; accepted are /cpu:0, CPU:0 and cpu")
-        super().__init__(StrategyExtended(LocalCollectives()))
+    def __init__(self, device: str = OWN_DEVICE) -> None:
+        collectives = LocalCollectives()
+        ranks_of(device, collectives.world)
+        super().__init__(StrategyExtended(collectives, worker_devices=(OWN_DEVICE,)))

@@ -136,7 +136,12 @@ class Transport(ABC):
         return f"{type(self).__name__}({self.group!r})"
 
 
-def drive(steps: Steps, what: Callable[[], str], timeout_seconds: float = 0.0) -> None:
+def drive(
+    steps: Steps,
+    what: Callable[[], str],
+    timeout_seconds: float = 0.0,
+    overdue: Callable[[], DeadlineExceededError] | None = None,
+) -> None:
     """Advance `steps` to the end, giving the core away whenever they wait.
 
     Parameters
@@ -147,6 +152,8 @@ def drive(steps: Steps, what: Callable[[], str], timeout_seconds: float = 0.0) -
         Says, for the error, what is being waited for.
     timeout_seconds : float
         Deadline in seconds from now; 0 means none.
+    overdue : callable, optional
+        Returns the error to raise once the deadline has passed; by default it says what did not end.
 
     Raises
     ------
@@ -167,6 +174,8 @@ def drive(steps: Steps, what: Callable[[], str], timeout_seconds: float = 0.0) -
         if deadline and polls % _POLLS_PER_CLOCK == 0 and time.monotonic() > deadline:
             if isinstance(steps, Generator):
                 steps.close()  # what is cut off here must not go on later
+            if overdue is not None:
+                raise overdue()
             raise DeadlineExceededError(f"{what()} did not end within {timeout_seconds:g} s; not all ranks have arrived")
 
 

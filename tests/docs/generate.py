@@ -22,6 +22,8 @@ from mpistrat.settings import SETTINGS, Setting
 from mpistrat.tools import cli
 from mpistrat.tools.text import format_bytes
 from tests.docs.pages import ROOT, Command, blocks, pages
+from tests.docs.surface import FACES, beyond, public_names, resolve
+from tests.docs.tf_names import READING, SAME, SECTIONS, Row
 
 __all__ = ["generated", "stale"]
 
@@ -119,9 +121,8 @@ def _argument(action: argparse.Action) -> tuple[str, str]:
 
 
 def _api() -> str:
-    faces = {name for name in mpistrat.__all__ if inspect.ismodule(getattr(mpistrat, name))}
-    things = {name: getattr(mpistrat, name) for name in mpistrat.__all__ if name not in faces}
-    things |= {f"experimental.{name}": getattr(mpistrat.experimental, name) for name in mpistrat.experimental.__all__}
+    # in the order of the names: those of mpistrat itself, then those of its faces
+    things = {name: thing for name, thing in public_names().items() if name.rpartition(".")[0] in ("", *FACES)}
     summary = _table(
         ("name", "what it is"),
         [(f"[`{name}`](#{name.lower().replace('.', '')})", _caption(thing)) for name, thing in things.items()],
@@ -131,6 +132,38 @@ def _api() -> str:
         f"The full text of each entry is its docstring: `help(mpistrat.Strategy.run)`.\n\n{summary}\n"
         + "\n".join(_entry(name, thing) for name, thing in things.items())
     )
+
+
+def _tf_names() -> str:
+    counted = [row.status for section in SECTIONS.values() for row in section]
+    counts = ", ".join(f"{counted.count(status)} {status}" for status in dict.fromkeys(counted))
+    parts = [
+        f"## {title}\n\n{_table(('TensorFlow', 'mpistrat', 'status', 'remark'), [_tf_row(row) for row in rows])}"
+        for title, rows in SECTIONS.items()
+    ]
+    added = _table(("mpistrat", "what it is or does"), [_beyond_row(name, thing) for name, thing in beyond().items()])
+    return (
+        "# Names of tf.distribute\n\nEvery name of `tf.distribute`, without that prefix, and what became of it. *Same, with "
+        "our reading*: name and arguments are there, and the remark says what one replica per rank makes of it. What is there "
+        f"beyond TensorFlow is at the end. {counts[0].upper() + counts[1:]}.\n\n"
+        + "\n".join([*parts, f"## Beyond TensorFlow\n\n{added}"])
+    )
+
+
+def _tf_row(row: Row) -> tuple[str, str, str, str]:
+    if row.status not in (SAME, READING):
+        return f"`{row.tf}`", "–", row.status, row.remark
+    thing = resolve(row.ours)
+    return f"`{row.tf}`", f"`{row.ours}`", row.status, row.remark or _caption(thing)
+
+
+def _beyond_row(name: str, thing: Any) -> tuple[str, str]:
+    owner, _, member = name.rpartition(".")
+    if inspect.isfunction(thing):
+        arguments = [parameter.name for parameter in inspect.signature(thing).parameters.values()]
+        member = f"{member}({', '.join(name for name in arguments if name != 'self')})"
+    meaning = _caption(thing) if callable(thing) or isinstance(thing, property) else ""
+    return f"`{owner}{'.' if owner else ''}{member}`", meaning
 
 
 def _entry(name: str, thing: Any) -> str:
@@ -219,6 +252,7 @@ _PAGES: dict[str, Callable[[], str]] = {
     "errors.md": _errors,
     "command-line.md": _command_line,
     "api.md": _api,
+    "tf-names.md": _tf_names,
 }
 # What stands between <!-- generated: NAME --> and <!-- end --> in a page written by hand.
 _PARTS: dict[str, Callable[[], str]] = {

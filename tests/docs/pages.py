@@ -12,16 +12,24 @@ __all__ = ["ROOT", "Block", "Command", "anchors", "blocks", "links", "pages"]
 ROOT = Path(__file__).parents[2]
 
 _FENCE = re.compile(r"^ *```(?P<language>\w*)$")
+_RANKS = re.compile(r"the same on (?P<ranks>[\d, ]+ and \d+) ranks:$")
 _LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, the line it starts on, and what is in it."""
+    """A fenced block: its language, the line it starts on, and what is in it.
+
+    Attributes
+    ----------
+    ranks : tuple of int
+        On how many ranks it prints the same, where the line above says so: ``the same on 1, 2 and 3 ranks:``.
+    """
 
     language: str
     line: int
     text: str
+    ranks: tuple[int, ...] = ()
 
     @property
     def file_name(self) -> str:
@@ -46,6 +54,12 @@ class Command:
     line: str
     output: str
 
+    def on(self, num_ranks: int) -> Command:
+        """Return the command that runs on another number of ranks."""
+        changed, count = re.subn(r"^mpistrat run -n \d+", f"mpistrat run -n {num_ranks}", self.line)
+        assert count, f"not a command for any number of ranks: {self.line}"
+        return Command(changed, self.output)
+
     def matches(self, printed: str) -> bool:
         """Return whether a command that printed this did what the page shows."""
         if not self.output.strip():
@@ -63,16 +77,18 @@ def pages() -> list[Path]:
 def blocks(text: str) -> list[Block]:
     """Return the fenced blocks of a page, in order."""
     found: list[Block] = []
-    language, start, inside = "", 0, list[str]()
+    language, start, inside, above = "", 0, list[str](), ""
     for number, line in enumerate(text.splitlines(), 1):
         match = _FENCE.match(line)
         if match and not start:
             language, start, inside = match["language"], number, []
         elif match:
-            found.append(Block(language, start, "".join(f"{line}\n" for line in inside)))
-            start = 0
+            found.append(Block(language, start, "".join(f"{line}\n" for line in inside), _ranks(above)))
+            start, above = 0, ""
         elif start:
             inside.append(line)
+        else:
+            above = line.strip() or above
     assert not start, f"the block that begins in line {start} has no end"
     return found
 
@@ -86,6 +102,11 @@ def anchors(text: str) -> set[str]:
     """Return what a link to a heading of this page may name behind #."""
     headings = [line.lstrip("# ").strip() for line in _prose(text) if re.match(r"#+ ", line)]
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _ranks(line: str) -> tuple[int, ...]:
+    match = _RANKS.search(line)
+    return tuple(int(number) for number in re.findall(r"\d+", match["ranks"])) if match else ()
 
 
 def _prose(text: str) -> Iterator[str]:

@@ -43,6 +43,7 @@ def test_snippets_run_and_print_what_is_shown(name, tmp_path):
             commands = [] if block.file_name else [Command(f"python {file.name}", "")]
         else:
             commands = block.commands() if block.language == "console" else []
+            commands += [command.on(num_ranks) for num_ranks in block.ranks for command in commands]
         for command in commands:
             done = run_bounded(["bash", "-c", command.line], SECONDS, user_environment(), tmp_path)
             assert done.returncode == 0, f"{where}: {command.line} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -101,3 +102,13 @@ def test_readme_gives_the_two_commands():
 )
 def test_comparison_of_output_can_fail(output, printed, matches):
     assert Command("", output).matches(printed) is matches
+
+
+def test_a_page_may_say_on_how_many_ranks_it_prints_the_same():
+    fence = "```console\n$ mpistrat run -n 2 a.py\ndone\n```\n"
+    plain, several = blocks(f"It prints:\n\n{fence}\nIt prints the same on 1, 2 and 3 ranks:\n\n{fence}")
+    assert (plain.ranks, several.ranks) == ((), (1, 2, 3))
+    [command] = several.commands()
+    assert command.on(3) == Command("mpistrat run -n 3 a.py", "done\n")
+    with pytest.raises(AssertionError, match="not a command for any number of ranks: python a.py"):
+        Command("python a.py", "").on(2)

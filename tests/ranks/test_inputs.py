@@ -1,9 +1,61 @@
 """Distributed datasets: what the ranks get, seen together."""
 
+import threading
+import time
+
 import numpy as np
+import pytest
 
 import mpistrat
+from mpistrat.errors import AgreementError, InvalidArgumentError
+from mpistrat.inputs.dataset import ArrayDataset
+from mpistrat.inputs.files import FileDataset
+from mpistrat.inputs.map_dataset import MapDataset
+from mpistrat.inputs.options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode
 from mpistrat.inputs.shard import shard_bounds
+from mpistrat.inputs.spec import ArraySpec
+from tests.launches import needs_ranks
+
+OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy
+
+
+# Where the ranks are does not matter to their data: one shape, of nodes that differ.
+SHAPES = {1: "1x1", 2: "2x1", 3: "2+1", 4: "3+1", 8: "3+1+2+2"}
+
+
+@pytest.fixture
+def lax(comm, monkeypatch):
+    """Give a strategy that spans all ranks and compares calls only where it must."""
+    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", SHAPES.get(comm.size, f"1x{comm.size}"))
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+    strategy.extended.collectives.is_strict = False
+    yield strategy
+    strategy.close()
+
+
+@pytest.fixture(params=["lax", "strict"])
+def either(request, lax):
+    """Give this strategy as it is, and comparing calls before each collective."""
+    lax.extended.collectives.is_strict = request.param == "strict"
+    return lax
+
+
+def local(strategy, element):
+    return strategy.experimental_local_results(element)[0]
+
+
+def everyone(comm, found):
+    """Return what each rank has found."""
+    return comm.allgather(found)
+
+
+def joined_steps(shares):
+    """Return the rows of each step in replica order, given what each rank has seen."""
+    return [[row for share in step for row in share] for step in zip(*shares, strict=True)]
+
+
+def batches_of(rows, batch_size):
+    return [rows[first : first + batch_size] for first in range(0, len(rows), batch_size)]
 
 
 def test_every_row_is_seen_once_in_every_epoch(comm, strategy):
@@ -43,3 +95,222 @@ def test_all_ranks_take_the_same_number_of_steps(comm, strategy):
     totals = [int(strategy.experimental_local_results(strategy.run(step, args=(batch,)))[0]) for batch in batches]
     assert len(totals) == len(batches) == comm.size + 1
     assert sum(totals) == sum(range(2 * comm.size + 1))
+
+
+@pytest.mark.parametrize(
+    ("rows", "at", "expected"),
+    [
+        (6, 2, [[[0, 1], [4]], [[2, 3], [5]]]),
+        (4, 5, None),
+        (8, 3, [[[0, 1], [4, 5]], [[2, 3], [6, 7]], [[], []]]),
+    ],
+)
+@pytest.mark.parametrize("make", [ArrayDataset, batches_of, lambda rows, size: iter(batches_of(rows, size))])
+def test_global_batches_of_four(comm, either, rows, at, expected, make):
+    dataset = either.experimental_distribute_dataset(make(np.arange(rows), 4))
+    shares = everyone(comm, [local(either, element).tolist() for element in dataset])
+    assert joined_steps(shares) == [batch.tolist() for batch in batches_of(np.arange(rows), 4)]
+    if comm.size == at:
+        assert shares == expected
+
+
+@pytest.mark.parametrize("policy", [AUTO, DATA, FILE, HINT])
+def test_an_epoch_of_files_has_every_row_once(comm, either, tmp_path, policy):
+    contents = dict(enumerate(np.array_split(np.arange(61), 8)))
+    dataset = FileDataset([f"{index}.npy" for index in contents], lambda name: contents[int(name[0])], 7, shuffle=True, seed=4)
+    if policy is HINT:
+        dataset = dataset.shard(SHARD_HINT, SHARD_HINT)
+    batches = either.experimental_distribute_dataset(dataset, InputOptions(auto_shard_policy=policy))
+    for _ in range(2):
+        steps = list(zip(*everyone(comm, [local(either, element).tolist() for element in batches]), strict=True))
+        assert sorted(row for step in steps for share in step for row in share) == list(range(61))
+
+
+def test_without_sharding_every_rank_has_all_rows(comm, either):
+    options = InputOptions(auto_shard_policy=OFF)
+    batches = either.experimental_distribute_dataset(ArrayDataset(np.arange(20), 8), options)
+    shares = [local(either, element).tolist() for element in batches]
+    assert [row for share in shares for row in share] == list(range(20))
+    assert len(shares) == 3 * comm.size
+
+
+def test_ranks_may_read_other_things_without_sharding(comm, either):
+    options = InputOptions(auto_shard_policy=OFF)
+    mine = [np.full(comm.size, comm.rank)] * (1 + comm.rank)
+    batches = either.experimental_distribute_dataset(mine, options)
+    shares = everyone(comm, [len(local(either, element)) for element in batches])
+    assert [sum(lengths) for lengths in shares] == [comm.size * (1 + rank) for rank in range(comm.size)]
+    assert len(set(map(len, shares))) == 1
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("policy", [AUTO, FILE])
+def test_too_few_files_are_refused_on_every_rank(comm, either, policy):
+    dataset = FileDataset(["only.npy"], np.load, 2)
+    with pytest.raises(InvalidArgumentError, match=f"1 files cannot be shared by {comm.size} input pipelines"):
+        either.experimental_distribute_dataset(dataset, InputOptions(auto_shard_policy=policy))
+
+
+@pytest.mark.parametrize("kind", [list, iter])
+def test_ranks_that_are_out_of_data_see_empty_batches(comm, either, kind):
+    """Rank r has r batches: rank 0 never sees an element of its own."""
+    contexts = []
+
+    def make(context):
+        contexts.append(context)
+        return kind([{"x": np.full((2, 3), 7, np.float32), "n": np.full(2, step)} for step in range(context.input_pipeline_id)])
+
+    dataset = either.distribute_datasets_from_function(make)
+    assert contexts == [mpistrat.InputContext(comm.size, comm.rank, comm.size)]
+
+    def step(batch):
+        rows = mpistrat.get_replica_context().all_reduce("sum", np.asarray(len(batch["n"])))
+        return batch["x"].shape, batch["x"].dtype.name, batch["n"].dtype.name, int(rows)
+
+    iterator = iter(dataset)
+    seen = [local(either, either.run(step, args=(batch,))) for batch in iterator]
+    rows = [2 if number < comm.rank else 0 for number in range(comm.size - 1)]
+    totals = [2 * (comm.size - 1 - number) for number in range(comm.size - 1)]
+    assert seen == [((mine, 3), "float32", "int64", total) for mine, total in zip(rows, totals, strict=True)]
+    if comm.size > 1:
+        assert iterator.element_spec == {
+            "x": ArraySpec((None, 3), np.dtype(np.float32)),
+            "n": ArraySpec((None,), np.dtype(int)),
+        }
+    assert not iterator.get_next_as_optional().has_value()
+
+
+def test_reductions_over_rows_stay_exact_when_ranks_run_out(comm, either):
+    values = np.arange(4 * comm.size + 1.0)
+
+    def make(context):
+        return iter(batches_of(values[context.input_pipeline_id :: context.num_input_pipelines], 2))
+
+    total = count = 0.0
+    for batch in either.distribute_datasets_from_function(make):
+        total += float(either.reduce("sum", batch, axis=0))
+        count += float(either.reduce("sum", either.run(lambda rows: np.ones(len(rows)), args=(batch,)), axis=0))
+    assert (total, count) == (values.sum(), len(values))
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("buffer_size", [0, 1])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_generator_that_fails_on_one_rank_ends_the_iteration_on_all(comm, either, culprit, buffer_size):
+    def generate():
+        for step in range(4):
+            if step == 2 and comm.rank == culprit:
+                raise OSError(f"the disk of rank {comm.rank} is gone")
+            yield np.arange(8)
+
+    options = InputOptions(experimental_per_replica_buffer_size=buffer_size)
+    taken = []
+    expected, message = (
+        (OSError, "") if comm.rank == culprit else (AgreementError, f"rank {culprit}: the next element.*OSError: ")
+    )
+    with pytest.raises(expected, match=rf"(?s){message}the disk of rank {culprit} is gone"):
+        taken.extend(either.experimental_distribute_dataset(generate(), options))
+    assert len(taken) == 2
+    either.extended.collectives.barrier()
+
+
+@needs_ranks(2)
+def test_in_strict_mode_a_sample_that_cannot_be_read_on_one_rank_ends_the_iteration_on_all(comm, lax):
+    lax.extended.collectives.is_strict = True
+
+    class Samples:
+        def __getitem__(self, index):
+            if comm.rank == 1 and index >= 2 * comm.size:
+                raise KeyError("no such sample")
+            return index
+
+        def __len__(self):
+            return 4 * comm.size
+
+    taken = []
+    with pytest.raises(KeyError if comm.rank == 1 else AgreementError, match="no such sample"):
+        taken.extend(lax.experimental_distribute_dataset(MapDataset(Samples(), 2 * comm.size)))
+    assert len(taken) == 1
+
+
+@needs_ranks(2)
+def test_a_function_that_fails_on_one_rank_raises_on_all(comm, either):
+    def make(context):
+        if context.input_pipeline_id == 1:
+            raise FileNotFoundError("part-1")
+        return [np.zeros(2)]
+
+    with pytest.raises(FileNotFoundError if comm.rank == 1 else AgreementError, match="part-1"):
+        either.distribute_datasets_from_function(make)
+
+
+@needs_ranks(2)
+def test_what_is_a_dataset_on_some_ranks_only_raises_on_all(comm, either):
+    source = ArrayDataset(np.arange(4), 2) if comm.rank else None
+    with pytest.raises(AgreementError if comm.rank else TypeError, match="a dataset is a mpistrat.ArrayDataset"):
+        either.experimental_distribute_dataset(source)
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("what", ["length", "policy", "files"])
+def test_datasets_that_differ_are_an_error_on_every_rank(comm, either, what):
+    last = comm.rank == comm.size - 1
+    dataset, options = ArrayDataset(np.arange(8), 4), None
+    if what == "length":
+        dataset = [np.arange(4)] * (1 + last)
+    elif what == "files":
+        dataset, options = FileDataset([f"{last:d}"], np.load, 4), InputOptions(auto_shard_policy=DATA)
+    else:
+        options = InputOptions(auto_shard_policy=OFF if last else DATA)
+    with pytest.raises(AgreementError, match=r"ranks made different calls(?s:.*)experimental_distribute_dataset\("):
+        either.experimental_distribute_dataset(dataset, options)
+
+
+@needs_ranks(2)
+def test_in_strict_mode_a_rank_that_stops_early_is_noticed(comm, lax):
+    lax.extended.collectives.is_strict = True
+    iterator = iter(lax.experimental_distribute_dataset(ArrayDataset(np.arange(8), 4)))
+    next(iterator)
+    with pytest.raises(AgreementError, match="the next element of a DistributedIterator"):
+        lax.extended.collectives.barrier() if comm.rank == 0 else next(iterator)
+
+
+@needs_ranks(2)
+def test_one_pipeline_for_each_replica_is_for_mirrored_strategies(comm, either):
+    options = InputOptions(experimental_replication_mode=InputReplicationMode.PER_REPLICA)
+    for distribute in (either.distribute_datasets_from_function, either.experimental_distribute_dataset):
+        with pytest.raises(NotImplementedError, match=r"only; got MultiWorkerMirroredStrategy\."):
+            distribute(lambda context: [np.zeros(2)], options)
+
+
+def test_a_mirrored_strategy_takes_one_pipeline_for_each_replica(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", f"1x{comm.size}")
+    strategy = mpistrat.MirroredStrategy()
+    options = InputOptions(False, InputReplicationMode.PER_REPLICA, True)
+    dataset = strategy.distribute_datasets_from_function(lambda context: [np.full(2, context.input_pipeline_id)], options)
+    assert [local(strategy, batch).tolist() for batch in dataset] == [[comm.rank] * 2]
+    with pytest.raises(NotImplementedError, match=r"only; got MirroredStrategy\.experimental_distribute_dataset"):
+        strategy.experimental_distribute_dataset(ArrayDataset(np.arange(2), 2), options)
+    strategy.close()
+
+
+def test_no_thread_is_left(comm, either):
+    before = threading.active_count()
+    for number, _ in enumerate(either.experimental_distribute_dataset(iter([np.arange(8)] * 50))):
+        if number == 3:
+            break
+    assert len(list(either.experimental_distribute_dataset(ArrayDataset(np.arange(8), 2)))) == 4
+    end = time.monotonic() + 2
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.001)
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: ArrayDataset(np.arange(83), 12, shuffle=True, seed=3), lambda: MapDataset(range(83), 12, True, 3)]
+)
+def test_shuffled_batches_are_the_same_at_any_number_of_ranks(comm, lax, make):
+    batches = lax.experimental_distribute_dataset(make())
+    for epoch in range(2):
+        shares = everyone(comm, [local(lax, element).tolist() for element in batches])
+        assert joined_steps(shares) == [batch.tolist() for batch in make().batches(epoch)]

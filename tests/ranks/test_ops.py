@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpistrat.algorithms.choose import PLANNERS
-from mpistrat.cross_device import hierarchical
+from mpistrat.cross_device import recipe_book
 from mpistrat.cross_device.hierarchical import HierarchicalCollectives
 from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.errors import (
@@ -234,7 +234,7 @@ def test_packs_change_nothing(mixed):
 def test_packs_follow_the_rule(mixed):
     arrays = [np.ones(count, np.uint8) for count in (10, 20, 30, 40)]
     mixed.all_reduce(SUM, arrays, CommunicationOptions(bytes_per_pack=25))
-    [recipe] = mixed._recipes.values()
+    [recipe] = mixed._recipes._recipes.values()
     assert [bucket.indices for bucket in recipe] == [(3,), (2,), (1, 0)], "the last arrays first"
 
 
@@ -244,14 +244,14 @@ def test_a_repeated_call_uses_what_it_has(mixed):
     for arrays in (small, large, small, large):
         mixed.all_reduce(SUM, arrays, options)
     generation = mixed._executor.generation
-    recipes = list(mixed._recipes.values())
+    recipes = list(mixed._recipes._recipes.values())
     for turn in range(6):
         for arrays in (small, large):
             sums = mixed.all_reduce(SUM, [array * (turn + mixed.rank) for array in arrays], options)
             total = mixed.size * turn + sum(range(mixed.size))
             assert all((result == total).all() for result in sums)
     assert mixed._executor.generation == generation, "the scratch memory was allocated again"
-    assert all(now is before for now, before in zip(mixed._recipes.values(), recipes, strict=True))
+    assert all(now is before for now, before in zip(mixed._recipes._recipes.values(), recipes, strict=True))
 
 
 def test_scratch_memory_grows(mixed):
@@ -262,11 +262,11 @@ def test_scratch_memory_grows(mixed):
 
 
 def test_more_signatures_than_are_kept(mixed):
-    kept = hierarchical.RECIPES_KEPT
+    kept = recipe_book.RECIPES_KEPT
     for count in [*range(1, kept + 20), 1, 2, kept]:
         [result] = mixed.all_reduce(SUM, [np.full(count, mixed.rank)], by_name("hierarchical"))
         assert result.tolist() == [sum(range(mixed.size))] * count
-    assert len(mixed._recipes) <= kept
+    assert len(mixed._recipes._recipes) <= kept
 
 
 def test_a_started_all_reduce_goes_on_while_it_is_asked(mixed):

@@ -1,11 +1,14 @@
 """Strategies over real collectives, and a model that trains to the same weights on any number of replicas."""
 
+import copy
+
 import numpy as np
 import pytest
 
 import mpistrat
 from mpistrat.context.values import PerReplica
 from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.errors import AgreementError, InvalidArgumentError, LaunchError
 from mpistrat.tools.train_digits import train
 from tests.launches import needs_ranks
@@ -79,6 +82,117 @@ def test_merge_call_runs_on_every_rank(comm, strategy):
     assert strategy.experimental_local_results(strategy.run(step)) == (sum(range(comm.size)),)
 
 
+@needs_ranks(2)
+def test_merge_calls_that_not_all_replicas_make_raise_on_all(comm, strategy):
+    def step():
+        context = mpistrat.get_replica_context()
+        if comm.rank == 1:
+            return context.all_reduce("sum", 1.0)
+        return context.merge_call(lambda merged, value: value, args=(1.0,))
+
+    with pytest.raises(AgreementError, match=r"ranks made different calls(.|\n)*merge_call with"):
+        strategy.run(step)
+    with pytest.raises(AgreementError, match="merge_call with"):
+        strategy.run(lambda: mpistrat.get_replica_context().merge_call(print, args=(1,) * (1 + (comm.rank == 1))))
+    assert comm.allreduce(1) == comm.size
+
+
+@needs_ranks(2)
+def test_structures_that_differ_between_replicas_raise_on_all(comm, strategy):
+    value = strategy.run(lambda: {"a": 1.0} if comm.rank else {"b": 1.0})
+    for combine in (
+        lambda: strategy.reduce("sum", value, axis=None),
+        lambda: strategy.broadcast(value),
+        lambda: strategy.run(lambda x: mpistrat.get_replica_context().start_all_reduce("sum", x), args=(value,)),
+    ):
+        with pytest.raises(AgreementError, match="ranks made different calls"):
+            combine()
+    with pytest.raises(AgreementError, match="ranks made different calls"):
+        strategy.run(lambda: mpistrat.get_replica_context().all_reduce("mean", 1.0, weight=1 if comm.rank else None))
+    assert comm.allreduce(1) == comm.size
+
+
+@needs_ranks(2)
+def test_what_one_rank_refuses_hangs_nobody(comm, strategy):
+    is_bad = comm.rank == 1
+    slices = IndexedSlices(np.ones((1, 1)), [0])
+    for call in (
+        lambda c: c.all_reduce("mean", 1.0, weight=-1 if is_bad else 1),
+        lambda c: c.start_all_reduce("median" if is_bad else "sum", 1.0),
+        lambda c: c.all_gather(slices if is_bad else np.ones(1), axis=0),
+        lambda c: c.broadcast("text" if is_bad else 1.0),
+        lambda c: c.reduce_scatter("median" if is_bad else "sum", np.ones(1)),
+        lambda c: c.all_to_all(["text" if is_bad else np.ones(1)] * comm.size),
+    ):
+        with pytest.raises((AgreementError, TypeError, ValueError, NotImplementedError)) as caught:
+            strategy.run(lambda call=call: call(mpistrat.get_replica_context()))
+        assert isinstance(caught.value, AgreementError) != is_bad
+    with strategy.scope():
+        variable = mpistrat.Variable(0.0)
+    delta = PerReplica(1.0) if is_bad else 1.0
+    with pytest.raises(TypeError if is_bad else AgreementError, match="extended.update"):
+        strategy.extended.update(variable, lambda *_: strategy.extended.collectives.barrier(), (delta,))
+    assert comm.allreduce(1) == comm.size
+
+
+def test_the_weighted_mean_over_all_ranks(comm, strategy):
+    """Give rank r the mean of r rows, none on rank 0, with the number of rows as its weight."""
+    rows = np.full((comm.rank, 2), comm.rank, np.float32)
+
+    def step():
+        with np.errstate(invalid="ignore"):
+            mean = np.float32(rows.sum(axis=0)) / np.float32(len(rows))
+        return mpistrat.get_replica_context().all_reduce("mean", {"m": mean}, weight=len(rows))
+
+    mean = strategy.experimental_local_results(strategy.run(step))[0]["m"]
+    count, total = sum(range(comm.size)), sum(rank * rank for rank in range(comm.size))
+    assert mean.dtype == np.float32
+    assert np.isnan(mean).all() if comm.size == 1 else mean.tolist() == [np.float32(total) / np.float32(count)] * 2
+
+
+def test_the_calls_that_tensorflow_does_not_have(comm, strategy):
+    size, rank = comm.size, comm.rank
+
+    def step():
+        context = mpistrat.get_replica_context()
+        context.barrier()
+        work = context.start_all_reduce("sum", {"a": np.full(3, rank)})
+        return {
+            "started": work.wait()["a"],
+            "broadcast": context.broadcast([np.full(rank + 1, rank)], root=size - 1)[0],
+            "part": context.reduce_scatter("sum", np.arange(size + 1)),
+            "received": context.all_to_all([np.array([10 * rank + target]) for target in range(size)]),
+        }
+
+    (result,) = strategy.experimental_local_results(strategy.run(step))
+    assert result["started"].tolist() == [sum(range(size))] * 3
+    assert result["broadcast"].tolist() == [size - 1] * size
+    assert result["part"].tolist() == np.array_split(np.arange(size + 1) * size, size)[rank].tolist()
+    assert [part.tolist() for part in result["received"]] == [[10 * source + rank] for source in range(size)]
+    assert strategy.broadcast(np.full(2, rank), root=size - 1).tolist() == [size - 1] * 2
+
+
+def test_updates_from_either_context_keep_a_variable_mirrored(comm, strategy):
+    with strategy.scope():
+        weights = mpistrat.Variable(np.zeros(2))
+    gradient = strategy.reduce("sum", strategy.run(lambda: np.full(2, comm.rank + 1.0)), axis=None)
+    strategy.extended.update(weights, lambda v, g: v.assign_add(g), (gradient,))
+
+    def step():
+        total = mpistrat.get_replica_context().all_reduce("sum", np.full(2, comm.rank + 1.0))
+        strategy.extended.update(weights, lambda v, g: v.assign_add(g), (total,))
+
+    strategy.run(step)
+    assert comm.allgather(weights.numpy().tolist()) == [[comm.size * (comm.size + 1)] * 2] * comm.size
+
+
+def test_a_strategy_of_many_ranks_cannot_be_copied(strategy):
+    with pytest.raises(InvalidArgumentError, match=r"MultiWorkerMirroredStrategy\(.*\) cannot be copied"):
+        copy.deepcopy(strategy)
+    with pytest.raises(RuntimeError, match="cannot be copied: both copies would share one extended part"):
+        copy.copy(strategy)
+
+
 def test_mirrored_strategy_spans_one_node(comm, shape, world, monkeypatch):
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
     if world.num_nodes == 1:
@@ -103,9 +217,12 @@ def test_num_packs_cuts_a_batch(kind):
     size = strategy.num_replicas_in_sync
     totals = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", [np.ones(3), np.ones(4)]))
     assert [total.tolist() for total in strategy.experimental_local_results(totals)[0]] == [[size] * 3, [size] * 4]
-    bucket_counts = {len(recipe) for recipe in strategy.extended.collectives._recipes.values()}
+    timeline = strategy.extended.collectives.timeline
+    timeline.enabled = True
+    strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", [np.ones(3), np.ones(4)]))
+    num_packs = sum(event.name == "copy in" for event in timeline.events)
     strategy.close()
-    assert bucket_counts == {2}
+    assert num_packs == 2
 
 
 @pytest.mark.parametrize("kind", [mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy])

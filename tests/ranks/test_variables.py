@@ -57,11 +57,15 @@ def test_one_rank_alone_can_ask_for_the_length_of_an_on_read_variable(comm, stra
     assert comm.rank != 0 or len(variable) == 3
 
 
-def test_all_reduce_of_a_variable_sums_the_arrays(comm, strategy):
+@pytest.mark.parametrize("kind", ["ON_WRITE", "ON_READ"])
+def test_all_reduce_of_a_variable_combines_the_arrays_of_the_replicas(comm, strategy, kind):
     with strategy.scope():
-        variable = mpistrat.Variable(np.arange(3.0))
+        synchronization = mpistrat.VariableSynchronization[kind]
+        variable = mpistrat.Variable(np.arange(3.0), synchronization=synchronization, aggregation=AGGREGATION.SUM)
     total = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", [variable]))
+    mean = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("mean", variable))
     assert strategy.experimental_local_results(total)[0][0].tolist() == [0, comm.size, 2 * comm.size]
+    assert strategy.experimental_local_results(mean)[0].tolist() == [0, 1, 2]
 
 
 def test_a_reduced_gradient_keeps_a_variable_mirrored(comm, strategy):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.cross_device.collectives import Collectives, check_gather
+from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype, combine, divide
 from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
@@ -67,14 +68,29 @@ class _ReplayedOps(Collectives):
 
         return [total.copy() for total in self._meet(call, list(arrays), finish)]
 
-    def all_gather(self, array, axis=0):
+    def start_all_reduce(self, op, arrays, options=None, out=None):
+        results = self.all_reduce(op, arrays, options, out)
+        return Work(iter(()), lambda: results, lambda: "all_reduce")
+
+    def reduce_scatter(self, op, array, axis=0, options=None):
+        return np.array_split(self.all_reduce(op, [array], options)[0], self.size, axis)[self.rank]
+
+    def gather(self, array, root=0, options=None):
+        parts = self._meet(f"gather {root}", array, list)
+        return [part.copy() for part in parts] if self.rank == root else None
+
+    def all_to_all(self, arrays, options=None):
+        rows = self._meet("all_to_all", list(arrays), list)
+        return [row[self.rank].copy() for row in rows]
+
+    def all_gather(self, array, axis=0, options=None):
         check_gather(array, axis)
         return self._meet(f"all_gather {axis}", array, lambda parts: np.concatenate(parts, axis)).copy()
 
-    def broadcast(self, array, root=0):
+    def broadcast(self, array, root=0, options=None):
         return self._meet(f"broadcast {root}", array, lambda parts: parts[root]).copy()
 
-    def barrier(self):
+    def barrier(self, options=None):
         self._meet("barrier", None, lambda parts: None)
 
     def agree(self, call, error=None):

@@ -1,32 +1,66 @@
-"""Arrays: what counts as one, without a copy where possible, and what is refused."""
+"""Arrays: what counts as one, without a copy where possible, what is refused, and as what kind a result is given back."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import timeit
+from array import array as python_array
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mpistrat.arrays import as_array
-from mpistrat.errors import UnsupportedDtypeError
+from mpistrat.arrays import as_array, like
+from mpistrat.context.values import Mirrored
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from tests.other_arrays import (
+    CPU,
+    CUDA,
+    PINNED,
+    SpeaksArrayInterface,
+    SpeaksBuffers,
+    SpeaksCudaArrayInterface,
+    SpeaksDlpack,
+    StandardArray,
+    fake_cupy,
+    fake_jax,
+    fake_torch,
+)
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", ["?", "i1", "u8", "f2", "f8", "c8", ml_dtypes.bfloat16])
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setitem(sys.modules, "torch", fake_torch())
+    return sys.modules["torch"]
+
+
+@pytest.fixture
+def jax(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setitem(sys.modules, "jax", fake_jax())
+    return sys.modules["jax"]
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy())
+    return sys.modules["cupy"]
+
+
+@pytest.mark.parametrize("dtype", ["?", "i1", "u8", "f2", "f8", "c8", BFLOAT16])
 def test_an_array_is_itself(dtype: Any) -> None:
     array = np.zeros((2, 3), dtype)[:, ::-1]
     assert as_array(array) is array
 
 
-class SpeaksDlpack:
-    def __init__(self) -> None:
-        self.array = np.arange(3.0)
-
+class SpeaksArrayToo(SpeaksDlpack):
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        return self.array
-
-    def __dlpack__(self, **arguments: Any) -> Any:
-        return self.array.__dlpack__(**arguments)
+        return self._array
 
 
 @pytest.mark.parametrize(
@@ -39,18 +73,45 @@ class SpeaksDlpack:
         ([[1, 2], [3, 4]], (2, 2), "int64"),
         ([], (0,), "float64"),
         (np.float32(1), (), "float32"),
+        (BFLOAT16.type(1), (), "bfloat16"),
         (range(3), (3,), "int64"),
-        (SpeaksDlpack(), (3,), "float64"),
+        (Mirrored([1.0, 2.0]), (2,), "float64"),
+        (SpeaksDlpack(np.zeros((2, 0), "c8")), (2, 0), "complex64"),
     ],
 )
 def test_what_is_like_an_array_becomes_one(value: Any, shape: tuple[int, ...], dtype: str) -> None:
     array = as_array(value)
-    assert (array.shape, array.dtype.name) == (shape, dtype)
+    assert (type(array), array.shape, array.dtype.name) == (np.ndarray, shape, dtype)
 
 
-def test_the_memory_of_others_is_shared() -> None:
-    value = SpeaksDlpack()
-    assert np.shares_memory(as_array(value), value.array)
+@pytest.mark.parametrize(
+    "speaks",
+    [
+        SpeaksDlpack,
+        lambda array: SpeaksDlpack(array, PINNED),
+        SpeaksArrayInterface,
+        SpeaksBuffers,
+        SpeaksArrayToo,
+        StandardArray,
+        Mirrored,
+        lambda array: array.view(np.memmap),
+    ],
+)
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_the_memory_of_others_is_shared(speaks: Any, is_writable: bool) -> None:
+    memory = np.arange(24.0).reshape(4, 6)[::2, ::-1]
+    memory.flags.writeable = is_writable
+    array = as_array(speaks(memory))
+    assert type(array) is np.ndarray
+    np.testing.assert_array_equal(array, memory)
+    assert np.shares_memory(array, memory)
+    assert is_writable or not array.flags.writeable
+
+
+def test_the_buffers_of_python_are_shared() -> None:
+    memory = python_array("f", [1, 2, 3])
+    as_array(memory)[1] = 7
+    assert memory.tolist() == [1, 7, 3]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +125,7 @@ def test_the_memory_of_others_is_shared() -> None:
         (np.array(["2024-01-01"], "M8[D]"), r"datetime64\[D\]"),
         (np.array([1], "m8[s]"), r"timedelta64\[s\]"),
         (np.zeros(2, "f4,i4"), r"\[\('f0', '<f4'\), \('f1', '<i4'\)\]"),
+        (SpeaksArrayInterface(np.zeros(2, BFLOAT16)), r"\|V2"),
         ({"a": 1}, "object"),
     ],
 )
@@ -73,8 +135,156 @@ def test_what_holds_no_numbers_is_refused(value: Any, found: str) -> None:
         as_array(value, "args[0]")
 
 
-def test_a_ragged_list_is_refused() -> None:
-    with pytest.raises(
-        UnsupportedDtypeError, match=r"value cannot be read as an array: .*inhomogeneous.*; pass an array of numbers"
-    ):
-        as_array([[1, 2], [3]])
+class SpeaksOfAnUnknownDtype(SpeaksDlpack):
+    def __dlpack__(self, **arguments: Any) -> Any:
+        raise RuntimeError("Unsupported dtype in DLTensor.")
+
+
+class IsSpreadOverDevices(SpeaksDlpack):
+    def __dlpack_device__(self) -> tuple[int, int]:
+        raise BufferError("only supported for unsharded arrays")
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ([[1, 2], [3]], ".*inhomogeneous.*"),
+        (np.ma.masked_equal([1, 2], 2), r"it has a mask, which would be lost; choose .*, x\.filled\(0\)"),
+        (SpeaksOfAnUnknownDtype(0), r"Unsupported dtype in DLTensor\."),
+        (IsSpreadOverDevices(0), "only supported for unsharded arrays"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(value: Any, reason: str) -> None:
+    with pytest.raises(UnsupportedDtypeError, match=rf"^grad cannot be read as an array: {reason}; pass an array of numbers$"):
+        as_array(value, "grad")
+
+
+class RefusesItself:
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        raise InvalidArgumentError("not outside strategy.run")
+
+
+def test_an_error_of_our_own_values_stays_as_it_is() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^not outside strategy\.run$"):
+        as_array(RefusesItself())
+
+
+@pytest.mark.parametrize(
+    ("value", "device"),
+    [
+        (SpeaksDlpack(0, CUDA, 1), "cuda:1"),
+        (SpeaksDlpack(0, 10), "rocm:0"),
+        (SpeaksDlpack(0, 13), r"cuda \(managed memory\):0"),
+        (SpeaksDlpack(0, 99, 2), "DLPack device type 99:2"),
+        (SpeaksArrayToo(0, CUDA), "cuda:0"),
+        (StandardArray(0, CUDA), "cuda:0"),
+        (SpeaksCudaArrayInterface(), "cuda"),
+    ],
+)
+def test_memory_of_another_device_is_refused(value: Any, device: str) -> None:
+    message = rf"^x\['w'\] is on {device}, this replica computes on /cpu:0; copy it to host memory first$"
+    with pytest.raises(InvalidArgumentError, match=message):
+        as_array(value, "x['w']")
+
+
+def test_how_to_copy_is_said_where_it_is_known(torch: Any, jax: Any, cupy: Any) -> None:
+    message = r"^x is on cuda:1, this replica computes on /cpu:0; copy it first, x\.cpu\(\)$"
+    with pytest.raises(InvalidArgumentError, match=message):
+        as_array(_named("torch", torch.Tensor)(0, "cuda:1"), "x")
+    with pytest.raises(InvalidArgumentError, match=r"^x is on cuda:0, .*; copy it first, x\.get\(\)$"):
+        as_array(cupy.ndarray(0), "x")
+    message = r'^x is on cuda:3, .*; copy it first, jax\.device_put\(x, jax\.devices\("cpu"\)\[0\]\)$'
+    with pytest.raises(InvalidArgumentError, match=message):
+        as_array(jax.Array(0, CUDA, 3), "x")
+
+
+@pytest.mark.parametrize("dtype", ["?", "i8", "f4", "c16", BFLOAT16])
+def test_a_tensor_comes_in_and_goes_out_without_a_copy(torch: Any, dtype: Any) -> None:
+    memory = np.ones((3, 4), dtype).T
+    array = as_array(torch.Tensor(memory, requires_grad=True))
+    assert (array.dtype, array.shape) == (memory.dtype, (4, 3))
+    assert np.shares_memory(array, memory)
+    result = like(array, torch.Tensor(memory))
+    assert type(result) is torch.Tensor
+    assert (result.array.dtype, result.array.shape) == (memory.dtype, (4, 3))
+    assert np.shares_memory(result.array, memory)
+
+
+def test_no_tensor_is_made_of_memory_that_must_not_change(torch: Any) -> None:
+    fixed = np.arange(3.0)
+    fixed.flags.writeable = False
+    result = like(fixed, torch.Tensor(0)).array
+    assert result.tolist() == [0, 1, 2]
+    assert not np.shares_memory(result, fixed)
+
+
+def test_a_jax_array_comes_back_on_its_device(jax: Any) -> None:
+    original = jax.Array(np.arange(3.0), CPU, 1)
+    array = as_array(original)
+    assert np.shares_memory(array, original._array)
+    result = like(array, original)
+    assert (type(result), result.device) == (jax.Array, (CPU, 1))
+    assert np.shares_memory(result._array, array)
+
+
+def test_a_cupy_array_comes_back_on_the_gpu(cupy: Any) -> None:
+    result = like(np.arange(3.0), cupy.ndarray(0))
+    assert type(result) is cupy.ndarray
+    assert result.copied.tolist() == [0, 1, 2]
+
+
+def test_an_array_of_the_standard_comes_back_from_its_namespace() -> None:
+    original = StandardArray(np.arange(3.0))
+    array = as_array(original)
+    result = like(array, original)
+    assert type(result) is StandardArray
+    assert result.numpy() is array
+
+
+@pytest.mark.parametrize(
+    "original",
+    [
+        *(np.zeros(2), np.float32(0), 0, 0.5, True, [1, 2], None, np.zeros(2).view(np.memmap), Mirrored(1.0)),
+        *(SpeaksDlpack(0), SpeaksArrayInterface(0), SpeaksBuffers(0)),
+    ],
+)
+def test_everything_else_comes_back_as_a_numpy_array(original: Any) -> None:
+    result = np.arange(3)
+    assert like(result, original) is result
+
+
+dtypes = st.sampled_from("?bhilqBHILQefdFD")  # NumPy hands out no bfloat16: test_interop has it
+shapes = st.lists(st.integers(0, 3), max_size=4).map(tuple)
+kinds = st.sampled_from([np.asarray, SpeaksDlpack, SpeaksArrayInterface, StandardArray])
+
+
+@given(dtypes, shapes, kinds, st.integers(0, 255))
+def test_what_comes_in_goes_out_bit_by_bit(dtype: Any, shape: tuple[int, ...], kind: Any, fill: int) -> None:
+    memory = np.full(shape, fill).astype(dtype)
+    original = kind(memory)
+    array = as_array(original)
+    result = like(array, original)
+    assert type(result) is (StandardArray if kind is StandardArray else np.ndarray)
+    seen = result.numpy() if kind is StandardArray else result
+    assert (seen.dtype, seen.shape, seen.tobytes()) == (memory.dtype, memory.shape, memory.tobytes())
+    assert not memory.size or np.shares_memory(seen, memory)
+
+
+def test_a_numpy_array_costs_nothing() -> None:
+    array = np.zeros(3)
+    seconds = min(timeit.repeat(lambda: like(array, array), number=10_000, repeat=5)) / 10_000
+    assert seconds < 1e-6
+
+
+def test_other_libraries_are_not_imported() -> None:
+    program = (
+        "import sys; from mpistrat.arrays import as_array, like; like(as_array(memoryview(b'ab')), 1.0); "
+        "print(*{'torch', 'jax', 'cupy'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "\n"
+
+
+def _named(module: str, kind: type) -> type:
+    """Return the class as one of this module, as its users see it."""
+    kind.__module__ = module
+    return kind

@@ -5,6 +5,8 @@ import threading
 import pytest
 
 import mpistrat
+from mpistrat.context.stack import default_mode, enter_or_assert_strategy, get_update_replica_id, updating
+from mpistrat.strategy.deprecated import get_loss_reduction
 from mpistrat.strategy.one_device import OneDeviceStrategy
 from tests.unit.replicas import on_replicas
 
@@ -162,8 +164,29 @@ def test_a_strategy_set_without_a_block_holds_for_every_thread():
     assert not mpistrat.has_strategy()
 
 
+def test_a_strategy_that_was_set_is_left_by_none_and_replaced_by_another():
+    first, second = OneDeviceStrategy(), OneDeviceStrategy()
+    try:
+        for strategy in (first, second):
+            mpistrat.experimental_set_strategy(strategy)
+            assert mpistrat.get_strategy() is strategy
+            with pytest.raises(RuntimeError, match="two strategies cannot be mixed"), default_strategy().scope():
+                pass
+        mpistrat.experimental_set_strategy(None)
+        assert mpistrat.get_strategy() is default_strategy()
+        mpistrat.experimental_set_strategy(None)
+    finally:
+        mpistrat.experimental_set_strategy(None)
+
+
+def default_strategy():
+    return default_mode().strategy
+
+
 def test_a_strategy_cannot_be_set_inside_a_scope():
     strategy = OneDeviceStrategy()
+    with pytest.raises(RuntimeError, match="experimental_set_strategy must be called outside all scopes"):
+        strategy.run(mpistrat.experimental_set_strategy, (strategy,))
     with strategy.scope(), pytest.raises(RuntimeError, match="experimental_set_strategy must be called outside all scopes"):
         mpistrat.experimental_set_strategy(None)
 
@@ -173,3 +196,40 @@ def test_replica_contexts_differ_between_replicas():
         return strategy.run(lambda: mpistrat.get_replica_context().replica_id_in_sync_group).values
 
     assert on_replicas(3, program) == [(0,), (1,), (2,)]
+
+
+def test_enter_or_assert_strategy():
+    strategy, other = OneDeviceStrategy(), OneDeviceStrategy()
+    with enter_or_assert_strategy(strategy) as entered:
+        assert entered is mpistrat.get_strategy() is strategy
+        with enter_or_assert_strategy(strategy) as again:
+            assert again is strategy
+        assert mpistrat.get_strategy() is strategy
+        with pytest.raises(RuntimeError, match="two strategies cannot be mixed"), enter_or_assert_strategy(other):
+            pass
+        with pytest.raises(RuntimeError, match="two strategies"), enter_or_assert_strategy(default_strategy()):
+            pass
+    assert not mpistrat.has_strategy()
+    assert strategy.run(lambda: enter_or_assert_strategy(strategy).__enter__()) is strategy
+    with enter_or_assert_strategy(default_strategy()):
+        assert not mpistrat.has_strategy()
+
+
+def test_the_replica_that_is_updated_is_known_on_its_thread():
+    seen = []
+    assert get_update_replica_id() is None
+    with updating(2):
+        assert get_update_replica_id() == 2
+        with updating(3):
+            assert get_update_replica_id() == 3
+        assert get_update_replica_id() == 2
+        thread = threading.Thread(target=lambda: seen.append(get_update_replica_id()))
+        thread.start()
+        thread.join()
+    assert get_update_replica_id() is None
+    assert seen == [None]
+
+
+def test_losses_are_summed():
+    with pytest.warns(DeprecationWarning, match=r"get_loss_reduction\(\) is deprecated"):
+        assert get_loss_reduction() is mpistrat.ReduceOp.SUM

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from mpistrat.cross_device.closed import ClosedCollectives
 from mpistrat.cross_device.collectives import LocalCollectives
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp
@@ -68,8 +70,51 @@ def test_gathering_and_broadcasting_copy() -> None:
     for result in (LocalCollectives().all_gather(array, axis=-1), LocalCollectives().broadcast(array)):
         assert np.array_equal(result, array)
         assert not np.shares_memory(result, array)
-    LocalCollectives().barrier()
-    LocalCollectives().close()
+    ops = LocalCollectives()
+    [gathered], [sent] = ops.gather(array), ops.all_to_all([array])
+    for result in (gathered, sent, ops.reduce_scatter(ReduceOp.SUM, array, axis=1)):
+        assert np.array_equal(result, array)
+        assert not np.shares_memory(result, array)
+    ops.barrier()
+    assert ops.num_collectives == 4
+    ops.close()
+
+
+def test_what_is_started_has_ended() -> None:
+    work = LocalCollectives().start_all_reduce(ReduceOp.SUM, [np.ones(3)])
+    assert work.done()
+    assert work.wait()[0].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda ops: ops.reduce_scatter(ReduceOp.SUM, np.array(1.0)), "reduce_scatter needs arrays with at least one axis"),
+        (lambda ops: ops.gather(np.ones(1), root=1), "root must be a replica, 0 to 0; got 1"),
+        (lambda ops: ops.broadcast(np.ones(1), root=-1), "root must be a replica, 0 to 0; got -1"),
+        (lambda ops: ops.all_to_all([np.ones(1)] * 2), "all_to_all needs one array for each of the 1 replicas; got 2"),
+    ],
+    ids=["scatter", "gather", "broadcast", "all_to_all"],
+)
+def test_what_no_replica_could_do_is_refused(call: Callable[[LocalCollectives], object], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        call(LocalCollectives())
+
+
+def test_what_was_closed_refuses_every_verb() -> None:
+    closed, one = ClosedCollectives("MirroredStrategy", LocalCollectives()), np.ones(1)
+    for call in (
+        lambda: closed.all_reduce(ReduceOp.SUM, [one]),
+        lambda: closed.start_all_reduce(ReduceOp.SUM, [one]),
+        lambda: closed.reduce_scatter(ReduceOp.SUM, one),
+        lambda: closed.all_gather(one),
+        lambda: closed.gather(one),
+        lambda: closed.all_to_all([one]),
+        lambda: closed.broadcast(one),
+        closed.barrier,
+    ):
+        with pytest.raises(RuntimeError, match="this strategy was closed: MirroredStrategy cannot communicate any more"):
+            call()
 
 
 def test_there_is_no_plan() -> None:

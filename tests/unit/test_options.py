@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.cross_device.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
 from mpistrat.errors import InvalidArgumentError
 
 AUTO, RING, NCCL = CommunicationImplementation
@@ -19,6 +19,7 @@ options = st.builds(
     timeout_seconds=st.none() | st.floats(0, 3),
     implementation=st.sampled_from(CommunicationImplementation),
     algorithm=st.sampled_from(["auto", "flat", "pipelined"]),
+    wire_dtype=st.sampled_from([None, "bfloat16", "float16"]),
 )
 
 
@@ -50,6 +51,12 @@ def test_an_implementation_is_known_by_name(name: str) -> None:
         ({"bytes_per_pack": -1}, "bytes_per_pack must be 0 or a positive number of bytes; got -1"),
         ({"timeout_seconds": -0.5}, "timeout_seconds must be None or a number of seconds >= 0; got -0.5"),
         ({"implementation": "foo"}, "implementation must be one of AUTO, RING, NCCL; got 'foo'"),
+        ({"wire_dtype": "int8"}, "wire_dtype must be None, bfloat16 or float16; got 'int8'"),
+        ({"deterministic": "no"}, "deterministic must be True or False; got 'no'"),
+        (
+            {"deterministic": True, "wire_dtype": "float16"},
+            "deterministic=True excludes wire_dtype='float16': what is cast depends on who shares a node",
+        ),
         ({"implementation": 3}, "implementation must be one of AUTO, RING, NCCL; got 3"),
     ],
 )
@@ -63,3 +70,21 @@ def test_options_are_values() -> None:
     assert hash(CommunicationOptions(5)) == hash(CommunicationOptions(5))
     with pytest.raises(dataclasses.FrozenInstanceError):
         CommunicationOptions().bytes_per_pack = 3  # type: ignore[misc]
+
+
+def test_what_excludes_each_other_is_not_merged() -> None:
+    with pytest.raises(InvalidArgumentError, match="deterministic=True excludes wire_dtype='bfloat16'"):
+        CommunicationOptions(deterministic=True).merge(CommunicationOptions(wire_dtype="bfloat16"))
+    assert CommunicationOptions(deterministic=True).merge(CommunicationOptions(7)).deterministic
+
+
+def test_hints_are_options_by_their_old_name() -> None:
+    with pytest.warns(DeprecationWarning, match="CollectiveHints is deprecated; use CommunicationOptions") as warned:
+        hints = CollectiveHints(50, timeout_seconds=3)
+    assert hints == CommunicationOptions(bytes_per_pack=50, timeout_seconds=3)
+    assert warned[0].filename == __file__
+    with (
+        pytest.warns(DeprecationWarning, match="CollectiveHints"),
+        pytest.raises(InvalidArgumentError, match="bytes_per_pack must be 0 or a positive"),
+    ):
+        CollectiveHints(bytes_per_pack=-1)

@@ -1,5 +1,6 @@
-"""Strategy and ReplicaContext: run, reduce, gather, all_reduce, all_gather, merge_call, update."""
+"""Strategy and ReplicaContext: run, reduce, gather, all_reduce, all_gather, merge_call, update, copies."""
 
+import copy
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import mpistrat
 from mpistrat.context.values import Mirrored, PerReplica, select_replica
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.strategy.run_options import RunOptions
 from tests.unit.replicas import on_replicas
 
 
@@ -164,29 +166,69 @@ def test_local_results_of_a_plain_value():
     assert strategy.experimental_local_results([1, 2]) == ([1, 2],)
 
 
-@pytest.mark.parametrize("method", ["reduce", "gather", "experimental_local_results", "experimental_distribute_dataset"])
-def test_cross_replica_methods_are_refused_inside_run(method):
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("reduce", ("sum", 0, None)),
+        ("gather", (np.ones(1), 0)),
+        ("broadcast", (np.ones(1),)),
+        ("experimental_local_results", (np.ones(1),)),
+        ("experimental_distribute_dataset", ([],)),
+        ("distribute_datasets_from_function", (print,)),
+        ("experimental_distribute_values_from_function", (print,)),
+        ("close", ()),
+    ],
+)
+def test_cross_replica_methods_are_refused_inside_run(method, arguments):
     strategy = mpistrat.OneDeviceStrategy()
-    arguments = {"reduce": ("sum", 0, None), "gather": (np.ones(1), 0)}.get(method, (np.ones(1),))
     message = rf"strategy.{method} must be called in cross-replica context(.|\n)*incorrect: .*strategy.{method}(.|\n)*correct: "
     with pytest.raises(RuntimeError, match=message):
         strategy.run(lambda: getattr(strategy, method)(*arguments))
 
 
-@pytest.mark.parametrize("method", ["all_reduce", "all_gather", "merge_call", "update"])
-def test_replica_methods_are_refused_elsewhere(method):
+def test_run_takes_options_and_ignores_them():
     strategy = mpistrat.OneDeviceStrategy()
-    context = strategy.run(mpistrat.get_replica_context)
-    arguments = {"all_reduce": ("sum", 1.0), "all_gather": (np.ones(1), 0), "merge_call": (print,), "update": (None, None)}
-    message = (
-        rf"ReplicaContext.{method} must be called in the replica context .*, but this is outside all scopes(.|\n)*correct:"
-    )
-    with pytest.raises(RuntimeError, match=message):
-        getattr(context, method)(*arguments[method])
-    with strategy.scope(), pytest.raises(RuntimeError, match="cross-replica context of OneDeviceStrategy"):
-        getattr(context, method)(*arguments[method])
-    with pytest.raises(RuntimeError):
-        mpistrat.OneDeviceStrategy().run(getattr(context, method), args=arguments[method])
+    options = RunOptions(experimental_xla_options="anything")
+    assert options[:2] == (True, False)
+    assert strategy.run(lambda: 5, options=options) == 5
+    with pytest.raises(TypeError, match=r"options must be a mpistrat.RunOptions or None; got CommunicationOptions\("):
+        strategy.run(lambda: 5, options=CommunicationOptions())
+
+
+def test_broadcast_hands_out_the_value_of_the_root():
+    def program(strategy):
+        rank = strategy.extended.collectives.rank
+        whole = strategy.broadcast({"a": np.full(rank + 1, rank), "b": PerReplica(rank)}, root=1)
+        with strategy.scope():
+            assert strategy.broadcast(rank) == 0
+        assert not mpistrat.has_strategy()
+        return whole["a"].tolist(), int(whole["b"])
+
+    assert on_replicas(3, program) == [([1, 1], 1)] * 3
+    with pytest.raises(InvalidArgumentError, match="root must be a replica, 0 to 0; got 3"):
+        mpistrat.OneDeviceStrategy().broadcast(1.0, root=3)
+
+
+def test_a_strategy_of_one_device_can_be_copied_deeply():
+    strategy = mpistrat.OneDeviceStrategy()
+    copied = copy.deepcopy(strategy)
+    assert copied.extended is not strategy.extended
+    with copied.scope():
+        assert mpistrat.get_strategy() is copied
+        variable = mpistrat.Variable(1.0)
+    assert copied.extended.variable_created_in_scope(variable)
+    assert not strategy.extended.variable_created_in_scope(variable)
+    assert copied.run(lambda: mpistrat.get_replica_context().strategy) is copied
+    assert copy.deepcopy(mpistrat.get_strategy()) is mpistrat.get_strategy()
+
+
+def test_other_copies_are_refused():
+    with pytest.raises(
+        RuntimeError, match=r"OneDeviceStrategy\(.*\) cannot be copied(.|\n)*correct: +copy.deepcopy\(strategy\)"
+    ):
+        copy.copy(mpistrat.OneDeviceStrategy())
+    with pytest.raises(InvalidArgumentError, match="cannot be copied: the copy would communicate in the same groups"):
+        on_replicas(2, copy.deepcopy)
 
 
 def in_run(fn, num_replicas=2):
@@ -320,33 +362,6 @@ def test_update_checks_shape_and_owner():
     other = mpistrat.OneDeviceStrategy()
     with pytest.raises(RuntimeError, match="two strategies cannot be mixed"):
         other.run(lambda: mpistrat.get_replica_context().update(weights, lambda array: array))
-
-
-def test_a_replica_id_is_one_of_the_replicas():
-    strategy = mpistrat.OneDeviceStrategy()
-    for replica_id in (1, -1, "0", 0.0):
-        with pytest.raises(InvalidArgumentError, match="must be an integer from 0 to 0; got"):
-            mpistrat.ReplicaContext(strategy, replica_id)
-
-
-def test_replica_zero_writes_checkpoints_and_logs():
-    roles = on_replicas(2, lambda strategy: (strategy.extended.should_checkpoint, strategy.extended.should_save_summary))
-    assert roles == [(True, True), (False, False)]
-
-
-def test_devices():
-    for device in ("/cpu:0", "CPU:0", "cpu", "/device:CPU:0"):
-        assert mpistrat.OneDeviceStrategy(device).num_replicas_in_sync == 1
-    with pytest.raises(InvalidArgumentError, match="device '/gpu:0' cannot be had; accepted are"):
-        mpistrat.OneDeviceStrategy("/gpu:0")
-    with pytest.raises(InvalidArgumentError, match="device None cannot be had; accepted are"):
-        mpistrat.OneDeviceStrategy(None)
-
-
-def test_cluster_resolvers_are_refused():
-    message = r"got CommunicationOptions: .*not supported yet, the ranks come from MPI(.|\n)*communication_options=options"
-    with pytest.raises(InvalidArgumentError, match=message):
-        mpistrat.MultiWorkerMirroredStrategy(CommunicationOptions())
 
 
 def closed():

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mpistrat
+from mpistrat.context.values import Mirrored, PerReplica
+from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.structures import flatten, leaf_names, map_leaves, rebuild
+from tests.other_arrays import SpeaksDlpack, StandardArray
 
 
 class Pair(NamedTuple):
@@ -61,3 +66,17 @@ def test_a_function_is_mapped_over_leaves_side_by_side() -> None:
     assert map_leaves(lambda left, right: left + right, [1, (2,)], [10, (20,)]) == [11, (22,)]
     with pytest.raises(ValueError, match="(?i)expected|structure|arity"):
         map_leaves(lambda left, right: left, [1, 2], [1])
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        *(np.zeros(2), np.float32(1), 1.5, PerReplica([1, 2]), Mirrored({"a": 1}), mpistrat.Variable([1.0, 2.0])),
+        *(IndexedSlices([[1.0]], [0], (2, 1)), SpeaksDlpack([1, 2]), StandardArray([1, 2])),
+    ],
+)
+def test_whatever_is_like_an_array_is_one_leaf(leaf: Any) -> None:
+    leaves, structure = flatten({"w": [leaf]})
+    assert leaves[0] is leaf
+    assert rebuild(structure, leaves)["w"][0] is leaf
+    assert leaf_names({"w": [leaf]}) == ["value['w'][0]"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.context.values import Mirrored, PerReplica, fitted, regroup, select_replica
+from mpistrat.context.values import Mirrored, PerReplica, container_of, fitted, regroup, select_replica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from tests.unit.replicas import on_replicas
 
@@ -49,10 +49,68 @@ def test_a_mirrored_value_reads_as_an_array_everywhere():
     assert (float(Mirrored(2.5)), int(Mirrored(3)), bool(Mirrored(0))) == (2.5, 3, False)
 
 
-def test_no_distributed_value_is_changed_in_place():
-    value = Mirrored(np.zeros(2))
-    with pytest.raises(TypeError, match=r"correct: +variable.assign_add\(value\)"):
-        value += 1
+def test_a_mirrored_value_has_what_arrays_have():
+    array = np.arange(24.0).reshape(2, 3, 4)
+    value = Mirrored(array)
+    assert (value.nbytes, value.T.shape, value.mT.shape, value.device) == (192, (4, 3, 2), (2, 4, 3), "cpu")
+    assert value.__array_namespace__() is np
+    assert [row.tolist() for row in value] == [row.tolist() for row in array]
+    assert 23.0 in value
+    assert -1.0 not in value
+    assert complex(Mirrored(2.0)) == 2
+    assert [1, 2, 3][Mirrored(1)] == 2
+    assert f"{Mirrored(2.5):.2f} {Mirrored(2.5)}" == "2.50 Mirrored(2.5)"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: np.concatenate([x, np.ones(2)]),
+        lambda x: np.stack([np.ones(2), x]),
+        lambda x: np.where(x > 1, x, 0),
+        lambda x: np.mean(x, axis=0),
+        lambda x: np.linalg.norm(x),
+        lambda x: np.einsum("i,i", x, x),
+        lambda x: np.zeros_like(x),
+        lambda x: np.maximum(x, 1.5),
+        lambda x: np.add.reduce(x),
+        lambda x: np.clip(x, a_min=0, a_max=x),
+        lambda x: -x / 2 + x @ x - abs(x) ** 2,
+    ],
+)
+def test_functions_of_numpy_take_mirrored_values(function):
+    array = np.array([1.0, 2.0])
+    result = function(Mirrored(array))
+    assert not isinstance(result, Mirrored)
+    np.testing.assert_array_equal(result, function(array))
+
+
+def iadd(value):
+    value += 1
+
+
+def setitem(value):
+    value[0] = 1
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        iadd,
+        setitem,
+        lambda value: np.add(1, 1, out=value),
+        lambda value: np.copyto(value, 1),
+        lambda value: np.copyto(dst=value, src=1),
+        lambda value: np.concatenate([np.zeros(1)] * 2, out=value),
+        lambda value: np.sum(np.zeros((2, 2)), axis=0, out=value),
+    ],
+)
+@pytest.mark.parametrize("kind", [Mirrored, PerReplica])
+def test_no_distributed_value_is_changed_in_place(kind, write):
+    value = kind(np.zeros(2))
+    with pytest.raises(TypeError, match=r"cannot be the target of an in-place(.|\n)*correct: +variable.assign_add\(value\)"):
+        write(value)
+    assert value.values[0].tolist() == [0, 0]
 
 
 def test_select_replica_takes_components_out_of_any_nest():
@@ -91,3 +149,13 @@ def test_fitted_refuses_other_shapes_and_kinds():
         fitted(np.zeros(3), np.zeros(2), "owner")
     with pytest.raises(UnsupportedDtypeError, match="'owner' has dtype int32; a value of dtype float64 would lose its kind"):
         fitted(np.zeros(2), np.zeros(2, np.int32), "owner")
+
+
+def test_container_of_finds_the_value_that_a_component_came_from():
+    array, mirrored, per_replica = np.ones(2), Mirrored(np.ones(2)), PerReplica(np.ones(2))
+    assert container_of(mirrored.values[0]) is mirrored
+    assert container_of(per_replica.values[0]) is per_replica
+    assert container_of(array) is array
+    (component,) = mirrored.values
+    del mirrored
+    assert container_of(component) is component

@@ -1,13 +1,20 @@
 """Variable: creation, reading and assigning, in every context, at several replicas."""
 
+import copy
+import operator
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.context.values import PerReplica
+from mpistrat.context.values import Mirrored, PerReplica
+from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.strategy.extended import StrategyExtended
+from tests.other_arrays import installed, jax_array, tensor
 from tests.unit.replicas import on_replicas
+from tests.variable_matrix import CELLS, check_cell
 
 AGGREGATION = mpistrat.VariableAggregation
 SYNCHRONIZATION = mpistrat.VariableSynchronization
@@ -61,10 +68,73 @@ def test_a_variable_can_be_used_like_an_array():
     assert float(mpistrat.Variable(2.0)) == 2.0
 
 
-def test_augmented_assignment_does_not_lose_the_variable():
-    variable = mpistrat.Variable(1.0)
-    with pytest.raises(TypeError, match="cannot be the target of an in-place operation"):
-        variable += 1
+@pytest.mark.parametrize("kind", ["ON_WRITE", "ON_READ"])
+def test_numpy_sees_what_is_read(kind):
+    aggregation = AGGREGATION.SUM if kind == "ON_READ" else AGGREGATION.NONE
+
+    def program(strategy):
+        table = made(strategy, [[1.0, 2.0], [3.0, 4.0]], synchronization=SYNCHRONIZATION[kind], aggregation=aggregation)
+        index = made(strategy, [1, 0])
+        factor = strategy.num_replicas_in_sync if kind == "ON_READ" else 1
+        array = factor * np.array([[1.0, 2.0], [3.0, 4.0]])
+        for function in (
+            lambda x: 1 - x,
+            lambda x: 1 / x,
+            lambda x: 2**x,
+            lambda x: 7 // x,
+            lambda x: 7 % x,
+            lambda x: divmod(x, 2),
+            lambda x: -x,
+            lambda x: abs(x),
+            lambda x: [1.0, 2.0] @ x,
+            lambda x: x @ x,
+            lambda x: x.T @ array,
+            lambda x: x == 2.0,
+            lambda x: x >= 2.0,
+            lambda x: x != array,
+            lambda x: x[index],
+            lambda x: array[index],
+            lambda x: list(x),
+            lambda x: 3.0 in x,
+            lambda x: np.einsum("ij->j", x),
+            lambda x: np.where(x > 2, x, 0),
+            lambda x: np.concatenate([x, [[5.0, 6.0]], x]),
+            lambda x: np.linalg.inv(x),
+            lambda x: np.array(x, np.float32),
+            lambda x: np.add.reduce(x, axis=0),
+        ):
+            np.testing.assert_array_equal(function(table), function(array))
+        array += table
+        return array.tolist()
+
+    assert on_replicas(2, program) == [(np.array([[1.0, 2.0], [3.0, 4.0]]) * (4 if kind == "ON_READ" else 2)).tolist()] * 2
+
+
+def test_variables_of_one_number_are_numbers():
+    count, rate = mpistrat.Variable(3), mpistrat.Variable(0.25)
+    assert ([*"abcd"][count], list(range(count)), operator.index(count)) == ("d", [0, 1, 2], 3)
+    assert (int(count), float(rate), complex(rate), bool(rate), f"{rate:.3f}") == (3, 0.25, 0.25, True, "0.250")
+    with pytest.raises(TypeError, match="integer"):
+        operator.index(rate)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda variable: operator.iadd(variable, 1),
+        lambda variable: operator.imatmul(variable, np.eye(2)),
+        lambda variable: operator.setitem(variable, 0, 1.0),
+        lambda variable: np.add(variable, 1, out=variable),
+        lambda variable: np.concatenate([variable, variable], out=variable),
+        lambda variable: np.copyto(variable, 0.0),
+        lambda variable: np.fill_diagonal(variable, 0.0),
+    ],
+)
+def test_writing_in_place_is_refused_with_advice(write):
+    variable = mpistrat.Variable(np.ones((2, 2)))
+    with pytest.raises(TypeError, match=r"cannot be the target of an in-place op(.|\n)*incorrect: (.|\n)*correct: .*assign"):
+        write(variable)
+    assert variable.numpy().tolist() == [[1, 1], [1, 1]]
 
 
 def test_scalar_variables():
@@ -142,6 +212,28 @@ def test_on_read_is_combined_when_it_is_read(aggregation, expected):
         return float(variable)
 
     assert on_replicas(3, program) == [expected] * 3
+
+
+def test_the_arrays_of_an_on_read_variable_can_be_combined_in_another_way():
+    def program(strategy):
+        variable = made(strategy, [0.0], synchronization=SYNCHRONIZATION.ON_READ, aggregation=AGGREGATION.SUM)
+        strategy.run(lambda: variable.assign([mpistrat.get_replica_context().replica_id_in_sync_group + 1.0]))
+        local = strategy.experimental_local_results(variable)[0]
+        ways = [strategy.reduce(op, variable, axis=None) for op in ("sum", "mean", "max")]
+        ways += [strategy.reduce("mean", variable, axis=0), strategy.extended.reduce_to("mean", variable, variable)]
+        return local.tolist(), [float(np.squeeze(way)) for way in ways], strategy.gather(variable, axis=0).tolist()
+
+    assert on_replicas(3, program) == [([replica + 1], [6, 2, 3, 2, 2], [1, 2, 3]) for replica in range(3)]
+
+
+def test_an_on_write_variable_is_equal_on_all_replicas_where_values_are_combined():
+    def program(strategy):
+        variable = made(strategy, [2.0])
+        with pytest.raises(InvalidArgumentError, match="is ambiguous with 3 replicas"):
+            strategy.reduce("sum", variable, axis=None)
+        return strategy.reduce("mean", variable, axis=None).tolist()
+
+    assert on_replicas(3, program) == [[2]] * 3
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(6, np.float32), (7, np.int8), (-7, np.int64), (200, np.uint8), (True, np.bool_)])
@@ -248,6 +340,23 @@ def test_a_variable_of_a_strategy_is_updated_in_its_run_only():
     assert on_replicas(2, program) == [(1, 2)] * 2
 
 
+def test_inside_extended_update_a_variable_is_its_component():
+    def program(strategy):
+        weights = made(strategy, [1.0, 2.0], name="w")
+        slot = made(strategy, [0.0, 0.0], trainable=False)
+        gradient = Mirrored(np.array([0.5, 1.0]))
+
+        def step(variable, gradient, rate):
+            assert type(gradient) is np.ndarray
+            slot.assign(0.5 * slot + gradient)
+            return variable.assign_sub(rate * slot)
+
+        assert strategy.extended.update(weights, step, (gradient,), {"rate": 2.0}, group=False)[0] is weights
+        return weights.numpy().tolist(), slot.numpy().tolist()
+
+    assert on_replicas(2, program) == [([0, 0], [0.5, 1])] * 2
+
+
 def test_a_plain_variable_is_updated_outside_all_scopes():
     variable = mpistrat.Variable(1.0)
     mpistrat.get_replica_context().update(variable, np.add, (1.0,))
@@ -273,6 +382,15 @@ def test_a_plain_variable_can_be_read_under_a_strategy_but_not_assigned():
         strategy.run(lambda: variable.assign(2.0))
 
 
+@pytest.mark.parametrize(("library", "make"), [("torch", tensor), ("jax", jax_array)])
+def test_arrays_of_other_libraries_come_in(library, make):
+    module = installed(library)
+    variable = mpistrat.Variable(make(module, np.array([1, 2], ml_dtypes.bfloat16)), dtype=np.float32)
+    variable.assign_add(make(module, np.ones(2, np.float32)))
+    variable.scatter_sub(IndexedSlices(make(module, np.ones(1, np.float32)), make(module, np.ones(1, np.int32))))
+    assert (variable.dtype, variable.numpy().tolist()) == (np.float32, [2, 2])
+
+
 def test_variables_of_half_precision():
     variable = mpistrat.Variable(np.ones(2), dtype=ml_dtypes.bfloat16)
     variable.assign(np.full(2, 1.5, np.float32))
@@ -283,3 +401,143 @@ def test_variables_of_half_precision():
 def test_names_are_for_humans():
     variable = mpistrat.Variable(np.zeros((2, 3)), name="w", aggregation=AGGREGATION.MEAN)
     assert repr(variable) == "Variable('w', float64 (2, 3), ON_WRITE MEAN)"
+
+
+def test_arguments_that_tensorflow_users_pass():
+    variable = mpistrat.Variable(np.zeros((2, 1)), False, "w", np.float32, shape=[2, 1])
+    assert (variable.trainable, variable.name, variable.dtype, variable.shape) == (False, "w", np.float32, (2, 1))
+    assert (variable.synchronization, variable.aggregation) == (SYNCHRONIZATION.ON_WRITE, AGGREGATION.NONE)
+    assert variable.values[0].tolist() == variable.value.tolist() == [[0], [0]]
+    for shape in ((1, 2), (None, 1), ()):
+        with pytest.raises(
+            InvalidArgumentError, match=r"w is to have shape .*; an initial value of shape \(2, 1\) does not fit"
+        ):
+            mpistrat.Variable(np.zeros((2, 1)), name="w", shape=shape)
+
+
+def test_a_deep_copy_is_another_variable_of_the_same_strategy():
+    strategy, other = mpistrat.OneDeviceStrategy(), mpistrat.OneDeviceStrategy()
+    variable = made(strategy, [1.0], name="w", aggregation=AGGREGATION.SUM)
+    with strategy.scope():
+        copied = copy.deepcopy({"model": variable, "tied": [variable]})
+    assert copied["model"] is copied["tied"][0]
+    copied["model"].assign_add([1.0])
+    assert (variable.numpy().tolist(), copied["model"].numpy().tolist(), copied["model"].values[0].tolist()) == ([1], [2], [2])
+    assert (repr(copied["model"]), copied["model"].distribute_strategy) == (repr(variable), strategy)
+    with pytest.raises(ValueError, match="read-only"):
+        copied["model"].value[0] = 5
+    with other.scope(), pytest.raises(RuntimeError, match=r"copy.deepcopy of a variable(.|\n)*two strategies cannot be mixed"):
+        copy.deepcopy(variable)
+
+
+ROWS = np.arange(6.0).reshape(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("scatter_add", [3, 5]),
+        ("scatter_sub", [-3, -3]),
+        ("scatter_mul", [0, 3]),
+        ("scatter_div", [0, 1 / 3]),
+        ("scatter_min", [0, 1]),
+        ("scatter_max", [2, 3]),
+        ("scatter_update", [2, 3]),
+    ],
+)
+def test_rows_of_one_index_are_applied_one_after_the_other(method, expected):
+    variable = mpistrat.Variable(ROWS)
+    getattr(variable, method)(IndexedSlices([[1.0, 1.0], [2.0, 3.0]], [0, 0]))
+    np.testing.assert_allclose(variable.numpy(), [expected, *ROWS[1:].tolist()], rtol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_rows_of_half_precision_are_applied_in_float32(dtype):
+    variable = mpistrat.Variable(np.full(2, 256), dtype=dtype)
+    variable.scatter_add(IndexedSlices(np.full(8, 0.5, dtype), [1] * 8))
+    assert variable.numpy().astype(np.float32).tolist() == [256, 260]  # 256 + 0.5 is 256 in bfloat16
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint32, np.int64, np.bool_, np.complex64])
+def test_rows_of_other_dtypes(dtype):
+    variable = mpistrat.Variable(np.zeros(3, dtype))
+    variable.scatter_update(IndexedSlices(np.ones(1, dtype), [2])).scatter_add(IndexedSlices(np.ones(1, dtype), [1]))
+    assert variable.numpy().tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("start", "method", "delta", "kind", "message"),
+    [
+        (ROWS, "scatter_add", ROWS, TypeError, r"takes IndexedSlices; got ndarray(.|\n)*correct: +variable.scatter_add\(mpi"),
+        (ROWS, "scatter_add", IndexedSlices([[1.0]], [0]), InvalidArgumentError, r"rows of shape \(1,\) cannot be scattered"),
+        (1.0, "scatter_add", IndexedSlices([1.0], [0]), InvalidArgumentError, r"has shape \(\); rows of shape \(\)"),
+        (ROWS, "scatter_add", IndexedSlices([[1.0, 1.0]], [3]), InvalidArgumentError, "index 3 is out of range .* 0 to 2 are"),
+        (
+            ROWS[:0],
+            "scatter_add",
+            IndexedSlices([[1.0, 1.0]], [0]),
+            InvalidArgumentError,
+            "index 0 is out of .* it has no rows",
+        ),
+        (
+            [1, 2],
+            "scatter_add",
+            IndexedSlices([0.5], [0]),
+            UnsupportedDtypeError,
+            r"would lose their kind: .*astype\('int64'\)",
+        ),
+        ([1, 2], "scatter_div", IndexedSlices([1], [0]), UnsupportedDtypeError, "scatter_div is not defined for int64"),
+        ([True], "scatter_sub", IndexedSlices([True], [0]), UnsupportedDtypeError, "scatter_sub is not defined for bool"),
+        ([1j], "scatter_min", IndexedSlices([1j], [0]), UnsupportedDtypeError, "complex numbers have no order"),
+        ([True], "assign_sub", [True], UnsupportedDtypeError, "assign_sub is not defined for bool"),
+    ],
+)
+def test_updates_that_do_not_fit_are_refused(start, method, delta, kind, message):
+    variable = mpistrat.Variable(start)
+    with pytest.raises(kind, match=message) as caught:
+        getattr(variable, method)(delta)
+    assert caught.type is kind
+    assert variable.numpy().tolist() == np.asarray(start).tolist()
+
+
+def test_no_rows_change_nothing():
+    variable = mpistrat.Variable(ROWS)
+    variable.scatter_add(IndexedSlices(np.zeros((0, 2)), np.zeros(0, np.int64)))
+    assert variable.numpy().tolist() == ROWS.tolist()
+
+
+@pytest.fixture
+def central(monkeypatch):
+    monkeypatch.setattr(StrategyExtended, "is_central", True, raising=False)
+    monkeypatch.setattr(StrategyExtended, "root", 1, raising=False)
+
+
+@pytest.mark.usefixtures("central")
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.synchronization is SYNCHRONIZATION.ON_WRITE], ids=str)
+def test_under_central_storage_cells_are_those_of_on_write(cell):
+    on_replicas(2, lambda strategy: check_cell(strategy, cell))
+
+
+@pytest.mark.usefixtures("central")
+def test_under_central_storage_the_array_of_the_root_counts():
+    def program(strategy):
+        variable = made(strategy, [1.0, 1.0])
+        number = strategy.extended.collectives.rank + 1.0
+        seen = [variable.assign([number] * 2).numpy().tolist()]
+        seen += [variable.scatter_add(IndexedSlices([number], [1])).numpy().tolist()]
+        strategy.extended.update(variable, lambda var: var.assign_add([number] * 2))
+        return [*seen, variable.numpy().tolist()]
+
+    assert on_replicas(3, program) == [[[2, 2], [2, 4], [4, 6]]] * 3
+
+
+@pytest.mark.usefixtures("central")
+def test_under_central_storage_on_read_acts_as_on_write():
+    def program(strategy):
+        variable = made(strategy, 1.0, synchronization=SYNCHRONIZATION.ON_READ, aggregation=AGGREGATION.SUM)
+        strategy.run(lambda: variable.assign_add(2.0))
+        inside = strategy.run(lambda: float(variable)).values[0]
+        variable.assign_add(1.0)
+        return inside, float(variable)
+
+    assert on_replicas(3, program) == [(7, 8)] * 3

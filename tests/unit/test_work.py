@@ -34,6 +34,16 @@ def test_a_deadline_ends_waiting_and_names_what_was_waited_for() -> None:
     assert isinstance(caught.value, TimeoutError)
 
 
+def test_who_drives_may_say_what_is_overdue() -> None:
+    overdue = DeadlineExceededError("rank 3 does not answer")
+    for late in (
+        lambda: drive(repeat(WAITING), lambda: "this", 0.01, lambda: overdue),
+        Work(repeat(WAITING), lambda: None, lambda: "this", 0.01, lambda: overdue).wait,
+    ):
+        with pytest.raises(DeadlineExceededError, match="^rank 3 does not answer$"):
+            late()
+
+
 def test_what_is_at_work_is_not_late() -> None:
     def steps() -> Iterator[bool]:
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""InputContext: what a function that makes a dataset is told about its place."""
+"""InputContext and ValueContext: what a function that makes a dataset or a value is told about its place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mpistrat.errors import InvalidArgumentError
 
-__all__ = ["InputContext"]
+__all__ = ["InputContext", "ValueContext"]
 
 
 @dataclass(frozen=True)
@@ -55,3 +55,33 @@ class InputContext:
                 f"{global_batch_size - rest} and {global_batch_size - rest + self.num_replicas_in_sync} do"
             )
         return share
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """Which replica a value is being made for, and of how many.
+
+    Attributes
+    ----------
+    replica_id_in_sync_group : int
+        The number of the replica.
+    num_replicas_in_sync : int
+        How many replicas there are.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If there are no replicas, or this is none of them.
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_replicas_in_sync < 1:
+            raise InvalidArgumentError(f"num_replicas_in_sync must be at least 1; got {self.num_replicas_in_sync}")
+        if not 0 <= self.replica_id_in_sync_group < self.num_replicas_in_sync:
+            accepted = f"0 to {self.num_replicas_in_sync - 1}"
+            raise InvalidArgumentError(
+                f"replica_id_in_sync_group must be one of {accepted}; got {self.replica_id_in_sync_group}"
+            )

@@ -1,0 +1,1 @@
+"""Which role each task plays."""

@@ -1,0 +1,152 @@
+"""SlurmClusterResolver: the cluster that the tasks of a SLURM step are.
+
+Nodes are in the order of SLURM's list, which is the order of ranks, and what SLURM bound is left as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from mpistrat.cluster.hostlist import expand_hosts, expand_tasks
+from mpistrat.cluster.ranks import RankResolver
+from mpistrat.errors import InvalidArgumentError, LaunchError
+from mpistrat.launch import environment
+from mpistrat.topology.world import World
+
+__all__ = ["SlurmClusterResolver"]
+
+
+class SlurmClusterResolver(RankResolver):
+    """Reads from srun's variables which task runs where; communicates nothing and changes no variable.
+
+    Parameters
+    ----------
+    jobs : dict, optional
+        From the name of a job to its number of tasks, dealt to the tasks of the step in this order; all are workers by
+        default.
+    port_base : int
+        The port of the first task of a node; the others follow.
+    gpus_per_node : int, optional
+        GPUs of each node; by default what SLURM says, or as many as ``CUDA_VISIBLE_DEVICES`` names.
+    gpus_per_task : int, optional
+        GPUs of each task; by default those of the node are shared equally.
+    tasks_per_node : int or dict, optional
+        Tasks on each node, or from the name of a node to its tasks; by default what SLURM says.
+    auto_set_gpu : bool
+        Accepted as in TensorFlow. ``CUDA_VISIBLE_DEVICES`` is never written here, whichever it is: the scheduler's binding
+        holds.
+    rpc_layer : str
+        What `master` puts before an address.
+
+    Raises
+    ------
+    LaunchError
+        If srun did not start this process, its variables contradict each other or the arguments, the jobs have more or
+        fewer tasks than the step, or the tasks of a node need more GPUs than it has.
+    InvalidArgumentError
+        If an argument is no number that can be had, or a node is missing from `tasks_per_node`.
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int = 8888,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
+        tasks_per_node: int | Mapping[str, int] | None = None,
+        auto_set_gpu: bool = True,
+        rpc_layer: str = "grpc",
+    ) -> None:
+        rank = _rank()
+        hosts = expand_hosts(_variable("SLURM_STEP_NODELIST"))
+        counts = _checked_counts(hosts, _tasks(hosts, tasks_per_node))
+        super().__init__(_world(rank, hosts, counts), rank, jobs, port_base, rpc_layer)
+        self._gpus_per_task = _gpus(max(counts), gpus_per_node, gpus_per_task)
+
+    def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
+        """Return the GPUs of each task; empty where there are none."""
+        return {"GPU": self._gpus_per_task} if self._gpus_per_task else {}
+
+
+def _rank() -> int:
+    view = environment.detect()
+    if view is None or view.launcher != environment.SRUN or view.rank is None:
+        starter = "nobody started this process as a task" if view is None else f"this process was started by {view.launcher}"
+        raise LaunchError(
+            f"SlurmClusterResolver reads the variables of srun, but {starter}: what SLURM_* variables there are belong to "
+            "another process. Start with srun, or use MPIClusterResolver, which asks MPI."
+        )
+    return view.rank
+
+
+def _variable(name: str) -> str:
+    text = os.environ.get(name, "")
+    if not text:
+        raise LaunchError(f"{name} is not set, which srun sets for each task; start with srun, or use MPIClusterResolver")
+    return text
+
+
+def _tasks(hosts: Sequence[str], given: int | Mapping[str, int] | None) -> list[int]:
+    """Return the tasks of each node."""
+    if given is None:
+        return expand_tasks(_variable("SLURM_STEP_TASKS_PER_NODE"))
+    if isinstance(given, int):
+        return [given] * len(hosts)
+    missing = [host for host in hosts if host not in given]
+    if missing:
+        raise InvalidArgumentError(f"tasks_per_node names {', '.join(given) or 'no node'}, but not {', '.join(missing)}")
+    return [given[host] for host in hosts]
+
+
+def _checked_counts(hosts: Sequence[str], counts: list[int]) -> list[int]:
+    found = f"tasks per node {', '.join(map(str, counts))} on {', '.join(hosts)}"
+    if min(counts) < 1 or len(counts) != len(hosts):
+        raise LaunchError(f"{found}: each of the {len(hosts)} nodes needs one number, and a task or more")
+    total = int(_variable("SLURM_STEP_NUM_TASKS"))
+    if sum(counts) != total:
+        raise LaunchError(f"{found} are {sum(counts)} tasks, but SLURM_STEP_NUM_TASKS={total}")
+    return counts
+
+
+def _world(rank: int, hosts: Sequence[str], counts: Sequence[int]) -> World:
+    """Return which task sits on which node."""
+    distribution = os.environ.get("SLURM_DISTRIBUTION", "block").partition(":")[0].partition(",")[0]
+    if distribution not in ("block", "cyclic"):
+        raise LaunchError(
+            f"SLURM_DISTRIBUTION={distribution} is not understood: use srun -m block or cyclic, or MPIClusterResolver"
+        )
+    shape = World.from_shape(f"{'+'.join(map(str, counts))}:{distribution}")
+    nodes = [shape.place(task).node_index for task in range(shape.size)]
+    world = World.from_node_of_rank(nodes, [hosts[node] for node in nodes])
+    mates = ",".join(map(str, world.nodes[nodes[rank]].ranks))
+    said = os.environ.get("SLURM_GTIDS") or mates
+    if said != mates:
+        raise LaunchError(
+            f"dealt by {distribution}, tasks {mates} are on the node of task {rank}, but SLURM_GTIDS={said}: use srun -m block "
+            "or cyclic, or MPIClusterResolver"
+        )
+    return world
+
+
+def _gpus(num_tasks: int, per_node: int | None, per_task: int | None) -> int:
+    """Return the GPUs of each task, where a node has at most `num_tasks` of them."""
+    for name, number in (("gpus_per_node", per_node), ("gpus_per_task", per_task)):
+        if number is not None and (not isinstance(number, int) or number < 0):
+            raise InvalidArgumentError(f"{name} must be 0 or a positive number; got {number!r}")
+    present = _gpus_here() if per_node is None else per_node
+    wanted = present // num_tasks if per_task is None else per_task
+    if wanted * num_tasks > present:
+        raise LaunchError(
+            f"{num_tasks} tasks on a node with {wanted} GPUs each need {wanted * num_tasks}, but the node has {present}; ask "
+            "SLURM for more (--gpus-per-node), start fewer tasks, or pass a smaller gpus_per_task"
+        )
+    return wanted
+
+
+def _gpus_here() -> int:
+    said = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    if said.isdigit():
+        return int(said)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return len([name for name in visible.split(",") if name.strip()])

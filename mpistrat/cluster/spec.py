@@ -1,0 +1,149 @@
+"""ClusterSpec: the jobs of a cluster, and the address of each task in them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar, TypeAlias
+
+from mpistrat.errors import InvalidArgumentError
+
+__all__ = ["ClusterSpec", "Tasks"]
+
+Tasks: TypeAlias = Sequence[str] | Mapping[int, str]
+"""The addresses of a job: a list, or a dict from task index to address where some are missing."""
+
+
+class ClusterSpec:
+    """Which jobs there are, and where their tasks can be reached.
+
+    Parameters
+    ----------
+    cluster : dict or ClusterSpec
+        From the name of a job to the addresses of its tasks, in a list, or in a dict from task index to address where some
+        tasks are missing. Another ClusterSpec is copied.
+
+    Raises
+    ------
+    TypeError
+        If it is neither, a job's name or an address is no string, or tasks are in neither a list nor a dict.
+    InvalidArgumentError
+        If a task index is negative.
+
+    Examples
+    --------
+    >>> cluster = ClusterSpec({"chief": ["a:8888"], "worker": {0: "b:8888", 2: "c:8888"}})
+    >>> cluster.job_tasks("worker")
+    ['b:8888', None, 'c:8888']
+    """
+
+    def __init__(self, cluster: Mapping[str, Tasks] | ClusterSpec) -> None:
+        given = cluster.as_dict() if isinstance(cluster, ClusterSpec) else cluster
+        if not isinstance(given, Mapping):
+            raise TypeError(f"cluster must be a dict from job name to addresses, or a ClusterSpec; got {type(given).__name__}")
+        self._jobs = {_checked_job(job): dict(sorted(_indexed(job, tasks))) for job, tasks in given.items()}
+
+    @property
+    def jobs(self) -> list[str]:
+        """The names of the jobs, in the order they were given."""
+        return list(self._jobs)
+
+    def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
+        """Return a new dict from job to addresses: in a list, or where tasks are missing in a dict by task index."""
+        return {job: list(tasks.values()) if _is_dense(tasks) else dict(tasks) for job, tasks in self._jobs.items()}
+
+    def num_tasks(self, job_name: str) -> int:
+        """Return the number of tasks of a job.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If there is no such job.
+        """
+        return len(self._tasks(job_name))
+
+    def task_indices(self, job_name: str) -> list[int]:
+        """Return the indices of the tasks of a job, rising.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If there is no such job.
+        """
+        return list(self._tasks(job_name))
+
+    def task_address(self, job_name: str, task_index: int) -> str:
+        """Return the address of a task.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If there is no such job, or no such task in it.
+        """
+        tasks = self._tasks(job_name)
+        if task_index not in tasks:
+            found = ", ".join(map(str, tasks)) or "none"
+            raise InvalidArgumentError(f"job {job_name!r} has no task {task_index!r}; its tasks are {found}")
+        return tasks[task_index]
+
+    def job_tasks(self, job_name: str) -> list[str | None]:
+        """Return the addresses of a job by task index, None for tasks that are missing.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If there is no such job.
+        """
+        tasks = self._tasks(job_name)
+        return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    def __eq__(self, other: object) -> bool:
+        return self._jobs == other._jobs if isinstance(other, ClusterSpec) else NotImplemented
+
+    __hash__: ClassVar[None]  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"ClusterSpec({self.as_dict()!r})"
+
+    def _tasks(self, job_name: str) -> dict[int, str]:
+        if job_name not in self._jobs:
+            raise InvalidArgumentError(f"there is no job {job_name!r}; the jobs are {', '.join(self._jobs) or 'none'}")
+        return self._jobs[job_name]
+
+
+def _is_dense(tasks: dict[int, str]) -> bool:
+    return list(tasks) == list(range(len(tasks)))
+
+
+def _checked_job(job: object) -> str:
+    if not isinstance(job, str):
+        raise TypeError(f"the name of a job must be a string; got {job!r}")
+    return job
+
+
+def _indexed(job: str, tasks: object) -> Iterable[tuple[int, str]]:
+    """Return index and address of each task of a job."""
+    if isinstance(tasks, Mapping):
+        pairs = [(_checked_index(job, index), address) for index, address in tasks.items()]
+    elif isinstance(tasks, (list, tuple)):
+        pairs = list(enumerate(tasks))
+    else:
+        raise TypeError(f"the tasks of job {job!r} must be a list of addresses, or a dict from index to address; got {tasks!r}")
+    for index, address in pairs:
+        if not isinstance(address, str):
+            raise TypeError(f"the address of task {index} of job {job!r} must be a string such as 'host:8888'; got {address!r}")
+    return pairs
+
+
+def _checked_index(job: str, index: object) -> int:
+    # JSON, which TF_CONFIG is, has strings for keys
+    try:
+        number = int(index) if isinstance(index, str) else operator.index(index)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise TypeError(f"a task index of job {job!r} must be an integer; got {index!r}") from None
+    if number < 0:
+        raise InvalidArgumentError(f"a task index of job {job!r} must be 0 or greater; got {number}")
+    return number

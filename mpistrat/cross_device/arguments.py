@@ -1,0 +1,101 @@
+"""What a collective call accepts: the checks that need no other replica, and which results may lie where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.lib.array_utils import byte_bounds
+
+from mpistrat.arrays import Array
+from mpistrat.errors import InvalidArgumentError
+
+__all__ = ["apart", "check_gather", "check_out", "check_parts", "check_root", "is_fit"]
+
+
+def check_gather(array: Array, axis: int, verb: str = "all_gather") -> int:
+    """Return `axis` as a non-negative number.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If the array has no axes, or `axis` is none of them.
+    """
+    if array.ndim == 0:
+        raise InvalidArgumentError(f"{verb} needs arrays with at least one axis; got a scalar: pass x.reshape(1)")
+    if not -array.ndim <= axis < array.ndim:
+        accepted = f"-{array.ndim} to {array.ndim - 1} are accepted"
+        raise InvalidArgumentError(f"axis {axis} is out of range for an array of shape {array.shape}: {accepted}")
+    return axis % array.ndim
+
+
+def check_root(root: int, num_replicas: int) -> None:
+    """Check that `root` is a replica.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If it is not.
+    """
+    if not 0 <= root < num_replicas:
+        raise InvalidArgumentError(f"root must be a replica, 0 to {num_replicas - 1}; got {root}")
+
+
+def check_parts(arrays: Sequence[Array], num_replicas: int) -> None:
+    """Check that there is one array for each replica, and that they differ in their first extent at most.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If there are more or fewer, or numbers of axes, other extents or dtypes differ.
+    """
+    if len(arrays) != num_replicas:
+        raise InvalidArgumentError(f"all_to_all needs one array for each of the {num_replicas} replicas; got {len(arrays)}")
+    if len({(array.dtype, array.ndim, array.shape[1:]) for array in arrays}) > 1:
+        found = ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
+        raise InvalidArgumentError(
+            f"all_to_all needs arrays of one dtype that differ in their first extent at most; got {found}"
+        )
+
+
+def check_out(out: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
+    """Return `out` as a list, after checking that results for `arrays` can be written to it.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If there are more or fewer of them, or one has another shape or dtype, or is not C-contiguous and writable.
+    """
+    if len(out) != len(arrays):
+        raise InvalidArgumentError(f"out must hold one array for each of the {len(arrays)} that are reduced; got {len(out)}")
+    for target, array in zip(out, arrays, strict=True):
+        contiguous, writable = target.flags.c_contiguous, target.flags.writeable
+        if target.shape != array.shape or target.dtype != array.dtype or not contiguous or not writable:
+            raise InvalidArgumentError(
+                f"out must be a writable, C-contiguous {array.dtype} array of shape {array.shape}; "
+                f"got {target.dtype} {target.shape}, contiguous={contiguous}, writable={writable}"
+            )
+    return list(out)
+
+
+def apart(arrays: Sequence[Array], out: Sequence[Array]) -> list[Array]:
+    """Return `arrays`, copied where one shares memory with the result of another: results are written before all are read."""
+    spans = [(*byte_bounds(target), index) for index, target in enumerate(out) if target.size]
+    spans += [(*byte_bounds(array), index) for index, array in enumerate(arrays) if array.size and array is not out[index]]
+    # sorted by where they begin, memory overlaps only where a span begins before all earlier ones have ended
+    reach, crossing = 0, False
+    for first, end, _ in sorted(spans):
+        crossing = crossing or first < reach
+        reach = max(reach, end)
+    if not crossing:
+        return list(arrays)
+    return [array if array is out[index] else array.copy() for index, array in enumerate(arrays)]
+
+
+def is_fit(target: Array, source: Array) -> bool:
+    """Return whether MPI can write to `target` what it makes of `source`; else the longer way says why not, or copies."""
+    if target.shape != source.shape or target.dtype is not source.dtype or not target.flags.carray:
+        return False
+    # arrays that own their memory do not overlap, unless they are one
+    owners = source.base is None and target.base is None and source is not target
+    return owners or not np.may_share_memory(source, target)

@@ -1,0 +1,132 @@
+"""Destinations: which ranks the result of a reduction lands on, and what the others hold."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, as_array
+from mpistrat.context.values import DistributedValues, Mirrored
+from mpistrat.cross_device.collectives import Collectives
+from mpistrat.cross_device.sparse import IndexedSlices
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.topology.devices import ranks_of
+
+__all__ = ["OnSomeReplicas", "deliver", "resolve"]
+
+_ACCEPTED = (
+    "accepted are a distributed value, a variable or an array (the replicas that hold it), a device string such as 'rank:0', a "
+    "rank, and a set of ranks and device strings"
+)
+_ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__cuda_array_interface__", "__dlpack__")
+
+
+class OnSomeReplicas(DistributedValues):
+    """A value that lives on the destination of a reduction only.
+
+    Parameters
+    ----------
+    component : ndarray or IndexedSlices
+        The component of this rank; where it has none, something empty of that kind, which nobody sees.
+    ranks : tuple of int
+        Where the value lives, in rising order.
+    rank : int
+        This rank.
+    """
+
+    def __init__(self, component: Any, ranks: tuple[int, ...], rank: int) -> None:
+        super().__init__(component)
+        self.ranks = ranks
+        self._rank = rank
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank has a component."""
+        return self._rank in self.ranks
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components that this rank holds: a tuple of one, or of none."""
+        return super().values if self.is_here else ()
+
+    def in_replica(self) -> Any:
+        """Return the component; where there is none the value itself, which cannot be read."""
+        return self._component if self.is_here else self
+
+    def read(self) -> Array:
+        """Return the component.
+
+        Raises
+        ------
+        InvalidArgumentError
+            On the ranks that have none.
+        """
+        if not self.is_here:
+            raise InvalidArgumentError(
+                f"rank {self._rank}: a value that was reduced to {_named(self.ranks)} cannot be read here.\n"
+                '    incorrect:  total = ops.reduce("sum", value, "rank:0"); print(np.asarray(total)), on all ranks\n'
+                "    correct:    if total.is_here: print(np.asarray(total))\n"
+                '    correct:    total = ops.reduce("sum", value, value), to have it on all ranks'
+            )
+        return as_array(self._component)
+
+    def stand_in(self) -> Any:
+        """Return the component; where there is none, what was passed in its place."""
+        return self._component
+
+    def __repr__(self) -> str:
+        held = repr(self._component) if self.is_here else "not here"
+        return f"OnSomeReplicas({held}, on {_named(self.ranks)})"
+
+
+def resolve(destinations: Any, collectives: Collectives) -> tuple[int, ...]:
+    """Return the ranks that `destinations` names, in rising order.
+
+    Values name the ranks that hold them, whatever is in them; a device string names the ranks that have the device.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If `destinations` is nothing that names ranks, is empty, or names a rank or device that there is not.
+    """
+    if isinstance(destinations, (set, frozenset, str)) and not destinations:
+        raise InvalidArgumentError(f"destinations must not be empty; {_ACCEPTED}")
+    items = destinations if isinstance(destinations, (set, frozenset)) else (destinations,)
+    return tuple(sorted({rank for item in items for rank in _ranks(item, collectives)}))
+
+
+def deliver(result: Any, ranks: tuple[int, ...], collectives: Collectives) -> Any:
+    """Return a result that all ranks have computed as a value that lives on `ranks`; with one replica, the bare result."""
+    if collectives.size == 1:
+        return result
+    if len(ranks) == collectives.size:
+        return Mirrored(result)
+    return OnSomeReplicas(result if collectives.rank in ranks else _empty(result), ranks, collectives.rank)
+
+
+def _ranks(destination: Any, collectives: Collectives) -> Collection[int]:
+    """Return the ranks that one destination names."""
+    if isinstance(destination, OnSomeReplicas):
+        return destination.ranks
+    if isinstance(destination, str):
+        return ranks_of(destination, collectives.world)
+    if isinstance(destination, (int, np.integer)) and not isinstance(destination, bool):
+        return ranks_of(f"rank:{destination}", collectives.world)
+    held = isinstance(destination, (DistributedValues, IndexedSlices))
+    if held or any(hasattr(destination, protocol) for protocol in _ARRAY_PROTOCOLS):
+        return range(collectives.size)
+    advice = ": pass a set to name several ranks" if isinstance(destination, (list, tuple)) else ""
+    raise InvalidArgumentError(f"destinations cannot be {destination!r}{advice}; {_ACCEPTED}")
+
+
+def _named(ranks: tuple[int, ...]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _empty(result: Any) -> Any:
+    """Return something empty of the kind of `result`, so that its memory can be freed."""
+    if isinstance(result, IndexedSlices):
+        return IndexedSlices(result.values[:0].copy(), result.indices[:0].copy(), result.dense_shape)
+    return np.empty(0, as_array(result).dtype)

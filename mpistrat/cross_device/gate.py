@@ -1,0 +1,171 @@
+"""Gate: what every collective call passes: none has failed before, all ranks come in time, and make the same call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.errors import DeadlineExceededError, UnavailableError
+from mpistrat.groups.agreement import Agreement
+from mpistrat.groups.arrival import Arrival
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.transports.base import Steps, drive
+
+__all__ = ["Call", "Gate"]
+
+# what a call that has met all ranks at the last moment may still take
+_LEAST_SECONDS = 0.2
+
+# collectives that failed: peers that are late may still read and write their memory, so it is never freed
+_left_to_peers: list[object] = []
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective call: what errors call it, and its deadline.
+
+    Attributes
+    ----------
+    number : int
+        Its sequence number.
+    verb : str
+        What it does.
+    describe : callable
+        Returns it with its arguments.
+    options : CommunicationOptions
+        All that hold for it.
+    ends : float
+        When its time is up, on the clock of `time.monotonic`; 0 means never.
+    """
+
+    number: int
+    verb: str
+    describe: Callable[[], str]
+    options: CommunicationOptions
+    ends: float = 0.0
+
+    def __str__(self) -> str:
+        return f"collective {self.number}, {self.describe()}"
+
+    @property
+    def seconds(self) -> float:
+        """The deadline in seconds from the beginning; 0 means none."""
+        return self.options.timeout_seconds or 0.0
+
+    @property
+    def rest_seconds(self) -> float:
+        """What is left of it; 0 means that there is no deadline."""
+        return max(self.ends - time.monotonic(), _LEAST_SECONDS) if self.ends else 0.0
+
+
+class Gate:
+    """Lets collective calls through, and no more of them once one has failed.
+
+    Parameters
+    ----------
+    hierarchy : Hierarchy
+        Whose ranks call.
+    agreement : Agreement
+        Compares the calls of all ranks.
+    memory : object
+        What calls work on; kept for ever once one has failed.
+
+    Attributes
+    ----------
+    refusal : str
+        Why no further collective can be made, or an empty text.
+    """
+
+    def __init__(self, hierarchy: Hierarchy, agreement: Agreement, memory: object) -> None:
+        world = hierarchy.world
+        nodes = [world.nodes[world.place(rank).node_index].name for rank in range(world.size)]
+        self._arrival = Arrival(hierarchy.world_group, nodes)
+        self._agreement, self._comm, self._memory, self._rank = agreement, hierarchy.world_group.comm, memory, hierarchy.rank
+        self.refusal = ""
+        self._has_failed = False
+
+    def is_broken(self) -> bool:
+        """Return whether a collective has failed, here or on a rank that has told so."""
+        return self._has_failed or self._arrival.is_given_up()
+
+    def require_open(self) -> None:
+        """Check that a collective can be made.
+
+        Raises
+        ------
+        UnavailableError
+            If one is under way, or has failed.
+        """
+        if self.refusal:
+            raise UnavailableError(f"rank {self._rank}: no further collective can be made: {self.refusal}")
+
+    def arrive(self, call: Call) -> None:
+        """Wait until all ranks have come, where the call has a deadline. A collective call then.
+
+        Raises
+        ------
+        DeadlineExceededError
+            If they do not come in time.
+        """
+        if call.ends:
+            self._drive(call, self._arrival.steps(self._comm.Ibarrier, lambda: str(call), call.seconds))
+
+    def agree(self, call: Call, error: Exception | None = None) -> None:
+        """Wait until all ranks have come, and check that they make the same call. A collective call.
+
+        Raises
+        ------
+        DeadlineExceededError
+            If they do not come in time.
+        AgreementError
+            On every rank, if the calls differ; on one that passes an `error`, that error.
+        """
+        self._agreement.check(
+            call.describe(),
+            error,
+            lambda enter: self._drive(call, self._arrival.steps(enter, lambda: str(call), call.seconds)),
+        )
+
+    def run(self, call: Call, steps: Steps) -> None:
+        """Go through the steps of a call that has been let in, in what is left of its time.
+
+        Raises
+        ------
+        DeadlineExceededError
+            If they do not end in time.
+        """
+        drive(self.guarded(call, steps), call.describe, call.rest_seconds, lambda: self.overdue(call))
+
+    def hold(self, call: Call) -> None:
+        """Let nothing through until the steps of the call have ended."""
+        self.refusal = f"an earlier {call.verb} is still under way: wait for it first"
+
+    def guarded(self, call: Call, steps: Steps) -> Steps:
+        """Return the steps; while they are under way, and for ever if they fail, no other collective can be made."""
+        self.hold(call)
+        try:
+            yield from steps
+        except BaseException as error:
+            self._fail(call, error)
+            raise
+        self.refusal = ""
+
+    def overdue(self, call: Call) -> DeadlineExceededError:
+        """Tell all ranks that the call is given up here, and return the error that says who does not answer."""
+        return self._arrival.overdue(str(call), call.seconds)
+
+    def _drive(self, call: Call, steps: Steps) -> None:
+        """Go through steps that see to their deadline themselves."""
+        try:
+            drive(steps, call.describe)
+        except BaseException as error:
+            self._fail(call, error)
+            raise
+
+    def _fail(self, call: Call, error: BaseException) -> None:
+        name = type(error).__name__
+        self.refusal = f"an earlier {call.verb} did not end ({name}), and ranks may be out of step; make a new strategy"
+        self._has_failed = True
+        _left_to_peers.append(self._memory)

@@ -1,0 +1,163 @@
+"""What is asked of CrossDeviceOps: values, destinations and options, checked before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from mpistrat.arrays import Array, as_array
+from mpistrat.context.stack import current, default_mode, get_strategy, misplaced
+from mpistrat.context.values import DistributedValues, PerReplica
+from mpistrat.cross_device.collectives import Collectives
+from mpistrat.cross_device.destinations import OnSomeReplicas, resolve
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.cross_device.sparse import IndexedSlices, check_slices
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.reduction import ReduceOp, check_dtype
+
+__all__ = ["Pair", "broadcast_source", "check_options", "checked_component", "checked_pairs", "is_open"]
+
+# combining equal components with these gives the component again
+_IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
+
+
+class Pair(NamedTuple):
+    """A value, the destinations as they were given, and the ranks that they name."""
+
+    value: Any
+    destinations: Any
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        if isinstance(self.value, OnSomeReplicas):
+            return f"{type(self.value).__name__} on ranks {self.value.ranks} -> {self.ranks}"
+        component = checked_component(self.value)
+        # slices may have other rows on each replica
+        kind = "IndexedSlices" if isinstance(component, IndexedSlices) else f"{component.dtype} {component.shape}"
+        return f"{type(self.value).__name__} {kind} -> {self.ranks}"
+
+
+def checked_pairs(op: ReduceOp, pairs: Iterable[tuple[Any, Any]], collectives: Collectives) -> list[Pair]:
+    """Return pairs of values and destinations, after checking that each value can be reduced with `op`.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If `pairs` is no iterable of 2-tuples, a value is no array, its sum is ambiguous, or its destinations name no ranks.
+    UnsupportedDtypeError
+        If `op` is not defined for a dtype.
+    RuntimeError
+        If a value of a strategy is combined outside all scopes.
+    """
+    given = list(pairs) if isinstance(pairs, Iterable) else None
+    if given is None or any(not isinstance(pair, tuple) or len(pair) != 2 for pair in given):
+        raise InvalidArgumentError(
+            f"value_destination_pairs must be an iterable of 2-tuples (value, destinations); got {pairs!r}"
+        )
+    return [_checked(op, value, destinations, collectives) for value, destinations in given]
+
+
+def checked_component(value: Any) -> Array | IndexedSlices:
+    """Return the component of this rank of any value, distributed or not.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If it is no array of numbers.
+    """
+    component = value.in_replica() if isinstance(value, DistributedValues) else value
+    if isinstance(component, IndexedSlices):
+        return component
+    try:
+        return as_array(component)
+    except UnsupportedDtypeError as error:
+        raise InvalidArgumentError(
+            f"{value!r} cannot be made a per-replica value: {error}; nested values are reduced leaf by leaf, by "
+            "batch_reduce, strategy.reduce or ctx.all_reduce"
+        ) from None
+
+
+def broadcast_source(tensor: Any) -> tuple[int, Array | IndexedSlices]:
+    """Return which rank's component of a value is to be copied to the others, and what this rank brings to it.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If the components differ, or are no arrays of numbers.
+    RuntimeError
+        If the value of a strategy is copied outside all scopes.
+    """
+    _check_in_scope(tensor)
+    if isinstance(tensor, PerReplica):
+        raise InvalidArgumentError(
+            f"{tensor!r} has a component on every replica: which of them is to be broadcast?\n"
+            "    incorrect:  ops.broadcast(strategy.run(fn), destinations)\n"
+            '    correct:    ops.reduce("mean", strategy.run(fn), destinations), or ops.broadcast(array, destinations)'
+        )
+    if isinstance(tensor, OnSomeReplicas):
+        return tensor.ranks[0], checked_component(tensor.stand_in())
+    return 0, checked_component(tensor)
+
+
+def check_options(options: object) -> None:
+    """Check that `options` are communication options, or None.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If they are not.
+    """
+    if not isinstance(options, (CommunicationOptions, type(None))):
+        raise InvalidArgumentError(f"options must be CommunicationOptions or None; got {options!r}")
+
+
+def is_open(pair: Pair, collectives: Collectives) -> bool:
+    """Return whether there are several components to combine."""
+    return collectives.size > 1 and isinstance(pair.value, PerReplica)
+
+
+def _checked(op: ReduceOp, value: Any, destinations: Any, collectives: Collectives) -> Pair:
+    _check_in_scope(value)
+    if isinstance(value, DistributedValues):
+        value = value.across_replicas()
+    pair = Pair(value, destinations, resolve(destinations, collectives))
+    if isinstance(value, OnSomeReplicas):
+        _check_unambiguous(op, value, len(value.ranks))
+        return pair
+    component = checked_component(value)
+    if isinstance(component, IndexedSlices):
+        check_slices(op, component)
+        rows = component.values
+    else:
+        check_dtype(op, component.dtype)
+        rows = component
+    if not isinstance(value, PerReplica) and rows.any():
+        _check_unambiguous(op, value, collectives.size)
+    return pair
+
+
+def _check_in_scope(value: Any) -> None:
+    """Refuse the value of a strategy outside all scopes, where there is one replica and nothing would be combined."""
+    is_default = current() is default_mode()
+    if (
+        is_default
+        and isinstance(value, DistributedValues)
+        and getattr(value, "distribute_strategy", None) is not get_strategy()
+    ):
+        raise misplaced(
+            f"an operation of CrossDeviceOps on {value!r}",
+            "in the scope of the strategy that the value is of",
+            'ops.reduce("sum", strategy.run(fn), destinations)',
+            'with strategy.scope(): ops.reduce("sum", strategy.run(fn), destinations)',
+        )
+
+
+def _check_unambiguous(op: ReduceOp, value: Any, num_components: int) -> None:
+    if op not in _IDEMPOTENT and num_components > 1:
+        raise InvalidArgumentError(
+            f"{op.name} of {value!r}, which is equal on {num_components} replicas, is ambiguous: does it count once, or "
+            f"{num_components} times?\n"
+            '    incorrect:  ops.reduce("sum", 5.0, destinations)\n'
+            '    correct:    ops.reduce("sum", strategy.run(fn), destinations), with what fn returns on each replica; or '
+            "the value itself"
+        )

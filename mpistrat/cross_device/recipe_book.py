@@ -1,0 +1,116 @@
+"""RecipeBook: which plans arrays of certain shapes and dtypes take, found once and kept."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat import settings
+from mpistrat.algorithms import flat
+from mpistrat.algorithms.choose import Choice, choose
+from mpistrat.algorithms.plan import Plan, Scope
+from mpistrat.arrays import Array
+from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.cross_device.recipe import Packing, Recipe, is_current, make_recipe
+from mpistrat.errors import InvalidArgumentError, TransportError
+from mpistrat.execution.executor import Executor
+from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
+
+__all__ = ["RECIPES_KEPT", "RecipeBook"]
+
+RECIPES_KEPT = 64
+
+_WIRE_OPS = (ReduceOp.SUM, ReduceOp.MEAN)
+
+
+class RecipeBook:
+    """Makes the recipes of an executor, and keeps the last ones.
+
+    Parameters
+    ----------
+    executor : Executor
+        Binds the plans.
+    say : callable
+        Is told which plan was chosen, and why.
+    """
+
+    def __init__(self, executor: Executor, say: Callable[[str], None]) -> None:
+        self._executor, self._world, self._say = executor, executor.hierarchy.world, say
+        self._chunk_bytes = settings.CHUNK_BYTES.read()
+        self._recipes: OrderedDict[tuple[Any, ...], Recipe] = OrderedDict()
+
+    def find(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Recipe:
+        """Return the recipe for arrays like these. A collective call where there is none yet.
+
+        Raises
+        ------
+        UnsupportedDtypeError, TransportError, InvalidArgumentError
+            What `check` raises, where there is no recipe yet.
+        Unsuitable
+            If the algorithm that is asked for declines.
+        """
+        # of the options only what shapes a recipe: ranks may differ in the others
+        shaping = options.algorithm, options.bytes_per_pack, options.wire_dtype, options.deterministic
+        signature = (op, *shaping, num_packs, *[(array.shape, array.dtype) for array in arrays])
+        recipe = self._recipes.get(signature)
+        if (
+            recipe is None
+            or options.implementation is CommunicationImplementation.NCCL
+            or not is_current(recipe, self._executor)
+        ):
+            self.check(op, arrays, options)
+            packing = Packing(options.bytes_per_pack, num_packs)
+            recipe = make_recipe(self._executor, op, arrays, packing, lambda n, t: self._chosen(op, n, t, options))
+            self._recipes[signature] = recipe
+            if len(self._recipes) > RECIPES_KEPT:
+                self._recipes.popitem(last=False)
+        return recipe
+
+    def check(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> None:
+        """Check that arrays can be combined as the options say.
+
+        Raises
+        ------
+        UnsupportedDtypeError
+            If `op` is not defined for a dtype.
+        TransportError
+            If the options ask for NCCL.
+        InvalidArgumentError
+            If they ask for a wire dtype and an algorithm that has no step between nodes.
+        """
+        for index, array in enumerate(arrays):
+            check_dtype(op, array.dtype, f"array {index}")
+        if options.implementation is CommunicationImplementation.NCCL:
+            raise TransportError("NCCL was asked for, but these are host arrays; implementation AUTO or RING is accepted here")
+        if options.wire_dtype and options.algorithm == "flat" and self._world.num_nodes > 1:
+            raise InvalidArgumentError(
+                f"wire_dtype={options.wire_dtype!r} needs a step between nodes, which algorithm 'flat' does not have; accepted "
+                "are auto, leader, hierarchical, pipelined, or wire_dtype=None"
+            )
+
+    def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
+        """Return the plan, and why, for an all-reduce of `count` elements."""
+        itemsize = accumulation_dtype(ReduceOp.SUM, dtype).itemsize
+        if options.deterministic:
+            return Choice(flat.plan(self._world, count, itemsize), "deterministic=True adds in the order of the replicas", ())
+        return choose(self._world, count, itemsize, options.algorithm, self._chunk_bytes)
+
+    def clear(self) -> None:
+        """Forget all recipes."""
+        self._recipes.clear()
+
+    def _chosen(
+        self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions
+    ) -> tuple[Plan, np.dtype[Any] | None]:
+        """Return the plan for a bucket, and the dtype in which it is sent where it is added in order."""
+        choice = self.choose(count, dtype, options)
+        self._say(f"{op.name} of {count} elements: {choice.plan}; {choice.reason}")
+        if options.deterministic:
+            return choice.plan, dtype
+        crosses_nodes = any(phase.scope in (Scope.INTER, Scope.LEADERS) for phase in choice.plan.phases)
+        if options.wire_dtype and crosses_nodes and op in _WIRE_OPS and dtype == np.float32:
+            return choice.plan, np.dtype(options.wire_dtype)
+        return choice.plan, None

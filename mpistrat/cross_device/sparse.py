@@ -1,0 +1,224 @@
+"""IndexedSlices: some rows of a large array, the gradient of an embedding for example; replicas add up theirs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, as_array
+from mpistrat.cross_device.collectives import Collectives
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, divide
+
+__all__ = ["IndexedSlices", "all_reduce_slices", "broadcast_slices", "check_slices", "gather_refused"]
+
+
+class IndexedSlices:
+    """Some rows of an array whose other rows are zero. A row that is named more than once counts as the sum.
+
+    A leaf of nested values, like an array: ``ctx.all_reduce`` and ``strategy.reduce`` take it, with SUM or MEAN.
+
+    Parameters
+    ----------
+    values : array_like
+        The rows, one behind the other along axis 0; there may be none.
+    indices : array_like of int
+        Where in the dense array each row belongs, counted along its axis 0; one axis, as long as `values`.
+    dense_shape : sequence of int, optional
+        The shape of the dense array.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If the parts do not fit each other, or an index is negative or outside the dense array.
+    UnsupportedDtypeError
+        If the values are no numbers, or the indices no integers.
+    """
+
+    def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None) -> None:
+        self._values = as_array(values, "values")
+        self._indices = _checked_indices(indices, self._values)
+        self._dense_shape = None if dense_shape is None else _checked_shape(dense_shape, self._values, self._indices)
+
+    @property
+    def values(self) -> Array:
+        """The rows."""
+        return self._values
+
+    @property
+    def indices(self) -> Array:
+        """Where each row belongs, as int64."""
+        return self._indices
+
+    @property
+    def dense_shape(self) -> tuple[int, ...] | None:
+        """The shape of the dense array; None where it was not given."""
+        return self._dense_shape
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The same as `dense_shape`."""
+        return self._dense_shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of one element of the rows."""
+        return self._values.dtype
+
+    def to_dense(self) -> Array:
+        """Return the dense array.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If `dense_shape` was not given.
+        """
+        if self._dense_shape is None:
+            raise InvalidArgumentError(
+                f"{self!r} has no dense_shape, so how many rows the dense array has is not known: pass "
+                "IndexedSlices(values, indices, dense_shape)"
+            )
+        totals, rows = _totals(ReduceOp.SUM, self._values, self._indices)
+        dense = np.zeros(self._dense_shape, self.dtype)
+        dense[rows] = totals
+        return dense
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        if copy is False:
+            raise InvalidArgumentError(f"{self!r} cannot be read as an array without a copy: call to_dense()")
+        return np.asarray(self.to_dense(), dtype)
+
+    def __repr__(self) -> str:
+        rows = "1 row" if len(self._indices) == 1 else f"{len(self._indices)} rows"
+        return f"IndexedSlices({rows} of {self.dtype} {self._values.shape[1:]}, dense_shape={self._dense_shape})"
+
+
+def all_reduce_slices(
+    collectives: Collectives, op: ReduceOp, slices: IndexedSlices, options: CommunicationOptions | None = None
+) -> IndexedSlices:
+    """Add up the rows of all replicas; every replica receives the result. A collective call.
+
+    Rows and indices are gathered, as many as each replica has, and rows of equal index are summed in replica order, 16-bit
+    floats in float32. The mean divides by the number of replicas, whichever of them have a row.
+
+    Parameters
+    ----------
+    collectives : Collectives
+        What to gather through.
+    op : ReduceOp
+        SUM or MEAN.
+    slices : IndexedSlices
+        The rows of this replica; dtype, row shape and dense shape must be those of the others.
+    options : CommunicationOptions, optional
+        Merged over those of `collectives`.
+
+    Returns
+    -------
+    IndexedSlices
+        Each index once, in rising order.
+
+    Raises
+    ------
+    NotImplementedError, UnsupportedDtypeError
+        As `check_slices`.
+    AgreementError
+        On every replica, strict mode or not, if dtypes, row shapes or dense shapes differ; on the others where one raises.
+    """
+    error: Exception | None = None
+    try:
+        check_slices(op, slices)
+    except (TypeError, NotImplementedError) as refused:
+        error = refused
+    kind = f"{slices.dtype} rows of shape {slices.values.shape[1:]}, dense_shape={slices.dense_shape}"
+    collectives.agree(f"all_reduce({op.name}) of IndexedSlices with {kind}", error)
+    indices = collectives.all_gather(slices.indices, 0, options)
+    totals, rows = _totals(op, collectives.all_gather(slices.values, 0, options), indices)
+    results = np.empty(totals.shape, slices.dtype)
+    if op is ReduceOp.MEAN:
+        divide(totals, collectives.size, results)
+    else:
+        results[...] = totals
+    return IndexedSlices(results, rows, slices.dense_shape)
+
+
+def broadcast_slices(collectives: Collectives, slices: IndexedSlices, root: int = 0) -> IndexedSlices:
+    """Return the slices of replica `root`. A collective call.
+
+    Raises
+    ------
+    AgreementError
+        On every replica, if their dense shapes differ.
+    """
+    collectives.agree(f"broadcast of IndexedSlices with dense_shape={slices.dense_shape}")
+    values, indices = collectives.broadcast(slices.values, root), collectives.broadcast(slices.indices, root)
+    return IndexedSlices(values, indices, slices.dense_shape)
+
+
+def check_slices(op: ReduceOp, slices: IndexedSlices) -> None:
+    """Check that `op` is defined for slices.
+
+    Raises
+    ------
+    NotImplementedError
+        If it is neither SUM nor MEAN.
+    UnsupportedDtypeError
+        If it is not defined for the dtype of the rows.
+    """
+    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise NotImplementedError(
+            f"{op.name} of {slices!r} is not supported: the rows that it does not name are zero, and would have to be compared "
+            f"or multiplied too. Reduce slices.to_dense() with {op.name}, or the slices with SUM or MEAN."
+        )
+    check_dtype(op, slices.dtype, "the rows of IndexedSlices")
+
+
+def gather_refused(slices: IndexedSlices) -> NotImplementedError:
+    """Return the error of gathering slices."""
+    return NotImplementedError(
+        f"{slices!r} cannot be gathered: rows of different replicas with one index would be one row or several.\n"
+        "    incorrect:  ctx.all_gather(slices, axis=0)\n"
+        "    correct:    ctx.all_gather([slices.values, slices.indices], axis=0), or ctx.all_gather(slices.to_dense(), axis=0)"
+    )
+
+
+def _totals(op: ReduceOp, values: Array, indices: Array) -> tuple[Array, Array]:
+    """Return the sums of the rows of equal index, in the dtype of their summing, and the indices in rising order."""
+    # stable: rows of one index are summed in the order in which they come
+    order = np.argsort(indices, kind="stable")
+    ordered = indices[order]
+    starts = np.flatnonzero(np.diff(ordered, prepend=-1))
+    # without a dtype NumPy would sum small integers and booleans in 64 bits
+    return np.add.reduceat(values[order], starts, axis=0, dtype=accumulation_dtype(op, values.dtype)), ordered[starts]
+
+
+def _checked_indices(indices: Any, values: Array) -> Array:
+    array = as_array(indices, "indices")
+    if values.ndim == 0:
+        raise InvalidArgumentError("values of IndexedSlices must have at least one axis, that of the rows; got a scalar")
+    if array.size and array.dtype.kind not in "iu":
+        raise UnsupportedDtypeError(f"indices of IndexedSlices must be integers; got dtype {array.dtype}")
+    if array.shape != values.shape[:1]:
+        raise InvalidArgumentError(
+            f"indices of IndexedSlices must have shape {values.shape[:1]}, one for each row of values {values.shape}; "
+            f"got shape {array.shape}"
+        )
+    if (array < 0).any():
+        raise InvalidArgumentError(f"indices of IndexedSlices must not be negative; the least is {array.min()}")
+    return array.astype(np.int64, copy=False)
+
+
+def _checked_shape(dense_shape: Sequence[int], values: Array, indices: Array) -> tuple[int, ...]:
+    try:
+        shape = tuple(operator.index(extent) for extent in dense_shape)
+    except TypeError:
+        raise InvalidArgumentError(f"dense_shape must be a sequence of int, or None; got {dense_shape!r}") from None
+    if len(shape) != values.ndim or shape[1:] != values.shape[1:] or shape[0] < 0:
+        rest = "".join(f", {extent}" for extent in values.shape[1:])
+        raise InvalidArgumentError(f"dense_shape must be (rows{rest}) for values of shape {values.shape}; got {shape}")
+    if indices.size and indices.max() >= shape[0]:
+        raise InvalidArgumentError(f"index {indices.max()} is outside dense_shape {shape}: 0 to {shape[0] - 1} are accepted")
+    return shape

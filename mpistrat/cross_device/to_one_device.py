@@ -1,0 +1,131 @@
+"""ReductionToOneDevice: one rank receives all components and combines them in replica order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, as_array, like
+from mpistrat.context.values import PerReplica, fitted
+from mpistrat.cross_device.collectives import Collectives
+from mpistrat.cross_device.destinations import deliver, resolve
+from mpistrat.cross_device.ops import CrossDeviceOps, current_collectives
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.cross_device.sparse import IndexedSlices, all_reduce_slices
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, combine, divide
+
+__all__ = ["ReductionToOneDevice"]
+
+AccumulationFn = Callable[[list[Array]], Any]
+
+
+class ReductionToOneDevice(CrossDeviceOps):
+    """Sends the components of a value to one rank, combines them there in replica order, and sends the result to all.
+
+    Slow where there are many ranks, but the order of summing is always the same, and `accumulation_fn` may be anything.
+
+    Parameters
+    ----------
+    reduce_to_device : str or int, optional
+        The rank that combines, as a device string (``rank:1``) or a number; by default the first destination.
+    accumulation_fn : callable, optional
+        Called on that rank as ``accumulation_fn([component_0, component_1, …])``, with arrays of the dtype they are summed in
+        (float32 for 16-bit floats), in place of summing them; it returns an array of their shape. MEAN then divides what it
+        returns. Slices are summed without it.
+
+    Raises
+    ------
+    TypeError
+        If `accumulation_fn` cannot be called.
+    """
+
+    def __init__(self, reduce_to_device: str | int | None = None, accumulation_fn: AccumulationFn | None = None) -> None:
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise TypeError(f"accumulation_fn must be callable with a list of arrays; got {accumulation_fn!r}")
+        self._reduce_to_device = reduce_to_device
+        self._accumulation_fn = accumulation_fn
+
+    def reduce_implementation(
+        self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
+    ) -> Any:
+        """Combine one value: see `CrossDeviceOps.reduce_implementation`. A collective call.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If `reduce_to_device` does not name one rank, or an `accumulation_fn` is to do another operation than SUM or
+            MEAN, or returns an array of another shape or kind of number: on the rank that combines.
+        AgreementError
+            On the others then, and where `accumulation_fn` raises.
+        """
+        collectives = current_collectives()
+        [component] = per_replica_value.values
+        ranks = resolve(destinations, collectives)
+        if isinstance(component, IndexedSlices):
+            return deliver(all_reduce_slices(collectives, reduce_op, component, options), ranks, collectives)
+        array = as_array(component)
+        check_dtype(reduce_op, array.dtype)
+        root = ranks[0] if self._reduce_to_device is None else self._root(collectives)
+        result = self._combined(reduce_op, array, collectives.gather(array, root, options), collectives)
+        if ranks != (root,):
+            result = collectives.broadcast(result, root, options)
+        return deliver(like(result, component), ranks, collectives)
+
+    def _root(self, collectives: Collectives) -> int:
+        """Return the rank that `reduce_to_device` names."""
+        ranks = resolve(self._reduce_to_device, collectives)
+        if len(ranks) > 1:
+            raise InvalidArgumentError(
+                f"reduce_to_device must name one rank, such as 'rank:0'; {self._reduce_to_device!r} names ranks {ranks}"
+            )
+        return ranks[0]
+
+    def _combined(self, op: ReduceOp, array: Array, parts: list[Array] | None, collectives: Collectives) -> Array:
+        """Return the combination of `parts` on the rank that has them; elsewhere just an array."""
+        if self._accumulation_fn is None:
+            return array if parts is None else _finished(op, _folded(op, parts), array, len(parts))
+        error: Exception | None = None
+        try:
+            if parts is not None:
+                array = _finished(op, self._accumulated(op, parts), array, len(parts))
+        except Exception as refused:  # whatever the user's function raises, the other ranks must learn of it
+            error = refused
+        collectives.agree(f"{op.name} by ReductionToOneDevice with an accumulation_fn", error)
+        return array
+
+    def _accumulated(self, op: ReduceOp, parts: list[Array]) -> Array:
+        """Return what `accumulation_fn` makes of the components."""
+        assert self._accumulation_fn is not None, "there is a function to call"
+        if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+            raise InvalidArgumentError(
+                f"accumulation_fn takes the place of summing, so it serves SUM and MEAN; for {op.name}, leave it out"
+            )
+        wide = accumulation_dtype(op, parts[0].dtype)
+        total = as_array(self._accumulation_fn([part.astype(wide) for part in parts]), "what accumulation_fn returned")
+        return fitted(total, np.empty(parts[0].shape, wide), self)
+
+    def __repr__(self) -> str:
+        function = getattr(self._accumulation_fn, "__name__", type(self._accumulation_fn).__name__)
+        chosen = "None" if self._accumulation_fn is None else function
+        return f"ReductionToOneDevice(reduce_to_device={self._reduce_to_device!r}, accumulation_fn={chosen})"
+
+
+def _folded(op: ReduceOp, parts: Sequence[Array]) -> Array:
+    """Return the components combined one after the other."""
+    total = parts[0].astype(accumulation_dtype(op, parts[0].dtype))
+    for part in parts[1:]:
+        combine(op)(total, part, out=total)
+    return total
+
+
+def _finished(op: ReduceOp, total: Array, array: Array, count: int) -> Array:
+    """Return a total as the result of the operation, in the dtype of `array`."""
+    result = np.empty(array.shape, array.dtype)
+    if op is ReduceOp.MEAN:
+        divide(total, count, result)
+    else:
+        result[...] = total
+    return result

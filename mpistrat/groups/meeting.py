@@ -1,0 +1,111 @@
+"""Meeting: all ranks of the job come together while a strategy or resolver is made, and learn whether each of them can.
+
+File law: nothing here waits for ranks that have not come, but the meeting itself, and that has its deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from mpistrat.errors import DeadlineExceededError
+from mpistrat.groups.agreement import Agreement
+from mpistrat.groups.group import Group
+from mpistrat.launch import bootstrap
+from mpistrat.topology.discover import discover
+from mpistrat.topology.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Meeting", "meeting"]
+
+T = TypeVar("T")
+
+_POLL_SECONDS = 0.0005
+
+
+class Meeting:
+    """What the ranks have in common while they meet.
+
+    Attributes
+    ----------
+    comm : MPI.Intracomm
+        All ranks of the job; freed when the meeting ends.
+    world : World
+        Which rank sits where.
+    rank : int
+        This rank.
+    """
+
+    def __init__(self, group: Group, world: World) -> None:
+        self._agreement = Agreement(group)
+        self.comm, self.rank, self.world = group.comm, group.rank, world
+
+    def agree(self, call: str, check: Callable[[], T]) -> T:
+        """Return what `check` returns here, once all ranks have made the same call and none refuses it. A collective call.
+
+        Parameters
+        ----------
+        call : str
+            Describes the call with its arguments, in the same words on all ranks.
+        check : callable
+            Raises where this rank cannot make the call; it must not communicate.
+
+        Raises
+        ------
+        Exception
+            What `check` raised, on the rank where it did.
+        AgreementError
+            On all others then, and on all ranks where the calls differ.
+        """
+        error: Exception | None = None
+        try:
+            result = check()
+        except Exception as refused:
+            error = refused
+        self._agreement.check(call, error)
+        return result
+
+
+@contextmanager
+def meeting(call: str, timeout_seconds: float = 0.0) -> Iterator[Meeting]:
+    """Start MPI, wait until all ranks have come, and find out which sits where. A collective call, as is leaving it.
+
+    Parameters
+    ----------
+    call : str
+        What the ranks meet for, for errors.
+    timeout_seconds : float
+        How long to wait for the others; 0 means for ever.
+
+    Raises
+    ------
+    LaunchError, TopologyError
+        As `bootstrap.start` and `topology.discover`.
+    DeadlineExceededError
+        If not all ranks come in time.
+    """
+    world = bootstrap.start()
+    group = Group(_own(world, call, timeout_seconds), "world", tuple(range(world.Get_size())))
+    try:
+        yield Meeting(group, discover(group.comm))
+    finally:
+        group.close()
+
+
+def _own(world: MPI.Intracomm, call: str, timeout_seconds: float) -> MPI.Intracomm:
+    """Return a duplicate of the world; it comes to be when all ranks have asked for it."""
+    own, request = world.Idup()
+    deadline = time.monotonic() + (timeout_seconds or float("inf"))
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise DeadlineExceededError(
+                f"rank {world.Get_rank()}: timeout waiting for the cluster: after {timeout_seconds} s some of the "
+                f"{world.Get_size()} ranks had not come to {call}. Either they do not make this call, or they need longer: "
+                "raise CommunicationOptions(timeout_seconds=…) or MPISTRAT_TIMEOUT_SECONDS"
+            )
+        time.sleep(_POLL_SECONDS)
+    return own

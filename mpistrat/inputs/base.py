@@ -1,0 +1,108 @@
+"""Dataset: what every source of batches can do."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.inputs.checks import checked_int
+from mpistrat.inputs.options import SHARD_HINT
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Dataset"]
+
+
+class Dataset(ABC):
+    """A source of batches. Iterating over it yields the batches of an epoch, each time of the next one.
+
+    Attributes
+    ----------
+    is_file_based : bool
+        Whether it consists of files, of which each input pipeline can read its own.
+    is_hinted : bool
+        Whether it was sharded by the marker `SHARD_HINT`, and waits for its numbers.
+    """
+
+    is_file_based: bool = False
+    is_hinted: bool = False
+    _epoch: int = 0
+
+    @abstractmethod
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
+        """Yield a replica's share of each batch of an epoch.
+
+        Parameters
+        ----------
+        epoch : int
+            Which order to use, where the dataset is shuffled.
+        replica, num_replicas : int
+            Whose share; by default the whole batches.
+        """
+
+    @property
+    @abstractmethod
+    def num_batches(self) -> int | None:
+        """How many batches an epoch has; None where only iterating tells."""
+
+    @property
+    @abstractmethod
+    def element_spec(self) -> Any:
+        """The nest of `ArraySpec` that describes every batch."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return what must be the same on all ranks that share the batches: sizes, dtypes, order."""
+
+    def shard(self, num_shards: int, index: int) -> Self:
+        """Return the dataset of every `num_shards`-th row, sample or file, from number `index` on.
+
+        Parameters
+        ----------
+        num_shards : int
+            Number of parts, for example ``context.num_input_pipelines``.
+        index : int
+            Which part, for example ``context.input_pipeline_id``. `SHARD_HINT` for both leaves the numbers to
+            ``AutoShardPolicy.HINT``.
+
+        Raises
+        ------
+        TypeError
+            If a number is no int.
+        InvalidArgumentError
+            If there is no such part, or the dataset has none.
+        """
+        if num_shards == index == SHARD_HINT:
+            hinted = self._copy()
+            hinted.is_hinted = True
+            return hinted
+        num_shards = checked_int(num_shards, "num_shards", 1)
+        if checked_int(index, "index", 0) >= num_shards:
+            raise InvalidArgumentError(f"index must be one of 0 to {num_shards - 1}; got {index}")
+        return self._part(num_shards, index)
+
+    def settled(self, num_shards: int, index: int) -> Self:
+        """Return the dataset with these numbers in place of its marker."""
+        hinted = self._copy()
+        hinted.is_hinted = False
+        return hinted.shard(num_shards, index)
+
+    @abstractmethod
+    def _part(self, num_shards: int, index: int) -> Self:
+        """Return what `shard` returns, for numbers that were checked."""
+
+    def _copy(self) -> Self:
+        return copy.copy(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.is_hinted:
+            raise InvalidArgumentError(
+                "the dataset was sharded by SHARD_HINT, which waits for the numbers of an input pipeline: distribute it with "
+                "InputOptions(auto_shard_policy=AutoShardPolicy.HINT), or shard it by numbers"
+            )
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        return self.batches(epoch)

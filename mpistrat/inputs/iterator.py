@@ -1,0 +1,219 @@
+"""DistributedIterator: this replica's batches one by one, and an end that all replicas come to together."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpistrat.context.values import regroup
+from mpistrat.cross_device.collectives import Collectives
+from mpistrat.errors import InvalidArgumentError, OutOfRangeError
+from mpistrat.inputs.prefetch import Prefetcher
+from mpistrat.inputs.spec import empty_like, empty_of, spec_of
+from mpistrat.reduction import ReduceOp
+from mpistrat.strategy.base import Strategy
+
+__all__ = ["DistributedIterator", "Feed", "OptionalElement"]
+
+# how far a replica is, in an order in which the greatest counts for all
+_ENDED, _GOES_ON, _FAILED = range(3)
+_UNKNOWN = np.iinfo(np.int64).max
+_CALL = "the next element of a DistributedIterator"
+
+
+class OptionalElement:
+    """An element, or none at the end of the data.
+
+    Parameters
+    ----------
+    *element : object
+        The element, if there is one.
+    """
+
+    def __init__(self, *element: Any) -> None:
+        self._element = element
+
+    def has_value(self) -> bool:
+        """Return whether there is an element."""
+        return bool(self._element)
+
+    def get_value(self) -> Any:
+        """Return the element.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If there is none.
+        """
+        if not self._element:
+            raise InvalidArgumentError("there is no element: the data has ended; ask has_value() first")
+        return self._element[0]
+
+    def __repr__(self) -> str:
+        return f"OptionalElement({', '.join(map(repr, self._element))})"
+
+
+class Feed(NamedTuple):
+    """What comes to one replica in one epoch.
+
+    Attributes
+    ----------
+    batches : iterator
+        The batches of this replica.
+    length : int or None
+        How many there are, where that is known.
+    is_agreed : bool
+        Whether all replicas are known to have so many.
+    """
+
+    batches: Iterator[Any]
+    length: int | None
+    is_agreed: bool
+
+
+class DistributedIterator(Iterator[Any]):
+    """Yields this replica's batches of one epoch, and then batches of no rows until all replicas have had theirs.
+
+    Made by iterating over a `DistributedDataset`. Taking an element is a collective call. Where all replicas know how many
+    batches they have, they tell each other with the first element, or not at all where they compared it before; else a few
+    numbers are exchanged for each element, while the next one is being made. An error of one replica ends the iteration on all
+    of them where numbers are exchanged, and in strict mode always.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Whose replicas come to the end together.
+    feed : Feed
+        What comes to this one.
+    buffer_size : int
+        How many elements are made ahead.
+    """
+
+    def __init__(self, strategy: Strategy, feed: Feed, buffer_size: int) -> None:
+        self._strategy = strategy
+        self._batches = Prefetcher(feed.batches, buffer_size) if buffer_size else feed.batches
+        self._length = feed.length
+        # how many elements every replica takes: known from the start, from the first exchange on, or never
+        self._steps = feed.length if feed.is_agreed else None
+        self._taken = 0
+        self._kept: list[Any] = []
+        self._empty: Any = None
+        self._is_over = False
+
+    @property
+    def element_spec(self) -> Any:
+        """The nest of `ArraySpec` that describes every element; the first one is made for it.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If this replica has no elements, and no other one has told it what they would be.
+        """
+        if self._empty is None:
+            self._kept = self._pull()
+        if self._empty is None:
+            raise InvalidArgumentError("this replica has no elements, and no other one has told it what they would be")
+        return spec_of(self._empty)
+
+    def get_next(self) -> Any:
+        """Return the next element: a nest of per-replica values, or of arrays where there is one replica. A collective call.
+
+        Raises
+        ------
+        OutOfRangeError
+            At the end of the data of all replicas. It is a StopIteration.
+        AgreementError
+            If another replica could not make its element.
+        """
+        for element in self._step():
+            return element
+        raise OutOfRangeError(f"the data has ended, after {self._taken} elements")
+
+    def get_next_as_optional(self) -> OptionalElement:
+        """Return the next element, or at the end of the data of all replicas an OptionalElement without one.
+
+        A collective call.
+
+        Raises
+        ------
+        AgreementError
+            If another replica could not make its element.
+        """
+        return OptionalElement(*self._step())
+
+    def close(self) -> None:
+        """End the iteration on this replica, and the thread that makes elements ahead."""
+        self._is_over = True
+        if isinstance(self._batches, Prefetcher):
+            self._batches.close()
+        self._batches, self._kept = iter(()), []
+
+    def __next__(self) -> Any:
+        return self.get_next()
+
+    def _step(self) -> list[Any]:
+        """Return the next element in a list, or an empty list at the end."""
+        if self._is_over:
+            return []
+        shares, error = self._attempt()
+        try:
+            is_over = self._meet(bool(shares), error)
+        except BaseException:
+            self.close()
+            raise
+        if is_over:
+            self.close()
+            return []
+        self._taken += 1
+        return [regroup(share, self._strategy.num_replicas_in_sync) for share in shares or [self._empty]]
+
+    def _attempt(self) -> tuple[list[Any], Exception | None]:
+        try:
+            shares, self._kept = self._kept or self._pull(), []
+        except Exception as error:
+            return [], error
+        return shares, None
+
+    def _pull(self) -> list[Any]:
+        shares = list(islice(self._batches, 1))
+        if self._empty is None and shares:
+            self._empty = empty_like(shares[0])
+        return shares
+
+    def _meet(self, has_share: bool, error: Exception | None) -> bool:
+        """Return whether all replicas have come to the end, or raise where one has failed."""
+        collectives = self._strategy.extended.collectives
+        if collectives.is_strict:
+            collectives.agree(_CALL, error)
+        if self._steps is None and collectives.size > 1:
+            return self._exchange(collectives, has_share, error)
+        if error is not None:
+            raise error
+        return not has_share if self._steps is None else self._taken >= self._steps
+
+    def _exchange(self, collectives: Collectives, has_share: bool, error: Exception | None) -> bool:
+        state = _FAILED if error is not None else _GOES_ON if has_share else _ENDED
+        length = _UNKNOWN if self._length is None else self._length
+        knows = self._empty is not None
+        mine = np.array([state, length, not knows, -collectives.rank if knows else -collectives.size], np.int64)
+        [found] = collectives.all_reduce(ReduceOp.MAX, [mine])
+        state, length, lacks_spec, teller = found.tolist()
+        if state == _FAILED:
+            collectives.agree(_CALL, error)  # raises on all: some pass an error, the others learn of it
+            raise error or AssertionError("a replica has failed, but none of them told how")
+        if state == _GOES_ON and lacks_spec:
+            self._learn(collectives, -teller)
+        if length != _UNKNOWN:
+            self._steps = length
+        return bool(state == _ENDED)
+
+    def _learn(self, collectives: Collectives, root: int) -> None:
+        """Let replica `root`, which has had an element, tell those that have not what a batch of no rows is."""
+        text = pickle.dumps(None if self._empty is None else spec_of(self._empty))
+        told = collectives.broadcast(np.frombuffer(text, np.uint8), root)
+        if self._empty is None:
+            self._empty = empty_of(pickle.loads(told.tobytes()))

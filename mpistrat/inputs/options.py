@@ -1,0 +1,117 @@
+"""InputOptions: how a dataset is handed to the replicas, and how it is shared between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.inputs.checks import checked_int
+
+__all__ = ["SHARD_HINT", "AutoShardPolicy", "InputOptions", "InputReplicationMode", "read_options"]
+
+SHARD_HINT = -1
+"""Stands in ``dataset.shard(SHARD_HINT, SHARD_HINT)`` for the numbers of each input pipeline; see `AutoShardPolicy.HINT`."""
+
+
+class AutoShardPolicy(Enum):
+    """Which part of a dataset of global batches each input pipeline reads. Every rank is an input pipeline.
+
+    ======  ==============================================================================================================
+    policy  what a replica sees
+    ======  ==============================================================================================================
+    AUTO    as FILE where the dataset is a `FileDataset`, else as DATA
+    DATA    its share of every global batch: all ranks must iterate over the same batches
+    FILE    every num_replicas_in_sync-th file, whose batches it takes in pieces of its share's size
+    OFF     every batch, in pieces of its share's size: what the ranks iterate over is the program's own business
+    HINT    what ``dataset.shard(SHARD_HINT, SHARD_HINT)`` says, with its numbers put in; its batches as with OFF
+    ======  ==============================================================================================================
+    """
+
+    OFF = -1
+    AUTO = 0
+    FILE = 1
+    DATA = 2
+    HINT = 3
+
+
+class InputReplicationMode(Enum):
+    """How many input pipelines there are. One rank is one replica, so that both come to one pipeline for each rank."""
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """How a dataset is handed to the replicas.
+
+    Attributes
+    ----------
+    experimental_fetch_to_device : bool, optional
+        Whether elements are brought to the replica's device ahead of their use; None means True. Replicas on CPUs work in
+        host memory, where elements are anyway.
+    experimental_replication_mode : InputReplicationMode
+        PER_REPLICA is accepted by ``MirroredStrategy.distribute_datasets_from_function`` only.
+    experimental_place_dataset_on_device : bool
+        Whether the dataset itself is on the replica's device; only with PER_REPLICA and without fetching.
+    experimental_per_replica_buffer_size : int
+        Elements that are made ahead in a thread of their own while the step runs; 0 makes each when it is asked for.
+    auto_shard_policy : AutoShardPolicy
+        Which part of the dataset each rank reads, for `experimental_distribute_dataset`.
+
+    Raises
+    ------
+    TypeError
+        If a field has a value of another type.
+    InvalidArgumentError
+        If the buffer size is negative, the dataset is to be placed on the device without PER_REPLICA, or with it and fetched
+        too.
+    """
+
+    experimental_fetch_to_device: bool | None = None
+    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 1
+    auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
+
+    def __post_init__(self) -> None:
+        self._check_type("experimental_fetch_to_device", bool, type(None))
+        self._check_type("experimental_replication_mode", InputReplicationMode)
+        self._check_type("experimental_place_dataset_on_device", bool)
+        self._check_type("auto_shard_policy", AutoShardPolicy)
+        checked_int(self.experimental_per_replica_buffer_size, "experimental_per_replica_buffer_size", 0)
+        if not self.experimental_place_dataset_on_device:
+            return
+        if self.experimental_replication_mode is not InputReplicationMode.PER_REPLICA:
+            raise InvalidArgumentError(
+                "experimental_place_dataset_on_device=True needs experimental_replication_mode="
+                f"InputReplicationMode.PER_REPLICA; got {self.experimental_replication_mode.name}"
+            )
+        if self.experimental_fetch_to_device is not False:
+            raise InvalidArgumentError(
+                "experimental_place_dataset_on_device=True leaves nothing to fetch: it needs experimental_fetch_to_device="
+                f"False; got {self.experimental_fetch_to_device}, and None means True"
+            )
+
+    def _check_type(self, field: str, *accepted: type) -> None:
+        value = getattr(self, field)
+        if not isinstance(value, accepted):
+            names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in accepted)
+            raise TypeError(f"{field} must be {names}; got {value!r}")
+
+
+def read_options(options: Any) -> InputOptions:
+    """Return the options, or the default ones for None.
+
+    Raises
+    ------
+    TypeError
+        If they are something else.
+    """
+    if options is None:
+        return InputOptions()
+    if not isinstance(options, InputOptions):
+        raise TypeError(f"options must be mpistrat.InputOptions or None; got {type(options).__name__}")
+    return options

@@ -1,0 +1,105 @@
+"""RowDataset: global batches of rows that can be read in any order."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.inputs.base import Dataset
+from mpistrat.inputs.checks import checked_int
+from mpistrat.inputs.shard import shard_bounds
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["RowDataset"]
+
+
+class RowDataset(Dataset):
+    """Cuts numbered rows into global batches. It can be iterated again and again.
+
+    Each iteration is an epoch. The order depends on `seed` and the epoch's number, never on the number of replicas, so any
+    number of replicas sees the same global batches. A replica reads its own rows only.
+
+    Parameters
+    ----------
+    num_rows : int
+        How many there are.
+    batch_size : int
+        Rows of a global batch: of all replicas together.
+    shuffle : bool
+        Whether each epoch has another order.
+    seed : int
+        Not negative; the same on all ranks.
+    drop_remainder : bool
+        Whether a last batch with fewer rows is left out.
+
+    Raises
+    ------
+    TypeError
+        If `batch_size` or `seed` is no int.
+    InvalidArgumentError
+        If `batch_size` is less than 1 or `seed` negative.
+    """
+
+    def __init__(self, num_rows: int, batch_size: int, shuffle: bool, seed: int, drop_remainder: bool) -> None:
+        self._rows = range(num_rows)
+        self._batch_size = checked_int(batch_size, "batch_size", 1)
+        self._seed = checked_int(seed, "seed", 0)
+        self._shuffle = shuffle
+        self._drop_remainder = drop_remainder
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a global batch."""
+        return self._batch_size
+
+    @property
+    def num_batches(self) -> int:
+        """How many global batches an epoch has."""
+        return len(self)
+
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
+        """Yield a replica's share of each global batch of an epoch; only these rows are read."""
+        order = np.random.default_rng((self._seed, epoch)).permutation(len(self._rows)) if self._shuffle else None
+        for first in range(0, len(self) * self._batch_size, self._batch_size):
+            start, stop = shard_bounds(min(self._batch_size, len(self._rows) - first), replica, num_replicas)
+            places = slice(first + start, first + stop)
+            yield self._read(
+                _numbers(self._rows[places]) if order is None else self._rows.start + self._rows.step * order[places]
+            )
+
+    def describe(self) -> str:
+        """Return what must be the same on all ranks: rows, batches and order."""
+        order = f"shuffled with seed {self._seed}" if self._shuffle else "in order"
+        rest = ", remainder dropped" if self._drop_remainder else ""
+        return f"{len(self._rows)} rows of {self._describe_row()}, batches of {self._batch_size}, {order}{rest}"
+
+    @abstractmethod
+    def _read(self, rows: Array) -> Any:
+        """Return a batch of the rows with these numbers."""
+
+    @abstractmethod
+    def _describe_row(self) -> str:
+        """Return dtypes and shapes of a row."""
+
+    def _part(self, num_shards: int, index: int) -> Self:
+        part = self._copy()
+        part._rows = self._rows[index::num_shards]
+        return part
+
+    def __len__(self) -> int:
+        """Return the number of global batches of an epoch."""
+        whole, rest = divmod(len(self._rows), self._batch_size)
+        return whole + (rest > 0 and not self._drop_remainder)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._rows)} rows, {len(self)} batches of {self._batch_size})"
+
+
+def _numbers(rows: range) -> Array:
+    return np.arange(rows.start, rows.stop, rows.step)

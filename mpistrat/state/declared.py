@@ -1,0 +1,124 @@
+"""Declared: what was said of a variable when it was made, and its array on this rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, as_array
+from mpistrat.context.stack import get_strategy, in_replica_context_of
+from mpistrat.context.values import Mirrored, keeps_kind
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.state.aggregation import (
+    VariableAggregation,
+    VariableSynchronization,
+    checked_aggregation,
+    checked_synchronization,
+)
+from mpistrat.strategy.base import Strategy
+
+__all__ = ["Declared"]
+
+
+class Declared(Mirrored):
+    """A variable before anything is done to it. The parameters are those of `mpistrat.Variable`."""
+
+    def __init__(
+        self,
+        initial_value: Any,
+        trainable: bool | None = None,
+        name: str | None = None,
+        dtype: Any = None,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        self._strategy: Strategy = get_strategy()
+        self._name = name or "Variable"
+        collectives = self._strategy.extended.collectives
+        try:
+            self._synchronization = checked_synchronization(synchronization)
+            self._aggregation = checked_aggregation(aggregation)
+            self._trainable = self._checked_trainable(trainable)
+            value = _initial(initial_value, dtype, shape, self._name)
+        except (TypeError, ValueError) as error:
+            collectives.refuse(f"Variable(name={self._name!r})", error)
+        if collectives.is_strict:
+            kind = f"{self._synchronization.name}, {self._aggregation.name}, trainable={self._trainable}"
+            collectives.agree(f"Variable({self._name!r}, {value.dtype} {value.shape}, {kind})")
+        self._hold(np.array(collectives.broadcast(value)))
+        if self._aggregation is VariableAggregation.MEAN and self.dtype.kind in "biu":
+            raise InvalidArgumentError(
+                f"{self._name} has dtype {self.dtype}, whose mean it cannot hold: use aggregation SUM or a float dtype"
+            )
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return self._name
+
+    @property
+    def trainable(self) -> bool:
+        """Whether an optimiser should change it."""
+        return self._trainable
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """ON_WRITE or ON_READ."""
+        return self._synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How the values of the replicas become one."""
+        return self._aggregation
+
+    @property
+    def distribute_strategy(self) -> Strategy:
+        """The strategy in whose scope it was made."""
+        return self._strategy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Declared:
+        in_replica_context_of(self._strategy, "copy.deepcopy of a variable")  # refused under another strategy
+        copied = copy.copy(self)
+        copied._hold(self._array.copy())
+        memo[id(self)] = copied
+        return copied
+
+    def __repr__(self) -> str:
+        kind = (
+            "" if self._aggregation is VariableAggregation.NONE else f", {self._synchronization.name} {self._aggregation.name}"
+        )
+        return f"{type(self).__name__}({self._name!r}, {self._array.dtype} {self._array.shape}{kind})"
+
+    def _hold(self, array: Array) -> None:
+        """Make `array` the one of this replica, of which users see a view that cannot be written to."""
+        self._array = array
+        self._view: Array = array.view()
+        self._view.flags.writeable = False
+        self._component = self._view
+
+    def _checked_trainable(self, trainable: bool | None) -> bool:
+        on_read = self._synchronization is VariableSynchronization.ON_READ
+        if on_read and trainable:
+            raise InvalidArgumentError(f"{self._name}: a variable that is synchronized ON_READ cannot be trainable")
+        return not on_read if trainable is None else bool(trainable)
+
+
+def _initial(given: Any, dtype: Any, shape: Sequence[int] | None, name: str) -> Array:
+    """Return the initial value, of the shape and in the dtype that were asked for."""
+    value = as_array(given() if callable(given) else given, name)
+    if shape is not None and value.shape != tuple(shape):
+        raise InvalidArgumentError(
+            f"{name} is to have shape {tuple(shape)}; an initial value of shape {value.shape} does not fit; each extent "
+            "must be a number, since a variable keeps its shape"
+        )
+    wanted = value.dtype if dtype is None else as_array(np.empty(0, dtype), name).dtype
+    if not keeps_kind(value.dtype, wanted):
+        raise UnsupportedDtypeError(
+            f"{name} is to have dtype {wanted}; an initial value of dtype {value.dtype} would lose its kind: cast it first, "
+            f"value.astype({wanted.name!r})"
+        )
+    return value.astype(wanted, copy=False)

@@ -1,0 +1,76 @@
+"""The errors of what a variable does not do here, each with the line as it was written and as it should be."""
+
+from __future__ import annotations
+
+from mpistrat.errors import InvalidArgumentError
+
+__all__ = ["no_aggregation", "no_scatter", "no_such_aggregation", "sum_outside_run", "unreadable", "varies"]
+
+_WITH_AGGREGATION = (
+    "    correct:    mpistrat.Variable(…, aggregation=mpistrat.VariableAggregation.MEAN); SUM, ONLY_FIRST_REPLICA too"
+)
+
+
+def varies(variable: object, method: str) -> TypeError:
+    """Return the error of assigning a value that differs between replicas."""
+    return TypeError(
+        f"{variable!r}.{method} got a per-replica value, which differs between replicas.\n"
+        f"    incorrect:  variable.{method}(strategy.run(fn))\n"
+        f'    correct:    variable.{method}(strategy.reduce("mean", strategy.run(fn), axis=None))'
+    )
+
+
+def no_aggregation(variable: object, method: str, num_replicas: int) -> InvalidArgumentError:
+    """Return the error of assigning inside ``strategy.run`` where the aggregation is NONE."""
+    return InvalidArgumentError(
+        f"{_undefined(variable, num_replicas)}\n"
+        f"    incorrect:  def step(): variable.{method}(value)\n"
+        f"{_WITH_AGGREGATION}\n"
+        '    correct:    def step(): ctx.update(variable, lambda old, new: new, (ctx.all_reduce("mean", value),))\n'
+        f"    correct:    variable.{method}(value) outside strategy.run"
+    )
+
+
+def unreadable(variable: object, num_replicas: int) -> InvalidArgumentError:
+    """Return the error of reading a variable synchronized ON_READ, outside ``strategy.run``, where the aggregation is NONE."""
+    return InvalidArgumentError(
+        f"{_undefined(variable, num_replicas)}\n"
+        "    incorrect:  np.asarray(variable), outside strategy.run\n"
+        f"{_WITH_AGGREGATION}\n"
+        "    correct:    strategy.run(lambda: variable.numpy()), the array of each replica"
+    )
+
+
+def sum_outside_run(variable: object, method: str) -> InvalidArgumentError:
+    """Return the error of adding to a variable, outside ``strategy.run``, whose arrays are summed when it is read."""
+    return InvalidArgumentError(
+        f"{variable!r}.{method} outside strategy.run is undefined: the replicas' arrays are summed when it is read.\n"
+        f"    incorrect:  variable.{method}(delta)\n"
+        f"    correct:    def step(): variable.{method}(delta), then strategy.run(step)\n"
+        "    correct:    variable.assign(value), which gives each replica its part"
+    )
+
+
+def no_scatter(variable: object, method: str) -> NotImplementedError:
+    """Return the error of scattering into a variable synchronized ON_READ."""
+    return NotImplementedError(
+        f"{variable!r}.{method} is not there for variables that are synchronized ON_READ.\n"
+        f"    incorrect:  mpistrat.Variable(…, synchronization=mpistrat.VariableSynchronization.ON_READ).{method}(slices)\n"
+        f"    correct:    mpistrat.Variable(…, aggregation=mpistrat.VariableAggregation.SUM).{method}(slices)\n"
+        "    correct:    def step(): variable.assign_add(slices.to_dense())"
+    )
+
+
+def no_such_aggregation(variable: object, method: str) -> NotImplementedError:
+    """Return the error of a scatter update by replicas that no sum or mean makes sense for."""
+    return NotImplementedError(
+        f"{variable!r}.{method} inside strategy.run takes aggregation ONLY_FIRST_REPLICA or NONE: rows are compared or put in "
+        "place, not added up.\n"
+        f"    incorrect:  def step(): variable.{method}(slices)\n"
+        f"    correct:    mpistrat.Variable(…, aggregation=mpistrat.VariableAggregation.ONLY_FIRST_REPLICA).{method}(slices)\n"
+        f"    correct:    variable.{method}(slices) outside strategy.run"
+    )
+
+
+def _undefined(variable: object, num_replicas: int) -> str:
+    return f"{variable!r} has aggregation NONE, so nothing says how the values of {num_replicas} replicas become one."

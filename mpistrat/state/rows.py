@@ -1,0 +1,132 @@
+"""Rows: what a scatter update takes, brings together over replicas, and does to an array.
+
+================  ============================================================
+`scatter_add`     adds each row
+`scatter_sub`     subtracts it
+`scatter_mul`     multiplies by it
+`scatter_div`     divides by it
+`scatter_min`     keeps the lesser of it and what is there
+`scatter_max`     keeps the greater
+`scatter_update`  puts it in the place of what is there; the last one stays
+================  ============================================================
+
+Rows of one index are applied one after the other: no row is lost.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.context.values import keeps_kind
+from mpistrat.cross_device.sparse import IndexedSlices
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
+from mpistrat.state.aggregation import VariableAggregation
+from mpistrat.strategy.base import Strategy
+
+__all__ = ["COMPARING", "Rows", "apply", "checked_rows", "gathered_rows"]
+
+# the rows, and where each belongs
+Rows = tuple[Array, Array]
+
+# the updates that no SUM or MEAN of the replicas' rows makes sense for
+COMPARING = ("scatter_max", "scatter_min", "scatter_update")
+
+_UFUNCS = {
+    "scatter_add": np.add,
+    "scatter_sub": np.subtract,
+    "scatter_mul": np.multiply,
+    "scatter_div": np.divide,
+    "scatter_min": np.minimum,
+    "scatter_max": np.maximum,
+}
+_ORDERED = {"scatter_min": ReduceOp.MIN, "scatter_max": ReduceOp.MAX}
+
+
+def checked_rows(method: str, delta: object, target: Array, owner: object) -> Rows:
+    """Return the rows that `delta` holds, after checking that `method` can apply them to `target`, the array of `owner`.
+
+    Raises
+    ------
+    TypeError
+        If `delta` is no IndexedSlices.
+    InvalidArgumentError
+        If the rows have another shape, or an index is out of range.
+    UnsupportedDtypeError
+        If the array cannot hold the kind of number that the rows have, or `method` is not defined for its dtype.
+    """
+    if not isinstance(delta, IndexedSlices):
+        raise TypeError(
+            f"{owner!r}.{method} takes IndexedSlices; got {type(delta).__name__}.\n"
+            f"    incorrect:  variable.{method}(values)\n"
+            f"    correct:    variable.{method}(mpistrat.IndexedSlices(values, indices))"
+        )
+    _check_method(method, target, owner)
+    values, indices = delta.values, delta.indices
+    if target.ndim == 0 or values.shape[1:] != target.shape[1:]:
+        raise InvalidArgumentError(
+            f"{owner!r} has shape {target.shape}; rows of shape {values.shape[1:]} cannot be scattered into it"
+        )
+    if indices.size and indices.max() >= len(target):
+        accepted = f"0 to {len(target) - 1} are accepted" if len(target) else "it has no rows"
+        raise InvalidArgumentError(f"index {indices.max()} is out of range for {owner!r}: {accepted}")
+    if not keeps_kind(values.dtype, target.dtype):
+        raise UnsupportedDtypeError(
+            f"{owner!r} has dtype {target.dtype}; rows of dtype {values.dtype} would lose their kind: cast them first, "
+            f"values.astype({target.dtype.name!r})"
+        )
+    return values.astype(target.dtype, copy=False), indices
+
+
+def gathered_rows(rows: Rows, aggregation: VariableAggregation, strategy: Strategy) -> Rows:
+    """Return the rows of all replicas, in replica order. A collective call.
+
+    Parameters
+    ----------
+    rows : Rows
+        Those of this replica; replicas may have different numbers of them.
+    aggregation : VariableAggregation
+        SUM: all rows; MEAN: all, each divided by the number of replicas; ONLY_FIRST_REPLICA: the rows of replica 0.
+    strategy : Strategy
+        Whose replicas they are.
+    """
+    collectives = strategy.extended.collectives
+    if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        return collectives.broadcast(rows[0]), collectives.broadcast(rows[1])
+    values, indices = (collectives.all_gather(part) for part in rows)
+    if aggregation is VariableAggregation.MEAN:
+        wide = values.astype(_wide(values), copy=False)
+        values = wide / wide.dtype.type(collectives.size)
+    return values, indices
+
+
+def apply(method: str, target: Array, rows: Rows) -> None:
+    """Apply rows to `target`, 16-bit floats in float32."""
+    values, indices = rows
+    if method == "scatter_update":
+        target[indices] = values
+        return
+    # the rows that are touched, once each, in the dtype of accumulation
+    touched, position = np.unique(indices, return_inverse=True)
+    wide = target[touched].astype(_wide(target), copy=False)
+    _UFUNCS[method].at(wide, position, values.astype(wide.dtype, copy=False))
+    target[touched] = wide
+
+
+def _wide(array: Array) -> np.dtype[np.generic]:
+    return accumulation_dtype(ReduceOp.SUM, array.dtype)
+
+
+def _check_method(method: str, target: Array, owner: object) -> None:
+    if method in _ORDERED:
+        check_dtype(_ORDERED[method], target.dtype, repr(owner))
+    if method == "scatter_sub" and target.dtype.kind == "b":
+        raise UnsupportedDtypeError(
+            f"{owner!r}.{method} is not defined for bool; accepted are integers, floats and complex numbers"
+        )
+    if method == "scatter_div" and target.dtype.kind in "biu":
+        raise UnsupportedDtypeError(
+            f"{owner!r}.{method} is not defined for {target.dtype}, which cannot hold a quotient; accepted are floats and "
+            "complex numbers, or scatter_update with the quotients that you have rounded"
+        )

@@ -1,0 +1,150 @@
+"""CentralStorageStrategy: replicas on the ranks of one node, and one place where the variables are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from mpistrat.context.stack import in_replica_context_of
+from mpistrat.context.values import Mirrored, PerReplica
+from mpistrat.cross_device.collectives import Collectives
+from mpistrat.cross_device.destinations import OnSomeReplicas
+from mpistrat.cross_device.to_one_device import ReductionToOneDevice
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.groups.meeting import meeting
+from mpistrat.strategy.agreed import agreed_collectives, described
+from mpistrat.strategy.base import Strategy
+from mpistrat.strategy.extended import StrategyExtended
+from mpistrat.strategy.one_node import check_devices, check_one_node, node_devices, node_hierarchy
+from mpistrat.structures import flatten, map_leaves
+from mpistrat.topology.devices import device_name, ranks_of
+
+__all__ = ["CentralStorageExtended", "CentralStorageStrategy"]
+
+
+class CentralStorageStrategy(Strategy):
+    """Keeps each variable on one rank of the node; all its ranks compute, and read what is kept there.
+
+    Making one is a collective call of all ranks of the job, which must be on one node.
+
+    Every rank holds a copy of each variable that is only for reading, so that reading one sends nothing. Whatever changes a
+    variable is a collective call: in ``strategy.run`` the values of the replicas are aggregated first; all ranks compute the
+    change, and what the rank that keeps the variable has computed is sent to all.
+
+    Parameters
+    ----------
+    compute_devices : list of str, optional
+        The device of each rank of the node, in rank order, as for `MirroredStrategy`.
+    parameter_device : str, optional
+        Where the variables are kept: ``rank:1``; by default on rank 0.
+
+    Raises
+    ------
+    LaunchError
+        On every rank, if the job spans several nodes.
+    InvalidArgumentError
+        If `compute_devices` names something else than the ranks of this node, or there is no such `parameter_device`.
+    TypeError
+        If `compute_devices` is no list.
+    AgreementError
+        If ranks passed different arguments, and on the others where one rank is refused.
+    """
+
+    def __init__(self, compute_devices: Sequence[str] | None = None, parameter_device: str | None = None) -> None:
+        call = described("CentralStorageStrategy", compute_devices=compute_devices, parameter_device=parameter_device)
+        with meeting("CentralStorageStrategy") as job:
+
+            def check() -> int:
+                check_one_node("CentralStorageStrategy", job.world, "launch on one node")
+                check_devices("compute_devices", compute_devices, job.world)
+                return 0 if parameter_device is None else ranks_of(parameter_device, job.world)[0]
+
+            root = job.agree(call, check)
+            hierarchy = node_hierarchy(job)
+        collectives = agreed_collectives(hierarchy, None, None)
+        super().__init__(CentralStorageExtended(collectives, root))
+
+
+class CentralStorageExtended(StrategyExtended):
+    """How the replicas of central storage communicate, and where the variables are kept.
+
+    Parameters
+    ----------
+    collectives : Collectives
+        The collectives over the ranks of the node.
+    root : int
+        The rank that keeps the variables.
+
+    Attributes
+    ----------
+    is_central : bool
+        Whether what changes a variable is made on `root` and sent to all: yes.
+    """
+
+    is_central = True
+
+    def __init__(self, collectives: Collectives, root: int) -> None:
+        super().__init__(
+            collectives, ReductionToOneDevice(root), node_devices(collectives.world), parameter_devices=(device_name(root),)
+        )
+        self.root = root
+
+    def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, *args: Any, **kwargs: Any) -> Any:
+        """Combine a value as `StrategyExtended.reduce_to`; a variable stands for the rank that keeps it. A collective call."""
+        return super().reduce_to(reduce_op, value, self._kept(destinations), *args, **kwargs)
+
+    def batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Iterable[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Combine values as `StrategyExtended.batch_reduce_to`, with destinations as in `reduce_to`. A collective call."""
+        pairs = value_destination_pairs
+        if isinstance(pairs, Iterable):  # what are no pairs is refused further down
+            pairs = [(pair[0], self._kept(pair[1])) if isinstance(pair, tuple) and len(pair) == 2 else pair for pair in pairs]
+        return super().batch_reduce_to(reduce_op, pairs, *args, **kwargs)
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Copy a value as `StrategyExtended.broadcast_to`, with destinations as in `reduce_to`. A collective call."""
+        return super().broadcast_to(tensor, self._kept(destinations))
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call ``fn(variable, *args, **kwargs)``, and send what the root makes of the variable to all. A collective call.
+
+        All is as for `StrategyExtended.update`, but that arguments may be values which were reduced to the variable.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If an argument is a per-replica value, or a mirrored one of several components: a variable has but one.
+        """
+        if not in_replica_context_of(self._strategy, "strategy.extended.update"):
+            given = tuple(args), dict(kwargs or {})
+            try:
+                self._check_single(flatten(given)[0])
+            except InvalidArgumentError as error:
+                self.collectives.refuse("extended.update", error)
+            args, kwargs = map_leaves(self._shared, given)
+        return super().update(var, fn, args, kwargs, group)
+
+    def _kept(self, destinations: Any) -> Any:
+        return self.parameter_devices[0] if self.variable_created_in_scope(destinations) else destinations
+
+    def _check_single(self, leaves: Iterable[Any]) -> None:
+        for leaf in leaves:
+            mirrored = isinstance(leaf, Mirrored) and not self.variable_created_in_scope(leaf)
+            if isinstance(leaf, PerReplica) or (mirrored and self.collectives.size > 1):
+                raise InvalidArgumentError(
+                    f"extended.update got {leaf!r}, which has {self.collectives.size} components; the variable has one: reduce "
+                    "the value to it.\n"
+                    "    incorrect:  extended.update(variable, fn, args=(strategy.run(gradient),))\n"
+                    '    correct:    total = extended.reduce_to("sum", strategy.run(gradient), variable); '
+                    "extended.update(variable, fn, args=(total,))"
+                )
+
+    def _shared(self, leaf: Any) -> Any:
+        """Return a value that some ranks have as one that all have, for all call the function that the root's call decides."""
+        return super().broadcast_to(leaf, set(self.worker_devices)) if isinstance(leaf, OnSomeReplicas) else leaf

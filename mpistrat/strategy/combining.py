@@ -1,0 +1,179 @@
+"""Combining: what a strategy makes of the components of per-replica values, outside ``run``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpistrat.arrays import Array, as_array, like
+from mpistrat.context.values import DistributedValues, across_replicas, select_replica
+from mpistrat.cross_device.arguments import check_gather
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.cross_device.sparse import IndexedSlices, gather_refused
+from mpistrat.reduction import ReduceOp
+from mpistrat.strategy.deprecated import hinted
+from mpistrat.strategy.reducing import local_part
+from mpistrat.structures import flatten, rebuild
+
+if TYPE_CHECKING:
+    from mpistrat.strategy.extended import StrategyExtended
+    from mpistrat.strategy.replica_context import ReplicaContext
+
+__all__ = ["Combining"]
+
+
+class Combining:
+    """The methods of a strategy that combine values across replicas. Results are arrays of the kinds that came in."""
+
+    replica_context: ReplicaContext
+
+    if TYPE_CHECKING:
+
+        @property
+        def extended(self) -> StrategyExtended:
+            """What the strategy brings along."""
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: int | Sequence[int] | None,
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> Any:
+        """Combine a per-replica value to plain arrays, which every rank receives.
+
+        A collective call.
+
+        Parameters
+        ----------
+        reduce_op : ReduceOp or str
+            SUM or MEAN, and with ``axis=None`` also MIN, MAX or PROD; in any case.
+        value : nest of per-replica values
+            The leaves are reduced together. A leaf that is no per-replica value is equal on all replicas: its mean is
+            itself, its sum is refused unless it is zero.
+        axis : int, sequence of int, or None
+            Axes to reduce each component over first. The mean is exact then: the sum over all replicas divided by the
+            number of elements on all replicas, so replicas with fewer or no rows weigh as they should.
+        options : CommunicationOptions, optional
+            Merged over those of the strategy. Not in TensorFlow.
+        experimental_hints : CommunicationOptions, optional
+            The old name of `options`; deprecated.
+
+        Returns
+        -------
+        nest of array
+            Arrays of the kinds that came in: NumPy for NumPy, PyTorch for PyTorch. Of slices, slices.
+
+        Raises
+        ------
+        RuntimeError
+            If called inside `run`, or in the scope of another strategy.
+        TypeError
+            If `reduce_op` is neither ReduceOp nor str, or `axis` of another type.
+        InvalidArgumentError
+            If the operation is unknown, an axis is out of range, or the sum is ambiguous.
+        UnsupportedDtypeError
+            If a component is no array, or the operation is not defined for its dtype.
+        NotImplementedError
+            If slices are to be reduced over axes, or otherwise than by SUM or MEAN.
+        AgreementError
+            In strict mode, on every rank, if the replicas' values have different structures, shapes or dtypes.
+        """
+        self.extended.require_cross_replica("strategy.reduce")
+        collectives = self.extended.collectives
+        leaves, structure = flatten(across_replicas(value))
+        try:
+            op = ReduceOp.parse(reduce_op)
+            part = local_part(op, leaves, axis, collectives.size)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            collectives.refuse("reduce", error)
+        if collectives.is_strict:
+            collectives.agree(f"reduce({op.name}, axis={axis!r}) of {structure}")
+        totals = part.finish(self.extended.all_reduce(part.op, part.sent, hinted(options, experimental_hints)))
+        return rebuild(structure, [like(*pair) for pair in zip(totals, select_replica(leaves), strict=True)])
+
+    def gather(
+        self,
+        value: Any,
+        axis: int,
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> Any:
+        """Concatenate the components of a per-replica value along an axis, in replica order; every rank receives the result.
+
+        A collective call.
+
+        Parameters
+        ----------
+        value : nest of per-replica values
+            Components have at least one axis, and agree in all extents but that of `axis`.
+        axis : int
+            Where to concatenate.
+        options : CommunicationOptions, optional
+            Merged over those of the strategy. Not in TensorFlow.
+        experimental_hints : CommunicationOptions, optional
+            The old name of `options`; deprecated.
+
+        Raises
+        ------
+        RuntimeError
+            If called inside `run`, or in the scope of another strategy.
+        InvalidArgumentError
+            If a component has no such axis, or other extents differ.
+        NotImplementedError
+            If a component is IndexedSlices.
+        """
+        self.extended.require_cross_replica("strategy.gather")
+        collectives = self.extended.collectives
+        leaves, structure = flatten(across_replicas(value))
+        try:
+            arrays = [_gatherable(leaf, axis) for leaf in leaves]
+        except (TypeError, ValueError, NotImplementedError) as error:
+            collectives.refuse("gather", error)
+        if collectives.is_strict:
+            collectives.agree(f"gather(axis={axis}) of {structure}")
+        wanted = hinted(options, experimental_hints)
+        results = [
+            collectives.all_gather(array, axis, wanted) if isinstance(leaf, DistributedValues) else array
+            for leaf, array in zip(leaves, arrays, strict=True)
+        ]
+        return rebuild(structure, [like(*pair) for pair in zip(results, select_replica(leaves), strict=True)])
+
+    def broadcast(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
+        """Return the value of replica `root` as plain arrays, on every rank. Not in TensorFlow.
+
+        A collective call.
+
+        Parameters
+        ----------
+        value : nest of array_like
+            The same structure on all ranks; only the shapes and dtypes of `root` count.
+        root : int
+            The replica whose value it is.
+        options : CommunicationOptions, optional
+            Merged over those of the strategy.
+
+        Raises
+        ------
+        RuntimeError
+            If called inside `run`, or in the scope of another strategy.
+        InvalidArgumentError
+            If `root` is no replica.
+        UnsupportedDtypeError
+            If a leaf is no array of numbers.
+        """
+        self.extended.require_cross_replica("strategy.broadcast")
+        with self.replica_context as context:
+            return context.broadcast(select_replica(value), root, options)
+
+
+def _gatherable(leaf: Any, axis: int) -> Array:
+    component = select_replica(leaf)
+    if isinstance(component, IndexedSlices):
+        raise gather_refused(component)
+    array = as_array(component)
+    check_gather(array, axis)
+    return array

@@ -1,0 +1,162 @@
+"""Reduction over axes: what each replica does with its components before and after they are combined across replicas."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpistrat.arrays import Array, as_array
+from mpistrat.context.values import PerReplica, select_replica
+from mpistrat.cross_device.sparse import IndexedSlices, check_slices
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
+
+__all__ = ["LocalPart", "local_part"]
+
+# combining equal components with these gives the component again
+_IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
+
+
+class LocalPart(NamedTuple):
+    """What is to be combined across replicas.
+
+    Attributes
+    ----------
+    op : ReduceOp
+        How.
+    sent : list of ndarray or IndexedSlices
+        The arrays of this replica.
+    finish : callable
+        Makes the results, one for each value, of the combined arrays.
+    """
+
+    op: ReduceOp
+    sent: list[Any]
+    finish: Callable[[list[Any]], list[Any]]
+
+
+def local_part(op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int] | None, num_replicas: int) -> LocalPart:
+    """Return what is to be combined so that each value is reduced over `axis` and across replicas.
+
+    Parameters
+    ----------
+    op : ReduceOp
+        SUM or MEAN; without axes any.
+    values : sequence of per-replica values or array_like
+        One that is no per-replica value is equal on all replicas, and its own result.
+    axis : int, list or tuple of int, or None
+        Which axes of each component to reduce over first.
+    num_replicas : int
+        Replicas in sync.
+
+    Raises
+    ------
+    TypeError
+        If `axis` is of another type.
+    InvalidArgumentError
+        If an axis is out of range, `op` is not defined over axes, or a sum is ambiguous.
+    UnsupportedDtypeError
+        If a component is no array, or `op` is not defined for its dtype.
+    NotImplementedError
+        If slices are to be reduced over axes, or otherwise than by SUM or MEAN.
+    """
+    is_shared = [num_replicas == 1 or isinstance(value, PerReplica) for value in values]
+    components = [_component(value) for value in values]
+    if axis is None:
+        return _across(op, components, is_shared, num_replicas)
+    axes = [_normalized(axis, component) for component in components]
+    if op is ReduceOp.SUM:
+        return _sum_over(axes, components, is_shared, num_replicas)
+    if op is ReduceOp.MEAN:
+        return _mean_over(axes, components, is_shared)
+    raise InvalidArgumentError(f"reduce over axis={axis!r} takes SUM or MEAN, got {op.name}; use axis=None for {op.name}")
+
+
+def _component(value: Any) -> Any:
+    component = select_replica(value)
+    return component if isinstance(component, IndexedSlices) else as_array(component)
+
+
+def _across(op: ReduceOp, components: list[Any], is_shared: list[bool], num_replicas: int) -> LocalPart:
+    for component, shared in zip(components, is_shared, strict=True):
+        if isinstance(component, IndexedSlices):
+            check_slices(op, component)
+        else:
+            check_dtype(op, component.dtype)
+        if not shared:
+            _check_unambiguous(op, component, num_replicas)
+
+    def finish(totals: list[Any]) -> list[Any]:
+        reduced = iter(totals)
+        return [next(reduced) if shared else component for component, shared in zip(components, is_shared, strict=True)]
+
+    return LocalPart(op, [component for component, shared in zip(components, is_shared, strict=True) if shared], finish)
+
+
+def _sum_over(axes: list[tuple[int, ...]], arrays: list[Array], is_shared: list[bool], num_replicas: int) -> LocalPart:
+    wide = [
+        np.asarray(np.add.reduce(array, over, dtype=accumulation_dtype(ReduceOp.SUM, array.dtype)))
+        for array, over in zip(arrays, axes, strict=True)
+    ]
+    op, sent, finish = _across(ReduceOp.SUM, wide, is_shared, num_replicas)
+    dtypes = [array.dtype for array in arrays]
+    return LocalPart(op, sent, lambda totals: [t.astype(d, copy=False) for t, d in zip(finish(totals), dtypes, strict=True)])
+
+
+def _mean_over(axes: list[tuple[int, ...]], arrays: list[Array], is_shared: list[bool]) -> LocalPart:
+    """Divide sums by counts only after both were added up, so that replicas with few or no rows weigh as they should."""
+    sums, counts = [], []
+    for array, over in zip(arrays, axes, strict=True):
+        check_dtype(ReduceOp.MEAN, array.dtype)
+        sums.append(np.asarray(np.add.reduce(array, over, dtype=accumulation_dtype(ReduceOp.MEAN, array.dtype))))
+        counts.append(np.asarray(np.prod([array.shape[axis] for axis in over], dtype=np.int64)))
+    picked = [index for index, shared in enumerate(is_shared) if shared]
+
+    def finish(totals: list[Array]) -> list[Array]:
+        for position, index in enumerate(picked):
+            sums[index], counts[index] = totals[position], totals[position + len(picked)]
+        return [_quotient(*parts) for parts in zip(sums, counts, arrays, strict=True)]
+
+    return LocalPart(ReduceOp.SUM, [group[index] for group in (sums, counts) for index in picked], finish)
+
+
+def _check_unambiguous(op: ReduceOp, component: Any, num_replicas: int) -> None:
+    rows = component.values if isinstance(component, IndexedSlices) else component
+    if op not in _IDEMPOTENT and rows.any():
+        raise InvalidArgumentError(
+            f"{op.name} of a value that is no per-replica value is ambiguous with {num_replicas} replicas: does "
+            f"it count once, or {num_replicas} times?\n"
+            '    incorrect:  strategy.reduce("sum", 5.0, axis=None)\n'
+            '    correct:    strategy.reduce("sum", strategy.run(fn), axis=None), with the value that fn returns on each '
+            "replica; or the value itself"
+        )
+
+
+def _normalized(axis: int | Iterable[int], component: Any) -> tuple[int, ...]:
+    """Return the axes as non-negative integers, each once."""
+    if isinstance(component, IndexedSlices):
+        raise NotImplementedError(
+            f"reduce over axis={axis!r} is not supported for {component!r}; pass axis=None, or reduce slices.to_dense()"
+        )
+    wanted = axis if isinstance(axis, (list, tuple)) else (axis,)
+    try:
+        axes = [operator.index(item) for item in wanted]
+    except TypeError:
+        raise TypeError(f"axis must be None, an int, or a list or tuple of int; got {axis!r}") from None
+    ndim = component.ndim
+    outside = [item for item in axes if not -ndim <= item < ndim]
+    if outside:
+        raise InvalidArgumentError(f"axis {outside[0]} is out of range for a component of {ndim} axes; got axis={axis!r}")
+    return tuple(sorted({item % ndim for item in axes}))
+
+
+def _quotient(total: Array, count: Array, like: Array) -> Array:
+    """Return total / count: in the dtype of the values where that is a float, in float64 where it is an integer."""
+    if like.dtype.kind in "iu":
+        total = total.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # no rows on any replica: the mean of nothing is NaN
+        mean = np.true_divide(total, count.astype(total.dtype))
+    return np.asarray(mean if like.dtype.kind in "iu" else mean.astype(like.dtype, copy=False))

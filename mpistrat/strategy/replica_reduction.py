@@ -1,0 +1,131 @@
+"""ReplicaReduction: how a replica combines its values with those of the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpistrat.arrays import like
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.errors import UnsupportedDtypeError
+from mpistrat.execution.work import Work
+from mpistrat.reduction import ReduceOp, check_dtype
+from mpistrat.strategy.deprecated import hinted
+from mpistrat.strategy.replica_exchange import ReplicaExchange, read_leaves
+from mpistrat.strategy.weighting import weighted_part
+from mpistrat.structures import flatten, leaf_names, rebuild
+
+__all__ = ["ReplicaReduction"]
+
+
+class ReplicaReduction(ReplicaExchange):
+    """The collective calls of a replica context that combine arrays."""
+
+    def all_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        weight: Any = None,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> Any:
+        """Combine a value across replicas; every replica receives the result.
+
+        A collective call: every replica makes it, with the same structure, shapes and dtypes.
+
+        Parameters
+        ----------
+        reduce_op : ReduceOp or str
+            SUM, MEAN, MIN, MAX or PROD, in any case.
+        value : nest of array_like or IndexedSlices
+            The leaves are reduced together, as one batch.
+        options : CommunicationOptions, optional
+            Merged over those of the strategy.
+        weight : float, optional
+            With MEAN, of floats or complex numbers: how much this replica counts, for example the number of its examples. The
+            result is the sum of ``weight * value`` over all replicas, divided by the sum of the weights: NaN where they are
+            all 0. A replica with weight 0 contributes nothing, even NaN. Not in TensorFlow.
+        experimental_hints : CommunicationOptions, optional
+            The old name of `options`; deprecated.
+
+        Returns
+        -------
+        nest of array
+            New arrays of the shapes and dtypes passed, in the same structure.
+
+        Raises
+        ------
+        RuntimeError
+            If this replica context is not the current one.
+        TypeError
+            If `reduce_op` is neither ReduceOp nor str.
+        InvalidArgumentError
+            If the operation is unknown, or `weight` is negative, no number, or passed with another operation than MEAN.
+        UnsupportedDtypeError
+            If a leaf is no array, or the operation is not defined for its dtype.
+        NotImplementedError
+            If slices are to be combined otherwise than by SUM or MEAN without weight.
+        AgreementError
+            In strict mode, on every replica, if replicas passed different structures, shapes or dtypes.
+        """
+        self._require_current("all_reduce")
+        leaves, structure = flatten(value)
+        if experimental_hints is not None:
+            options = hinted(options, experimental_hints)
+        try:
+            op = ReduceOp.parse(reduce_op)
+            arrays = read_leaves(value, leaves)
+            if weight is not None:
+                sent, finish = weighted_part(op, arrays, weight)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            self._ops.refuse("all_reduce", error)
+        if self._ops.is_strict:
+            self._ops.agree(f"all_reduce({op.name}{'' if weight is None else ', weighted'}) of {structure}")
+        if weight is not None:
+            results = finish(self._extended.all_reduce(ReduceOp.SUM, sent, options))
+        else:
+            try:
+                results = self._extended.all_reduce(op, arrays, options)
+            except UnsupportedDtypeError:
+                _check_dtypes(op, value, arrays)
+                raise
+        return rebuild(structure, list(map(like, results, leaves)))
+
+    def start_all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Work[Any]:
+        """Start what `all_reduce` does, and return its handle. Not in TensorFlow.
+
+        A collective call. Until ``handle.wait()`` has returned, no other collective can be made, and the arrays of `value` must
+        not be changed.
+
+        Parameters
+        ----------
+        reduce_op : ReduceOp or str
+            SUM, MEAN, MIN, MAX or PROD, in any case.
+        value : nest of array_like or IndexedSlices
+            As for `all_reduce`, which says what is raised too.
+        options : CommunicationOptions, optional
+            Merged over those of the strategy.
+
+        Returns
+        -------
+        Work
+            ``done()`` asks whether it has ended, and helps it along; ``wait()`` returns what `all_reduce` would.
+        """
+        self._require_current("start_all_reduce")
+        leaves, structure = flatten(value)
+        try:
+            op = ReduceOp.parse(reduce_op)
+            arrays = read_leaves(value, leaves)
+            _check_dtypes(op, value, arrays)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            self._ops.refuse("start_all_reduce", error)
+        if self._ops.is_strict:
+            self._ops.agree(f"start_all_reduce({op.name}) of {structure}")
+        work = self._extended.start_all_reduce(op, arrays, options)
+        return work.then(lambda results: rebuild(structure, list(map(like, results, leaves))))
+
+
+def _check_dtypes(op: ReduceOp, value: Any, arrays: list[Any]) -> None:
+    """Check that `op` is defined for each leaf of a value, and say for which it is not."""
+    for name, array in zip(leaf_names(value), arrays, strict=True):
+        check_dtype(op, array.dtype, name)

@@ -1,0 +1,78 @@
+"""The weighted mean: what each replica sends, and what is made of the sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, as_array
+from mpistrat.cross_device.sparse import IndexedSlices
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
+
+__all__ = ["weighted_part"]
+
+
+def weighted_part(op: ReduceOp, arrays: Sequence[Any], weight: Any) -> tuple[list[Array], Callable[[list[Array]], list[Array]]]:
+    """Return what to sum across replicas for the weighted mean of arrays, and what makes the means of the sums.
+
+    The weight is summed with the weighted arrays, in the same batch. 16-bit floats are summed in float32.
+
+    Parameters
+    ----------
+    op : ReduceOp
+        Must be MEAN.
+    arrays : sequence of ndarray
+        Of floats or complex numbers.
+    weight : float
+        How much the arrays of this replica count. With weight 0 they do not, even where they are NaN.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If `op` is not MEAN, or `weight` is no finite number, or negative.
+    UnsupportedDtypeError
+        If an array has integers or booleans.
+    NotImplementedError
+        If one of them is IndexedSlices.
+    """
+    if op is not ReduceOp.MEAN:
+        raise InvalidArgumentError(f"weight= is for the mean; {op.name} has no weights: use MEAN, or multiply the value by it")
+    number = _checked_weight(weight)
+    for array in arrays:
+        _check_dtype(array)
+    sent = [_weighted(array, number) for array in arrays]
+    dtypes = [array.dtype for array in arrays]
+
+    def finish(totals: list[Array]) -> list[Array]:
+        *sums, weights = totals
+        with np.errstate(invalid="ignore"):  # no weight on any replica: the mean of nothing is NaN
+            means = [total / total.dtype.type(weights) for total in sums]
+        return [np.asarray(mean, dtype) for mean, dtype in zip(means, dtypes, strict=True)]
+
+    return [*sent, np.asarray(number)], finish
+
+
+def _weighted(array: Array, weight: float) -> Array:
+    wide = accumulation_dtype(ReduceOp.MEAN, array.dtype)
+    if weight == 0:
+        return np.zeros(array.shape, wide)
+    return np.asarray(np.multiply(array, wide.type(weight), dtype=wide))
+
+
+def _checked_weight(weight: Any) -> float:
+    array = as_array(weight, "weight")
+    if array.ndim or array.dtype.kind == "c" or not 0 <= array < np.inf:
+        raise InvalidArgumentError(f"weight must be one finite number that is not negative; got {weight!r}")
+    return float(array)
+
+
+def _check_dtype(array: Any) -> None:
+    if isinstance(array, IndexedSlices):
+        raise NotImplementedError(f"the weighted mean of {array!r} is not supported; pass slices.to_dense()")
+    if array.dtype not in HALF_DTYPES and array.dtype.kind not in "fc":
+        raise UnsupportedDtypeError(
+            f"the weighted mean is not defined for dtype {array.dtype}, which cannot hold it: cast to float32 or float64 first"
+        )

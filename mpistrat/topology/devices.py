@@ -1,0 +1,116 @@
+"""Devices by name: TensorFlow's spellings of this rank's own device, and ours of another rank's.
+
+========================================  ===============================================================
+name                                      what it names
+========================================  ===============================================================
+``/cpu:0``, ``CPU:0``, ``cpu``            the device of the rank that says it; every rank has one of that name
+``/device:CPU:0``                         likewise
+``/job:localhost/…/task:0/device:CPU:0``  likewise, as TensorFlow prints it
+``rank:3``                                the device of rank 3
+``/job:worker/replica:0/task:3/…``        likewise; ``device_name(3)`` spells it so
+========================================  ===============================================================
+
+File law: neither MPI nor CUDA is started here; a name is looked up in a picture of the world.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.topology.world import World
+
+__all__ = ["OWN_DEVICE", "Device", "device_name", "parse_device", "ranks_of"]
+
+OWN_DEVICE = "/cpu:0"
+"""What a rank calls its own device."""
+
+_ACCEPTED = "accepted are /cpu:0, CPU:0, /gpu:0, /device:CPU:0, /job:worker/replica:0/task:1/device:CPU:0 and rank:1"
+_RANK = re.compile(r"rank:(\d+)", re.IGNORECASE)
+_NAME = re.compile(
+    r"/?(?:job:(?P<job>[a-z][a-z0-9_]*)/)?(?:replica:(?P<replica>\d+)/)?(?:task:(?P<task>\d+)/)?"
+    r"(?:device:)?(?P<kind>cpu|gpu)(?::(?P<index>\d+))?",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a device's name says.
+
+    Attributes
+    ----------
+    kind : str
+        ``CPU`` or ``GPU``; empty where the name says only whose device it is.
+    index : int
+        Which of the rank's devices of that kind.
+    rank : int or None
+        Whose device it is; None means the rank that says the name.
+    """
+
+    kind: str
+    index: int = 0
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        own = f"{self.kind}:{self.index}"
+        if self.rank is None:
+            return f"/{own.lower()}"
+        return f"/job:worker/replica:0/task:{self.rank}/device:{own}" if self.kind else f"rank:{self.rank}"
+
+
+def parse_device(name: object) -> Device:
+    """Return what a device's name says, whether or not there is such a device.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If it is no device name.
+    """
+    text = name.strip() if isinstance(name, str) else ""
+    ranked = _RANK.fullmatch(text)
+    if ranked:
+        return Device("", rank=int(ranked[1]))
+    match = _NAME.fullmatch(text)
+    if match is None or (match["task"] and not match["job"]):
+        raise InvalidArgumentError(f"{name!r} is no device name; {_ACCEPTED}")
+    job = (match["job"] or "localhost").lower()
+    if job not in ("localhost", "worker") or int(match["replica"] or 0) or (job == "localhost" and int(match["task"] or 0)):
+        raise InvalidArgumentError(
+            f"device {name!r} names a task that no rank is: rank R is /job:worker/replica:0/task:R, and /job:localhost is the "
+            f"rank that says it; {_ACCEPTED}"
+        )
+    if job == "worker" and match["task"] is None:
+        raise InvalidArgumentError(f"device {name!r} does not say which task; {_ACCEPTED}")
+    return Device(match["kind"].upper(), int(match["index"] or 0), int(match["task"]) if job == "worker" else None)
+
+
+def device_name(rank: int) -> str:
+    """Return the full name of a rank's device."""
+    return str(Device("CPU", rank=rank))
+
+
+def ranks_of(name: object, world: World) -> tuple[int, ...]:
+    """Return which ranks of a world have the device of this name: one, or all where each has its own.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If it is no device name, or nobody in `world` has such a device.
+    """
+    device = parse_device(name)
+    if device.kind == "GPU":
+        raise InvalidArgumentError(f"device {name!r} cannot be had: ranks drive no GPU here; {_had(world)}")
+    if device.index:
+        raise InvalidArgumentError(f"device {name!r} cannot be had: each rank drives one device; {_had(world)}")
+    if device.rank is None:
+        return tuple(range(world.size))
+    if device.rank >= world.size:
+        raise InvalidArgumentError(f"device {name!r} cannot be had: there is no rank {device.rank}; {_had(world)}")
+    return (device.rank,)
+
+
+def _had(world: World) -> str:
+    others = "rank:0" if world.size == 1 else f"rank:0 to rank:{world.size - 1}"
+    return f"accepted are {OWN_DEVICE} (each rank's own) and {others}"

@@ -1,0 +1,66 @@
+"""Every rank sends an array to each of its peers, in messages that do not block: what several verbs are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrat import settings
+from mpistrat.arrays import Array
+from mpistrat.groups.group import Group
+from mpistrat.transports.base import WAITING, Steps
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Pairwise"]
+
+# messages of exchanges that failed: a peer that is late may still read or write their memory, so it is never freed
+_left_to_peers: list[list[MPI.Request]] = []
+
+
+class Pairwise:
+    """One array to, and one from, each peer; bound once and run any number of times, on all ranks together.
+
+    Parameters
+    ----------
+    group : Group
+        The ranks.
+    sends, landings : sequence of ndarray
+        What goes to and what comes from each rank, C-contiguous; the place of this rank is not looked at. Peers expect as many
+        bytes as are sent to them.
+    channel : int
+        Exchanges on different channels may be under way together.
+    """
+
+    def __init__(self, group: Group, sends: Sequence[Array], landings: Sequence[Array], channel: int = 0) -> None:
+        self._comm, self._channel = group.comm, channel
+        limit = settings.MAX_MESSAGE_BYTES.read()
+        # each rank begins with the next one, so that not all send to one rank at first
+        peers = [(group.rank + distance) % group.size for distance in range(1, group.size)]
+        self._sends = [(piece, peer) for peer in peers for piece in _pieces(sends[peer], limit)]
+        self._landings = [(piece, peer) for peer in reversed(peers) for piece in _pieces(landings[peer], limit)]
+
+    def run(self) -> Steps:
+        """Return the steps of one exchange. A collective call."""
+        comm, channel = self._comm, self._channel
+        requests = [comm.Irecv(piece, peer, channel) for piece, peer in self._landings]
+        requests += [comm.Isend(piece, peer, channel) for piece, peer in self._sends]
+        try:
+            for request in requests:
+                while not request.Test():
+                    yield WAITING
+        except BaseException:
+            _left_to_peers.append(requests)
+            raise
+
+
+def _pieces(array: Array, limit_bytes: int) -> list[list[Any]]:
+    """Return messages that tile the array, each at most as long as a message may be."""
+    from mpi4py import MPI
+
+    flat = array.reshape(-1).view(np.uint8)
+    starts = range(0, flat.size, limit_bytes)
+    return [[flat[start : start + limit_bytes], min(limit_bytes, flat.size - start), MPI.BYTE] for start in starts]

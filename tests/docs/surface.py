@@ -1,0 +1,91 @@
+"""The public names of the package, found by looking: those of its modules, and the members of its classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+from enum import Enum
+from typing import Any
+
+import mpistrat
+from tests.docs.tf_names import READING, SAME, SECTIONS
+
+__all__ = ["FACES", "beyond", "public_names", "resolve"]
+
+FACES = ("experimental", "cluster_resolver")
+
+
+def resolve(path: str) -> Any:
+    """Return what is at a dotted name below ``mpistrat``; a field of a dataclass is its annotation.
+
+    Raises
+    ------
+    AttributeError
+        If nothing is.
+    """
+    found: Any = mpistrat
+    for name in path.split("."):
+        if inspect.ismodule(found) and not hasattr(found, name):
+            try:
+                found = importlib.import_module(f"{found.__name__}.{name}")
+            except ModuleNotFoundError:
+                raise AttributeError(f"mpistrat has no {path}") from None
+        elif inspect.isclass(found) and name in _fields(found):
+            found = _fields(found)[name]
+        else:
+            found = getattr(found, name)
+    return found
+
+
+def public_names() -> dict[str, Any]:
+    """Return every public name below ``mpistrat``, members of classes included: where a class defines them, not heirs."""
+    things: dict[str, Any] = {}
+    for prefix, face in (("", mpistrat), *((f"{name}.", getattr(mpistrat, name)) for name in FACES)):
+        things |= {prefix + name: getattr(face, name) for name in face.__all__ if not inspect.ismodule(getattr(face, name))}
+    public = {thing for thing in things.values() if inspect.isclass(thing)}
+    names = dict(things)
+    for name, thing in things.items():
+        if inspect.isclass(thing):
+            names |= {f"{name}.{member}": value for member, value in _members(thing, public).items()}
+    return names
+
+
+def beyond() -> dict[str, Any]:
+    """Return the public names that no row stands for."""
+    rows = [row for section in SECTIONS.values() for row in section if row.status in (SAME, READING)]
+    paths = {row.ours for row in rows}
+    # a member that a row names by an heir is the one of the class that defines it
+    definitions = {_definition(path) for path in paths}
+    return {name: thing for name, thing in public_names().items() if name not in paths and _definition(name) not in definitions}
+
+
+def _definition(path: str) -> tuple[type, str] | str:
+    owner, _, member = path.rpartition(".")
+    holder = resolve(owner) if owner else mpistrat
+    if not inspect.isclass(holder):
+        return path
+    return next(((kind, member) for kind in holder.__mro__ if member in vars(kind)), path)
+
+
+def _fields(kind: type) -> dict[str, Any]:
+    return {field.name: field.type for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
+
+
+def _members(kind: type, public: set[type]) -> dict[str, Any]:
+    """Return what a class has that none of its public bases has."""
+    if issubclass(kind, Enum):
+        members: dict[str, Any] = {member.name: member for member in kind}
+        return members | {name: value for name, value in vars(kind).items() if isinstance(value, classmethod)}
+    found = {name: kind for name in _fields(kind)}
+    for base in kind.__mro__:
+        if base.__module__.startswith("mpistrat.") and (base is kind or base not in public):
+            found |= {name: value for name, value in vars(base).items() if _is_described(name, value)}
+    inherited = {name for base in kind.__mro__[1:] if base in public for name in vars(base)}
+    return {name: value for name, value in found.items() if name not in inherited}
+
+
+def _is_described(name: str, value: Any) -> bool:
+    kinds = (property, classmethod, staticmethod)
+    return re.match("[^_]", name) is not None and (inspect.isfunction(value) or isinstance(value, kinds))

@@ -1,0 +1,180 @@
+"""Arrays that are not NumPy's: those of PyTorch and JAX, and stand-ins that speak one protocol only."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+__all__ = [
+    "CPU",
+    "CUDA",
+    "PINNED",
+    "SpeaksArrayInterface",
+    "SpeaksBuffers",
+    "SpeaksCudaArrayInterface",
+    "SpeaksDlpack",
+    "StandardArray",
+    "fake_cupy",
+    "fake_jax",
+    "fake_torch",
+    "installed",
+    "is_jax",
+    "jax_array",
+    "tensor",
+]
+
+# DLPack's numbers of kinds of memory
+CPU, CUDA, PINNED = 1, 2, 3
+
+
+def installed(name: str) -> ModuleType:
+    """Return the library ``torch`` or ``jax``, or skip the test and say why."""
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"no {name}: pip install 'mpistrat[interop]'")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    return importlib.import_module(name)
+
+
+def tensor(torch: ModuleType, array: Any) -> Any:
+    """Return a new tensor of these elements."""
+    array = np.array(array, order="C")
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def jax_array(jax: ModuleType, array: Any) -> Any:
+    """Return a new JAX array of these elements."""
+    return jax.numpy.array(array, copy=True)
+
+
+def is_jax(value: Any) -> bool:
+    """Return whether `value` is a JAX array; JAX need not be installed."""
+    return type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
+
+
+class SpeaksDlpack:
+    """An array, said to be in the memory of a device, that speaks nothing but DLPack."""
+
+    def __init__(self, array: Any, device: int = CPU, index: int = 0) -> None:
+        self._array, self._device = np.asarray(array), (device, index)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device
+
+    def __dlpack__(self, **arguments: Any) -> Any:
+        if self._device[0] not in (CPU, PINNED):
+            raise AssertionError("memory of a device was asked for")
+        return self._array.__dlpack__(**arguments)
+
+
+class SpeaksArrayInterface:
+    """An array that speaks nothing but ``__array_interface__``."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = np.asarray(array)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return self._array.__array_interface__
+
+
+class SpeaksCudaArrayInterface:
+    """An array that speaks nothing but ``__cuda_array_interface__``."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (3,), "typestr": "<f4", "data": (0, False), "version": 3}
+
+
+class SpeaksBuffers:
+    """Makes what speaks nothing but the buffer protocol."""
+
+    def __new__(cls, array: Any) -> Any:
+        return memoryview(np.asarray(array))
+
+
+class StandardArray(SpeaksDlpack):
+    """An array that tells its array API namespace, which makes such arrays again."""
+
+    def __array_namespace__(self, api_version: str | None = None) -> Any:
+        return SimpleNamespace(asarray=StandardArray)
+
+    def numpy(self) -> Any:
+        return self._array
+
+
+def fake_torch() -> Any:
+    """Return what behaves like PyTorch as far as tensors are read and made; `Tensor` takes an array and its device."""
+    bfloat16, int16 = "torch.bfloat16", "torch.int16"
+    numpy_dtypes = {bfloat16: np.dtype(ml_dtypes.bfloat16), int16: np.dtype(np.int16)}
+
+    class Tensor:
+        def __init__(self, array: Any, device: str = "cpu", requires_grad: bool = False) -> None:
+            self.array, self.requires_grad = np.asarray(array), requires_grad
+            self.device = _Device(device)
+            self.dtype = next((name for name, dtype in numpy_dtypes.items() if dtype == self.array.dtype), self.array.dtype)
+
+        def view(self, dtype: str) -> Tensor:
+            return Tensor(self.array.view(numpy_dtypes[dtype]))
+
+        def numpy(self, *, force: bool = False) -> Any:
+            assert self.dtype != bfloat16, "PyTorch refuses"
+            assert force or not self.requires_grad, "PyTorch refuses"
+            return self.array
+
+    return SimpleNamespace(Tensor=Tensor, bfloat16=bfloat16, int16=int16, from_numpy=Tensor)
+
+
+class _Device:
+    def __init__(self, name: str) -> None:
+        self.name, self.type = name, name.partition(":")[0]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def fake_jax() -> Any:
+    """Return what behaves like JAX as far as arrays are read and made; `Array` takes an array and its device."""
+
+    class Array(SpeaksDlpack):
+        __module__ = "jaxlib.fake"
+
+        def __init__(self, array: Any, kind: int = CPU, index: int = 0) -> None:
+            super().__init__(array, kind, index)
+            self.device = (kind, index)
+
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+            assert self.device[0] == CPU, "JAX would copy from the GPU, silently"
+            view = self._array.view()
+            view.flags.writeable = False
+            return view
+
+    def device_put(array: Any, device: tuple[int, int], may_alias: bool) -> Array:
+        assert may_alias
+        return Array(array, *device)
+
+    return SimpleNamespace(Array=Array, device_put=device_put)
+
+
+def fake_cupy() -> Any:
+    """Return what behaves like CuPy as far as arrays are read and made; `ndarray` takes an array."""
+
+    class ndarray(SpeaksDlpack):  # noqa: N801 - CuPy's name
+        __module__ = "cupy"
+
+        def __init__(self, array: Any) -> None:
+            super().__init__(array, CUDA)
+            self.copied = np.array(array)
+
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+            raise TypeError("CuPy refuses")
+
+    return SimpleNamespace(ndarray=ndarray, asarray=ndarray)

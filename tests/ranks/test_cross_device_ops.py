@@ -1,0 +1,274 @@
+"""The CrossDeviceOps family over real collectives: where results land, packs, and what happens when one rank cannot go on."""
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.context.values import Mirrored, PerReplica
+from mpistrat.cross_device.all_reduce import (
+    CollectiveAllReduce,
+    HierarchicalAllReduce,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+)
+from mpistrat.cross_device.destinations import OnSomeReplicas
+from mpistrat.cross_device.ops import CrossDeviceOps
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.cross_device.sparse import IndexedSlices
+from mpistrat.cross_device.to_one_device import ReductionToOneDevice
+from mpistrat.errors import AgreementError, InvalidArgumentError, TransportError
+from mpistrat.reduction import ReduceOp
+from tests.launches import needs_ranks
+
+FAMILY = [
+    HierarchicalAllReduce,
+    lambda: HierarchicalAllReduce(3),
+    CollectiveAllReduce,
+    HierarchicalCopyAllReduce,
+    ReductionToOneDevice,
+]
+NAMES = ["default", "three packs", "collective", "copy", "to one device"]
+
+
+def plain(value):
+    """Return what this rank can read of a result, as lists."""
+    return None if isinstance(value, OnSomeReplicas) and not value.is_here else np.asarray(value).tolist()
+
+
+def suits(ops, strategy):
+    return not isinstance(ops, HierarchicalCopyAllReduce) or strategy.extended.collectives.world.num_nodes == 1
+
+
+@pytest.mark.parametrize("make", FAMILY, ids=NAMES)
+def test_a_batch_lands_where_it_is_wanted(comm, strategy, make):
+    ops, rank, size = make(), comm.rank, comm.size
+    if not suits(ops, strategy):
+        with (
+            strategy.scope(),
+            pytest.raises(NotImplementedError, match="combines the ranks of one node, and these replicas are"),
+        ):
+            ops.reduce("sum", PerReplica(1.0), "/cpu:0")
+        return
+    last, total = size - 1, sum(range(size))
+    with strategy.scope():
+        value = PerReplica(np.arange(1000.0) + rank)
+        rows = PerReplica(IndexedSlices(np.full((rank, 2), 1, np.float16), np.zeros(rank, int), (3, 2)))
+        small = PerReplica(np.array(rank, np.int16))
+        results = ops.batch_reduce(
+            "sum", [(small, last), (rows, value), (value, value), (rows, f"rank:{last}"), (small, {0, last})]
+        )
+    if size == 1:
+        assert [result is given.values[0] for result, given in zip(results, (small, rows, value, rows, small), strict=True)]
+        return
+    assert plain(results[0]) == (total if rank == last else None)
+    assert plain(results[1]) == [[total, total], [0, 0], [0, 0]]
+    assert (np.asarray(results[2]) == np.arange(1000.0) * size + total).all()
+    assert plain(results[3]) == ([[total, total], [0, 0], [0, 0]] if rank == last else None)
+    assert plain(results[4]) == (total if rank in (0, last) else None)
+    assert [type(result) for result in results[1:3]] == [Mirrored, Mirrored]
+    assert isinstance(results[4], Mirrored if size == 2 else OnSomeReplicas)
+    assert value.values[0].tolist() == (np.arange(1000.0) + rank).tolist(), "an input was changed"
+
+
+@pytest.mark.parametrize("make", FAMILY, ids=NAMES)
+def test_every_operation(comm, strategy, make):
+    ops, size = make(), comm.size
+    if not suits(ops, strategy):
+        return
+    expected = {
+        "sum": size * (size + 1) / 2,
+        "mean": (size + 1) / 2,
+        "min": 1,
+        "max": size,
+        "prod": np.prod(np.arange(size) + 1.0),
+    }
+    for op, wanted in expected.items():
+        with strategy.scope():
+            result = ops.reduce(op, PerReplica(np.full((2, 2), comm.rank + 1.0)), "/cpu:0")
+        assert plain(result) == [[wanted] * 2] * 2
+        reduced = strategy.run(lambda op=op: ops.all_reduce_in_replica(ReduceOp.parse(op), [np.full(3, comm.rank + 1.0)]))
+        assert strategy.experimental_local_results(reduced)[0][0].tolist() == [wanted] * 3
+
+
+@pytest.mark.parametrize("root", [None, "rank:0", "last"])
+def test_one_rank_combines_in_replica_order(comm, strategy, root):
+    rank, size = comm.rank, comm.size
+    device = f"rank:{size - 1}" if root == "last" else root
+    ops = ReductionToOneDevice(
+        device, accumulation_fn=lambda parts: sum(10.0**index * part for index, part in enumerate(parts))
+    )
+    wanted = [sum((other + 1) * 10.0**other for other in range(size))]
+    value = PerReplica(np.array([rank + 1.0]))
+    with strategy.scope():
+        results = [ops.reduce("sum", value, destination) for destination in (value, 0, size - 1)]
+    if size > 1:
+        assert [plain(result) for result in results] == [
+            wanted,
+            wanted if rank == 0 else None,
+            wanted if rank == size - 1 else None,
+        ]
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_an_accumulation_function_that_fails_is_told_to_all(comm, monkeypatch, strict):
+    monkeypatch.setenv("MPISTRAT_STRICT", strict)
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+
+    def fails(parts):
+        raise ZeroDivisionError("not today")
+
+    ops, last = ReductionToOneDevice(comm.size - 1, fails), comm.rank == comm.size - 1
+    error, message = (
+        (ZeroDivisionError, "not today") if last else (AgreementError, "which failed: ZeroDivisionError: not today")
+    )
+    with strategy.scope(), pytest.raises(error, match=message):
+        ops.reduce("sum", PerReplica(1.0), "/cpu:0")
+    strategy.close()
+
+
+@needs_ranks(2)
+def test_replicas_that_ask_for_different_things_are_told(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "1")
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+    first, value = comm.rank == 0, PerReplica(np.ones(2))
+    calls = [
+        lambda ops: ops.reduce("sum", value, 0 if first else 1),
+        lambda ops: ops.reduce("sum" if first else "mean", value, 0),
+        lambda ops: ops.batch_reduce("sum", [(value, 0)] * (1 if first else 2)),
+        lambda ops: ops.reduce("sum", value if first else PerReplica(IndexedSlices([1.0], [0])), 0),
+        lambda ops: ops.broadcast(np.ones(2), 0 if first else value),
+    ]
+    with strategy.scope():
+        for call in calls:
+            with pytest.raises(AgreementError, match="ranks made different calls"):
+                call(HierarchicalAllReduce())
+        # what one rank refuses, no other waits for
+        error, message = (InvalidArgumentError, "cannot be None") if first else (AgreementError, "cannot be None")
+        destinations = None if first else value
+        with pytest.raises(error, match=message):
+            HierarchicalAllReduce().reduce("sum", value, destinations)
+        with pytest.raises(error, match=message):
+            HierarchicalAllReduce().broadcast(1.0, destinations)
+        assert plain(HierarchicalAllReduce().reduce("sum", value, value)) == [comm.size] * 2
+    strategy.close()
+
+
+def test_packs_do_not_change_the_bits(comm, strategy):
+    random = np.random.default_rng(comm.rank)
+    arrays = [random.integers(-50, 50, shape).astype(np.float32) for shape in [(7,), (3, 5), (), (0, 2), (129,)]]
+    pairs = [(PerReplica(array), "/cpu:0") for array in arrays]
+    with strategy.scope():
+        expected = [plain(result) for result in HierarchicalAllReduce().batch_reduce("mean", pairs)]
+        for num_packs in (0, 1, 2, 3, 10, 1000):
+            found = HierarchicalAllReduce(num_packs).batch_reduce("mean", pairs, CommunicationOptions(bytes_per_pack=16))
+            assert [plain(result) for result in found] == expected, num_packs
+
+
+@pytest.mark.parametrize(("num_packs", "packs"), [(None, 2), (0, 4), (1, 2), (3, 6)])
+def test_a_batch_is_cut_into_so_many_packs(comm, strategy, num_packs, packs):
+    collectives = strategy.extended.collectives
+    values = [PerReplica(np.ones(count, dtype)) for count in (10, 12) for dtype in (np.float32, np.float64)]
+    with strategy.scope():
+        pairs, options = [(value, "/cpu:0") for value in values], CommunicationOptions(algorithm="flat")
+        collectives.timeline.enabled = True
+        HierarchicalAllReduce(num_packs).batch_reduce("sum", pairs, options)
+        collectives.timeline.enabled = False
+    # each dtype has packs of its own
+    assert len([event for event in collectives.timeline.events if "all_reduce" in str(event)]) == (
+        packs if comm.size > 1 else 0
+    )
+
+
+def test_nccl_is_refused_by_all(comm, strategy):
+    ops = NcclAllReduce()
+    with pytest.raises(TransportError, match=r"use HierarchicalAllReduce\(\), the default, or ReductionToOneDevice\(\)"):
+        strategy.run(lambda: ops.all_reduce_in_replica(ReduceOp.SUM, [np.ones(2)]))
+    assert mpistrat.get_strategy() is not strategy
+
+
+def test_the_value_of_rank_0_is_broadcast(comm, strategy):
+    ops, array = HierarchicalAllReduce(), np.full((2, 3), comm.rank)
+    with strategy.scope():
+        variable = mpistrat.Variable(np.ones(5))
+        assert plain(ops.broadcast(array, variable)) == [[0] * 3] * 2
+        rows = IndexedSlices(np.full((comm.rank + 1, 1), comm.rank + 1), np.arange(comm.rank + 1), (comm.size, 1))
+        assert plain(ops.broadcast(rows, "/cpu:0")) == [[1]] + [[0]] * (comm.size - 1)
+        total = ops.reduce("sum", PerReplica(comm.rank + 1), comm.size - 1)
+        assert plain(ops.broadcast(total, variable)) == sum(range(comm.size + 1))
+        moved = ops.reduce("mean", total, 0)
+    assert plain(moved) == (sum(range(comm.size + 1)) if comm.rank == 0 else None)
+    assert variable.numpy().tolist() == [1] * 5
+
+
+class ByOne(CrossDeviceOps):
+    def __init__(self):
+        self.seen = []
+
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        self.seen.append(reduce_op.name)
+        [component] = per_replica_value.values
+        return Mirrored(mpistrat.get_strategy().extended.collectives.all_reduce(reduce_op, [component], options)[0])
+
+
+class InBatches(HierarchicalAllReduce):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
+        self.seen += [reduce_op.name] * len(value_destination_pairs)
+        return super().batch_reduce_implementation(reduce_op, value_destination_pairs, options)
+
+
+@pytest.mark.parametrize("family", [ByOne, InBatches])
+def test_a_subclass_sees_every_reduction(comm, strategy, family):
+    ops, total = family(), sum(range(comm.size))
+    with strategy.scope():
+        value = PerReplica(np.array([comm.rank]))
+        found = [ops.reduce("max", value, value), *ops.batch_reduce("sum", [(value, value)] * 2)]
+    assert [plain(result) for result in found] == [[comm.size - 1], [total], [total]]
+    strategy.run(lambda: ops.all_reduce_in_replica(ReduceOp.MIN, [np.ones(2), np.ones(1)]))
+    # a value of one replica is its own result
+    assert ops.seen == (["MAX", "SUM", "SUM"] if comm.size > 1 else []) + ["MIN", "MIN"]
+
+
+@pytest.mark.parametrize("family", [ByOne, InBatches])
+def test_a_strategy_hands_every_reduction_to_its_ops(ops, family):
+    own = family()
+    strategy = mpistrat.Strategy(mpistrat.StrategyExtended(ops, own))
+    check_every_reduction(strategy, own)
+
+
+@pytest.mark.parametrize("family", [ByOne, InBatches])
+def test_a_mirrored_strategy_hands_every_reduction_to_its_ops(comm, family):
+    own = family()
+    strategy = mpistrat.MirroredStrategy(cross_device_ops=own)
+    check_every_reduction(strategy, own)
+    strategy.close()
+
+
+def check_every_reduction(strategy, own):
+    ops = strategy.extended.collectives
+    rank, total = ops.rank, sum(range(ops.size))
+    assert strategy.extended.cross_device_ops is own
+    with strategy.scope():
+        variable = mpistrat.Variable(np.zeros(1), aggregation=mpistrat.VariableAggregation.SUM)
+
+    def step():
+        context = mpistrat.get_replica_context()
+        variable.assign_add([rank])
+        return context.all_reduce("sum", {"a": rank, "b": np.full(2, rank)})
+
+    reduced = strategy.experimental_local_results(strategy.run(step))[0]
+    assert (int(reduced["a"]), reduced["b"].tolist(), variable.numpy().tolist()) == (total, [total] * 2, [total])
+    assert own.seen == ["SUM"] * 3
+    value = PerReplica(np.array([rank, rank + 1]))
+    assert strategy.reduce("max", value, axis=None).tolist() == [ops.size - 1, ops.size]
+    assert own.seen == ["SUM"] * 3 + ["MAX"]
+    assert strategy.reduce("mean", value, axis=0) == total / ops.size + 0.5
+    assert own.seen[4:] == ["SUM"] * 2, "the sums and the counts"
+    own.seen.clear()
+    results = [strategy.extended.reduce_to("min", value, value), *strategy.extended.batch_reduce_to("sum", [(value, value)])]
+    assert [plain(result) for result in results] == [[0, 1], [total, total + ops.size]]
+    assert own.seen == (["MIN", "SUM"] if ops.size > 1 else [])

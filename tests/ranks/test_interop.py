@@ -1,0 +1,192 @@
+"""Arrays of PyTorch and JAX through every call of a strategy: each comes back as the kind it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.errors import AgreementError, InvalidArgumentError
+from tests.launches import needs_ranks
+from tests.other_arrays import CUDA, SpeaksDlpack, StandardArray, installed, jax_array, tensor
+
+_MAX_RANKS = 3  # these libraries are heavy to start, and more ranks would tell nothing new
+
+_ELSEWHERE = r"value\['w'\] is on cuda:0, this replica computes on /cpu:0; copy it to host memory first"
+
+
+class _Kind:
+    """A library, and how its arrays are made and looked at."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.library = name, installed(name)
+
+    def make(self, array: Any) -> Any:
+        return tensor(self.library, array) if self.name == "torch" else jax_array(self.library, array)
+
+    def bfloat16(self, array: Any) -> Any:
+        return self.make(np.asarray(array, ml_dtypes.bfloat16))
+
+    def elements(self, value: Any, dtype: str = "float32") -> list[Any]:
+        """Return the elements of what must be an array of this library and this dtype."""
+        assert isinstance(value, self.library.Tensor if self.name == "torch" else self.library.Array), type(value)
+        assert str(value.dtype).removeprefix("torch.") == dtype
+        return value.tolist()
+
+
+@pytest.fixture(params=["torch", "jax"])
+def kind(request: pytest.FixtureRequest, comm: Any) -> _Kind:
+    if comm.size > _MAX_RANKS:
+        pytest.skip(f"PyTorch and JAX are started on up to {_MAX_RANKS} ranks only")
+    return _Kind(request.param)
+
+
+@pytest.fixture
+def torch(comm: Any) -> Any:
+    if comm.size > _MAX_RANKS:
+        pytest.skip(f"PyTorch and JAX are started on up to {_MAX_RANKS} ranks only")
+    return installed("torch")
+
+
+def _run(strategy: Any, step: Any) -> Any:
+    """Return what `step`, given its replica context, returned on this rank."""
+    result = strategy.run(lambda: step(mpistrat.get_replica_context()))
+    return strategy.experimental_local_results(result)[0]
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"), [("sum", lambda n: n * (n + 1) / 2), ("mean", lambda n: (n + 1) / 2), ("max", float)]
+)
+def test_all_reduce(kind, comm, strategy, op, expected):
+    sent = kind.make(np.full((2, 3), comm.rank + 1, np.float32))
+    total = _run(strategy, lambda context: context.all_reduce(op, sent))
+    assert kind.elements(total) == [[expected(comm.size)] * 3] * 2
+    assert kind.elements(sent) == [[comm.rank + 1] * 3] * 2
+
+
+def test_all_reduce_of_bfloat16(kind, comm, strategy):
+    total = _run(strategy, lambda context: context.all_reduce("sum", kind.bfloat16([1, 0.5])))
+    assert kind.elements(total, "bfloat16") == [comm.size, comm.size / 2]
+
+
+def test_all_reduce_of_a_nest_of_all_kinds(kind, comm, strategy):
+    def step(context):
+        nest = {
+            "mine": [kind.make(np.ones(2, np.float32)), kind.make(np.int32(3)), kind.bfloat16([0.5])],
+            "numpy": (np.arange(3), np.float16(1), 2.5, None),
+            "others": [StandardArray(np.ones(2)), SpeaksDlpack(np.ones(2)), memoryview(b"\x01")],
+        }
+        return context.all_reduce("sum", nest)
+
+    total = _run(strategy, step)
+    assert kind.elements(total["mine"][0]) == [comm.size] * 2
+    assert kind.elements(total["mine"][1], "int32") == 3 * comm.size
+    assert kind.elements(total["mine"][2], "bfloat16") == [comm.size / 2]
+    plain = [*total["numpy"][:3], *total["others"][1:]]
+    assert {type(array) for array in plain} == {np.ndarray}
+    assert [array.dtype.name for array in plain] == ["int64", "float16", "float64", "float64", "uint8"]
+    assert [array.tolist() for array in plain[:3]] == [[0, comm.size, 2 * comm.size], comm.size, 2.5 * comm.size]
+    assert total["numpy"][3] is None
+    assert type(total["others"][0]) is StandardArray
+    assert total["others"][0].numpy().tolist() == [comm.size] * 2
+
+
+@pytest.mark.parametrize("count", [1, 1_000, 100_000])
+def test_a_result_is_nobody_elses(kind, comm, strategy, count):
+    def step(context):
+        first, second = ([kind.make(np.full(count, value, np.float32)) for _ in range(2)] for value in (1, 2))
+        return context.all_reduce("sum", first), context.all_reduce("sum", second)
+
+    for results, value in zip(_run(strategy, step), (1, 2), strict=True):
+        for result in results:
+            assert set(kind.elements(result)) == {value * comm.size}
+
+
+def test_all_gather(kind, comm, strategy):
+    def step(context):
+        return context.all_gather([kind.make(np.full((2, comm.rank + 1), comm.rank, np.float32)), np.ones((1, 1))], axis=1)
+
+    gathered, plain = _run(strategy, step)
+    assert kind.elements(gathered) == [[rank for rank in range(comm.size) for _ in range(rank + 1)]] * 2
+    assert (type(plain), plain.shape) == (np.ndarray, (1, comm.size))
+
+
+def test_broadcast(kind, comm, strategy):
+    root = comm.size - 1
+    sent = _run(strategy, lambda context: context.broadcast({"w": kind.make(np.full(2, comm.rank, np.float32))}, root=root))
+    assert kind.elements(sent["w"]) == [root] * 2
+
+
+def test_reduce_scatter_and_all_to_all(kind, comm, strategy):
+    rows = kind.make(np.arange(2 * comm.size, dtype=np.float32))
+    mine = _run(strategy, lambda context: context.reduce_scatter("sum", rows))
+    assert kind.elements(mine) == [2 * comm.rank * comm.size, (2 * comm.rank + 1) * comm.size]
+    parts = [kind.make(np.float32([comm.rank, to])) for to in range(comm.size)]
+    received = _run(strategy, lambda context: context.all_to_all(parts))
+    assert [kind.elements(part) for part in received] == [[sender, comm.rank] for sender in range(comm.size)]
+
+
+def test_an_all_reduce_that_is_started(kind, comm, strategy):
+    sent = {"w": kind.make(np.ones(3, np.float32)), "b": 1.0}
+    total = _run(strategy, lambda context: context.start_all_reduce("sum", sent).wait())
+    assert kind.elements(total["w"]) == [comm.size] * 3
+    assert (type(total["b"]), total["b"].tolist()) == (np.ndarray, comm.size)
+
+
+def test_reduce_and_gather_in_cross_replica_context(kind, comm, strategy):
+    value = strategy.run(lambda: [kind.make(np.full((comm.rank + 1, 2), comm.rank, np.float32)), np.ones(1)])
+    rows = [rank for rank in range(comm.size) for _ in range(rank + 1)]
+    mean, count = strategy.reduce("mean", value, axis=0)
+    assert kind.elements(mean) == [pytest.approx(sum(rows) / len(rows))] * 2
+    assert (type(count), count) == (np.ndarray, 1)
+    whole = strategy.gather(value[0], axis=0)
+    assert kind.elements(whole) == [[row] * 2 for row in rows]
+
+
+def test_variables(kind, comm, strategy):
+    with strategy.scope():
+        variable = mpistrat.Variable(
+            kind.make(np.full(3, comm.rank + 1, np.float32)), aggregation=mpistrat.VariableAggregation.MEAN
+        )
+        half = mpistrat.Variable(kind.bfloat16([1, 2]))
+        variable.assign_add(kind.make(np.ones(3, np.float32)))
+    assert (half.dtype.name, half.numpy().tolist()) == ("bfloat16", [1, 2])
+    assert variable.numpy().tolist() == [2] * 3
+
+    def step(context):
+        variable.assign(kind.make(np.full(3, 2 * comm.rank, np.float32)))
+        gradient = context.all_reduce("sum", kind.make(np.ones(3, np.float32)))
+        context.update(variable, lambda array, gradient: kind.make(array) - gradient, (gradient,))
+
+    _run(strategy, step)
+    assert comm.allgather(variable.numpy().tolist()) == [[comm.size - 1.0 - comm.size] * 3] * comm.size
+
+
+def test_training_a_model_of_pytorch(torch, comm, strategy):
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    data = torch.full((4, 2), float(comm.rank + 1))
+
+    def step(context):
+        model(data).sum().backward()
+        parameters = list(model.parameters())
+        gradients = context.all_reduce("mean", [parameter.grad for parameter in parameters])
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter -= 0.5 * gradient
+
+    _run(strategy, step)
+    assert model.weight.tolist() == [[1 - 0.5 * 4 * (comm.size + 1) / 2] * 2]
+
+
+@needs_ranks(2)
+def test_an_array_on_another_device_on_one_rank_is_refused_on_all(comm, strategy):
+    is_elsewhere = comm.rank == comm.size - 1  # this needs neither library
+    value = SpeaksDlpack(np.ones(2), CUDA) if is_elsewhere else np.ones(2)
+    error, message = (InvalidArgumentError, _ELSEWHERE) if is_elsewhere else (AgreementError, _ELSEWHERE)
+    with pytest.raises(error, match=message):
+        _run(strategy, lambda context: context.all_reduce("sum", {"w": value}))
+    assert comm.allreduce(1) == comm.size

@@ -1,0 +1,531 @@
+"""The strategies one by one: devices, options, resolvers and roles, and what each refuses, on every rank."""
+
+import copy
+import json
+import re
+import time
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.cluster_resolver import (
+    ClusterResolver,
+    MPIClusterResolver,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+)
+from mpistrat.context.values import Mirrored, PerReplica
+from mpistrat.cross_device.all_reduce import HierarchicalAllReduce
+from mpistrat.cross_device.ops import CrossDeviceOps
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.cross_device.to_one_device import ReductionToOneDevice
+from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededError, InvalidArgumentError, LaunchError
+from mpistrat.groups.meeting import meeting
+from mpistrat.reduction import ReduceOp
+from mpistrat.strategy import multi_worker
+from mpistrat.strategy.central_storage import CentralStorageStrategy
+from mpistrat.strategy.multi_worker import ExperimentalMultiWorkerMirroredStrategy
+from mpistrat.topology.devices import device_name
+from tests.launches import needs_ranks
+
+CPU = "/job:worker/replica:0/task:{}/device:CPU:0"
+
+
+@pytest.fixture
+def together(comm):
+    """Check, after a test in which every rank raised, that none is left behind."""
+    yield
+    assert comm.allreduce(1) == comm.size
+
+
+@pytest.fixture
+def made():
+    """Close the strategies that a test makes."""
+    strategies = []
+
+    def keep(strategy):
+        strategies.append(strategy)
+        return strategy
+
+    yield keep
+    for strategy in strategies:
+        strategy.close()
+
+
+def all_reduced(strategy, value):
+    """Return the sum over the replicas, as each of them has it."""
+    total = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", value))
+    return strategy.experimental_local_results(total)[0]
+
+
+def refused(error, message, make):
+    """Check that making a strategy raises an error with a message."""
+    with pytest.raises(error, match=re.escape(message)) as caught:
+        make()
+    return caught.value
+
+
+class TestMirrored:
+    def test_all_ranks_of_the_node_by_name(self, comm, made):
+        names = [f"rank:{rank}" for rank in range(comm.size)]
+        for devices in (None, names, tuple(names), [device_name(rank) for rank in range(comm.size)]):
+            strategy = made(mpistrat.MirroredStrategy(devices))
+            assert strategy.num_replicas_in_sync == comm.size
+            expected = tuple(CPU.format(rank) for rank in range(comm.size))
+            assert strategy.extended.worker_devices == strategy.extended.parameter_devices == expected
+            assert strategy.cluster_resolver is None
+            assert all_reduced(strategy, np.ones(2)).tolist() == [comm.size] * 2
+
+    def test_one_rank_is_the_cpu(self, comm, made, together):
+        if comm.size == 1:
+            assert made(mpistrat.MirroredStrategy(["/cpu:0"])).num_replicas_in_sync == 1
+            return
+        message = (
+            "devices=['/cpu:0'] names by '/cpu:0' the device of no rank in particular: each has one of that name. This node "
+            f"has {comm.size} ranks, and a replica runs on each: pass devices=None or ['rank:0', 'rank:1'"
+        )
+        refused(InvalidArgumentError, message, lambda: mpistrat.MirroredStrategy(["/cpu:0"]))
+
+    @pytest.mark.parametrize(
+        ("devices", "message"),
+        [
+            (
+                ["/gpu:0"],
+                "device '/gpu:0' cannot be had: ranks drive no GPU here; accepted are /cpu:0 (each rank's own) and rank:0",
+            ),
+            (["rank:99"], "device 'rank:99' cannot be had: there is no rank 99; accepted are /cpu:0"),
+            (["tpu:0"], "'tpu:0' is no device name; accepted are /cpu:0"),
+            (["rank:0", "rank:0"], "devices=['rank:0', 'rank:0'] names rank 0 more than once. This node has"),
+            ([], "devices=[] leaves out rank 0"),
+        ],
+    )
+    def test_devices_that_there_are_not(self, devices, message, together):
+        refused(InvalidArgumentError, message, lambda: mpistrat.MirroredStrategy(devices))
+
+    @pytest.mark.parametrize("devices", ["/cpu:0", 2, {"rank:0"}])
+    def test_devices_that_are_no_list(self, devices, together):
+        refused(TypeError, "devices must be None or a list of device names, ['", lambda: mpistrat.MirroredStrategy(devices))
+
+    @needs_ranks(2)
+    def test_a_rank_that_the_list_leaves_out(self, comm, together):
+        names = [f"rank:{rank}" for rank in range(comm.size)]
+        message = (
+            f"devices={names[:-1]} leaves out rank {comm.size - 1}. This node has {comm.size} ranks, and a replica runs on "
+            f"each: pass devices=None or {names}, or launch another number of ranks"
+        )
+        refused(InvalidArgumentError, message, lambda: mpistrat.MirroredStrategy(names[:-1]))
+        order = f"devices={names[::-1]} is not in the order of ranks, which is that of replicas"
+        refused(InvalidArgumentError, order, lambda: mpistrat.MirroredStrategy(names[::-1]))
+
+    @pytest.mark.parametrize("ops", [HierarchicalAllReduce, "nccl", ReductionToOneDevice])
+    def test_ops_that_are_none(self, ops, together):
+        message = f"cross_device_ops must be a CrossDeviceOps, such as mpistrat.ReductionToOneDevice(); got {ops!r}"
+        refused(TypeError, message, lambda: mpistrat.MirroredStrategy(cross_device_ops=ops))
+
+    def test_ops_of_the_user_see_every_reduction(self, comm, made):
+        class Counted(ReductionToOneDevice):
+            calls = 0
+
+            def reduce_implementation(self, *arguments):
+                self.calls += 1
+                return super().reduce_implementation(*arguments)
+
+        ops = Counted()
+        strategy = made(mpistrat.MirroredStrategy(cross_device_ops=ops))
+        assert strategy.extended.cross_device_ops is ops
+        assert all_reduced(strategy, np.ones(2)).tolist() == [comm.size] * 2
+        assert ops.calls == 1
+
+    def test_the_default_ops(self, made):
+        assert type(made(mpistrat.MirroredStrategy()).extended.cross_device_ops) is HierarchicalAllReduce
+
+    def test_packs_are_said_once(self, together):
+        message = (
+            "num_packs=2 was passed beside cross_device_ops, which have their own.\n    incorrect:  mpistrat.MirroredStrategy("
+        )
+        refused(
+            InvalidArgumentError,
+            message,
+            lambda: mpistrat.MirroredStrategy(cross_device_ops=HierarchicalAllReduce(), num_packs=2),
+        )
+
+    def test_packs_are_handed_on(self, comm, made):
+        for strategy in (
+            made(mpistrat.MirroredStrategy(num_packs=3)),
+            made(mpistrat.MirroredStrategy(cross_device_ops=HierarchicalAllReduce(num_packs=3))),
+        ):
+            assert [total.tolist() for total in all_reduced(strategy, [np.ones(3), np.ones(7)])] == [
+                [comm.size] * 3,
+                [comm.size] * 7,
+            ]
+        assert made(mpistrat.MirroredStrategy(num_packs=3)).extended.collectives.num_packs == 3
+
+    @needs_ranks(2)
+    @pytest.mark.parametrize(
+        "keywords",
+        [{"devices": "odd"}, {"cross_device_ops": 7}, {"num_packs": 2}, {"allow_multiple_nodes": True}],
+        ids=["devices", "ops", "packs", "nodes"],
+    )
+    def test_a_rank_that_passes_something_else(self, comm, keywords, together):
+        differs = comm.rank == comm.size - 1
+        fails_here = differs and not {"num_packs", "allow_multiple_nodes"} & set(keywords)
+        with pytest.raises(TypeError if fails_here else AgreementError, match=next(iter(keywords))):
+            mpistrat.MirroredStrategy(**(keywords if differs else {}))
+
+    @needs_ranks(2)
+    def test_ops_that_differ_between_ranks(self, comm, together):
+        ops = ReductionToOneDevice() if comm.rank else HierarchicalAllReduce()
+        with pytest.raises(AgreementError, match=r"cross_device_ops=HierarchicalAllReduce(.|\n)*=ReductionToOneDevice"):
+            mpistrat.MirroredStrategy(cross_device_ops=ops)
+
+    def test_each_node_counts_its_ranks_from_0(self, comm, shape, world, monkeypatch, made):
+        monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
+        place = world.place(comm.rank)
+        strategy = made(mpistrat.MirroredStrategy(allow_multiple_nodes=True))
+        assert strategy.num_replicas_in_sync == place.local_size
+        assert strategy.extended.worker_devices == tuple(CPU.format(rank) for rank in range(place.local_size))
+        assert strategy.extended.should_checkpoint == (place.local_rank == 0)
+        if world.is_uniform:
+            named = [f"rank:{rank}" for rank in range(place.local_size)]
+            assert made(mpistrat.MirroredStrategy(named, allow_multiple_nodes=True)).num_replicas_in_sync == place.local_size
+
+    def test_devices_of_another_node(self, comm, shape, world, monkeypatch, together):
+        monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
+        if world.num_nodes == 1 or not world.is_uniform:
+            return
+        name, last = f"rank:{comm.size - 1}", world.local_sizes[0] - 1
+        accepted = f"rank:0 to rank:{last}" if last else "rank:0"
+        message = f"device {name!r} cannot be had: there is no rank {comm.size - 1}; accepted are /cpu:0 (each rank's own) and "
+        refused(
+            InvalidArgumentError,
+            message + accepted,
+            lambda: mpistrat.MirroredStrategy([name], allow_multiple_nodes=True),
+        )
+
+
+class TestMultiWorker:
+    def test_by_default_every_rank_is_a_worker(self, comm, strategy, world, monkeypatch):
+        resolver = strategy.cluster_resolver
+        assert isinstance(resolver, MPIClusterResolver)
+        assert resolver.get_task_info() == ("worker", comm.rank)
+        hosts = [world.nodes[world.place(rank).node_index].name for rank in range(comm.size)]
+        addresses = resolver.cluster_spec().job_tasks("worker")
+        if world.num_nodes > 1:
+            assert addresses == [f"{host}:{8888 + world.place(rank).local_rank}" for rank, host in enumerate(hosts)]
+        assert len(set(addresses)) == comm.size
+        assert strategy.extended.worker_devices == (CPU.format(comm.rank),)
+        assert strategy.extended.should_checkpoint == strategy.extended.should_save_summary == (comm.rank == 0)
+
+    def test_a_resolver_says_who_is_the_chief(self, comm, made):
+        # ranks in turn, the last one is the chief
+        cluster = {"chief": ["c:1"], "worker": [f"w{rank}:1" for rank in range(comm.size - 1)]}
+        is_chief = comm.rank == comm.size - 1
+        task_type, task_id = ("chief", 0) if is_chief else ("worker", comm.rank)
+        resolver = SimpleClusterResolver(ClusterSpec(cluster), task_type=task_type, task_id=task_id)
+        strategy = made(mpistrat.MultiWorkerMirroredStrategy(resolver))
+        assert strategy.cluster_resolver is resolver
+        assert (strategy.extended.should_checkpoint, strategy.extended.should_save_summary) == (is_chief, is_chief)
+        assert all_reduced(strategy, np.ones(2)).tolist() == [comm.size] * 2
+
+    def test_tf_config_of_a_task_on_each_rank(self, comm, monkeypatch, made):
+        cluster = {"worker": [f"w{rank}:1" for rank in range(comm.size)]}
+        task = {"type": "worker", "index": comm.size - 1 - comm.rank}
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+        strategy = made(mpistrat.MultiWorkerMirroredStrategy())
+        assert type(strategy.cluster_resolver) is TFConfigClusterResolver
+        assert strategy.extended.should_checkpoint == (comm.rank == comm.size - 1)
+
+    def test_tf_config_of_a_node_is_that_of_all_its_ranks(self, comm, monkeypatch, made):
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": ["w:1"]}, "task": {"type": "worker", "index": 0}}))
+        assert made(mpistrat.MultiWorkerMirroredStrategy()).extended.should_checkpoint == (comm.rank == 0)
+
+    def test_an_empty_cluster_is_a_job_of_its_own(self, comm, made):
+        for resolver in (TFConfigClusterResolver(), SimpleClusterResolver(ClusterSpec({}))):
+            strategy = made(mpistrat.MultiWorkerMirroredStrategy(resolver))
+            assert strategy.num_replicas_in_sync == comm.size
+            assert strategy.extended.should_checkpoint == (comm.rank == 0)
+
+    def test_jobs_of_mpi(self, comm, made):
+        resolver = MPIClusterResolver({"worker": comm.size - 1, "chief": 1}, port_base=5000, rpc_layer="grpc")
+        is_last = comm.rank == comm.size - 1
+        assert resolver.get_task_info() == (("chief", 0) if is_last else ("worker", comm.rank))
+        assert re.fullmatch(r"grpc://.+:50\d\d", resolver.master())
+        assert comm.allgather(resolver.cluster_spec()) == [resolver.cluster_spec()] * comm.size
+        assert made(mpistrat.MultiWorkerMirroredStrategy(resolver)).extended.should_checkpoint == is_last
+
+    def test_jobs_that_do_not_fit_mpi(self, comm, together):
+        message = f"jobs asks for {comm.size + 1} tasks ({comm.size + 1} of worker), but {comm.size} were launched"
+        refused(LaunchError, message, lambda: MPIClusterResolver({"worker": comm.size + 1}))
+        refused(InvalidArgumentError, "port_base must be a port", lambda: MPIClusterResolver(port_base=0))
+
+    @needs_ranks(2)
+    def test_jobs_that_differ_between_ranks(self, comm, together):
+        with pytest.raises(LaunchError if comm.rank == 0 else AgreementError, match="jobs"):
+            MPIClusterResolver({"worker": comm.size + 1} if comm.rank == 0 else None)
+
+    @pytest.mark.parametrize("resolver", [CommunicationOptions(), {}, "slurm", SimpleClusterResolver])
+    def test_a_resolver_that_is_none(self, resolver, together):
+        message = (
+            f"cluster_resolver must be a ClusterResolver or None; got {type(resolver).__name__}.\n"
+            "    incorrect:  mpistrat.MultiWorkerMirroredStrategy(options)\n"
+            "    correct:    mpistrat.MultiWorkerMirroredStrategy(communication_options=options)"
+        )
+        error = refused(InvalidArgumentError, message, lambda: mpistrat.MultiWorkerMirroredStrategy(resolver))
+        assert isinstance(error, ValueError)
+
+    def test_options_that_are_none(self, together):
+        message = "communication_options must be CommunicationOptions or None; got dict"
+        error = refused(InvalidArgumentError, message, lambda: mpistrat.MultiWorkerMirroredStrategy(communication_options={}))
+        assert isinstance(error, ValueError)
+
+    @pytest.mark.parametrize(("task_type", "task_id"), [(None, None), ("worker", None), (None, 0)])
+    def test_a_cluster_without_a_task(self, task_type, task_id, together):
+        resolver = SimpleClusterResolver(ClusterSpec({"worker": ["a:1"]}), task_type=task_type, task_id=task_id)
+        message = (
+            "SimpleClusterResolver gives a cluster with the jobs worker, but not which task of it this process is: task_type "
+            f"is {task_type!r} and task_id {task_id!r}; both are needed, as in task_type='worker', task_id=0"
+        )
+        error = refused(InvalidArgumentError, message, lambda: mpistrat.MultiWorkerMirroredStrategy(resolver))
+        assert isinstance(error, ValueError)
+
+    def test_tasks_that_nobody_plays(self, comm, together):
+        cluster = {"worker": [f"w{rank}:1" for rank in range(comm.size + 1)]}
+        resolver = SimpleClusterResolver(ClusterSpec(cluster), task_type="worker", task_id=comm.rank)
+        message = f"nobody plays worker {comm.size}. The ranks come from MPI: start all tasks as one job"
+        error = refused(LaunchError, message, lambda: mpistrat.MultiWorkerMirroredStrategy(resolver))
+        assert error.raised_everywhere
+
+    @needs_ranks(2)
+    def test_one_rank_that_is_no_task(self, comm, together):
+        task_id = 9 if comm.rank == 1 else 0
+        resolver = SimpleClusterResolver(ClusterSpec({"worker": ["a:1"]}), task_type="worker", task_id=task_id)
+        with pytest.raises(
+            InvalidArgumentError if comm.rank == 1 else AgreementError, match="task id 9 is none of job 'worker'"
+        ):
+            mpistrat.MultiWorkerMirroredStrategy(resolver)
+
+    @needs_ranks(2)
+    def test_clusters_that_differ_between_ranks(self, comm, together):
+        resolver = SimpleClusterResolver(ClusterSpec({"worker": [f"w{comm.rank}:1"]}), task_type="worker", task_id=0)
+        with pytest.raises(
+            AgreementError, match=r"rank 0: ClusterSpec\({'worker': \['w0:1'\]}\), read from the cluster resolver"
+        ):
+            mpistrat.MultiWorkerMirroredStrategy(resolver)
+
+    @needs_ranks(2)
+    def test_tf_config_on_one_rank_only(self, comm, monkeypatch, together):
+        if comm.rank == 0:
+            monkeypatch.setenv("TF_CONFIG", "{}")
+        with pytest.raises(AgreementError, match=r"cluster_resolver=TFConfigClusterResolver(.|\n)*=MPIClusterResolver"):
+            mpistrat.MultiWorkerMirroredStrategy()
+
+    @needs_ranks(2)
+    def test_a_resolver_that_fails_on_one_rank(self, comm, together):
+        class Moody(ClusterResolver):
+            def cluster_spec(self):
+                if comm.rank == 0:
+                    raise OSError("no cloud today")
+                return ClusterSpec({})
+
+        with pytest.raises(OSError if comm.rank == 0 else AgreementError, match="no cloud today"):
+            mpistrat.MultiWorkerMirroredStrategy(Moody())
+
+    def test_its_old_name(self, comm, made, together):
+        with pytest.warns(
+            DeprecationWarning, match="experimental.MultiWorkerMirroredStrategy is deprecated; use mpistrat.Multi"
+        ):
+            strategy = made(ExperimentalMultiWorkerMirroredStrategy("ring"))
+        assert isinstance(strategy, mpistrat.MultiWorkerMirroredStrategy)
+        assert all_reduced(strategy, np.ones(2)).tolist() == [comm.size] * 2
+        with (
+            pytest.warns(DeprecationWarning, match="is deprecated"),
+            pytest.raises(InvalidArgumentError, match="AUTO, RING, NCCL"),
+        ):
+            ExperimentalMultiWorkerMirroredStrategy("carrier pigeon")
+
+    def test_a_cluster_that_cannot_count(self, comm, monkeypatch, together):
+        class Unsound:
+            size = comm.size
+
+            def all_reduce(self, op, arrays):
+                assert op is ReduceOp.SUM
+                return [array * (self.size + 1) for array in arrays]
+
+        message = f"the cluster is not sound: {comm.size} ranks counted themselves as {comm.size + 1}"
+        refused(CollectiveError, message, lambda: multi_worker._check_health(Unsound()))
+
+    @needs_ranks(2)
+    @pytest.mark.parametrize("kind", [mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy])
+    def test_ranks_that_come_late_but_in_time(self, comm, kind, made):
+        if comm.rank == 0:
+            time.sleep(0.2)
+        strategy = made(kind(communication_options=CommunicationOptions(timeout_seconds=30)))
+        assert strategy.num_replicas_in_sync == comm.size
+
+
+class TestCentralStorage:
+    def test_it_says_where_variables_are_kept(self, comm, made):
+        last = comm.size - 1
+        strategy = made(CentralStorageStrategy(parameter_device=f"rank:{last}"))
+        assert strategy.extended.worker_devices == tuple(CPU.format(rank) for rank in range(comm.size))
+        assert strategy.extended.parameter_devices == (CPU.format(last),)
+        assert (strategy.num_replicas_in_sync, strategy.cluster_resolver) == (comm.size, None)
+        assert made(CentralStorageStrategy()).extended.parameter_devices == (CPU.format(0),)
+        assert made(CentralStorageStrategy(parameter_device="/cpu:0")).extended.parameter_devices == (CPU.format(0),)
+        assert isinstance(strategy.extended.cross_device_ops, ReductionToOneDevice)
+
+    def test_what_the_keeper_computes_counts(self, comm, made):
+        last = comm.size - 1
+        strategy = made(CentralStorageStrategy(parameter_device=f"rank:{last}"))
+        with strategy.scope():
+            variable = mpistrat.Variable(np.zeros(2))
+        strategy.extended.update(variable, lambda kept: kept.assign(np.full(2, comm.rank)))
+        assert variable.numpy().tolist() == [last] * 2
+        with strategy.scope():
+            variable.assign(np.full(2, comm.rank + 1.0))
+        assert variable.numpy().tolist() == [last + 1.0] * 2
+
+    def test_a_gradient_is_reduced_to_the_variable(self, comm, made):
+        strategy = made(CentralStorageStrategy(parameter_device=f"rank:{comm.size - 1}"))
+        extended = strategy.extended
+        with strategy.scope():
+            variable = mpistrat.Variable(np.zeros(2))
+        gradient = strategy.run(lambda: np.full(2, comm.rank + 1.0))
+        total = comm.size * (comm.size + 1) / 2
+        reduced = extended.reduce_to("sum", gradient, variable)
+        if comm.size > 1:
+            assert reduced.is_here == (comm.rank == comm.size - 1), "the variable stands for the rank that keeps it"
+        extended.update(variable, lambda kept, step: kept.assign_add(step), args=(reduced,))
+        assert variable.numpy().tolist() == [total] * 2
+        [again] = extended.batch_reduce_to("mean", [(gradient, variable)])
+        extended.update(variable, lambda kept, step: kept.assign_sub(step), kwargs={"step": again})
+        assert variable.numpy().tolist() == [total - total / comm.size] * 2
+        sent = extended.broadcast_to(np.full(2, 7.0), variable)
+        extended.update(variable, lambda kept, value: kept.assign(value), args=(sent,))
+        assert variable.numpy().tolist() == [7.0, 7.0]
+
+    def test_replicas_read_and_assign(self, comm, made, together):
+        strategy = made(CentralStorageStrategy())
+        with strategy.scope():
+            summed = mpistrat.Variable(1.0, aggregation=mpistrat.VariableAggregation.SUM)
+            plain = mpistrat.Variable(1.0)
+        strategy.run(lambda: summed.assign(comm.rank + float(summed) * 0))
+        assert float(summed) == sum(range(comm.size))
+        if comm.size > 1:
+            with pytest.raises(ValueError, match="aggregation NONE"):
+                strategy.run(lambda: plain.assign(2.0))
+
+    def test_values_of_several_components_are_refused(self, comm, made, together):
+        strategy = made(CentralStorageStrategy())
+        with strategy.scope():
+            variable = mpistrat.Variable(np.zeros(2))
+        several = [PerReplica(np.ones(2)), *([Mirrored(np.ones(2))] if comm.size > 1 else [])]
+        for value in several:
+            message = (
+                f"extended.update got {value!r}, which has {comm.size} components; the variable has one: reduce the value to"
+            )
+            refused(
+                InvalidArgumentError,
+                message,
+                lambda value=value: strategy.extended.update(variable, lambda kept, new: kept.assign(new), args=(value,)),
+            )
+        strategy.extended.update(variable, lambda kept, new: kept.assign(new), args=(variable,))
+
+    def test_devices_that_there_are_not(self, comm, together):
+        last = "rank:0" if comm.size == 1 else f"rank:0 to rank:{comm.size - 1}"
+        message = f"device 'rank:99' cannot be had: there is no rank 99; accepted are /cpu:0 (each rank's own) and {last}"
+        refused(InvalidArgumentError, message, lambda: CentralStorageStrategy(parameter_device="rank:99"))
+        refused(InvalidArgumentError, message, lambda: CentralStorageStrategy(["rank:99"]))
+        refused(InvalidArgumentError, "compute_devices=[] leaves out rank 0", lambda: CentralStorageStrategy([]))
+        refused(TypeError, "compute_devices must be None or a list of device names", lambda: CentralStorageStrategy("/cpu:0"))
+
+    def test_several_nodes_are_refused(self, comm, shape, world, monkeypatch, together):
+        monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
+        if world.num_nodes == 1:
+            CentralStorageStrategy().close()
+            return
+        message = f"CentralStorageStrategy trains on the ranks of one node, but this job has {comm.size} ranks on "
+        error = refused(LaunchError, message, CentralStorageStrategy)
+        assert error.raised_everywhere
+        assert str(error).endswith("Use MultiWorkerMirroredStrategy to train one model on all of them, or launch on one node.")
+
+
+class TestOneDevice:
+    @pytest.mark.parametrize(
+        "device", ["/cpu:0", "CPU:0", "cpu", "/device:CPU:0", "/job:localhost/replica:0/task:0/device:CPU:0", "rank:0"]
+    )
+    def test_it_runs_here_alone(self, comm, device):
+        strategy = mpistrat.OneDeviceStrategy(device)
+        assert strategy.extended.worker_devices == strategy.extended.parameter_devices == ("/cpu:0",)
+        assert (strategy.num_replicas_in_sync, strategy.cluster_resolver) == (1, None)
+        assert strategy.extended.should_checkpoint
+        assert (
+            strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.full(2, comm.rank))).tolist()
+            == [comm.rank] * 2
+        )
+
+    @pytest.mark.parametrize(
+        ("device", "message"),
+        [
+            (
+                "/gpu:0",
+                "device '/gpu:0' cannot be had: ranks drive no GPU here; accepted are /cpu:0 (each rank's own) and rank:0",
+            ),
+            ("/cpu:1", "device '/cpu:1' cannot be had: each rank drives one device; accepted are /cpu:0"),
+            ("rank:1", "device 'rank:1' cannot be had: there is no rank 1; accepted are /cpu:0 (each rank's own) and rank:0"),
+            ("tpu", "'tpu' is no device name; accepted are /cpu:0"),
+            (None, "None is no device name; accepted are /cpu:0"),
+        ],
+    )
+    def test_a_device_that_there_is_not(self, device, message):
+        refused(InvalidArgumentError, message, lambda: mpistrat.OneDeviceStrategy(device))
+
+
+def test_only_one_device_can_be_copied(comm, made):
+    assert copy.deepcopy(mpistrat.OneDeviceStrategy()).num_replicas_in_sync == 1
+    for kind in (mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy, CentralStorageStrategy):
+        with pytest.raises(ValueError, match=f"{kind.__name__}.* cannot be copied"):
+            copy.deepcopy(made(kind()))
+
+
+def test_ops_that_are_no_stock_are_named_without_their_address(comm, made):
+    class Mine(HierarchicalAllReduce):
+        __repr__ = object.__repr__
+
+    assert isinstance(made(mpistrat.MirroredStrategy(cross_device_ops=Mine())).extended.cross_device_ops, CrossDeviceOps)
+
+
+def test_a_meeting_that_not_all_come_to(comm, monkeypatch):
+    class Never:
+        def Test(self):  # noqa: N802 - as MPI calls it
+            return False
+
+    class Alone:
+        def Get_rank(self):  # noqa: N802
+            return 1
+
+        def Get_size(self):  # noqa: N802
+            return 3
+
+        def Idup(self):  # noqa: N802
+            return None, Never()
+
+    monkeypatch.setattr("mpistrat.groups.meeting.bootstrap.start", Alone)
+    began = time.monotonic()
+    for make in (
+        lambda: meeting("the test", 0.05).__enter__(),
+        lambda: mpistrat.MirroredStrategy(communication_options=CommunicationOptions(timeout_seconds=0.05)),
+        lambda: mpistrat.MultiWorkerMirroredStrategy(communication_options=CommunicationOptions(timeout_seconds=0.05)),
+    ):
+        error = refused(
+            DeadlineExceededError,
+            "rank 1: timeout waiting for the cluster: after 0.05 s some of the 3 ranks had not come to",
+            make,
+        )
+        assert isinstance(error, RuntimeError)
+        assert isinstance(error, TimeoutError)
+    monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", "0.05")
+    refused(DeadlineExceededError, "had not come to MultiWorkerMirroredStrategy.", mpistrat.MultiWorkerMirroredStrategy)
+    assert 0.2 <= time.monotonic() - began < 20

@@ -1,0 +1,295 @@
+"""The verbs beside all_reduce, on every node shape, against what one process makes of all arrays."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpistrat.cross_device.hierarchical import HierarchicalCollectives
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.errors import AgreementError, InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.reduction import HALF_DTYPES, ReduceOp
+from mpistrat.testing.transport_cases import DTYPES, operations
+from mpistrat.topology.world import World
+from tests.launches import needs_ranks
+from tests.ranks.test_ops import expected, rows, same_bits
+
+ALL_DTYPES = (*DTYPES, *HALF_DTYPES)
+SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
+
+
+def test_reduce_scatter_gives_each_replica_its_part(ops, world):
+    for op in ReduceOp:
+        for dtype in (dtype for dtype in ALL_DTYPES if op in operations(dtype)):
+            given = rows(dtype, op, 2 * world.size + 1, world.size, 3)
+            part = ops.reduce_scatter(op, given[ops.rank].copy())
+            wanted = np.array_split(expected(op, given), world.size)[ops.rank]
+            assert same_bits(part, wanted), (op, dtype)
+
+
+def test_reduce_scatter_splits_any_axis_as_equally_as_can_be(ops, world):
+    base = np.arange(3 * 10 * 2, dtype=np.float32).reshape(3, 10, 2)
+    for axis in (0, 1, 2, -1, -2):
+        part = ops.reduce_scatter(SUM, (base * (ops.rank + 1)).transpose(2, 1, 0).T, axis)
+        wanted = np.array_split(base * sum(range(world.size + 1)), world.size, axis)[ops.rank]
+        assert same_bits(part, wanted), axis
+        assert part.flags.c_contiguous
+    lengths = ops.all_gather(np.array([len(ops.reduce_scatter(SUM, np.zeros(10)))]))
+    assert lengths.tolist() == [10 // world.size + (rank < 10 % world.size) for rank in range(world.size)]
+    assert ops.reduce_scatter(SUM, np.zeros((0, 3))).shape == (0, 3)
+
+
+def test_reduce_scatter_sums_16_bit_floats_in_32_bits(ops, world):
+    part = ops.reduce_scatter(MEAN, np.full(world.size, 60_000, np.float16))
+    assert part.tolist() == [60_000]
+
+
+def test_all_to_all_sends_array_i_to_replica_i(ops, world):
+    for dtype in ALL_DTYPES:
+        # what goes from replica r to replica i has r + i rows, so some have none
+        arrays = [np.full((ops.rank + peer, 3), 10 * ops.rank + peer).astype(dtype) for peer in range(world.size)]
+        arrived = ops.all_to_all(arrays)
+        for peer, array in enumerate(arrived):
+            wanted = np.full((ops.rank + peer, 3), 10 * peer + ops.rank).astype(dtype)
+            assert same_bits(array, wanted), dtype
+            assert array.flags.writeable
+            assert not np.shares_memory(array, arrays[peer])
+
+
+def test_all_to_all_takes_scalars_empty_arrays_and_any_layout(ops, world):
+    size, rank = world.size, ops.rank
+    scalars = ops.all_to_all([np.array(10.0 * rank + peer) for peer in range(size)])
+    assert [array.shape for array in scalars] == [()] * size
+    assert [array.item() for array in scalars] == [10.0 * peer + rank for peer in range(size)]
+    assert [array.shape for array in ops.all_to_all([np.empty((0, 2))] * size)] == [(0, 2)] * size
+    square = np.arange(12).reshape(3, 4) + 100 * rank
+    arrived = ops.all_to_all([square.T[:, ::-1] + peer for peer in range(size)])
+    for peer, array in enumerate(arrived):
+        assert array.tolist() == ((np.arange(12).reshape(3, 4) + 100 * peer).T[:, ::-1] + rank).tolist()
+
+
+def test_gather_brings_all_arrays_to_one_replica(ops, world):
+    for dtype in ALL_DTYPES:
+        for shape in ((2, 3), (), (0, 4)):
+            for root in range(world.size):
+                gathered = ops.gather(np.full(shape, ops.rank + 1).astype(dtype).T, root)
+                if ops.rank != root:
+                    assert gathered is None
+                    continue
+                assert len(gathered) == world.size
+                for rank, array in enumerate(gathered):
+                    assert same_bits(array, np.full(shape, rank + 1).astype(dtype).T), (dtype, shape)
+                    assert array.flags.writeable
+
+
+def test_large_arrays_travel_in_small_messages(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", "1000")
+    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    arrived = ops.all_to_all([np.full(3001 + peer, ops.rank) for peer in range(ops.size)])
+    assert [(len(array), *set(array.tolist())) for array in arrived] == [(3001 + ops.rank, peer) for peer in range(ops.size)]
+    gathered = ops.gather(np.full(3001, ops.rank, np.float32))
+    assert ops.rank or [array[3000] for array in gathered] == list(range(ops.size))
+    ops.close()
+
+
+WRONG_CALLS = {
+    "scatter a scalar": (
+        lambda ops: ops.reduce_scatter(SUM, np.array(1.0)),
+        InvalidArgumentError,
+        r"reduce_scatter needs arrays with at least one axis; got a scalar: pass x.reshape\(1\)",
+    ),
+    "scatter axis": (
+        lambda ops: ops.reduce_scatter(SUM, np.ones(3), axis=1),
+        InvalidArgumentError,
+        r"axis 1 is out of range for an array of shape \(3,\): -1 to 0 are accepted",
+    ),
+    "scatter dtype": (
+        lambda ops: ops.reduce_scatter(MEAN, np.ones(3, bool)),
+        UnsupportedDtypeError,
+        "MEAN is not defined for array 0 of dtype bool",
+    ),
+    "too many": (
+        lambda ops: ops.all_to_all([np.ones(1)] * (ops.size + 1)),
+        InvalidArgumentError,
+        r"all_to_all needs one array for each of the \d replicas; got \d",
+    ),
+    "objects": (
+        lambda ops: ops.all_to_all([np.array([None])] * ops.size),
+        UnsupportedDtypeError,
+        "which no collective can carry",
+    ),
+    "gather to nobody": (
+        lambda ops: ops.gather(np.ones(1), root=ops.size),
+        InvalidArgumentError,
+        r"root must be a replica, 0 to \d; got \d",
+    ),
+    "gather texts": (lambda ops: ops.gather(np.array(["a"])), UnsupportedDtypeError, "which no collective can carry"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_a_wrong_call_is_refused_on_every_rank(ops, wrong, error, message):
+    with pytest.raises(error, match=message):
+        wrong(ops)
+    ops.barrier()
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize(("wrong", "error", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_a_wrong_call_on_one_rank_raises_on_all(ops, wrong, error, message):
+    with pytest.raises(error if ops.rank == 1 else AgreementError, match=message if ops.rank == 1 else "rank 1: "):
+        wrong(ops) if ops.rank == 1 else ops.barrier()
+    assert ops.all_gather(np.array([ops.rank])).tolist() == list(range(ops.size))
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("strict", [False, True])
+def test_arrays_that_do_not_fit_are_refused_on_every_rank(ops, strict):
+    ops.is_strict = strict
+    other = ops.rank == 1
+    calls = {
+        "gather needs equal shapes": lambda: ops.gather(np.ones(3 if other else 2)),
+        "gather needs .* one dtype": lambda: ops.gather(np.ones(2, np.float32 if other else np.float64)),
+        "gather needs .* one root": lambda: ops.gather(np.ones(2), root=int(other)),
+        "all_to_all needs one dtype": lambda: ops.all_to_all([np.ones(2, np.int32 if other else np.int64)] * ops.size),
+        "all_to_all needs .* all axes but the first": lambda: ops.all_to_all([np.ones((2, 3 + other))] * ops.size),
+    }
+    for message, call in calls.items():
+        with pytest.raises((InvalidArgumentError, AgreementError), match=f"{message}|ranks made different calls"):
+            call()
+    assert ops.all_gather(np.array([ops.rank])).tolist() == list(range(ops.size))
+
+
+@needs_ranks(2)
+def test_parts_of_one_rank_must_fit_each_other(ops):
+    arrays = [np.ones((2, 3))] * (ops.size - 1) + [np.ones((2, 4))]
+    with pytest.raises(InvalidArgumentError, match=r"differ in their first extent at most; got float64 \(2, 3\).*\(2, 4\)"):
+        ops.all_to_all(arrays)
+
+
+def test_calls_are_counted(ops):
+    ops.is_strict = False
+    before = ops.num_collectives
+    array = np.ones(3, np.float32)
+    for _ in range(3):
+        ops.all_reduce(SUM, [array])
+        ops.all_reduce(SUM, [array], out=[np.empty_like(array)])
+    ops.barrier()
+    ops.broadcast(array)
+    ops.agree("this")
+    assert ops.num_collectives == before + 9
+
+
+# --- deterministic ---------------------------------------------------------------------------------------------------------
+
+
+def in_replica_order(op: ReduceOp, given: np.ndarray) -> np.ndarray:
+    total = given[0]
+    for row in given[1:]:
+        total = total * row if op is ReduceOp.PROD else total + row
+    return total / given.dtype.type(len(given)) if op is MEAN else total
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64])
+def test_deterministic_sums_follow_the_order_of_the_replicas(ops, world, dtype):
+    given = np.random.default_rng(5).normal(size=(world.size, 5003)).astype(dtype) * 10.0 ** np.arange(world.size)[:, None]
+    given = given.astype(dtype)
+    options = CommunicationOptions(deterministic=True)
+    for op in (SUM, MEAN, ReduceOp.PROD):
+        wanted = in_replica_order(op, given)
+        [alone] = ops.all_reduce(op, [given[ops.rank]], options)
+        assert alone.tobytes() == wanted.tobytes(), op
+        for others in ({"bytes_per_pack": 100}, {"algorithm": "hierarchical"}):
+            parts = np.split(given[ops.rank], [7, 7, 2000])
+            packed = ops.all_reduce(op, parts, CommunicationOptions(deterministic=True, **others))
+            assert np.concatenate(packed).tobytes() == wanted.tobytes(), (op, others)
+
+
+def test_deterministic_holds_for_every_dtype_and_operation(ops, world):
+    options = CommunicationOptions(deterministic=True)
+    for op in ReduceOp:
+        for dtype in (dtype for dtype in ALL_DTYPES if op in operations(dtype) or dtype in HALF_DTYPES):
+            given = rows(dtype, op, 11, world.size, 3)
+            [result] = ops.all_reduce(op, [given[ops.rank]], options)
+            assert same_bits(result, expected(op, given)), (op, dtype)
+    assert ops.all_reduce(SUM, [np.empty((0, 2))], options)[0].shape == (0, 2)
+    work = ops.start_all_reduce(SUM, [np.ones(3)], options)
+    assert work.wait()[0].tolist() == [world.size] * 3
+
+
+# --- wire_dtype ------------------------------------------------------------------------------------------------------------
+
+ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+
+@pytest.mark.parametrize("wire", ROUNDOFF)
+@pytest.mark.parametrize("algorithm", ["hierarchical", "pipelined", "leader"])
+def test_a_wire_dtype_rounds_between_nodes_and_nowhere_else(ops, world, wire, algorithm):
+    if (world.num_nodes == 1 or world.num_shards == 1) and algorithm == "leader":
+        pytest.skip("leader declines this shape")
+    if world.size == 1 and algorithm == "pipelined":
+        pytest.skip("pipelined declines one rank")
+    options = CommunicationOptions(algorithm=algorithm, wire_dtype=wire)
+    given = np.random.default_rng(3).normal(size=(world.size, 300_001)).astype(np.float32)
+    node_sums = np.array([given[list(node.ranks)].astype(np.float64).sum(0) for node in world.nodes])
+    for op in (SUM, MEAN):
+        divisor = world.size if op is MEAN else 1
+        results = ops.all_reduce(op, [given[ops.rank], given[ops.rank, :7], given[ops.rank].astype(np.float64)], options)
+        exact = node_sums.sum(0) / divisor
+        error = np.abs(results[0] - exact)
+        bound = ROUNDOFF[wire] * (np.abs(node_sums).sum(0) + np.abs(node_sums.sum(0))) / divisor * 1.01 + 1e-5
+        assert (error <= bound).all()
+        assert (error.max() > 1e-4) == (world.num_nodes > 1), "nothing was cast, or what need not be"
+        assert results[0].dtype == np.float32
+        assert results[0][:7].tobytes() == results[1].tobytes()
+        assert np.abs(results[2] - exact).max() < 1e-12, "float64 is sent as it is"
+        same_everywhere = ops.all_gather(results[0][None])
+        assert (same_everywhere == same_everywhere[0]).all()
+    assert ops.all_reduce(ReduceOp.MAX, [given[ops.rank]], options)[0].tobytes() == given.max(0).tobytes()
+
+
+def test_16_bit_floats_may_be_sent_as_they_are(ops, world):
+    options = CommunicationOptions(algorithm="hierarchical", wire_dtype="bfloat16")
+    [total] = ops.all_reduce(SUM, [np.full(100, ops.rank + 1, ml_dtypes.bfloat16)], options)
+    assert total.dtype == ml_dtypes.bfloat16
+    assert (total == world.size * (world.size + 1) // 2).all()
+
+
+@needs_ranks(2)
+def test_a_flat_all_reduce_has_nothing_to_cast(comm):
+    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"{comm.size}x1")))
+    with pytest.raises(
+        InvalidArgumentError, match=r"wire_dtype='float16' needs a step between nodes, which algorithm 'flat' does"
+    ):
+        ops.all_reduce(SUM, [np.ones(3)], CommunicationOptions(algorithm="flat", wire_dtype="float16"))
+    ops.close()
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize(
+    "options", [CommunicationOptions(deterministic=True), CommunicationOptions(wire_dtype="bfloat16")], ids=["order", "wire"]
+)
+def test_ranks_must_agree_on_how_they_add(ops, options):
+    with pytest.raises(AgreementError, match=r"(?s)rank 1: all_reduce\(SUM.*(wire_dtype=bfloat16|deterministic=True)\)"):
+        ops.all_reduce(SUM, [np.ones(3)], options if ops.rank == 1 else None)
+
+
+# --- num_packs -------------------------------------------------------------------------------------------------------------
+
+
+def test_num_packs_may_change_between_calls(ops, world):
+    ops.is_strict = False
+    arrays = [np.full(count, ops.rank + 1, np.float32) for count in (10, 0, 23)]
+    for num_packs in (None, 3, 0, None, 7):
+        ops.num_packs = num_packs
+        for _ in range(3):
+            for given in (arrays, arrays[:1]):
+                for result in ops.all_reduce(SUM, given):
+                    assert (result == world.size * (world.size + 1) // 2).all()
+    buckets = {len(recipe) for recipe in ops._recipes._recipes.values()}
+    assert {1, 3, 7} <= buckets
+    with pytest.raises(InvalidArgumentError, match="num_packs must be None, 0 .each array by itself. or positive; got -1"):
+        ops.num_packs = -1
+    assert ops.num_packs == 7

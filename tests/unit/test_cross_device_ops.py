@@ -1,0 +1,550 @@
+"""CrossDeviceOps: what they are asked for and refuse, which implementation sees it, and where results land."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.context.values import Mirrored, PerReplica
+from mpistrat.cross_device.all_reduce import (
+    CollectiveAllReduce,
+    HierarchicalAllReduce,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
+)
+from mpistrat.cross_device.collectives import LocalCollectives
+from mpistrat.cross_device.destinations import OnSomeReplicas, resolve
+from mpistrat.cross_device.ops import CrossDeviceOps
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.cross_device.sparse import IndexedSlices
+from mpistrat.cross_device.to_one_device import ReductionToOneDevice
+from mpistrat.errors import InvalidArgumentError, TransportError, UnsupportedDtypeError
+from mpistrat.reduction import ReduceOp
+from mpistrat.topology.world import World
+from tests.other_arrays import StandardArray
+from tests.unit.replicas import on_replicas
+
+FAMILY = [HierarchicalAllReduce, CollectiveAllReduce, HierarchicalCopyAllReduce, ReductionToOneDevice]
+
+
+def in_scope(num_replicas: int, program: Any) -> list[Any]:
+    """Return what ``program(rank)`` returns on each replica, in the scope of a strategy of so many."""
+
+    def scoped(strategy):
+        with strategy.scope():
+            return program(strategy.extended.collectives.rank)
+
+    return on_replicas(num_replicas, scoped)
+
+
+def one_replica() -> mpistrat.Strategy:
+    return mpistrat.Strategy(mpistrat.StrategyExtended(LocalCollectives()))
+
+
+def plain(value: Any) -> Any:
+    """Return what this rank can read of a result, as lists."""
+    if isinstance(value, OnSomeReplicas) and not value.is_here:
+        return None
+    return np.asarray(value).tolist()
+
+
+@pytest.mark.parametrize("family", FAMILY)
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [("sum", [6, 9]), ("mean", [2, 3]), ("MIN", [1, 2]), ("max", [3, 4]), ("prod", [6, 24])],
+)
+def test_the_family_combines(family: type[CrossDeviceOps], op: str, expected: list[int]) -> None:
+    def program(rank):
+        value = PerReplica(np.array([rank + 1.0, rank + 2.0]))
+        result = family().reduce(op, value, value)
+        assert isinstance(result, Mirrored)
+        return plain(result)
+
+    assert in_scope(3, program) == [expected] * 3
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_a_batch_keeps_its_order_dense_and_sparse(family: type[CrossDeviceOps]) -> None:
+    def program(rank):
+        rows = IndexedSlices(np.ones((rank, 1)), [0] * rank, (2, 1))
+        values = [PerReplica(value) for value in (np.float32(rank), rows, np.full((1, 2), rank, np.int8), rows)]
+        results = family().batch_reduce("sum", [(value, "/cpu:0") for value in values])
+        return [(type(result.values[0]).__name__, plain(result)) for result in results]
+
+    rows = ("IndexedSlices", [[3], [0]])
+    assert in_scope(3, program) == [[("ndarray", 3), rows, ("ndarray", [[3, 3]]), rows]] * 3
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_a_result_lands_where_it_is_wanted(family: type[CrossDeviceOps]) -> None:
+    def program(rank):
+        value, ops = PerReplica(np.array([rank])), family()
+        variable = mpistrat.Variable(np.zeros(7))
+        wanted = [value, variable, np.empty(0), "/cpu:0", "rank:2", 1, np.int64(1), {0, "rank:2"}]
+        results = ops.batch_reduce("sum", [(value, destination) for destination in wanted])
+        assert variable.numpy().tolist() == [0] * 7
+        return [plain(result) for result in results]
+
+    # all, rank 2, rank 1, ranks 0 and 2
+    assert in_scope(3, program) == [
+        [[3], [3], [3], [3], None, None, None, [3]],
+        [[3], [3], [3], [3], None, [3], [3], None],
+        [[3], [3], [3], [3], [3], None, None, [3]],
+    ]
+
+
+def test_a_value_that_is_elsewhere_says_where() -> None:
+    def program(rank):
+        value = PerReplica(np.array([rank]))
+        total = HierarchicalAllReduce().reduce("sum", value, "rank:1")
+        seen = [repr(total), len(total.values), total.in_replica() is total]
+        if rank != 1:
+            with pytest.raises(
+                InvalidArgumentError, match=r"rank [02]: a value that was reduced to rank 1 cannot be read here"
+            ):
+                np.asarray(total)
+        return seen
+
+    held = ["OnSomeReplicas(array([3]), on rank 1)", 1, False]
+    absent = ["OnSomeReplicas(not here, on rank 1)", 0, True]
+    assert in_scope(3, program) == [absent, held, absent]
+
+
+def test_a_value_that_is_elsewhere_is_moved() -> None:
+    def program(rank):
+        ops, value = HierarchicalAllReduce(), PerReplica(np.array([rank + 1]))
+        total = ops.reduce("sum", value, "rank:1")
+        rows = ops.reduce("sum", PerReplica(IndexedSlices([1.0], [rank], (3,))), "rank:1")
+        assert ops.reduce("mean", total, total) is total
+        moved = [
+            ops.reduce("sum", total, 2),
+            ops.broadcast(total, value),
+            ops.broadcast(rows, {0, 1}),
+            ops.reduce("sum", total, value),
+        ]
+        return [plain(result) for result in moved]
+
+    assert in_scope(3, program) == [
+        [None, [6], [1, 1, 1], [6]],
+        [None, [6], [1, 1, 1], [6]],
+        [[6], [6], None, [6]],
+    ]
+
+
+def test_a_value_that_is_not_distributed() -> None:
+    def program(rank):
+        ops, mirrored, zero = HierarchicalAllReduce(), Mirrored(np.array([5.0])), np.zeros(2)
+        assert ops.reduce("mean", mirrored, mirrored) is mirrored
+        assert ops.reduce("mean", 5, "/cpu:0") == 5
+        assert [ops.reduce(op, zero, zero) is zero for op in ReduceOp] == [True] * 5
+        assert ops.reduce("max", 5, 0) == 5
+        for value in (mirrored, 5.0, [1, 2], IndexedSlices([1.0], [0], (1,))):
+            with pytest.raises(InvalidArgumentError, match=r"SUM of .*, which is equal on 2 replicas, is ambiguous: does it"):
+                ops.reduce("sum", value, "/cpu:0")
+        with pytest.raises(InvalidArgumentError, match="PROD of 5, which is equal on 2 replicas"):
+            ops.reduce("prod", 5, "/cpu:0")
+
+    in_scope(2, program)
+
+
+def test_the_arrays_of_a_variable_synchronized_on_read_are_combined() -> None:
+    def program(strategy):
+        ops, rank = HierarchicalAllReduce(), strategy.extended.collectives.rank
+        with strategy.scope():
+            variable = mpistrat.Variable(0.0, synchronization=mpistrat.VariableSynchronization.ON_READ)
+        strategy.run(lambda: variable.assign(rank + 1))
+        with strategy.scope():
+            return [plain(ops.reduce(op, variable, variable)) for op in ("sum", "max")]
+
+    assert on_replicas(3, program) == [[6, 3]] * 3
+
+
+def test_broadcasting_copies_the_value_of_replica_0() -> None:
+    def program(rank):
+        ops, array = HierarchicalAllReduce(), np.array([rank + 1.0])
+        variable = mpistrat.Variable([9.0])
+        copies = [ops.broadcast(array, variable), ops.broadcast(rank + 7, "rank:1"), ops.broadcast(variable, array)]
+        assert variable.numpy().tolist() == [9]
+        assert array.tolist() == [rank + 1]
+        return [plain(copy) for copy in copies]
+
+    assert in_scope(2, program) == [[[1], None, [9]], [[1], 7, [9]]]
+
+
+def test_gathering() -> None:
+    def program(rank):
+        ops, value = HierarchicalAllReduce(), PerReplica(np.full((rank + 1, 1), rank))
+        with pytest.raises(NotImplementedError, match=r"IndexedSlices\(.*cannot be gathered"):
+            ops.gather_implementation(PerReplica(IndexedSlices([1.0], [0])), value, 0, None)
+        return plain(ops.gather_implementation(value, value, 0, None)), plain(ops.gather_implementation(value, 1, 0, None))
+
+    assert in_scope(2, program) == [([[0], [1], [1]], None), ([[0], [1], [1]], [[0], [1], [1]])]
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_the_kind_of_array_that_came_in_comes_out(family: type[CrossDeviceOps]) -> None:
+    def program(rank):
+        ops, array = family(), StandardArray(np.array([rank + 1.0]))
+        value = PerReplica(array)
+        results = [
+            ops.reduce("sum", value, value),
+            ops.broadcast(array, value),
+            ops.gather_implementation(value, value, 0, None),
+            ops.reduce("mean", value, 1),
+        ]
+        components = [result.values[0] for result in results if result.values]
+        assert [type(component) for component in components] == [StandardArray] * (3 + rank)
+        return [component.numpy().tolist() for component in components]
+
+    assert in_scope(2, program) == [[[3], [1], [1, 2]], [[3], [1], [1, 2], [1.5]]]
+
+
+def test_outside_all_scopes_there_is_one_replica() -> None:
+    for family in [*FAMILY, NcclAllReduce]:
+        ops, array, rows = family(), np.array([1.0, 2.0]), IndexedSlices([1.0, 1.0], [0, 0])
+        assert ops.reduce("sum", array, array) is array
+        assert ops.reduce("mean", array, "rank:0") is array
+        assert ops.batch_reduce("sum", [(rows, array), (3, 0)]) == [rows, 3]
+        assert ops.batch_reduce("sum", []) == []
+        copy = ops.broadcast(array, "/cpu:0")
+        assert type(copy) is np.ndarray
+        assert copy.tolist() == [1, 2]
+    with pytest.raises(InvalidArgumentError, match="'rank:1' cannot be had: there is no rank 1; accepted are .* rank:0"):
+        HierarchicalAllReduce().reduce("sum", 1.0, "rank:1")
+
+
+@pytest.mark.parametrize(
+    ("destinations", "message"),
+    [
+        (None, "destinations cannot be None; accepted are a distributed value, a variable or an array"),
+        (["rank:0"], r"destinations cannot be \['rank:0'\]: pass a set to name several ranks; accepted"),
+        ((0,), r"destinations cannot be \(0,\): pass a set to name several ranks"),
+        (1.5, r"destinations cannot be 1\.5; accepted"),
+        (True, "destinations cannot be True; accepted"),
+        ({"rank:0": 1}, "destinations cannot be {'rank:0': 1}; accepted"),
+        ("", "destinations must not be empty; accepted"),
+        (set(), "destinations must not be empty; accepted"),
+        ({None}, "destinations cannot be None"),
+        ("root", "'root' is no device name; accepted are /cpu:0"),
+        ("rank:5", "'rank:5' cannot be had: there is no rank 5"),
+        (-1, "'rank:-1' is no device name"),
+        (5, "there is no rank 5"),
+    ],
+)
+def test_destinations_that_name_no_rank(destinations: Any, message: str) -> None:
+    ops, array = HierarchicalAllReduce(), np.ones(1)
+    for call in (
+        lambda: ops.reduce("sum", array, destinations),
+        lambda: ops.batch_reduce("sum", [(array, array), (array, destinations)]),
+        lambda: ops.broadcast(array, destinations),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            call()
+
+
+def test_destinations_are_sorted_ranks() -> None:
+    collectives = LocalCollectives()
+    collectives.world, collectives.size = World.from_shape("2x2"), 4
+    assert resolve({"rank:3", 0, np.int32(3)}, collectives) == (0, 3)
+    assert resolve({"/cpu:0"}, collectives) == resolve(np.empty(0), collectives) == (0, 1, 2, 3)
+    assert resolve(OnSomeReplicas(np.ones(1), (1, 2), 0), collectives) == (1, 2)
+
+
+@pytest.mark.parametrize("value", ["text", None, object(), {"a": 1}, [[1], [1, 2]]])
+def test_a_value_that_is_no_array(value: Any) -> None:
+    for call in (
+        lambda: HierarchicalAllReduce().reduce("sum", value, "/cpu:0"),
+        lambda: ReductionToOneDevice().batch_reduce("mean", [(1.0, 0), (value, 0)]),
+    ):
+        with pytest.raises(
+            InvalidArgumentError, match="cannot be made a per-replica value: .*nested values are reduced leaf by"
+        ):
+            call()
+    with pytest.raises(InvalidArgumentError, match="cannot be made a per-replica value"):
+        HierarchicalAllReduce().broadcast(value, "/cpu:0")
+    with one_replica().scope(), pytest.raises(InvalidArgumentError, match=r"PerReplica\(.*cannot be made a per-replica value"):
+        HierarchicalAllReduce().reduce("sum", PerReplica(value), "/cpu:0")
+
+
+@pytest.mark.parametrize("pairs", [None, 5, np.ones(2), [(1.0,)], [(1.0, 0, 0)], [[1.0, 0]], ["ab"], "ab"])
+def test_pairs_that_are_none(pairs: Any) -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=r"value_destination_pairs must be an iterable of 2-tuples \(value, destinations\); got"
+    ):
+        HierarchicalAllReduce().batch_reduce("sum", pairs)
+
+
+def test_pairs_may_come_one_by_one() -> None:
+    assert HierarchicalAllReduce().batch_reduce("sum", ((float(value), "/cpu:0") for value in range(3))) == [0, 1, 2]
+
+
+def test_operations_options_and_dtypes_are_checked() -> None:
+    ops = HierarchicalAllReduce()
+    with pytest.raises(InvalidArgumentError, match="unknown reduce_op 'median'"):
+        ops.reduce("median", 1.0, 0)
+    with pytest.raises(TypeError, match="reduce_op must be a ReduceOp or a str"):
+        ops.batch_reduce(7, [(1.0, 0)])  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got {'timeout': 3}"):
+        ops.reduce("sum", 1.0, 0, {"timeout": 3})  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedDtypeError, match="MEAN is not defined for value of dtype bool"):
+        ops.reduce("mean", np.ones(1, bool), 0)
+    with pytest.raises(NotImplementedError, match=r"MAX of IndexedSlices\(.*is not supported"):
+        ops.reduce("max", IndexedSlices([1.0], [0]), 0)
+    message = r"PerReplica\(1.0\) has a component on every replica: which of them"
+    with one_replica().scope(), pytest.raises(InvalidArgumentError, match=message):
+        ops.broadcast(PerReplica(1.0), 0)
+
+
+def test_the_value_of_a_strategy_is_not_combined_outside_its_scope() -> None:
+    # outside all scopes there is one replica: its component alone would be a wrong sum
+    strategy, ops = one_replica(), HierarchicalAllReduce()
+    with strategy.scope():
+        variable = mpistrat.Variable([1.0])
+        assert ops.reduce("sum", variable, 0) is variable
+    message = (
+        r"of CrossDeviceOps on .* must be called in the scope of the strategy that .* outside all scopes\.\n    incorrect: .*"
+    )
+    for value in (PerReplica(1.0), Mirrored(1.0), OnSomeReplicas(1.0, (0,), 0), variable):
+        for call in (lambda value=value: ops.reduce("sum", value, 0), lambda value=value: ops.broadcast(value, 0)):
+            with pytest.raises(RuntimeError, match=message):
+                call()
+    own = mpistrat.Variable([1.0])
+    assert ops.reduce("sum", own, own) is own
+
+
+def test_they_belong_to_the_cross_replica_context() -> None:
+    def program(strategy):
+        ops = HierarchicalAllReduce()
+        calls = {
+            "reduce": lambda: ops.reduce("sum", 1.0, 0),
+            "batch_reduce": lambda: ops.batch_reduce("sum", [(1.0, 0)]),
+            "broadcast": lambda: ops.broadcast(1.0, 0),
+        }
+        for name, call in calls.items():
+            message = (
+                rf"HierarchicalAllReduce.{name} must be called in cross-replica context, but this is inside strategy.run of .*"
+                rf"\n    incorrect:  def step\(\): return ops.{name}\(.*\n    correct:    .*"
+            )
+            with pytest.raises(RuntimeError, match=message):
+                strategy.run(call)
+        merged = strategy.run(lambda: mpistrat.get_replica_context().merge_call(lambda strategy: ops.reduce("mean", 3.0, 0)))
+        return merged.values[0]
+
+    assert on_replicas(2, program) == [3, 3]
+
+
+@pytest.mark.parametrize("family", [HierarchicalAllReduce, HierarchicalCopyAllReduce, NcclAllReduce])
+def test_packs_cannot_be_fewer_than_none(family: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"num_packs must be None, 0 \(each array by itself\) or positive; got -1"):
+        family(num_packs=-1)
+    assert repr(family(num_packs=2)) == f"{family.__name__}(num_packs=2)"
+
+
+def test_packs_hold_while_the_batch_is_reduced() -> None:
+    seen = []
+
+    class Watched(LocalCollectives):
+        num_packs = 7
+
+        def all_reduce(self, op, arrays, options=None, out=None):
+            seen.append((self.num_packs, options.algorithm, options.bytes_per_pack))
+            return super().all_reduce(op, arrays, options, out)
+
+    strategy = mpistrat.Strategy(mpistrat.StrategyExtended(Watched()))
+    small = CommunicationOptions(bytes_per_pack=9)
+    for ops in (
+        HierarchicalAllReduce(),
+        HierarchicalAllReduce(0),
+        HierarchicalCopyAllReduce(),
+        CollectiveAllReduce(),
+        CollectiveAllReduce(CommunicationOptions(bytes_per_pack=3), num_packs=2),
+        CollectiveAllReduce(CommunicationOptions(algorithm="leader")),
+    ):
+        strategy.run(lambda ops=ops: ops.all_reduce_in_replica(ReduceOp.SUM, [np.ones(2)], small))
+    assert seen == [(7, "auto", 9), (0, "auto", 9), (1, "hierarchical", 9), (7, "flat", 9), (2, "flat", 9), (7, "leader", 9)]
+    assert strategy.extended.collectives.num_packs == 7
+    with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got 3"):
+        CollectiveAllReduce(3)  # type: ignore[arg-type]
+
+
+def test_nccl_says_that_there_is_none() -> None:
+    def program(rank):
+        with pytest.raises(
+            TransportError, match=r"in the memory of GPUs, .*: use HierarchicalAllReduce\(\), the default, or Red"
+        ):
+            NcclAllReduce().reduce("sum", PerReplica(1.0), "/cpu:0")
+
+    in_scope(2, program)
+
+
+def test_one_node_is_said_where_there_are_several() -> None:
+    class TwoNodes(LocalCollectives):
+        def __init__(self):
+            super().__init__()
+            self.world, self.size = World.from_shape("2x1"), 2
+
+    message = r"combines the ranks of one node, and these replicas are World\(2x1, .*: use HierarchicalAllReduce\(\)"
+    strategy = mpistrat.Strategy(mpistrat.StrategyExtended(TwoNodes()))
+    with strategy.scope(), pytest.raises(NotImplementedError, match=message):
+        HierarchicalCopyAllReduce().reduce("sum", PerReplica(1.0), "/cpu:0")
+
+
+class ByOne(CrossDeviceOps):
+    def __init__(self):
+        self.seen = []
+
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        assert isinstance(options, CommunicationOptions)
+        assert mpistrat.in_cross_replica_context() or not mpistrat.has_strategy()
+        self.seen.append((reduce_op.name, 1))
+        collectives = mpistrat.get_strategy().extended.collectives
+        return Mirrored(collectives.all_reduce(reduce_op, [np.asarray(per_replica_value.values[0])])[0])
+
+
+class InBatches(CrossDeviceOps):
+    def __init__(self):
+        self.seen = []
+
+    def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
+        self.seen.append((reduce_op.name, len(value_destination_pairs)))
+        collectives = mpistrat.get_strategy().extended.collectives
+        # bare arrays will do
+        return collectives.all_reduce(reduce_op, [np.asarray(value.values[0]) for value, _ in value_destination_pairs])
+
+
+class StockByOne(HierarchicalAllReduce):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+        self.seen.append((reduce_op.name, 1))
+        return super().reduce_implementation(reduce_op, per_replica_value, destinations, options)
+
+
+class StockInBatches(ReductionToOneDevice):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
+        self.seen.append((reduce_op.name, len(value_destination_pairs)))
+        return [self.reduce_implementation(reduce_op, *pair, options) for pair in value_destination_pairs]
+
+
+class Both(StockByOne):
+    def reduce_implementation(self, *args):
+        return super().reduce_implementation(*args)
+
+    def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
+        self.seen.append((reduce_op.name, len(value_destination_pairs)))
+        return super().batch_reduce_implementation(reduce_op, value_destination_pairs, options)
+
+
+@pytest.mark.parametrize(
+    ("family", "batch"),
+    [
+        (ByOne, [("SUM", 1)] * 3),
+        (InBatches, [("SUM", 3)]),
+        (StockByOne, [("SUM", 1)] * 3),
+        (StockInBatches, [("SUM", 3)]),
+        (Both, [("SUM", 3)]),
+        (type("Derived", (StockByOne,), {}), [("SUM", 1)] * 3),
+    ],
+)
+def test_what_a_subclass_overrides_sees_every_reduction(family: Any, batch: list[tuple[str, int]]) -> None:
+    def program(strategy):
+        ops, rank = family(), strategy.extended.collectives.rank
+        with strategy.scope():
+            value = PerReplica(np.array([rank]))
+            results = [ops.reduce("max", value, value), *ops.batch_reduce("sum", [(value, value)] * 3)]
+        arrays = strategy.run(lambda: ops.all_reduce_in_replica(ReduceOp.SUM, [np.array(rank)] * 3))
+        assert all(type(array.values[0]) is np.ndarray for array in arrays)
+        return ops.seen, [plain(result) for result in results], [array.values[0].tolist() for array in arrays]
+
+    assert on_replicas(3, program) == [([("MAX", 1), *batch, *batch], [[2], [3], [3], [3]], [3, 3, 3])] * 3
+
+
+def test_a_subclass_that_overrides_nothing_is_told() -> None:
+    def program(rank):
+        with pytest.raises(NotImplementedError, match=r"^Nothing does not say how .* or derive it from HierarchicalAllReduce$"):
+            type("Nothing", (CrossDeviceOps,), {})().reduce("sum", PerReplica(1.0), 0)
+
+    in_scope(2, program)
+
+
+def test_in_a_replica_results_are_new_arrays_and_the_context_comes_back() -> None:
+    def program(strategy):
+        array = np.ones(2)
+
+        def step():
+            context = mpistrat.get_replica_context()
+            [result] = HierarchicalAllReduce().all_reduce_in_replica(ReduceOp.SUM, [array])
+            assert not np.shares_memory(result, array)
+            assert mpistrat.get_replica_context() is context
+            return result
+
+        return strategy.run(step)
+
+    assert [result.values[0].tolist() for result in on_replicas(2, program)] == [[2, 2]] * 2
+    assert on_replicas(1, program)[0].tolist() == [1, 1]
+    [result] = HierarchicalAllReduce().all_reduce_in_replica(ReduceOp.MEAN, [np.ones(1)])
+    assert result.tolist() == [1]
+
+
+def test_an_accumulation_function_takes_the_place_of_summing() -> None:
+    def program(rank):
+        calls = []
+
+        def accumulate(parts):
+            calls.append([(part.tolist(), part.dtype.name) for part in parts])
+            return parts[0] - parts[1]
+
+        ops = ReductionToOneDevice(reduce_to_device="rank:1", accumulation_fn=accumulate)
+        value = PerReplica(np.array([7 * (rank + 1)], np.float16))
+        results = ops.batch_reduce("mean", [(value, value), (value, 0), (value, "rank:1")])
+        assert calls == ([[([7], "float32"), ([14], "float32")]] * 3 if rank == 1 else [])
+        return [plain(result) for result in results]
+
+    assert in_scope(2, program) == [[[-3.5], [-3.5], None], [[-3.5], None, [-3.5]]]
+
+
+def test_an_accumulation_function_is_checked() -> None:
+    with pytest.raises(TypeError, match="accumulation_fn must be callable with a list of arrays; got 'sum'"):
+        ReductionToOneDevice(accumulation_fn="sum")  # type: ignore[arg-type]
+    assert "accumulation_fn=sum)" in repr(ReductionToOneDevice(accumulation_fn=sum))
+    for function, op, message in (
+        (lambda parts: parts[0][:0], ReduceOp.SUM, r"has shape \(2,\); a value of shape \(0,\)"),
+        (lambda parts: "text", ReduceOp.SUM, "what accumulation_fn returned has dtype <U4"),
+        (lambda parts: parts[0] * 1j, ReduceOp.MEAN, "has dtype float64; a value of dtype complex128 would lose its kind"),
+        (sum, ReduceOp.MAX, "accumulation_fn takes the place of summing, so it serves SUM and MEAN; for MAX, leave it out"),
+    ):
+        with pytest.raises((InvalidArgumentError, UnsupportedDtypeError), match=message):
+            ReductionToOneDevice(accumulation_fn=function).all_reduce_in_replica(op, [np.ones(2)])
+
+
+def test_components_are_combined_on_one_rank() -> None:
+    def program(rank):
+        value = PerReplica(1.0)
+        with pytest.raises(
+            InvalidArgumentError, match=r"reduce_to_device must name one rank, such as 'rank:0'; '/cpu:0' names"
+        ):
+            ReductionToOneDevice("/cpu:0").reduce("sum", value, value)
+        with pytest.raises(InvalidArgumentError, match="there is no rank 9"):
+            ReductionToOneDevice(9).reduce("sum", value, value)
+
+    in_scope(2, program)
+
+
+def test_components_are_combined_in_replica_order() -> None:
+    # in any other order a float64 gives another sum
+    parts = [1.0, 1e16, -1e16, 3.0]
+
+    def program(rank):
+        value = PerReplica(np.array(parts[rank]))
+        return plain(ReductionToOneDevice().reduce("sum", value, value))
+
+    assert in_scope(4, program) == [3.0] * 4

@@ -1,0 +1,132 @@
+"""Devices by name: TensorFlow's spellings, and rank:3."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.topology.devices import OWN_DEVICE, Device, device_name, parse_device, ranks_of
+from mpistrat.topology.world import World
+
+OWN = Device("CPU")
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("/cpu:0", OWN),
+        ("CPU:0", OWN),
+        ("cpu", OWN),
+        ("/CPU", OWN),
+        ("/device:CPU:0", OWN),
+        ("device:cpu:0", OWN),
+        (" /cpu:0 ", OWN),
+        ("/job:localhost/replica:0/task:0/device:CPU:0", OWN),
+        ("/cpu:1", Device("CPU", 1)),
+        ("/gpu:0", Device("GPU")),
+        ("GPU:3", Device("GPU", 3)),
+        ("/device:GPU:1", Device("GPU", 1)),
+        ("rank:3", Device("", rank=3)),
+        ("Rank:12", Device("", rank=12)),
+        ("/job:worker/replica:0/task:1/device:GPU:0", Device("GPU", rank=1)),
+        ("/job:worker/replica:0/task:2/cpu:0", Device("CPU", rank=2)),
+        ("/job:worker/task:2/device:CPU:0", Device("CPU", rank=2)),
+    ],
+)
+def test_a_name_is_read_as_tensorflow_spells_it(name, device):
+    assert parse_device(name) == device
+
+
+def test_a_device_prints_as_its_name():
+    for name in ("/cpu:0", "/gpu:1", "rank:3", "/job:worker/replica:0/task:1/device:GPU:0"):
+        assert str(parse_device(name)) == name
+    assert device_name(3) == "/job:worker/replica:0/task:3/device:CPU:0"
+    assert parse_device(device_name(3)) == Device("CPU", rank=3)
+    assert OWN_DEVICE == "/cpu:0"
+
+
+ACCEPTED = "accepted are /cpu:0, CPU:0, /gpu:0, /device:CPU:0, /job:worker/replica:0/task:1/device:CPU:0 and rank:1"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "tpu:0",
+        "/device:TPU:0",
+        "rank:",
+        "rank:-1",
+        "rank3",
+        "cpu:x",
+        "cpu:-1",
+        "/task:1/cpu:0",
+        "//cpu:0",
+        3,
+        None,
+        ["cpu"],
+    ],
+)
+def test_a_text_that_is_no_device_name(name):
+    with pytest.raises(InvalidArgumentError) as caught:
+        parse_device(name)
+    assert str(caught.value) == f"{name!r} is no device name; {ACCEPTED}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/job:ps/replica:0/task:0/device:CPU:0",
+        "/job:worker/replica:1/task:0/device:CPU:0",
+        "/job:localhost/replica:0/task:1/device:CPU:0",
+    ],
+)
+def test_tasks_that_no_rank_is(name):
+    with pytest.raises(InvalidArgumentError) as caught:
+        parse_device(name)
+    assert str(caught.value) == (
+        f"device {name!r} names a task that no rank is: rank R is /job:worker/replica:0/task:R, and /job:localhost is the rank "
+        f"that says it; {ACCEPTED}"
+    )
+
+
+def test_a_job_without_a_task():
+    with pytest.raises(InvalidArgumentError, match="device '/job:worker/device:CPU:0' does not say which task; accepted are"):
+        parse_device("/job:worker/device:CPU:0")
+
+
+def test_which_ranks_have_a_device():
+    world = World.from_shape("2+1")
+    assert ranks_of("/cpu:0", world) == (0, 1, 2)
+    assert ranks_of("rank:2", world) == ranks_of(device_name(2), world) == (2,)
+    assert ranks_of("/cpu:0", World.from_shape("1x1")) == (0,)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("/gpu:0", "1x2", "ranks drive no GPU here; accepted are /cpu:0 (each rank's own) and rank:0 to rank:1"),
+        (
+            "/job:worker/replica:0/task:0/device:GPU:0",
+            "1x1",
+            "ranks drive no GPU here; accepted are /cpu:0 (each rank's own) and rank:0",
+        ),
+        ("/cpu:1", "1x2", "each rank drives one device; accepted are /cpu:0 (each rank's own) and rank:0 to rank:1"),
+        ("rank:2", "1x2", "there is no rank 2; accepted are /cpu:0 (each rank's own) and rank:0 to rank:1"),
+        (
+            "/job:worker/replica:0/task:9/device:CPU:0",
+            "2x2",
+            "there is no rank 9; accepted are /cpu:0 (each rank's own) and rank:0 to rank:3",
+        ),
+    ],
+)
+def test_a_device_that_nobody_has(name, shape, message):
+    with pytest.raises(InvalidArgumentError, match=re.escape(f"device {name!r} cannot be had: {message}")):
+        ranks_of(name, World.from_shape(shape))
+
+
+def test_naming_devices_starts_neither_mpi_nor_cuda():
+    program = "import sys, mpistrat.topology.devices; print(*{'mpi4py', 'cupy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

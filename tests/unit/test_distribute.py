@@ -1,0 +1,465 @@
+"""Distributed datasets: what each replica gets of a dataset under each policy, and how all come to the end."""
+
+import gc
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.context.input_context import InputContext
+from mpistrat.context.stack import default_mode
+from mpistrat.context.values import PerReplica, select_replica
+from mpistrat.errors import InvalidArgumentError, OutOfRangeError
+from mpistrat.inputs.dataset import ArrayDataset
+from mpistrat.inputs.distribute import distribute_dataset, distribute_from_function
+from mpistrat.inputs.files import FileDataset
+from mpistrat.inputs.map_dataset import MapDataset
+from mpistrat.inputs.options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode
+from mpistrat.inputs.spec import ArraySpec
+from tests.unit.replicas import on_replicas
+
+OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy
+ONE = mpistrat.OneDeviceStrategy
+
+
+def handed_out(num_replicas, make_dataset, policy=AUTO, buffer_size=1):
+    """Return, for each step, what each replica got."""
+    options = InputOptions(experimental_per_replica_buffer_size=buffer_size, auto_shard_policy=policy)
+
+    def program(strategy):
+        return [select_replica(element) for element in distribute_dataset(strategy, make_dataset(), options)]
+
+    return list(zip(*on_replicas(num_replicas, program), strict=True))
+
+
+def rows_of(steps):
+    return [[share.tolist() for share in step] for step in steps]
+
+
+def made_by(num_replicas, make):
+    """Return, for each step, what each replica got of the dataset that it made of its number."""
+
+    def program(strategy):
+        distributed = distribute_from_function(strategy, lambda context: make(context.input_pipeline_id))
+        return [select_replica(element) for element in distributed]
+
+    return list(zip(*on_replicas(num_replicas, program), strict=True))
+
+
+def batches_of(rows, batch_size):
+    return [rows[first : first + batch_size] for first in range(0, len(rows), batch_size)]
+
+
+TABLE = [
+    (6, 2, [[[0, 1], [2, 3]], [[4], [5]]]),
+    (4, 5, [[[0], [1], [2], [3], []]]),
+    (8, 3, [[[0, 1], [2, 3], []], [[4, 5], [6, 7], []]]),
+]
+SOURCES = {
+    "arrays": lambda rows: ArrayDataset(rows, 4),
+    "samples": lambda rows: MapDataset(list(rows), 4),
+    "list": lambda rows: batches_of(rows, 4),
+    "generator": lambda rows: (batch for batch in batches_of(rows, 4)),
+    "files": lambda rows: FileDataset(["all"], lambda _: rows, 4),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("rows", "num_replicas", "expected"), TABLE)
+@pytest.mark.parametrize("buffer_size", [0, 1, 2])
+def test_global_batches_of_four_are_shared_by_the_ceiling_split(source, rows, num_replicas, expected, buffer_size):
+    data = np.arange(rows, dtype=np.int16)
+    steps = handed_out(num_replicas, lambda: SOURCES[source](data), DATA, buffer_size)
+    assert rows_of(steps) == expected
+    assert {share.dtype.name for step in steps for share in step} == {"int16"}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_without_sharding_each_replica_sees_all_rows(source):
+    steps = rows_of(handed_out(2, lambda: SOURCES[source](np.arange(6)), OFF))
+    assert steps == [[[0, 1]] * 2, [[2, 3]] * 2, [[4]] * 2, [[5]] * 2]
+    steps = rows_of(handed_out(3, lambda: SOURCES[source](np.arange(8)), OFF))
+    assert [[row for step in steps for row in step[replica]] for replica in range(3)] == [list(range(8))] * 3
+    assert [sum(map(len, step)) for step in steps] == [4] * 6
+
+
+def test_replicas_read_files_of_their_own():
+    contents = {"a": np.arange(4), "b": np.arange(100, 106), "c": np.arange(200, 202), "d": np.arange(300, 301)}
+    for policy in (AUTO, FILE):
+        steps = rows_of(handed_out(2, lambda: FileDataset(list(contents), contents.__getitem__, 4), policy))
+        assert steps == [[[0, 1], [100, 101]], [[2, 3], [102, 103]], [[200], [104]], [[201], [105, 300]]]
+
+
+def test_a_replica_with_fewer_files_sees_empty_batches_of_the_right_kind():
+    contents = {"a": np.zeros((4, 2), np.float32), "b": np.zeros((2, 2), np.float32), "c": np.ones((4, 2), np.float32)}
+    steps = handed_out(2, lambda: FileDataset(list(contents), contents.__getitem__, 2))
+    assert [[len(share) for share in step] for step in steps] == [
+        [1, 1],
+        [1, 1],
+        [1, 0],
+        [1, 0],
+        [1, 0],
+        [1, 0],
+        [1, 0],
+        [1, 0],
+    ]
+    assert {(share.shape[1:], share.dtype.name) for step in steps for share in step} == {((2,), "float32")}
+
+
+def test_the_hint_is_replaced_by_the_numbers_of_the_pipeline():
+    def make():
+        return ArrayDataset(np.arange(12), 4).shard(SHARD_HINT, SHARD_HINT)
+
+    assert rows_of(handed_out(2, make, HINT)) == [[[0, 2], [1, 3]], [[4, 6], [5, 7]], [[8], [9]], [[10], [11]]]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("policy", "source"),
+    [
+        *((policy, source) for policy in (AUTO, DATA) for source in SOURCES),
+        *((HINT, source) for source in ("arrays", "samples", "files")),
+        (FILE, "files"),
+    ],
+)
+def test_an_epoch_has_every_row_once_at_any_number_of_replicas(num_replicas, policy, source):
+    files = dict(zip("abcdefgh", np.array_split(np.arange(37), 8), strict=True))
+    make = {
+        "arrays": lambda: ArrayDataset(np.arange(37), 5, shuffle=True),
+        "samples": lambda: MapDataset(list(range(37)), 5, shuffle=True),
+        "list": lambda: batches_of(np.arange(37), 5),
+        "generator": lambda: iter(batches_of(np.arange(37), 5)),
+        "files": lambda: FileDataset(list(files), files.__getitem__, 5, shuffle=True),
+    }[source]
+    hinted = (lambda: make().shard(SHARD_HINT, SHARD_HINT)) if policy is HINT else make
+    steps = handed_out(num_replicas, hinted, policy)
+    assert sorted(row for step in steps for share in step for row in share) == list(range(37))
+    if policy is DATA:
+        assert [np.concatenate(step).tolist() for step in steps] == [batch.tolist() for batch in make()]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "policy", "message"),
+    [
+        (
+            FileDataset(["a", "b"], np.load, 2),
+            AUTO,
+            "2 files cannot be shared by 3 input pipelines.*policy=AutoShardPolicy.DATA",
+        ),
+        (FileDataset(["a", "b"], np.load, 2), FILE, "2 files cannot be shared by 3 input pipelines"),
+        (
+            ArrayDataset(np.arange(3), 2),
+            FILE,
+            r"AutoShardPolicy.FILE shares files.*ArrayDataset\(3 rows, .*has none; use .*DATA",
+        ),
+        (
+            ArrayDataset(np.arange(3), 2),
+            HINT,
+            r"(?s)in place of SHARD_HINT, and ArrayDataset\(3 .*correct:.*\.shard\(SHARD_HINT",
+        ),
+        (ArrayDataset(np.arange(3), 2).shard(-1, -1), DATA, "which waits for auto_shard_policy=AutoShardPolicy.HINT; got DATA"),
+        ([np.arange(3)], HINT, "was not sharded by it"),
+    ],
+)
+def test_policies_that_do_not_fit_are_refused(dataset, policy, message):
+    def program(strategy):
+        with pytest.raises(InvalidArgumentError, match=message):
+            distribute_dataset(strategy, dataset, InputOptions(auto_shard_policy=policy))
+
+    on_replicas(3, program)
+
+
+# ------------------------------------------------------------------------------------------- datasets from a function
+
+
+def test_the_function_is_called_once_with_the_place_of_its_pipeline():
+    calls = []
+
+    def program(strategy):
+        calls.clear()
+        distribute_from_function(strategy, lambda context: calls.append(context) or [np.zeros(2)])
+        return list(calls)
+
+    assert on_replicas(3, program) == [[InputContext(3, replica, 3)] for replica in range(3)]
+
+
+def test_what_the_function_makes_is_neither_shared_nor_cut():
+    assert rows_of(made_by(2, lambda pipeline: ArrayDataset(np.arange(6), 3).shard(2, pipeline))) == [[[0, 2, 4], [1, 3, 5]]]
+    assert rows_of(made_by(2, lambda pipeline: [np.arange(5), np.arange(1)])) == [[[0, 1, 2, 3, 4]] * 2, [[0]] * 2]
+
+
+@pytest.mark.parametrize("kind", [list, iter, "mixed"])
+@pytest.mark.parametrize("lengths", [(3, 1), (0, 2), (2, 0, 1), (0, 0), (1, 1, 1, 4)])
+def test_exhausted_replicas_see_empty_batches_until_all_are_done(kind, lengths):
+    def make(pipeline):
+        batches = [{"x": np.full((2, 3), step, np.float32), "y": (np.full(2, step),)} for step in range(lengths[pipeline])]
+        return (iter if kind == "mixed" and pipeline else list if kind == "mixed" else kind)(batches)
+
+    steps = made_by(len(lengths), make)
+    assert len(steps) == max(lengths)
+    for number, step in enumerate(steps):
+        for length, share in zip(lengths, step, strict=True):
+            rows = 2 if number < length else 0
+            assert (share["x"].shape, share["x"].dtype) == ((rows, 3), np.float32)
+            assert (share["y"][0].shape, share["y"][0].dtype) == ((rows,), np.int64)
+
+
+def test_known_lengths_are_exchanged_once():
+    exchanged = {list: [], iter: []}
+
+    def program(kind):
+        def run(strategy):
+            count = strategy.extended.collectives.all_reduce
+            calls = []
+            strategy.extended.collectives.all_reduce = lambda op, arrays: calls.append(op) or count(op, arrays)
+            list(distribute_from_function(strategy, lambda context: kind([np.zeros(1)] * (5 - context.input_pipeline_id))))
+            exchanged[kind].append(len(calls))
+
+        return run
+
+    for kind in (list, iter):
+        on_replicas(2, program(kind))
+    assert exchanged[list][-1] == 1
+    assert exchanged[iter][-1] == 6
+
+
+def test_shared_batches_of_known_number_need_no_exchange():
+    def program(strategy):
+        def fail(*arguments):
+            raise AssertionError
+
+        strategy.extended.collectives.all_reduce = fail
+        return len(list(distribute_dataset(strategy, ArrayDataset(np.arange(7), 2))))
+
+    assert on_replicas(2, program) == [4, 4]
+
+
+def test_empty_batches_are_of_the_kind_that_the_replica_has_seen():
+    torch = pytest.importorskip("torch")
+    [_, (_, empty)] = made_by(2, lambda pipeline: [torch.ones(2, 3)] * (2 - pipeline))
+    assert (type(empty), tuple(empty.shape), empty.dtype) == (torch.Tensor, (0, 3), torch.float32)
+
+
+def test_the_default_strategy_gets_what_there_is():
+    default, dataset = default_mode().strategy, object()
+    assert distribute_dataset(default, dataset) is dataset
+    assert distribute_from_function(default, lambda context: (dataset, context)) == (dataset, InputContext())
+
+
+@pytest.mark.parametrize(
+    ("dataset_fn", "message"),
+    [
+        ([np.zeros(2)], r"dataset_fn must be a function of an InputContext that returns a dataset; got \[array"),
+        (lambda context: None, "a dataset is a mpistrat.ArrayDataset, .*; got NoneType"),
+        (lambda context: np.zeros(3), "got ndarray. Arrays are cut into batches"),
+    ],
+)
+def test_functions_that_make_no_dataset_are_refused(dataset_fn, message):
+    with pytest.raises(TypeError, match=message):
+        distribute_from_function(ONE(), dataset_fn)
+
+
+def test_a_marked_dataset_of_a_function_is_refused():
+    with pytest.raises(InvalidArgumentError, match="waits for auto_shard_policy=AutoShardPolicy.HINT"):
+        distribute_from_function(ONE(), lambda context: ArrayDataset(np.arange(3), 2).shard(SHARD_HINT, SHARD_HINT))
+
+
+@pytest.mark.parametrize("distribute", [distribute_dataset, distribute_from_function])
+@pytest.mark.parametrize("strategy", [ONE(), default_mode().strategy])
+def test_options_that_no_strategy_here_has_are_refused(distribute, strategy):
+    options = InputOptions(experimental_replication_mode=InputReplicationMode.PER_REPLICA)
+    with pytest.raises(
+        NotImplementedError, match=r"PER_REPLICA is for MirroredStrategy.distribute_datasets_from_function only"
+    ):
+        distribute(strategy, lambda context: [np.zeros(2)], options)
+    with pytest.raises(TypeError, match=r"options must be mpistrat.InputOptions or None; got str"):
+        distribute(strategy, lambda context: [np.zeros(2)], "fast")
+
+
+# ------------------------------------------------------------------------------------------------------------ iterators
+
+
+def test_the_end_is_out_of_range_and_stays():
+    iterator = iter(distribute_dataset(ONE(), ArrayDataset(np.arange(3), 2)))
+    assert [iterator.get_next().tolist(), next(iterator).tolist()] == [[0, 1], [2]]
+    for _ in range(2):
+        with pytest.raises(OutOfRangeError, match="the data has ended, after 2 elements"):
+            iterator.get_next()
+    assert list(iterator) == []
+
+
+def test_elements_as_optionals():
+    iterator = iter(distribute_dataset(ONE(), ArrayDataset(np.arange(2), 2)))
+    found, nothing = iterator.get_next_as_optional(), iterator.get_next_as_optional()
+    assert found.has_value()
+    assert found.get_value().tolist() == [0, 1]
+    assert not nothing.has_value()
+    with pytest.raises(InvalidArgumentError, match=r"the data has ended; ask has_value\(\) first"):
+        nothing.get_value()
+    assert (repr(found), repr(nothing)) == ("OptionalElement(array([0, 1]))", "OptionalElement()")
+
+
+def test_elements_are_per_replica_values_even_at_the_end():
+    def program(strategy):
+        made = distribute_from_function(strategy, lambda context: [np.zeros(1)] * context.input_pipeline_id)
+        return [type(element) for element in made]
+
+    assert on_replicas(2, program) == [[PerReplica]] * 2
+
+
+SPEC = {"x": ArraySpec((None, 3), np.dtype(np.float32)), "y": ArraySpec((None,), np.dtype(np.int64))}
+
+
+@pytest.mark.parametrize("kind", [ArrayDataset, "generator"])
+def test_element_specs_are_known_before_the_first_element(kind):
+    data = {"x": np.zeros((6, 3), np.float32), "y": np.arange(6)}
+    source = ArrayDataset(data, 4) if kind is ArrayDataset else (batch for batch in ArrayDataset(data, 4))
+    dataset = distribute_dataset(ONE(), source)
+    assert dataset.element_spec == SPEC
+    iterator = iter(dataset)
+    assert iterator.element_spec == SPEC
+    assert [element["y"].tolist() for element in iterator] == [[0, 1, 2, 3], [4, 5]]
+    assert iterator.element_spec == SPEC
+
+
+def test_a_replica_without_elements_is_told_their_spec():
+    def program(strategy):
+        iterator = iter(
+            distribute_from_function(strategy, lambda context: iter([np.zeros((2, 3))] * context.input_pipeline_id))
+        )
+        if strategy.extended.collectives.rank == 0:
+            with pytest.raises(InvalidArgumentError, match="no other one has told it"):
+                _ = iterator.element_spec
+        next(iterator)
+        return iterator.element_spec
+
+    assert on_replicas(2, program) == [ArraySpec((None, 3), np.dtype(float))] * 2
+
+
+@pytest.mark.parametrize(
+    ("dataset", "policy", "length"),
+    [
+        (ArrayDataset(np.arange(9), 4), AUTO, 3),
+        ([np.arange(4)] * 2, AUTO, 2),
+        (MapDataset([1, 2, 3], 2), DATA, 2),
+    ],
+)
+def test_the_length_is_the_number_of_elements(dataset, policy, length):
+    def program(strategy):
+        distributed = distribute_dataset(strategy, dataset, InputOptions(auto_shard_policy=policy))
+        return len(distributed), len(list(distributed))
+
+    assert on_replicas(2, program) == [(length, length)] * 2
+
+
+def test_a_length_that_only_iterating_tells_is_not_guessed():
+    files = FileDataset(["all"], lambda _: np.arange(3), 2)
+    for distributed in (
+        distribute_dataset(ONE(), files),
+        distribute_dataset(ONE(), iter([np.arange(2)])),
+        distribute_from_function(ONE(), lambda context: [np.arange(2)]),
+        distribute_dataset(ONE(), [np.arange(2)], InputOptions(auto_shard_policy=OFF)),
+    ):
+        with pytest.raises(TypeError, match="is known when they have been taken"):
+            len(distributed)
+        assert len(list(distributed)) > 0
+
+
+def test_a_second_epoch_of_a_generator_is_an_error():
+    dataset = distribute_dataset(ONE(), (np.arange(2) for _ in range(2)))
+    assert len(list(dataset)) == 2
+    with pytest.raises(RuntimeError, match="yields its batches once only: no second epoch"):
+        iter(dataset)
+
+
+@pytest.mark.parametrize("buffer_size", [0, 1])
+def test_an_error_of_the_source_is_raised_once_and_ends_the_iteration(buffer_size):
+    def failing():
+        yield np.arange(2)
+        raise OSError("the disk is gone")
+
+    iterator = iter(distribute_dataset(ONE(), failing(), InputOptions(experimental_per_replica_buffer_size=buffer_size)))
+    next(iterator)
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(iterator)
+    assert list(iterator) == []
+
+
+@pytest.mark.parametrize("how", ["close", "forget", "break"])
+def test_the_thread_ends_with_the_iterator(how):
+    before = threading.active_count()
+    iterator = iter(distribute_dataset(ONE(), ArrayDataset(np.arange(100), 2)))
+    next(iterator)
+    assert threading.active_count() == before + 1
+    if how == "close":
+        iterator.close()
+        assert list(iterator) == []
+    elif how == "forget":
+        del iterator
+        gc.collect()
+    else:
+        for _ in iterator:
+            break
+        del iterator, _
+        gc.collect()
+    end = time.monotonic() + 2
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.001)
+    assert threading.active_count() == before
+
+
+def test_without_a_buffer_elements_are_made_when_they_are_asked_for():
+    made = []
+
+    def source():
+        for number in range(3):
+            made.append(threading.current_thread())
+            yield np.full(1, number)
+
+    iterator = iter(distribute_dataset(ONE(), source(), InputOptions(experimental_per_replica_buffer_size=0)))
+    assert made == []
+    next(iterator)
+    assert made == [threading.current_thread()]
+
+
+def test_what_is_no_dataset_is_refused():
+    with pytest.raises(TypeError, match=r"a dataset is a mpistrat.ArrayDataset, .*; got NoneType"):
+        distribute_dataset(ONE(), None)
+
+
+@pytest.mark.parametrize("kind", [np.ndarray, "tensor"])
+def test_a_source_may_use_its_memory_again(kind):
+    buffer = np.zeros(4) if kind is np.ndarray else pytest.importorskip("torch").zeros(4)
+
+    def source():
+        for number in range(5):
+            buffer[:] = number
+            yield buffer
+
+    elements = list(distribute_dataset(ONE(), source()))
+    assert [element.tolist() for element in elements] == [[number] * 4 for number in range(5)]
+    assert {type(element) for element in elements} == {type(buffer)}
+
+
+@pytest.mark.parametrize("policy", [DATA, OFF])
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_replica_may_write_to_its_elements(source, policy):
+    data = np.arange(6)
+    for element in distribute_dataset(ONE(), SOURCES[source](data), InputOptions(auto_shard_policy=policy)):
+        element += 100
+    assert data.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_text_is_fed_too():
+    names = np.array(["a", "bc", "d"])
+    for source in (ArrayDataset(names, 2), [names[:2], names[2:]]):
+        assert [element.tolist() for element in distribute_dataset(ONE(), source)] == [["a", "bc"], ["d"]]
+
+
+def test_the_repr_says_whose_share_it_is():
+    def program(strategy):
+        return repr(distribute_dataset(strategy, ArrayDataset(np.arange(3), 2)))
+
+    assert on_replicas(2, program)[1] == "DistributedDataset(ArrayDataset(3 rows, 2 batches of 2), replica=1(2))"

@@ -1,0 +1,324 @@
+"""StrategyExtended: reductions with destinations, updates of variables, devices and roles."""
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.context.stack import get_update_replica_id
+from mpistrat.context.values import Mirrored, PerReplica
+from mpistrat.cross_device.ops import CrossDeviceOps
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.cross_device.sparse import IndexedSlices
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.strategy.base import Strategy
+from mpistrat.strategy.extended import StrategyExtended
+from tests.unit.replicas import on_replicas
+
+
+def rank_of(strategy):
+    return strategy.extended.collectives.rank
+
+
+def test_reduce_to_and_batch_reduce_to_leave_mirrored_values():
+    def program(strategy):
+        value = PerReplica(np.full(2, rank_of(strategy) + 1.0))
+        one = strategy.extended.reduce_to("mean", value, value)
+        many = strategy.extended.batch_reduce_to(mpistrat.ReduceOp.SUM, [(value, value), (value, value)])
+        assert all(isinstance(result, Mirrored) for result in (one, *many))
+        return [np.asarray(result).tolist() for result in (one, *many)]
+
+    assert on_replicas(2, program) == [[[1.5, 1.5], [3, 3], [3, 3]]] * 2
+
+
+def test_broadcast_to_takes_the_value_of_replica_zero():
+    def program(strategy):
+        return float(strategy.extended.broadcast_to(np.array(rank_of(strategy) + 5.0), Mirrored(np.zeros(1))))
+
+    assert on_replicas(3, program) == [5, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda e: e.reduce_to(mpistrat.VariableAggregation.SUM, 1.0, 1.0), TypeError, "reduce_op must be a ReduceOp or a str"),
+        (lambda e: e.reduce_to("sum", np.ones(1), [0]), InvalidArgumentError, "destinations cannot be .*pass a set"),
+        (lambda e: e.reduce_to("sum", np.ones(1), ""), InvalidArgumentError, "destinations must not be empty"),
+        (lambda e: e.batch_reduce_to("sum", [np.ones(1)]), InvalidArgumentError, "must be an iterable of 2-tuples"),
+        (lambda e: e.broadcast_to(np.ones(1), (0, 1)), InvalidArgumentError, "destinations cannot be"),
+    ],
+)
+def test_bad_destinations_and_operations_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call(mpistrat.OneDeviceStrategy().extended)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("reduce_to", ("sum", 1.0, 1.0)),
+        ("batch_reduce_to", ("sum", [])),
+        ("broadcast_to", (1.0, 1.0)),
+        ("update_non_slot", (None, print)),
+        ("read_var", (None,)),
+    ],
+)
+def test_cross_replica_methods_are_refused_inside_run(method, arguments):
+    strategy = mpistrat.OneDeviceStrategy()
+    message = rf"strategy.extended.{method} must be called in cross-replica context, but this is inside(.|\n)*correct: "
+    with pytest.raises(RuntimeError, match=message):
+        strategy.run(lambda: getattr(strategy.extended, method)(*arguments))
+
+
+def test_hints_are_options_under_an_old_name():
+    hints = CommunicationOptions(bytes_per_pack=8)
+    seen = []
+
+    class Spy(CrossDeviceOps):
+        def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
+            seen.append(options)
+            return per_replica_value.values[0]
+
+    def program(strategy):
+        strategy = Strategy(StrategyExtended(strategy.extended.collectives, Spy()))
+        value = PerReplica(np.ones(1))
+        with pytest.warns(DeprecationWarning, match="experimental_hints= is deprecated; use options="):
+            strategy.extended.reduce_to("sum", value, value, experimental_hints=hints)
+        with pytest.warns(DeprecationWarning, match="experimental_hints"):
+            strategy.extended.batch_reduce_to("sum", [(value, value)], experimental_hints=hints)
+        with pytest.warns(DeprecationWarning, match="experimental_hints"):
+            strategy.reduce("sum", value, axis=None, experimental_hints=hints)
+        with pytest.warns(DeprecationWarning, match="experimental_hints"):
+            strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", 1.0, experimental_hints=hints))
+
+    on_replicas(2, program)
+    assert seen == [hints] * 8
+
+
+def test_every_reduction_of_a_strategy_goes_through_its_cross_device_ops():
+    class Spy(CrossDeviceOps):
+        def __init__(self):
+            self.seen = []
+
+        def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
+            self.seen.append((reduce_op.name, len(value_destination_pairs)))
+            return [np.asarray(value.values[0]) * 10 for value, _ in value_destination_pairs]
+
+    def program(strategy):
+        ops = Spy()
+        strategy = Strategy(StrategyExtended(strategy.extended.collectives, ops))
+        total = strategy.reduce("sum", [PerReplica(np.ones(2)), PerReplica(2.0)], axis=None)
+        assert [np.asarray(leaf).tolist() for leaf in total] == [[10, 10], 20]
+        assert strategy.reduce("mean", PerReplica(np.arange(4.0)), axis=0) == 60 / 40
+        inside = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("mean", {"a": 1.0, "b": 2.0})).copy()
+        assert (inside["a"].values[0], inside["b"].values[0]) == (10, 20)
+        started = strategy.run(lambda: mpistrat.get_replica_context().start_all_reduce("max", 3.0).wait())
+        assert started.values[0] == 30
+        return ops.seen
+
+    assert on_replicas(2, program) == [[("SUM", 2), ("SUM", 2), ("MEAN", 2), ("MAX", 1)]] * 2
+
+
+def test_update_changes_the_component_of_this_rank():
+    def program(strategy):
+        with strategy.scope():
+            weights = mpistrat.Variable(np.zeros(2))
+        seen = []
+
+        def add(variable, delta, *, scale):
+            seen.append(get_update_replica_id())
+            variable.assign_add(delta * scale)
+            return variable.numpy()
+
+        arguments = (weights, add, (Mirrored(np.ones(2)),), {"scale": 3})
+        assert strategy.extended.update(*arguments) is None
+        assert strategy.extended.update(*arguments, group=False)[0].tolist() == [6, 6]
+        strategy.run(lambda: strategy.extended.update(weights, add, (np.ones(2),), {"scale": 1}))
+        assert seen == [rank_of(strategy)] * 3
+        assert get_update_replica_id() is None
+        return weights.numpy().tolist()
+
+    assert on_replicas(3, program) == [[7, 7]] * 3
+
+
+def test_update_leaves_its_context_where_the_function_raises():
+    strategy = mpistrat.OneDeviceStrategy()
+    with strategy.scope():
+        weights = mpistrat.Variable(0.0)
+
+    def fail(variable):
+        raise KeyError("planted")
+
+    with pytest.raises(KeyError, match="planted"):
+        strategy.extended.update(weights, fail)
+    assert get_update_replica_id() is None
+    assert not mpistrat.has_strategy()
+
+
+def test_update_refuses_what_differs_between_replicas_and_foreign_variables():
+    strategy, other = mpistrat.OneDeviceStrategy(), mpistrat.OneDeviceStrategy()
+    with strategy.scope():
+        weights = mpistrat.Variable(0.0)
+    update = strategy.extended.update
+    with pytest.raises(
+        TypeError, match=r"extended.update got PerReplica\(1.0\), which differs between replicas(.|\n)*correct: "
+    ):
+        update(weights, print, ([PerReplica(1.0)],))
+    with pytest.raises(TypeError, match="extended.update got PerReplica"):
+        update(weights, print, kwargs={"delta": PerReplica(1.0)})
+    with pytest.raises(TypeError, match="extended.update got PerReplica"):
+        strategy.extended.update_non_slot(None, print, (PerReplica(1.0),))
+    with pytest.raises(TypeError, match="extended.update changes a mpistrat.Variable; got array"):
+        update(np.ones(1), print)
+    with pytest.raises(RuntimeError, match="two strategies cannot be mixed"):
+        other.extended.update(weights, print)
+    with pytest.raises(RuntimeError, match="two strategies cannot be mixed"), other.scope():
+        update(weights, print)
+
+
+def test_update_of_a_variable_of_the_default_strategy():
+    variable = mpistrat.Variable(1.0)
+    mpistrat.get_strategy().extended.update(variable, lambda v: v.assign_add(1.0))
+    assert float(variable) == 2
+
+
+def test_update_non_slot_calls_the_function_once():
+    def program(strategy):
+        state = {"step": 0}
+
+        def advance(by):
+            state["step"] += by
+            return {"step": state["step"], "replica": get_update_replica_id()}
+
+        devices = strategy.extended.non_slot_devices([])
+        assert devices == strategy.extended.parameter_devices
+        assert strategy.extended.update_non_slot(devices, advance, (Mirrored(2),)) is None
+        return strategy.extended.update_non_slot(devices, advance, kwargs={"by": 3}, group=False)
+
+    assert on_replicas(2, program) == [{"step": [5], "replica": [0]}, {"step": [5], "replica": [1]}]
+    assert mpistrat.get_strategy().extended.non_slot_devices([]) == ("/cpu:0",)
+
+
+def test_read_var_combines_where_the_variable_says():
+    def program(strategy):
+        with strategy.scope():
+            count = mpistrat.Variable(
+                0.0,
+                synchronization=mpistrat.VariableSynchronization.ON_READ,
+                aggregation=mpistrat.VariableAggregation.SUM,
+            )
+        strategy.run(lambda: count.assign_add(rank_of(strategy) + 1.0))
+        return float(strategy.extended.read_var(count))
+
+    assert on_replicas(3, program) == [6, 6, 6]
+
+
+def test_value_container_finds_the_value_that_a_component_came_from():
+    strategy = mpistrat.OneDeviceStrategy()
+    with strategy.scope():
+        variable = mpistrat.Variable(np.zeros(2))
+    mirrored, array = Mirrored(np.ones(1)), np.ones(1)
+    container = strategy.extended.value_container
+    for value in (variable, mirrored):
+        assert container(value) is value
+        assert container(value.values[0]) is value
+    assert container(array) is array
+    assert Mirrored(1).values == (1,)
+    assert container(1) == 1
+    assert not isinstance(container(1), Mirrored)
+
+
+def test_variable_created_in_scope_asks_for_this_very_strategy():
+    strategy, other = mpistrat.OneDeviceStrategy(), mpistrat.OneDeviceStrategy()
+    with strategy.scope():
+        variable = mpistrat.Variable(0.0)
+    assert strategy.extended.variable_created_in_scope(variable)
+    assert not other.extended.variable_created_in_scope(variable)
+    assert not strategy.extended.variable_created_in_scope(np.ones(1))
+
+
+def test_colocate_vars_with():
+    strategy = mpistrat.OneDeviceStrategy()
+    foreign = mpistrat.Variable(0.0)
+    with strategy.scope():
+        variable = mpistrat.Variable(0.0)
+        with strategy.extended.colocate_vars_with(variable):
+            assert strategy.extended.variable_created_in_scope(mpistrat.Variable(1.0))
+        with pytest.raises(InvalidArgumentError, match=r"Variable\(.*\) was not made in the scope of OneDeviceStrategy"):
+            strategy.extended.colocate_vars_with(foreign).__enter__()
+    with pytest.raises(
+        RuntimeError, match="colocate_vars_with must be called in the strategy's scope, but this is outside all"
+    ):
+        strategy.extended.colocate_vars_with(variable).__enter__()
+    with pytest.raises(RuntimeError, match="colocate_vars_with must be called in cross-replica context"):
+        strategy.run(lambda: strategy.extended.colocate_vars_with(variable).__enter__())
+
+
+def test_the_default_strategy_has_no_devices():
+    extended = mpistrat.get_strategy().extended
+    for name in ("worker_devices", "parameter_devices"):
+        with pytest.raises(RuntimeError, match=rf"the default strategy has no {name}(.|\n)*correct: .*OneDeviceStrategy"):
+            getattr(extended, name)
+    extended = mpistrat.OneDeviceStrategy().extended
+    assert extended.worker_devices == extended.parameter_devices == ("/cpu:0",)
+
+
+def test_devices_of_a_replica():
+    def program(strategy):
+        strategy = Strategy(StrategyExtended(strategy.extended.collectives, None, ("a", "b"), ["c"]))
+        assert (strategy.extended.worker_devices, strategy.extended.parameter_devices) == (("a", "b"), ("c",))
+
+        def devices():
+            with pytest.warns(DeprecationWarning, match="ReplicaContext.devices is deprecated"):
+                return mpistrat.get_replica_context().devices
+
+        return strategy.run(devices)[0].values[0]
+
+    assert on_replicas(2, program) == ["a", "b"]
+
+
+def test_roles():
+    def program(strategy):
+        extended = strategy.extended
+        return extended.should_checkpoint, extended.should_save_summary, extended.experimental_between_graph
+
+    assert on_replicas(2, program) == [(True, True, True), (False, False, True)]
+    assert on_replicas(1, program) == [(True, True, False)]
+    extended = mpistrat.OneDeviceStrategy().extended
+    assert extended.experimental_should_init
+    assert not extended.experimental_require_static_shapes
+
+
+def test_call_for_each_replica_is_run():
+    strategy = mpistrat.OneDeviceStrategy()
+    assert strategy.extended.call_for_each_replica(lambda x, *, y: x + y, (1,), {"y": 2}) == 3
+    with pytest.raises(InvalidArgumentError, match="args must be a list or tuple"):
+        strategy.extended.call_for_each_replica(print, 3)
+
+
+def test_slices_are_reduced():
+    def program(strategy):
+        slices = IndexedSlices(np.full((1, 2), rank_of(strategy) + 1.0), [rank_of(strategy)], (3, 2))
+        total = strategy.reduce("sum", PerReplica(slices), axis=None)
+        inside = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("mean", {"e": slices, "w": 1.0}))
+        with pytest.raises(NotImplementedError, match="reduce over axis=0 is not supported for IndexedSlices"):
+            strategy.reduce("sum", PerReplica(slices), axis=0)
+        with pytest.raises(NotImplementedError, match="cannot be gathered"):
+            strategy.gather(PerReplica(slices), axis=0)
+        with pytest.raises(NotImplementedError, match="cannot be gathered"):
+            strategy.run(lambda: mpistrat.get_replica_context().all_gather([slices], axis=0))
+        return total.to_dense().tolist(), inside["e"].values[0].to_dense().tolist(), float(inside["w"].values[0])
+
+    expected = ([[1, 1], [2, 2], [0, 0]], [[0.5, 0.5], [1, 1], [0, 0]], 1.0)
+    assert on_replicas(2, program) == [expected] * 2
+
+
+def test_slices_are_not_compared():
+    slices = IndexedSlices(np.ones((1, 2)), [0], (3, 2))
+    strategy = mpistrat.OneDeviceStrategy()
+    for combine in (
+        lambda: strategy.reduce("max", slices, axis=None),
+        lambda: strategy.run(lambda: mpistrat.get_replica_context().all_reduce("max", slices)),
+        lambda: strategy.run(lambda: mpistrat.get_replica_context().start_all_reduce("max", slices)),
+    ):
+        with pytest.raises(NotImplementedError, match="MAX of IndexedSlices.* is not supported"):
+            combine()

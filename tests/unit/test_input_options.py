@@ -1,0 +1,65 @@
+"""InputOptions: their defaults, and what may not be combined."""
+
+import pytest
+
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.inputs.options import AutoShardPolicy, InputOptions, InputReplicationMode, read_options
+
+PER_REPLICA = InputReplicationMode.PER_REPLICA
+
+
+def test_defaults():
+    options = InputOptions()
+    assert options.experimental_fetch_to_device is None
+    assert options.experimental_replication_mode is InputReplicationMode.PER_WORKER
+    assert options.experimental_place_dataset_on_device is False
+    assert options.experimental_per_replica_buffer_size == 1
+    assert options.auto_shard_policy is AutoShardPolicy.AUTO
+    assert read_options(None) == options
+    assert read_options(options) is options
+
+
+def test_members():
+    assert {policy.name: policy.value for policy in AutoShardPolicy} == {"OFF": -1, "AUTO": 0, "FILE": 1, "DATA": 2, "HINT": 3}
+    assert [mode.name for mode in InputReplicationMode] == ["PER_WORKER", "PER_REPLICA"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        (
+            {"experimental_place_dataset_on_device": True},
+            InvalidArgumentError,
+            "place_dataset_on_device=True needs .*PER_REPLICA; got PER_WORKER",
+        ),
+        (
+            {"experimental_place_dataset_on_device": True, "experimental_replication_mode": PER_REPLICA},
+            InvalidArgumentError,
+            "needs experimental_fetch_to_device=False; got None, and None means True",
+        ),
+        ((True, PER_REPLICA, True), InvalidArgumentError, "needs experimental_fetch_to_device=False; got True"),
+        ({"experimental_per_replica_buffer_size": -1}, InvalidArgumentError, "buffer_size must be at least 0; got -1"),
+        ({"experimental_per_replica_buffer_size": 1.5}, TypeError, "buffer_size must be an int; got 1.5"),
+        ({"experimental_fetch_to_device": "no"}, TypeError, "experimental_fetch_to_device must be bool or None; got 'no'"),
+        ({"experimental_replication_mode": "PER_REPLICA"}, TypeError, "must be InputReplicationMode; got 'PER_REPLICA'"),
+        (
+            {"experimental_place_dataset_on_device": None},
+            TypeError,
+            "experimental_place_dataset_on_device must be bool; got None",
+        ),
+        ({"auto_shard_policy": "DATA"}, TypeError, "auto_shard_policy must be AutoShardPolicy; got 'DATA'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(fields, error, message):
+    with pytest.raises(error, match=message):
+        InputOptions(**fields) if isinstance(fields, dict) else InputOptions(*fields)
+
+
+def test_a_dataset_on_the_device_is_not_fetched():
+    options = InputOptions(False, PER_REPLICA, True)
+    assert options.experimental_place_dataset_on_device
+
+
+def test_options_are_options():
+    with pytest.raises(TypeError, match=r"options must be mpistrat.InputOptions or None; got dict"):
+        read_options({})

@@ -1,0 +1,80 @@
+"""Batches cut into shares and pieces, and parts joined to batches."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.inputs.rebatch import batched, num_rows, pieces, share
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_replicas", "expected"),
+    [
+        (4, 2, [[0, 1], [2, 3]]),
+        (2, 2, [[0], [1]]),
+        (4, 5, [[0], [1], [2], [3], []]),
+        (4, 3, [[0, 1], [2, 3], []]),
+    ],
+)
+def test_shares_are_the_ceiling_split(rows, num_replicas, expected):
+    shares = [share(np.arange(rows, dtype=np.int16), replica, num_replicas) for replica in range(num_replicas)]
+    assert [found.tolist() for found in shares] == expected
+    assert {found.dtype for found in shares} == {np.dtype(np.int16)}
+
+
+def test_every_array_of_a_nest_is_cut():
+    batch = {"x": np.arange(12).reshape(4, 3), "rest": (np.arange(4), [np.zeros((4, 2, 2), np.float16)])}
+    found = share(batch, 1, 2)
+    assert found["x"].tolist() == [[6, 7, 8], [9, 10, 11]]
+    assert found["rest"][0].tolist() == [2, 3]
+    empty = share(batch, 4, 5)
+    assert (empty["x"].shape, empty["rest"][1][0].shape, empty["rest"][1][0].dtype) == ((0, 3), (0, 2, 2), np.float16)
+
+
+def test_shares_of_other_arrays_stay_of_their_kind():
+    torch = pytest.importorskip("torch")
+    found = share(torch.arange(4), 1, 2)
+    assert isinstance(found, torch.Tensor)
+    assert found.tolist() == [2, 3]
+
+
+@given(st.integers(0, 60), st.integers(1, 9))
+def test_pieces_are_all_rows_and_as_many_in_each_step_as_a_batch_has(rows, num_replicas):
+    seen = [[piece.tolist() for piece in pieces(np.arange(rows), replica, num_replicas)] for replica in range(num_replicas)]
+    for cut in seen:
+        assert [row for piece in cut for row in piece] == list(range(rows))
+    for step in zip(*seen, strict=True):
+        assert sum(map(len, step)) == rows
+    for replica, cut in enumerate(seen):
+        assert len(cut[0]) == len(share(np.arange(rows), replica, num_replicas))
+
+
+@given(st.lists(st.integers(0, 7), max_size=8), st.integers(1, 9), st.booleans())
+def test_parts_of_any_size_become_batches(sizes, batch_size, drop):
+    rows = np.arange(sum(sizes))
+    parts = [{"a": part, "b": part.astype(float)} for part in np.split(rows, np.cumsum(sizes)[:-1])] if sizes else []
+    batches = list(batched(iter(parts), batch_size, drop))
+    whole = len(rows) // batch_size
+    assert [len(batch["a"]) for batch in batches[:whole]] == [batch_size] * whole
+    assert len(batches) == whole + (len(rows) % batch_size > 0 and not drop)
+    joined = [row for batch in batches for row in batch["a"].tolist()]
+    assert joined == rows[: len(joined)].tolist() == [row for batch in batches for row in batch["b"].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("element", "found"),
+    [
+        (3.0, "element is 3.0"),
+        ([1, 2], r"element\[0\] is 1, element\[1\] is 2"),
+        (np.float32(2), r"element has shape \(\)"),
+        ((np.zeros((2, 5)), np.zeros(())), r"element\[0\] has shape \(2, 5\), element\[1\] has shape \(\)"),
+        ({"x": np.zeros(3), "y": np.zeros(2)}, r"element\['x'\] has shape \(3,\), element\['y'\] has shape \(2,\)"),
+        ((), "an element without arrays"),
+        (None, "an element without arrays"),
+    ],
+)
+def test_what_is_no_batch_says_so(element, found):
+    with pytest.raises(InvalidArgumentError, match=rf"every element of a dataset must be a batch.*; got {found}\. Batch the"):
+        num_rows(element)

@@ -1,0 +1,236 @@
+"""ReplicaContext: weighted means, handles, and the collective calls that TensorFlow does not have."""
+
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.context.values import select_replica
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.cross_device.sparse import IndexedSlices
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from tests.unit.replicas import on_replicas
+
+
+def in_run(fn, num_replicas=2):
+    """Return what ``fn(ctx, rank)`` returns on each replica."""
+
+    def step():
+        context = mpistrat.get_replica_context()
+        return fn(context, context.replica_id_in_sync_group)
+
+    return on_replicas(num_replicas, lambda strategy: select_replica(strategy.run(step)))
+
+
+def alone(fn):
+    """Return what ``fn(ctx)`` returns on a single replica."""
+    return mpistrat.OneDeviceStrategy().run(lambda: fn(mpistrat.get_replica_context()))
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16, np.complex64])
+def test_the_weighted_mean_counts_each_replica_as_it_weighs(dtype):
+    def fn(context, rank):
+        return context.all_reduce("mean", {"a": np.full(2, rank, dtype), "b": np.asarray(2 * rank, dtype)}, weight=rank + 1)
+
+    for result in in_run(fn, num_replicas=3):  # (0 * 1 + 1 * 2 + 2 * 3) / 6
+        assert result["a"].dtype == result["b"].dtype == dtype
+        np.testing.assert_array_equal(result["a"], np.full(2, 4 / 3).astype(dtype))
+        np.testing.assert_array_equal(result["b"], np.asarray(8 / 3).astype(dtype))
+
+
+def test_the_weighted_mean_is_one_batch():
+    strategy = mpistrat.OneDeviceStrategy()
+    strategy.run(lambda: mpistrat.get_replica_context().all_reduce("mean", [np.ones(2), np.ones(3)], weight=2))
+    assert strategy.extended.collectives.num_collectives == 1
+
+
+def test_a_replica_without_weight_contributes_nothing_even_if_it_has_nothing():
+    results = in_run(lambda context, rank: context.all_reduce("mean", np.nan if rank else 3.0, weight=0 if rank else 5))
+    assert results == [3, 3]
+
+
+def test_the_weighted_mean_of_no_weight_is_nan():
+    for result in in_run(lambda context, rank: context.all_reduce("mean", np.ones(2), weight=0)):
+        assert np.isnan(result).all()
+
+
+@pytest.mark.parametrize(
+    ("op", "value", "weight", "error", "message"),
+    [
+        ("sum", 1.0, 1, InvalidArgumentError, "weight= is for the mean; SUM has no weights"),
+        ("mean", 1.0, -1, InvalidArgumentError, "weight must be one finite number that is not negative; got -1"),
+        ("mean", 1.0, np.nan, InvalidArgumentError, "weight must be one finite number .*; got nan"),
+        ("mean", 1.0, np.inf, InvalidArgumentError, "weight must be one finite number"),
+        ("mean", 1.0, [1, 2], InvalidArgumentError, "weight must be one finite number"),
+        ("mean", 1.0, 1j, InvalidArgumentError, "weight must be one finite number"),
+        ("mean", 1.0, "2", UnsupportedDtypeError, "weight has dtype <U1"),
+        ("mean", 1, 2, UnsupportedDtypeError, "the weighted mean is not defined for dtype int64"),
+        ("mean", True, 2, UnsupportedDtypeError, "the weighted mean is not defined for dtype bool"),
+        ("mean", IndexedSlices(np.ones((1, 1)), [0]), 2, NotImplementedError, "the weighted mean of IndexedSlices"),
+    ],
+)
+def test_what_has_no_weighted_mean_is_refused(op, value, weight, error, message):
+    with pytest.raises(error, match=message):
+        alone(lambda context: context.all_reduce(op, value, weight=weight))
+
+
+def test_start_all_reduce_returns_a_handle():
+    def fn(context, rank):
+        handle = context.start_all_reduce("sum", {"a": np.full(2, rank + 1), "b": [1.0]})
+        result = handle.wait()
+        assert handle.done()
+        return result
+
+    for result in in_run(fn):
+        assert (result["a"].tolist(), result["b"]) == ([3, 3], [2])
+
+
+@pytest.mark.parametrize(
+    ("op", "value", "error", "message"),
+    [
+        ("median", 1.0, InvalidArgumentError, "unknown reduce_op 'median'"),
+        (None, 1.0, TypeError, "reduce_op must be a ReduceOp or a str"),
+        ("sum", {"a": "text"}, UnsupportedDtypeError, r"value\['a'\] has dtype <U4"),
+        ("mean", [True], UnsupportedDtypeError, r"MEAN is not defined for value\[0\] of dtype bool"),
+    ],
+)
+@pytest.mark.parametrize("method", ["all_reduce", "start_all_reduce"])
+def test_bad_reductions_are_refused(method, op, value, error, message):
+    with pytest.raises(error, match=message):
+        alone(lambda context: getattr(context, method)(op, value))
+
+
+def test_broadcast_hands_out_the_value_of_the_root():
+    results = in_run(lambda context, rank: context.broadcast({"a": np.full(rank + 1, rank), "b": rank}, root=1), num_replicas=3)
+    for result in results:
+        assert (result["a"].tolist(), result["b"]) == ([1, 1], 1)
+
+
+def test_reduce_scatter_hands_each_replica_its_part():
+    results = in_run(lambda context, rank: context.reduce_scatter("sum", np.arange(5) + rank), num_replicas=2)
+    assert [result.tolist() for result in results] == [[1, 3, 5], [7, 9]]
+    results = in_run(lambda context, rank: context.reduce_scatter("max", [np.full((1, 3), rank)], axis=-1), num_replicas=2)
+    assert [result[0].tolist() for result in results] == [[[1, 1]], [[1]]]
+
+
+def test_all_to_all_sends_array_i_to_replica_i():
+    results = in_run(lambda context, rank: context.all_to_all([np.full(1, 10 * rank), np.full(2, 10 * rank + 1)]))
+    assert [[part.tolist() for part in result] for result in results] == [[[0], [10]], [[1, 1], [11, 11]]]
+
+
+def test_barrier_waits():
+    assert in_run(lambda context, rank: context.barrier()) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda c: c.broadcast(1.0, root=1), InvalidArgumentError, "root must be a replica, 0 to 0; got 1"),
+        (lambda c: c.broadcast({"a": "text"}), UnsupportedDtypeError, r"value\['a'\] has dtype <U4"),
+        (lambda c: c.reduce_scatter("sum", 1.0), InvalidArgumentError, "reduce_scatter needs arrays with at least one axis"),
+        (lambda c: c.reduce_scatter("sum", np.ones(1), axis=1), InvalidArgumentError, "axis 1 is out of range"),
+        (lambda c: c.reduce_scatter("median", np.ones(1)), InvalidArgumentError, "unknown reduce_op"),
+        (lambda c: c.reduce_scatter(1, np.ones(1)), TypeError, "reduce_op must be"),
+        (lambda c: c.all_to_all([np.ones(1)] * 2), InvalidArgumentError, "one array for each of the 1 replicas; got 2"),
+        (lambda c: c.all_to_all(["text"]), UnsupportedDtypeError, r"values\[0\] has dtype <U4"),
+        (lambda c: c.all_gather(1.0, 0), InvalidArgumentError, "all_gather needs arrays with at least one axis; got a scalar"),
+        (lambda c: c.all_gather(np.ones(1), 1), InvalidArgumentError, "axis 1 is out of range"),
+        (lambda c: c.all_gather(object(), 0), UnsupportedDtypeError, "value has dtype object"),
+    ],
+)
+def test_bad_arguments_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        alone(call)
+
+
+_CALLS = {
+    "all_reduce": ("sum", 1.0),
+    "start_all_reduce": ("sum", 1.0),
+    "all_gather": (np.ones(1), 0),
+    "broadcast": (1.0,),
+    "reduce_scatter": ("sum", np.ones(1)),
+    "all_to_all": ([np.ones(1)],),
+    "barrier": (),
+    "merge_call": (print,),
+    "update": (None, print),
+}
+
+
+@pytest.mark.parametrize("method", _CALLS)
+def test_a_replica_calls_in_its_own_context_only(method):
+    strategy = mpistrat.OneDeviceStrategy()
+    context = strategy.run(mpistrat.get_replica_context)
+    call = getattr(context, method)
+    message = (
+        rf"ReplicaContext.{method} must be called in the replica context .*, but this is outside all scopes(.|\n)*"
+        r"incorrect: (.|\n)*correct: "
+    )
+    with pytest.raises(RuntimeError, match=message):
+        call(*_CALLS[method])
+    with strategy.scope(), pytest.raises(RuntimeError, match="cross-replica context of OneDeviceStrategy"):
+        call(*_CALLS[method])
+    with pytest.raises(RuntimeError, match="must be called in the replica context it belongs to"):
+        mpistrat.OneDeviceStrategy().run(call, args=_CALLS[method])
+
+
+def test_another_thread_is_in_another_context():
+    errors = []
+
+    def step():
+        context = mpistrat.get_replica_context()
+
+        def call():
+            try:
+                context.merge_call(print)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    mpistrat.OneDeviceStrategy().run(step)
+    assert len(errors) == 1
+    assert "ReplicaContext.merge_call must be called in the replica context it belongs to, but this is outside all" in errors[0]
+
+
+def test_a_replica_context_is_entered_and_left_in_order():
+    strategy, other = mpistrat.OneDeviceStrategy(), mpistrat.OneDeviceStrategy()
+    context = mpistrat.ReplicaContext(strategy, 0)
+    with context as entered:
+        assert entered is mpistrat.get_replica_context()
+        assert entered.strategy is strategy
+        with pytest.raises(RuntimeError, match="must be called outside strategy.run"):
+            context.__enter__()
+    with pytest.raises(RuntimeError, match="left out of order"):
+        context.__exit__(None, None, None)
+    with other.scope(), pytest.raises(RuntimeError, match="two strategies cannot be mixed"):
+        context.__enter__()
+
+
+def test_a_replica_id_is_one_of_the_replicas():
+    strategy = mpistrat.OneDeviceStrategy()
+    for replica_id in (0, np.array(0), np.int32(0), None):
+        assert mpistrat.ReplicaContext(strategy, replica_id).replica_id_in_sync_group == 0
+    for replica_id in (1, -1, "0", 0.0, np.array([0, 0])):
+        with pytest.raises(InvalidArgumentError, match="must be None or an integer from 0 to 0; got"):
+            mpistrat.ReplicaContext(strategy, replica_id)
+
+
+def test_the_default_context_hands_values_back():
+    context = mpistrat.get_replica_context()
+    array = np.arange(3.0)
+    for result in (context.all_reduce("mean", array), context.all_gather(array, 0), context.broadcast(array)):
+        np.testing.assert_array_equal(result, array)
+    assert context.reduce_scatter("sum", array).tolist() == context.all_to_all([array])[0].tolist() == [0, 1, 2]
+    assert context.start_all_reduce("max", 2).wait() == 2
+    assert context.barrier() is None
+    with pytest.warns(DeprecationWarning, match="ReplicaContext.devices is deprecated"):
+        assert context.devices == ("/cpu:0",)
+
+
+def test_hints_are_options_under_an_old_name():
+    with pytest.warns(DeprecationWarning, match="experimental_hints= is deprecated; use options="):
+        alone(lambda context: context.all_gather(np.ones(1), 0, experimental_hints=CommunicationOptions()))

@@ -1,0 +1,403 @@
+"""Cluster resolvers that need no MPI: told, read from TF_CONFIG or srun's variables, and joined."""
+
+import json
+import os
+
+import pytest
+
+from mpistrat.cluster.ranks import RankResolver
+from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.cluster.training import Role, chief_rank, training_role
+from mpistrat.cluster_resolver import (
+    ClusterResolver,
+    SimpleClusterResolver,
+    SlurmClusterResolver,
+    TFConfigClusterResolver,
+    UnionResolver,
+)
+from mpistrat.errors import InvalidArgumentError, LaunchError
+from mpistrat.topology.world import World
+
+CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
+TF_CONFIG = {"cluster": CLUSTER, "task": {"type": "worker", "index": 1}}
+
+
+def simple(cluster=CLUSTER, **keywords):
+    return SimpleClusterResolver(ClusterSpec(cluster), **keywords)
+
+
+class TestSimple:
+    def test_it_says_what_it_was_told(self):
+        told = simple(
+            master="m:1", task_type="worker", task_id=1, environment="lab", num_accelerators={"GPU": 2}, rpc_layer="grpc"
+        )
+        assert told.cluster_spec() == ClusterSpec(CLUSTER)
+        assert (told.task_type, told.task_id, told.rpc_layer, told.environment) == ("worker", 1, "grpc", "lab")
+        assert told.num_accelerators() == {"GPU": 2}
+        assert told.master() == "grpc://m:1"
+        assert told.master("worker", 0) == "grpc://b:1"
+        assert told.master("worker", 0, "http") == "http://b:1"
+
+    def test_what_it_was_not_told(self):
+        told = simple()
+        assert (told.task_type, told.task_id, told.rpc_layer, told.environment, told.master()) == (None, None, None, "", "")
+        assert told.num_accelerators() == {}
+        assert told.master("chief", 0) == "a:1"
+
+    def test_each_cluster_is_a_copy(self):
+        told = simple()
+        assert told.cluster_spec() is not told.cluster_spec()
+
+    def test_wrong_types(self):
+        with pytest.raises(TypeError, match=r"cluster_spec must be a ClusterSpec, such as ClusterSpec\({…}\); got dict"):
+            SimpleClusterResolver(CLUSTER)
+        with pytest.raises(TypeError, match="master must be a string; got int"):
+            simple(master=1)
+
+    def test_an_address_that_there_is_not(self):
+        with pytest.raises(ValueError, match="job 'worker' has no task 7; its tasks are 0, 1"):
+            simple().master("worker", 7)
+
+
+def test_the_base_needs_a_cluster():
+    with pytest.raises(TypeError, match="abstract"):
+        ClusterResolver()
+
+    class Mine(ClusterResolver):
+        def cluster_spec(self):
+            return ClusterSpec(CLUSTER)
+
+    mine = Mine()
+    assert (mine.task_type, mine.task_id, mine.rpc_layer, mine.environment) == (None, None, None, "")
+    assert (mine.master(), mine.num_accelerators()) == ("", {})
+    mine.task_type, mine.task_id, mine.rpc_layer = "chief", 0, "grpc"
+    assert mine.master() == "grpc://a:1"
+
+
+class TestTFConfig:
+    @pytest.fixture(autouse=True)
+    def tf_config(self, monkeypatch):
+        def config(value=TF_CONFIG):
+            monkeypatch.setenv("TF_CONFIG", value if isinstance(value, str) else json.dumps(value))
+
+        config()
+        return config
+
+    def test_it_is_read(self):
+        read = TFConfigClusterResolver()
+        assert read.cluster_spec() == ClusterSpec(CLUSTER)
+        assert (read.task_type, read.task_id, read.rpc_layer, read.environment) == ("worker", 1, None, "")
+        assert read.master() == "c:1"
+        assert read.master("chief", 0, "grpc") == "grpc://a:1"
+        assert read.num_accelerators() == {}
+
+    def test_arguments_win(self):
+        read = TFConfigClusterResolver("chief", 0, "http", "lab")
+        assert (read.task_type, read.task_id, read.rpc_layer, read.environment) == ("chief", 0, "http", "lab")
+        assert read.master() == "http://a:1"
+
+    def test_all_its_keys(self, tf_config):
+        tf_config({**TF_CONFIG, "rpc_layer": "grpc", "environment": "cloud", "session_master": "here"})
+        read = TFConfigClusterResolver()
+        assert (read.rpc_layer, read.environment, read.master()) == ("grpc", "cloud", "here")
+
+    def test_the_cluster_is_read_anew(self, tf_config):
+        read = TFConfigClusterResolver()
+        tf_config({"cluster": {"worker": ["z:1"]}})
+        assert read.cluster_spec() == ClusterSpec({"worker": ["z:1"]})
+        assert read.master() == "", "the only task has no master"
+
+    @pytest.mark.parametrize("text", ["", " ", "{}"])
+    def test_none_is_an_empty_cluster(self, tf_config, text):
+        tf_config(text)
+        read = TFConfigClusterResolver()
+        assert not read.cluster_spec()
+        assert (read.task_type, read.task_id, read.master()) == (None, None, "")
+
+    def test_indices_that_are_texts(self, tf_config):
+        tf_config({"cluster": {"worker": {"3": "a:1"}}, "task": {"type": "worker", "index": "3"}})
+        read = TFConfigClusterResolver()
+        assert (read.task_id, read.cluster_spec().task_indices("worker")) == (3, [3])
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("{", r"TF_CONFIG='{' is no JSON \(Expecting .*\); accepted is {\"cluster\": "),
+            ("[1]", r"TF_CONFIG='\[1\]' is no JSON object; accepted is"),
+            ('{"task": 3}', "'task' of TF_CONFIG must be an object; got 3; accepted is"),
+            ('{"task": {"index": "x"}}', "the task index must be a number; got 'x'; TF_CONFIG is as in"),
+        ],
+    )
+    def test_what_cannot_be_read(self, tf_config, text, message):
+        tf_config(text)
+        with pytest.raises(InvalidArgumentError, match=message):
+            TFConfigClusterResolver()
+
+    def test_a_cluster_that_is_none(self, tf_config):
+        tf_config('{"cluster": ["a"]}')
+        with pytest.raises(InvalidArgumentError, match="'cluster' of TF_CONFIG must be an object; got"):
+            TFConfigClusterResolver().cluster_spec()
+
+
+class TestUnion:
+    def test_lists_are_put_one_after_the_other(self):
+        union = UnionResolver(simple({"worker": ["a:1"], "ps": ["p:1"]}), simple({"worker": ["b:1", "c:1"], "chief": ["d:1"]}))
+        assert union.cluster_spec().as_dict() == {"worker": ["a:1", "b:1", "c:1"], "ps": ["p:1"], "chief": ["d:1"]}
+
+    def test_dicts_are_merged(self):
+        union = UnionResolver(simple({"worker": ["a:1"]}), simple({"worker": {3: "d:1"}}), simple({"worker": {1: "b:1"}}))
+        assert union.cluster_spec().as_dict() == {"worker": {0: "a:1", 1: "b:1", 3: "d:1"}}
+
+    def test_the_same_task_twice(self):
+        union = UnionResolver(simple({"worker": ["a:1", "b:1"]}), simple({"worker": {1: "c:1", 5: "d:1"}}))
+        with pytest.raises(KeyError, match="task 1 of job 'worker' is both b:1 and c:1"):
+            union.cluster_spec()
+
+    def test_all_else_is_as_the_first_says(self):
+        first = simple(
+            master="m:1", task_type="chief", task_id=0, environment="lab", num_accelerators={"GPU": 1}, rpc_layer="grpc"
+        )
+        union = UnionResolver(first, simple({"ps": ["p:1"]}, task_type="ps", task_id=0, environment="other"))
+        assert (union.task_type, union.task_id, union.rpc_layer, union.environment) == ("chief", 0, "grpc", "lab")
+        assert (union.master(), union.num_accelerators()) == ("grpc://m:1", {"GPU": 1})
+        assert union.master("ps", 0) == "grpc://p:1", "any task of the union has an address"
+
+    def test_keywords_win(self):
+        union = UnionResolver(simple(task_type="chief", task_id=0), rpc_layer="http", task_type="worker", task_id=1)
+        assert (union.task_type, union.task_id, union.rpc_layer) == ("worker", 1, "http")
+
+    def test_bad_arguments(self):
+        with pytest.raises(ValueError, match="UnionResolver needs at least one ClusterResolver; got none"):
+            UnionResolver()
+        with pytest.raises(ValueError, match="UnionResolver takes the keywords rpc_layer, task_type, task_id; got colour"):
+            UnionResolver(simple(), colour="red")
+        with pytest.raises(TypeError, match="UnionResolver joins ClusterResolvers; got dict"):
+            UnionResolver(simple(), {})
+
+
+STEP = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_NODELIST": "n[010,009],login",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_GTIDS": "2,3",
+}
+
+
+class TestSlurm:
+    @pytest.fixture(autouse=True)
+    def variables(self, monkeypatch):
+        for name in list(os.environ):
+            if name.startswith(("SLURM_", "OMPI_", "PMI", "MPI_LOCAL", "CUDA_VISIBLE", "MV2_", "PALS_")):
+                monkeypatch.delenv(name)
+
+        def change(changes):
+            for name, value in changes.items():
+                if value is None:
+                    monkeypatch.delenv(name)
+                else:
+                    monkeypatch.setenv(name, value)
+
+        change(STEP)
+        return change
+
+    def test_tasks_are_on_the_hosts_in_the_order_of_the_list(self):
+        slurm = SlurmClusterResolver()
+        assert slurm.get_task_info() == (slurm.task_type, slurm.task_id) == ("worker", 2)
+        assert slurm.cluster_spec() == ClusterSpec(
+            {"worker": ["n010:8888", "n010:8889", "n009:8888", "n009:8889", "login:8888"]}
+        )
+        assert slurm.master() == "grpc://n009:8888"
+        assert (slurm.environment, slurm.num_accelerators()) == ("", {})
+
+    def test_jobs_take_tasks_in_order(self):
+        slurm = SlurmClusterResolver({"chief": 1, "worker": 3, "ps": 1}, port_base=5000, rpc_layer="http")
+        assert slurm.get_task_info() == ("worker", 1)
+        assert slurm.cluster_spec().as_dict() == {
+            "chief": ["n010:5000"],
+            "worker": ["n010:5001", "n009:5000", "n009:5001"],
+            "ps": ["login:5000"],
+        }
+        assert slurm.master() == "http://n009:5000"
+
+    def test_the_role_is_known_before_the_cluster_is_asked_for(self, variables):
+        variables({"SLURM_PROCID": "4", "SLURM_GTIDS": "4"})
+        assert SlurmClusterResolver({"worker": 4, "evaluator": 1}).get_task_info() == ("evaluator", 0)
+
+    def test_tasks_that_were_dealt_in_turn(self, variables):
+        variables({"SLURM_DISTRIBUTION": "cyclic:block,NoPack", "SLURM_GTIDS": "2"})
+        # turn 1: tasks 0, 1, 2; turn 2: tasks 3, 4
+        assert SlurmClusterResolver().cluster_spec().as_dict() == {
+            "worker": ["n010:8888", "n009:8888", "login:8888", "n010:8889", "n009:8889"]
+        }
+
+    def test_tasks_that_were_dealt_otherwise(self, variables):
+        variables({"SLURM_GTIDS": "2"})
+        with pytest.raises(
+            LaunchError, match="dealt by block, tasks 2,3 are on the node of task 2, but SLURM_GTIDS=2: use srun"
+        ):
+            SlurmClusterResolver()
+        variables({"SLURM_DISTRIBUTION": "plane=2"})
+        with pytest.raises(LaunchError, match="SLURM_DISTRIBUTION=plane=2 is not understood: use srun -m block or cyclic"):
+            SlurmClusterResolver()
+        variables({"SLURM_DISTRIBUTION": None, "SLURM_GTIDS": None})
+        assert SlurmClusterResolver().task_id == 2
+
+    @pytest.mark.parametrize("tasks_per_node", [None, {"n010": 2, "n009": 2, "login": 1}])
+    def test_tasks_per_node_can_be_said(self, variables, tasks_per_node):
+        if tasks_per_node:
+            variables({"SLURM_STEP_TASKS_PER_NODE": None})
+        assert SlurmClusterResolver(tasks_per_node=tasks_per_node).cluster_spec().num_tasks("worker") == 5
+
+    def test_as_many_tasks_on_each_node(self, variables):
+        variables({"SLURM_STEP_NUM_TASKS": "6"})
+        assert SlurmClusterResolver(tasks_per_node=2).cluster_spec().job_tasks("worker")[-1] == "login:8889"
+
+    @pytest.mark.parametrize(
+        ("changes", "arguments", "message"),
+        [
+            ({}, {"jobs": {"worker": 4}}, r"jobs asks for 4 tasks \(4 of worker\), but 5 were launched"),
+            (
+                {},
+                {"jobs": {"chief": 1, "worker": 5}},
+                r"jobs asks for 6 tasks \(1 of chief, 5 of worker\), but 5 were launched",
+            ),
+            ({}, {"tasks_per_node": 2}, "tasks per node 2, 2, 2 on n010, n009, login are 6 tasks, but SLURM_STEP_NUM_TASKS=5"),
+            (
+                {"SLURM_STEP_TASKS_PER_NODE": "2,3"},
+                {},
+                "tasks per node 2, 3 on n010, n009, login: each of the 3 nodes needs one",
+            ),
+            ({"SLURM_STEP_TASKS_PER_NODE": "2,3,0"}, {}, "each of the 3 nodes needs one number, and a task or more"),
+            (
+                {"SLURM_STEP_NODELIST": None},
+                {},
+                "SLURM_STEP_NODELIST is not set, which srun sets for each task; start with srun",
+            ),
+            ({"SLURM_STEP_TASKS_PER_NODE": None}, {}, "SLURM_STEP_TASKS_PER_NODE is not set, which srun sets for each task"),
+            (
+                {"SLURM_STEP_ID": None},
+                {},
+                "reads the variables of srun, but nobody started this process as a task: what SLURM_",
+            ),
+            (
+                {"OMPI_COMM_WORLD_RANK": "0"},
+                {},
+                "but this process was started by Open MPI's mpiexec: what SLURM_.* variables there are belong to another",
+            ),
+            (
+                {},
+                {"gpus_per_node": 2, "gpus_per_task": 2},
+                "2 tasks on a node with 2 GPUs each need 4, but the node has 2; ask SLURM for more",
+            ),
+            (
+                {"SLURM_GPUS_ON_NODE": "1"},
+                {"gpus_per_task": 1},
+                "2 tasks on a node with 1 GPUs each need 2, but the node has 1",
+            ),
+            ({}, {"gpus_per_task": 1}, "but the node has 0"),
+        ],
+    )
+    def test_what_does_not_fit(self, variables, changes, arguments, message):
+        variables(changes)
+        with pytest.raises(RuntimeError, match=message) as caught:
+            SlurmClusterResolver(**arguments)
+        assert caught.type is LaunchError
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"jobs": {"worker": -1}}, "jobs gives -1 tasks to 'worker'; a number of tasks is 0 or greater"),
+            ({"jobs": {"worker": "5"}}, "jobs gives '5' tasks to 'worker'"),
+            ({"port_base": 65535}, "port_base must be a port, 1 to 65534, that 2 ports follow; got 65535"),
+            ({"port_base": "8888"}, "port_base must be a port"),
+            ({"gpus_per_task": -1}, "gpus_per_task must be 0 or a positive number; got -1"),
+            ({"gpus_per_node": "two"}, "gpus_per_node must be 0 or a positive number; got 'two'"),
+            ({"tasks_per_node": {"n010": 2}}, "tasks_per_node names n010, but not n009, login"),
+        ],
+    )
+    def test_numbers_that_cannot_be_had(self, arguments, message):
+        with pytest.raises(InvalidArgumentError, match=message):
+            SlurmClusterResolver(**arguments)
+
+    @pytest.mark.parametrize(
+        ("changes", "arguments", "gpus"),
+        [
+            ({"SLURM_GPUS_ON_NODE": "4"}, {}, 2),
+            ({"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "1"}, {}, 1),
+            ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, {}, 2),
+            ({"CUDA_VISIBLE_DEVICES": ""}, {}, 0),
+            ({}, {"gpus_per_node": 8, "gpus_per_task": 3}, 3),
+        ],
+    )
+    @pytest.mark.parametrize("auto_set_gpu", [True, False])
+    def test_gpus_are_counted_and_left_as_they_are_bound(self, variables, changes, arguments, gpus, auto_set_gpu):
+        variables(changes)
+        before = dict(os.environ)
+        slurm = SlurmClusterResolver(auto_set_gpu=auto_set_gpu, **arguments)
+        slurm.cluster_spec()
+        assert slurm.num_accelerators() == ({"GPU": gpus} if gpus else {})
+        assert dict(os.environ) == before
+
+
+def test_ranks_are_tasks_in_the_order_of_ranks():
+    world = World.from_node_of_rank([1, 0, 1, 0], ["z", "a", "z", "a"])
+    ranks = [RankResolver(world, rank, {"chief": 1, "worker": 3}) for rank in range(4)]
+    assert [resolver.get_task_info() for resolver in ranks] == [("chief", 0), ("worker", 0), ("worker", 1), ("worker", 2)]
+    assert ranks[2].cluster_spec().as_dict() == {"chief": ["z:8888"], "worker": ["a:8888", "z:8889", "a:8889"]}
+    assert ranks[2].master() == "z:8889"
+
+
+def roles(cluster, *tasks):
+    return [Role(ClusterSpec(cluster), *task) for task in tasks]
+
+
+def test_the_chief_is_the_lowest_rank_that_plays_it():
+    assert chief_rank([Role(ClusterSpec({}))] * 3) == 0
+    assert chief_rank(roles(CLUSTER, ("worker", 0), ("worker", 1), ("chief", 0))) == 2
+    workers = {"worker": ["a:1", "b:1"]}
+    assert chief_rank(roles(workers, ("worker", 1), ("worker", 1), ("worker", 0), ("worker", 0))) == 2
+
+
+def test_tasks_that_nobody_plays():
+    with pytest.raises(LaunchError) as caught:
+        chief_rank(roles(CLUSTER, ("worker", 0)))
+    assert str(caught.value) == (
+        "the cluster has 3 tasks that train, but this job of 1 ranks plays only worker 0; nobody plays chief 0, worker 1. The "
+        "ranks come from MPI: start all tasks as one job, with mpistrat run, mpiexec or srun, or leave out of the cluster "
+        "(TF_CONFIG, or the resolver's) what is not started"
+    )
+    assert caught.value.raised_everywhere
+
+
+@pytest.mark.parametrize(
+    ("cluster", "task", "message"),
+    [
+        (CLUSTER, (None, None), "gives a cluster with the jobs chief, worker, but not which task of it this process is"),
+        (
+            CLUSTER,
+            ("worker", None),
+            "task_type is 'worker' and task_id None; both are needed, as in task_type='worker', task_id=0",
+        ),
+        (CLUSTER, ("worker", 2), "task id 2 is none of job 'worker', whose tasks are 0, 1"),
+        (CLUSTER, ("boss", 0), "task type 'boss' is unknown"),
+        (
+            {"ps": ["a:1"], "worker": ["b:1"]},
+            ("ps", 0),
+            "this process is ps 0 of a cluster with the jobs ps, worker: only chief",
+        ),
+        (CLUSTER, ("evaluator", 0), "only chief and workers train together; start an evaluator as a job of its own"),
+        ({**CLUSTER, "evaluator": ["e:1"]}, ("chief", 0), "a cluster with the jobs chief, worker, evaluator: only chief and"),
+    ],
+)
+def test_tasks_that_do_not_train(cluster, task, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        training_role(simple(cluster, task_type=task[0], task_id=task[1]))
+
+
+def test_the_role_of_a_training():
+    assert training_role(simple(task_type="worker", task_id=1)) == Role(ClusterSpec(CLUSTER), "worker", 1)
+    assert training_role(simple({})) == Role(ClusterSpec({}))
+    with_ps = {"ps": ["a:1"], "worker": ["b:1"]}
+    assert training_role(simple(with_ps, task_type="worker", task_id=0)).task_type == "worker"

@@ -1,0 +1,365 @@
+"""What a dataset can be made of: files, samples, iterables; and what it cannot."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.inputs.dataset import ArrayDataset
+from mpistrat.inputs.files import FileDataset
+from mpistrat.inputs.iterable import IterableDataset, as_dataset
+from mpistrat.inputs.map_dataset import MapDataset
+from mpistrat.inputs.options import SHARD_HINT
+from mpistrat.inputs.spec import ArraySpec
+
+INT64 = np.dtype(np.int64)
+
+
+class Sample(NamedTuple):
+    x: np.ndarray
+    y: int
+
+
+class Squares:
+    """Samples, as PyTorch's map-style datasets give them."""
+
+    def __init__(self, length):
+        self.length, self.asked = length, []
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return Sample(np.full((2, 3), index, np.float32), index * index)
+
+    def __len__(self):
+        return self.length
+
+
+def rows_of(batches):
+    return [batch.tolist() for batch in batches]
+
+
+def files_of(*sizes):
+    """Return names of files, and a function that reads them: the rows of file i are numbered from 100 i on."""
+    contents = {f"part-{index}": np.arange(100 * index, 100 * index + size) for index, size in enumerate(sizes)}
+    return list(contents), contents.__getitem__
+
+
+# ---------------------------------------------------------------------------------------------------------------- samples
+
+
+def test_samples_are_collated_into_global_batches():
+    batches = list(MapDataset(Squares(5), 2))
+    assert [batch.y.tolist() for batch in batches] == [[0, 1], [4, 9], [16]]
+    assert [batch.x.shape for batch in batches] == [(2, 2, 3), (2, 2, 3), (1, 2, 3)]
+    assert isinstance(batches[0], Sample)
+    assert batches[0].x.dtype == np.float32
+
+
+def test_a_replica_asks_for_its_own_samples():
+    samples = Squares(8)
+    shares = list(MapDataset(samples, 4).batches(0, replica=1, num_replicas=2))
+    assert [share.y.tolist() for share in shares] == [[4, 9], [36, 49]]
+    assert samples.asked == [2, 3, 6, 7]
+
+
+def test_a_share_of_no_samples_is_like_the_first_one():
+    [share] = MapDataset(Squares(4), 4).batches(0, replica=4, num_replicas=5)
+    assert (share.x.shape, share.x.dtype) == ((0, 2, 3), np.float32)
+    assert (share.y.shape, share.y.dtype) == ((0,), INT64)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3, 4])
+def test_shuffled_samples_come_in_one_order_at_any_number_of_replicas(num_replicas):
+    dataset = MapDataset(list(range(23)), 5, shuffle=True, seed=9)
+    for epoch in range(2):
+        whole = rows_of(dataset.batches(epoch))
+        shares = zip(*[dataset.batches(epoch, replica, num_replicas) for replica in range(num_replicas)], strict=True)
+        assert [np.concatenate(step).tolist() for step in shares] == whole
+        assert sorted(row for batch in whole for row in batch) == list(range(23))
+        assert whole[0] != [0, 1, 2, 3, 4]
+
+
+def test_samples_may_be_collated_by_the_user():
+    dataset = MapDataset(["a", "bbb"], 2, collate_fn=lambda texts: np.array([len(text) for text in texts]))
+    assert rows_of(dataset) == [[1, 3]]
+
+
+def test_tensors_are_collated_to_tensors():
+    torch = pytest.importorskip("torch")
+    [batch] = MapDataset(torch.utils.data.TensorDataset(torch.arange(3.0), torch.arange(3)), 3)
+    assert isinstance(batch[0], torch.Tensor)
+    assert batch[0].tolist() == batch[1].tolist() == [0, 1, 2]
+    [share] = MapDataset(torch.utils.data.TensorDataset(torch.ones(1, 2)), 1).batches(0, 1, 2)
+    assert (type(share[0]), tuple(share[0].shape)) == (torch.Tensor, (0, 2))
+
+
+def test_arrays_of_other_libraries_stay_of_their_kind():
+    torch = pytest.importorskip("torch")
+    [first, _] = ArrayDataset({"x": torch.arange(4.0), "y": np.arange(4)}, 2)
+    assert isinstance(first["x"], torch.Tensor)
+    assert isinstance(first["y"], np.ndarray)
+
+
+@pytest.mark.parametrize(
+    ("samples", "error", "message"),
+    [
+        ([np.zeros(2), np.zeros(3)], InvalidArgumentError, "different shapes or structures make no batch.*collate_fn"),
+        ([(1, 2), (1,)], InvalidArgumentError, "different shapes or structures make no batch"),
+    ],
+)
+def test_samples_that_differ_make_no_batch(samples, error, message):
+    with pytest.raises(error, match=message):
+        list(MapDataset(samples, 2))
+
+
+@pytest.mark.parametrize("samples", [iter([1]), {0: 1}, 3, {1, 2}])
+def test_samples_have_numbers(samples):
+    with pytest.raises(TypeError, match=rf"samples must have __getitem__\(number\).*; got {type(samples).__name__}"):
+        MapDataset(samples, 2)
+
+
+# ------------------------------------------------------------------------------------------------------------------ files
+
+
+def test_rows_of_files_become_global_batches():
+    assert rows_of(FileDataset(*files_of(3, 0, 4), 2)) == [[0, 1], [2, 200], [201, 202], [203]]
+    assert rows_of(FileDataset(*files_of(3, 4), 2, drop_remainder=True)) == [[0, 1], [2, 100], [101, 102]]
+
+
+def test_files_are_read_from_disk_again_in_each_epoch(tmp_path):
+    for index in range(3):
+        np.save(tmp_path / f"{index}.npy", np.arange(4 * index, 4 * index + 4))
+    dataset = FileDataset(sorted(tmp_path.glob("*.npy")), np.load, 6)
+    assert [rows_of(dataset) for _ in range(2)] == [[list(range(6)), list(range(6, 12))]] * 2
+
+
+def test_a_file_may_come_in_parts():
+    def parts(name):
+        for first in (0, 5):
+            yield {"x": np.arange(first, first + 5)}
+
+    assert [batch["x"].tolist() for batch in FileDataset(["only"], parts, 4)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_each_shard_reads_its_own_files():
+    names, read = files_of(2, 2, 2, 2, 2)
+    opened = []
+    dataset = FileDataset(names, lambda name: (opened.append(name), read(name))[1], 4)
+    assert [rows_of(dataset.shard(2, index).batches(0)) for index in range(2)] == [
+        [[0, 1, 200, 201], [400, 401]],
+        [[100, 101, 300, 301]],
+    ]
+    assert opened == ["part-0", "part-2", "part-4", "part-1", "part-3"]
+    assert rows_of(dataset.shard(2, 0).shard(2, 1).batches(0)) == [[200, 201]]
+
+
+def test_shuffled_files_are_all_read_once_in_another_order_each_epoch():
+    dataset = FileDataset(*files_of(5, 5, 5, 5), 20, shuffle=True, seed=2)
+    first, second = rows_of(dataset)[0], rows_of(dataset)[0]
+    assert first != second
+    assert sorted(first) == sorted(second) == [100 * file + row for file in range(4) for row in range(5)]
+    assert first[:5] != sorted(first[:5])
+    sharded = [row for index in range(3) for batch in dataset.shard(3, index).batches(0) for row in batch.tolist()]
+    assert sorted(sharded) == sorted(first)
+
+
+def test_every_replica_takes_its_share_of_batches_of_all_files():
+    dataset = FileDataset(*files_of(3, 4), 4, shuffle=True)
+    shares = zip(*[dataset.batches(1, replica, 3) for replica in range(3)], strict=True)
+    assert [np.concatenate(step).tolist() for step in shares] == rows_of(dataset.batches(1))
+
+
+def test_fewer_files_than_pipelines_are_refused():
+    with pytest.raises(InvalidArgumentError, match="2 files cannot be shared by 3 input pipelines.*AutoShardPolicy.DATA"):
+        FileDataset(*files_of(1, 1), 2).shard(3, 0)
+
+
+def test_files_must_be_alike():
+    contents = {"a": np.zeros((2, 3)), "b": np.zeros((2, 4))}
+    with pytest.raises(InvalidArgumentError, match=r"all files of a dataset must be alike; b has .*\(None, 4\).*\(None, 3\)"):
+        list(FileDataset(["a", "b"], contents.__getitem__, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("data/*.npy", np.load, 2), TypeError, "files must be a sequence of paths.*; got 'data/"),
+        ((["a"], "load", 2), TypeError, "read_fn must be a function of a path, numpy.load for example; got 'load'"),
+        (([], np.load, 2), InvalidArgumentError, "at least one file; got none"),
+        ((["a"], np.load, 0), InvalidArgumentError, "batch_size must be at least 1; got 0"),
+        ((["a"], np.load, 1, True, -2), InvalidArgumentError, "seed must be at least 0; got -2"),
+    ],
+)
+def test_bad_file_datasets_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        FileDataset(*arguments)
+
+
+# -------------------------------------------------------------------------------------------------------------- iterables
+
+
+def test_a_list_of_batches_can_be_iterated_again():
+    dataset = as_dataset([np.arange(4), np.arange(4, 6)])
+    assert dataset.num_batches == 2
+    assert rows_of(dataset) == rows_of(dataset) == [[0, 1, 2, 3], [4, 5]]
+    assert rows_of(dataset.batches(0, 1, 2)) == [[2, 3], [5]]
+
+
+def test_a_generator_is_iterated_once():
+    dataset = as_dataset(np.arange(2) for _ in range(3))
+    assert dataset.num_batches is None
+    assert rows_of(dataset) == [[0, 1]] * 3
+    with pytest.raises(
+        RuntimeError, match="the generator was iterated before, and yields its batches once only: no second epoch"
+    ):
+        iter(dataset)
+
+
+def test_an_iterable_object_without_a_length_is_asked_for_each_epoch():
+    class Stream:
+        def __iter__(self):
+            return iter([np.arange(3)])
+
+    dataset = as_dataset(Stream())
+    assert dataset.num_batches is None
+    assert rows_of(dataset) == rows_of(dataset) == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize(("length", "found"), [(3, "yields 2"), (1, "yields more")])
+def test_a_wrong_length_is_noticed(length, found):
+    class Wrong:
+        def __iter__(self):
+            return iter([np.arange(3)] * 2)
+
+        def __len__(self):
+            return length
+
+    with pytest.raises(InvalidArgumentError, match=rf"the Wrong has a len\(\) of {length} batches, but {found}"):
+        list(as_dataset(Wrong()))
+
+
+def test_a_dataset_is_one_already():
+    dataset = ArrayDataset(np.arange(3), 2)
+    assert as_dataset(dataset) is dataset
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (np.zeros((4, 2)), r"got ndarray. Arrays are cut into batches by mpistrat.ArrayDataset\(arrays, batch_size\)"),
+        ({"x": np.zeros(4)}, "got dict. Arrays are cut into batches"),
+        (Squares(3), r"got Squares. Samples are collated into batches by mpistrat.MapDataset\(samples, batch_size\)"),
+        ("data.npy", "got str"),
+        (b"data.npy", "got bytes"),
+        (None, "got NoneType$"),
+        (3, "got int$"),
+    ],
+)
+def test_what_yields_no_batches_is_no_dataset(source, message):
+    with pytest.raises(TypeError, match=rf"a dataset is a mpistrat.ArrayDataset, .*; {message}"):
+        as_dataset(source)
+
+
+def test_unbatched_elements_are_refused():
+    with pytest.raises(
+        InvalidArgumentError, match=r"every element of a dataset must be a batch.*element is 1\. Batch the dataset"
+    ):
+        list(as_dataset([1, 2]))
+
+
+# ---------------------------------------------------------------------------------------------- descriptions and shards
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ArrayDataset((np.zeros((5, 2, 3), np.float32), np.arange(5)), 2),
+        lambda: MapDataset([(np.zeros((2, 3), np.float32), 1)] * 5, 2),
+        lambda: FileDataset(["a"], lambda name: (np.zeros((5, 2, 3), np.float32), np.arange(5)), 2),
+        lambda: as_dataset([(np.zeros((5, 2, 3), np.float32), np.arange(5))]),
+        lambda: as_dataset((np.zeros((5, 2, 3), np.float32), np.arange(5)) for _ in range(2)),
+    ],
+)
+def test_the_element_spec_is_known_without_losing_a_batch(make):
+    dataset = make()
+    assert dataset.element_spec == (ArraySpec((None, 2, 3), np.dtype(np.float32)), ArraySpec((None,), INT64))
+    assert len(list(dataset)) == len(list(make()))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MapDataset([], 2), "a dataset of no samples does not know what a sample would be"),
+        (lambda: FileDataset(["a"], lambda name: iter(()), 2), r"FileDataset\(1 files, batches of 2\) has no rows"),
+        (lambda: as_dataset([]), "the list of 0 batches yields no batches"),
+        (lambda: as_dataset(iter(())), "the tuple_iterator yields no batches"),
+    ],
+)
+def test_without_elements_there_is_no_spec(make, message):
+    dataset = make()
+    with pytest.raises(InvalidArgumentError, match=message):
+        _ = dataset.element_spec
+    assert list(dataset) == []
+
+
+@pytest.mark.parametrize("make", [lambda: ArrayDataset(np.arange(10), 3), lambda: MapDataset(list(range(10)), 3)])
+def test_rows_and_samples_are_sharded_one_by_one(make):
+    assert [rows_of(make().shard(3, index)) for index in range(3)] == [[[0, 3, 6], [9]], [[1, 4, 7]], [[2, 5, 8]]]
+    assert rows_of(make().shard(2, 1).shard(2, 0)) == [[1, 5, 9]]
+    assert len(make().shard(3, 0)) == 2
+    assert rows_of(make().shard(20, 15)) == []
+
+
+def test_a_shuffled_shard_has_the_rows_of_the_shard():
+    part = ArrayDataset(np.arange(20), 4, shuffle=True).shard(3, 2)
+    first, second = ([row for batch in rows_of(part) for row in batch] for _ in range(2))
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(2, 20, 3))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "error", "message"),
+    [
+        ((2, 2), InvalidArgumentError, "index must be one of 0 to 1; got 2"),
+        ((0, 0), InvalidArgumentError, "num_shards must be at least 1; got 0"),
+        ((2, -1), InvalidArgumentError, "index must be at least 0; got -1"),
+        ((2.0, 1), TypeError, "num_shards must be an int; got 2.0"),
+    ],
+)
+def test_shards_that_are_none_are_refused(numbers, error, message):
+    with pytest.raises(error, match=message):
+        ArrayDataset(np.arange(3), 2).shard(*numbers)
+
+
+def test_batches_of_an_iterable_are_not_sharded():
+    with pytest.raises(InvalidArgumentError, match="a list of batches cannot be sharded"):
+        IterableDataset([np.arange(3)]).shard(2, 0)
+
+
+def test_a_marked_dataset_waits_for_its_numbers():
+    dataset = ArrayDataset(np.arange(4), 2)
+    marked = dataset.shard(SHARD_HINT, SHARD_HINT)
+    assert (marked.is_hinted, dataset.is_hinted) == (True, False)
+    with pytest.raises(InvalidArgumentError, match=r"was sharded by SHARD_HINT.*auto_shard_policy=AutoShardPolicy.HINT"):
+        iter(marked)
+    assert rows_of(marked.settled(2, 1)) == [[1, 3]]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (MapDataset([1] * 4, 2), MapDataset([1] * 5, 2)),
+        (FileDataset(["a", "b"], np.load, 2), FileDataset(["b", "a"], np.load, 2)),
+        (FileDataset(["a"], np.load, 2), FileDataset(["a"], np.load, 3)),
+        (FileDataset(["a"], np.load, 2, True, 1), FileDataset(["a"], np.load, 2, True, 2)),
+        (as_dataset([1]), as_dataset([1, 2])),
+        (as_dataset([1]), as_dataset(iter([1]))),
+    ],
+)
+def test_datasets_that_differ_are_described_differently(one, other):
+    assert one.describe() != other.describe()
+
+
+def test_files_in_folders_of_their_own_are_the_same():
+    assert FileDataset(["/a/x"], np.load, 2).describe() == FileDataset(["/b/x"], np.load, 2).describe()

@@ -1,0 +1,138 @@
+"""IndexedSlices: what they hold and refuse, and that adding them up is adding up the dense arrays."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import optree
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpistrat.cross_device.collectives import LocalCollectives
+from mpistrat.cross_device.sparse import IndexedSlices, all_reduce_slices, broadcast_slices, gather_refused
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.reduction import ReduceOp
+from tests.unit.replicas import on_replicas
+
+SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
+
+
+def test_what_it_holds() -> None:
+    slices = IndexedSlices([[1.0, 2.0], [3.0, 4.0]], [3, 0], dense_shape=(5, 2))
+    assert slices.values.tolist() == [[1, 2], [3, 4]]
+    assert (slices.indices.tolist(), slices.indices.dtype) == ([3, 0], np.int64)
+    assert (slices.dense_shape, slices.shape, slices.dtype) == ((5, 2), (5, 2), np.float64)
+    assert repr(slices) == "IndexedSlices(2 rows of float64 (2,), dense_shape=(5, 2))"
+    assert repr(IndexedSlices(np.ones(1, np.int8), [7])) == "IndexedSlices(1 row of int8 (), dense_shape=None)"
+    assert slices.to_dense().tolist() == [[3, 4], [0, 0], [0, 0], [1, 2], [0, 0]]
+
+
+def test_it_is_one_leaf_and_reads_as_the_dense_array() -> None:
+    slices = IndexedSlices(np.ones((2, 1), np.float32), [1, 1], (3, 1))
+    assert optree.tree_leaves({"w": [slices]}) == [slices]
+    assert (np.asarray(slices) == [[0], [2], [0]]).all()
+    assert np.array(slices, np.float64).dtype == np.float64
+    assert np.add(slices, 1).tolist() == [[1], [3], [1]]
+    with pytest.raises(InvalidArgumentError, match=r"cannot be read as an array without a copy: call to_dense\(\)"):
+        slices.__array__(copy=False)
+
+
+def test_without_a_dense_shape_there_is_no_dense_array() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"IndexedSlices\(1 row of .* has no dense_shape, so .*: pass IndexedSlices"):
+        IndexedSlices(np.ones((1, 2)), [0]).to_dense()
+
+
+def test_rows_named_twice_are_summed_in_the_dtype_of_sums() -> None:
+    half = IndexedSlices(np.full(4097, 1, np.float16), np.zeros(4097, int), (1,))
+    assert half.to_dense().tolist() == [4096], "summed in float32, rounded once: 2048 + 1 is 2048 in float16"
+    assert IndexedSlices(np.full(2, 200, np.uint8), [0, 0], (1,)).to_dense().tolist() == [144], "wraps around"
+    assert IndexedSlices(np.array([True, True]), [0, 0], (2,)).to_dense().tolist() == [True, False]
+    brain = IndexedSlices(np.array([256, 1, 1], ml_dtypes.bfloat16), [0, 0, 0], (1,))
+    assert float(brain.to_dense()[0]) == 258
+
+
+def test_there_may_be_no_rows() -> None:
+    none = IndexedSlices(np.empty((0, 2), np.float32), [], (3, 2))
+    assert (none.to_dense().tolist(), none.dtype) == ([[0, 0]] * 3, np.float32)
+    assert IndexedSlices(np.empty((0, 2)), [], (0, 2)).to_dense().shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "indices", "dense_shape", "error", "message"),
+    [
+        (1.0, [0], None, InvalidArgumentError, "values of IndexedSlices must have at least one axis"),
+        ([[1.0]], [0.5], None, UnsupportedDtypeError, "indices of IndexedSlices must be integers; got dtype float64"),
+        ([[1.0]], [True], None, UnsupportedDtypeError, "must be integers; got dtype bool"),
+        (["a"], [0], None, UnsupportedDtypeError, "values has dtype <U1"),
+        ([[1.0]], [0, 1], None, InvalidArgumentError, r"shape \(1,\), one for each row of values \(1, 1\); got shape \(2,\)"),
+        ([[1.0]], [[0]], None, InvalidArgumentError, r"got shape \(1, 1\)"),
+        ([[1.0]], [-1], None, InvalidArgumentError, "must not be negative; the least is -1"),
+        ([[1.0]], [4], (4, 1), InvalidArgumentError, r"index 4 is outside dense_shape \(4, 1\): 0 to 3 are accepted"),
+        ([[1.0]], [0], (4, 2), InvalidArgumentError, r"dense_shape must be \(rows, 1\) for values of .*; got \(4, 2\)"),
+        ([[1.0]], [0], (4,), InvalidArgumentError, r"dense_shape must be \(rows, 1\)"),
+        ([1.0], [0], (-4,), InvalidArgumentError, r"dense_shape must be \(rows\) for values of shape \(1,\); got \(-4,\)"),
+        ([1.0], [0], 4, InvalidArgumentError, "dense_shape must be a sequence of int, or None; got 4"),
+        ([1.0], [0], (4.5,), InvalidArgumentError, "dense_shape must be a sequence of int"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(values, indices, dense_shape, error, message) -> None:
+    with pytest.raises(error, match=message):
+        IndexedSlices(values, indices, dense_shape)
+
+
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD])
+def test_only_sums_and_means_are_defined(op: ReduceOp) -> None:
+    with pytest.raises(NotImplementedError, match=rf"{op.name} of IndexedSlices\(.*Reduce slices.to_dense\(\) with {op.name}"):
+        all_reduce_slices(LocalCollectives(), op, IndexedSlices(np.ones(1), [0]))
+
+
+def test_the_mean_of_booleans_is_refused() -> None:
+    with pytest.raises(UnsupportedDtypeError, match="MEAN is not defined for the rows of IndexedSlices of dtype bool"):
+        all_reduce_slices(LocalCollectives(), MEAN, IndexedSlices(np.ones(1, bool), [0]))
+
+
+def test_one_replica_sums_its_own_rows() -> None:
+    result = all_reduce_slices(LocalCollectives(), SUM, IndexedSlices([1.0, 2.0, 4.0], [5, 0, 5]))
+    assert (result.values.tolist(), result.indices.tolist(), result.dense_shape) == ([2, 5], [0, 5], None)
+
+
+def test_gathering_says_what_to_do_instead() -> None:
+    error = gather_refused(IndexedSlices(np.ones(1), [0]))
+    assert isinstance(error, NotImplementedError)
+    assert "correct:    ctx.all_gather([slices.values, slices.indices], axis=0)" in str(error)
+
+
+def test_the_first_replica_s_slices_are_broadcast() -> None:
+    def program(strategy):
+        rank = strategy.extended.collectives.rank
+        slices = IndexedSlices(np.full((rank + 1, 2), rank), np.arange(rank + 1), (4, 2))
+        copy = broadcast_slices(strategy.extended.collectives, slices, 1)
+        return copy.values.tolist(), copy.indices.tolist(), copy.dense_shape
+
+    assert on_replicas(2, program) == [([[1, 1], [1, 1]], [0, 1], (4, 2))] * 2
+
+
+rows = st.lists(st.tuples(st.integers(0, 6), st.integers(-50, 50)), max_size=8)
+dtypes = st.sampled_from([np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int8, np.int64, np.complex64])
+
+
+@given(replicas=st.lists(rows, min_size=1, max_size=4), dtype=dtypes, op=st.sampled_from([SUM, MEAN]), width=st.integers(0, 3))
+def test_sparse_equals_dense(replicas, dtype, op, width) -> None:
+    def program(strategy):
+        collectives = strategy.extended.collectives
+        mine = replicas[collectives.rank]
+        values = np.array([[value // 16] * width for _, value in mine], dtype).reshape(len(mine), width)
+        slices = IndexedSlices(values, [index for index, _ in mine], (7, width))
+        sparse = all_reduce_slices(collectives, op, slices)
+        wide = np.float64 if np.dtype(dtype).kind in "fV" and dtype is not np.float64 else dtype
+        [dense] = collectives.all_reduce(op, [slices.to_dense().astype(wide)])
+        return sparse, dense.astype(dtype)
+
+    results = on_replicas(len(replicas), program)
+    named = sorted({index for mine in replicas for index, _ in mine})
+    for sparse, dense in results:
+        assert sparse.indices.tolist() == named
+        assert (sparse.dtype, sparse.dense_shape) == (np.dtype(dtype), (7, width))
+        assert (sparse.to_dense() == dense).all()
+        assert sparse.values.tobytes() == results[0][0].values.tobytes()

@@ -1,0 +1,90 @@
+"""Every cell of the behaviour of variables, on replicas of one process: see `tests.variable_matrix`."""
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.errors import InvalidArgumentError
+from tests.unit.replicas import on_replicas
+from tests.variable_matrix import (
+    CELLS,
+    METHODS,
+    PLAIN,
+    Refused,
+    check_cell,
+    check_per_replica,
+    check_plain,
+    check_refused,
+    declared,
+)
+
+SYNCHRONIZATIONS = [mpistrat.VariableSynchronization.ON_WRITE, mpistrat.VariableSynchronization.ON_READ]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_replicas(num_replicas, cell):
+    on_replicas(num_replicas, lambda strategy: check_cell(strategy, cell))
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_one_device(cell):
+    check_cell(mpistrat.OneDeviceStrategy(), cell)
+
+
+@pytest.mark.parametrize("operation", PLAIN)
+@pytest.mark.parametrize("synchronization", SYNCHRONIZATIONS)
+@pytest.mark.parametrize("aggregation", mpistrat.VariableAggregation)
+def test_outside_all_scopes(operation, synchronization, aggregation):
+    check_plain(operation, synchronization, aggregation, lambda fn: fn())
+    check_plain(operation, synchronization, aggregation, mpistrat.get_strategy().run)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("synchronization", SYNCHRONIZATIONS)
+@pytest.mark.parametrize("where", ["run", "scope", "update"])
+def test_per_replica_values_are_refused(method, synchronization, where):
+    check_per_replica(mpistrat.OneDeviceStrategy(), method, synchronization, where)
+    on_replicas(2, lambda strategy: check_per_replica(strategy, method, synchronization, where))
+
+
+@pytest.mark.parametrize("synchronization", SYNCHRONIZATIONS)
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int64"])
+def test_a_mean_of_integers_is_refused_when_the_variable_is_made(synchronization, dtype):
+    def make(strategy):
+        with strategy.scope():
+            array = np.zeros(2, dtype)
+            mpistrat.Variable(array, name="v", synchronization=synchronization, aggregation=mpistrat.VariableAggregation.MEAN)
+
+    refused = Refused(InvalidArgumentError, (f"v has dtype {dtype}, whose mean it cannot hold", "use aggregation SUM"))
+    check_refused(refused, lambda: make(mpistrat.OneDeviceStrategy()))
+    check_refused(refused, lambda: make(mpistrat.get_strategy()))
+    check_refused(refused, lambda: on_replicas(2, make))
+
+
+def test_no_cell_is_missing():
+    aggregations = len(mpistrat.VariableAggregation)
+    operations, contexts = len(METHODS) + 1, len(["run", "scope", "update"])
+    assert len({str(cell) for cell in CELLS}) == len(CELLS) == operations * contexts * len(SYNCHRONIZATIONS) * aggregations
+    assert operations == len(PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "saved", "restored"),
+    [
+        (mpistrat.VariableAggregation.SUM, 6.0, 2.0),
+        (mpistrat.VariableAggregation.MEAN, 2.0, 2.0),
+        (mpistrat.VariableAggregation.ONLY_FIRST_REPLICA, 1.0, 1.0),
+    ],
+)
+def test_what_is_saved_is_restored(aggregation, saved, restored):
+    def program(strategy):
+        variable = declared(strategy, mpistrat.VariableSynchronization.ON_READ, aggregation)
+        strategy.run(lambda: variable.assign([mpistrat.get_replica_context().replica_id_in_sync_group + 1.0] * 3))
+        value = variable.numpy()
+        variable.assign([0.0] * 3)
+        variable.assign(value)
+        held = strategy.experimental_local_results(strategy.run(variable.numpy))[0]
+        return value.tolist(), held.tolist(), variable.numpy().tolist()
+
+    assert on_replicas(3, program) == [([saved] * 3, [restored] * 3, [saved] * 3)] * 3

@@ -1,0 +1,279 @@
+"""The behaviour of variables as a table: one row for an operation in a context, one cell for each aggregation.
+
+The array of a variable starts as START. In ``run`` replica r passes r + 6, elsewhere all ranks pass 6; scatter updates pass it
+twice, for TOUCHED. A cell says what becomes of an element x of replica r of n, or what is raised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat import VariableAggregation, VariableSynchronization
+from mpistrat.context.values import PerReplica
+from mpistrat.cross_device.sparse import IndexedSlices
+from mpistrat.errors import InvalidArgumentError
+
+START = [9.0, 4.0, 16.0]
+TOUCHED = [1, 2]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The exact type of an error, and what its text holds, in this order."""
+
+    kind: type[Exception]
+    texts: tuple[str, ...]
+
+
+Outcome = Callable[[float, int, int], float] | Refused
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the table."""
+
+    operation: str
+    synchronization: VariableSynchronization
+    where: str
+    aggregation: VariableAggregation
+    outcome: Outcome
+
+    def __str__(self) -> str:
+        return f"{self.operation}-{self.synchronization.name}-{self.where}-{self.aggregation.name}"
+
+
+def _sum(n: int) -> float:
+    return sum(r + 6.0 for r in range(n))
+
+
+def _prod(n: int, divisor: float) -> float:
+    return math.prod((r + 6.0) / divisor for r in range(n))
+
+
+def _same(outcome: Outcome) -> tuple[Outcome, ...]:
+    return (outcome,) * 4
+
+
+def _refused(kind: type[Exception], *texts: str) -> Refused:
+    return Refused(kind, ("Variable('v', float64 (3,)", *texts))
+
+
+W, R = VariableSynchronization.ON_WRITE, VariableSynchronization.ON_READ
+
+NEEDS = _refused(
+    InvalidArgumentError,
+    "has aggregation NONE, so nothing says how the values of",
+    "incorrect:  def step(): variable.",
+    "correct:    mpistrat.Variable(…, aggregation=mpistrat.VariableAggregation.MEAN)",
+    "correct:    def step(): ctx.update(variable,",
+    "outside strategy.run",
+)
+UNREADABLE = _refused(
+    InvalidArgumentError, "has aggregation NONE", "incorrect:  np.asarray(variable)", "correct:    mpistrat.V"
+)
+SUMMED = _refused(InvalidArgumentError, "outside strategy.run is undefined", "incorrect:", "correct:    def step(): variable.")
+NO_SCATTER = _refused(
+    NotImplementedError,
+    "is not there for variables that are synchronized ON_READ",
+    "incorrect:",
+    "correct:    mpistrat.Variable(",
+)
+COMPARES = _refused(
+    NotImplementedError,
+    "inside strategy.run takes aggregation ONLY_FIRST_REPLICA or NONE",
+    "incorrect:  def step()",
+    "correct:",
+)
+VARIES = _refused(TypeError, "got a per-replica value", "incorrect:  variable.", 'strategy.reduce("mean", strategy.run(fn)')
+
+# fmt: off
+TABLE: list[tuple[str, VariableSynchronization, str, tuple[Outcome, ...]]] = [
+    # operation, synchronization, where: what it gives with NONE, SUM, MEAN, ONLY_FIRST_REPLICA
+    ("read", W, "run", _same(lambda x, n, r: x)),
+    ("read", W, "scope", _same(lambda x, n, r: x)),
+    ("read", W, "update", _same(lambda x, n, r: x)),
+    ("read", R, "run", _same(lambda x, n, r: x)),
+    ("read", R, "update", _same(lambda x, n, r: x)),
+    ("read", R, "scope", (UNREADABLE, lambda x, n, r: n * x, lambda x, n, r: x, lambda x, n, r: x)),
+
+    ("assign", W, "run", (NEEDS, lambda x, n, r: _sum(n), lambda x, n, r: _sum(n) / n, lambda x, n, r: 6)),
+    ("assign", W, "scope", _same(lambda x, n, r: 6)),
+    ("assign", W, "update", _same(lambda x, n, r: 6)),
+    ("assign", R, "run", _same(lambda x, n, r: r + 6)),
+    ("assign", R, "scope", (lambda x, n, r: 6, lambda x, n, r: 6 / n, lambda x, n, r: 6, lambda x, n, r: 6)),
+    ("assign", R, "update", _same(lambda x, n, r: 6)),
+
+    ("assign_add", W, "run", (NEEDS, lambda x, n, r: x + _sum(n), lambda x, n, r: x + _sum(n) / n, lambda x, n, r: x + 6)),
+    ("assign_add", W, "scope", _same(lambda x, n, r: x + 6)),
+    ("assign_add", W, "update", _same(lambda x, n, r: x + 6)),
+    ("assign_add", R, "run", _same(lambda x, n, r: x + r + 6)),
+    ("assign_add", R, "scope", (lambda x, n, r: x + 6, SUMMED, lambda x, n, r: x + 6, lambda x, n, r: x + 6)),
+    ("assign_add", R, "update", _same(lambda x, n, r: x + 6)),
+
+    ("assign_sub", W, "run", (NEEDS, lambda x, n, r: x - _sum(n), lambda x, n, r: x - _sum(n) / n, lambda x, n, r: x - 6)),
+    ("assign_sub", W, "scope", _same(lambda x, n, r: x - 6)),
+    ("assign_sub", W, "update", _same(lambda x, n, r: x - 6)),
+    ("assign_sub", R, "run", _same(lambda x, n, r: x - r - 6)),
+    ("assign_sub", R, "scope", (lambda x, n, r: x - 6, SUMMED, lambda x, n, r: x - 6, lambda x, n, r: x - 6)),
+    ("assign_sub", R, "update", _same(lambda x, n, r: x - 6)),
+
+    ("scatter_add", W, "run", (NEEDS, lambda x, n, r: x + _sum(n), lambda x, n, r: x + _sum(n) / n, lambda x, n, r: x + 6)),
+    ("scatter_add", W, "scope", _same(lambda x, n, r: x + 6)),
+    ("scatter_add", W, "update", _same(lambda x, n, r: x + 6)),
+    ("scatter_sub", W, "run", (NEEDS, lambda x, n, r: x - _sum(n), lambda x, n, r: x - _sum(n) / n, lambda x, n, r: x - 6)),
+    ("scatter_sub", W, "scope", _same(lambda x, n, r: x - 6)),
+    ("scatter_sub", W, "update", _same(lambda x, n, r: x - 6)),
+    ("scatter_mul", W, "run", (NEEDS, lambda x, n, r: x * _prod(n, 1), lambda x, n, r: x * _prod(n, n), lambda x, n, r: x * 6)),
+    ("scatter_mul", W, "scope", _same(lambda x, n, r: x * 6)),
+    ("scatter_mul", W, "update", _same(lambda x, n, r: x * 6)),
+    ("scatter_div", W, "run", (NEEDS, lambda x, n, r: x / _prod(n, 1), lambda x, n, r: x / _prod(n, n), lambda x, n, r: x / 6)),
+    ("scatter_div", W, "scope", _same(lambda x, n, r: x / 6)),
+    ("scatter_div", W, "update", _same(lambda x, n, r: x / 6)),
+
+    # with NONE the rows of all replicas must be equal: here they pass 6, like everywhere outside run
+    ("scatter_min", W, "run", (lambda x, n, r: min(x, 6), COMPARES, COMPARES, lambda x, n, r: min(x, 6))),
+    ("scatter_min", W, "scope", _same(lambda x, n, r: min(x, 6))),
+    ("scatter_min", W, "update", _same(lambda x, n, r: min(x, 6))),
+    ("scatter_max", W, "run", (lambda x, n, r: max(x, 6), COMPARES, COMPARES, lambda x, n, r: max(x, 6))),
+    ("scatter_max", W, "scope", _same(lambda x, n, r: max(x, 6))),
+    ("scatter_max", W, "update", _same(lambda x, n, r: max(x, 6))),
+    ("scatter_update", W, "run", (lambda x, n, r: 6, COMPARES, COMPARES, lambda x, n, r: 6)),
+    ("scatter_update", W, "scope", _same(lambda x, n, r: 6)),
+    ("scatter_update", W, "update", _same(lambda x, n, r: 6)),
+    *(
+        (f"scatter_{kind}", R, where, _same(NO_SCATTER))
+        for kind in ("add", "sub", "mul", "div", "min", "max", "update")
+        for where in ("run", "scope", "update")
+    ),
+]
+# fmt: on
+
+CELLS = [
+    Cell(operation, synchronization, where, aggregation, outcome)
+    for operation, synchronization, where, outcomes in TABLE
+    for aggregation, outcome in zip(VariableAggregation, outcomes, strict=True)
+]
+METHODS = sorted({cell.operation for cell in CELLS} - {"read"})
+
+# outside all scopes and in ``run`` of the default strategy a variable is a plain array, whatever it was declared as
+PLAIN: dict[str, Callable[[float], float]] = {
+    "read": lambda x: x,
+    "assign": lambda x: 6,
+    "assign_add": lambda x: x + 6,
+    "assign_sub": lambda x: x - 6,
+    "scatter_add": lambda x: x + 6,
+    "scatter_sub": lambda x: x - 6,
+    "scatter_mul": lambda x: x * 6,
+    "scatter_div": lambda x: x / 6,
+    "scatter_min": lambda x: min(x, 6),
+    "scatter_max": lambda x: max(x, 6),
+    "scatter_update": lambda x: 6,
+}
+
+
+def declared(strategy: Any, synchronization: VariableSynchronization, aggregation: VariableAggregation) -> Any:
+    """Return a variable of `strategy` that starts as START."""
+    with strategy.scope():
+        return mpistrat.Variable(START, name="v", synchronization=synchronization, aggregation=aggregation)
+
+
+def check_cell(strategy: Any, cell: Cell) -> None:
+    """Do what a cell says, and compare the array of this replica, and what is read in all contexts."""
+    size, rank = strategy.num_replicas_in_sync, strategy.extended.collectives.rank
+    variable = declared(strategy, cell.synchronization, cell.aggregation)
+    is_own = cell.where == "run" and not (cell.operation in ("scatter_min", "scatter_max", "scatter_update") and _is_none(cell))
+    number = 6.0 + rank if is_own else 6.0
+
+    def act() -> Any:
+        return variable.numpy() if cell.operation == "read" else _apply(variable, cell.operation, number)
+
+    if isinstance(cell.outcome, Refused):
+        check_refused(cell.outcome, lambda: _perform(strategy, variable, cell.where, act))
+        check_arrays(strategy, variable, lambda replica: START)
+        return
+    outcome = cell.outcome
+
+    def expected(replica: int) -> list[float]:
+        touched = TOUCHED if cell.operation.startswith("scatter") else range(3)
+        return [outcome(x, size, replica) if index in touched else x for index, x in enumerate(START)]
+
+    result = _perform(strategy, variable, cell.where, act)
+    if cell.operation == "read":
+        np.testing.assert_allclose(result, expected(rank), rtol=1e-14)
+        check_arrays(strategy, variable, lambda replica: START)
+    else:
+        assert result is variable
+        check_arrays(strategy, variable, expected)
+
+
+def check_plain(operation: str, synchronization: VariableSynchronization, aggregation: VariableAggregation, run: Any) -> None:
+    """Do an operation to a variable of the default strategy; `run` calls a function."""
+    variable = mpistrat.Variable(START, synchronization=synchronization, aggregation=aggregation)
+    if operation != "read":
+        assert run(lambda: _apply(variable, operation, 6.0)) is variable
+    touched = TOUCHED if operation.startswith("scatter") else range(3)
+    expected = [PLAIN[operation](x) if index in touched else x for index, x in enumerate(START)]
+    assert run(variable.numpy).tolist() == expected
+
+
+def check_refused(refused: Refused, act: Callable[[], Any]) -> None:
+    """Check the exact type of what is raised, and that its text holds all that it must, in order."""
+    with pytest.raises(refused.kind) as caught:
+        act()
+    assert caught.type is refused.kind
+    text, position = str(caught.value), 0
+    for part in refused.texts:
+        assert part in text[position:], (part, text)
+        position = text.index(part, position) + len(part)
+
+
+def check_arrays(strategy: Any, variable: Any, expected: Callable[[int], list[float]]) -> None:
+    """Compare what this replica holds, and what is read outside ``run``, with what each replica should hold."""
+    size, rank = strategy.num_replicas_in_sync, strategy.extended.collectives.rank
+    held = strategy.experimental_local_results(strategy.run(variable.numpy))[0]
+    np.testing.assert_allclose(held, expected(rank), rtol=1e-12)
+    arrays = np.array([expected(replica) for replica in range(size)])
+    if variable.synchronization is VariableSynchronization.ON_WRITE:
+        np.testing.assert_allclose(variable.numpy(), arrays[0], rtol=1e-12)
+    elif variable.aggregation is VariableAggregation.NONE:
+        check_refused(UNREADABLE, variable.numpy)
+    else:
+        combined = {
+            VariableAggregation.SUM: arrays.sum(axis=0),
+            VariableAggregation.MEAN: arrays.mean(axis=0),
+            VariableAggregation.ONLY_FIRST_REPLICA: arrays[0],
+        }
+        np.testing.assert_allclose(variable.numpy(), combined[variable.aggregation], rtol=1e-12)
+
+
+def check_per_replica(strategy: Any, method: str, synchronization: VariableSynchronization, where: str) -> None:
+    """Check that a value which differs between replicas is refused."""
+    variable = declared(strategy, synchronization, VariableAggregation.SUM)
+    value = PerReplica(np.array(START))
+    check_refused(VARIES, lambda: _perform(strategy, variable, where, lambda: getattr(variable, method)(value)))
+    check_arrays(strategy, variable, lambda replica: START)
+
+
+def _is_none(cell: Cell) -> bool:
+    return cell.aggregation is VariableAggregation.NONE
+
+
+def _apply(variable: Any, method: str, number: float) -> Any:
+    if method.startswith("scatter"):
+        return getattr(variable, method)(IndexedSlices([number] * len(TOUCHED), TOUCHED))
+    return getattr(variable, method)(np.full(3, number))
+
+
+def _perform(strategy: Any, variable: Any, where: str, act: Callable[[], Any]) -> Any:
+    if where == "run":
+        result = strategy.run(act)
+        return result if result is variable else strategy.experimental_local_results(result)[0]
+    with strategy.scope():
+        return act() if where == "scope" else strategy.extended.update(variable, lambda _: act(), group=False)[0]
