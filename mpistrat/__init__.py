@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from mpistrat.cross_device.ops import CrossDeviceOps as CrossDeviceOps
     from mpistrat.cross_device.sparse import IndexedSlices as IndexedSlices
     from mpistrat.cross_device.to_one_device import ReductionToOneDevice as ReductionToOneDevice
+    from mpistrat.inputs.base import Dataset as Dataset
     from mpistrat.inputs.dataset import ArrayDataset as ArrayDataset
     from mpistrat.inputs.distribute import DistributedDataset as DistributedDataset
     from mpistrat.inputs.files import FileDataset as FileDataset
-    from mpistrat.inputs.iterable import IterableDataset as IterableDataset
     from mpistrat.inputs.iterator import DistributedIterator as DistributedIterator
+    from mpistrat.inputs.iterator import OptionalElement as OptionalElement
     from mpistrat.inputs.map_dataset import MapDataset as MapDataset
     from mpistrat.inputs.options import AutoShardPolicy as AutoShardPolicy
     from mpistrat.inputs.options import InputOptions as InputOptions
@@ -60,6 +61,7 @@ _HOMES = {
     "ClusterSpec": "mpistrat.cluster.spec",
     "CollectiveAllReduce": "mpistrat.cross_device.all_reduce",
     "CrossDeviceOps": "mpistrat.cross_device.ops",
+    "Dataset": "mpistrat.inputs.base",
     "DistributedDataset": "mpistrat.inputs.distribute",
     "DistributedIterator": "mpistrat.inputs.iterator",
     "DistributedValues": "mpistrat.context.values",
@@ -70,13 +72,13 @@ _HOMES = {
     "InputContext": "mpistrat.context.input_context",
     "InputOptions": "mpistrat.inputs.options",
     "InputReplicationMode": "mpistrat.inputs.options",
-    "IterableDataset": "mpistrat.inputs.iterable",
     "MapDataset": "mpistrat.inputs.map_dataset",
     "Mirrored": "mpistrat.context.values",
     "MirroredStrategy": "mpistrat.strategy.mirrored",
     "MultiWorkerMirroredStrategy": "mpistrat.strategy.multi_worker",
     "NcclAllReduce": "mpistrat.cross_device.all_reduce",
     "OneDeviceStrategy": "mpistrat.strategy.one_device",
+    "OptionalElement": "mpistrat.inputs.iterator",
     "PerReplica": "mpistrat.context.values",
     "ReduceOp": "mpistrat.reduction",
     "ReductionToOneDevice": "mpistrat.cross_device.to_one_device",

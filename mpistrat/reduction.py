@@ -82,7 +82,9 @@ def check_dtype(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None
     UnsupportedDtypeError
         If it is not; the message says which dtypes are.
     """
-    if dtype not in HALF_DTYPES and dtype.kind not in "biufc":
+    # 8-bit floats have the kind of a float, but are no numbers of NumPy's, nor of MPI's
+    is_number = dtype.kind in "biufc" and issubclass(dtype.type, (np.number, np.bool_))
+    if not is_number and dtype not in HALF_DTYPES:
         raise UnsupportedDtypeError(f"{name} has dtype {dtype}, which no collective can carry; accepted are {ACCEPTED}")
     if not dtype.isnative:
         raise UnsupportedDtypeError(f"{name} has the foreign byte order {dtype.str}; convert it with .astype({dtype.name!r})")

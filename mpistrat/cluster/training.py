@@ -51,7 +51,7 @@ def training_role(resolver: ClusterResolver) -> Role:
 
 
 def chief_rank(roles: Sequence[Role]) -> int:
-    """Return the lowest rank whose task is the chief's; rank 0 where there is no cluster.
+    """Return the lowest rank whose task is the chief's; rank 0 where there is no cluster, or no such task in it.
 
     Parameters
     ----------
@@ -78,4 +78,4 @@ def chief_rank(roles: Sequence[Role]) -> int:
         )
         error.raised_everywhere = True
         raise error
-    return next(rank for rank, role in enumerate(roles) if is_chief(spec, role.task_type, role.task_id))
+    return next((rank for rank, role in enumerate(roles) if is_chief(spec, role.task_type, role.task_id)), 0)

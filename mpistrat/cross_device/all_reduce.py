@@ -159,8 +159,10 @@ class NcclAllReduce(HierarchicalAllReduce):
 def _packed(collectives: Collectives, num_packs: int | None) -> Iterator[None]:
     """Cut batches into `num_packs` for a while; None leaves it to the strategy."""
     before = collectives.num_packs
-    collectives.num_packs = before if num_packs is None else num_packs
+    if num_packs is not None:  # setting it, even to what it is, costs the collectives what they remember
+        collectives.num_packs = num_packs
     try:
         yield
     finally:
-        collectives.num_packs = before
+        if num_packs is not None:
+            collectives.num_packs = before

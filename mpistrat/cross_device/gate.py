@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.errors import DeadlineExceededError, UnavailableError
@@ -22,7 +23,7 @@ _LEAST_SECONDS = 0.2
 _left_to_peers: list[object] = []
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
     """A collective call: what errors call it, and its deadline.
 
@@ -140,7 +141,7 @@ class Gate:
 
     def hold(self, call: Call) -> None:
         """Let nothing through until the steps of the call have ended."""
-        self.refusal = f"an earlier {call.verb} is still under way: wait for it first"
+        self.refusal = _under_way(call.verb)
 
     def guarded(self, call: Call, steps: Steps) -> Steps:
         """Return the steps; while they are under way, and for ever if they fail, no other collective can be made."""
@@ -169,3 +170,8 @@ class Gate:
         self.refusal = f"an earlier {call.verb} did not end ({name}), and ranks may be out of step; make a new strategy"
         self._has_failed = True
         _left_to_peers.append(self._memory)
+
+
+@cache
+def _under_way(verb: str) -> str:
+    return f"an earlier {verb} is still under way: wait for it first"

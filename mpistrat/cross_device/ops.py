@@ -109,7 +109,7 @@ class CrossDeviceOps:
 
         Parameters
         ----------
-        reduce_op, options
+        reduce_op, options : ReduceOp or str, CommunicationOptions, optional
             As for `reduce`.
         value_destination_pairs : iterable of 2-tuples
             Values and destinations as for `reduce`, dense and sparse in any order.
@@ -133,7 +133,7 @@ class CrossDeviceOps:
         ----------
         tensor : array_like, Mirrored, OnSomeReplicas or IndexedSlices
             That of replica 0 counts; of a value that lives on some replicas, that of the first of them.
-        destinations
+        destinations : DistributedValues, array, str, int or set
             As for `reduce`.
 
         Returns
@@ -166,6 +166,8 @@ class CrossDeviceOps:
 
         Each is reduced to all replicas by the implementations below, in cross-replica context.
         """
+        if not arrays:
+            return []
         found = current()
         outside = found if found is default_mode() else found.strategy.cross_replica_mode
         values = [PerReplica(array) for array in arrays]
@@ -204,10 +206,8 @@ class CrossDeviceOps:
             copy = like(collectives.broadcast(component, root), tensor)
         return deliver(copy, resolve(destinations, collectives), collectives)
 
-    def gather_implementation(
-        self, per_replica_value: Any, destinations: Any, axis: int, options: CommunicationOptions | None
-    ) -> Any:
-        """Concatenate the components along `axis`, in replica order; may be overridden. A collective call.
+    def gather_implementation(self, per_replica_value: Any, destinations: Any, axis: int, options: CommunicationOptions) -> Any:
+        """Concatenate the components along `axis`, in replica order; may be overridden. A collective call: ``strategy.gather``.
 
         Raises
         ------

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpistrat.arrays import Array, as_array
 from mpistrat.context.stack import current, default_mode, get_strategy, misplaced
 from mpistrat.context.values import DistributedValues, PerReplica
@@ -15,7 +17,7 @@ from mpistrat.cross_device.sparse import IndexedSlices, check_slices
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, check_dtype
 
-__all__ = ["Pair", "broadcast_source", "check_options", "checked_component", "checked_pairs", "is_open"]
+__all__ = ["Pair", "broadcast_source", "check_options", "check_unambiguous", "checked_component", "checked_pairs", "is_open"]
 
 # combining equal components with these gives the component again
 _IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
@@ -111,6 +113,24 @@ def check_options(options: object) -> None:
         raise InvalidArgumentError(f"options must be CommunicationOptions or None; got {options!r}")
 
 
+def check_unambiguous(op: ReduceOp, num_components: int) -> None:
+    """Check that it is clear what to make of components that are equal, and not zero.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If there are several of them, and `op` is SUM or PROD.
+    """
+    if op not in _IDEMPOTENT and num_components > 1:
+        raise InvalidArgumentError(
+            f"{op.name} of a value that is no per-replica value is ambiguous with {num_components} replicas: does it count "
+            f"once, or {num_components} times?\n"
+            '    incorrect:  strategy.reduce("sum", 5.0, axis=None)\n'
+            '    correct:    strategy.reduce("sum", strategy.run(fn), axis=None), with what fn returns on each replica; or '
+            "the value itself"
+        )
+
+
 def is_open(pair: Pair, collectives: Collectives) -> bool:
     """Return whether there are several components to combine."""
     return collectives.size > 1 and isinstance(pair.value, PerReplica)
@@ -119,10 +139,10 @@ def is_open(pair: Pair, collectives: Collectives) -> bool:
 def _checked(op: ReduceOp, value: Any, destinations: Any, collectives: Collectives) -> Pair:
     _check_in_scope(value)
     if isinstance(value, DistributedValues):
-        value = value.across_replicas()
+        value = _components(value, collectives)
     pair = Pair(value, destinations, resolve(destinations, collectives))
     if isinstance(value, OnSomeReplicas):
-        _check_unambiguous(op, value, len(value.ranks))
+        check_unambiguous(op, len(value.ranks))
         return pair
     component = checked_component(value)
     if isinstance(component, IndexedSlices):
@@ -132,8 +152,17 @@ def _checked(op: ReduceOp, value: Any, destinations: Any, collectives: Collectiv
         check_dtype(op, component.dtype)
         rows = component
     if not isinstance(value, PerReplica) and rows.any():
-        _check_unambiguous(op, value, collectives.size)
+        check_unambiguous(op, collectives.size)
     return pair
+
+
+def _components(value: DistributedValues, collectives: Collectives) -> DistributedValues:
+    """Return what stands for a value where its components are combined."""
+    found = value.across_replicas()
+    if found is not value and collectives.size == 1:
+        # the array of a variable; a single component is its own result, and that must not change with the variable
+        return PerReplica(np.array(found.in_replica()))
+    return found
 
 
 def _check_in_scope(value: Any) -> None:
@@ -149,15 +178,4 @@ def _check_in_scope(value: Any) -> None:
             "in the scope of the strategy that the value is of",
             'ops.reduce("sum", strategy.run(fn), destinations)',
             'with strategy.scope(): ops.reduce("sum", strategy.run(fn), destinations)',
-        )
-
-
-def _check_unambiguous(op: ReduceOp, value: Any, num_components: int) -> None:
-    if op not in _IDEMPOTENT and num_components > 1:
-        raise InvalidArgumentError(
-            f"{op.name} of {value!r}, which is equal on {num_components} replicas, is ambiguous: does it count once, or "
-            f"{num_components} times?\n"
-            '    incorrect:  ops.reduce("sum", 5.0, destinations)\n'
-            '    correct:    ops.reduce("sum", strategy.run(fn), destinations), with what fn returns on each replica; or '
-            "the value itself"
         )

@@ -66,9 +66,12 @@ class ReductionToOneDevice(CrossDeviceOps):
         ranks = resolve(destinations, collectives)
         if isinstance(component, IndexedSlices):
             return deliver(all_reduce_slices(collectives, reduce_op, component, options), ranks, collectives)
-        array = as_array(component)
-        check_dtype(reduce_op, array.dtype)
-        root = ranks[0] if self._reduce_to_device is None else self._root(collectives)
+        try:
+            array = as_array(component)
+            check_dtype(reduce_op, array.dtype)
+            root = ranks[0] if self._reduce_to_device is None else self._root(collectives)
+        except (TypeError, ValueError) as error:
+            collectives.refuse("ReductionToOneDevice", error)
         result = self._combined(reduce_op, array, collectives.gather(array, root, options), collectives)
         if ranks != (root,):
             result = collectives.broadcast(result, root, options)

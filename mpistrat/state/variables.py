@@ -47,7 +47,7 @@ from mpistrat.state.scatter import ScatterUpdates
 __all__ = ["Variable"]
 
 
-class Variable(ScatterUpdates, Concerned):
+class Variable(ScatterUpdates, Concerned):  # numpydoc ignore=PR02
     """An array that the replicas of the current strategy share. It can be used like an array; `assign` changes it.
 
     Making one is a collective call: the initial value of replica 0 is sent to all. Outside all scopes it belongs to the

@@ -9,6 +9,7 @@ from mpistrat.arrays import Array, as_array, like
 from mpistrat.context.values import DistributedValues, across_replicas, select_replica
 from mpistrat.cross_device.arguments import check_gather
 from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.cross_device.pairs import check_options
 from mpistrat.cross_device.sparse import IndexedSlices, gather_refused
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy.deprecated import hinted
@@ -73,7 +74,7 @@ class Combining:
         TypeError
             If `reduce_op` is neither ReduceOp nor str, or `axis` of another type.
         InvalidArgumentError
-            If the operation is unknown, an axis is out of range, or the sum is ambiguous.
+            If the operation is unknown, an axis is out of range, the sum is ambiguous, or `options` are of another type.
         UnsupportedDtypeError
             If a component is no array, or the operation is not defined for its dtype.
         NotImplementedError
@@ -84,14 +85,16 @@ class Combining:
         self.extended.require_cross_replica("strategy.reduce")
         collectives = self.extended.collectives
         leaves, structure = flatten(across_replicas(value))
+        wanted = hinted(options, experimental_hints)
         try:
+            check_options(wanted)
             op = ReduceOp.parse(reduce_op)
             part = local_part(op, leaves, axis, collectives.size)
-        except (TypeError, ValueError, NotImplementedError) as error:
+        except Exception as error:  # whatever the user's arrays raise when they are read, the other ranks must learn of it
             collectives.refuse("reduce", error)
         if collectives.is_strict:
-            collectives.agree(f"reduce({op.name}, axis={axis!r}) of {structure}")
-        totals = part.finish(self.extended.all_reduce(part.op, part.sent, hinted(options, experimental_hints)))
+            collectives.agree(f"reduce({op.name}, axis={axis!r}) of {structure}, {len(part.sent)} arrays to combine")
+        totals = part.finish(self.extended.all_reduce(part.op, part.sent, wanted))
         return rebuild(structure, [like(*pair) for pair in zip(totals, select_replica(leaves), strict=True)])
 
     def gather(
@@ -122,23 +125,27 @@ class Combining:
         RuntimeError
             If called inside `run`, or in the scope of another strategy.
         InvalidArgumentError
-            If a component has no such axis, or other extents differ.
+            If a component has no such axis, other extents differ, or `options` are of another type.
         NotImplementedError
             If a component is IndexedSlices.
+        AgreementError
+            In strict mode, on every rank, if the replicas' values have different structures.
         """
         self.extended.require_cross_replica("strategy.gather")
         collectives = self.extended.collectives
         leaves, structure = flatten(across_replicas(value))
-        try:
-            arrays = [_gatherable(leaf, axis) for leaf in leaves]
-        except (TypeError, ValueError, NotImplementedError) as error:
-            collectives.refuse("gather", error)
-        if collectives.is_strict:
-            collectives.agree(f"gather(axis={axis}) of {structure}")
         wanted = hinted(options, experimental_hints)
+        try:
+            check_options(wanted)
+            arrays = [_gatherable(leaf, axis) for leaf in leaves]
+        except Exception as error:  # as in `reduce`
+            collectives.refuse("gather", error)
+        is_open = [isinstance(leaf, DistributedValues) for leaf in leaves]
+        if collectives.is_strict:
+            collectives.agree(f"gather(axis={axis}) of {structure}, {sum(is_open)} arrays to concatenate")
         results = [
-            collectives.all_gather(array, axis, wanted) if isinstance(leaf, DistributedValues) else array
-            for leaf, array in zip(leaves, arrays, strict=True)
+            self.extended.all_gather(array, axis, wanted) if open_ else array.copy()
+            for array, open_ in zip(arrays, is_open, strict=True)
         ]
         return rebuild(structure, [like(*pair) for pair in zip(results, select_replica(leaves), strict=True)])
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from mpistrat.arrays import Array
 from mpistrat.context.stack import default_mode, enter_or_assert_strategy
+from mpistrat.context.values import PerReplica, select_replica
 from mpistrat.cross_device.all_reduce import HierarchicalAllReduce
 from mpistrat.cross_device.collectives import Collectives
 from mpistrat.cross_device.ops import CrossDeviceOps
@@ -177,6 +179,15 @@ class StrategyExtended(VariableUpdates):
             return self.collectives.start_all_reduce(op, arrays, options)
         results = self.all_reduce(op, arrays, options)
         return Work(iter(()), lambda: results, lambda: "all_reduce")
+
+    def all_gather(self, array: Array, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Concatenate the arrays of all ranks along `axis`, outside ``strategy.run``. A collective call."""
+        if self.is_stock:
+            return self.collectives.all_gather(array, axis, options)
+        value = PerReplica(array)
+        with enter_or_assert_strategy(self._strategy):
+            whole = self._cross_device_ops.gather_implementation(value, value, axis, options or CommunicationOptions())
+        return select_replica(whole)
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -46,7 +46,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     ------
     InvalidArgumentError
         If `cluster_resolver` is no ClusterResolver, does not say which task this is, or says a task that does not train;
-        the options are no CommunicationOptions; or `num_packs` is negative.
+        ``TF_CONFIG`` cannot be read; the options are no CommunicationOptions; or `num_packs` is negative.
     LaunchError
         On every rank, if a task of the cluster that trains is none of the ranks.
     AgreementError
@@ -69,13 +69,15 @@ class MultiWorkerMirroredStrategy(Strategy):
             num_packs=num_packs,
         )
 
-        def check() -> None:
+        def check() -> ClusterResolver | None:
             _check_resolver(cluster_resolver)
             check_communication(None, communication_options, num_packs)
+            reads_variable = cluster_resolver is None and _default_kind() is TFConfigClusterResolver
+            return TFConfigClusterResolver() if reads_variable else cluster_resolver
 
         with meeting("MultiWorkerMirroredStrategy", time_to_meet(communication_options)) as job:
-            job.agree(call, check)
-            self._cluster_resolver = _default_kind()() if cluster_resolver is None else cluster_resolver
+            found = job.agree(call, check)
+            self._cluster_resolver = MPIClusterResolver() if found is None else found
             chief = _chief(job, self._cluster_resolver)
             hierarchy = Hierarchy(job.comm, job.world)
         collectives = agreed_collectives(hierarchy, communication_options, num_packs)

@@ -10,14 +10,12 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array
 from mpistrat.context.values import PerReplica, select_replica
+from mpistrat.cross_device.pairs import check_unambiguous
 from mpistrat.cross_device.sparse import IndexedSlices, check_slices
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
 
 __all__ = ["LocalPart", "local_part"]
-
-# combining equal components with these gives the component again
-_IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 
 
 class LocalPart(NamedTuple):
@@ -86,12 +84,14 @@ def _across(op: ReduceOp, components: list[Any], is_shared: list[bool], num_repl
             check_slices(op, component)
         else:
             check_dtype(op, component.dtype)
-        if not shared:
-            _check_unambiguous(op, component, num_replicas)
+        if not shared and _rows(component).any():
+            check_unambiguous(op, num_replicas)
 
     def finish(totals: list[Any]) -> list[Any]:
         reduced = iter(totals)
-        return [next(reduced) if shared else component for component, shared in zip(components, is_shared, strict=True)]
+        return [
+            next(reduced) if shared else _copied(component) for component, shared in zip(components, is_shared, strict=True)
+        ]
 
     return LocalPart(op, [component for component, shared in zip(components, is_shared, strict=True) if shared], finish)
 
@@ -123,16 +123,15 @@ def _mean_over(axes: list[tuple[int, ...]], arrays: list[Array], is_shared: list
     return LocalPart(ReduceOp.SUM, [group[index] for group in (sums, counts) for index in picked], finish)
 
 
-def _check_unambiguous(op: ReduceOp, component: Any, num_replicas: int) -> None:
-    rows = component.values if isinstance(component, IndexedSlices) else component
-    if op not in _IDEMPOTENT and rows.any():
-        raise InvalidArgumentError(
-            f"{op.name} of a value that is no per-replica value is ambiguous with {num_replicas} replicas: does "
-            f"it count once, or {num_replicas} times?\n"
-            '    incorrect:  strategy.reduce("sum", 5.0, axis=None)\n'
-            '    correct:    strategy.reduce("sum", strategy.run(fn), axis=None), with the value that fn returns on each '
-            "replica; or the value itself"
-        )
+def _rows(component: Array | IndexedSlices) -> Array:
+    return component.values if isinstance(component, IndexedSlices) else component
+
+
+def _copied(component: Array | IndexedSlices) -> Array | IndexedSlices:
+    """Return a result of its own: the component may be the user's array, or that of a variable."""
+    if isinstance(component, IndexedSlices):
+        return IndexedSlices(component.values.copy(), component.indices.copy(), component.dense_shape)
+    return np.array(component)
 
 
 def _normalized(axis: int | Iterable[int], component: Any) -> tuple[int, ...]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.arrays import as_array, like
+from mpistrat.arrays import Array, as_array, like
 from mpistrat.context.stack import current, misplaced
 from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.cross_device.pairs import check_options
 from mpistrat.cross_device.sparse import IndexedSlices, gather_refused
 from mpistrat.errors import MpistratError
 from mpistrat.reduction import ReduceOp
@@ -72,7 +73,7 @@ class ReplicaExchange:
             If a leaf is IndexedSlices.
         """
         wanted = hinted(options, experimental_hints)
-        return self._each("all_gather", f"axis={axis}", value, lambda array: self._ops.all_gather(array, axis, wanted))
+        return self._each("all_gather", f"axis={axis}", value, wanted, lambda array: self._ops.all_gather(array, axis, wanted))
 
     def broadcast(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Return the value of replica `root`, on every replica. Not in TensorFlow.
@@ -99,7 +100,7 @@ class ReplicaExchange:
         NotImplementedError
             If a leaf is IndexedSlices.
         """
-        return self._each("broadcast", f"root={root}", value, lambda array: self._ops.broadcast(array, root, options))
+        return self._each("broadcast", f"root={root}", value, options, lambda array: self._ops.broadcast(array, root, options))
 
     def reduce_scatter(
         self, reduce_op: ReduceOp | str, value: Any, axis: int = 0, options: CommunicationOptions | None = None
@@ -138,7 +139,9 @@ class ReplicaExchange:
         except (TypeError, ValueError) as error:
             self._ops.refuse("reduce_scatter", error)
         what = f"{op.name}, axis={axis}"
-        return self._each("reduce_scatter", what, value, lambda array: self._ops.reduce_scatter(op, array, axis, options))
+        return self._each(
+            "reduce_scatter", what, value, options, lambda array: self._ops.reduce_scatter(op, array, axis, options)
+        )
 
     def all_to_all(self, values: Sequence[Any], options: CommunicationOptions | None = None) -> list[Any]:
         """Send array i to replica i; return what came from each replica, in replica order. Not in TensorFlow.
@@ -164,8 +167,9 @@ class ReplicaExchange:
         self._require_current("all_to_all")
         leaves = list(values)
         try:
+            check_options(options)
             arrays = [as_array(leaf, f"values[{index}]") for index, leaf in enumerate(leaves)]
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # as in `_each`
             self._ops.refuse("all_to_all", error)
         return list(map(like, self._ops.all_to_all(arrays, options), leaves))
 
@@ -180,16 +184,19 @@ class ReplicaExchange:
         self._require_current("barrier")
         self._ops.barrier(options)
 
-    def _each(self, method: str, what: str, value: Any, collective: Any) -> Any:
+    def _each(
+        self, method: str, what: str, value: Any, options: CommunicationOptions | None, collective: Callable[[Array], Array]
+    ) -> Any:
         """Make a collective call for each leaf of a nest."""
         self._require_current(method)
         leaves, structure = flatten(value)
         try:
+            check_options(options)
             arrays = read_leaves(value, leaves)
             for array in arrays:
                 if isinstance(array, IndexedSlices):
                     raise gather_refused(array)
-        except (TypeError, ValueError, NotImplementedError) as error:
+        except Exception as error:  # whatever the user's arrays raise when they are read, the other replicas must learn of it
             self._ops.refuse(method, error)
         if self._ops.is_strict:
             self._ops.agree(f"{method}({what}) of {structure}")

@@ -6,6 +6,7 @@ from typing import Any
 
 from mpistrat.arrays import like
 from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.cross_device.pairs import check_options
 from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype
@@ -60,7 +61,8 @@ class ReplicaReduction(ReplicaExchange):
         TypeError
             If `reduce_op` is neither ReduceOp nor str.
         InvalidArgumentError
-            If the operation is unknown, or `weight` is negative, no number, or passed with another operation than MEAN.
+            If the operation is unknown, `options` are of another type, or `weight` is negative, no number, out of the range of
+            a leaf's dtype, or passed with another operation than MEAN.
         UnsupportedDtypeError
             If a leaf is no array, or the operation is not defined for its dtype.
         NotImplementedError
@@ -73,11 +75,13 @@ class ReplicaReduction(ReplicaExchange):
         if experimental_hints is not None:
             options = hinted(options, experimental_hints)
         try:
+            if options is not None:
+                check_options(options)
             op = ReduceOp.parse(reduce_op)
             arrays = read_leaves(value, leaves)
             if weight is not None:
                 sent, finish = weighted_part(op, arrays, weight)
-        except (TypeError, ValueError, NotImplementedError) as error:
+        except Exception as error:  # whatever the user's arrays raise when they are read, the other replicas must learn of it
             self._ops.refuse("all_reduce", error)
         if self._ops.is_strict:
             self._ops.agree(f"all_reduce({op.name}{'' if weight is None else ', weighted'}) of {structure}")
@@ -114,10 +118,11 @@ class ReplicaReduction(ReplicaExchange):
         self._require_current("start_all_reduce")
         leaves, structure = flatten(value)
         try:
+            check_options(options)
             op = ReduceOp.parse(reduce_op)
             arrays = read_leaves(value, leaves)
             _check_dtypes(op, value, arrays)
-        except (TypeError, ValueError, NotImplementedError) as error:
+        except Exception as error:  # as in `all_reduce`
             self._ops.refuse("start_all_reduce", error)
         if self._ops.is_strict:
             self._ops.agree(f"start_all_reduce({op.name}) of {structure}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.context.stack import current, enter_or_assert_strategy, in_replica_context_of, misplaced, updating
 from mpistrat.context.values import PerReplica, container_of, select_replica
 from mpistrat.cross_device.collectives import Collectives
+from mpistrat.cross_device.destinations import OnSomeReplicas
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.strategy.advice import ADVICE
 from mpistrat.structures import flatten, map_leaves
@@ -42,7 +43,7 @@ class VariableUpdates:
 
         In `fn` the variable is its component: what is assigned changes this rank's array, without communication, so the
         arguments must be equal on all replicas for the variable to stay mirrored. Inside ``strategy.run`` this is a
-        `merge_call`.
+        `merge_call`. All ranks make the call; in strict mode they compare it.
 
         Parameters
         ----------
@@ -63,7 +64,9 @@ class VariableUpdates:
         Raises
         ------
         TypeError
-            If `var` is no variable, or an argument is a per-replica value.
+            If `var` is no variable, or an argument is a per-replica value, or one that only some replicas have.
+        AgreementError
+            In strict mode, on the other ranks where one rank is refused.
         RuntimeError
             If the variable belongs to another strategy.
         """
@@ -73,6 +76,8 @@ class VariableUpdates:
             _check_update(var, args, kwargs)
         except TypeError as error:
             self.collectives.refuse("extended.update", error)
+        if self.collectives.is_strict:
+            self.collectives.agree(f"extended.update of {var!r}")
         with enter_or_assert_strategy(self._strategy):
             in_replica_context_of(var.distribute_strategy, "strategy.extended.update")  # refused under another strategy
             with updating(self.collectives.rank):
@@ -104,13 +109,17 @@ class VariableUpdates:
         RuntimeError
             If called inside ``strategy.run``.
         TypeError
-            If an argument is a per-replica value.
+            If an argument is a per-replica value, or one that only some replicas have.
+        AgreementError
+            In strict mode, on the other ranks where one rank is refused.
         """
         with self.in_scope("update_non_slot"):
             try:
                 _check_mirrored(args, kwargs)
             except TypeError as error:
                 self.collectives.refuse("extended.update_non_slot", error)
+            if self.collectives.is_strict:
+                self.collectives.agree("extended.update_non_slot")
             with updating(self.collectives.rank):
                 return _results(fn(*select_replica(tuple(args)), **select_replica(dict(kwargs or {}))), group)
 
@@ -185,6 +194,12 @@ def _check_update(var: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | Non
 
 def _check_mirrored(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
     for leaf in flatten((tuple(args), dict(kwargs or {})))[0]:
+        if isinstance(leaf, OnSomeReplicas):
+            raise TypeError(
+                f"extended.update got {leaf!r}, but every replica makes the change: reduce the value to the variable.\n"
+                '    incorrect:  extended.update(variable, fn, args=(extended.reduce_to("sum", value, "rank:0"),))\n'
+                '    correct:    extended.update(variable, fn, args=(extended.reduce_to("sum", value, variable),))'
+            )
         if isinstance(leaf, PerReplica):
             raise TypeError(
                 f"extended.update got {leaf!r}, which differs between replicas, and so would the variable: reduce it first.\n"

@@ -32,7 +32,7 @@ def weighted_part(op: ReduceOp, arrays: Sequence[Any], weight: Any) -> tuple[lis
     Raises
     ------
     InvalidArgumentError
-        If `op` is not MEAN, or `weight` is no finite number, or negative.
+        If `op` is not MEAN, or `weight` is no finite number, negative, or out of the range of the dtype of an array.
     UnsupportedDtypeError
         If an array has integers or booleans.
     NotImplementedError
@@ -43,6 +43,7 @@ def weighted_part(op: ReduceOp, arrays: Sequence[Any], weight: Any) -> tuple[lis
     number = _checked_weight(weight)
     for array in arrays:
         _check_dtype(array)
+        _check_range(array.dtype, number)
     sent = [_weighted(array, number) for array in arrays]
     dtypes = [array.dtype for array in arrays]
 
@@ -75,4 +76,15 @@ def _check_dtype(array: Any) -> None:
     if array.dtype not in HALF_DTYPES and array.dtype.kind not in "fc":
         raise UnsupportedDtypeError(
             f"the weighted mean is not defined for dtype {array.dtype}, which cannot hold it: cast to float32 or float64 first"
+        )
+
+
+def _check_range(dtype: np.dtype[Any], weight: float) -> None:
+    """Refuse a weight that would become infinite, or lose digits, beside weights that do not."""
+    wide = accumulation_dtype(ReduceOp.MEAN, dtype)
+    least, greatest = float(np.finfo(wide).tiny), float(np.finfo(wide).max)
+    if weight and not least <= weight <= greatest:
+        raise InvalidArgumentError(
+            f"weight {weight} is out of the range of {wide}, in which values of dtype {dtype} are weighted: {least} to "
+            f"{greatest} are accepted, and 0; scale the weights of all replicas alike"
         )

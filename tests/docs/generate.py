@@ -22,7 +22,7 @@ from mpistrat.settings import SETTINGS, Setting
 from mpistrat.tools import cli
 from mpistrat.tools.text import format_bytes
 from tests.docs.pages import ROOT, Command, blocks, pages
-from tests.docs.surface import FACES, beyond, public_names, resolve
+from tests.docs.surface import FACES, beyond, described, home, members, public_names
 from tests.docs.tf_names import READING, SAME, SECTIONS, Row
 
 __all__ = ["generated", "stale"]
@@ -125,7 +125,7 @@ def _api() -> str:
     things = {name: thing for name, thing in public_names().items() if name.rpartition(".")[0] in ("", *FACES)}
     summary = _table(
         ("name", "what it is"),
-        [(f"[`{name}`](#{name.lower().replace('.', '')})", _caption(thing)) for name, thing in things.items()],
+        [(f"[`{name}`](#{name.lower().replace('.', '')})", described(name)) for name in things],
     )
     return (
         "# Python API\n\n`import mpistrat` starts neither MPI nor CUDA. `mpistrat.errors` is described [here](errors.md). "
@@ -136,7 +136,7 @@ def _api() -> str:
 
 def _tf_names() -> str:
     counted = [row.status for section in SECTIONS.values() for row in section]
-    counts = ", ".join(f"{counted.count(status)} {status}" for status in dict.fromkeys(counted))
+    counts = "; ".join(f"{counted.count(status)} {status}" for status in dict.fromkeys(counted))
     parts = [
         f"## {title}\n\n{_table(('TensorFlow', 'mpistrat', 'status', 'remark'), [_tf_row(row) for row in rows])}"
         for title, rows in SECTIONS.items()
@@ -145,45 +145,42 @@ def _tf_names() -> str:
     return (
         "# Names of tf.distribute\n\nEvery name of `tf.distribute`, without that prefix, and what became of it. *Same, with "
         "our reading*: name and arguments are there, and the remark says what one replica per rank makes of it. What is there "
-        f"beyond TensorFlow is at the end. {counts[0].upper() + counts[1:]}.\n\n"
-        + "\n".join([*parts, f"## Beyond TensorFlow\n\n{added}"])
+        f"beyond TensorFlow is at the end. Counted: {counts}.\n\n" + "\n".join([*parts, f"## Beyond TensorFlow\n\n{added}"])
     )
 
 
 def _tf_row(row: Row) -> tuple[str, str, str, str]:
     if row.status not in (SAME, READING):
         return f"`{row.tf}`", "–", row.status, row.remark
-    thing = resolve(row.ours)
-    return f"`{row.tf}`", f"`{row.ours}`", row.status, row.remark or _caption(thing)
+    return f"`{row.tf}`", f"`{row.ours}`", row.status, row.remark or described(row.ours)
 
 
 def _beyond_row(name: str, thing: Any) -> tuple[str, str]:
-    owner, _, member = name.rpartition(".")
-    if inspect.isfunction(thing):
-        arguments = [parameter.name for parameter in inspect.signature(thing).parameters.values()]
-        member = f"{member}({', '.join(name for name in arguments if name != 'self')})"
-    meaning = _caption(thing) if callable(thing) or isinstance(thing, property) else ""
-    return f"`{owner}{'.' if owner else ''}{member}`", meaning
+    function = getattr(thing, "__func__", thing)
+    if not inspect.isfunction(function):
+        return f"`{name}`", described(name)
+    arguments = [parameter for parameter in inspect.signature(function).parameters if parameter not in ("self", "cls")]
+    return f"`{name}({', '.join(arguments)})`", described(name)
 
 
 def _entry(name: str, thing: Any) -> str:
-    head = f"## {name}\n\n{_caption(thing)}\n\nHome: `{thing.__module__}`.\n"
+    head = f"## {name}\n\n{described(name)}\n\nHome: `{home(name)}`.\n"
+    if not callable(thing):
+        return f"{head}\nValue: `{thing!r}`.\n"
     if not inspect.isclass(thing):
         return f"{head}\n```text\nmpistrat.{name}{_signature(thing)}\n```\n"
     if issubclass(thing, Enum):
         return f"{head}\nMembers: {', '.join(f'`{member.name}`' for member in thing)}.\n"
-    bases = [base.__name__ for base in thing.__bases__ if base.__name__ in mpistrat.__all__]
+    public = [kind for kind in public_names().values() if inspect.isclass(kind)]
+    bases = [base.__name__ for base in thing.__mro__[1:] if base.__name__ in mpistrat.__all__]
     inherits = f"\nHas all that [`{bases[0]}`](#{bases[0].lower()}) has.\n" if bases else ""
-    rows = [_member(member, value) for member, value in vars(thing).items() if _is_described(member, value)]
-    members = f"\n{_table(('member', 'what it is or does'), rows)}" if rows else ""
-    return f"{head}\n```text\nmpistrat.{name}{_signature(thing)}\n```\n{inherits}{members}"
-
-
-def _is_described(name: str, value: Any) -> bool:
-    return not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
+    rows = [_member(member, value) for member, value in members(thing, public).items() if not isinstance(value, str)]
+    table = f"\n{_table(('member', 'what it is or does'), rows)}" if rows else ""
+    return f"{head}\n```text\nmpistrat.{name}{_signature(thing)}\n```\n{inherits}{table}"
 
 
 def _member(name: str, value: Any) -> tuple[str, str]:
+    value = getattr(value, "__func__", value)
     if not inspect.isfunction(value):
         return f"`{name}`", _caption(value)
     names = [parameter.name for parameter in inspect.signature(value).parameters.values()][1:]

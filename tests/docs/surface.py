@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
+import itertools
 import re
+from collections.abc import Collection
 from enum import Enum
 from typing import Any
 
 import mpistrat
 from tests.docs.tf_names import READING, SAME, SECTIONS
 
-__all__ = ["FACES", "beyond", "public_names", "resolve"]
+__all__ = ["FACES", "beyond", "described", "home", "members", "public_names", "resolve"]
 
 FACES = ("experimental", "cluster_resolver")
 
@@ -40,7 +43,7 @@ def resolve(path: str) -> Any:
 
 
 def public_names() -> dict[str, Any]:
-    """Return every public name below ``mpistrat``, members of classes included: where a class defines them, not heirs."""
+    """Return every public name below ``mpistrat``: modules' names first, then the members of each class."""
     things: dict[str, Any] = {}
     for prefix, face in (("", mpistrat), *((f"{name}.", getattr(mpistrat, name)) for name in FACES)):
         things |= {prefix + name: getattr(face, name) for name in face.__all__ if not inspect.ismodule(getattr(face, name))}
@@ -48,8 +51,38 @@ def public_names() -> dict[str, Any]:
     names = dict(things)
     for name, thing in things.items():
         if inspect.isclass(thing):
-            names |= {f"{name}.{member}": value for member, value in _members(thing, public).items()}
+            names |= {f"{name}.{member}": value for member, value in members(thing, public).items()}
     return names
+
+
+def members(kind: type, public: Collection[type]) -> dict[str, Any]:
+    """Return the public members of a class, those of its private bases included, that no public base has."""
+    if issubclass(kind, Enum):
+        return {member.name: member for member in kind} | {
+            name: value for name, value in vars(kind).items() if isinstance(value, classmethod)
+        }
+    found: dict[str, Any] = dict(_fields(kind))
+    for base in reversed(kind.__mro__):
+        if base.__module__.startswith("mpistrat.") and (base is kind or base not in public):
+            found |= {name: value for name, value in vars(base).items() if _is_described(name, value)}
+    inherited = {name for base in kind.__mro__[1:] if base in public for name in vars(base)}
+    return {name: value for name, value in found.items() if name not in inherited}
+
+
+def described(name: str) -> str:
+    """Return in one line what is at a dotted name below ``mpistrat``."""
+    owner, _, member = name.rpartition(".")
+    kind = resolve(owner) if owner else mpistrat
+    if name in vars(mpistrat)["_HOMES"] and not callable(resolve(name)):
+        return _constant(name)
+    if inspect.isclass(kind) and issubclass(kind, Enum) and member in kind.__members__:
+        return f"A member of `{owner}`."
+    if inspect.isclass(kind) and member in _fields(kind):
+        found = re.search(rf"^(?:\w+, )*{member}(?:, \w+)* : .*\n +(.+)", inspect.getdoc(kind) or "", re.MULTILINE)
+        text = re.split(r"[.;:] |$", found[1])[0].rstrip(".") + "." if found else ""
+    else:
+        text = (inspect.getdoc(resolve(name)) or "").partition("\n")[0]
+    return text.replace("``", "`")
 
 
 def beyond() -> dict[str, Any]:
@@ -59,6 +92,20 @@ def beyond() -> dict[str, Any]:
     # a member that a row names by an heir is the one of the class that defines it
     definitions = {_definition(path) for path in paths}
     return {name: thing for name, thing in public_names().items() if name not in paths and _definition(name) not in definitions}
+
+
+def home(name: str) -> str:
+    """Return the module that a public name comes from."""
+    return str(vars(mpistrat)["_HOMES"].get(name) or resolve(name).__module__)
+
+
+def _constant(name: str) -> str:
+    """Return the first line of the text below the line that sets a constant."""
+    lines = ast.parse(inspect.getsource(importlib.import_module(home(name)))).body
+    for line, below in itertools.pairwise(lines):
+        if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == name and isinstance(below, ast.Expr):
+            return inspect.cleandoc(str(ast.literal_eval(below.value))).partition("\n")[0].replace("``", "`")
+    return ""
 
 
 def _definition(path: str) -> tuple[type, str] | str:
@@ -71,19 +118,6 @@ def _definition(path: str) -> tuple[type, str] | str:
 
 def _fields(kind: type) -> dict[str, Any]:
     return {field.name: field.type for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else {}
-
-
-def _members(kind: type, public: set[type]) -> dict[str, Any]:
-    """Return what a class has that none of its public bases has."""
-    if issubclass(kind, Enum):
-        members: dict[str, Any] = {member.name: member for member in kind}
-        return members | {name: value for name, value in vars(kind).items() if isinstance(value, classmethod)}
-    found = {name: kind for name in _fields(kind)}
-    for base in kind.__mro__:
-        if base.__module__.startswith("mpistrat.") and (base is kind or base not in public):
-            found |= {name: value for name, value in vars(base).items() if _is_described(name, value)}
-    inherited = {name for base in kind.__mro__[1:] if base in public for name in vars(base)}
-    return {name: value for name, value in found.items() if name not in inherited}
 
 
 def _is_described(name: str, value: Any) -> bool:

@@ -13,6 +13,7 @@ from tests.docs.surface import beyond, public_names, resolve
 from tests.docs.tf_names import LATER, NOT_PLANNED, READING, SAME, SECTIONS, Row
 
 ROWS = [row for section in SECTIONS.values() for row in section]
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 HERE = [row for row in ROWS if row.status in (SAME, READING)]
 ABSENT = [row for row in ROWS if row.status in (LATER, NOT_PLANNED)]
 
@@ -53,6 +54,10 @@ def test_arguments_have_the_same_names_and_order(row):
     explained = set(re.findall(r"`\*?(\w+)`", row.remark))
     missing = [name for name in taken if name not in parameters and name not in explained]
     assert missing == [], f"{row.ours} takes {', '.join(parameters)}"
+    empty = inspect.Parameter.empty
+    required = [name for name, parameter in parameters.items() if parameter.default is empty and parameter.kind in _NAMED]
+    added = [name for name in required if name not in taken and name not in explained and name != "self"]
+    assert added == [], "required here, and unknown to a program for TensorFlow"
     shared = [name for name in taken if name in parameters]
     assert [name for name in parameters if name in shared] == shared, "in another order"
 
@@ -64,8 +69,8 @@ def test_no_public_name_is_left_out(page):
 
 def test_what_is_beyond_is_described(page):
     section = page.partition("## Beyond TensorFlow")[2]
-    empty = re.findall(r"^\| (`[^`]+`) \|\s*\|$", section, re.MULTILINE)
-    assert empty == [], "no caption says what it is"
+    assert set(re.findall(r"^\| `([\w.]+)", section, re.MULTILINE)) == set(beyond())
+    assert re.findall(r"^\| (`[^`]+`) \|\s*\|$", section, re.MULTILINE) == [], "no caption says what it is"
 
 
 # the names of the specification, by the class or module they belong to

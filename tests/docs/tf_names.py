@@ -107,7 +107,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "Strategy.experimental_make_numpy_dataset(numpy_input, session=None)",
             READING,
-            "`session` is not taken: there are none.",
+            "Needs the `batch_size` too: a dataset consists of batches here.",
         ),
         Row("Strategy.colocate_vars_with(colocate_with_variable)", SAME, _OLD),
         Row(
@@ -123,6 +123,11 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         ),
     ),
     "StrategyExtended": (
+        Row(
+            "StrategyExtended(container_strategy)",
+            READING,
+            "Made of `collectives`, and the strategy is told later, for `container_strategy`.",
+        ),
         Row(
             "StrategyExtended.reduce_to(reduce_op, value, destinations, options=None)", READING, "Takes MIN, MAX and PROD too."
         ),
@@ -181,21 +186,26 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row("get_tower_context()", NOT_PLANNED, "The names with tower were gone from TensorFlow before its version 2."),
     ),
     "Enumerations": (
+        Row("ReduceOp", SAME),
         Row("ReduceOp.SUM", SAME),
         Row("ReduceOp.MEAN", SAME),
         Row("ReduceOp.from_variable_aggregation(aggregation)", SAME),
+        Row("VariableSynchronization", SAME),
         Row("VariableSynchronization.AUTO", SAME),
         Row("VariableSynchronization.NONE", SAME),
         Row("VariableSynchronization.ON_WRITE", SAME),
         Row("VariableSynchronization.ON_READ", SAME),
+        Row("VariableAggregation", SAME),
         Row("VariableAggregation.NONE", SAME),
         Row("VariableAggregation.SUM", SAME),
         Row("VariableAggregation.MEAN", SAME),
         Row("VariableAggregation.ONLY_FIRST_REPLICA", SAME),
+        Row("experimental.CommunicationImplementation", SAME),
         Row("experimental.CommunicationImplementation.AUTO", SAME),
         Row("experimental.CommunicationImplementation.RING", READING, "Shared memory within a node and a ring between nodes."),
         Row("experimental.CommunicationImplementation.NCCL", SAME),
         Row("experimental.CollectiveCommunication", SAME, _OLD),
+        Row("InputReplicationMode", SAME),
         Row(
             "InputReplicationMode.PER_WORKER",
             READING,
@@ -206,6 +216,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             READING,
             "A rank is a replica, so that both modes come to one pipeline for each rank.",
         ),
+        Row("AutoShardPolicy", SAME, "In TensorFlow below `tf.data.experimental`."),
         Row("AutoShardPolicy.OFF", SAME, "In TensorFlow below `tf.data.experimental`."),
         Row("AutoShardPolicy.AUTO", SAME, "In TensorFlow below `tf.data.experimental`."),
         Row("AutoShardPolicy.FILE", SAME, "In TensorFlow below `tf.data.experimental`."),
@@ -223,7 +234,11 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row("experimental.CommunicationOptions.implementation", SAME),
         Row("experimental.CommunicationOptions.merge(other)", SAME),
         Row("experimental.CollectiveHints(bytes_per_pack=0, timeout_seconds=None)", SAME, _OLD),
-        Row("ReplicaContext.all_reduce(experimental_hints)", SAME, "The old spelling of `options`, which warns."),
+        Row(
+            "ReplicaContext.all_reduce(reduce_op, value, experimental_hints=None)",
+            SAME,
+            "The old spelling of `options`, which warns.",
+        ),
     ),
     "Cross-device operations": (
         Row("CrossDeviceOps()", SAME),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from contextlib import contextmanager
+from itertools import product
 
 import numpy as np
 import pytest
@@ -25,65 +26,70 @@ PATIENCE_SECONDS = SECONDS + LONGEST_GRACE_SECONDS + 3
 SHAPES = {2: "2x1", 3: "2+1", 4: "2x2", 8: "2x4"}
 ONES = np.ones(10, np.float32)
 
+
+def within(seconds, **others):
+    return CommunicationOptions(timeout_seconds=seconds, **others)
+
+
 VERBS = {
-    "flat": lambda ops: ops.all_reduce(SUM, [ONES], CommunicationOptions(algorithm="flat")),
-    "hierarchical": lambda ops: ops.all_reduce(SUM, [ONES, ONES], CommunicationOptions(algorithm="hierarchical")),
-    "pipelined": lambda ops: ops.all_reduce(SUM, [np.ones(400_000)], CommunicationOptions(algorithm="pipelined")),
-    "leader": lambda ops: ops.all_reduce(SUM, [ONES], CommunicationOptions(algorithm="leader" if ops.size > 2 else "auto")),
-    "deterministic": lambda ops: ops.all_reduce(SUM, [ONES], CommunicationOptions(deterministic=True)),
-    "started": lambda ops: ops.start_all_reduce(SUM, [ONES]).wait(),
-    "reduce_scatter": lambda ops: ops.reduce_scatter(SUM, ONES),
-    "all_gather": lambda ops: ops.all_gather(ONES),
-    "gather": lambda ops: ops.gather(ONES),
-    "all_to_all": lambda ops: ops.all_to_all([ONES] * ops.size),
-    "broadcast": lambda ops: ops.broadcast(ONES),
-    "barrier": lambda ops: ops.barrier(),
-    "agree": lambda ops: ops.agree("agree()"),
+    "flat": lambda ops, seconds: ops.all_reduce(SUM, [ONES], within(seconds, algorithm="flat")),
+    "hierarchical": lambda ops, seconds: ops.all_reduce(SUM, [ONES, ONES], within(seconds, algorithm="hierarchical")),
+    "pipelined": lambda ops, seconds: ops.all_reduce(SUM, [np.ones(400_000)], within(seconds, algorithm="pipelined")),
+    "leader": lambda ops, seconds: ops.all_reduce(SUM, [ONES], within(seconds, algorithm="leader" if ops.size > 2 else "auto")),
+    "deterministic": lambda ops, seconds: ops.all_reduce(SUM, [ONES], within(seconds, deterministic=True)),
+    "started": lambda ops, seconds: ops.start_all_reduce(SUM, [ONES], within(seconds)).wait(),
+    "reduce_scatter": lambda ops, seconds: ops.reduce_scatter(SUM, ONES, options=within(seconds)),
+    "all_gather": lambda ops, seconds: ops.all_gather(ONES, options=within(seconds)),
+    "gather": lambda ops, seconds: ops.gather(ONES, options=within(seconds)),
+    "all_to_all": lambda ops, seconds: ops.all_to_all([ONES] * ops.size, within(seconds)),
+    "broadcast": lambda ops, seconds: ops.broadcast(ONES, options=within(seconds)),
+    "barrier": lambda ops, seconds: ops.barrier(within(seconds)),
 }
 NAMES = {name: "all_reduce" for name in ("flat", "hierarchical", "pipelined", "leader", "deterministic", "started")}
 
 
-def make(comm, seconds=SECONDS):
-    ops = HierarchicalCollectives(
-        Hierarchy(comm, World.from_shape(SHAPES[comm.size])), CommunicationOptions(timeout_seconds=seconds)
-    )
+def make(comm):
+    """Return collectives without a deadline of their own, that have made every call once."""
+    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(SHAPES[comm.size])))
     for call in VERBS.values():
-        call(ops)
+        call(ops, 60)
     return ops
 
 
-def past_deadline(comm, late, seconds):
-    """Keep the late rank away until the others have given up; it then knows that they have."""
-    if comm.rank == late:
-        time.sleep(seconds)
+@contextmanager
+def late(comm, *ranks):
+    """Let these ranks in once the others have left."""
+    if comm.rank in ranks:
+        comm.Barrier()
+    yield
+    if comm.rank not in ranks:
+        comm.Barrier()
 
 
 @needs_ranks(2)
-@pytest.mark.parametrize("strict", ["0", "1"])
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(("verb", "strict"), [*product(VERBS, "0"), *product(["flat", "pipelined", "barrier"], "1")])
 def test_every_verb_ends_and_names_who_is_missing(comm, monkeypatch, verb, strict):
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
     ops = make(comm)
-    late, number = comm.size - 1, ops.num_collectives + 1
-    comm.Barrier()
-    past_deadline(comm, late, SECONDS + 0.3)
-    started = time.monotonic()
-    with pytest.raises(DeadlineExceededError) as caught:
-        VERBS[verb](ops)
+    last, number = comm.size - 1, ops.num_collectives + 1
+    with late(comm, last):
+        started = time.monotonic()
+        with pytest.raises(DeadlineExceededError) as caught:
+            VERBS[verb](ops, SECONDS)
     took, message = time.monotonic() - started, str(caught.value)
     assert isinstance(caught.value, TimeoutError)
     assert message.startswith(f"rank {comm.rank} (node{ops.world.place(comm.rank).node_index}): ")
     assert f": collective {number}, {NAMES.get(verb, verb)}(" in message
-    node = ops.world.place(late).node_index
-    if comm.rank == late:
+    node = ops.world.place(last).node_index
+    if comm.rank == last:
         assert "comes too late: rank" in message
         assert took < 0.5 * PATIENCE_SECONDS, "it need not wait"
     else:
-        assert message.endswith(f"not all ranks have arrived: missing rank {late} (node{node})")
+        assert message.endswith(f"not all ranks have arrived: missing rank {last} (node{node})")
         assert SECONDS <= took < PATIENCE_SECONDS
     for again in VERBS.values():
         with pytest.raises(UnavailableError, match=f"an earlier {NAMES.get(verb, verb)} did not end .DeadlineExceededError."):
-            again(ops)
+            again(ops, None)
     ops.close()
     comm.Barrier()
 
@@ -93,69 +99,74 @@ def test_every_verb_ends_and_names_who_is_missing(comm, monkeypatch, verb, stric
 def test_the_first_call_of_a_shape_has_the_deadline_too(comm, monkeypatch, strict):
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
     ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
-    past_deadline(comm, 0, SECONDS + 0.3)
-    with pytest.raises(
-        DeadlineExceededError, match=r"collective 1, all_reduce\(SUM.*(missing rank 0 \(node0\)$|comes too late)"
-    ):
-        ops.all_reduce(SUM, [np.ones(123_456)], CommunicationOptions(timeout_seconds=SECONDS, algorithm="hierarchical"))
-    comm.Barrier()
+    message = r"collective 1, all_reduce\(SUM.*(missing rank 0 \(node0\)$|comes too late)"
+    with late(comm, 0), pytest.raises(DeadlineExceededError, match=message):
+        ops.all_reduce(SUM, [np.ones(123_456)], within(SECONDS, algorithm="hierarchical"))
 
 
 @needs_ranks(3)
 def test_several_that_are_missing_are_all_named(comm):
     ops = make(comm)
-    missing = list(range(1, comm.size))
-    past_deadline(comm, comm.rank if comm.rank in missing else -1, SECONDS + 1.5)
     nodes = r"rank 1 \(node0\), rank" if comm.size < 8 else r"ranks 1-3 \(node0\), rank"
-    with pytest.raises(DeadlineExceededError, match=f"comes too late: rank 0 .node0. gave up waiting|missing {nodes}"):
-        ops.barrier()
-    comm.Barrier()
+    message = f"comes too late: rank 0 .node0. gave up waiting|missing {nodes}"
+    with late(comm, *range(1, comm.size)), pytest.raises(DeadlineExceededError, match=message):
+        ops.barrier(within(SECONDS))
 
 
 @needs_ranks(2)
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_the_shortest_deadline_holds_for_all(comm, monkeypatch, strict):
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
-    ops = make(comm, seconds=30)
-    comm.Barrier()
-    past_deadline(comm, comm.size - 1, SECONDS + 0.3)
+    ops = make(comm)
     started = time.monotonic()
-    with pytest.raises(DeadlineExceededError, match="missing rank|comes too late") as caught:
-        ops.barrier(CommunicationOptions(timeout_seconds=SECONDS if comm.rank == 0 else 30))
-    assert time.monotonic() - started < PATIENCE_SECONDS
+    with late(comm, comm.size - 1), pytest.raises(DeadlineExceededError, match="missing rank|comes too late") as caught:
+        ops.barrier(within(SECONDS if comm.rank == 0 else 30))
+    assert time.monotonic() - started < 25
     if comm.rank not in (0, comm.size - 1):
         assert "was given up by rank 0 (node0), whose time was up; not all ranks have arrived" in str(caught.value)
-    comm.Barrier()
 
 
 @needs_ranks(2)
 def test_in_strict_mode_a_rank_without_a_deadline_hears_of_others(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "1")
-    ops = make(comm, seconds=None)
-    comm.Barrier()
-    past_deadline(comm, comm.size - 1, SECONDS + 0.3)
-    with pytest.raises(DeadlineExceededError, match="missing rank|comes too late"):
-        ops.barrier(CommunicationOptions(timeout_seconds=SECONDS) if comm.rank == 0 else None)
-    comm.Barrier()
+    ops = make(comm)
+    with late(comm, comm.size - 1), pytest.raises(DeadlineExceededError, match="missing rank|comes too late"):
+        ops.barrier(within(SECONDS) if comm.rank == 0 else None)
 
 
 @needs_ranks(2)
 def test_who_is_late_but_in_time_is_no_error(comm):
-    ops = make(comm, seconds=10)
+    ops = make(comm)
     for verb in VERBS.values():
-        past_deadline(comm, comm.size - 1, 0.02)
-        verb(ops)
+        time.sleep(0.02 * (comm.rank == comm.size - 1))
+        verb(ops, 10)
     ops.close()
+
+
+@needs_ranks(2)
+def test_at_the_last_moment_all_raise_or_none(comm):
+    rng = np.random.default_rng(7)  # of one seed, so that all ranks draw the same
+    for moment in rng.uniform(0.048, 0.06, 8):
+        ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+        comm.Barrier()
+        time.sleep(moment * (comm.rank == comm.size - 1))
+        try:
+            ops.barrier(within(0.05))
+            outcome = "passed"
+        except DeadlineExceededError:
+            outcome = "raised"
+        assert len(set(comm.allgather(outcome))) == 1, moment
+        ops.close()
 
 
 @needs_ranks(2)
 def test_a_deadline_leaves_agreement_as_it_is(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "1")
-    ops = make(comm, seconds=10)
+    ops = make(comm)
     with pytest.raises(AgreementError, match="ranks made different calls"):
-        ops.barrier() if comm.rank else ops.all_gather(ONES)
+        ops.barrier(within(10)) if comm.rank else ops.all_gather(ONES, options=within(20))
     with pytest.raises((ValueError, AgreementError), match="root must be a replica"):
-        ops.broadcast(ONES, root=-1 if comm.rank else 0)
+        ops.broadcast(ONES, root=-1 if comm.rank else 0, options=within(10))
     ops.barrier()
     ops.close()
 
@@ -172,51 +183,39 @@ def test_settings_of_which_only_some_have_a_deadline_are_refused(comm, monkeypat
 def test_the_setting_is_the_deadline_of_calls_that_name_none(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", str(SECONDS))
     ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
-    past_deadline(comm, 0, SECONDS + 0.1)
-    ops.barrier(CommunicationOptions(timeout_seconds=0))  # no deadline here
-    past_deadline(comm, 0, SECONDS + 0.3)
-    with pytest.raises(DeadlineExceededError, match="did not end within 0.3 s|comes too late"):
-        ops.barrier()
-    comm.Barrier()
+    time.sleep((SECONDS + 0.3) * (comm.rank == 0))
+    ops.barrier(within(0))  # no deadline here, or in strict mode for its check
+    with late(comm, 0), pytest.raises(DeadlineExceededError, match=r"agree\(this\) (did not end within 0.3 s|comes too late)"):
+        ops.agree("agree(this)")
 
 
 @needs_ranks(2)
 def test_steps_that_do_not_end_name_who_does_not_answer(comm, monkeypatch):
-    # all have arrived, and one stops inside the call
+    # all have arrived, and one leaves the call as if it had ended
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     ops = make(comm)
-    comm.Barrier()
-    late = comm.size - 1
-    if comm.rank == late:
-        monkeypatch.setattr("mpistrat.cross_device.hierarchical.run_recipe", lambda *_: stopped())
-        with suppress(DeadlineExceededError):
-            VERBS["deterministic"](ops)
-        time.sleep(SECONDS + 1.5)
+    last = comm.size - 1
+    if comm.rank == last:
+        monkeypatch.setattr("mpistrat.cross_device.hierarchical.run_recipe", lambda *_: iter(()))
+        VERBS["deterministic"](ops, 60)
     else:
-        with pytest.raises(
-            DeadlineExceededError, match=rf"did not end within 0.3 s; all .* no answer from rank {late} \(node1\)"
-        ):
-            VERBS["deterministic"](ops)
+        message = rf"did not end within 0.3 s; all .* no answer from rank {last} \(node1\)"
+        with pytest.raises(DeadlineExceededError, match=message):
+            VERBS["deterministic"](ops, SECONDS)
         with pytest.raises(UnavailableError):
             ops.barrier()
     comm.Barrier()
-    if comm.rank == late:
+    if comm.rank == last:
         # it hears at its next call, or when it closes, that the others will not come
-        with pytest.raises((DeadlineExceededError, UnavailableError)):
-            ops.barrier()
+        with pytest.raises(DeadlineExceededError, match="comes too late: rank"):
+            ops.barrier(within(60))
     ops.close()
-    comm.Barrier()
-
-
-def stopped():
-    """Steps of a rank that leaves the others alone, and goes on as if nothing were."""
-    return iter(())
 
 
 @needs_ranks(2)
 def test_a_missed_deadline_of_a_started_all_reduce(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = make(comm, seconds=None)
+    ops = make(comm)
     options = CommunicationOptions(deterministic=True, timeout_seconds=SECONDS)
     work = ops.start_all_reduce(SUM, [ONES, ONES], options)
     with pytest.raises(UnavailableError, match="an earlier all_reduce is still under way: wait for it first"):

@@ -250,6 +250,21 @@ def test_a_wire_dtype_rounds_between_nodes_and_nowhere_else(ops, world, wire, al
     assert ops.all_reduce(ReduceOp.MAX, [given[ops.rank]], options)[0].tobytes() == given.max(0).tobytes()
 
 
+def test_options_of_one_call_leave_the_next_alone(ops, world):
+    given = (np.random.default_rng(3).normal(size=(world.size, 2000)) * 10.0 ** (np.arange(world.size)[:, None] % 4)).astype(
+        np.float32
+    )
+    kinds = ({}, {"wire_dtype": "bfloat16"}, {"wire_dtype": "float16"}, {"deterministic": True})
+    found = []
+    for _ in range(2):
+        for others in kinds:
+            [total] = ops.all_reduce(SUM, [given[ops.rank]], CommunicationOptions(algorithm="hierarchical", **others))
+            found.append(total.tobytes())
+    assert found[:4] == found[4:]
+    assert found[3] == in_replica_order(SUM, given).tobytes()
+    assert len(set(found[:3])) == (3 if world.num_nodes > 1 else 1)
+
+
 def test_16_bit_floats_may_be_sent_as_they_are(ops, world):
     options = CommunicationOptions(algorithm="hierarchical", wire_dtype="bfloat16")
     [total] = ops.all_reduce(SUM, [np.full(100, ops.rank + 1, ml_dtypes.bfloat16)], options)

@@ -13,6 +13,18 @@ from mpistrat.errors import AgreementError, OutOfRangeError
 from mpistrat.experimental import CommunicationImplementation, CommunicationOptions
 from tests.launches import needs_ranks
 
+# one shape of each number of ranks for what does not depend on it: several nodes, of unequal size where that is possible
+MIXED = {1: "1x1", 2: "2x1", 3: "2+1", 4: "3+1", 8: "3+1+2+2"}
+
+
+@pytest.fixture
+def mixed(comm, monkeypatch):
+    """Give a strategy of all ranks in one shape."""
+    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", MIXED.get(comm.size, f"{comm.size}x1"))
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+    yield strategy
+    strategy.close()
+
 
 def local(strategy, value):
     """Return the component of this replica."""
@@ -73,9 +85,9 @@ def test_components_of_different_shapes_are_not_combined(comm, strategy, op):
         ("sum", (0, -3), ValueError, "axis -3 is out of range for a component of 2 axes"),
     ],
 )
-def test_what_reduce_refuses(comm, strategy, op, axis, error, message):
+def test_what_reduce_refuses(comm, mixed, op, axis, error, message):
     with pytest.raises(error, match=message):
-        strategy.reduce(op, strategy.run(lambda: np.ones((2, 3))), axis=axis)
+        mixed.reduce(op, mixed.run(lambda: np.ones((2, 3))), axis=axis)
     assert comm.allreduce(1) == comm.size
 
 
@@ -90,16 +102,16 @@ def test_axes_may_be_negative(comm, strategy):
     ("component", "axis", "message"),
     [(1.0, 0, "got a scalar"), (np.ones(2), 1, "axis 1 is out of range"), (np.ones((2, 2)), -3, "axis -3 is out of range")],
 )
-def test_what_gather_refuses(comm, strategy, component, axis, message):
+def test_what_gather_refuses(comm, mixed, component, axis, message):
     with pytest.raises(ValueError, match=message):
-        strategy.gather(strategy.run(lambda: component), axis=axis)
+        mixed.gather(mixed.run(lambda: component), axis=axis)
     assert comm.allreduce(1) == comm.size
 
 
-def test_slices_are_not_gathered(comm, strategy):
-    slices = strategy.run(lambda: mpistrat.IndexedSlices(np.ones((1, 2)), np.array([comm.rank]), (comm.size, 2)))
+def test_slices_are_not_gathered(comm, mixed):
+    slices = mixed.run(lambda: mpistrat.IndexedSlices(np.ones((1, 2)), np.array([comm.rank]), (comm.size, 2)))
     with pytest.raises(NotImplementedError, match="IndexedSlices"):
-        strategy.gather(slices, axis=0)
+        mixed.gather(slices, axis=0)
     assert comm.allreduce(1) == comm.size
 
 
@@ -118,17 +130,17 @@ def test_run_hands_out_components_and_groups_results(comm, strategy):
 
 
 @pytest.mark.parametrize("args", [1, np.ones(2), "batch", {"a": 1}])
-def test_run_takes_its_arguments_in_a_list_or_tuple(comm, strategy, args):
+def test_run_takes_its_arguments_in_a_list_or_tuple(comm, mixed, args):
     with pytest.raises(ValueError, match=r"args must be a list or tuple, for example args=\(batch,\); got "):
-        strategy.run(lambda *given: None, args=args)
+        mixed.run(lambda *given: None, args=args)
 
 
-def test_local_results_are_a_tuple_of_one(comm, strategy):
-    assert strategy.experimental_local_results(7) == (7,)
-    value = strategy.run(lambda: comm.rank)
-    assert strategy.experimental_local_results(value) == (comm.rank,)
-    nest = strategy.run(lambda: {"a": [comm.rank, np.float32(1)]})
-    assert strategy.experimental_local_results(nest) == ({"a": [comm.rank, 1]},)
+def test_local_results_are_a_tuple_of_one(comm, mixed):
+    assert mixed.experimental_local_results(7) == (7,)
+    value = mixed.run(lambda: comm.rank)
+    assert mixed.experimental_local_results(value) == (comm.rank,)
+    nest = mixed.run(lambda: {"a": [comm.rank, np.float32(1)]})
+    assert mixed.experimental_local_results(nest) == ({"a": [comm.rank, 1]},)
 
 
 def test_values_come_from_a_function_of_the_replica(comm, strategy):
@@ -195,19 +207,19 @@ def test_options_of_a_call_win_over_those_of_the_strategy(comm):
 
 
 @pytest.mark.parametrize("implementation", ["ring", "Auto", CommunicationImplementation.RING])
-def test_an_implementation_may_be_spelt_as_text(comm, strategy, implementation):
+def test_an_implementation_may_be_spelt_as_text(comm, mixed, implementation):
     options = CommunicationOptions(implementation=implementation, timeout_seconds=60)
-    total = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.ones(3), options=options))
-    assert local(strategy, total).tolist() == [comm.size] * 3
+    total = mixed.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.ones(3), options=options))
+    assert local(mixed, total).tolist() == [comm.size] * 3
 
 
-def test_hints_are_a_deprecated_spelling_of_options(comm, strategy):
+def test_hints_are_a_deprecated_spelling_of_options(comm, mixed):
     with pytest.warns(DeprecationWarning, match="CommunicationOptions"):
         hints = mpistrat.experimental.CollectiveHints(bytes_per_pack=50)
     assert hints == CommunicationOptions(bytes_per_pack=50)
     with pytest.warns(DeprecationWarning, match="experimental_hints"):
-        total = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.ones(3), experimental_hints=hints))
-    assert local(strategy, total).tolist() == [comm.size] * 3
+        total = mixed.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.ones(3), experimental_hints=hints))
+    assert local(mixed, total).tolist() == [comm.size] * 3
 
 
 # -- input --
@@ -280,20 +292,20 @@ def test_exhausted_replicas_see_empty_batches_until_all_are_done(comm, strategy)
 
 
 @needs_ranks(2)
-def test_a_replica_without_any_data_sees_empty_batches(comm, strategy):
-    distributed = strategy.distribute_datasets_from_function(
+def test_a_replica_without_any_data_sees_empty_batches(comm, mixed):
+    distributed = mixed.distribute_datasets_from_function(
         lambda context: Batches([np.ones((2, 5), np.int16)] * (0 if context.input_pipeline_id == 0 else 2))
     )
-    found = [local(strategy, step) for step in distributed]
+    found = [local(mixed, step) for step in distributed]
     wanted = 0 if comm.rank == 0 else 2
     assert [(batch.shape, batch.dtype) for batch in found] == [((wanted, 5), np.int16)] * 2
 
 
-def test_an_iterator_ends_as_an_iterator(comm, strategy):
-    distributed = strategy.experimental_distribute_dataset(mpistrat.ArrayDataset(np.arange(3.0), batch_size=2))
+def test_an_iterator_ends_as_an_iterator(comm, mixed):
+    distributed = mixed.experimental_distribute_dataset(mpistrat.ArrayDataset(np.arange(3.0), batch_size=2))
     iterator = iter(distributed)
-    assert float(strategy.reduce("sum", next(iterator), axis=0)) == 1
-    assert float(strategy.reduce("sum", iterator.get_next(), axis=0)) == 2
+    assert float(mixed.reduce("sum", next(iterator), axis=0)) == 1
+    assert float(mixed.reduce("sum", iterator.get_next(), axis=0)) == 2
     with pytest.raises(OutOfRangeError, match="end"):
         iterator.get_next()
     with pytest.raises(StopIteration):
@@ -301,12 +313,12 @@ def test_an_iterator_ends_as_an_iterator(comm, strategy):
     iterator = iter(distributed)
     found = [iterator.get_next_as_optional() for _ in range(3)]
     assert [optional.has_value() for optional in found] == [True, True, False]
-    assert float(strategy.reduce("sum", found[0].get_value(), axis=0)) == 1
+    assert float(mixed.reduce("sum", found[0].get_value(), axis=0)) == 1
 
 
-def test_one_pipeline_for_each_replica(comm, strategy):
+def test_one_pipeline_for_each_replica(comm, mixed):
     seen = []
-    strategy.distribute_datasets_from_function(lambda context: seen.append(context) or Batches([np.zeros(1)]))
+    mixed.distribute_datasets_from_function(lambda context: seen.append(context) or Batches([np.zeros(1)]))
     [context] = seen
     assert context == mpistrat.InputContext(comm.size, comm.rank, comm.size)
     for spelling in ("num_input_pipelines", "input_pipeline_id", "num_replicas_in_sync"):
@@ -319,21 +331,21 @@ def test_one_pipeline_for_each_replica(comm, strategy):
         assert context.get_per_replica_batch_size(10) == each
 
 
-def test_the_experimental_spelling_of_the_function_is_deprecated(comm, strategy):
+def test_the_experimental_spelling_of_the_function_is_deprecated(comm, mixed):
     with pytest.warns(DeprecationWarning, match="distribute_datasets_from_function"):
-        distributed = strategy.experimental_distribute_datasets_from_function(lambda context: Batches([np.ones(2)]))
-    assert [strategy.reduce("sum", step, axis=0) for step in distributed] == [2 * comm.size]
+        distributed = mixed.experimental_distribute_datasets_from_function(lambda context: Batches([np.ones(2)]))
+    assert [mixed.reduce("sum", step, axis=0) for step in distributed] == [2 * comm.size]
 
 
 PER_WORKER, PER_REPLICA = mpistrat.InputReplicationMode.PER_WORKER, mpistrat.InputReplicationMode.PER_REPLICA
 
 
-def test_per_replica_mode_is_for_one_node_and_functions(comm, strategy):
+def test_per_replica_mode_is_for_one_node_and_functions(comm, mixed):
     options = mpistrat.InputOptions(experimental_replication_mode=PER_REPLICA)
     with pytest.raises(NotImplementedError, match="PER_REPLICA"):
-        strategy.experimental_distribute_dataset(mpistrat.ArrayDataset(np.arange(4), 2), options)
+        mixed.experimental_distribute_dataset(mpistrat.ArrayDataset(np.arange(4), 2), options)
     with pytest.raises(NotImplementedError, match="PER_REPLICA"):
-        strategy.distribute_datasets_from_function(lambda context: Batches([np.zeros(1)]), options)
+        mixed.distribute_datasets_from_function(lambda context: Batches([np.zeros(1)]), options)
     assert comm.allreduce(1) == comm.size
 
 
@@ -361,10 +373,10 @@ def test_input_options():
 
 
 @needs_ranks(2)
-def test_fewer_files_than_replicas_are_refused_by_the_policy_file(comm, strategy, tmp_path):
+def test_fewer_files_than_replicas_are_refused_by_the_policy_file(comm, mixed, tmp_path):
     path = tmp_path / "rows.npy"
     np.save(path, np.arange(8).reshape(4, 2))
     options = mpistrat.InputOptions(auto_shard_policy=mpistrat.AutoShardPolicy.FILE)
     with pytest.raises(ValueError, match=r"(?i)file"):
-        list(strategy.experimental_distribute_dataset(mpistrat.FileDataset([str(path)], np.load, batch_size=2), options))
+        list(mixed.experimental_distribute_dataset(mpistrat.FileDataset([str(path)], np.load, batch_size=2), options))
     assert comm.allreduce(1) == comm.size

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.cross_device.collectives import Collectives, check_gather
+from mpistrat.errors import AgreementError
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype, combine, divide
 from mpistrat.strategy.base import Strategy
@@ -94,7 +95,11 @@ class _ReplayedOps(Collectives):
         self._meet("barrier", None, lambda parts: None)
 
     def agree(self, call, error=None):
-        self._meet(f"agree {call}", None, lambda parts: None)
+        texts = self._meet("agree", call if error is None else f"{call}, which failed: {error!r}", list)
+        if error is not None:
+            raise error
+        if len(set(texts)) > 1:
+            raise AgreementError(f"ranks made different calls: {texts}")
 
     def choose(self, count, dtype, options=None):
         return None

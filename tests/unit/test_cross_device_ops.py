@@ -142,9 +142,9 @@ def test_a_value_that_is_not_distributed() -> None:
         assert [ops.reduce(op, zero, zero) is zero for op in ReduceOp] == [True] * 5
         assert ops.reduce("max", 5, 0) == 5
         for value in (mirrored, 5.0, [1, 2], IndexedSlices([1.0], [0], (1,))):
-            with pytest.raises(InvalidArgumentError, match=r"SUM of .*, which is equal on 2 replicas, is ambiguous: does it"):
+            with pytest.raises(InvalidArgumentError, match="SUM of a value that .* is ambiguous with 2 replicas: does it"):
                 ops.reduce("sum", value, "/cpu:0")
-        with pytest.raises(InvalidArgumentError, match="PROD of 5, which is equal on 2 replicas"):
+        with pytest.raises(InvalidArgumentError, match="PROD of a value that .* is ambiguous with 2 replicas"):
             ops.reduce("prod", 5, "/cpu:0")
 
     in_scope(2, program)
@@ -160,6 +160,27 @@ def test_the_arrays_of_a_variable_synchronized_on_read_are_combined() -> None:
             return [plain(ops.reduce(op, variable, variable)) for op in ("sum", "max")]
 
     assert on_replicas(3, program) == [[6, 3]] * 3
+
+
+def test_the_array_of_a_variable_is_not_handed_out_as_a_result() -> None:
+    strategy = one_replica()
+    with strategy.scope():
+        variable = mpistrat.Variable(np.ones(2), synchronization=mpistrat.VariableSynchronization.ON_READ)
+        total = HierarchicalAllReduce().reduce("sum", variable, variable)
+        variable.assign([5, 6])
+    assert total.tolist() == [1, 1]
+
+
+def test_packs_of_the_collectives_are_not_set_in_vain() -> None:
+    class Remembers(LocalCollectives):
+        def __setattr__(self, name, value):
+            assert name != "num_packs", "what the collectives remember was forgotten"
+            super().__setattr__(name, value)
+
+    strategy = mpistrat.Strategy(mpistrat.StrategyExtended(Remembers()))
+    assert strategy.run(lambda: HierarchicalAllReduce().all_reduce_in_replica(ReduceOp.SUM, [np.ones(2)]))[0].tolist() == [1, 1]
+    with pytest.raises(AssertionError, match="was forgotten"):
+        strategy.run(lambda: HierarchicalAllReduce(2).all_reduce_in_replica(ReduceOp.SUM, [np.ones(2)]))
 
 
 def test_broadcasting_copies_the_value_of_replica_0() -> None:

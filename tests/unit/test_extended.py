@@ -6,6 +6,7 @@ import pytest
 import mpistrat
 from mpistrat.context.stack import get_update_replica_id
 from mpistrat.context.values import Mirrored, PerReplica
+from mpistrat.cross_device.all_reduce import HierarchicalAllReduce, NcclAllReduce
 from mpistrat.cross_device.ops import CrossDeviceOps
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.cross_device.sparse import IndexedSlices
@@ -116,6 +117,48 @@ def test_every_reduction_of_a_strategy_goes_through_its_cross_device_ops():
         return ops.seen
 
     assert on_replicas(2, program) == [[("SUM", 2), ("SUM", 2), ("MEAN", 2), ("MAX", 1)]] * 2
+
+
+def test_gathering_goes_through_the_cross_device_ops_of_a_strategy():
+    class Reversed(HierarchicalAllReduce):
+        def gather_implementation(self, per_replica_value, destinations, axis, options):
+            assert isinstance(options, CommunicationOptions)
+            whole = super().gather_implementation(per_replica_value, destinations, axis, options)
+            return Mirrored(np.asarray(whole)[::-1])
+
+    def program(strategy):
+        strategy = Strategy(StrategyExtended(strategy.extended.collectives, Reversed()))
+        value = {"a": PerReplica(np.array([rank_of(strategy)])), "b": np.array([7, 8])}
+        gathered = strategy.gather(value, axis=0)
+        assert not mpistrat.has_strategy()
+        return gathered["a"].tolist(), gathered["b"].tolist()
+
+    assert on_replicas(3, program) == [([2, 1, 0], [7, 8])] * 3
+
+
+def test_ops_are_not_asked_for_nothing():
+    def program(strategy):
+        strategy = Strategy(StrategyExtended(strategy.extended.collectives, NcclAllReduce()))
+        return strategy.reduce("mean", 5.0, axis=None), strategy.run(
+            lambda: mpistrat.get_replica_context().all_reduce("sum", {})
+        )
+
+    assert on_replicas(2, program) == [(5, {})] * 2
+
+
+def test_update_refuses_a_value_that_only_some_replicas_have():
+    def program(strategy):
+        extended = strategy.extended
+        with strategy.scope():
+            weights = mpistrat.Variable(0.0)
+        total = extended.reduce_to("sum", PerReplica(1.0), "rank:0")
+        message = r"every replica makes the change: reduce the value to the variable(.|\n)*correct: "
+        with pytest.raises(TypeError, match=message):
+            extended.update(weights, print, ([total],))
+        with pytest.raises(TypeError, match=message):
+            extended.update_non_slot(None, print, kwargs={"total": total})
+
+    on_replicas(2, program)
 
 
 def test_update_changes_the_component_of_this_rank():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from math import trunc
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -53,8 +54,8 @@ def test_operations_are_defined_as_the_table_says(op: ReduceOp, dtype: np.dtype)
         check_dtype(op, dtype)
 
 
-@pytest.mark.parametrize("code", ["O", "U3", "S3", "M8[s]", "m8[s]", "f4,i4", "V3"])
-def test_what_is_no_number_is_refused_with_what_is_accepted(code: str) -> None:
+@pytest.mark.parametrize("code", ["O", "U3", "S3", "M8[s]", "m8[s]", "f4,i4", "V3", ml_dtypes.float8_e5m2])
+def test_what_is_no_number_is_refused_with_what_is_accepted(code: Any) -> None:
     message = (
         "which no collective can carry; accepted are bool, integers, float16, bfloat16, float32, float64 and complex numbers"
     )

@@ -65,6 +65,8 @@ def test_the_weighted_mean_of_no_weight_is_nan():
         ("mean", 1.0, np.inf, InvalidArgumentError, "weight must be one finite number"),
         ("mean", 1.0, [1, 2], InvalidArgumentError, "weight must be one finite number"),
         ("mean", 1.0, 1j, InvalidArgumentError, "weight must be one finite number"),
+        ("mean", np.ones(1, np.float32), 1e39, InvalidArgumentError, "weight 1e.39 is out of the range of float32, in which"),
+        ("mean", np.ones(1, np.float16), 1e-50, InvalidArgumentError, "weight 1e-50 .* values of dtype float16 are weighted"),
         ("mean", 1.0, "2", UnsupportedDtypeError, "weight has dtype <U1"),
         ("mean", 1, 2, UnsupportedDtypeError, "the weighted mean is not defined for dtype int64"),
         ("mean", True, 2, UnsupportedDtypeError, "the weighted mean is not defined for dtype bool"),
@@ -74,6 +76,22 @@ def test_the_weighted_mean_of_no_weight_is_nan():
 def test_what_has_no_weighted_mean_is_refused(op, value, weight, error, message):
     with pytest.raises(error, match=message):
         alone(lambda context: context.all_reduce(op, value, weight=weight))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda context: context.all_reduce("sum", 1.0, "RING"),
+        lambda context: context.start_all_reduce("sum", 1.0, "RING"),
+        lambda context: context.all_gather(np.ones(1), 0, "RING"),
+        lambda context: context.broadcast(1.0, 0, "RING"),
+        lambda context: context.reduce_scatter("sum", np.ones(1), 0, "RING"),
+        lambda context: context.all_to_all([1.0], "RING"),
+    ],
+)
+def test_options_of_another_type_are_refused(call):
+    with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got 'RING'"):
+        alone(call)
 
 
 def test_start_all_reduce_returns_a_handle():

@@ -75,6 +75,21 @@ def test_a_nest_is_reduced_leaf_by_leaf():
         assert result == {"a": 1, "b": [1]}
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_results_share_no_memory_with_values(num_replicas):
+    def program(strategy):
+        with strategy.scope():
+            variable = mpistrat.Variable(np.zeros(2))
+        plain = np.zeros(2)
+        for value, array in ((variable, variable.value), (plain, plain), (PerReplica(plain), plain)):
+            for result in (strategy.reduce("max", value, axis=None), strategy.gather(value, axis=0)):
+                assert not np.shares_memory(result, array)
+        slices = IndexedSlices(np.zeros((1, 2)), np.zeros(1, int))
+        assert not np.shares_memory(strategy.reduce("mean", slices, axis=None).values, slices.values)
+
+    on_replicas(num_replicas, program)
+
+
 @pytest.mark.parametrize("wrap", [lambda value: value, Mirrored, np.asarray])
 def test_a_value_that_is_equal_on_all_replicas(wrap):
     def mean(strategy):

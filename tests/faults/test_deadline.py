@@ -1,0 +1,42 @@
+"""One rank never comes to a collective: under a deadline the whole job ends, and says whom it waited for."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.jobs import Ended
+
+Job = Callable[..., Ended]
+
+HOST = socket.gethostname()
+DEADLINE_SECONDS = 0.5
+LIMIT_SECONDS = DEADLINE_SECONDS + 6.0
+
+PROGRAM = """
+    import numpy as np
+    import mpistrat
+
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+    step = lambda: mpistrat.get_replica_context().all_reduce("sum", np.ones(3))
+    strategy.run(step)
+    mine.Barrier()
+    if comm.rank == 1:
+        note_fault()
+        {fault}
+    strategy.run(step)
+"""
+
+
+@pytest.mark.parametrize("strict", ["0", "1"])
+@pytest.mark.parametrize("fault", ["time.sleep(1000)", "os.kill(os.getpid(), signal.SIGSTOP)"], ids=["asleep", "stopped"])
+def test_a_rank_that_never_comes_ends_the_job(job: Job, fault: str, strict: str) -> None:
+    deadline = {"MPISTRAT_TIMEOUT_SECONDS": str(DEADLINE_SECONDS), "MPISTRAT_STRICT": strict}
+    ended = job(3, PROGRAM.format(fault=fault), **deadline)
+    assert ended.code != 0
+    assert ended.seconds < LIMIT_SECONDS
+    assert "DeadlineExceededError: rank " in ended.marked[-1]
+    assert f"did not end within 0.5 s; not all ranks have arrived: missing rank 1 ({HOST})" in ended.marked[-1]
+    assert not ended.leftovers()
