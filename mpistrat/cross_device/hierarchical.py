@@ -21,12 +21,12 @@ from mpistrat.cross_device.gate import Call
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.cross_device.recipe import Recipe, run_recipe
 from mpistrat.cross_device.recipe_book import RECIPES_KEPT, RecipeBook
+from mpistrat.cross_device.small_batch import SMALL_BATCH_BYTES, SmallBatch
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.execution.bound_plan import DirectPlan
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.work import Work
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.reduction import ReduceOp
+from mpistrat.reduction import ReduceOp, accumulation_dtype
 from mpistrat.transports.base import Steps
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class HierarchicalCollectives(ExchangeVerbs):
         self._direct: dict[tuple[str, int, int], MPI.Op] = {}
         # the arrays of the last such call with `out`: what was checked once holds as long as they are the same objects
         self._last: tuple[Array, Array, ReduceOp, MPI.Op] | None = None
+        self._small: dict[tuple[Any, ...], SmallBatch] = {}
         self.num_packs = num_packs
         super().__init__(hierarchy, options)
         self._executor = Executor(hierarchy)
@@ -112,6 +113,11 @@ class HierarchicalCollectives(ExchangeVerbs):
                 self._allreduce(source, target, native)
                 self._last = None if out is None else (source, target, op, native)
                 return [target]
+        if self._small and options is None and out is None and not self.timeline.enabled and not self._gate.refusal:
+            batch = self._small.get(_signature(op, arrays))
+            if batch is not None:
+                self.num_collectives += 1
+                return batch.run(arrays)
         call, steps, results = self._begin(op, arrays, options, out)
         self._gate.run(call, steps)
         return results
@@ -172,8 +178,8 @@ class HierarchicalCollectives(ExchangeVerbs):
 
         call = self._enter("all_reduce", lambda wanted: self._arguments(op, arrays, wanted), options, check)
         recipe = self._recipes.find(op, arrays, call.options, self._num_packs)
-        if len(arrays) == 1 and not (self.is_strict or call.ends) and call.options is self._options:
-            self._remember_direct(op, arrays[0], recipe)
+        if call.options is self._options and not (self.is_strict or call.ends):
+            self._remember(op, arrays, recipe)
         if out is None:
             results = [np.empty(array.shape, array.dtype) for array in arrays]
         else:
@@ -181,17 +187,24 @@ class HierarchicalCollectives(ExchangeVerbs):
             arrays = apart(arrays, results)
         return call, run_recipe(recipe, arrays, results), results
 
-    def _remember_direct(self, op: ReduceOp, array: Array, recipe: Recipe) -> None:
-        """Note the MPI operation for arrays like this one, where one call of MPI is all there is to do."""
-        bound = recipe[0].bound
-        flat = isinstance(bound, DirectPlan) and bound.is_flat
-        if flat and op is not ReduceOp.MEAN and array.nbytes <= settings.MAX_MESSAGE_BYTES.read():
-            if len(self._direct) == RECIPES_KEPT:
-                self._direct.clear()
-            self._direct[op._value_, array.size, array.dtype.num] = self._bytes.native_op(op, array.dtype)
+    def _remember(self, op: ReduceOp, arrays: Sequence[Array], recipe: Recipe) -> None:
+        """Note how arrays like these go straight through MPI, where one call of it is all there is to do."""
+        nbytes = sum(array.nbytes for array in arrays)
+        if len(recipe) > 1 or not 0 < nbytes <= settings.MAX_MESSAGE_BYTES.read() or not recipe[0].bound.flat_count:
+            return
+        if len(self._direct) + len(self._small) >= RECIPES_KEPT:
+            self._forget_direct()
+        dtype = accumulation_dtype(op, arrays[0].dtype)
+        native = self._bytes.native_op(op, dtype)
+        if len(arrays) == 1 and op is not ReduceOp.MEAN and dtype == arrays[0].dtype:
+            self._direct[op._value_, arrays[0].size, dtype.num] = native
+        elif nbytes <= SMALL_BATCH_BYTES and len({array.dtype for array in arrays}) == 1:
+            batch = SmallBatch(op, arrays, recipe[0], self.size, native, self._allreduce)
+            self._small[_signature(op, arrays)] = batch
 
     def _forget_direct(self) -> None:
         self._direct.clear()
+        self._small.clear()
         self._last = None
 
     def _arguments(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> str:
@@ -207,3 +220,7 @@ class HierarchicalCollectives(ExchangeVerbs):
 
 def _described(arrays: Sequence[Array]) -> str:
     return ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
+
+
+def _signature(op: ReduceOp, arrays: Sequence[Array]) -> tuple[Any, ...]:
+    return (op, *[(array.shape, array.dtype) for array in arrays])

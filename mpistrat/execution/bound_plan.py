@@ -28,7 +28,17 @@ __all__ = ["BoundPlan", "DirectPlan"]
 
 
 class BoundPlan:
-    """A plan with its memory, ready to run any number of times."""
+    """A plan with its memory, ready to run any number of times.
+
+    Attributes
+    ----------
+    plan : Plan
+        What is carried out.
+    generation : int
+        Of the executor's scratch memory, when this was bound.
+    flat_count : int
+        Elements that one all-reduce of MPI takes, where that is all there is to do; else 0.
+    """
 
     def __init__(
         self,
@@ -46,6 +56,8 @@ class BoundPlan:
         self._executor = executor
         self._dtype, self._op, self._layout = dtype, op, layout
         self._slots, self._slot_bytes, self._ordered = slots, slot_bytes, ordered
+        is_one_call = ordered is None and plan.num_chunks == 1 and _is_flat(plan)
+        self.flat_count = plan.padded(plan.count) if is_one_call else 0
         self._bound: dict[tuple[int, int], list[list[tuple[str, Operation]]]] = {}
         # rails have a channel for each slot; the operations inside a node follow each other
         self._abreast = plan.depth if any(phase.scope is Scope.INTER for phase in plan.phases) else 1
@@ -149,13 +161,18 @@ class DirectPlan:
         Returns the steps for (source, target, op, divisor).
     op : ReduceOp
         How to combine.
+
+    Attributes
+    ----------
+    flat_count : int
+        As for `BoundPlan`.
     """
 
     def __init__(
         self, executor: Executor, plan: Plan, between: Callable[[Array, Array, ReduceOp, int], Steps], op: ReduceOp
     ) -> None:
         self.plan = plan
-        self.is_flat = all(phase.scope is Scope.WORLD for phase in plan.phases)
+        self.flat_count = plan.count if _is_flat(plan) else 0
         self._between = between
         self._executor = executor
         self._op = op
@@ -187,3 +204,7 @@ class _Chunk:
     head: list[tuple[str, Operation]] = field(default_factory=list)
     middle: list[tuple[str, Operation]] = field(default_factory=list)
     tail: list[tuple[str, Operation]] = field(default_factory=list)
+
+
+def _is_flat(plan: Plan) -> bool:
+    return all(phase.scope is Scope.WORLD for phase in plan.phases)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from mpistrat.arrays import Array, as_array, like
+from mpistrat.arrays import Array, like
 from mpistrat.errors import InvalidArgumentError
+from mpistrat.inputs.rebatch import readable
 from mpistrat.inputs.rows import RowDataset
 from mpistrat.inputs.spec import spec_of
 from mpistrat.structures import flatten, leaf_names, rebuild
@@ -47,7 +46,7 @@ class ArrayDataset(RowDataset):
         self, arrays: Any, batch_size: int, shuffle: bool = False, seed: int = 0, drop_remainder: bool = False
     ) -> None:
         self._given, self._structure = flatten(arrays)
-        self._arrays = [np.asarray(leaf) if isinstance(leaf, np.ndarray) else as_array(leaf) for leaf in self._given]
+        self._arrays = [readable(leaf) for leaf in self._given]
         num_rows = _common_extent(self._arrays, leaf_names(arrays, "arrays"))
         super().__init__(num_rows, batch_size, shuffle, seed, drop_remainder)
 
@@ -57,17 +56,13 @@ class ArrayDataset(RowDataset):
         return spec_of(rebuild(self._structure, list(self._arrays)))
 
     def _read(self, rows: Array) -> Any:
-        taken = [like(_rows(array, rows), given) for array, given in zip(self._arrays, self._given, strict=True)]
+        # not array.take: of an array that is not contiguous it copies everything first
+        taken = [like(array[rows], given) for array, given in zip(self._arrays, self._given, strict=True)]
         return rebuild(self._structure, taken)
 
     def _describe_row(self) -> str:
         rows = ", ".join(f"{array.dtype} {array.shape[1:]}" for array in self._arrays)
         return f"[{rows}] in {self._structure}"
-
-
-def _rows(array: Array, rows: Array) -> Array:
-    """Return these rows as an array of their own; of a memory map nothing else is read."""
-    return np.asarray(array.take(rows, axis=0))
 
 
 def _common_extent(arrays: list[Array], names: list[str]) -> int:

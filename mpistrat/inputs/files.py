@@ -13,7 +13,7 @@ import numpy as np
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.inputs.base import Dataset
 from mpistrat.inputs.checks import checked_int
-from mpistrat.inputs.rebatch import batched, num_rows, share
+from mpistrat.inputs.rebatch import batched, num_rows, readable, share
 from mpistrat.inputs.spec import spec_of
 from mpistrat.structures import map_leaves
 
@@ -143,7 +143,7 @@ class FileDataset(Dataset):
             found = self._read_fn(self._files[number])
             rng = np.random.default_rng((self._seed, epoch, number))
             for part in found if isinstance(found, Iterator) else (found,):
-                yield self._checked(map_leaves(np.asarray, part), self._files[number], rng)
+                yield self._checked(map_leaves(readable, part), self._files[number], rng)
 
     def _checked(self, part: Any, file: Any, rng: np.random.Generator) -> Any:
         """Return a part, its rows in the order of this epoch, after checking that it is like those before it."""

@@ -32,7 +32,10 @@ class IterableDataset(Dataset):
     @property
     def num_batches(self) -> int | None:
         """How many batches the source says it has; None where it does not say."""
-        return len(self._source) if isinstance(self._source, Sized) else None
+        try:
+            return len(self._source) if isinstance(self._source, Sized) else None
+        except TypeError:  # how sources say it that have a len() only sometimes, PyTorch's DataLoader for example
+            return None
 
     @property
     def element_spec(self) -> Any:

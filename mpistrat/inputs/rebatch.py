@@ -1,4 +1,16 @@
-"""Cut batches: a global batch into the replicas' shares, or into pieces for one replica; and parts into batches."""
+"""Cut batches: a global batch into the replicas' shares, or into pieces for one replica; and parts into batches.
+
+Shares are the ceiling split. Rows keep their order. Every replica but the last ones has the same number; the last may have
+fewer, or none:
+
+==============  ========  ==================================
+rows            replicas  handed out
+==============  ========  ==================================
+0 1 2 3         2         0 1 | 2 3
+0 1 2 3         3         0 1 | 2 3 | nothing
+0 1 2 3         5         0 | 1 | 2 | 3 | nothing
+==============  ========  ==================================
+"""
 
 from __future__ import annotations
 
@@ -8,12 +20,30 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from mpistrat.arrays import as_array, like
+from mpistrat.arrays import Array, as_array, like
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.shard import shard_bounds
 from mpistrat.structures import flatten, leaf_names, map_leaves
 
-__all__ = ["batched", "num_rows", "pieces", "share"]
+__all__ = ["batched", "num_rows", "pieces", "readable", "shard_bounds", "share"]
+
+
+def shard_bounds(num_rows: int, replica: int, num_replicas: int) -> tuple[int, int]:
+    """Return the first row of a replica's share of a batch, and the row after its last."""
+    share = -(-num_rows // num_replicas)
+    return min(replica * share, num_rows), min((replica + 1) * share, num_rows)
+
+
+def readable(leaf: Any) -> Array:
+    """Return what is fed as a NumPy array: what `as_array` reads, and text and dates, which no collective carries.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If its memory is on a device that is not this replica's.
+    UnsupportedDtypeError
+        If it is no array, or has a mask.
+    """
+    return np.asarray(leaf) if type(leaf) in (np.ndarray, np.memmap) else as_array(leaf)
 
 
 def num_rows(batch: Any) -> int:
@@ -67,18 +97,21 @@ def pieces(batch: Any, replica: int, num_replicas: int) -> Iterator[Any]:
 
 
 def batched(parts: Iterable[Any], batch_size: int, drop_remainder: bool) -> Iterator[Any]:
-    """Yield the rows of `parts`, nests of NumPy arrays, in batches of `batch_size`; the last may have fewer, or is dropped."""
+    """Yield the rows of `parts`, nests of NumPy arrays, in batches of `batch_size`; the last may have fewer, or is dropped.
+
+    A batch within one part is a view of it. Of a part nothing is held when the next one is asked for: it may use its memory.
+    """
     kept: list[Any] = []
-    rows = 0
+    missing = batch_size
     for part in parts:
-        kept.append(part)
-        rows += num_rows(part)
-        if rows >= batch_size:
-            joined, whole = _join(kept), rows - rows % batch_size
-            for first in range(0, whole, batch_size):
-                yield _cut(joined, first, first + batch_size)
-            kept, rows = [_cut(joined, whole, rows)], rows - whole
-    if rows and not drop_remainder:
+        first, end = 0, num_rows(part)
+        while end - first >= missing:
+            yield _join([*kept, _cut(part, first, first + missing)])
+            kept, first, missing = [], first + missing, batch_size
+        if first < end:
+            kept.append(map_leaves(np.array, _cut(part, first, end)))
+            missing -= end - first
+    if kept and not drop_remainder:
         yield _join(kept)
 
 
@@ -87,8 +120,7 @@ def _cut(batch: Any, start: int, stop: int) -> Any:
 
 
 def _copy(leaf: Any) -> Any:
-    # text too may be fed, which as_array refuses because no collective carries it
-    return np.array(leaf) if isinstance(leaf, np.ndarray) else like(np.array(as_array(leaf)), leaf)
+    return like(np.array(readable(leaf)), leaf)
 
 
 def _join(parts: list[Any]) -> Any:

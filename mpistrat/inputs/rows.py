@@ -11,7 +11,7 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.inputs.base import Dataset
 from mpistrat.inputs.checks import checked_int
-from mpistrat.inputs.shard import shard_bounds
+from mpistrat.inputs.rebatch import shard_bounds
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -322,6 +322,12 @@ class TestMultiWorker:
             mpistrat.MultiWorkerMirroredStrategy()
 
     @needs_ranks(2)
+    def test_tf_config_that_one_rank_cannot_read(self, comm, monkeypatch, together):
+        monkeypatch.setenv("TF_CONFIG", "{" if comm.rank == 1 else "{}")
+        with pytest.raises(InvalidArgumentError if comm.rank == 1 else AgreementError, match="TF_CONFIG='{' is no JSON"):
+            mpistrat.MultiWorkerMirroredStrategy()
+
+    @needs_ranks(2)
     def test_a_resolver_that_fails_on_one_rank(self, comm, together):
         class Moody(ClusterResolver):
             def cluster_spec(self):

@@ -270,6 +270,85 @@ def test_a_closed_strategy_says_so(kind):
     assert strategy.run(lambda: float(count)) is not None
 
 
+class Unreadable:
+    def __array__(self, dtype=None, copy=None):
+        raise OSError("the disk is gone")
+
+
+def update(strategy, argument):
+    with strategy.scope():
+        variable = mpistrat.Variable(0.0)
+    strategy.extended.update(variable, lambda variable, argument: variable.assign(argument), (argument,))
+
+
+def to_one_device(strategy, value):
+    strategy = mpistrat.Strategy(mpistrat.StrategyExtended(strategy.extended.collectives, mpistrat.ReductionToOneDevice()))
+    strategy.run(lambda: mpistrat.get_replica_context().all_reduce("max", value))
+
+
+# what is called with the first argument on rank 0, with the second on the others: what rank 0 raises, and what the others read
+REFUSED_BY_ONE = {
+    "update": (update, PerReplica(1.0), 1.0, TypeError, "extended.update got PerReplica"),
+    "update_non_slot": (
+        lambda strategy, argument: strategy.extended.update_non_slot(None, lambda argument: None, (argument,)),
+        PerReplica(1.0),
+        1.0,
+        TypeError,
+        "extended.update got PerReplica",
+    ),
+    "to one device": (to_one_device, 1j, 1.0, TypeError, "MAX is not defined for value of dtype complex128"),
+    "gather": (
+        lambda strategy, value: strategy.gather(value, axis=0),
+        np.ones(1),
+        PerReplica(np.ones(1)),
+        AgreementError,
+        "0 arrays to concatenate",
+    ),
+    "reduce": (
+        lambda strategy, value: strategy.reduce("mean", value, axis=None),
+        1.0,
+        PerReplica(1.0),
+        AgreementError,
+        "0 arrays to combine",
+    ),
+    "options of reduce": (
+        lambda strategy, options: strategy.reduce("mean", PerReplica(1.0), None, options),
+        "RING",
+        None,
+        InvalidArgumentError,
+        "options must be CommunicationOptions or None; got 'RING'",
+    ),
+    "options in a replica": (
+        lambda strategy, options: strategy.run(lambda: mpistrat.get_replica_context().all_gather([1.0], 0, options)),
+        "RING",
+        None,
+        InvalidArgumentError,
+        "options must be CommunicationOptions or None; got 'RING'",
+    ),
+    "an array that cannot be read": (
+        lambda strategy, value: strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", value)),
+        Unreadable(),
+        1.0,
+        OSError,
+        "the disk is gone",
+    ),
+}
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("case", REFUSED_BY_ONE)
+def test_what_one_rank_refuses_no_other_waits_for(comm, monkeypatch, case):
+    call, refused, accepted, error, message = REFUSED_BY_ONE[case]
+    monkeypatch.setenv("MPISTRAT_STRICT", "1")
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+    first = comm.rank == 0
+    with pytest.raises(error if first else AgreementError, match=message):
+        call(strategy, refused if first else accepted)
+    # and all are in step again
+    assert strategy.reduce("sum", PerReplica(1.0), axis=None) == comm.size
+    strategy.close()
+
+
 @pytest.mark.parametrize("batch_size", [128, 136], ids=["uneven last batch", "last batch of one row"])
 def test_weights_agree_at_any_number_of_replicas(comm, strategy, batch_size):
     expected, _, expected_losses = train(mpistrat.OneDeviceStrategy(), epochs=2, batch_size=batch_size)

@@ -358,6 +358,8 @@ def test_the_chief_is_the_lowest_rank_that_plays_it():
     assert chief_rank(roles(CLUSTER, ("worker", 0), ("worker", 1), ("chief", 0))) == 2
     workers = {"worker": ["a:1", "b:1"]}
     assert chief_rank(roles(workers, ("worker", 1), ("worker", 1), ("worker", 0), ("worker", 0))) == 2
+    # nobody is the chief where worker 0 is missing
+    assert chief_rank(roles({"worker": {1: "a:1", 2: "b:1"}}, ("worker", 2), ("worker", 1))) == 0
 
 
 def test_tasks_that_nobody_plays():

@@ -11,6 +11,7 @@ import pytest
 import mpistrat
 from mpistrat.context.values import Mirrored, PerReplica, select_replica
 from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.strategy.run_options import RunOptions
 from tests.unit.replicas import on_replicas
