@@ -20,8 +20,8 @@ __all__ = [
     "PerReplica",
     "across_replicas",
     "container_of",
+    "converted",
     "fitted",
-    "keeps_kind",
     "regroup",
     "select_replica",
 ]
@@ -68,15 +68,17 @@ class DistributedValues(np.lib.mixins.NDArrayOperatorsMixin):
         return np.array(self.read(), dtype=dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        _check_targets(kwargs.get("out", ()))
+        if "out" in kwargs:
+            _check_targets(kwargs["out"])
         return getattr(ufunc, method)(*map(_read, inputs), **kwargs)
 
     def __array_function__(
         self, func: Callable[..., Any], types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         written = (args or tuple(kwargs.values()))[:1] if func in _WRITERS else ()
-        _check_targets((written, kwargs.get("out")))
-        return func(*map_leaves(_read, args), **map_leaves(_read, kwargs))
+        if written or "out" in kwargs:
+            _check_targets((written, kwargs.get("out")))
+        return func(*map_leaves(_read, args), **(map_leaves(_read, kwargs) if kwargs else {}))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         _check_targets(self)
@@ -229,25 +231,43 @@ def fitted(value: Any, target: Array, owner: object) -> Array:
     ------
     InvalidArgumentError
         If the shapes differ.
+        Or an integer is out of range for the dtype of `target`.
     UnsupportedDtypeError
-        If the dtype of `target` cannot hold the kind of number that `value` has.
+        If that dtype cannot hold the kind of number that `value` has.
     """
     array = as_array(value)
     if array.shape != target.shape:
         raise InvalidArgumentError(
             f"{owner!r} has shape {target.shape}; a value of shape {array.shape} cannot be assigned to it"
         )
-    if not keeps_kind(array.dtype, target.dtype):
+    return converted(array, target.dtype, owner)
+
+
+def converted(array: Array, dtype: np.dtype[Any], owner: object) -> Array:
+    """Return `array` in the dtype of `owner`, where each number stays of its kind: integers of either sign are of one kind.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If an integer is out of range.
+    UnsupportedDtypeError
+        If `dtype` cannot hold the kind of number.
+    """
+    if array.dtype == dtype:
+        return array
+    if not (np.can_cast(array.dtype, dtype, casting="same_kind") or (array.dtype.kind == "i" and dtype.kind == "u")):
         raise UnsupportedDtypeError(
-            f"{owner!r} has dtype {target.dtype}; a value of dtype {array.dtype} would lose its kind: cast it first, "
-            f"value.astype({target.dtype.name!r})"
+            f"{owner!r} has dtype {dtype}; a value of dtype {array.dtype} would lose its kind: cast it first, "
+            f"value.astype({dtype.name!r})"
         )
-    return array.astype(target.dtype, copy=False)
-
-
-def keeps_kind(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
-    """Return whether numbers of `source` stay of their kind in `target`: integers of either sign are of one kind."""
-    return np.can_cast(source, target, casting="same_kind") or (source.kind == "i" and target.kind == "u")
+    if dtype.kind in "iu" and array.size:
+        limits, least, greatest = np.iinfo(dtype), int(array.min()), int(array.max())
+        if least < limits.min or greatest > limits.max:
+            raise InvalidArgumentError(
+                f"{owner!r} has dtype {dtype}, which holds {limits.min} to {limits.max}; numbers from {least} to "
+                f"{greatest} would wrap around"
+            )
+    return array.astype(dtype)
 
 
 def _in_replica(leaf: Any) -> Any:

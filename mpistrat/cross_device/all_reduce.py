@@ -11,8 +11,7 @@ from mpistrat.context.values import PerReplica
 from mpistrat.cross_device.collectives import Collectives
 from mpistrat.cross_device.destinations import deliver, resolve
 from mpistrat.cross_device.ops import CrossDeviceOps, current_collectives
-from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.cross_device.pairs import check_options
+from mpistrat.cross_device.options import CommunicationOptions, check_options
 from mpistrat.cross_device.sparse import IndexedSlices, all_reduce_slices
 from mpistrat.errors import InvalidArgumentError, TransportError
 from mpistrat.reduction import ReduceOp

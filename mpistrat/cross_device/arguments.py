@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,9 +21,12 @@ def check_gather(array: Array, axis: int, verb: str = "all_gather") -> int:
     ------
     InvalidArgumentError
         If the array has no axes, or `axis` is none of them.
+    TypeError
+        If `axis` is no integer.
     """
     if array.ndim == 0:
         raise InvalidArgumentError(f"{verb} needs arrays with at least one axis; got a scalar: pass x.reshape(1)")
+    axis = _index(axis, "axis")
     if not -array.ndim <= axis < array.ndim:
         accepted = f"-{array.ndim} to {array.ndim - 1} are accepted"
         raise InvalidArgumentError(f"axis {axis} is out of range for an array of shape {array.shape}: {accepted}")
@@ -36,8 +40,10 @@ def check_root(root: int, num_replicas: int) -> None:
     ------
     InvalidArgumentError
         If it is not.
+    TypeError
+        If it is no integer.
     """
-    if not 0 <= root < num_replicas:
+    if not 0 <= _index(root, "root") < num_replicas:
         raise InvalidArgumentError(f"root must be a replica, 0 to {num_replicas - 1}; got {root}")
 
 
@@ -99,3 +105,10 @@ def is_fit(target: Array, source: Array) -> bool:
     # arrays that own their memory do not overlap, unless they are one
     owners = source.base is None and target.base is None and source is not target
     return owners or not np.may_share_memory(source, target)
+
+
+def _index(value: int, argument: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{argument} must be an int; got {value!r}") from None

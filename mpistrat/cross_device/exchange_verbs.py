@@ -17,7 +17,7 @@ from mpistrat.cross_device.arguments import check_gather, check_parts, check_roo
 from mpistrat.cross_device.collectives import Collectives
 from mpistrat.cross_device.gate import Call, Gate
 from mpistrat.cross_device.gather import check_equal, gather_extents, incoming_extents
-from mpistrat.cross_device.options import CommunicationOptions, shared_defaults
+from mpistrat.cross_device.options import CommunicationOptions, check_options, shared_defaults
 from mpistrat.errors import MpistratError
 from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.hierarchy import Hierarchy
@@ -137,18 +137,20 @@ class ExchangeVerbs(Collectives):
     ) -> Call:
         """Begin a collective call: check it here, meet the others, and compare the calls of all, as far as is asked for."""
         self._gate.require_open()
-        wanted = self._options if options is None else self._merge(options)
-        call = self._call(verb, lambda: verb + arguments(wanted), wanted)
+        wanted, refused = self._options, None
         try:
+            check_options(options)
+            wanted = self._options if options is None else self._merge(options)
             if check is not None:
                 check(wanted)
-        except MpistratError as error:
-            if self.is_strict:
-                self._gate.agree(call, error)
-            raise
+        except (MpistratError, TypeError) as error:
+            refused = error
+        call = self._call(verb, lambda: verb + arguments(wanted), wanted)
         if self.is_strict:
-            self._gate.agree(call)
-        elif call.ends:
+            self._gate.agree(call, refused)
+        if refused is not None:
+            raise refused
+        if call.ends and not self.is_strict:
             self._gate.arrive(call)
         return call
 

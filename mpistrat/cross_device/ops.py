@@ -13,8 +13,8 @@ from mpistrat.context.stack import current, default_mode, get_strategy, in_cross
 from mpistrat.context.values import DistributedValues, PerReplica, select_replica
 from mpistrat.cross_device.collectives import Collectives
 from mpistrat.cross_device.destinations import OnSomeReplicas, deliver, resolve
-from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.cross_device.pairs import Pair, broadcast_source, check_options, checked_component, checked_pairs, is_open
+from mpistrat.cross_device.options import CommunicationOptions, check_options
+from mpistrat.cross_device.pairs import Pair, broadcast_source, checked_component, checked_pairs, is_open
 from mpistrat.cross_device.sparse import IndexedSlices, broadcast_slices, gather_refused
 from mpistrat.reduction import ReduceOp
 

@@ -12,7 +12,7 @@ from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.errors import InvalidArgumentError, SettingError
 from mpistrat.groups.agreement import Agreement
 
-__all__ = ["CollectiveHints", "CommunicationImplementation", "CommunicationOptions", "shared_defaults"]
+__all__ = ["CollectiveHints", "CommunicationImplementation", "CommunicationOptions", "check_options", "shared_defaults"]
 
 WIRE_DTYPES = ("bfloat16", "float16")
 
@@ -112,6 +112,18 @@ def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = Non
     """
     warnings.warn("CollectiveHints is deprecated; use CommunicationOptions", DeprecationWarning, stacklevel=2)
     return CommunicationOptions(bytes_per_pack, timeout_seconds)
+
+
+def check_options(options: object) -> None:
+    """Check that `options` are communication options, or None.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If they are not.
+    """
+    if not isinstance(options, (CommunicationOptions, type(None))):
+        raise InvalidArgumentError(f"options must be CommunicationOptions or None; got {options!r}")
 
 
 def shared_defaults(agreement: Agreement) -> CommunicationOptions:

@@ -12,12 +12,11 @@ from mpistrat.context.stack import current, default_mode, get_strategy, misplace
 from mpistrat.context.values import DistributedValues, PerReplica
 from mpistrat.cross_device.collectives import Collectives
 from mpistrat.cross_device.destinations import OnSomeReplicas, resolve
-from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.cross_device.sparse import IndexedSlices, check_slices
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, check_dtype
 
-__all__ = ["Pair", "broadcast_source", "check_options", "check_unambiguous", "checked_component", "checked_pairs", "is_open"]
+__all__ = ["Pair", "broadcast_source", "check_unambiguous", "checked_component", "checked_pairs", "is_open"]
 
 # combining equal components with these gives the component again
 _IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
@@ -99,18 +98,6 @@ def broadcast_source(tensor: Any) -> tuple[int, Array | IndexedSlices]:
     if isinstance(tensor, OnSomeReplicas):
         return tensor.ranks[0], checked_component(tensor.stand_in())
     return 0, checked_component(tensor)
-
-
-def check_options(options: object) -> None:
-    """Check that `options` are communication options, or None.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If they are not.
-    """
-    if not isinstance(options, (CommunicationOptions, type(None))):
-        raise InvalidArgumentError(f"options must be CommunicationOptions or None; got {options!r}")
 
 
 def check_unambiguous(op: ReduceOp, num_components: int) -> None:

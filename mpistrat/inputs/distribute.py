@@ -7,17 +7,19 @@ from typing import Any, cast
 
 from mpistrat.context.input_context import InputContext
 from mpistrat.context.stack import default_mode
+from mpistrat.errors import InvalidArgumentError
 from mpistrat.inputs.base import Dataset
 from mpistrat.inputs.iterable import as_dataset
 from mpistrat.inputs.iterator import DistributedIterator, Feed
 from mpistrat.inputs.options import AutoShardPolicy, InputOptions, InputReplicationMode, read_options
-from mpistrat.inputs.policy import part_of
 from mpistrat.inputs.rebatch import pieces
 from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.feeding import register_inputs
 from mpistrat.strategy.mirrored import MirroredStrategy
 
 __all__ = ["DistributedDataset", "distribute_dataset", "distribute_from_function"]
+
+OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy
 
 
 class DistributedDataset:
@@ -63,8 +65,9 @@ class DistributedDataset:
 
     def __iter__(self) -> DistributedIterator:
         epoch, self._epoch = self._epoch, self._epoch + 1
-        is_agreed = self._policy is AutoShardPolicy.DATA and self._length is not None
-        return DistributedIterator(self._strategy, Feed(self._batches(epoch), self._length, is_agreed), self._buffer_size)
+        is_agreed = self._policy is DATA and self._length is not None
+        feed = Feed(self._batches(epoch), self._length, is_agreed, epoch)
+        return DistributedIterator(self._strategy, feed, self._buffer_size)
 
     def __len__(self) -> int:
         """Return the number of elements of an epoch.
@@ -74,7 +77,7 @@ class DistributedDataset:
         TypeError
             If only iterating tells: of generators and files, and where each rank reads batches of its own.
         """
-        if self._length is None or self._policy is not AutoShardPolicy.DATA:
+        if self._length is None or self._policy is not DATA:
             raise TypeError(f"how many elements {self!r} has is known when they have been taken")
         return self._length
 
@@ -86,13 +89,13 @@ class DistributedDataset:
     def _length(self) -> int | None:
         """How many batches this replica takes from its own dataset."""
         count = self._dataset.num_batches
-        if count is None or self._policy is not AutoShardPolicy.OFF:
+        if count is None or self._policy is not OFF:
             return count
         return count * self._strategy.num_replicas_in_sync
 
     def _batches(self, epoch: int) -> Iterator[Any]:
         collectives = self._strategy.extended.collectives
-        if self._policy is AutoShardPolicy.DATA:
+        if self._policy is DATA:
             return self._dataset.batches(epoch, collectives.rank, collectives.size)
         whole = self._dataset.batches(epoch)
         if self._policy is None:
@@ -130,11 +133,11 @@ def distribute_dataset(strategy: Strategy, dataset: Any, options: InputOptions |
         if default_mode().strategy is strategy:
             return cast("Iterable[Any]", dataset)
         source = as_dataset(dataset)
-        part, policy = part_of(source, wanted.auto_shard_policy, collectives.rank, collectives.size)
+        part, policy = _part_of(source, wanted.auto_shard_policy, collectives.rank, collectives.size)
+        shared = "of each rank's own" if wanted.auto_shard_policy is OFF else source.describe()
     except Exception as error:
         collectives.agree(call, error)
         raise
-    shared = "of each rank's own" if wanted.auto_shard_policy is AutoShardPolicy.OFF else source.describe()
     collectives.agree(f"{call}({shared}, auto_shard_policy={wanted.auto_shard_policy.name})")
     return DistributedDataset(strategy, part, policy, wanted)
 
@@ -172,7 +175,7 @@ def distribute_from_function(
         if default_mode().strategy is strategy:
             return cast("Iterable[Any]", dataset_fn(InputContext()))
         made = dataset_fn(InputContext(collectives.size, collectives.rank, collectives.size))
-        part, _ = part_of(as_dataset(made), AutoShardPolicy.OFF, collectives.rank, collectives.size)
+        part, _ = _part_of(as_dataset(made), OFF, collectives.rank, collectives.size)
     except Exception as error:
         collectives.agree(call, error)
         raise
@@ -188,6 +191,47 @@ def _check_replication(strategy: Strategy, call: str, options: InputOptions) -> 
             "InputReplicationMode.PER_REPLICA is for MirroredStrategy.distribute_datasets_from_function only; got "
             f"{type(strategy).__name__}.{call}. PER_WORKER too makes one input pipeline for each replica: a rank is one"
         )
+
+
+def _part_of(dataset: Dataset, policy: AutoShardPolicy, pipeline: int, num_pipelines: int) -> tuple[Dataset, AutoShardPolicy]:
+    """Return what an input pipeline reads, and whether it takes its share of each batch (DATA) or all its rows (OFF).
+
+    Raises
+    ------
+    InvalidArgumentError
+        If FILE is to shard what is no `FileDataset`, or one of fewer files than pipelines; or HINT a dataset without the
+        marker `SHARD_HINT`, which no other policy accepts.
+    """
+    if policy is AUTO:
+        policy = FILE if dataset.is_file_based else DATA
+    if dataset.is_hinted and policy is not HINT:
+        raise InvalidArgumentError(
+            f"the dataset was sharded by SHARD_HINT, which waits for auto_shard_policy=AutoShardPolicy.HINT; got {policy.name}"
+        )
+    if policy is HINT:
+        return _hinted_part(dataset, pipeline, num_pipelines), OFF
+    if policy is FILE:
+        return _files(dataset, pipeline, num_pipelines), OFF
+    return dataset, policy
+
+
+def _hinted_part(dataset: Dataset, pipeline: int, num_pipelines: int) -> Dataset:
+    if not dataset.is_hinted:
+        raise InvalidArgumentError(
+            f"AutoShardPolicy.HINT puts numbers in place of SHARD_HINT, and {dataset!r} was not sharded by it.\n"
+            "    incorrect:  strategy.experimental_distribute_dataset(dataset, options)\n"
+            "    correct:    strategy.experimental_distribute_dataset(dataset.shard(SHARD_HINT, SHARD_HINT), options)"
+        )
+    return dataset.settled(num_pipelines, pipeline)
+
+
+def _files(dataset: Dataset, pipeline: int, num_pipelines: int) -> Dataset:
+    if not dataset.is_file_based:
+        raise InvalidArgumentError(
+            f"AutoShardPolicy.FILE shares files between ranks, and {dataset!r} has none; use AutoShardPolicy.DATA for it, or a "
+            "mpistrat.FileDataset"
+        )
+    return dataset.shard(num_pipelines, pipeline)
 
 
 register_inputs(distribute_dataset, distribute_from_function)

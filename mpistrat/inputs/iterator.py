@@ -13,7 +13,7 @@ from mpistrat.context.values import regroup
 from mpistrat.cross_device.collectives import Collectives
 from mpistrat.errors import InvalidArgumentError, OutOfRangeError
 from mpistrat.inputs.prefetch import Prefetcher
-from mpistrat.inputs.spec import empty_like, empty_of, spec_of
+from mpistrat.inputs.spec import empty_like, spec_of
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy.base import Strategy
 
@@ -22,7 +22,6 @@ __all__ = ["DistributedIterator", "Feed", "OptionalElement"]
 # how far a replica is, in an order in which the greatest counts for all
 _ENDED, _GOES_ON, _FAILED = range(3)
 _UNKNOWN = np.iinfo(np.int64).max
-_CALL = "the next element of a DistributedIterator"
 
 
 class OptionalElement:
@@ -68,11 +67,14 @@ class Feed(NamedTuple):
         How many there are, where that is known.
     is_agreed : bool
         Whether all replicas are known to have so many.
+    epoch : int
+        The number of the epoch.
     """
 
     batches: Iterator[Any]
     length: int | None
     is_agreed: bool
+    epoch: int
 
 
 class DistributedIterator(Iterator[Any]):
@@ -81,7 +83,8 @@ class DistributedIterator(Iterator[Any]):
     Made by iterating over a `DistributedDataset`. Taking an element is a collective call. Where all replicas know how many
     batches they have, they tell each other with the first element, or not at all where they compared it before; else a few
     numbers are exchanged for each element, while the next one is being made. An error of one replica ends the iteration on all
-    of them where numbers are exchanged, and in strict mode always.
+    of them where numbers are exchanged, and in strict mode always. So does a replica that is at another element, or in another
+    epoch, because it left the loop and the others did not.
 
     Parameters
     ----------
@@ -96,11 +99,12 @@ class DistributedIterator(Iterator[Any]):
     def __init__(self, strategy: Strategy, feed: Feed, buffer_size: int) -> None:
         self._strategy = strategy
         self._batches = Prefetcher(feed.batches, buffer_size) if buffer_size else feed.batches
-        self._length = feed.length
+        self._length, self._epoch = feed.length, feed.epoch
         # how many elements every replica takes: known from the start, from the first exchange on, or never
         self._steps = feed.length if feed.is_agreed else None
         self._taken = 0
-        self._kept: list[Any] = []
+        # what was made to know what elements are, and has not been taken
+        self._ahead: tuple[list[Any], Exception | None] | None = None
         self._empty: Any = None
         self._is_over = False
 
@@ -114,7 +118,9 @@ class DistributedIterator(Iterator[Any]):
             If this replica has no elements, and no other one has told it what they would be.
         """
         if self._empty is None:
-            self._kept = self._pull()
+            self._ahead = self._ahead or self._attempt()
+            if self._ahead[1] is not None:
+                raise self._ahead[1]
         if self._empty is None:
             raise InvalidArgumentError("this replica has no elements, and no other one has told it what they would be")
         return spec_of(self._empty)
@@ -146,11 +152,11 @@ class DistributedIterator(Iterator[Any]):
         return OptionalElement(*self._step())
 
     def close(self) -> None:
-        """End the iteration on this replica, and the thread that makes elements ahead."""
+        """End the iteration on this replica, and the thread that makes elements ahead. The others must do it too."""
         self._is_over = True
         if isinstance(self._batches, Prefetcher):
             self._batches.close()
-        self._batches, self._kept = iter(()), []
+        self._batches, self._ahead = iter(()), None
 
     def __next__(self) -> Any:
         return self.get_next()
@@ -159,7 +165,7 @@ class DistributedIterator(Iterator[Any]):
         """Return the next element in a list, or an empty list at the end."""
         if self._is_over:
             return []
-        shares, error = self._attempt()
+        (shares, error), self._ahead = self._ahead or self._attempt(), None
         try:
             is_over = self._meet(bool(shares), error)
         except BaseException:
@@ -172,23 +178,20 @@ class DistributedIterator(Iterator[Any]):
         return [regroup(share, self._strategy.num_replicas_in_sync) for share in shares or [self._empty]]
 
     def _attempt(self) -> tuple[list[Any], Exception | None]:
+        """Return the next share in a list, or an empty list at the end; or what went wrong."""
         try:
-            shares, self._kept = self._kept or self._pull(), []
+            shares = list(islice(self._batches, 1))
+            if self._empty is None and shares:
+                self._empty = empty_like(shares[0])
         except Exception as error:
             return [], error
         return shares, None
-
-    def _pull(self) -> list[Any]:
-        shares = list(islice(self._batches, 1))
-        if self._empty is None and shares:
-            self._empty = empty_like(shares[0])
-        return shares
 
     def _meet(self, has_share: bool, error: Exception | None) -> bool:
         """Return whether all replicas have come to the end, or raise where one has failed."""
         collectives = self._strategy.extended.collectives
         if collectives.is_strict:
-            collectives.agree(_CALL, error)
+            collectives.agree(self._call, error)
         if self._steps is None and collectives.size > 1:
             return self._exchange(collectives, has_share, error)
         if error is not None:
@@ -199,12 +202,14 @@ class DistributedIterator(Iterator[Any]):
         state = _FAILED if error is not None else _GOES_ON if has_share else _ENDED
         length = _UNKNOWN if self._length is None else self._length
         knows = self._empty is not None
-        mine = np.array([state, length, not knows, -collectives.rank if knows else -collectives.size], np.int64)
+        place = (self._epoch << 32) + self._taken
+        teller = -collectives.rank if knows else -collectives.size
+        mine = np.array([state, length, not knows, teller, place, -place], np.int64)
         [found] = collectives.all_reduce(ReduceOp.MAX, [mine])
-        state, length, lacks_spec, teller = found.tolist()
-        if state == _FAILED:
-            collectives.agree(_CALL, error)  # raises on all: some pass an error, the others learn of it
-            raise error or AssertionError("a replica has failed, but none of them told how")
+        state, length, lacks_spec, teller, last_place, first_place = found.tolist()
+        if state == _FAILED or last_place != -first_place:
+            collectives.agree(self._call, error)  # raises on all: they pass different texts or an error
+            raise error or AssertionError("replicas have failed or are out of step, but none of them told how")
         if state == _GOES_ON and lacks_spec:
             self._learn(collectives, -teller)
         if length != _UNKNOWN:
@@ -212,8 +217,11 @@ class DistributedIterator(Iterator[Any]):
         return bool(state == _ENDED)
 
     def _learn(self, collectives: Collectives, root: int) -> None:
-        """Let replica `root`, which has had an element, tell those that have not what a batch of no rows is."""
-        text = pickle.dumps(None if self._empty is None else spec_of(self._empty))
-        told = collectives.broadcast(np.frombuffer(text, np.uint8), root)
+        """Let replica `root`, which has had an element, send a batch of no rows to those that have not."""
+        told = collectives.broadcast(np.frombuffer(pickle.dumps(self._empty), np.uint8), root)
         if self._empty is None:
-            self._empty = empty_of(pickle.loads(told.tobytes()))
+            self._empty = pickle.loads(told.tobytes())
+
+    @property
+    def _call(self) -> str:
+        return f"the next element of a DistributedIterator (number {self._taken} of epoch {self._epoch})"

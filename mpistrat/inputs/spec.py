@@ -11,7 +11,7 @@ from mpistrat.arrays import as_array, like
 from mpistrat.inputs.rebatch import num_rows
 from mpistrat.structures import map_leaves
 
-__all__ = ["ArraySpec", "empty_like", "empty_of", "spec_of"]
+__all__ = ["ArraySpec", "empty_like", "spec_of"]
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,9 @@ def spec_of(batch: Any) -> Any:
     return map_leaves(lambda leaf: ArraySpec((None, *map(int, leaf.shape[1:])), _dtype(leaf)), batch)
 
 
-def empty_of(spec: Any) -> Any:
-    """Return the batch of no rows that a nest of specs describes, in NumPy arrays."""
-    return map_leaves(lambda leaf: np.empty((0, *leaf.shape[1:]), leaf.dtype), spec)
-
-
 def empty_like(batch: Any) -> Any:
     """Return a batch of no rows that is otherwise like `batch`, in arrays of the same kinds; it keeps none of its memory."""
-    return map_leaves(like, empty_of(spec_of(batch)), batch)
+    return map_leaves(lambda spec, leaf: like(np.empty((0, *spec.shape[1:]), spec.dtype), leaf), spec_of(batch), batch)
 
 
 def _dtype(leaf: Any) -> np.dtype[Any]:

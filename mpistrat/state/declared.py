@@ -10,8 +10,8 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array
 from mpistrat.context.stack import get_strategy, in_replica_context_of
-from mpistrat.context.values import Mirrored, keeps_kind
-from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.context.values import Mirrored, converted
+from mpistrat.errors import InvalidArgumentError
 from mpistrat.state.aggregation import (
     VariableAggregation,
     VariableSynchronization,
@@ -44,7 +44,7 @@ class Declared(Mirrored):
             self._aggregation = checked_aggregation(aggregation)
             self._trainable = self._checked_trainable(trainable)
             value = _initial(initial_value, dtype, shape, self._name)
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             collectives.refuse(f"Variable(name={self._name!r})", error)
         if collectives.is_strict:
             kind = f"{self._synchronization.name}, {self._aggregation.name}, trainable={self._trainable}"
@@ -116,9 +116,4 @@ def _initial(given: Any, dtype: Any, shape: Sequence[int] | None, name: str) -> 
             "must be a number, since a variable keeps its shape"
         )
     wanted = value.dtype if dtype is None else as_array(np.empty(0, dtype), name).dtype
-    if not keeps_kind(value.dtype, wanted):
-        raise UnsupportedDtypeError(
-            f"{name} is to have dtype {wanted}; an initial value of dtype {value.dtype} would lose its kind: cast it first, "
-            f"value.astype({wanted.name!r})"
-        )
-    return value.astype(wanted, copy=False)
+    return converted(value, wanted, name)

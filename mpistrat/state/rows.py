@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.context.values import keeps_kind
+from mpistrat.context.values import converted
 from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
@@ -52,7 +52,7 @@ def checked_rows(method: str, delta: object, target: Array, owner: object) -> Ro
     TypeError
         If `delta` is no IndexedSlices.
     InvalidArgumentError
-        If the rows have another shape, or an index is out of range.
+        If the rows have another shape, or an index or an integer of theirs is out of range.
     UnsupportedDtypeError
         If the array cannot hold the kind of number that the rows have, or `method` is not defined for its dtype.
     """
@@ -71,12 +71,7 @@ def checked_rows(method: str, delta: object, target: Array, owner: object) -> Ro
     if indices.size and indices.max() >= len(target):
         accepted = f"0 to {len(target) - 1} are accepted" if len(target) else "it has no rows"
         raise InvalidArgumentError(f"index {indices.max()} is out of range for {owner!r}: {accepted}")
-    if not keeps_kind(values.dtype, target.dtype):
-        raise UnsupportedDtypeError(
-            f"{owner!r} has dtype {target.dtype}; rows of dtype {values.dtype} would lose their kind: cast them first, "
-            f"values.astype({target.dtype.name!r})"
-        )
-    return values.astype(target.dtype, copy=False), indices
+    return converted(values, target.dtype, owner), indices
 
 
 def gathered_rows(rows: Rows, aggregation: VariableAggregation, strategy: Strategy) -> Rows:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.arrays import Array, as_array, like
 from mpistrat.context.values import DistributedValues, across_replicas, select_replica
 from mpistrat.cross_device.arguments import check_gather
-from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.cross_device.pairs import check_options
+from mpistrat.cross_device.options import CommunicationOptions, check_options
 from mpistrat.cross_device.sparse import IndexedSlices, gather_refused
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy.deprecated import hinted

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat.arrays import Array, as_array, like
 from mpistrat.context.stack import current, misplaced
-from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.cross_device.pairs import check_options
+from mpistrat.cross_device.options import CommunicationOptions, check_options
 from mpistrat.cross_device.sparse import IndexedSlices, gather_refused
 from mpistrat.errors import MpistratError
 from mpistrat.reduction import ReduceOp

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpistrat.arrays import like
-from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.cross_device.pairs import check_options
+from mpistrat.cross_device.options import CommunicationOptions, check_options
 from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.errors import AgreementError
 
 AGGREGATION = mpistrat.VariableAggregation
 
@@ -79,3 +80,16 @@ def test_a_reduced_gradient_keeps_a_variable_mirrored(comm, strategy):
 
     strategy.run(step)
     assert comm.allgather(variable.numpy().tolist()) == [[-(comm.size - 1.0)] * 4] * comm.size
+
+
+def test_an_initial_value_that_one_rank_cannot_load_is_an_error_on_all(comm, strategy):
+    strategy.extended.collectives.is_strict = True
+    culprit = comm.size - 1
+
+    def load():
+        if comm.rank == culprit:
+            raise OSError("the disk is gone")
+        return 1.0
+
+    with strategy.scope(), pytest.raises(OSError if comm.rank == culprit else AgreementError, match="the disk is gone"):
+        mpistrat.Variable(load, name="w")

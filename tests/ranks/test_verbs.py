@@ -308,3 +308,23 @@ def test_num_packs_may_change_between_calls(ops, world):
     with pytest.raises(InvalidArgumentError, match="num_packs must be None, 0 .each array by itself. or positive; got -1"):
         ops.num_packs = -1
     assert ops.num_packs == 7
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda ops, x: ops.all_gather(x, None), "axis must be an int; got None"),
+        (lambda ops, x: ops.reduce_scatter(ReduceOp.SUM, x, 0.5), r"axis must be an int; got 0\.5"),
+        (lambda ops, x: ops.broadcast(x, None), "root must be an int; got None"),
+        (lambda ops, x: ops.gather(x, 0, {}), r"options must be CommunicationOptions or None; got \{\}"),
+        (lambda ops, x: ops.barrier("now"), "options must be CommunicationOptions or None; got 'now'"),
+    ],
+)
+def test_what_one_rank_alone_gets_wrong_all_are_told(ops, call, message):
+    kinds = (TypeError, ValueError) if ops.rank == 1 else AgreementError
+    with pytest.raises(kinds, match=message):
+        if ops.rank == 1:
+            call(ops, np.ones(ops.size))
+        else:
+            ops.all_gather(np.ones(2))

@@ -5,8 +5,8 @@ import pytest
 
 import mpistrat
 from mpistrat.context.values import PerReplica, select_replica
-from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs import dataset as dataset_module
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.inputs.dataset import ArrayDataset
 from tests.unit.replicas import on_replicas
 
 
@@ -121,18 +121,29 @@ def test_only_the_rows_of_this_replica_are_taken_from_a_memory_map(tmp_path, mon
     mapped = np.memmap(tmp_path / "data.bin", np.int64, "r")
     taken = []
 
-    def spy(array, rows, take=dataset_module._rows):
-        assert np.shares_memory(array, mapped)
+    def spy(dataset, rows, read=ArrayDataset._read):
         taken.extend(rows.tolist())
-        return take(array, rows)
+        return read(dataset, rows)
 
-    monkeypatch.setattr(dataset_module, "_rows", spy)
+    monkeypatch.setattr(ArrayDataset, "_read", spy)
     shares = list(mpistrat.ArrayDataset(mapped, 16, shuffle).batches(0, replica=1, num_replicas=4))
     assert [type(share) for share in shares] == [np.ndarray] * 4
     assert np.concatenate(shares).tolist() == taken
     assert len(taken) == 16
     if not shuffle:
         assert taken == [row for first in (4, 20, 36, 52) for row in range(first, first + 4)]
+
+
+def test_of_an_array_that_is_not_contiguous_nothing_else_is_read():
+    rows = np.broadcast_to(np.arange(3.0), (10**12, 3))  # more than any memory holds
+    share = next(mpistrat.ArrayDataset(rows, 8).batches(0, replica=1, num_replicas=4))
+    assert (share.tolist(), share.flags.c_contiguous) == ([[0, 1, 2]] * 2, True)
+
+
+def test_text_can_be_fed_and_what_has_a_mask_cannot():
+    assert [batch.tolist() for batch in mpistrat.ArrayDataset(np.array(["a", "b", "c"]), 2)] == [["a", "b"], ["c"]]
+    with pytest.raises(UnsupportedDtypeError, match="it has a mask, which would be lost"):
+        mpistrat.ArrayDataset(np.ma.array([1.0, 2.0], mask=[False, True]), 2)
 
 
 @pytest.mark.parametrize(

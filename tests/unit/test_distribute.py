@@ -1,6 +1,7 @@
 """Distributed datasets: what each replica gets of a dataset under each policy, and how all come to the end."""
 
 import gc
+import itertools
 import threading
 import time
 
@@ -11,7 +12,7 @@ import mpistrat
 from mpistrat.context.input_context import InputContext
 from mpistrat.context.stack import default_mode
 from mpistrat.context.values import PerReplica, select_replica
-from mpistrat.errors import InvalidArgumentError, OutOfRangeError
+from mpistrat.errors import AgreementError, InvalidArgumentError, OutOfRangeError
 from mpistrat.inputs.dataset import ArrayDataset
 from mpistrat.inputs.distribute import distribute_dataset, distribute_from_function
 from mpistrat.inputs.files import FileDataset
@@ -463,3 +464,42 @@ def test_the_repr_says_whose_share_it_is():
         return repr(distribute_dataset(strategy, ArrayDataset(np.arange(3), 2)))
 
     assert on_replicas(2, program)[1] == "DistributedDataset(ArrayDataset(3 rows, 2 batches of 2), replica=1(2))"
+
+
+def test_an_error_that_element_spec_met_is_not_the_end_of_the_data():
+    def fail():
+        raise OSError("the disk is gone")
+        yield
+
+    iterator = iter(distribute_dataset(ONE(), fail()))
+    for _ in range(2):
+        with pytest.raises(OSError, match="the disk is gone"):
+            iterator.element_spec  # noqa: B018 - it is made when it is asked for
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(iterator)
+    assert list(iterator) == []
+
+
+def test_a_replica_that_never_had_an_element_sees_empty_batches_of_the_kind_of_the_others():
+    torch = pytest.importorskip("torch")
+    [(_, empty)] = made_by(2, lambda pipeline: [torch.ones(2, 3)] * (1 - pipeline))
+    assert (type(empty), tuple(empty.shape), empty.dtype) == (torch.Tensor, (0, 3), torch.float32)
+
+
+def test_a_replica_that_left_the_loop_alone_is_noticed():
+    def program(strategy):
+        batches = distribute_from_function(strategy, lambda context: Endless())
+        first = iter(batches)
+        next(first)
+        again = first if strategy.extended.collectives.rank else iter(batches)
+        with pytest.raises(AgreementError, match=r"\(number 0 of epoch 1\).*\(number 1 of epoch 0\)"):
+            next(again)
+        first.close()
+        return list(again)
+
+    assert on_replicas(2, program) == [[], []]
+
+
+class Endless:
+    def __iter__(self):
+        return itertools.repeat(np.zeros(2))

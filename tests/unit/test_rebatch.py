@@ -6,7 +6,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.rebatch import batched, num_rows, pieces, share
+from mpistrat.inputs.rebatch import batched, num_rows, pieces, shard_bounds, share
+
+
+def shares(num_rows, num_replicas):
+    return [list(range(*shard_bounds(num_rows, replica, num_replicas))) for replica in range(num_replicas)]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_replicas", "expected"),
+    [
+        (4, 2, [[0, 1], [2, 3]]),
+        (2, 2, [[0], [1]]),
+        (4, 5, [[0], [1], [2], [3], []]),
+        (4, 3, [[0, 1], [2, 3], []]),
+        (0, 3, [[], [], []]),
+        (7, 1, [[0, 1, 2, 3, 4, 5, 6]]),
+    ],
+)
+def test_known_splits(num_rows, num_replicas, expected):
+    assert shares(num_rows, num_replicas) == expected
+
+
+@given(st.integers(0, 200), st.integers(1, 20))
+def test_every_row_goes_to_one_replica_in_order(num_rows, num_replicas):
+    split = shares(num_rows, num_replicas)
+    assert [row for share in split for row in share] == list(range(num_rows))
+    assert max(map(len, split)) == -(-num_rows // num_replicas)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +87,24 @@ def test_parts_of_any_size_become_batches(sizes, batch_size, drop):
     assert len(batches) == whole + (len(rows) % batch_size > 0 and not drop)
     joined = [row for batch in batches for row in batch["a"].tolist()]
     assert joined == rows[: len(joined)].tolist() == [row for batch in batches for row in batch["b"].tolist()]
+
+
+def test_parts_may_use_the_memory_of_those_before_them():
+    def parts():
+        memory = np.empty(3, int)
+        for first in range(0, 12, 3):
+            memory[:] = range(first, first + 3)
+            yield memory
+
+    batches = [share(batch, 0, 1) for batch in batched(parts(), 4, drop_remainder=False)]
+    assert [batch.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_only_the_batch_between_two_parts_is_copied():
+    parts = [np.arange(7), np.arange(7, 16)]
+    batches = list(batched(iter(parts), 3, drop_remainder=False))
+    shared = [any(np.shares_memory(batch, part) for part in parts) for batch in batches]
+    assert shared == [True, True, False, True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,16 @@ class Squares:
         return self.length
 
 
+class Lengthless:
+    """A source with a len() that only sometimes works, as PyTorch's DataLoader has."""
+
+    def __iter__(self):
+        return iter([np.arange(3), np.arange(2)])
+
+    def __len__(self):
+        raise TypeError("object of type 'Stream' has no len()")
+
+
 def rows_of(batches):
     return [batch.tolist() for batch in batches]
 
@@ -363,3 +373,9 @@ def test_datasets_that_differ_are_described_differently(one, other):
 
 def test_files_in_folders_of_their_own_are_the_same():
     assert FileDataset(["/a/x"], np.load, 2).describe() == FileDataset(["/b/x"], np.load, 2).describe()
+
+
+def test_a_length_that_only_sometimes_works_is_unknown():
+    dataset = as_dataset(Lengthless())
+    assert (dataset.num_batches, dataset.describe()) == (None, "Lengthless")
+    assert rows_of(dataset) == [[0, 1, 2], [0, 1]]

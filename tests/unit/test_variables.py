@@ -300,9 +300,9 @@ def test_values_that_do_not_fit_are_refused():
     [
         (1.0, object, "n has dtype object, which no collective can carry"),
         (1.0, "U4", "n has dtype <U4, which no collective can carry"),
-        (1.7, int, r"n is to have dtype int64; an initial value of dtype float64 .*value.astype\('int64'\)"),
-        (1j, np.float32, "n is to have dtype float32; an initial value of dtype complex128 would lose its kind"),
-        (2, bool, "n is to have dtype bool; an initial value of dtype int64 would lose its kind"),
+        (1.7, int, r"'n' has dtype int64; a value of dtype float64 .*value.astype\('int64'\)"),
+        (1j, np.float32, "'n' has dtype float32; a value of dtype complex128 would lose its kind"),
+        (2, bool, "'n' has dtype bool; a value of dtype int64 would lose its kind"),
     ],
 )
 def test_an_initial_value_keeps_its_kind(value, dtype, message):
@@ -315,6 +315,12 @@ def test_an_initial_value_takes_another_dtype_of_its_kind(value, dtype):
     variable = mpistrat.Variable(value, dtype=dtype)
     assert (variable.dtype, float(variable)) == (dtype, value)
     assert float(variable.assign(value)) == value
+
+
+def test_an_initial_value_does_not_wrap_around():
+    with pytest.raises(InvalidArgumentError, match="'n' has dtype uint8, which holds 0 to 255; numbers from -1 to 300 would"):
+        mpistrat.Variable([300, -1], name="n", dtype=np.uint8)
+    assert mpistrat.Variable(np.array([2**63], np.uint64)).assign([5]).numpy().tolist() == [5]
 
 
 def test_the_length_of_an_on_read_variable_is_known_without_reading_it():
@@ -484,7 +490,28 @@ def test_rows_of_other_dtypes(dtype):
             "scatter_add",
             IndexedSlices([0.5], [0]),
             UnsupportedDtypeError,
-            r"would lose their kind: .*astype\('int64'\)",
+            r"would lose its kind: .*astype\('int64'\)",
+        ),
+        (
+            np.zeros(2, np.int8),
+            "scatter_update",
+            IndexedSlices([200], [0]),
+            InvalidArgumentError,
+            "-128 to 127; .* from 200 to 200",
+        ),
+        (
+            np.zeros(2, np.uint8),
+            "assign",
+            [300, -1],
+            InvalidArgumentError,
+            "0 to 255; numbers from -1 to 300 would wrap around",
+        ),
+        (
+            np.zeros(2, np.int16),
+            "assign_add",
+            [70000, 1],
+            InvalidArgumentError,
+            "holds -32768 to 32767; numbers from 1 to 70000",
         ),
         ([1, 2], "scatter_div", IndexedSlices([1], [0]), UnsupportedDtypeError, "scatter_div is not defined for int64"),
         ([True], "scatter_sub", IndexedSlices([True], [0]), UnsupportedDtypeError, "scatter_sub is not defined for bool"),
