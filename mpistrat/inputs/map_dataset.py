@@ -46,7 +46,7 @@ class MapDataset(RowDataset):
     drop_remainder : bool
         Whether a last batch with fewer samples is left out.
     collate_fn : callable, optional
-        Makes a batch of a list of samples; by default `stack`.
+        Makes a batch of a list of samples, in memory that no other batch uses; by default `stack`.
 
     Raises
     ------

@@ -8,8 +8,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-
-from mpi4py.MPI import MIN
+from mpi4py import MPI
 
 from mpistrat.cross_device.hierarchical import HierarchicalCollectives
 from mpistrat.cross_device.options import CommunicationOptions
@@ -71,7 +70,7 @@ def late(comm, ops, *ranks):
     world = ops.hierarchy.world_group.comm
     if comm.rank in ranks:
         numbers = np.zeros(2, np.int64), np.zeros(2, np.int64)
-        (world.Iallreduce(*numbers, MIN) if ops.is_strict else world.Ibarrier()).Wait()
+        (world.Iallreduce(*numbers, MPI.MIN) if ops.is_strict else world.Ibarrier()).Wait()
     comm.Barrier()
     ops._executor.close()
     ops.hierarchy.close()
