@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mpistrat.inputs.iterator import DistributedIterator as DistributedIterator
     from mpistrat.inputs.iterator import OptionalElement as OptionalElement
     from mpistrat.inputs.map_dataset import MapDataset as MapDataset
+    from mpistrat.inputs.options import SHARD_HINT as SHARD_HINT
     from mpistrat.inputs.options import AutoShardPolicy as AutoShardPolicy
     from mpistrat.inputs.options import InputOptions as InputOptions
     from mpistrat.inputs.options import InputReplicationMode as InputReplicationMode
@@ -84,6 +85,7 @@ _HOMES = {
     "ReductionToOneDevice": "mpistrat.cross_device.to_one_device",
     "ReplicaContext": "mpistrat.strategy.replica_context",
     "RunOptions": "mpistrat.strategy.run_options",
+    "SHARD_HINT": "mpistrat.inputs.options",
     "Strategy": "mpistrat.strategy.base",
     "StrategyExtended": "mpistrat.strategy.extended",
     "Variable": "mpistrat.state.variables",

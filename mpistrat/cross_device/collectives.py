@@ -17,7 +17,7 @@ from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.timeline import Timeline
 from mpistrat.topology.world import World
 
-__all__ = ["Collectives", "LocalCollectives", "check_gather"]
+__all__ = ["Collectives", "LocalCollectives"]
 
 
 class Collectives(ABC):

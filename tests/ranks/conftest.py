@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ STRATEGY_SHAPES = {**SHAPES, 3: ("1x3", "2+1"), 4: ("2x2", "3+1"), 8: ("2x4", "3
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "shape" in metafunc.fixturenames:
-        metafunc.parametrize("shape", _shapes(STRATEGY_SHAPES if "strategy" in metafunc.fixturenames else SHAPES))
+        metafunc.parametrize("shape", _shapes("strategy" in metafunc.fixturenames))
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -87,12 +87,12 @@ def strategy(shape: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
 
 
 @cache
-def _shapes(table: Mapping[int, tuple[str, ...]]) -> list[str]:
+def _shapes(of_strategies: bool) -> list[str]:
     """Return the shapes of these ranks whose nodes each lie within one machine, where ranks are on several."""
     comm = start().Dup()
     machines = [set(node.ranks) for node in discover(comm, "").nodes]
     comm.Free()
-    size = start().size
+    size, table = start().size, STRATEGY_SHAPES if of_strategies else SHAPES
     return [shape for shape in table.get(size, (f"{size}x1",)) if _fits(shape, machines)]
 
 

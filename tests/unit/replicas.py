@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.cross_device.collectives import Collectives, check_gather
+from mpistrat.cross_device.arguments import check_gather
+from mpistrat.cross_device.collectives import Collectives
 from mpistrat.errors import AgreementError
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype, combine, divide
