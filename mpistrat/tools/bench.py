@@ -41,8 +41,8 @@ __all__ = ["Row", "add_arguments", "execute", "measure"]
 ALGORITHMS = ("auto", *PLANNERS, "mpi")
 ITEM_BYTES = 4
 BUDGET_SECONDS = 1.0
-BLOCKS = 3
-MIN_ROUNDS, MAX_ROUNDS = 3, 100  # in a block; a third as many come first, untimed
+MIN_BLOCKS, MAX_BLOCKS = 3, 20
+MIN_ROUNDS, MAX_ROUNDS = 3, 20  # in a block; a third as many come first, untimed
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,9 @@ def measure(ops: HierarchicalCollectives, nbytes: int, algorithm: str) -> Row:
     contenders: list[Callable[[], object]] = [ours, lambda: comm.Allreduce(source, target)]
     for run in contenders:
         _check(comm, run, target)
-    rounds = _rounds(comm, contenders)
-    times = np.empty((BLOCKS * rounds, len(contenders)))
-    for block in range(BLOCKS):
+    blocks, rounds = _fit(comm, contenders)
+    times = np.empty((blocks * rounds, len(contenders)))
+    for block in range(blocks):
         for index, run in enumerate(contenders):
             for turn in range(-(rounds // 3), rounds):
                 comm.Barrier()
@@ -153,7 +153,7 @@ def measure(ops: HierarchicalCollectives, nbytes: int, algorithm: str) -> Row:
     seconds, mpi_seconds = statistics.median(slowest[:, 0]), statistics.median(slowest[:, 1])
     algorithm_gbs = nbytes / seconds / 1e9
     bus_gbs = algorithm_gbs * 2 * (ops.size - 1) / ops.size
-    return Row(nbytes, plan, seconds, mpi_seconds, algorithm_gbs, bus_gbs, mpi_seconds / seconds, BLOCKS * rounds)
+    return Row(nbytes, plan, seconds, mpi_seconds, algorithm_gbs, bus_gbs, mpi_seconds / seconds, blocks * rounds)
 
 
 def _ours(ops: HierarchicalCollectives, source: Array, target: Array, algorithm: str) -> tuple[Callable[[], object], str]:
@@ -223,15 +223,17 @@ def _check(comm: MPI.Intracomm, run: Callable[[], object], target: Array) -> Non
         raise CollectiveError(f"a wrong sum of {target.nbytes} bytes: not every element is {expected} on every rank")
 
 
-def _rounds(comm: MPI.Intracomm, contenders: list[Callable[[], object]]) -> int:
-    """Return how many rounds of a block fit the budget, the same on all ranks."""
+def _fit(comm: MPI.Intracomm, contenders: list[Callable[[], object]]) -> tuple[int, int]:
+    """Return how many blocks, of how many rounds, fit the budget; the same on all ranks."""
     from mpi4py import MPI
 
     started = time.perf_counter()
     for run in contenders:
         run()
     spent: float = comm.allreduce(time.perf_counter() - started, MPI.MAX)
-    return int(min(max(BUDGET_SECONDS / BLOCKS / spent, MIN_ROUNDS), MAX_ROUNDS))
+    affordable = BUDGET_SECONDS / spent
+    rounds = int(min(max(affordable / MIN_BLOCKS, MIN_ROUNDS), MAX_ROUNDS))
+    return int(min(max(affordable / rounds, MIN_BLOCKS), MAX_BLOCKS)), rounds
 
 
 def _slowest(comm: MPI.Intracomm, times: Array) -> Array:
