@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ from tests.docs.pages import ROOT, Command, anchors, blocks, links, pages
 from tests.processes import run_bounded
 
 SECONDS = 120.0
+OPTIONAL = re.compile(r"^import (torch|jax)$", re.MULTILINE)  # what pages may show and the tests must do without
 PAGES = [page.relative_to(ROOT).as_posix() for page in pages()]
 
 
@@ -32,8 +34,12 @@ def user_environment() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", [name for name in PAGES if re.search("```(python|console)", (ROOT / name).read_text())])
 def test_snippets_run_and_print_what_is_shown(name, tmp_path):
+    text = (ROOT / name).read_text()
+    missing = [library for library in sorted(set(OPTIONAL.findall(text))) if importlib.util.find_spec(library) is None]
+    if missing:
+        pytest.skip(f"no {' and '.join(missing)}: pip install 'mpistrat[interop]'")
     unused, number = set(), 0
-    for block in blocks((ROOT / name).read_text()):
+    for block in blocks(text):
         where = f"{name}, line {block.line}"
         if block.language == "python":
             number += not block.file_name
