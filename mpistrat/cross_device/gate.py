@@ -12,15 +12,12 @@ from mpistrat.errors import DeadlineExceededError, UnavailableError
 from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.arrival import Arrival
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.transports.base import Steps, drive
+from mpistrat.transports.base import Steps, drive, leave_to_peers
 
 __all__ = ["Call", "Gate"]
 
 # what a call that has met all ranks at the last moment may still take
 _LEAST_SECONDS = 0.2
-
-# collectives that failed: peers that are late may still read and write their memory, so it is never freed
-_left_to_peers: list[object] = []
 
 
 @dataclass
@@ -169,7 +166,7 @@ class Gate:
         name = type(error).__name__
         self.refusal = f"an earlier {call.verb} did not end ({name}), and ranks may be out of step; make a new strategy"
         self._has_failed = True
-        _left_to_peers.append(self._memory)
+        leave_to_peers(self._memory)
 
 
 @cache

@@ -22,7 +22,7 @@ from mpistrat.errors import DeadlineExceededError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
 
-__all__ = ["WAITING", "WORKED", "Operation", "Part", "Steps", "Transport", "address", "drive"]
+__all__ = ["WAITING", "WORKED", "Operation", "Part", "Steps", "Transport", "address", "drive", "leave_to_peers"]
 
 Steps = Iterator[bool]
 WAITING, WORKED = False, True
@@ -32,6 +32,8 @@ WAITING, WORKED = False, True
 _SHARED_CORE_SECONDS = 20e-6
 _SLEEP_SECONDS = 1e-6
 _POLLS_PER_CLOCK = 256
+
+_left_to_peers: list[object] = []
 
 
 @dataclass(frozen=True)
@@ -182,3 +184,8 @@ def drive(
 def address(array: Array) -> int:
     """Return where the array's memory begins."""
     return int(array.__array_interface__["data"][0])
+
+
+def leave_to_peers(memory: object) -> None:
+    """Never free what a failed collective worked on: a peer that is late may still read and write it."""
+    _left_to_peers.append(memory)

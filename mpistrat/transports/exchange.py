@@ -14,7 +14,7 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.reduction import ReduceOp, combine, divide
-from mpistrat.transports.base import WORKED, Steps, address
+from mpistrat.transports.base import WORKED, Steps, address, leave_to_peers
 
 if TYPE_CHECKING:
     from mpistrat.transports.shared_memory import SharedMemoryTransport
@@ -26,9 +26,6 @@ EXCHANGE_BYTES = EXCHANGE_SLOTS * EXCHANGE_SLOT_BYTES
 LARGEST_ITEM_BYTES = 32
 ATTACH_FROM_BYTES, BLOCK_BYTES = 1 << 20, 1 << 21
 SOURCE, TARGET = 1, 2  # in words of 8 bytes: where a rank's arrays lie
-
-# arrays of calls that failed: a peer that is late may still write to them, so they are never freed
-_left_to_peers: list[tuple[Array, Array]] = []
 
 
 def exchange(transport: SharedMemoryTransport, source: Array, target: Array, op: ReduceOp, divisor: int) -> Steps:
@@ -140,7 +137,7 @@ class _Attached(_Parts):
             # the caller may change its arrays once nobody reads or writes them
             yield from self.transport.meet()
         except BaseException:
-            _left_to_peers.append((self.source, self.target))
+            leave_to_peers((self.source, self.target))
             raise
 
     def _fold(self, start: int, stop: int) -> None:

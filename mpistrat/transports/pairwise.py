@@ -10,15 +10,12 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.groups.group import Group
-from mpistrat.transports.base import WAITING, Steps
+from mpistrat.transports.base import WAITING, Steps, leave_to_peers
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    pass
 
 __all__ = ["Pairwise"]
-
-# messages of exchanges that failed: a peer that is late may still read or write their memory, so it is never freed
-_left_to_peers: list[list[MPI.Request]] = []
 
 
 class Pairwise:
@@ -53,7 +50,7 @@ class Pairwise:
                 while not request.Test():
                     yield WAITING
         except BaseException:
-            _left_to_peers.append(requests)
+            leave_to_peers(requests)
             raise
 
 
