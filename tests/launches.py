@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +58,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if is_one_rank(config):
         config.option.with_mpi = True
+        # a directory of its own: ranks that tidy up the one they would share trip over each other
+        config.option.basetemp = tempfile.mkdtemp(prefix="pytest-rank-", dir=config.option.basetemp)
+        config.add_cleanup(partial(shutil.rmtree, config.option.basetemp, ignore_errors=True))
         # Not before: it starts MPI, which the session that launches others must not.
         config.pluginmanager.import_plugin("tests.rank_agreement")
         return
@@ -161,6 +167,8 @@ class Launch(pytest.Item):
             f"faulthandler_timeout={TEST_SECONDS}",
             "--rank-report",
             str(report),
+            "--basetemp",
+            str(report.parent),
         ]
         return ["--with-mpi", *quiet, *chosen, *(["-x"] if option.maxfail == 1 else []), *selected]
 

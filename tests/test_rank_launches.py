@@ -29,7 +29,7 @@ def launch(tmp_path):
         planted, report = tmp_path / "test_planted.py", tmp_path / "report.json"
         planted.write_text(_HEAD + source)
         configuration = ["-c", str(_ROOT / "pyproject.toml"), "--rootdir", str(_ROOT), "-p", "no:cacheprovider", "--color=no"]
-        harness = ["-p", "tests.launches", "--with-mpi", "--rank-report", str(report)]
+        harness = ["-p", "tests.launches", "--with-mpi", "--rank-report", str(report), "--basetemp", str(tmp_path)]
         pytest_argv = [sys.executable, "-m", "pytest", *configuration, *harness, *options, str(planted)]
         argv, extra_env = command(3, pytest_argv)
         done = run_bounded(argv, 60, {**os.environ, **extra_env, "PYTHONPATH": str(_ROOT)}, tmp_path)
