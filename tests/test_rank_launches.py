@@ -26,10 +26,11 @@ def launch(tmp_path):
     """Give a function that runs a planted test file on 3 ranks and returns the finished process and rank 0's report."""
 
     def run(source: str, *options: str):
-        planted, report = tmp_path / "test_planted.py", tmp_path / "report.json"
+        planted, report, own = tmp_path / "test_planted.py", tmp_path / "report.json", tmp_path / "own"
+        own.mkdir()
         planted.write_text(_HEAD + source)
         configuration = ["-c", str(_ROOT / "pyproject.toml"), "--rootdir", str(_ROOT), "-p", "no:cacheprovider", "--color=no"]
-        harness = ["-p", "tests.launches", "--with-mpi", "--rank-report", str(report), "--basetemp", str(tmp_path)]
+        harness = ["-p", "tests.launches", "--with-mpi", "--rank-report", str(report), "--basetemp", str(own)]
         pytest_argv = [sys.executable, "-m", "pytest", *configuration, *harness, *options, str(planted)]
         argv, extra_env = command(3, pytest_argv)
         done = run_bounded(argv, 60, {**os.environ, **extra_env, "PYTHONPATH": str(_ROOT)}, tmp_path)
