@@ -9,9 +9,9 @@ From the command line, in the top folder of a checkout::
     python -m tests.hosts.lab run --hosts 4 --ranks 8 --rate 1gbit --placement block -- python script.py
     python -m tests.hosts.lab goodput --rate 1gbit
 
-``--placement`` is ``block`` (consecutive ranks share a host), ``cyclic`` (consecutive ranks sit on different hosts) or the
-number of ranks on each host, such as ``3+1+2+2``. ``run --goodput`` measures the links first, and hands the figure to the
-program as LAB_GOODPUT_BITS.
+``--placement`` is ``block`` (consecutive ranks share a host), ``cyclic`` (consecutive ranks sit on different hosts),
+``random`` (a shuffle, always the same) or the number of ranks on each host, such as ``3+1+2+2``. ``run --goodput`` measures
+the links first, and hands the figure to the program as LAB_GOODPUT_BITS.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import shlex
 import shutil
 import signal
@@ -148,7 +149,7 @@ class Lab:
         num_ranks : int
             Ranks in all.
         placement : str
-            ``block``, ``cyclic``, or the number of ranks on each host: ``3+1+2+2``.
+            ``block``, ``cyclic``, ``random``, or the number of ranks on each host: ``3+1+2+2``.
         argv : sequence of str
             The program of a rank.
         timeout : float
@@ -158,10 +159,9 @@ class Lab:
         capture : bool
             Whether the output is returned rather than shown.
         """
-        slots, order = self._slots(num_ranks, placement)
         hostfile = self.folder / "hostfile"
-        hostfile.write_text("".join(f"{host} slots={count}\n" for host, count in zip(self.hosts, slots, strict=True) if count))
-        mpirun = [_mpirun(), "--hostfile", str(hostfile), "--map-by", f"{order}:OVERSUBSCRIBE", "--bind-to", "none"]
+        hostfile.write_text("".join(f"{host}\n" for host in self._host_of_each_rank(num_ranks, placement)))
+        mpirun = [_mpirun(), "--hostfile", str(hostfile), "--map-by", "seq:OVERSUBSCRIBE", "--bind-to", "none"]
         command = self.on(self.hosts[0], [*mpirun, "-n", str(num_ranks), *argv])
         # what a job that failed leaves of its sockets must not meet the next one
         sockets = tempfile.mkdtemp(prefix="job", dir=self.folder)
@@ -190,17 +190,23 @@ class Lab:
             texts = [side.communicate(timeout=seconds + 30)[0] for side in sides]
         return min(float(text) for text in texts)
 
-    def _slots(self, num_ranks: int, placement: str) -> tuple[list[int], str]:
-        if placement in ("block", "cyclic"):
-            each, rest = divmod(num_ranks, len(self.hosts))
-            return [each + (number < rest) for number in range(len(self.hosts))], {"block": "slot", "cyclic": "node"}[placement]
-        slots = [int(count) for count in placement.split("+")]
-        if sum(slots) != num_ranks or len(slots) != len(self.hosts):
+    def _host_of_each_rank(self, num_ranks: int, placement: str) -> list[str]:
+        """Return the host of rank 0, of rank 1, and so on."""
+        cyclic = [self.hosts[rank % len(self.hosts)] for rank in range(num_ranks)]
+        if placement == "cyclic":
+            return cyclic
+        block = sorted(cyclic, key=self.hosts.index)
+        if placement == "random":
+            random.Random(num_ranks).shuffle(block)
+        if placement in ("block", "random"):
+            return block
+        counts = [int(count) for count in placement.split("+")]
+        if sum(counts) != num_ranks or len(counts) != len(self.hosts):
             raise LabError(
                 f"placement {placement!r} is not one of {num_ranks} ranks on {len(self.hosts)} hosts; "
-                "accepted are block, cyclic, and ranks per host joined by +"
+                "accepted are block, cyclic, random, and ranks per host joined by +"
             )
-        return slots, "slot"
+        return [host for host, count in zip(self.hosts, counts, strict=True) for _ in range(count)]
 
     def _wait_until_ready(self) -> None:
         assert self._switch is not None
@@ -264,7 +270,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("goodput", parents=[shared], help="measure what two hosts move between each other")
     run = commands.add_parser("run", parents=[shared], help="run an MPI program")
     run.add_argument("--ranks", type=int, default=8)
-    run.add_argument("--placement", default="block", help="block, cyclic, or ranks per host: 3+1+2+2")
+    run.add_argument("--placement", default="block", help="block, cyclic, random, or ranks per host: 3+1+2+2")
     run.add_argument("--timeout", type=float, default=600)
     run.add_argument("--goodput", action="store_true", help="measure the links first")
     run.add_argument("--bytes", action="store_true", help="print what each host sent")

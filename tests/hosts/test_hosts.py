@@ -19,6 +19,7 @@ _ROOT = Path(__file__).parents[2]
 _PLACEMENTS = {
     "block": {"node0": [0, 1], "node1": [2, 3], "node2": [4, 5], "node3": [6, 7]},
     "cyclic": {"node0": [0, 4], "node1": [1, 5], "node2": [2, 6], "node3": [3, 7]},
+    "random": {"node0": [1, 4], "node1": [6, 7], "node2": [0, 3], "node3": [2, 5]},
     "3+1+2+2": {"node0": [0, 1, 2], "node1": [3], "node2": [4, 5], "node3": [6, 7]},
 }
 
@@ -72,7 +73,9 @@ def test_a_program_that_fails_or_hangs_is_reported(lab):
 
 
 def test_a_wrong_placement_is_refused(lab):
-    with pytest.raises(LabError, match=r"placement '4\+4' is not one of 8 ranks on 4 hosts; accepted are block, cyclic, and"):
+    with pytest.raises(
+        LabError, match=r"placement '4\+4' is not one of 8 ranks on 4 hosts; accepted are block, cyclic, random, and"
+    ):
         lab.run(8, "4+4", ["true"])
 
 
