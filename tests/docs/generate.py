@@ -21,6 +21,7 @@ from mpistrat import errors, settings
 from mpistrat.settings import SETTINGS, Setting
 from mpistrat.tools import cli
 from mpistrat.tools.text import format_bytes
+from tests.benchmarks.pages import with_results
 from tests.docs.pages import ROOT, Command, blocks, pages
 from tests.docs.surface import FACES, beyond, described, home, members, public_names
 from tests.docs.tf_names import READING, SAME, SECTIONS, Row
@@ -45,10 +46,10 @@ def stale() -> dict[Path, str]:
 
 
 def generated() -> dict[Path, str]:
-    """Return every page that follows from the code, whole or in part."""
+    """Return every page that follows from the code, or from what was measured, whole or in part."""
     whole = {ROOT / "docs/reference" / name: _NOTE + make() for name, make in _PAGES.items()}
     others = [page for page in pages() if page.exists() and page not in whole]
-    return whole | {page: _with_plans(_with_parts(page.read_text())) for page in others}
+    return whole | {page: with_results(_with_plans(_with_parts(page.read_text()))) for page in others}
 
 
 def _settings() -> str:

@@ -1,0 +1,59 @@
+"""Run experiments and write their pages: ``python -m tests.benchmarks EXPERIMENT [--out DIR] [--quick] [--peers DIR]``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.benchmarks.environments import CACHE
+from tests.benchmarks.experiments import EXPERIMENTS, find
+from tests.benchmarks.pages import DOCS, publish, show
+from tests.benchmarks.session import Session
+from tests.hosts import lab
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what was asked for; return 0, or 1 where an experiment failed: the others run all the same."""
+    arguments = _parser().parse_args(argv)
+    reason = lab.missing()
+    if reason:
+        print(f"benchmarks: {reason}", file=sys.stderr)
+        return 2
+    names = EXPERIMENTS if arguments.experiment == "all" else (arguments.experiment,)
+    return max(_run(name, arguments) for name in names)
+
+
+def _run(name: str, arguments: argparse.Namespace) -> int:
+    session = Session(name, arguments.quick, arguments.peers)
+    try:
+        result = session.result(find(name).run)
+    except Exception as error:
+        session.say(f"failed: {error}")
+        if arguments.experiment != "all":
+            raise
+        return 1
+    print(show(result), flush=True)
+    out = arguments.out or (None if arguments.quick else DOCS)
+    if out is not None:
+        for path in publish(result, out):
+            session.say(f"wrote {path}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description="Measure, side by side with others.")
+    parser.add_argument("experiment", choices=(*EXPERIMENTS, "all"))
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where pages lie (default: docs/benchmarks; with --quick: none)"
+    )
+    parser.add_argument("--quick", action="store_true", help="a small part of it, in seconds: to try an experiment out")
+    parser.add_argument(
+        "--peers", type=Path, default=CACHE, metavar="DIR", help=f"where peers are installed (default: {CACHE})"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""The experiments: each a module of this folder, with a caption, that runs, tabulates and draws one thing."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from tests.benchmarks.session import Session
+
+__all__ = ["EXPERIMENTS", "Experiment", "find"]
+
+# In the order of `all`. One row here, one module, one page of docs/benchmarks with its name.
+EXPERIMENTS: tuple[str, ...] = ()
+
+
+class Experiment(Protocol):
+    """What a module of an experiment has."""
+
+    def run(self, session: Session) -> dict[str, Any]:
+        """Measure; return what JSON can hold."""
+
+    def table(self, result: dict[str, Any]) -> str:
+        """Return the figures in Markdown: tables, and a line on each goal that says whether it was reached, and by how much."""
+
+    def draw(self, result: dict[str, Any], path: Path) -> None:
+        """Draw the figure to a PNG file."""
+
+
+def find(name: str) -> Experiment:
+    """Return the experiment of this name."""
+    return cast(Experiment, importlib.import_module(f"tests.benchmarks.{name}"))

@@ -1,0 +1,92 @@
+"""One run of one experiment: what it may use, and on what, when and by which command it ran."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mpistrat
+from mpistrat.launch.mpiexec import find_mpi
+from tests.benchmarks.environments import Environments
+
+__all__ = ["Session"]
+
+_ROOT = Path(__file__).parents[2]
+
+
+class Session:
+    """What an experiment is handed.
+
+    Parameters
+    ----------
+    name : str
+        The experiment.
+    quick : bool
+        Whether a small part will do: one that shows that the experiment works.
+    peers : Path
+        Where the peers' virtual environments are, or are to be made.
+
+    Attributes
+    ----------
+    environments : Environments
+        The peers' virtual environments, made on first use.
+    versions : dict
+        Versions of what took part; experiments add those of peers.
+    """
+
+    def __init__(self, name: str, quick: bool, peers: Path) -> None:
+        self.name, self.quick = name, quick
+        self.environments = Environments(peers, self.say)
+        mpi = find_mpi()
+        self.versions = {
+            "Python": platform.python_version(),
+            "NumPy": importlib.metadata.version("numpy"),
+            mpi.flavour.name: mpi.version,
+        }
+        self._started = time.perf_counter()
+
+    def say(self, text: str) -> None:
+        """Show progress."""
+        print(f"{self.name} {time.perf_counter() - self._started:6.1f} s: {text}", flush=True)
+
+    def result(self, run: Callable[[Session], dict[str, Any]]) -> dict[str, Any]:
+        """Run the experiment; return what it measured, and the circumstances."""
+        date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+        measured = run(self)
+        return {
+            "experiment": self.name,
+            "quick": self.quick,
+            "date": date,
+            "command": f"python -m tests.benchmarks {self.name}{' --quick' * self.quick}",
+            "seconds": round(time.perf_counter() - self._started),
+            "machine": _machine(),
+            "commit": _commit(),
+            "versions": {"mpistrat": mpistrat.__version__, **self.versions},
+            "missing": dict(self.environments.missing),
+            **measured,
+        }
+
+
+def _machine() -> str:
+    model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    kernel = ".".join(platform.release().split(".")[:2])
+    return f"{model[1] if model else platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, Linux {kernel}"
+
+
+def _commit() -> str:
+    """Return the commit of this checkout, and whether the code differs from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=_ROOT, capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", "mpistrat", "tests")
+    return f"{git('rev-parse', '--short', 'HEAD')}{' with changes' if changed else ''}"
