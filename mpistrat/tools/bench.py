@@ -30,7 +30,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import parse_bytes
-from mpistrat.tools.text import format_bytes
+from mpistrat.text import format_bytes
 from mpistrat.topology.discover import discover
 
 if TYPE_CHECKING:

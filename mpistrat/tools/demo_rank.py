@@ -17,10 +17,10 @@ import mpistrat
 from mpistrat import settings
 from mpistrat.cross_device.collectives import Collectives
 from mpistrat.experimental import CommunicationOptions
+from mpistrat.text import format_bytes, format_count, format_table
 from mpistrat.timeline import Timeline, write_chrome_trace
 from mpistrat.tools import train_digits
 from mpistrat.tools.meter import Meter, Step, images_per_second, mean_loss, share_communicating
-from mpistrat.tools.text import format_bytes, format_count, format_table
 from mpistrat.topology.world import World
 
 __all__ = ["main"]

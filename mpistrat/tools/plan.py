@@ -13,7 +13,7 @@ from mpistrat.algorithms.cost import DEFAULT, link_bytes, phase_bytes, phase_sec
 from mpistrat.algorithms.plan import Plan, Scope
 from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
 from mpistrat.settings import parse_bytes
-from mpistrat.tools.text import format_bytes, format_count, format_seconds, format_table
+from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.topology.world import World
 
 __all__ = ["add_arguments", "execute"]

@@ -19,8 +19,8 @@ from typing import Any
 import mpistrat
 from mpistrat import errors, settings
 from mpistrat.settings import SETTINGS, Setting
+from mpistrat.text import format_bytes
 from mpistrat.tools import cli
-from mpistrat.tools.text import format_bytes
 from tests.benchmarks.pages import with_results
 from tests.docs.pages import ROOT, Command, blocks, pages
 from tests.docs.surface import FACES, beyond, described, home, members, public_names

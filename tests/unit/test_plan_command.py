@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from mpistrat.algorithms import pipelined
+from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.tools import plan
-from mpistrat.tools.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.topology.world import World
 
 
