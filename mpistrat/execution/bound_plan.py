@@ -15,7 +15,7 @@ import numpy as np
 
 from mpistrat.algorithms.plan import Plan, Scope
 from mpistrat.arrays import Array
-from mpistrat.execution.lanes import overlap
+from mpistrat.execution.lanes import overlap, side_by_side
 from mpistrat.packing.fuse import CopyIn, CopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp
@@ -118,10 +118,7 @@ class BoundPlan:
         crossing = [phase.scope is not Scope.INTRA for phase in self.plan.phases]
         first = crossing.index(True) if any(crossing) else 0
         last = crossing.index(True) + 1 if any(crossing) else len(phases)
-        chunk.head, chunk.middle, chunk.tail = (
-            [operation for operations in part for operation in operations]
-            for part in (phases[:first], phases[first:last], phases[last:])
-        )
+        chunk.head, chunk.middle, chunk.tail = phases[:first], phases[first:last], phases[last:]
         return chunk
 
     def _operations(self, slot: int, padded: int, buffer: Array) -> list[list[tuple[str, Operation]]]:
@@ -134,11 +131,15 @@ class BoundPlan:
             self._bound[slot, padded] = phases
         return self._bound[slot, padded]
 
-    def _walk(self, chunk: _Chunk, operations: list[tuple[str, Operation]]) -> Steps:
-        for name, operation in operations:
-            started = time.perf_counter()
-            yield from operation.run()
-            self._record(name, started, chunk)
+    def _walk(self, chunk: _Chunk, phases: list[list[tuple[str, Operation]]]) -> Steps:
+        for operations in phases:
+            # a rank that owns several shards serves their rails together: ranks of larger nodes do so too
+            yield from side_by_side([self._step(chunk, name, operation) for name, operation in operations])
+
+    def _step(self, chunk: _Chunk, name: str, operation: Operation) -> Steps:
+        started = time.perf_counter()
+        yield from operation.run()
+        self._record(name, started, chunk)
 
     def _record(self, name: str, started: float, chunk: _Chunk) -> None:
         if self._executor.timeline.enabled:
@@ -201,9 +202,9 @@ class _Chunk:
     nbytes: int
     copy_in: CopyIn
     copy_out: CopyOut
-    head: list[tuple[str, Operation]] = field(default_factory=list)
-    middle: list[tuple[str, Operation]] = field(default_factory=list)
-    tail: list[tuple[str, Operation]] = field(default_factory=list)
+    head: list[list[tuple[str, Operation]]] = field(default_factory=list)
+    middle: list[list[tuple[str, Operation]]] = field(default_factory=list)
+    tail: list[list[tuple[str, Operation]]] = field(default_factory=list)
 
 
 def _is_flat(plan: Plan) -> bool:

@@ -10,11 +10,11 @@ one where they share a group without channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from mpistrat.transports.base import WAITING, WORKED, Steps
 
-__all__ = ["overlap"]
+__all__ = ["overlap", "side_by_side"]
 
 ChunkSteps = Callable[[int], Steps]
 
@@ -52,4 +52,12 @@ def overlap(num_chunks: int, depth: int, abreast: int, head: ChunkSteps, middle:
             lanes.append(inter(started))
             started += 1
             answers.append(WORKED)
+        yield any(answers)
+
+
+def side_by_side(lanes: Sequence[Steps]) -> Steps:
+    """Return the steps of all lanes, each of which takes one in turn."""
+    while lanes:
+        answers = [next(lane, None) for lane in lanes]
+        lanes = [lane for lane, answer in zip(lanes, answers, strict=True) if answer is not None]
         yield any(answers)

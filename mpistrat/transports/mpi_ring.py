@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["MpiRingTransport"]
 
-SEGMENT_BYTES = 1 << 18
-RECEIVES_AHEAD = 4
+# with its header just within 64 KiB, what MPI sends over TCP at once: anything longer waits until the receiver has answered,
+# which takes as long as it takes the receiver to look
+SEGMENT_BYTES = 63 << 10
+RECEIVES_AHEAD = 8
 
 
 class MpiRingTransport(Transport):

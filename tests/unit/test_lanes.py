@@ -9,7 +9,7 @@ from itertools import accumulate, islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.execution.lanes import overlap
+from mpistrat.execution.lanes import overlap, side_by_side
 from mpistrat.transports.base import WAITING, WORKED
 
 Event = tuple[str, int, str]
@@ -103,3 +103,18 @@ def test_a_step_worked_if_either_lane_did() -> None:
     found = list(idle)
     assert found.count(WAITING) >= 4
     assert found[0] is WORKED, "the middle has begun"
+
+
+def test_a_wait_of_one_does_not_stop_what_goes_side_by_side() -> None:
+    met: list[str] = []
+
+    def lane(name: str, peer: str) -> Iterator[bool]:
+        met.append(name)
+        while peer not in met:
+            yield WAITING
+
+    found = list(side_by_side([lane("first", "second"), iter([]), lane("second", "first")]))
+    assert met == ["first", "second"]
+    assert found == [WAITING, WAITING], "the first learns of the second one turn later"
+    assert list(side_by_side([])) == []
+    assert list(side_by_side([iter([WAITING, WORKED]), iter([WAITING])])) == [WAITING, WORKED, WAITING]
