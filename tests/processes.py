@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["TIMED_OUT", "run_bounded", "until"]
+__all__ = ["TIMED_OUT", "kill_session", "run_bounded", "until"]
 
 TIMED_OUT = 124  # as timeout(1) has it
 
@@ -53,11 +53,11 @@ def run_bounded(
         out, err = process.communicate(timeout=timeout)
         code = process.returncode
     except subprocess.TimeoutExpired:
-        _kill_session(process.pid)
+        kill_session(process.pid)
         out, err = process.communicate()
         code, err = TIMED_OUT, f"{err or ''}\nkilled: still running after {timeout:g} s\n"
     finally:
-        _kill_session(process.pid)
+        kill_session(process.pid)
         process.wait()
     return subprocess.CompletedProcess(list(argv), code, out or "", err or "")
 
@@ -72,7 +72,8 @@ def until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def _kill_session(leader: int) -> None:
+def kill_session(leader: int) -> None:
+    """Kill every process of a session, which may be over already."""
     # Not by process group: mpiexec gives each of its ranks one of its own.
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(ProcessLookupError):

@@ -111,6 +111,11 @@ class Lab:
             self._switch = None
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    @property
+    def agent(self) -> str:
+        """What a launcher is to use as its remote shell."""
+        return str(_HERE / "enter")
+
     def on(self, host: str, argv: Sequence[str]) -> list[str]:
         """Return the command that runs `argv` on a host; its environment needs LAB_FOLDER, as `environment` has it."""
         outside = ["nsenter", "--target", str(self._first), "--pid", "--mount", "--net", f"--wd={Path.cwd()}"]
@@ -120,10 +125,16 @@ class Lab:
         """Return the environment for commands in the lab."""
         return {**_environment(), "LAB_FOLDER": str(self.folder), **extra}
 
-    def start(self, host: str, argv: Sequence[str], stdout: Any) -> subprocess.Popen[str]:
-        """Start a command on a host, with nothing to read; it ends with the lab if not before."""
+    def start(self, host: str, argv: Sequence[str], stdout: Any, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        """Start a command on a host, in a session of its own and with nothing to read; it ends with the lab if not before."""
         return subprocess.Popen(
-            self.on(host, argv), stdin=subprocess.DEVNULL, stdout=stdout, stderr=stdout, text=True, env=self.environment()
+            self.on(host, argv),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stdout,
+            text=True,
+            env=self.environment(**(env or {})),
+            start_new_session=True,
         )
 
     def output(self, host: str, argv: Sequence[str], timeout: float = 30) -> str:
@@ -159,13 +170,36 @@ class Lab:
         capture : bool
             Whether the output is returned rather than shown.
         """
-        hostfile = self.folder / "hostfile"
-        hostfile.write_text("".join(f"{host}\n" for host in self._host_of_each_rank(num_ranks, placement)))
-        mpirun = [_mpirun(), "--hostfile", str(hostfile), "--map-by", "seq:OVERSUBSCRIBE", "--bind-to", "none"]
-        command = self.on(self.hosts[0], [*mpirun, "-n", str(num_ranks), *argv])
+        command, variables = self.mpirun(num_ranks, placement, argv)
+        environ = self.environment(**{**variables, **(env or {})})
+        return run_bounded(self.on(self.hosts[0], command), timeout, environ, capture=capture)
+
+    def mpirun(self, num_ranks: int, placement: str, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+        """Return the command that starts a program with Open MPI's mpirun on the first host, and the variables it needs."""
         # what a job that failed leaves of its sockets must not meet the next one
-        sockets = tempfile.mkdtemp(prefix="job", dir=self.folder)
-        return run_bounded(command, timeout, self.environment(TMPDIR=sockets, **_OPEN_MPI, **(env or {})), capture=capture)
+        own = Path(tempfile.mkdtemp(prefix="job", dir=self.folder))
+        hostfile = own / "hostfile"
+        hostfile.write_text("".join(f"{host}\n" for host in self.host_of_each_rank(num_ranks, placement)))
+        options = ["--hostfile", str(hostfile), "--map-by", "seq:OVERSUBSCRIBE", "--bind-to", "none"]
+        return [_mpirun(), *options, "-n", str(num_ranks), *argv], {"TMPDIR": str(own), **_OPEN_MPI}
+
+    def host_of_each_rank(self, num_ranks: int, placement: str) -> list[str]:
+        """Return the host of rank 0, of rank 1, and so on, for a placement as `run` takes it."""
+        cyclic = [self.hosts[rank % len(self.hosts)] for rank in range(num_ranks)]
+        if placement == "cyclic":
+            return cyclic
+        block = sorted(cyclic, key=self.hosts.index)
+        if placement == "random":
+            random.Random(num_ranks).shuffle(block)
+        if placement in ("block", "random"):
+            return block
+        counts = [int(count) for count in placement.split("+")]
+        if sum(counts) != num_ranks or len(counts) != len(self.hosts):
+            raise LabError(
+                f"placement {placement!r} is not one of {num_ranks} ranks on {len(self.hosts)} hosts; "
+                "accepted are block, cyclic, random, and ranks per host joined by +"
+            )
+        return [host for host, count in zip(self.hosts, counts, strict=True) for _ in range(count)]
 
     def bytes_sent(self) -> dict[str, int]:
         """Return the bytes each host has put on its link so far."""
@@ -189,24 +223,6 @@ class Lab:
             ]
             texts = [side.communicate(timeout=seconds + 30)[0] for side in sides]
         return min(float(text) for text in texts)
-
-    def _host_of_each_rank(self, num_ranks: int, placement: str) -> list[str]:
-        """Return the host of rank 0, of rank 1, and so on."""
-        cyclic = [self.hosts[rank % len(self.hosts)] for rank in range(num_ranks)]
-        if placement == "cyclic":
-            return cyclic
-        block = sorted(cyclic, key=self.hosts.index)
-        if placement == "random":
-            random.Random(num_ranks).shuffle(block)
-        if placement in ("block", "random"):
-            return block
-        counts = [int(count) for count in placement.split("+")]
-        if sum(counts) != num_ranks or len(counts) != len(self.hosts):
-            raise LabError(
-                f"placement {placement!r} is not one of {num_ranks} ranks on {len(self.hosts)} hosts; "
-                "accepted are block, cyclic, random, and ranks per host joined by +"
-            )
-        return [host for host, count in zip(self.hosts, counts, strict=True) for _ in range(count)]
 
     def _wait_until_ready(self) -> None:
         assert self._switch is not None

@@ -1,0 +1,284 @@
+"""Programs that compete in one lab: all are started, all wait, and each is timed in turn, block by block.
+
+Every rank of every program waits for its next request in a read, which costs no processor time. The time of a repetition is
+that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import socket
+import statistics
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.hosts.lab import Lab
+from tests.processes import kill_session
+
+__all__ = ["Contender", "Contest", "ContestError", "Measured"]
+
+_START_SECONDS, _ANSWER_SECONDS = 120, 180
+_BLOCKS, _MAX_REPEATS = 3, 40
+_LONG_SECONDS = 0.5  # what takes longer is repeated once a block, and needs no warming up
+_CHECKED_BYTES = 1 << 20  # below, what is sent beside the payload would hide what went round the links
+
+
+class ContestError(RuntimeError):
+    """A program failed, gave a wrong sum, or sent its bytes round the links."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A program that competes.
+
+    Attributes
+    ----------
+    name : str
+        As tables call it.
+    launcher : str
+        ``openmpi``, ``mpich`` or ``plain``: who starts its ranks.
+    argv : sequence of str
+        The program of a rank.
+    env : mapping
+        Further environment of the ranks.
+    """
+
+    name: str
+    launcher: str
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one program took for one task.
+
+    Attributes
+    ----------
+    seconds, best_seconds : float
+        Median and least over the repetitions of the slowest rank's time.
+    repeats : int
+        How many were timed.
+    sent_share : float
+        Bytes that the hosts sent, over the least that any algorithm must send; 0 where that was not looked at.
+    facts : dict
+        What the program says of the task, such as the plan that it chose.
+    """
+
+    seconds: float
+    best_seconds: float
+    repeats: int
+    sent_share: float
+    facts: dict[str, Any]
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON can hold it."""
+        return asdict(self)
+
+
+class Contest:
+    """Programs that are started when this is entered, and ended when it is left.
+
+    Parameters
+    ----------
+    lab : Lab
+        Where they run.
+    num_ranks : int
+        Ranks of each.
+    placement : str
+        As `Lab.run` takes it.
+    contenders : iterable of Contender
+        Those that cannot be started are left out, see `missing`; the first must be.
+
+    Attributes
+    ----------
+    missing : dict
+        Who was left out, and why.
+    versions : dict
+        What the programs say of themselves.
+    """
+
+    def __init__(self, lab: Lab, num_ranks: int, placement: str, contenders: Iterable[Contender]) -> None:
+        self.lab, self.num_ranks, self.placement = lab, num_ranks, placement
+        self.missing: dict[str, str] = {}
+        self.versions: dict[str, str] = {}
+        self._contenders = list(contenders)
+        self._lines: dict[str, list[Any]] = {}
+        self._processes: dict[str, list[subprocess.Popen[str]]] = {}
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def names(self) -> list[str]:
+        """Who competes, in the order in which they take turns."""
+        return list(self._lines)
+
+    def __enter__(self) -> Contest:  # noqa: PYI034 - Self is newer than Python 3.10
+        self._path = self.lab.folder / "contest"
+        try:
+            self._server = self._stack.enter_context(socket.socket(socket.AF_UNIX))
+            self._server.bind(str(self._path))
+            self._stack.callback(self._path.unlink)
+            self._server.listen(self.num_ranks)
+            for contender in self._contenders:
+                self._start(contender)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def compare(
+        self, task: Mapping[str, Any], seconds: float, share: float = 1.0, names: Iterable[str] | None = None
+    ) -> dict[str, Measured]:
+        """Time a task with all programs, in blocks that take turns.
+
+        Parameters
+        ----------
+        task : mapping
+            ``kind`` and what else the programs want to know; ``nbytes`` of the payload, where bytes are to be counted.
+        seconds : float
+            For the repetitions of each program, about.
+        share : float
+            Of the payload that may travel between hosts: half for 16-bit numbers on the wire.
+        names : iterable of str, optional
+            Who takes part; all by default.
+        """
+        chosen = self.names if names is None else [name for name in names if name in self._lines]
+        first = {name: self._prepare(name, task) for name in chosen}
+        times: dict[str, list[float]] = {name: [] for name in chosen}
+        sent: dict[str, list[float]] = {name: [] for name in chosen}
+        for _ in range(_BLOCKS):
+            for name in chosen:
+                some, share_sent = self._block(name, task, first[name]["seconds"], seconds, share)
+                times[name] += some
+                sent[name].append(share_sent)
+        return {
+            name: Measured(
+                statistics.median(times[name]), min(times[name]), len(times[name]), min(sent[name]), first[name]["facts"]
+            )
+            for name in chosen
+        }
+
+    def call(self, contender: str, function: str, **arguments: Any) -> list[Any]:
+        """Call a function of a program on all its ranks; return what each returned."""
+        answers = self._ask(contender, {"do": "call", "name": function, "arguments": arguments})
+        return [answer["value"] for answer in answers]
+
+    def _prepare(self, name: str, task: Mapping[str, Any]) -> dict[str, Any]:
+        answers = self._ask(name, {"do": "prepare", "task": task})
+        if not all(answer["right"] for answer in answers):
+            raise ContestError(f"{name} gave a wrong result for {task}")
+        return {"seconds": max(answer["seconds"] for answer in answers), "facts": answers[0]["facts"]}
+
+    def _block(self, name: str, task: Mapping[str, Any], each: float, budget: float, share: float) -> tuple[list[float], float]:
+        warm, repeats = (0, 1) if each > _LONG_SECONDS else (2, min(max(int(budget / _BLOCKS / each) - 2, 2), _MAX_REPEATS))
+        hosts, nbytes = len(set(self.lab.host_of_each_rank(self.num_ranks, self.placement))), task.get("nbytes", 0)
+        counted = hosts > 1 and nbytes >= _CHECKED_BYTES
+        before = sum(self.lab.bytes_sent().values()) if counted else 0
+        answers = self._ask(name, {"do": "time", "task": task, "warm": warm, "repeats": repeats})
+        times = [max(ranks) for ranks in zip(*(answer["seconds"] for answer in answers), strict=True)]
+        if not counted:
+            return times, 0.0
+        # whatever the algorithm: every host but one sends its part of the sum, and every host but one is sent the whole
+        least = 2 * (hosts - 1) * nbytes * share * (warm + repeats)
+        sent = (sum(self.lab.bytes_sent().values()) - before) / least
+        if sent < 1.0:
+            raise ContestError(f"{name} sent {sent:.2f} of the bytes that it must for {task}: some went round the links")
+        return times, sent
+
+    def _ask(self, name: str, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+        for lines in self._lines[name]:
+            lines.write(json.dumps(request) + "\n")
+            lines.flush()
+        try:
+            answers = [json.loads(lines.readline() or '{"error": "it ended"}') for lines in self._lines[name]]
+        except OSError as error:
+            raise ContestError(f"{name} does not answer {request}: {error}") from None
+        errors = [answer["error"] for answer in answers if "error" in answer]
+        if errors:
+            raise ContestError(f"{name} failed with {request}: {errors[0]}\n{self._log(name)}")
+        return answers
+
+    def _start(self, contender: Contender) -> None:
+        env = {**contender.env, "CONTEST_SOCKET": str(self._path), "CONTEST_NAME": contender.name}
+        self._processes[contender.name] = []
+        try:
+            with self._log_path(contender.name).open("wb") as log:
+                self._processes[contender.name] = _LAUNCHERS[contender.launcher](self, contender.argv, env, log)
+            self._lines[contender.name] = self._welcome(contender.name)
+        except ContestError as error:
+            self.missing[contender.name] = str(error)
+            self._kill(contender.name)
+            if contender is self._contenders[0]:
+                raise
+
+    def _welcome(self, name: str) -> list[Any]:
+        """Wait for all ranks of a program; return the stream of each, in their order."""
+        streams: dict[int, Any] = {}
+        deadline = time.monotonic() + _START_SECONDS
+        while len(streams) < self.num_ranks:
+            self._server.settimeout(1.0)
+            try:
+                stream, _ = self._server.accept()
+            except TimeoutError:
+                if time.monotonic() > deadline or any(process.poll() is not None for process in self._processes[name]):
+                    raise ContestError(f"it did not start: {self._log(name)}") from None
+                continue
+            stream.settimeout(_ANSWER_SECONDS)
+            lines = self._stack.enter_context(stream.makefile("rw"))
+            self._stack.callback(stream.close)
+            hello = json.loads(lines.readline())
+            streams[hello["rank"]] = lines
+            self.versions.update(hello["versions"])
+        return [streams[rank] for rank in range(self.num_ranks)]
+
+    def _log_path(self, name: str) -> Path:
+        return self.lab.folder / f"contest-{name.replace(' ', '-')}.log"
+
+    def _log(self, name: str) -> str:
+        return self._log_path(name).read_text(errors="replace")[-2000:].strip()
+
+    def _kill(self, name: str) -> None:
+        for process in self._processes[name]:
+            kill_session(process.pid)
+            process.wait()
+
+    def _end(self) -> None:
+        self._stack.close()
+        for name in self._processes:
+            self._kill(name)
+
+
+def _openmpi(contest: Contest, argv: Sequence[str], env: Mapping[str, str], log: Any) -> list[subprocess.Popen[str]]:
+    command, variables = contest.lab.mpirun(contest.num_ranks, contest.placement, argv)
+    return [contest.lab.start(contest.lab.hosts[0], command, log, {**variables, **env})]
+
+
+def _mpich(contest: Contest, argv: Sequence[str], env: Mapping[str, str], log: Any) -> list[subprocess.Popen[str]]:
+    lab, hosts = contest.lab, contest.lab.host_of_each_rank(contest.num_ranks, contest.placement)
+    # its launcher takes so many ranks for each host, once or again and again
+    counts = [(host, len(list(group))) for host, group in itertools.groupby(hosts)]
+    if len(counts) > len(set(hosts)) and contest.placement != "cyclic":
+        raise ContestError(f"its launcher does not place ranks like {contest.placement}")
+    hostfile = lab.folder / "hostfile.mpich"
+    hostfile.write_text("".join(f"{host}:{count}\n" for host, count in counts[: len(set(hosts))]))
+    options = ["-f", str(hostfile), "-launcher", "ssh", "-launcher-exec", lab.agent, "-iface", "eth0"]
+    mpiexec = str(Path(argv[0]).parent / "mpiexec")
+    return [lab.start(lab.hosts[0], [mpiexec, *options, "-n", str(contest.num_ranks), *argv], log, env)]
+
+
+def _plain(contest: Contest, argv: Sequence[str], env: Mapping[str, str], log: Any) -> list[subprocess.Popen[str]]:
+    hosts = contest.lab.host_of_each_rank(contest.num_ranks, contest.placement)
+    shared = {**env, "CONTEST_HOSTS": ",".join(hosts)}
+    return [contest.lab.start(host, argv, log, {**shared, "CONTEST_RANK": str(rank)}) for rank, host in enumerate(hosts)]
+
+
+_LAUNCHERS = {"openmpi": _openmpi, "mpich": _mpich, "plain": _plain}

@@ -1,0 +1,44 @@
+"""Bare mpi4py, with whatever MPI it loads: MPI_Allreduce, as a program calls it that knows nothing else."""
+
+import importlib.metadata
+
+import numpy as np
+from mpi4py import MPI
+from turns import Task, serve
+
+comm = MPI.COMM_WORLD
+expected = comm.size * (comm.size + 1) // 2
+
+
+def all_reduce(request):
+    """Sum one array of float32."""
+    source = np.full(request["nbytes"] // 4, comm.rank + 1, np.float32)
+    target = np.empty_like(source)
+    return Task(lambda: comm.Allreduce(source, target), lambda: is_right([target]), comm.Barrier)
+
+
+def many(request):
+    """Sum arrays of float32, one call for each."""
+    sources = [np.full(count, comm.rank + 1, np.float32) for count in request["counts"]]
+    targets = [np.empty_like(source) for source in sources]
+
+    def run():
+        for source, target in zip(sources, targets):  # noqa: B905 - equally many
+            comm.Allreduce(source, target)
+
+    return Task(run, lambda: is_right(targets), comm.Barrier)
+
+
+def is_right(targets):
+    """Return whether every element is the sum, and spoil them."""
+    right = all(bool((target == expected).all()) for target in targets)
+    for target in targets:
+        target.fill(np.nan)
+    return right
+
+
+if __name__ == "__main__":
+    library = MPI.Get_library_version().split("\n")[0].split(",")[0].replace("Version", "").replace(":", " ")
+    name, _, version = " ".join(library.replace("\0", "").split()).rpartition(" ")
+    versions = {name: version.lstrip("v"), "mpi4py": importlib.metadata.version("mpi4py")}
+    serve(comm.rank, versions, {"all_reduce": all_reduce, "many": many})

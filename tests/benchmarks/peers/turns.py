@@ -1,0 +1,114 @@
+"""What every competing program does: wait for requests without using the processor, and answer them, until told no more.
+
+It needs nothing but the standard library, for it runs in the environment of each peer. All ranks of all programs of a contest
+are connected to the one that asks: one JSON document on a line each way. See tests/benchmarks/contest.py for that side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Task", "serve"]
+
+_LONG_SECONDS = 0.5  # what takes longer is warm after one run
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to time.
+
+    Attributes
+    ----------
+    run : callable
+        One repetition.
+    is_right : callable
+        Looks at what the last repetition left, and spoils it.
+    meet : callable
+        Waits until all ranks are here.
+    facts : dict
+        Said once, with the first answer.
+    """
+
+    run: Callable[[], object]
+    is_right: Callable[[], bool]
+    meet: Callable[[], object]
+    facts: Mapping[str, Any] | None = None
+
+
+def serve(
+    rank: int,
+    versions: Mapping[str, str],
+    tasks: Mapping[str, Callable[[dict[str, Any]], Task]],
+    calls: Mapping[str, Callable[..., Any]] | None = None,
+) -> None:
+    """Answer requests until there are no more.
+
+    Parameters
+    ----------
+    rank : int
+        Of this process in its program.
+    versions : mapping
+        Of what is being measured.
+    tasks : mapping
+        Makes a task of each kind; a request's further words are handed on.
+    calls : mapping, optional
+        What can be called directly; the arguments and what is returned travel as JSON.
+    """
+    with socket.socket(socket.AF_UNIX) as stream:
+        stream.connect(os.environ["CONTEST_SOCKET"])
+        lines = stream.makefile("rw")
+        _say(lines, {"contender": os.environ["CONTEST_NAME"], "rank": rank, "versions": dict(versions)})
+        kept: dict[str, Task] = {}
+        for line in lines:
+            request = json.loads(line)
+            try:
+                answer = _answer(request, tasks, calls or {}, kept)
+            except BaseException:
+                _say(lines, {"error": traceback.format_exc()})
+                raise
+            _say(lines, answer)
+
+
+def _answer(request: dict[str, Any], tasks: Any, calls: Any, kept: dict[str, Task]) -> dict[str, Any]:
+    if request["do"] == "call":
+        return {"value": calls[request["name"]](**request["arguments"])}
+    key = json.dumps(request["task"], sort_keys=True)
+    if request["do"] == "prepare":
+        kept.clear()  # the arrays of the task before
+        kept[key] = tasks[request["task"]["kind"]](request["task"])
+        return _prepare(kept[key])
+    return {"seconds": _time(kept[key], request["warm"], request["repeats"])}
+
+
+def _prepare(task: Task) -> dict[str, Any]:
+    """Run until it is warm; return how long it takes, and whether the result is right each time."""
+    task.is_right()  # spoils what is there
+    times, right = [], True
+    for _ in range(3):
+        times += _time(task, 0, 1)
+        right = task.is_right() and right
+        if times[-1] > _LONG_SECONDS:
+            break
+    return {"seconds": min(times), "right": right, "facts": dict(task.facts or {})}
+
+
+def _time(task: Task, warm: int, repeats: int) -> list[float]:
+    times = []
+    for _ in range(warm + repeats):
+        task.meet()
+        started = time.perf_counter()
+        task.run()
+        times.append(time.perf_counter() - started)
+    return times[warm:]
+
+
+def _say(lines: Any, document: dict[str, Any]) -> None:
+    lines.write(json.dumps(document) + "\n")
+    lines.flush()
