@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpistrat.tools.text import format_bytes, format_seconds
+from mpistrat.text import format_bytes, format_seconds
 from tests.benchmarks.contenders import NAMES, OURS, contenders
 from tests.benchmarks.contest import Contest
 from tests.benchmarks.pages import markdown_table

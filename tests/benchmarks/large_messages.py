@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mpistrat.tools.text import format_bytes
+from mpistrat.text import format_bytes
 from tests.benchmarks.cases import Case, draw_cases, measure_cases, table_of_cases, verdict
 from tests.benchmarks.contenders import NAMES, OURS
 from tests.benchmarks.session import Session
