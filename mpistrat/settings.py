@@ -24,6 +24,7 @@ __all__ = [
     "SHARED",
     "STRICT",
     "TIMEOUT_SECONDS",
+    "TUNING",
     "VERBOSE",
     "VIRTUAL_NODES",
     "Setting",
@@ -158,6 +159,14 @@ PEER_MEMORY = Setting(
     True,
     "Ranks of a node may read and write each other's arrays directly, where the kernel lets them.",
 )
+TUNING = Setting(
+    "MPISTRAT_TUNING",
+    str,
+    "auto",
+    "What auto chooses algorithms by: auto (the file that mpistrat tune wrote for this cluster and these ranks, where there is "
+    "one), measure (the same, and where there is none it is made while a strategy is), off (constants of ours), or the path of "
+    "such a file. Rank 0 reads it for all.",
+)
 TIMEOUT_SECONDS = Setting(
     "MPISTRAT_TIMEOUT_SECONDS", _parse_seconds, 0.0, "Deadline of each collective that names none, in seconds. 0: none."
 )
@@ -173,6 +182,7 @@ SETTINGS: tuple[Setting[Any], ...] = (
     INTRA_TRANSPORT,
     INTER_TRANSPORT,
     PEER_MEMORY,
+    TUNING,
     TIMEOUT_SECONDS,
     VERBOSE,
 )

@@ -5,3 +5,4 @@ import os
 pytest_plugins = ["tests.lanes", "tests.launches"]
 
 os.environ["MPISTRAT_STRICT"] = "1"
+os.environ["MPISTRAT_TUNING"] = "off"  # what was measured on this machine changes no test

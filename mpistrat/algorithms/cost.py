@@ -11,13 +11,40 @@ costs of rings and recursive doubling).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.topology.world import World
 
-__all__ = ["DEFAULT", "CostModel", "link_bytes", "phase_bytes", "phase_seconds", "predict_seconds"]
+__all__ = ["DEFAULT", "Correction", "CostModel", "link_bytes", "phase_bytes", "phase_seconds", "predict_seconds"]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """How many times as long as the constants say an algorithm takes on one world: what caches and MPI's own choices do.
+
+    Attributes
+    ----------
+    algorithm : str
+        A name in `PLANNERS`.
+    points : tuple of (int, float)
+        Bytes and ratio, in rising order. Between them the ratio changes evenly with the logarithm of the size, beyond them
+        it stays.
+    """
+
+    algorithm: str
+    points: tuple[tuple[int, float], ...]
+
+    def ratio(self, num_bytes: int) -> float:
+        """Return the ratio at a size."""
+        index = bisect_left(self.points, (num_bytes, 0.0))
+        if index in (0, len(self.points)):
+            return self.points[min(index, len(self.points) - 1)][1]
+        (lower, before), (upper, after) = self.points[index - 1 : index + 1]
+        share = (_logarithm(num_bytes) - _logarithm(lower)) / (_logarithm(upper) - _logarithm(lower))
+        return before + (after - before) * share
 
 
 @dataclass(frozen=True)
@@ -26,8 +53,8 @@ class CostModel:
 
     Attributes
     ----------
-    call_seconds : float
-        Of each phase of each chunk, before anything moves.
+    call_seconds, flat_call_seconds : float
+        Of each phase of each chunk, before anything moves; the same where the phase is one call of MPI.
     intra_step_seconds, inter_step_seconds : float
         α: one synchronisation of two ranks inside a node, and one message between nodes.
     link_bytes_per_second : float
@@ -45,9 +72,14 @@ class CostModel:
     flat_cache_efficiency, flat_memory_efficiency : float
         The share of the cache's and the memory's rate that MPI's own all-reduce reaches; in the cache it may be above 1,
         since it copies less than a window needs.
+    corrections : tuple of Correction
+        Of some algorithms, on the one world where they were measured.
+    source : str
+        Where all this comes from.
     """
 
     call_seconds: float = 20e-6
+    flat_call_seconds: float = 20e-6
     intra_step_seconds: float = 1e-6
     inter_step_seconds: float = 20e-6
     link_bytes_per_second: float = 1.2e9
@@ -59,6 +91,13 @@ class CostModel:
     flat_crowded_link_efficiency: float = 0.35
     flat_cache_efficiency: float = 2.0
     flat_memory_efficiency: float = 0.9
+    corrections: tuple[Correction, ...] = ()
+    source: str = "defaults"
+
+    def correction(self, algorithm: str, num_bytes: int) -> float:
+        """Return how many times as long as the constants say an algorithm takes."""
+        ratios = [correction.ratio(num_bytes) for correction in self.corrections if correction.algorithm == algorithm]
+        return ratios[0] if ratios else 1.0
 
 
 DEFAULT = CostModel()
@@ -93,20 +132,22 @@ def phase_seconds(plan: Plan, phase: Phase, model: CostModel = DEFAULT) -> float
     link_rate, memory_rate = _rates(plan.world, phase, chunk_bytes, model)
     steps = load.intra_steps * model.intra_step_seconds + load.inter_steps * model.inter_step_seconds
     moving = max(load.link * chunk_bytes / link_rate, load.memory * chunk_bytes / memory_rate)
-    return plan.num_chunks * (model.call_seconds + steps + moving)
+    call_seconds = model.flat_call_seconds if phase.scope is Scope.WORLD else model.call_seconds
+    return plan.num_chunks * (call_seconds + steps + moving)
 
 
 def predict_seconds(plan: Plan, model: CostModel = DEFAULT) -> float:
     """Return the predicted time of a plan.
 
     Where chunks overlap, the busier of the two lanes (inside a node, between nodes) never waits, and the other adds what it
-    needs for one chunk: to fill the pipeline and to drain it.
+    needs for one chunk: to fill the pipeline and to drain it. What was measured of this algorithm corrects the whole.
     """
     lanes = {True: 0.0, False: 0.0}
     for phase in plan.phases:
         lanes[phase.scope is Scope.INTRA] += phase_seconds(plan, phase, model)
     busier, other = max(lanes.values()), min(lanes.values())
-    return busier + (other if plan.depth == 1 else other / max(plan.num_chunks, 1))
+    modelled = busier + (other if plan.depth == 1 else other / max(plan.num_chunks, 1))
+    return modelled * model.correction(plan.algorithm, plan.num_bytes)
 
 
 def _rates(world: World, phase: Phase, chunk_bytes: float, model: CostModel) -> tuple[float, float]:
@@ -162,8 +203,9 @@ def _intra_broadcast(world: World) -> _Load:
 
 
 def _inter_all_reduce(world: World) -> _Load:
-    share = max(len(world.shards_of(rank)) for rank in range(world.size)) / world.num_shards
-    return _rail(world.num_nodes, share)
+    # the ranks of the smallest node own the most shards
+    most = -(-world.num_shards // min(world.local_sizes))
+    return _rail(world.num_nodes, most / world.num_shards)
 
 
 def _leaders_all_reduce(world: World) -> _Load:
@@ -178,6 +220,12 @@ def _rail(nodes: int, share: float) -> _Load:
 def _ring(members: int) -> float:
     """Return how often a buffer leaves each member of a bandwidth-optimal all-reduce."""
     return 2 * (members - 1) / members
+
+
+def _logarithm(number: int) -> float:
+    """Return about log2 of a positive number: exact for powers of two, straight between them, the same on every machine."""
+    exponent = number.bit_length() - 1
+    return exponent + number / (1 << exponent) - 1
 
 
 def _doublings(members: int) -> int:

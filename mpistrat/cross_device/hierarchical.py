@@ -14,6 +14,7 @@ import numpy as np
 
 from mpistrat import settings
 from mpistrat.algorithms.choose import Choice
+from mpistrat.algorithms.cost import CostModel
 from mpistrat.arrays import Array
 from mpistrat.cross_device.arguments import apart, check_gather, check_out, is_fit
 from mpistrat.cross_device.exchange_verbs import ExchangeVerbs
@@ -22,6 +23,7 @@ from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.cross_device.recipe import Recipe, run_recipe
 from mpistrat.cross_device.recipe_book import RECIPES_KEPT, RecipeBook
 from mpistrat.cross_device.small_batch import SMALL_BATCH_BYTES, SmallBatch
+from mpistrat.cross_device.tuning_file import shared_model
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.work import Work
@@ -47,6 +49,8 @@ class HierarchicalCollectives(ExchangeVerbs):
     num_packs : int, optional
         Cut the elements of a batch into so many equal packs; 0 reduces each array by itself. None (the default) packs by
         the options' `bytes_per_pack`.
+    model : CostModel, optional
+        What ``auto`` chooses by, the same on all ranks; by default what MPISTRAT_TUNING says.
 
     Raises
     ------
@@ -54,7 +58,13 @@ class HierarchicalCollectives(ExchangeVerbs):
         If `num_packs` is negative.
     """
 
-    def __init__(self, hierarchy: Hierarchy, options: CommunicationOptions | None = None, num_packs: int | None = None) -> None:
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        options: CommunicationOptions | None = None,
+        num_packs: int | None = None,
+        model: CostModel | None = None,
+    ) -> None:
         # one small array by MPI's own all-reduce is the commonest call: where ranks share cores each line of ours counts
         self._allreduce = hierarchy.world_group.comm.Allreduce
         self._direct: dict[tuple[str, int, int], MPI.Op] = {}
@@ -66,7 +76,7 @@ class HierarchicalCollectives(ExchangeVerbs):
         self._executor = Executor(hierarchy)
         self.timeline = self._executor.timeline
         self._verbose = self.rank == 0 and settings.VERBOSE.read()
-        self._recipes = RecipeBook(self._executor, self._say)
+        self._recipes = RecipeBook(self._executor, self._say, shared_model(hierarchy) if model is None else model)
         self._say(f"{self.world}: {', '.join(f'{node.name} has ranks {node.ranks}' for node in self.world.nodes)}")
 
     @property
@@ -80,6 +90,11 @@ class HierarchicalCollectives(ExchangeVerbs):
             raise InvalidArgumentError(f"num_packs must be None, 0 (each array by itself) or positive; got {num_packs}")
         self._num_packs = num_packs
         self._forget_direct()
+
+    @property
+    def model(self) -> CostModel:
+        """What ``auto`` chooses by."""
+        return self._recipes.model
 
     def all_reduce(
         self,

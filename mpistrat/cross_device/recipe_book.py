@@ -11,6 +11,7 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.algorithms import flat
 from mpistrat.algorithms.choose import Choice, choose
+from mpistrat.algorithms.cost import DEFAULT, CostModel
 from mpistrat.algorithms.plan import Plan, Scope
 from mpistrat.arrays import Array
 from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
@@ -35,10 +36,12 @@ class RecipeBook:
         Binds the plans.
     say : callable
         Is told which plan was chosen, and why.
+    model : CostModel
+        What plans are chosen by.
     """
 
-    def __init__(self, executor: Executor, say: Callable[[str], None]) -> None:
-        self._executor, self._world, self._say = executor, executor.hierarchy.world, say
+    def __init__(self, executor: Executor, say: Callable[[str], None], model: CostModel = DEFAULT) -> None:
+        self._executor, self._world, self._say, self.model = executor, executor.hierarchy.world, say, model
         self._chunk_bytes = settings.CHUNK_BYTES.read()
         self._recipes: OrderedDict[tuple[Any, ...], Recipe] = OrderedDict()
 
@@ -96,7 +99,7 @@ class RecipeBook:
         itemsize = accumulation_dtype(ReduceOp.SUM, dtype).itemsize
         if options.deterministic:
             return Choice(flat.plan(self._world, count, itemsize), "deterministic=True adds in the order of the replicas", ())
-        return choose(self._world, count, itemsize, options.algorithm, self._chunk_bytes)
+        return choose(self._world, count, itemsize, options.algorithm, self._chunk_bytes, self.model)
 
     def clear(self) -> None:
         """Forget all recipes."""

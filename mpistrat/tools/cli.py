@@ -17,6 +17,7 @@ COMMANDS = {
     "demo": ("mpistrat.tools.demo", "train a small network on four ranks and show what happens"),
     "plan": ("mpistrat.tools.plan", "show how an all-reduce would run on any world; needs no MPI"),
     "bench": ("mpistrat.tools.bench", "measure collectives against bare MPI, under any launcher"),
+    "tune": ("mpistrat.tools.tune", "measure what auto chooses algorithms by, and keep it, under any launcher"),
 }
 
 

@@ -125,6 +125,14 @@ class World:
         return "+".join(map(str, self.local_sizes))
 
     @cached_property
+    def placement(self) -> str:
+        """``block`` where consecutive ranks share a node, ``cyclic`` where ranks are dealt out in turn, else ``mixed``."""
+        if [rank for node in self.nodes for rank in node.ranks] == list(range(self.size)):
+            return "block"
+        in_turn = World.from_shape("+".join(map(str, self.local_sizes)) + ":cyclic")
+        return "cyclic" if [node.ranks for node in in_turn.nodes] == [node.ranks for node in self.nodes] else "mixed"
+
+    @cached_property
     def _places(self) -> tuple[Place, ...]:
         places = [
             Place(rank, self.size, node.index, self.num_nodes, local_rank, len(node.ranks))
@@ -137,7 +145,7 @@ class World:
         """Return where `rank` sits."""
         return self._places[rank]
 
-    @property
+    @cached_property
     def num_shards(self) -> int:
         """Shards of a hierarchical buffer: the ranks of the largest node."""
         return max(self.local_sizes)

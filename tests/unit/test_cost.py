@@ -20,7 +20,8 @@ MIB = 2**20
 
 # a model in which each phase costs exactly what one of the terms says
 WIRE = CostModel(
-    call_seconds=0, intra_step_seconds=0, inter_step_seconds=0, link_bytes_per_second=1e9, link_efficiency=1,
+    call_seconds=0, flat_call_seconds=0, intra_step_seconds=0, inter_step_seconds=0,
+    link_bytes_per_second=1e9, link_efficiency=1,
     memory_bytes_per_second=1e30, cache_bytes_per_second=1e30, cache_bytes=MIB,
     flat_link_efficiency=1, flat_crowded_link_efficiency=0.25,
 )  # fmt: skip
@@ -79,7 +80,7 @@ def test_small_chunks_stay_in_the_cache(shape: str, passes: float) -> None:
 
 
 def test_latency_counts_steps_and_calls() -> None:
-    model = dataclasses.replace(WIRE, call_seconds=1, intra_step_seconds=10, inter_step_seconds=100)
+    model = dataclasses.replace(WIRE, call_seconds=1, flat_call_seconds=1, intra_step_seconds=10, inter_step_seconds=100)
     for planner, calls, intra, inter in ((flat.plan, 1, 1, 2), (hierarchical.plan, 3, 3, 6), (leader.plan, 3, 4, 6)):
         seconds = predict_seconds(planner(World.from_shape("4x2"), 1, 1), model)
         assert seconds == pytest.approx(calls + 10 * intra + 100 * inter, rel=1e-6)

@@ -1,0 +1,172 @@
+"""Measure what every algorithm takes on the ranks there are: what a tuning is made of."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpistrat.algorithms.choose import PLANNERS
+from mpistrat.algorithms.cost import DEFAULT
+from mpistrat.algorithms.fit import ITEM_BYTES, Measurement
+from mpistrat.algorithms.plan import Plan
+from mpistrat.cross_device.hierarchical import HierarchicalCollectives
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.errors import TransportError, Unsuitable
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.reduction import ReduceOp
+from mpistrat.topology.world import World
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["MAX_BYTES", "measure"]
+
+MAX_BYTES = 2**24
+_MIN_BYTES, _STEP_FACTOR = 16, 4
+_PASSES, _PASS_SECONDS = 3, 0.12  # over all sizes, so that a drift of the machine favours none; and what one size may take
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 30
+_HOPELESS = 1.5  # times the fastest: tried once, and not again
+
+Times = dict[str, float]
+
+
+def measure(
+    comm: MPI.Intracomm, world: World, max_bytes: int | None = None, report: Callable[[int, Times], None] | None = None
+) -> list[Measurement]:
+    """Return what each algorithm that suits a world takes from 16 bytes up. A collective call.
+
+    Sizes go up by a factor of 4. Where another algorithm is fastest at the next size, the size between the two is measured too.
+    Algorithms are timed in blocks that take turns, as a program calls them: again and again.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        The ranks of `world`, in order; it is only duplicated.
+    world : World
+        Which rank sits where.
+    max_bytes : int, optional
+        The largest size, rounded down to a power of two; MAX_BYTES by default.
+    report : callable, optional
+        Is told each size and the seconds of each algorithm; the same on all ranks.
+    """
+    collectives = {
+        name: HierarchicalCollectives(Hierarchy(comm, world), CommunicationOptions(algorithm=name), model=DEFAULT)
+        for name in PLANNERS
+        if _plan(name, world, _MIN_BYTES) is not None
+    }
+    sizes = _sizes(max_bytes or MAX_BYTES)
+    found = _race_at(comm, world, collectives, sizes, report)
+    crossings = [2 * smaller for smaller, larger in pairwise(sizes) if _fastest(found[smaller]) != _fastest(found[larger])]
+    found |= _race_at(comm, world, collectives, crossings, report)
+    for each in collectives.values():
+        each.close()
+    return [
+        Measurement(world, name, num_bytes, seconds)
+        for num_bytes in sorted(found)
+        for name, seconds in found[num_bytes].items()
+    ]
+
+
+class _Race:
+    """The algorithms at one size, of those with equal plans one for all.
+
+    Attributes
+    ----------
+    tried : dict
+        The seconds of the first try, by name.
+    samples : dict
+        Those of the rounds, of the algorithms that are not far behind.
+    """
+
+    def __init__(
+        self, comm: MPI.Intracomm, world: World, collectives: dict[str, HierarchicalCollectives], num_bytes: int
+    ) -> None:
+        self._comm, self._collectives = comm, collectives
+        self._arrays = [np.ones(num_bytes // ITEM_BYTES, np.float32)]
+        self._targets = [np.empty_like(self._arrays[0])]
+        self._sharing: dict[Plan | None, list[str]] = {}
+        for name in collectives:
+            self._sharing.setdefault(_plan(name, world, num_bytes), []).append(name)
+        self.tried: Times = {}
+        for first, *_ in self._sharing.values():
+            self._try(first)
+        limit = _HOPELESS * min(self.tried.values())
+        self.samples: dict[str, list[float]] = {name: [] for name, seconds in self.tried.items() if seconds < limit}
+        affordable = _PASS_SECONDS / sum(self.tried[name] for name in self.samples)
+        self._rounds = int(min(max(affordable, _MIN_ROUNDS), _MAX_ROUNDS))
+
+    def _try(self, name: str) -> None:
+        try:
+            self._run(name)
+        except TransportError:  # on all ranks: there is too little shared memory for this one
+            return
+        self.tried[name] = self._slowest(name, 1)[0]
+
+    def run(self) -> None:
+        """Take one pass. A collective call."""
+        for name, sample in self.samples.items():
+            self._run(name)
+            sample += self._slowest(name, self._rounds)
+
+    def times(self) -> Times:
+        """Return the seconds of each algorithm: the median of its rounds, or of those far behind the first try."""
+        timed = {**self.tried, **{name: statistics.median(sample) for name, sample in self.samples.items()}}
+        return {name: timed[names[0]] for names in self._sharing.values() for name in names if names[0] in timed}
+
+    def _run(self, name: str) -> None:
+        self._collectives[name].all_reduce(ReduceOp.SUM, self._arrays, None, self._targets)
+
+    def _slowest(self, name: str, rounds: int) -> list[float]:
+        """Return the time of the slowest rank in each of some rounds. A collective call."""
+        from mpi4py import MPI
+
+        mine, slowest = np.empty(rounds), np.empty(rounds)
+        for index in range(rounds):
+            self._comm.Barrier()
+            started = time.perf_counter()
+            self._run(name)
+            mine[index] = time.perf_counter() - started
+        self._comm.Allreduce(mine, slowest, MPI.MAX)
+        return [float(seconds) for seconds in slowest]
+
+
+def _race_at(
+    comm: MPI.Intracomm,
+    world: World,
+    collectives: dict[str, HierarchicalCollectives],
+    sizes: list[int],
+    report: Callable[[int, Times], None] | None,
+) -> dict[int, Times]:
+    races = {num_bytes: _Race(comm, world, collectives, num_bytes) for num_bytes in sizes}
+    for _ in range(_PASSES):
+        for race in races.values():
+            race.run()
+    found = {num_bytes: race.times() for num_bytes, race in races.items()}
+    for num_bytes, times in found.items():
+        if report is not None:
+            report(num_bytes, times)
+    return found
+
+
+def _sizes(max_bytes: int) -> list[int]:
+    sizes = [1 << max(max_bytes.bit_length() - 1, _MIN_BYTES.bit_length() - 1)]
+    while sizes[-1] // _STEP_FACTOR >= _MIN_BYTES:
+        sizes.append(sizes[-1] // _STEP_FACTOR)
+    return sizes[::-1]
+
+
+def _fastest(times: Times) -> str:
+    return min(times, key=lambda name: times[name])
+
+
+def _plan(name: str, world: World, num_bytes: int) -> Plan | None:
+    try:
+        return replace(PLANNERS[name](world, num_bytes // ITEM_BYTES, ITEM_BYTES, 0), algorithm="")
+    except Unsuitable:
+        return None

@@ -1,0 +1,177 @@
+"""Tuning: what was measured of a cluster, as text that can be kept, and the cost model that is made of it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mpistrat import settings
+from mpistrat.algorithms.choose import PLANNERS
+from mpistrat.algorithms.cost import DEFAULT, CostModel
+from mpistrat.algorithms.fit import CONSTANTS, Measurement, corrected, fit
+from mpistrat.topology.world import World
+
+__all__ = ["Conditions", "Tuning", "present_conditions"]
+
+FORMAT = 1  # to be raised where algorithms become faster: what was measured of the old ones says nothing any more
+# what changes how long a collective takes
+_SHAPING: tuple[settings.Setting[Any], ...] = (
+    settings.VIRTUAL_NODES, settings.STRICT, settings.CHUNK_BYTES, settings.MAX_MESSAGE_BYTES,
+    settings.INTRA_TRANSPORT, settings.INTER_TRANSPORT, settings.PEER_MEMORY,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Where a measurement holds: on the same cluster, by the same MPI, for ranks that sit alike.
+
+    Attributes
+    ----------
+    cluster : str
+        What SLURM calls it and its partition, or the host names without their numbers.
+    processor : str
+        Model of the processor of rank 0, and how many cores its host has.
+    mpi : str
+        Name and version of the MPI library.
+    world : str
+        Node shape and placement: ``4x2 block``.
+    settings : str
+        The settings that are not at their default and change times.
+    """
+
+    cluster: str
+    processor: str
+    mpi: str
+    world: str
+    settings: str = ""
+
+    @property
+    def file_name(self) -> str:
+        """A name of its own for each conditions: readable, and told apart by a checksum."""
+        readable = re.sub(r"[^a-z0-9+]+", "-", f"{self.cluster} {self.world}".lower()).strip("-")[:60]
+        return f"{readable}-{zlib.crc32(json.dumps(asdict(self)).encode()):08x}.json"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was measured under certain conditions, and the constants fitted to it.
+
+    Attributes
+    ----------
+    conditions : Conditions
+        Where it holds.
+    date : str
+        When it was measured: ``2026-11-20``.
+    constants : CostModel
+        As `algorithms.fit.fit` found them.
+    measurements : tuple of Measurement
+        All of one world.
+    """
+
+    conditions: Conditions
+    date: str
+    constants: CostModel
+    measurements: tuple[Measurement, ...]
+
+    @classmethod
+    def of(cls, conditions: Conditions, measurements: Sequence[Measurement]) -> Tuning:
+        """Return the tuning that follows from what was measured just now."""
+        return cls(conditions, datetime.date.today().isoformat(), fit(measurements), tuple(measurements))
+
+    def model(self, source: str) -> CostModel:
+        """Return the model for the world of the measurements; `source` says where they come from."""
+        return replace(corrected(self.constants, self.measurements), source=f"{source}, measured {self.date}")
+
+    def to_json(self) -> str:
+        """Return the text of the file."""
+        seconds: dict[str, dict[str, float]] = {}
+        for measurement in self.measurements:
+            seconds.setdefault(measurement.algorithm, {})[str(measurement.num_bytes)] = measurement.seconds
+        document = {
+            "format": FORMAT,
+            "date": self.date,
+            "conditions": asdict(self.conditions),
+            "constants": {name: getattr(self.constants, name) for name in CONSTANTS},
+            "seconds": seconds,
+        }
+        return json.dumps(document, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, world: World | None = None) -> Tuning:
+        """Return what a file says.
+
+        Parameters
+        ----------
+        text : str
+            What `to_json` returned.
+        world : World, optional
+            The world it was measured on; by default one made after its shape and placement.
+
+        Raises
+        ------
+        ValueError
+            If the text is no tuning, or one of another version; says what was expected.
+        """
+        try:
+            document = json.loads(text)
+            if document["format"] != FORMAT:
+                raise ValueError(f"it has format {document['format']!r}, and this version of mpistrat reads format {FORMAT}")
+            conditions = Conditions(**document["conditions"])
+            constants: dict[str, Any] = {name: _positive(document["constants"][name]) for name in CONSTANTS}
+            world = world or _world(conditions)
+            unknown = sorted(set(document["seconds"]) - set(PLANNERS))
+            if unknown:
+                raise ValueError(f"it names unknown algorithms: {', '.join(unknown)}")
+            measurements = tuple(
+                Measurement(world, algorithm, int(num_bytes), _positive(seconds))
+                for algorithm, ladder in document["seconds"].items()
+                for num_bytes, seconds in ladder.items()
+            )
+            return cls(conditions, str(document["date"]), replace(DEFAULT, **constants), measurements)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"it is no file of mpistrat tune ({type(error).__name__}: {error})") from None
+
+
+def present_conditions(world: World) -> Conditions:
+    """Return the conditions that this process, which is rank 0 of `world`, finds. Needs MPI to be started."""
+    from mpi4py import MPI
+
+    slurm = [os.environ[name] for name in ("SLURM_CLUSTER_NAME", "SLURM_JOB_PARTITION") if os.environ.get(name)]
+    host = MPI.Get_processor_name()
+    version = str(MPI.Get_library_version()).split("\n")[0].split(",")[0].strip("\0 ")
+    shaping = [(setting.name, setting.read(), setting.default) for setting in _SHAPING]
+    return Conditions(
+        " ".join(slurm) or re.sub(r"[-_]*\d.*", "", host.partition(".")[0]) or host,
+        f"{_processor()}, {os.cpu_count()} cores",
+        version,
+        f"{world.shape} {world.placement}",
+        ", ".join(f"{name}={value}" for name, value, default in shaping if value != default),
+    )
+
+
+def _positive(number: Any) -> float:
+    if not (isinstance(number, (int, float)) and 0 < number < float("inf")):
+        raise ValueError(f"it is no file of mpistrat tune ({number!r} is no positive number)")
+    return float(number)
+
+
+def _world(conditions: Conditions) -> World:
+    """Return a world of this shape; of a mixed placement that of the block one, which costs the same to show."""
+    shape, _, placement = conditions.world.partition(" ")
+    return World.from_shape(f"{shape}:cyclic" if placement == "cyclic" else shape)
+
+
+def _processor() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.machine()

@@ -1,0 +1,119 @@
+"""The files of tunings: where they lie, and how all ranks come to choose by what one of them read.
+
+File law: rank 0 alone touches a file, and what it finds there never stops a program: it is said, and the defaults hold.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from mpistrat import settings
+from mpistrat.algorithms.cost import DEFAULT, CostModel
+from mpistrat.algorithms.fit import Measurement
+from mpistrat.cross_device.tuning import Conditions, Tuning, present_conditions
+from mpistrat.errors import Unsuitable
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.topology.world import World
+
+__all__ = ["folder", "read", "shared_model", "tuning_path", "write"]
+
+
+def folder() -> Path:
+    """Return where tuning files lie: ``$XDG_CACHE_HOME/mpistrat`` or ``~/.cache/mpistrat``."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(cache) if Path(cache).is_absolute() else Path("~/.cache").expanduser()) / "mpistrat"
+
+
+def tuning_path(conditions: Conditions) -> Path:
+    """Return the file for these conditions: that which MPISTRAT_TUNING names, or one in `folder`."""
+    named = settings.TUNING.read()
+    return folder() / conditions.file_name if named.lower() in ("auto", "off", "measure") else Path(named).expanduser()
+
+
+def write(tuning: Tuning, path: Path) -> None:
+    """Write a file, all at once: who reads it meanwhile finds the old one or the new one.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".tune", delete=False) as file:
+        file.write(tuning.to_json())
+    Path(file.name).chmod(0o644)  # such a file is its owner's alone at first
+    Path(file.name).replace(path)
+
+
+def read(path: Path, world: World, conditions: Conditions) -> CostModel | None:
+    """Return the model that a file gives, or None where there is none, or none that holds: the reason is said on stderr."""
+    try:
+        tuning = Tuning.from_json(path.read_text(), world)
+        if tuning.conditions != conditions:
+            raise ValueError(f"it was measured under other conditions: {_difference(tuning.conditions, conditions)}")
+        return tuning.model(str(path))
+    except FileNotFoundError:
+        if path.name == conditions.file_name:
+            return None
+        _say(f"MPISTRAT_TUNING names {path}, which is not there: mpistrat tune writes it; defaults hold")
+    except (OSError, ValueError, Unsuitable) as error:
+        _say(f"{path} is ignored: {error}; mpistrat tune writes it anew, mpistrat tune --delete removes it")
+    return None
+
+
+def shared_model(hierarchy: Hierarchy) -> CostModel:
+    """Return what ``auto`` is to choose by on all ranks: see the setting MPISTRAT_TUNING. A collective call."""
+    if hierarchy.world.size == 1:
+        return DEFAULT
+    comm = hierarchy.world_group.comm
+    answer: tuple[CostModel, bool] = comm.bcast(_find(hierarchy.world) if hierarchy.rank == 0 else None)
+    found, wants_measuring = answer
+    if not wants_measuring:
+        return found
+    from mpistrat.cross_device.measuring import measure  # which itself makes collectives
+
+    measurements = measure(comm, hierarchy.world)
+    tuned: CostModel = comm.bcast(_keep(hierarchy.world, measurements) if hierarchy.rank == 0 else None)
+    return tuned
+
+
+def _find(world: World) -> tuple[CostModel, bool]:
+    """Return the model for a world, and whether it is to be measured."""
+    wanted = settings.TUNING.read()
+    if wanted.lower() == "off":
+        return DEFAULT, False
+    try:
+        conditions = present_conditions(world)
+        model = read(tuning_path(conditions), world, conditions)
+    except RuntimeError as error:  # there is no home folder
+        _say(f"no file of mpistrat tune can be looked for: {error}")
+        model = None
+    return model or DEFAULT, model is None and wanted.lower() == "measure"
+
+
+def _keep(world: World, measurements: Sequence[Measurement]) -> CostModel:
+    """Write what was measured on first use, and return the model of it."""
+    tuning = Tuning.of(present_conditions(world), measurements)
+    source = "this run"
+    try:
+        path = tuning_path(tuning.conditions)
+        write(tuning, path)
+        source = str(path)
+        _say(f"measured {world}, and wrote {path}")
+    except (OSError, RuntimeError) as error:
+        _say(f"what was measured could not be kept: {error}")
+    return tuning.model(source)
+
+
+def _difference(found: Conditions, expected: Conditions) -> str:
+    pairs = [(name, value, getattr(expected, name)) for name, value in asdict(found).items()]
+    return ", ".join(f"{name} {value!r}, here {here!r}" for name, value, here in pairs if value != here)
+
+
+def _say(text: str) -> None:
+    print(f"mpistrat: {text}", file=sys.stderr, flush=True)

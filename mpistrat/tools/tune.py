@@ -1,0 +1,157 @@
+"""mpistrat tune: measure every algorithm on the ranks there are, and keep what ``auto`` chooses by from then on."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mpistrat import settings
+from mpistrat.algorithms.choose import PLANNERS, choose
+from mpistrat.algorithms.cost import CostModel
+from mpistrat.algorithms.fit import ITEM_BYTES, Measurement, modelled_seconds
+from mpistrat.cross_device.measuring import MAX_BYTES, measure
+from mpistrat.cross_device.tuning import Tuning, present_conditions
+from mpistrat.cross_device.tuning_file import folder, tuning_path, write
+from mpistrat.errors import InvalidArgumentError, LaunchError
+from mpistrat.launch.bootstrap import start
+from mpistrat.launch.environment import detect
+from mpistrat.settings import parse_bytes
+from mpistrat.text import format_bytes, format_count, format_seconds, format_table
+from mpistrat.topology.discover import discover
+
+__all__ = ["add_arguments", "execute"]
+
+LEAST_BYTES = 1024
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``mpistrat tune`` takes."""
+    parser.description = (
+        "Measure every algorithm of an all-reduce for some seconds, fit the constants of the cost model, and keep both in a "
+        "file for this cluster, this MPI and ranks that sit like these. Start it on the ranks to tune for: "
+        "mpistrat run -n 4 -m mpistrat tune, or under mpiexec or srun."
+    )
+    parser.add_argument("--max-bytes", default=str(MAX_BYTES), metavar="SIZE", help="largest array (default: 16MiB)")
+    parser.add_argument("--show", action="store_true", help="show the files there are, and measure nothing")
+    parser.add_argument("--delete", action="store_true", help="delete the files there are, and measure nothing")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Measure, print and write, or show or delete; return the exit code. Measuring is a collective call.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If the size is none, or too small to say anything.
+    LaunchError
+        If there is no MPI, or a single rank, which has nobody to communicate with; or the file cannot be written.
+    """
+    if arguments.show or arguments.delete:
+        view = detect()
+        if view is None or not view.rank:  # on several ranks the first speaks for all
+            _for_each_file(delete=arguments.delete)
+        return 0
+    max_bytes = _size(arguments.max_bytes)
+    comm = start()
+    world = discover(comm)
+    if world.size == 1:
+        raise LaunchError("one rank has nobody to communicate with; start more: mpistrat run -n 4 -m mpistrat tune")
+    is_chief = comm.Get_rank() == 0
+
+    def report(num_bytes: int, times: dict[str, float]) -> None:
+        if is_chief:
+            figures = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in times.items())
+            print(f"{format_bytes(num_bytes)}: {figures}", flush=True)
+
+    measurements = measure(comm, world, max_bytes, report)
+    if is_chief:
+        tuning = Tuning.of(present_conditions(world), measurements)
+        path = tuning_path(tuning.conditions)
+        try:
+            write(tuning, path)
+        except OSError as error:
+            raise LaunchError(f"{path} cannot be written: {error}; set MPISTRAT_TUNING or XDG_CACHE_HOME") from None
+        print(f"\n{describe(tuning, path)}\n\nWrote {path}. {_ADVICE}")
+    return 0
+
+
+_ADVICE = "Programs find it by themselves; MPISTRAT_TUNING=off ignores it, mpistrat tune --delete removes it."
+
+
+def describe(tuning: Tuning, path: Path) -> str:
+    """Return what was measured, what ``auto`` makes of it, and the constants, as text."""
+    model = tuning.model(str(path))
+    conditions = tuning.conditions
+    heading = [("cluster", conditions.cluster), ("processor", conditions.processor), ("MPI", conditions.mpi)]
+    heading += [("ranks", conditions.world), ("measured", tuning.date)]
+    heading += [("settings", conditions.settings)] if conditions.settings else []
+    return "\n\n".join([format_table(heading), _choices(tuning.measurements, model), _constants(tuning)])
+
+
+def _choices(measurements: tuple[Measurement, ...], model: CostModel) -> str:
+    """Return, for each size, what was measured and what auto chooses, as a table."""
+    found: dict[int, dict[str, float]] = {}
+    for measurement in measurements:
+        found.setdefault(measurement.num_bytes, {})[measurement.algorithm] = measurement.seconds
+    names = [name for name in PLANNERS if any(name in times for times in found.values())]
+    rows = [("size", *names, "auto chooses")]
+    for num_bytes, times in sorted(found.items()):
+        chosen = choose(measurements[0].world, num_bytes // ITEM_BYTES, ITEM_BYTES, model=model).plan.algorithm
+        cells = [format_seconds(times[name]) if name in times else "-" for name in names]
+        rows.append((format_bytes(num_bytes), *cells, chosen))
+    return format_table(rows, right=range(1, len(names) + 1))
+
+
+def _constants(tuning: Tuning) -> str:
+    constants = tuning.constants
+    errors = sorted(abs(modelled_seconds(each, constants) / each.seconds - 1) for each in tuning.measurements)
+    rows = [
+        ("a phase of a chunk, before anything moves", format_seconds(constants.call_seconds)),
+        ("two ranks of a node meet", format_seconds(constants.intra_step_seconds)),
+        ("a message between nodes", format_seconds(constants.inter_step_seconds)),
+        ("the link of a node, each way", _rate(constants.link_bytes_per_second * constants.link_efficiency)),
+        ("memory of a rank, chunks in the cache", _rate(constants.cache_bytes_per_second)),
+        ("memory of a rank, larger chunks", _rate(constants.memory_bytes_per_second)),
+    ]
+    if len(tuning.measurements[0].world.nodes) == 1:
+        rows = [row for row in rows if "between nodes" not in row[0] and "link" not in row[0]]
+    return (
+        f"{format_table(rows)}\n\nThese constants alone are off by {errors[len(errors) // 2]:.0%} in the median and by "
+        f"{errors[-1]:.0%} at most; what was measured corrects them, algorithm by algorithm and size by size."
+    )
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:.3g} GB/s"
+
+
+def _for_each_file(delete: bool) -> None:
+    named = settings.TUNING.read()
+    if named.lower() in ("auto", "off", "measure"):
+        paths = sorted(folder().glob("*.json"))
+    else:
+        paths = [path for path in [Path(named).expanduser()] if path.exists()]
+    for path in paths:
+        if delete:
+            path.unlink()
+            print(f"deleted {path}")
+            continue
+        print(path)
+        try:
+            print(f"\n{describe(Tuning.from_json(path.read_text()), path)}\n")
+        except (OSError, ValueError) as error:
+            print(f"is ignored: {error}\n")
+    if not delete or not paths:
+        print(f"{format_count(len(paths), 'file')} of mpistrat tune in {folder()}")
+
+
+def _size(text: str) -> int:
+    try:
+        num_bytes = parse_bytes(text)
+    except ValueError as error:
+        raise InvalidArgumentError(str(error)) from None
+    if num_bytes < LEAST_BYTES:
+        raise InvalidArgumentError(
+            f"--max-bytes {num_bytes} says too little: accepted are sizes of at least {LEAST_BYTES} bytes"
+        )
+    return num_bytes

@@ -1,0 +1,111 @@
+"""Tuning on several ranks: all learn what rank 0 reads, or what all have measured, and choose alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpistrat.algorithms.choose import PLANNERS
+from mpistrat.algorithms.cost import DEFAULT
+from mpistrat.algorithms.fit import Measurement
+from mpistrat.cross_device.hierarchical import HierarchicalCollectives
+from mpistrat.cross_device.measuring import measure
+from mpistrat.cross_device.tuning import Tuning, present_conditions
+from mpistrat.cross_device.tuning_file import shared_model, tuning_path, write
+from mpistrat.errors import Unsuitable
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.reduction import ReduceOp
+from tests.launches import needs_ranks
+
+FLOAT = np.dtype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def in_haste(monkeypatch):
+    """Let what is measured here take no longer than it must."""
+    monkeypatch.setattr("mpistrat.cross_device.measuring._PASS_SECONDS", 0.0)
+
+
+@pytest.fixture
+def kept(comm, monkeypatch, tmp_path):
+    """Give the folder of rank 0, in which it looks for files; the other ranks have none of theirs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path) if comm.Get_rank() == 0 else "/nowhere")
+    monkeypatch.setenv("MPISTRAT_TUNING", "auto")
+    return tmp_path / "mpistrat"
+
+
+def suitable(world):
+    names = []
+    for name, planner in PLANNERS.items():
+        try:
+            planner(world, 16, 4, 0)
+        except Unsuitable:
+            continue
+        names.append(name)
+    return names
+
+
+@needs_ranks(2)
+def test_all_ranks_measure_alike(comm, world):
+    told = []
+    found = measure(comm, world, 256, lambda num_bytes, times: told.append((num_bytes, times)))
+    assert {(one.algorithm, one.num_bytes) for one in found} >= {(n, s) for n in suitable(world) for s in (16, 64, 256)}
+    assert all(0 < one.seconds < 60 for one in found)
+    assert sorted(size for size, _ in told) == sorted({one.num_bytes for one in found})
+    assert len({tuple((one.algorithm, one.num_bytes, one.seconds) for one in each) for each in comm.allgather(found)}) == 1
+
+
+@needs_ranks(2)
+def test_all_ranks_choose_by_the_file_of_rank_0(comm, world, kept):
+    slowest_first = suitable(world)[::-1]
+    found = [Measurement(world, name, 64, 1e-6 * 10**place) for place, name in enumerate(slowest_first)]
+    if comm.Get_rank() == 0:
+        tuning = Tuning.of(present_conditions(world), found)
+        write(tuning, tuning_path(tuning.conditions))
+    ops = HierarchicalCollectives(Hierarchy(comm, world))
+    choice = ops.choose(16, FLOAT)
+    assert choice.plan.algorithm == slowest_first[0]
+    assert [round(one.seconds * 1e6) for one in sorted(choice.considered, key=lambda one: one.seconds) if one.plan] == [
+        10**place for place in range(len(slowest_first))
+    ]
+    total = ops.all_reduce(ReduceOp.SUM, [np.ones(16, np.float32)])[0]
+    assert (total == comm.Get_size()).all()
+    ops.close()
+    sources = comm.allgather(ops.model.source)
+    assert len(set(sources)) == 1
+    assert ", measured 2" in sources[0]
+
+
+@needs_ranks(2)
+def test_a_broken_file_changes_nothing_and_rank_0_says_so(comm, hierarchy, kept, capfd):
+    if comm.Get_rank() == 0:
+        kept.mkdir()
+        (kept / present_conditions(hierarchy.world).file_name).write_text("{")
+    assert shared_model(hierarchy) == DEFAULT
+    assert capfd.readouterr().err.count("is ignored") == (1 if comm.Get_rank() == 0 else 0)
+
+
+@needs_ranks(2)
+def test_on_first_use_it_is_measured_and_kept_where_that_is_asked_for(comm, hierarchy, kept, monkeypatch, capfd):
+    assert shared_model(hierarchy) == DEFAULT
+    monkeypatch.setenv("MPISTRAT_TUNING", "measure")
+    monkeypatch.setattr("mpistrat.cross_device.measuring.MAX_BYTES", 64)
+    first = shared_model(hierarchy)
+    second = shared_model(hierarchy)
+    assert first == second != DEFAULT
+    assert len(set(comm.allgather(first))) == 1
+    if comm.Get_rank() == 0:
+        assert capfd.readouterr().err.count(", and wrote ") == 1
+        assert len(list(kept.iterdir())) == 1
+    monkeypatch.setenv("MPISTRAT_TUNING", "off")
+    assert shared_model(hierarchy) == DEFAULT
+
+
+@needs_ranks(2)
+def test_what_cannot_be_kept_is_used_all_the_same(comm, hierarchy, kept, monkeypatch, capfd):
+    monkeypatch.setenv("MPISTRAT_TUNING", "measure")
+    monkeypatch.setattr("mpistrat.cross_device.measuring.MAX_BYTES", 64)
+    kept.write_text("a file where the folder should be")
+    model = shared_model(hierarchy)
+    assert model.source.startswith("this run, measured ")
+    assert ("could not be kept" in capfd.readouterr().err) == (comm.Get_rank() == 0)

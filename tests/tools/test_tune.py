@@ -1,0 +1,84 @@
+"""``mpistrat tune``: what it prints, keeps, shows and deletes, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from mpistrat.tools import cli, tune
+from tests.processes import run_bounded
+
+SECONDS = 120.0
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    """Give the folder in which files are kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MPISTRAT_TUNING", "auto")
+    return tmp_path / "mpistrat"
+
+
+def start_tune(*options: str, ranks: int = 2):
+    job = [sys.executable, "-m", "mpistrat", "run", "-n", str(ranks), "-m", "mpistrat", "tune", *options]
+    return run_bounded(job, SECONDS, {**os.environ})
+
+
+def test_it_measures_and_keeps_and_shows_and_deletes(kept, capsys):
+    done = start_tune("--max-bytes", "1KiB")
+    assert done.returncode == 0, done.stderr
+    [path] = kept.iterdir()
+    assert f"\nWrote {path}. Programs find it by themselves; MPISTRAT_TUNING=off ignores it" in done.stdout
+    lines = done.stdout.splitlines()
+    heads = next(line.split() for line in lines if line.startswith("size"))
+    assert heads == ["size", "flat", "hierarchical", "pipelined", "auto", "chooses"]
+    assert [line for line in lines if line.startswith("ranks")] == ["ranks      1x2 block"]
+    for size in ("16 B", "64 B", "256 B", "1 KiB"):
+        row = next(line.split() for line in reversed(lines) if line.startswith(f"{size} "))
+        assert row[-1] in ("flat", "hierarchical", "pipelined")
+    assert "These constants alone are off by " in done.stdout
+
+    (kept / "other.json").write_text("{}")
+    assert cli.main(["tune", "--show"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{path}\n\ncluster " in shown
+    assert f"{kept / 'other.json'}\nis ignored: it is no file of mpistrat tune" in shown
+    assert shown.endswith(f"2 files of mpistrat tune in {kept}\n")
+
+    assert cli.main(["tune", "--delete"]) == 0
+    assert sorted(capsys.readouterr().out.splitlines()) == sorted([f"deleted {path}", f"deleted {kept / 'other.json'}"])
+    assert list(kept.iterdir()) == []
+    assert cli.main(["tune", "--delete"]) == 0
+    assert capsys.readouterr().out == f"0 files of mpistrat tune in {kept}\n"
+
+
+def test_a_file_of_ones_own_is_the_only_one_deleted(kept, monkeypatch, capsys):
+    kept.mkdir()
+    for name in ("mine.json", "theirs.json"):
+        (kept / name).write_text("{}")
+    monkeypatch.setenv("MPISTRAT_TUNING", str(kept / "mine.json"))
+    assert cli.main(["tune", "--delete"]) == 0
+    assert capsys.readouterr().out == f"deleted {kept / 'mine.json'}\n"
+    assert [path.name for path in kept.iterdir()] == ["theirs.json"]
+
+
+def test_one_rank_has_nothing_to_tune(kept):
+    done = start_tune(ranks=1)
+    assert done.returncode == 2
+    assert "one rank has nobody to communicate with; start more: mpistrat run -n 4 -m mpistrat tune" in done.stderr
+    assert not kept.exists()
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("lots", "'lots' is no size: a number and B, KiB"),
+        ("8", "--max-bytes 8 says too little: accepted are sizes of at least"),
+    ],
+)
+def test_bad_sizes_start_nothing(size, message, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "start", lambda: pytest.fail("started MPI"))
+    assert cli.main(["tune", "--max-bytes", size]) == 2
+    assert capsys.readouterr().err.startswith(f"mpistrat tune: {message}")

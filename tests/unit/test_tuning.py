@@ -1,0 +1,119 @@
+"""Tunings: the text comes back as it went, and no file that is there by chance, broken or strange, does harm."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from mpistrat.algorithms.cost import DEFAULT
+from mpistrat.algorithms.fit import Measurement
+from mpistrat.cross_device.tuning import Conditions, Tuning
+from mpistrat.cross_device.tuning_file import folder, read, tuning_path, write
+from mpistrat.topology.world import World
+
+WORLD = World.from_shape("2x2")
+HERE = Conditions("node", "a processor, 2 cores", "Open MPI v5.0.11", "2x2 block")
+TUNING = Tuning.of(HERE, [Measurement(WORLD, name, 16, 1e-5) for name in ("flat", "hierarchical")])
+
+
+def changed(**fields: object) -> str:
+    return json.dumps({**json.loads(TUNING.to_json()), **fields})
+
+
+def test_the_text_comes_back_as_it_went() -> None:
+    assert Tuning.from_json(TUNING.to_json(), WORLD) == TUNING
+    assert Tuning.from_json(TUNING.to_json()) == TUNING, "the world follows from its shape"
+
+
+def test_the_model_says_where_it_comes_from() -> None:
+    model = TUNING.model("a file")
+    assert model.source == f"a file, measured {TUNING.date}"
+    assert model.correction("flat", 16) != 1
+    assert model.correction("leader", 16) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "Expecting value"),
+        ("[]", "it is no file of mpistrat tune (TypeError"),
+        ("{}", "it is no file of mpistrat tune (KeyError: 'format')"),
+        (changed(format=0), "it has format 0, and this version of mpistrat reads format 1"),
+        (changed(conditions={}), "it is no file of mpistrat tune (TypeError"),
+        (changed(constants={}), "it is no file of mpistrat tune (KeyError"),
+        (changed(seconds={"best": {"16": 1e-5}}), "it names unknown algorithms: best"),
+        (changed(seconds={"flat": {"16": -1}}), "-1 is no positive number"),
+        (changed(seconds={"flat": {"16": "soon"}}), "'soon' is no positive number"),
+        (changed(seconds=3), "it is no file of mpistrat tune (TypeError"),
+        (
+            changed(conditions={**dataclasses.asdict(HERE), "mpi": "MPICH 5"}),
+            "it was measured under other conditions: mpi 'MPICH 5', here 'Open MPI v5.0.11'",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_said_and_ignored(text: str, reason: str, tmp_path: Path, capsys) -> None:
+    path = tmp_path / HERE.file_name
+    path.write_text(text)
+    assert read(path, WORLD, HERE) is None
+    said = capsys.readouterr().err
+    assert said.startswith(f"mpistrat: {path} is ignored: ")
+    assert reason in said
+    assert said.endswith("; mpistrat tune writes it anew, mpistrat tune --delete removes it\n")
+
+
+def test_an_algorithm_that_does_not_suit_the_world_is_ignored_too(tmp_path: Path, capsys) -> None:
+    path, conditions = tmp_path / "x.json", dataclasses.replace(HERE, world="1x4 block")
+    path.write_text(changed(conditions=dataclasses.asdict(conditions), seconds={"leader": {"16": 1e-5}}))
+    assert read(path, World.from_shape("1x4"), conditions) is None
+    assert "is ignored: because all ranks are on one node" in capsys.readouterr().err
+
+
+def test_no_file_is_the_usual_case_and_one_asked_for_by_name_is_missed(tmp_path: Path, capsys) -> None:
+    assert read(tmp_path / HERE.file_name, WORLD, HERE) is None
+    assert capsys.readouterr().err == ""
+    assert read(tmp_path / "mine.json", WORLD, HERE) is None
+    assert f"MPISTRAT_TUNING names {tmp_path / 'mine.json'}, which is not there" in capsys.readouterr().err
+
+
+def test_a_file_is_written_whole_and_read_again(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "new" / HERE.file_name
+    for _ in range(2):
+        write(TUNING, path)
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    assert read(path, WORLD, HERE) == TUNING.model(str(path))
+    assert capsys.readouterr().err == ""
+
+
+def test_each_conditions_have_a_file_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    others = [dataclasses.replace(HERE, **{field.name: "other"}) for field in dataclasses.fields(HERE)]
+    assert len({conditions.file_name for conditions in (HERE, *others)}) == 6
+    assert HERE.file_name.startswith("node-2x2-block-")
+    assert len(dataclasses.replace(HERE, world="+".join("1" * 999)).file_name) < 100
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tuning_path(HERE) == tmp_path / "mpistrat" / HERE.file_name
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # to be ignored, by that convention
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert folder() == Path("/somewhere/.cache/mpistrat")
+    monkeypatch.setenv("MPISTRAT_TUNING", "/else/mine.json")
+    assert tuning_path(HERE) == Path("/else/mine.json")
+
+
+@pytest.mark.parametrize(
+    ("world", "placement"),
+    [
+        (World.from_shape("3+1"), "block"),
+        (World.from_shape("1x4"), "block"),
+        (World.from_shape("3+1:cyclic"), "cyclic"),
+        (World.from_shape("2x2:cyclic"), "cyclic"),
+        (World.from_node_of_rank([0, 1, 1, 0]), "mixed"),
+    ],
+)
+def test_placements(world: World, placement: str) -> None:
+    assert world.placement == placement
+
+
+def test_the_default_model_says_so() -> None:
+    assert DEFAULT.source == "defaults"
