@@ -46,6 +46,7 @@ class ClosedCollectives(Collectives):
         arrays: Sequence[Array],
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
+        structure: object = None,
     ) -> NoReturn:
         """Raise."""
         self._stop()

@@ -85,10 +85,21 @@ class Collectives(ABC):
         arrays: Sequence[Array],
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
+        structure: object = None,
     ) -> Work[list[Array]]:
-        """Start what `all_reduce` does and return its handle. A collective call; no other is made before the handle has ended.
+        """Start what `all_reduce` does and return its handle. A collective call.
 
-        Whether all replicas have come is found out here where the options have a deadline; `Work.wait` has one of its own.
+        What was started goes on while the program computes, one after the other in the order of the calls; any other
+        collective begins when all that was started before has ended. Until then `arrays` and `out` must be left alone. A
+        deadline counts from when the turn of the operation comes. What is refused by one replica alone is raised here; all
+        that is found out together with the others, such as that calls differ in strict mode, is raised by the handle.
+
+        Parameters
+        ----------
+        op, arrays, options, out
+            As for `all_reduce`.
+        structure : object, optional
+            Of the value whose leaves the arrays are: in strict mode its text must be the same on all replicas.
         """
 
     @abstractmethod
@@ -216,10 +227,10 @@ class LocalCollectives(Collectives):
         arrays: Sequence[Array],
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
+        structure: object = None,
     ) -> Work[list[Array]]:
         """Return a handle that has ended."""
-        results = self.all_reduce(op, arrays, options, out)
-        return Work(iter(()), lambda: results, lambda: "all_reduce")
+        return Work.ended(self.all_reduce(op, arrays, options, out))
 
     def reduce_scatter(self, op: ReduceOp, array: Array, axis: int = 0, options: CommunicationOptions | None = None) -> Array:
         """Return a copy: the one part is all."""

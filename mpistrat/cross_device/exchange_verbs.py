@@ -6,7 +6,6 @@ does not fit is refused on all of them before anything moves.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -137,6 +136,18 @@ class ExchangeVerbs(Collectives):
     ) -> Call:
         """Begin a collective call: check it here, meet the others, and compare the calls of all, as far as is asked for."""
         self._gate.require_open()
+        call, refused = self._announce(verb, arguments, options, check)
+        self._meet(call, refused)
+        return call
+
+    def _announce(
+        self,
+        verb: str,
+        arguments: Callable[[CommunicationOptions], str],
+        options: CommunicationOptions | None,
+        check: Callable[[CommunicationOptions], None] | None = None,
+    ) -> tuple[Call, Exception | None]:
+        """Return a collective call with its number, and why this rank cannot make it, as far as can be told here."""
         wanted, refused = self._options, None
         try:
             check_options(options)
@@ -145,19 +156,21 @@ class ExchangeVerbs(Collectives):
                 check(wanted)
         except (MpistratError, TypeError) as error:
             refused = error
-        call = self._call(verb, lambda: verb + arguments(wanted), wanted)
+        return self._call(verb, lambda: verb + arguments(wanted), wanted), refused
+
+    def _meet(self, call: Call, refused: Exception | None = None) -> None:
+        """Let the time of a call run, meet the other ranks, and compare the calls of all, as far as is asked for."""
+        call.begin()
         if self.is_strict:
             self._gate.agree(call, refused)
         if refused is not None:
             raise refused
         if call.ends and not self.is_strict:
             self._gate.arrive(call)
-        return call
 
     def _call(self, verb: str, describe: Callable[[], str], options: CommunicationOptions) -> Call:
         self.num_collectives += 1
-        seconds = options.timeout_seconds
-        return Call(self.num_collectives, verb, describe, options, time.monotonic() + seconds if seconds else 0.0)
+        return Call(self.num_collectives, verb, describe, options)
 
     def _merge(self, options: CommunicationOptions) -> CommunicationOptions:
         """Return options merged over ours; merging is slow, so the last few are kept."""

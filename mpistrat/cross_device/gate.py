@@ -6,15 +6,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.errors import DeadlineExceededError, UnavailableError
+from mpistrat.execution.engine import Job, rest, submit
+from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.arrival import Arrival
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.transports.base import Steps, drive, leave_to_peers
 
 __all__ = ["Call", "Gate"]
+
+T = TypeVar("T")
 
 # what a call that has met all ranks at the last moment may still take
 _LEAST_SECONDS = 0.2
@@ -34,14 +39,17 @@ class Call:
         Returns it with its arguments.
     options : CommunicationOptions
         All that hold for it.
+    is_started : bool
+        Whether the engine carries it out while the program goes on.
     ends : float
-        When its time is up, on the clock of `time.monotonic`; 0 means never.
+        When its time is up, on the clock of `time.monotonic`; 0 means never, or that its turn has not come.
     """
 
     number: int
     verb: str
     describe: Callable[[], str]
     options: CommunicationOptions
+    is_started: bool = False
     ends: float = 0.0
 
     def __str__(self) -> str:
@@ -51,6 +59,10 @@ class Call:
     def seconds(self) -> float:
         """The deadline in seconds from the beginning; 0 means none."""
         return self.options.timeout_seconds or 0.0
+
+    def begin(self) -> None:
+        """Let its time run: its turn has come."""
+        self.ends = time.monotonic() + self.seconds if self.seconds else 0.0
 
     @property
     def rest_seconds(self) -> float:
@@ -73,7 +85,7 @@ class Gate:
     Attributes
     ----------
     refusal : str
-        Why no further collective can be made, or an empty text.
+        Why a collective cannot begin at once, or an empty text.
     """
 
     def __init__(self, hierarchy: Hierarchy, agreement: Agreement, memory: object) -> None:
@@ -82,33 +94,61 @@ class Gate:
         self._arrival = Arrival(hierarchy.world_group, nodes)
         self._agreement, self._comm, self._memory, self._rank = agreement, hierarchy.world_group.comm, memory, hierarchy.rank
         self.refusal = ""
-        self._has_failed = False
+        self._last: Job | None = None
+        self._failure = ""
+        self._cause: BaseException | None = None
 
     def is_broken(self) -> bool:
         """Return whether a collective has failed, here or on a rank that has told so."""
-        return self._has_failed or self._arrival.is_given_up()
+        return bool(self._failure) or self._arrival.is_given_up()
 
     def require_open(self) -> None:
-        """Check that a collective can be made.
+        """Wait for what was started before, and check that a collective can be made.
 
         Raises
         ------
         UnavailableError
-            If one is under way, or has failed.
+            If one is under way on another thread, or has failed.
         """
+        if self._last is not None:
+            self.settle()
+        self.require_sound()
         if self.refusal:
-            raise UnavailableError(f"rank {self._rank}: no further collective can be made: {self.refusal}")
+            raise self._refused(self.refusal)
+
+    def require_sound(self) -> None:
+        """Check that no collective has failed.
+
+        Raises
+        ------
+        UnavailableError
+            If one has.
+        """
+        if self._failure:
+            raise self._refused(self._failure) from self._cause
+
+    def settle(self) -> None:
+        """Wait until all that was started has ended, well or not."""
+        if self._last is not None:
+            self._last.join()
+            self._last, self.refusal = None, self._failure
+
+    def start(self, call: Call, carry_out: Callable[[], T]) -> Work[T]:
+        """Have the engine carry out a call, after all that was started before; until it has ended the engine has the ranks."""
+        job = Job(carry_out, lambda: str(call))
+        self._last, self.refusal = job, _under_way(call.verb)
+        submit(job)
+        return Work(job)
 
     def arrive(self, call: Call) -> None:
-        """Wait until all ranks have come, where the call has a deadline. A collective call then.
+        """Wait until all ranks have come. A collective call.
 
         Raises
         ------
         DeadlineExceededError
-            If they do not come in time.
+            If the call has a deadline, and they do not come in time.
         """
-        if call.ends:
-            self._drive(call, self._arrival.steps(self._comm.Ibarrier, lambda: str(call), call.seconds))
+        self._drive(call, self._arrival.steps(self._comm.Ibarrier, lambda: str(call), call.seconds))
 
     def agree(self, call: Call, error: Exception | None = None) -> None:
         """Wait until all ranks have come, and check that they make the same call. A collective call.
@@ -129,44 +169,41 @@ class Gate:
     def run(self, call: Call, steps: Steps) -> None:
         """Go through the steps of a call that has been let in, in what is left of its time.
 
+        Meanwhile, and for ever if they fail, no other collective can be made.
+
         Raises
         ------
         DeadlineExceededError
             If they do not end in time.
         """
-        drive(self.guarded(call, steps), call.describe, call.rest_seconds, lambda: self.overdue(call))
-
-    def hold(self, call: Call) -> None:
-        """Let nothing through until the steps of the call have ended."""
+        if call.is_started:
+            self._drive(call, steps, call.rest_seconds)
+            return
         self.refusal = _under_way(call.verb)
-
-    def guarded(self, call: Call, steps: Steps) -> Steps:
-        """Return the steps; while they are under way, and for ever if they fail, no other collective can be made."""
-        self.hold(call)
-        try:
-            yield from steps
-        except BaseException as error:
-            self._fail(call, error)
-            raise
+        self._drive(call, steps, call.rest_seconds)
         self.refusal = ""
 
     def overdue(self, call: Call) -> DeadlineExceededError:
         """Tell all ranks that the call is given up here, and return the error that says who does not answer."""
         return self._arrival.overdue(str(call), call.seconds)
 
-    def _drive(self, call: Call, steps: Steps) -> None:
-        """Go through steps that see to their deadline themselves."""
+    def _drive(self, call: Call, steps: Steps, timeout_seconds: float = 0.0) -> None:
+        """Go through steps; those that see to their deadline themselves are given none."""
         try:
-            drive(steps, call.describe)
+            drive(steps, call.describe, timeout_seconds, lambda: self.overdue(call), rest if call.is_started else None)
         except BaseException as error:
             self._fail(call, error)
             raise
 
     def _fail(self, call: Call, error: BaseException) -> None:
         name = type(error).__name__
-        self.refusal = f"an earlier {call.verb} did not end ({name}), and ranks may be out of step; make a new strategy"
-        self._has_failed = True
+        self._cause = error
+        self._failure = f"an earlier {call.verb} did not end ({name}), and ranks may be out of step; make a new strategy"
+        self.refusal = self._failure
         leave_to_peers(self._memory)
+
+    def _refused(self, why: str) -> UnavailableError:
+        return UnavailableError(f"rank {self._rank}: no further collective can be made: {why}")
 
 
 @cache

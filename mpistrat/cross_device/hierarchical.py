@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["HierarchicalCollectives"]
+
+# what is started up to here goes through calls of MPI that block, and keep the program's core while a rank is late
+MEET_UP_TO_BYTES = 1 << 20
 
 
 class HierarchicalCollectives(ExchangeVerbs):
@@ -143,12 +147,29 @@ class HierarchicalCollectives(ExchangeVerbs):
         arrays: Sequence[Array],
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
+        structure: object = None,
     ) -> Work[list[Array]]:
         """Start what `all_reduce` does: see `Collectives.start_all_reduce`. A collective call."""
-        call, steps, results = self._begin(op, arrays, options, out)
-        self._gate.hold(call)
-        guarded = self._gate.guarded(call, steps)
-        return Work(guarded, lambda: results, call.describe, call.seconds, lambda: self._gate.overdue(call))
+        # as they are now: what the program does with its list and with `num_packs` afterwards is none of this call
+        given, num_packs = list(arrays), self._num_packs
+
+        def check(wanted: CommunicationOptions) -> None:
+            self._recipes.check(op, given, wanted)
+            if out is not None:
+                check_out(out, given)
+
+        def arguments(wanted: CommunicationOptions) -> str:
+            return self._arguments(op, given, wanted, num_packs) + ("" if structure is None else f" of {structure}")
+
+        self._gate.require_sound()
+        call, refused = self._announce("start_all_reduce", arguments, options, check)
+        if refused is not None:
+            self._gate.require_open()  # in strict mode the others hear of it when the turn of their call comes
+            self._meet(call, refused)
+        call.is_started = True
+        results = [np.empty(array.shape, array.dtype) for array in given] if out is None else list(out)
+        sources = given if out is None else apart(given, results)
+        return self._gate.start(call, partial(self._carry_out, call, op, sources, results, num_packs))
 
     def reduce_scatter(self, op: ReduceOp, array: Array, axis: int = 0, options: CommunicationOptions | None = None) -> Array:
         """Combine arrays, and take this replica's part: see `Collectives.reduce_scatter`. A collective call."""
@@ -173,6 +194,7 @@ class HierarchicalCollectives(ExchangeVerbs):
         Where a collective has failed, here or on a peer, nothing is freed and nobody waited for: others may still use it.
         """
         self._forget_direct()
+        self._gate.settle()
         if self._gate.is_broken():
             return
         self._recipes.clear()
@@ -191,7 +213,7 @@ class HierarchicalCollectives(ExchangeVerbs):
                 if out is not None:
                     check_out(out, arrays)
 
-        call = self._enter("all_reduce", lambda wanted: self._arguments(op, arrays, wanted), options, check)
+        call = self._enter("all_reduce", lambda wanted: self._arguments(op, arrays, wanted, self._num_packs), options, check)
         recipe = self._recipes.find(op, arrays, call.options, self._num_packs)
         if call.options is self._options and not (self.is_strict or call.ends):
             self._remember(op, arrays, recipe)
@@ -201,6 +223,22 @@ class HierarchicalCollectives(ExchangeVerbs):
             results = check_out(out, arrays)
             arrays = apart(arrays, results)
         return call, run_recipe(recipe, arrays, results), results
+
+    def _carry_out(
+        self,
+        call: Call,
+        op: ReduceOp,
+        arrays: list[Array],
+        results: list[Array],
+        num_packs: int | None,
+    ) -> list[Array]:
+        """Do what was started, on the engine, and return the results."""
+        self._gate.require_sound()
+        self._meet(call)
+        if not (self.is_strict or call.ends) and sum(array.nbytes for array in arrays) <= MEET_UP_TO_BYTES:
+            self._gate.arrive(call)
+        self._gate.run(call, run_recipe(self._recipes.find(op, arrays, call.options, num_packs), arrays, results))
+        return results
 
     def _remember(self, op: ReduceOp, arrays: Sequence[Array], recipe: Recipe) -> None:
         """Note how arrays like these go straight through MPI, where one call of it is all there is to do."""
@@ -222,8 +260,8 @@ class HierarchicalCollectives(ExchangeVerbs):
         self._small.clear()
         self._last = None
 
-    def _arguments(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> str:
-        shaping = {"wire_dtype": options.wire_dtype, "deterministic": options.deterministic, "num_packs": self._num_packs}
+    def _arguments(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> str:
+        shaping = {"wire_dtype": options.wire_dtype, "deterministic": options.deterministic, "num_packs": num_packs}
         others = "".join(f", {name}={value}" for name, value in shaping.items() if value not in (None, False))
         always = f"algorithm={options.algorithm}, bytes_per_pack={options.bytes_per_pack}"
         return f"({op.name}, [{_described(arrays)}], {always}{others})"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
-from mpistrat.errors import DeadlineExceededError
-from mpistrat.transports.base import WORKED, Steps, drive
+from mpistrat.execution.engine import Job
 
 __all__ = ["Work"]
 
@@ -15,44 +15,38 @@ U = TypeVar("U")
 
 
 class Work(Generic[T]):
-    """A running operation; it advances whenever `done` or `wait` is called.
+    """An operation that goes on by itself; it ends even if nobody keeps this handle.
 
     Parameters
     ----------
-    steps : iterator
-        What is left to do.
-    result : callable
-        Returns the result once the steps are through.
-    what : callable
-        Says, for an error, what is being waited for.
-    timeout_seconds : float
-        Deadline of `wait`, in seconds; 0 means none.
-    overdue : callable, optional
-        Returns the error to raise once the deadline has passed.
+    job : Job
+        What the engine carries out.
+    finish : callable, optional
+        Makes the result of what the job returns; by default that is it.
     """
 
-    def __init__(
-        self,
-        steps: Steps,
-        result: Callable[[], T],
-        what: Callable[[], str],
-        timeout_seconds: float = 0.0,
-        overdue: Callable[[], DeadlineExceededError] | None = None,
-    ) -> None:
-        self._steps: Steps | None = steps
-        self._result = result
-        self._what = what
-        self._timeout_seconds = timeout_seconds
-        self._overdue = overdue
-        self._failure: BaseException | None = None
+    def __init__(self, job: Job, finish: Callable[[Any], T] | None = None) -> None:
+        self._job = job
+        self._finish = finish or (lambda result: cast("T", result))
+        self._finished: list[T] = []
+
+    @classmethod
+    def ended(cls, result: T) -> Work[T]:
+        """Return a handle on what has ended already."""
+        job = Job(lambda: result, lambda: "")
+        job.run()
+        return cls(job)
 
     def done(self) -> bool:
-        """Return whether the operation has ended; advance it as far as it goes without waiting.
+        """Return whether the operation has ended.
 
         What makes the operation fail is raised here and in `wait`, as often as they are called.
         """
-        self._advance(self._walk)
-        return self._steps is None
+        if not self._job.has_ended():
+            time.sleep(0)  # who asks over and over would keep Python's lock from the engine
+            return False
+        self._job.result()
+        return True
 
     def wait(self) -> T:
         """Wait for the end and return the result.
@@ -60,31 +54,18 @@ class Work(Generic[T]):
         Raises
         ------
         DeadlineExceededError
-            If the deadline passes first.
+            If the operation had a deadline, which counts from when its turn came, and that passed.
+        UnavailableError
+            If one that was started before it has failed so that no further collective can be made.
+        AgreementError
+            In strict mode, if replicas started different things.
         """
-        self._advance(lambda steps: drive(steps, self._what, self._timeout_seconds, self._overdue))
-        self._steps = None
-        return self._result()
+        self._job.join()
+        if not self._finished:
+            self._finished.append(self._finish(self._job.result()))
+        return self._finished[0]
 
     def then(self, finish: Callable[[T], U]) -> Work[U]:
         """Return a handle on the same operation whose result is ``finish(result)``; it takes the place of this one."""
-        steps = iter(()) if self._steps is None else self._steps
-        return Work(steps, lambda: finish(self._result()), self._what, self._timeout_seconds, self._overdue)
-
-    def _walk(self, steps: Steps) -> None:
-        answer: bool | None = WORKED
-        while answer:
-            answer = next(steps, None)
-        if answer is None:
-            self._steps = None
-
-    def _advance(self, how: Callable[[Steps], None]) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._steps is None:
-            return
-        try:
-            how(self._steps)
-        except BaseException as failure:
-            self._failure = failure
-            raise
+        before = self._finish
+        return Work(self._job, lambda result: finish(before(result)))

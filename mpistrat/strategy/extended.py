@@ -173,12 +173,15 @@ class StrategyExtended(VariableUpdates):
         with enter_or_assert_strategy(self._strategy):
             return self._cross_device_ops.all_reduce_in_replica(op, arrays, options)
 
-    def start_all_reduce(self, op: ReduceOp, arrays: list[Any], options: CommunicationOptions | None = None) -> Work[list[Any]]:
+    def start_all_reduce(
+        self, op: ReduceOp, arrays: list[Any], options: CommunicationOptions | None = None, structure: object = None
+    ) -> Work[list[Any]]:
         """Start what `all_reduce` does, unless that is for cross-device ops: then the handle has ended. A collective call."""
         if self.is_stock and not any(isinstance(array, IndexedSlices) for array in arrays):
-            return self.collectives.start_all_reduce(op, arrays, options)
-        results = self.all_reduce(op, arrays, options)
-        return Work(iter(()), lambda: results, lambda: "all_reduce")
+            return self.collectives.start_all_reduce(op, arrays, options, structure=structure)
+        if self.collectives.is_strict:
+            self.collectives.agree(f"start_all_reduce({op.name}) of {structure}")
+        return Work.ended(self.all_reduce(op, arrays, options))
 
     def all_gather(self, array: Array, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate the arrays of all ranks along `axis`, outside ``strategy.run``. A collective call."""

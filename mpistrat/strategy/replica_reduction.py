@@ -97,8 +97,10 @@ class ReplicaReduction(ReplicaExchange):
     def start_all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Work[Any]:
         """Start what `all_reduce` does, and return its handle. Not in TensorFlow.
 
-        A collective call. Until ``handle.wait()`` has returned, no other collective can be made, and the arrays of `value` must
-        not be changed.
+        A collective call. What was started goes on while the program computes: one operation after the other, in the order
+        of the calls, which must be the same on all replicas. Any number may be under way; another collective of the strategy
+        begins when they have ended. Until ``handle.wait()`` has returned, the arrays of `value` must not be changed. A deadline
+        counts from when the turn of the operation comes.
 
         Parameters
         ----------
@@ -112,7 +114,7 @@ class ReplicaReduction(ReplicaExchange):
         Returns
         -------
         Work
-            ``done()`` asks whether it has ended, and helps it along; ``wait()`` returns what `all_reduce` would.
+            ``done()`` asks whether it has ended; ``wait()`` returns what `all_reduce` would. Both raise what made it fail.
         """
         self._require_current("start_all_reduce")
         leaves, structure = flatten(value)
@@ -123,9 +125,7 @@ class ReplicaReduction(ReplicaExchange):
             _check_dtypes(op, value, arrays)
         except Exception as error:  # as in `all_reduce`
             self._ops.refuse("start_all_reduce", error)
-        if self._ops.is_strict:
-            self._ops.agree(f"start_all_reduce({op.name}) of {structure}")
-        work = self._extended.start_all_reduce(op, arrays, options)
+        work = self._extended.start_all_reduce(op, arrays, options, structure)
         return work.then(lambda results: rebuild(structure, list(map(like, results, leaves))))
 
 

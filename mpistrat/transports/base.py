@@ -22,7 +22,7 @@ from mpistrat.errors import DeadlineExceededError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
 
-__all__ = ["WAITING", "WORKED", "Operation", "Part", "Steps", "Transport", "address", "drive", "leave_to_peers"]
+__all__ = ["WAITING", "WORKED", "Operation", "Part", "Steps", "Transport", "address", "drive", "give_way", "leave_to_peers"]
 
 Steps = Iterator[bool]
 WAITING, WORKED = False, True
@@ -143,6 +143,7 @@ def drive(
     what: Callable[[], str],
     timeout_seconds: float = 0.0,
     overdue: Callable[[], DeadlineExceededError] | None = None,
+    rest: Callable[[int], None] | None = None,
 ) -> None:
     """Advance `steps` to the end, giving the core away whenever they wait.
 
@@ -156,29 +157,39 @@ def drive(
         Deadline in seconds from now; 0 means none.
     overdue : callable, optional
         Returns the error to raise once the deadline has passed; by default it says what did not end.
+    rest : callable, optional
+        Called with how often in a row the steps waited before, to give the core away; by default just for a moment.
 
     Raises
     ------
     DeadlineExceededError
         If the deadline passes first.
     """
-    give_way, clock = os.sched_yield, time.perf_counter
-    polls = 0
+    give = give_way if rest is None else rest
+    polls_per_clock = _POLLS_PER_CLOCK if rest is None else 1
+    polls = waits = 0
     deadline = time.monotonic() + timeout_seconds if timeout_seconds else 0.0
     for worked in steps:
         if worked:
+            waits = 0
             continue
-        before = clock()
-        give_way()
-        if clock() - before > _SHARED_CORE_SECONDS:
-            time.sleep(_SLEEP_SECONDS)
+        give(waits)
+        waits += 1
         polls += 1
-        if deadline and polls % _POLLS_PER_CLOCK == 0 and time.monotonic() > deadline:
+        if deadline and polls % polls_per_clock == 0 and time.monotonic() > deadline:
             if isinstance(steps, Generator):
                 steps.close()  # what is cut off here must not go on later
             if overdue is not None:
                 raise overdue()
             raise DeadlineExceededError(f"{what()} did not end within {timeout_seconds:g} s; not all ranks have arrived")
+
+
+def give_way(waits: int = 0) -> None:
+    """Let another process have the core, however often there was nothing to do."""
+    before = time.perf_counter()
+    os.sched_yield()
+    if time.perf_counter() - before > _SHARED_CORE_SECONDS:
+        time.sleep(_SLEEP_SECONDS)
 
 
 def address(array: Array) -> int:

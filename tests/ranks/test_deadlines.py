@@ -46,7 +46,8 @@ VERBS = {
     "broadcast": lambda ops, seconds: ops.broadcast(ONES, options=within(seconds)),
     "barrier": lambda ops, seconds: ops.barrier(within(seconds)),
 }
-NAMES = {name: "all_reduce" for name in ("flat", "hierarchical", "pipelined", "leader", "deterministic", "started")}
+NAMES = {name: "all_reduce" for name in ("flat", "hierarchical", "pipelined", "leader", "deterministic")}
+NAMES["started"] = "start_all_reduce"
 
 
 def make(comm):
@@ -225,15 +226,46 @@ def test_steps_that_do_not_end_name_who_does_not_answer(comm, monkeypatch):
 
 @needs_ranks(2)
 def test_a_missed_deadline_of_a_started_all_reduce(comm, monkeypatch):
+    # all have arrived, and one leaves the call as if it had ended
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     ops = make(comm)
+    last = comm.size - 1
     options = CommunicationOptions(deterministic=True, timeout_seconds=SECONDS)
-    work = ops.start_all_reduce(SUM, [ONES, ONES], options)
-    with pytest.raises(UnavailableError, match="an earlier all_reduce is still under way: wait for it first"):
-        ops.barrier()
-    if comm.rank == 0:
-        with pytest.raises(DeadlineExceededError, match=r"all_reduce\(SUM, .* did not end within 0.3 s; all ranks had arrived"):
-            work.wait()
+    if comm.rank == last:
+        monkeypatch.setattr("mpistrat.cross_device.hierarchical.run_recipe", lambda *_: iter(()))
+    works = [ops.start_all_reduce(SUM, [ONES, ONES], options) for _ in range(3 if comm.rank < last else 1)]
+    if comm.rank < last:
+        message = rf"start_all_reduce\(SUM, .* did not end within 0.3 s; all ranks had arrived, .* from rank {last} \(node1\)"
+        for _ in range(2):
+            with pytest.raises(DeadlineExceededError, match=message):
+                works[0].wait()
         with pytest.raises(DeadlineExceededError):
-            work.wait()
+            works[0].done()
+        for later in works[1:]:
+            with pytest.raises(
+                UnavailableError, match="an earlier start_all_reduce did not end .DeadlineExceededError."
+            ) as caught:
+                later.wait()
+            assert caught.value.__cause__ is works[0]._job.failure
+        for again in VERBS.values():
+            with pytest.raises(UnavailableError):
+                again(ops, None)
+    else:
+        works[0].wait()
     comm.Barrier()
+    ops.close()
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_the_deadline_of_what_was_started_counts_from_its_turn(comm, monkeypatch, strict):
+    monkeypatch.setenv("MPISTRAT_STRICT", strict)
+    ops = make(comm)
+    comm.Barrier()
+    is_late = comm.rank == comm.size - 1
+    if is_late:
+        time.sleep(3 * SECONDS)
+    # the first waits for the last rank; the second would be overdue by then, had its time run from here
+    works = [ops.start_all_reduce(SUM, [ONES], within(seconds)) for seconds in (30, 2 * SECONDS)]
+    assert [work.wait()[0][0] for work in works] == [comm.size] * 2
+    ops.close()

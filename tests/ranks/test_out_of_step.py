@@ -88,18 +88,6 @@ def test_after_a_missed_deadline_nothing_is_computed_any_more(comm):
     time.sleep(0.001)
 
 
-@needs_ranks(2)
-def test_one_all_reduce_is_under_way_at_a_time(comm):
-    ops = one_node(comm)
-    options = CommunicationOptions(algorithm="hierarchical")
-    work = ops.start_all_reduce(SUM, [np.ones(10), np.ones(3)], options)
-    with pytest.raises(UnavailableError, match="an earlier all_reduce is still under way: wait for it first"):
-        ops.all_reduce(SUM, [np.ones(10_000_000)])
-    assert (work.wait()[0] == ops.size).all()
-    assert (ops.all_reduce(SUM, [np.ones(2)])[0] == ops.size).all()
-    ops.close()
-
-
 def test_means_of_small_integers_do_not_wrap_around(comm, world):
     ops = HierarchicalCollectives(Hierarchy(comm, world))
     for algorithm in ("flat", "hierarchical"):

@@ -103,7 +103,7 @@ def test_structures_that_differ_between_replicas_raise_on_all(comm, strategy):
     for combine in (
         lambda: strategy.reduce("sum", value, axis=None),
         lambda: strategy.broadcast(value),
-        lambda: strategy.run(lambda x: mpistrat.get_replica_context().start_all_reduce("sum", x), args=(value,)),
+        lambda: strategy.run(lambda x: mpistrat.get_replica_context().start_all_reduce("sum", x).wait(), args=(value,)),
     ):
         with pytest.raises(AgreementError, match="ranks made different calls"):
             combine()
@@ -118,7 +118,7 @@ def test_what_one_rank_refuses_hangs_nobody(comm, strategy):
     slices = IndexedSlices(np.ones((1, 1)), [0])
     for call in (
         lambda c: c.all_reduce("mean", 1.0, weight=-1 if is_bad else 1),
-        lambda c: c.start_all_reduce("median" if is_bad else "sum", 1.0),
+        lambda c: c.start_all_reduce("median" if is_bad else "sum", 1.0).wait(),
         lambda c: c.all_gather(slices if is_bad else np.ones(1), axis=0),
         lambda c: c.broadcast("text" if is_bad else 1.0),
         lambda c: c.reduce_scatter("median" if is_bad else "sum", np.ones(1)),

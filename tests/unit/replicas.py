@@ -70,9 +70,8 @@ class _ReplayedOps(Collectives):
 
         return [total.copy() for total in self._meet(call, list(arrays), finish)]
 
-    def start_all_reduce(self, op, arrays, options=None, out=None):
-        results = self.all_reduce(op, arrays, options, out)
-        return Work(iter(()), lambda: results, lambda: "all_reduce")
+    def start_all_reduce(self, op, arrays, options=None, out=None, structure=None):
+        return Work.ended(self.all_reduce(op, arrays, options, out))
 
     def reduce_scatter(self, op, array, axis=0, options=None):
         return np.array_split(self.all_reduce(op, [array], options)[0], self.size, axis)[self.rank]

@@ -1,0 +1,161 @@
+"""Engine: the one thread of a process that carries out what programs have started, while they compute.
+
+File law: jobs are carried out one at a time, in the order of their submission, which is the program's; where jobs are
+collective, it must be the same on all ranks. Program threads submit and wait; only the engine runs jobs. From the submission
+of a job until the end of the last one of its communicators no other thread uses them: who has them waits for that job
+(`cross_device.gate`). Nothing is locked while a job runs, and a job's end is told last, so that who sees it sees all that the
+job wrote.
+
+The program needs the core and Python's lock that the engine takes. So an engine that waits sleeps, longer each time, and only
+as long as a program thread waits for it does it look without a pause.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from mpistrat.errors import UnavailableError
+from mpistrat.transports.base import give_way
+
+__all__ = ["Job", "rest", "submit"]
+
+# how much longer each sleep is than the one before, and the longest: it delays a message, but costs less than 1/20 of a core
+_LONGER_SECONDS, _LONGEST_SECONDS = 5e-6, 2e-4
+# how often who waits for a job looks whether there still is a thread to do it
+_LOOK_SECONDS = 1.0
+# for the engine to leave a job that is given up: one in a call of MPI that blocks cannot
+_LEAVE_SECONDS = 1.0
+
+
+class Job:
+    """Something to be carried out by the engine.
+
+    Parameters
+    ----------
+    carry_out : callable
+        Does it, and returns the result.
+    what : callable
+        Says, for an error, what it is.
+
+    Attributes
+    ----------
+    failure : BaseException or None
+        What `carry_out` raised.
+    """
+
+    def __init__(self, carry_out: Callable[[], object], what: Callable[[], str]) -> None:
+        self._carry_out: Callable[[], object] | None = carry_out
+        self._what = what
+        self._ended = threading.Event()
+        self._result: object = None
+        self.failure: BaseException | None = None
+
+    def has_ended(self) -> bool:
+        """Return whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def run(self) -> None:
+        """Carry it out, on this thread."""
+        assert self._carry_out is not None, "a job runs once"
+        try:
+            self._result = self._carry_out()
+        except BaseException as failure:  # it is raised where the program waits
+            self.failure = failure
+        self._carry_out = None  # and with it what it worked on
+        self._ended.set()
+
+    def join(self) -> None:
+        """Wait until it has ended.
+
+        Raises
+        ------
+        UnavailableError
+            If there is no engine any more that could carry it out: the process was forked, or ends.
+        """
+        while not self._ended.is_set():
+            _engine.num_waiting += 1
+            try:
+                self._ended.wait(_LOOK_SECONDS)
+            finally:
+                _engine.num_waiting -= 1
+            if not _engine.is_alive() and not self._ended.is_set():
+                raise UnavailableError(
+                    f"{self._what()} will not end: the thread that carries out what was started is gone. Start and wait for it "
+                    "in the process that made the strategy, and before that ends."
+                )
+
+    def result(self) -> object:
+        """Return the result of a job that has ended, or raise what made it fail."""
+        if self.failure is not None:
+            raise self.failure
+        return self._result
+
+
+def submit(job: Job) -> None:
+    """Have a job carried out when all that were submitted before have ended; the first one starts the engine."""
+    _engine.submit(job)
+
+
+def rest(waits: int) -> None:
+    """Let the program have the core for a while; `waits` says how often in a row there was nothing to do."""
+    if _engine.is_leaving:
+        raise UnavailableError("the program ended by an exception before this had ended")
+    if _engine.num_waiting:
+        give_way()
+    else:
+        time.sleep(min(waits * _LONGER_SECONDS, _LONGEST_SECONDS))
+
+
+class _Engine:
+    """Its queue and its thread."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self.num_waiting = 0
+        self.is_leaving = False
+
+    def submit(self, job: Job) -> None:
+        with self._starting:
+            if self._thread is None:
+                # a daemon: Python waits for other threads before it calls what was registered to be called at its end
+                self._thread = threading.Thread(target=self._work, name="mpistrat engine", daemon=True)
+                self._thread.start()
+                atexit.register(self._leave)
+        self._jobs.put(job)
+
+    def is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.run()
+            del job  # nothing is kept while there is nothing to do
+
+    def _leave(self) -> None:
+        """End before MPI does: after the last job, or at once where the program ended by an exception."""
+        assert self._thread is not None, "nothing is registered before the thread is"
+        self.is_leaving = getattr(sys, "last_value", None) is not None
+        self._jobs.put(None)
+        self._thread.join(_LEAVE_SECONDS if self.is_leaving else None)
+
+
+_engine = _Engine()
+
+
+def _forget() -> None:
+    """Have a forked child, in which there is no such thread, begin with nothing."""
+    global _engine
+    if _engine.is_alive():
+        atexit.unregister(_engine._leave)
+    _engine = _Engine()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,187 @@
+"""What is started goes on by itself: several at a time, in order, beside other collectives and the program."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.cross_device.hierarchical import HierarchicalCollectives
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.errors import AgreementError, InvalidArgumentError, UnavailableError, UnsupportedDtypeError
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.reduction import ReduceOp
+from mpistrat.topology.world import World
+from tests.launches import needs_ranks
+
+SUM, MEAN, MAX = ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX
+
+
+def one_node(comm):
+    return HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+
+
+def given(rank, count, seed):
+    return np.random.default_rng([seed, rank]).integers(-50, 50, count).astype(np.float32)
+
+
+def expected(size, count, seed):
+    return sum(given(rank, count, seed) for rank in range(size))
+
+
+def test_several_are_under_way_and_each_has_its_own_result(ops):
+    counts = [1, 70_000, 3, 400_000, 0, 1000]
+    for options in (None, CommunicationOptions(deterministic=True), CommunicationOptions(timeout_seconds=60)):
+        works = [ops.start_all_reduce(SUM, [given(ops.rank, n, seed)], options) for seed, n in enumerate(counts)]
+        for seed, work in reversed(list(enumerate(works))):
+            np.testing.assert_array_equal(work.wait()[0], expected(ops.size, counts[seed], seed))
+            assert work.done()
+
+
+def test_other_collectives_come_after_what_was_started(ops):
+    verbs = {
+        "all_reduce": lambda: ops.all_reduce(SUM, [np.ones(3)])[0].tolist() == [ops.size] * 3,
+        "batch": lambda: ops.all_reduce(SUM, [np.ones(3), np.ones(1)])[1].tolist() == [ops.size],
+        "reduce_scatter": lambda: ops.reduce_scatter(MAX, np.arange(ops.size)).tolist() == [ops.rank],
+        "all_gather": lambda: ops.all_gather(np.full(1, ops.rank)).tolist() == list(range(ops.size)),
+        "gather": lambda: (ops.gather(np.ones(1)) is None) == (ops.rank != 0),
+        "all_to_all": lambda: len(ops.all_to_all([np.ones(1)] * ops.size)) == ops.size,
+        "broadcast": lambda: ops.broadcast(np.full(1, ops.rank)).tolist() == [0],
+        "barrier": lambda: ops.barrier() is None,
+        "agree": lambda: ops.agree("this") is None,
+    }
+    for turn in range(2):  # the second time around fast paths know the arrays
+        for name, verb in verbs.items():
+            work = ops.start_all_reduce(SUM, [given(ops.rank, 100_000, turn)])
+            assert verb(), name
+            assert work.done(), f"{name} did not wait for what was started before it"
+            np.testing.assert_array_equal(work.wait()[0], expected(ops.size, 100_000, turn))
+
+
+def test_results_are_written_where_the_caller_wants_them(ops):
+    source, target = given(ops.rank, 50_000, 1), np.full(50_000, np.nan, np.float32)
+    line = np.arange(5001, dtype=np.float64)
+    works = [ops.start_all_reduce(SUM, [source], out=[target]), ops.start_all_reduce(SUM, [line[:-1]], out=[line[1:]])]
+    assert works[0].wait()[0] is target
+    np.testing.assert_array_equal(target, expected(ops.size, 50_000, 1))
+    works[1].wait()
+    np.testing.assert_array_equal(line[1:], np.arange(5000) * ops.size)
+    with pytest.raises(InvalidArgumentError, match="out must be a writable"):
+        ops.start_all_reduce(SUM, [source], out=[target[1:]])
+    with pytest.raises(UnsupportedDtypeError):
+        ops.start_all_reduce(MEAN, [np.array([True])])
+
+
+def test_what_is_dropped_is_carried_out(comm, world):
+    ops = HierarchicalCollectives(Hierarchy(comm, world))
+    target = np.zeros(200_000, np.float32)
+    ops.start_all_reduce(SUM, [given(ops.rank, target.size, 5)], out=[target])
+    ops.start_all_reduce(SUM, [np.ones(4)])
+    ops.close()  # which waits for it
+    np.testing.assert_array_equal(target, expected(ops.size, target.size, 5))
+
+
+def test_a_nest_is_rebuilt_and_batches_keep_their_packs(strategy):
+    def step():
+        context = mpistrat.get_replica_context()
+        rank = context.replica_id_in_sync_group
+        works = [context.start_all_reduce("sum", {"a": np.full(3, rank), "b": [np.float32(seed)]}) for seed in range(3)]
+        return [work.wait() for work in works]
+
+    size = strategy.num_replicas_in_sync
+    (results,) = strategy.experimental_local_results(strategy.run(step))
+    for seed, result in enumerate(results):
+        assert result["a"].tolist() == [sum(range(size))] * 3
+        assert result["b"] == [seed * size]
+
+
+def test_packs_are_those_of_the_call(ops):
+    arrays = [given(ops.rank, 1000, seed) for seed in range(4)]
+    work = ops.start_all_reduce(SUM, arrays)
+    ops.num_packs = 2  # set while it may still be waiting for its turn
+    for seed, result in enumerate(work.wait()):
+        np.testing.assert_array_equal(result, expected(ops.size, 1000, seed))
+
+
+@needs_ranks(2)
+def test_in_strict_mode_what_differs_is_raised_where_it_is_waited_for(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "1")
+    ops = one_node(comm)
+    before = ops.start_all_reduce(SUM, [np.ones(2)])
+    differs = ops.start_all_reduce(SUM, [np.ones(3 + comm.rank)])
+    named = ops.start_all_reduce(SUM, [np.ones(2)], structure="a list" if comm.rank else "a dict")
+    after = ops.start_all_reduce(SUM, [np.ones(2)])
+    assert (before.wait()[0] == comm.size).all()
+    with pytest.raises(AgreementError, match=r"(?s)ranks made different calls.*start_all_reduce\(SUM, .float64 \(3,\)"):
+        differs.wait()
+    with pytest.raises(AgreementError, match="of a dict"):
+        named.wait()
+    assert (after.wait()[0] == comm.size).all(), "all ranks know, so all go on"
+    with pytest.raises(InvalidArgumentError if comm.rank else AgreementError, match="out must be"):
+        ops.start_all_reduce(SUM, [np.ones(2)], out=[np.ones(2 + comm.rank)]).wait()
+    ops.barrier()
+    ops.close()
+
+
+@needs_ranks(2)
+def test_starting_does_not_wait_for_ranks_that_are_late(comm, monkeypatch):
+    for strict in "01":
+        monkeypatch.setenv("MPISTRAT_STRICT", strict)
+        ops = one_node(comm)
+        if comm.rank == comm.size - 1:
+            comm.Barrier()
+        works = [ops.start_all_reduce(SUM, [np.ones(n)], CommunicationOptions(timeout_seconds=60)) for n in (2, 100_000)]
+        if comm.rank < comm.size - 1:
+            assert not works[0].done()
+            comm.Barrier()
+        assert [work.wait()[0][0] for work in works] == [comm.size] * 2
+        ops.close()
+
+
+@needs_ranks(2)
+def test_it_goes_on_while_the_program_computes(comm):
+    ops = one_node(comm)
+    work = ops.start_all_reduce(SUM, [np.ones(300_000)])
+    deadline = time.monotonic() + 60
+    while not work._job.has_ended():  # neither done() nor wait() is called
+        np.sqrt(np.ones(10_000))
+        assert time.monotonic() < deadline
+    assert (work.wait()[0] == comm.size).all()
+    ops.close()
+
+
+@needs_ranks(2)
+def test_what_fails_is_the_last(comm, monkeypatch):
+    ops = one_node(comm)
+
+    def broken(*_):
+        assert threading.current_thread().name == "mpistrat engine"
+        raise OSError("the wire is cut")
+        yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mpistrat.cross_device.hierarchical.run_recipe", broken)
+        works = [ops.start_all_reduce(SUM, [np.ones(2)]) for _ in range(2)]
+        with pytest.raises(OSError, match="the wire is cut"):
+            works[0].wait()
+    with pytest.raises(UnavailableError, match="an earlier start_all_reduce did not end .OSError."):
+        works[1].wait()
+    for call in (lambda: ops.start_all_reduce(SUM, [np.ones(2)]), ops.barrier, lambda: ops.all_reduce(SUM, [np.ones(2)])):
+        with pytest.raises(UnavailableError, match="an earlier start_all_reduce did not end"):
+            call()
+    comm.Barrier()
+    ops.close()
+
+
+@needs_ranks(2)
+def test_strategies_share_the_engine_in_the_order_of_the_program(comm):
+    several = [one_node(comm), HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"{comm.size}x1")))]
+    works = [several[turn % 2].start_all_reduce(SUM, [np.full(2000, turn)]) for turn in range(6)]
+    assert (several[0].all_reduce(SUM, [np.ones(1)])[0] == comm.size).all()
+    assert [work.wait()[0][0] for work in works] == [turn * comm.size for turn in range(6)]
+    assert sum(thread.name == "mpistrat engine" for thread in threading.enumerate()) == 1
+    for ops in several:
+        ops.close()

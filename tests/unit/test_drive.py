@@ -1,0 +1,66 @@
+"""Advancing steps: to the end, or to a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import repeat
+
+import pytest
+
+from mpistrat.errors import DeadlineExceededError
+from mpistrat.transports.base import WAITING, WORKED, drive
+
+
+def test_steps_are_driven_to_the_end() -> None:
+    seen: list[int] = []
+
+    def steps() -> Iterator[bool]:
+        for index in range(1000):
+            seen.append(index)
+            yield WORKED if index % 3 else WAITING
+
+    drive(steps(), lambda: "this")
+    assert seen == list(range(1000))
+
+
+def test_a_deadline_ends_waiting_and_names_what_was_waited_for() -> None:
+    started = time.monotonic()
+    message = r"all_reduce\(SUM\) did not end within 0\.02 s; not all ranks have arrived"
+    with pytest.raises(DeadlineExceededError, match=message) as caught:
+        drive(repeat(WAITING), lambda: "all_reduce(SUM)", 0.02)
+    assert 0.02 <= time.monotonic() - started < 5
+    assert isinstance(caught.value, TimeoutError)
+
+
+def test_who_drives_may_say_what_is_overdue() -> None:
+    overdue = DeadlineExceededError("rank 3 does not answer")
+    with pytest.raises(DeadlineExceededError, match="^rank 3 does not answer$"):
+        drive(repeat(WAITING), lambda: "this", 0.01, lambda: overdue)
+
+
+def test_who_drives_may_say_how_to_rest() -> None:
+    rests: list[int] = []
+    steps = [WAITING, WAITING, WORKED, WAITING, WORKED, WORKED, WAITING]
+    drive(iter(steps), lambda: "this", rest=rests.append)
+    assert rests == [0, 1, 0, 0], "how often in a row there was nothing to do"
+    with pytest.raises(DeadlineExceededError):  # who rests long looks at the clock each time
+        drive(iter([WAITING] * 3), lambda: "this", 0.01, rest=lambda _: time.sleep(0.02))
+
+
+def test_what_is_at_work_is_not_late() -> None:
+    def steps() -> Iterator[bool]:
+        for _ in range(3):
+            time.sleep(0.005)
+            yield WORKED
+
+    drive(steps(), lambda: "slow work", 0.001)
+
+
+def test_an_error_in_a_step_comes_through() -> None:
+    def steps() -> Iterator[bool]:
+        yield WORKED
+        raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        drive(steps(), lambda: "this")

@@ -1,0 +1,153 @@
+"""The engine, without MPI: order, failures, handles that are dropped, forks, and the end of the program."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+from mpistrat.errors import UnavailableError
+from mpistrat.execution import engine
+from mpistrat.execution.engine import Job, submit
+from mpistrat.execution.work import Work
+
+
+def start(carry_out):
+    job = Job(carry_out, lambda: "the sum")
+    submit(job)
+    return Work(job)
+
+
+def run(program):
+    """Return what a program of its own prints; it may not take long."""
+    head = "import os, sys, threading, time; from mpistrat.execution.engine import Job, rest, submit;"
+    done = subprocess.run([sys.executable, "-c", head + program], capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout, done.stderr, done.returncode
+
+
+def test_jobs_run_one_at_a_time_in_the_order_of_their_submission():
+    seen, gate = [], threading.Event()
+
+    def job(number):
+        if number == 0:
+            gate.wait()
+        seen.append(("begin", number))
+        time.sleep(0)
+        seen.append(("end", number))
+        return number
+
+    works = [start(lambda number=number: job(number)) for number in range(20)]
+    assert not any(work.done() for work in works)
+    gate.set()
+    assert [work.wait() for work in reversed(works)] == list(range(20))[::-1]
+    assert seen == [(what, number) for number in range(20) for what in ("begin", "end")]
+
+
+def test_there_is_one_thread_and_none_for_each_call():
+    idents = {start(threading.get_ident).wait() for _ in range(10)}
+    assert len(idents) == 1
+    assert idents != {threading.get_ident()}
+    assert [thread.name for thread in threading.enumerate()].count("mpistrat engine") == 1
+
+
+def test_what_failed_fails_again_and_later_ones_go_on():
+    failing, fine = start(lambda: 1 // 0), start(lambda: 7)
+    assert fine.wait() == 7
+    for again in (failing.done, failing.wait, failing.wait):
+        with pytest.raises(ZeroDivisionError):
+            again()
+    with pytest.raises(ZeroDivisionError):
+        failing.then(str).wait()
+
+
+def test_a_result_is_finished_once_where_the_program_waits():
+    calls = []
+
+    def finish(result):
+        calls.append(threading.current_thread())
+        return [result]
+
+    work = start(lambda: 3).then(finish).then(tuple)
+    assert work.wait() is work.wait()
+    assert work.wait() == (3,)
+    assert calls == [threading.current_thread()]
+    assert Work.ended(4).then(str).wait() == "4"
+    assert Work.ended(None).done()
+
+
+def test_what_is_dropped_is_carried_out_and_nothing_kept():
+    gate, ended, array = threading.Event(), threading.Event(), np.ones(3)
+    alive = weakref.ref(array)
+    start(lambda array=array: (gate.wait(), ended.set(), array))
+    del array
+    gc.collect()
+    assert alive() is not None, "the engine keeps what it will work on"
+    gate.set()
+    assert ended.wait(10)
+    start(lambda: None).wait()
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_rest_is_longer_each_time_but_never_long(monkeypatch):
+    naps, yields = [], []
+    monkeypatch.setattr(engine.time, "sleep", naps.append)
+    monkeypatch.setattr(engine, "give_way", lambda: yields.append(1))
+    for waits in range(1000):
+        engine.rest(waits)
+    assert naps == sorted(naps)
+    assert (naps[0], naps[-1]) == (0, 2e-4)
+    monkeypatch.setattr(engine._engine, "num_waiting", 1)
+    engine.rest(1000)
+    assert (len(naps), len(yields)) == (1000, 1), "nobody computes while the program waits"
+
+
+def test_a_forked_child_is_told_that_nothing_will_come():
+    program = """
+gate = threading.Event()
+held = Job(gate.wait, lambda: 'the sum'); submit(held)
+if os.fork() == 0:
+    try: held.join()
+    except Exception as error: print(type(error).__name__, error, flush=True)
+    mine = Job(lambda: 5, lambda: ''); submit(mine); mine.join(); print(mine.result(), flush=True)
+    sys.exit()
+os.wait(); gate.set(); held.join(); print('parent', held.result())
+"""
+    out, err, code = run(program)
+    assert (code, err) == (0, "")
+    assert "UnavailableError the sum will not end: the thread that carries out what was started is gone" in out
+    assert out.endswith("5\nparent True\n")
+
+
+def test_at_the_end_of_the_program_what_was_started_is_finished():
+    out, err, code = run("submit(Job(lambda: (time.sleep(0.1), print('carried out')), lambda: ''))")
+    assert (out, err, code) == ("carried out\n", "", 0)
+
+
+def test_a_program_that_ends_by_an_exception_waits_for_nothing():
+    program = """
+import atexit
+# what was registered first is called last
+atexit.register(lambda: print('mpistrat engine' in [thread.name for thread in threading.enumerate()], job.failure))
+def carry_out():
+    while True: rest(3)
+job = Job(carry_out, lambda: 'the sum'); submit(job)
+1 // 0
+"""
+    out, err, code = run(program)
+    assert code == 1
+    assert "ZeroDivisionError" in err
+    assert out == "False the program ended by an exception before this had ended\n"
+
+
+def test_who_waits_for_a_thread_that_is_gone_is_told(monkeypatch):
+    monkeypatch.setattr(engine, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(engine, "_engine", engine._Engine())
+    with pytest.raises(UnavailableError, match=r"the sum will not end: .* Start and wait for it in the process"):
+        Work(Job(lambda: 0, lambda: "the sum")).wait()
