@@ -125,7 +125,7 @@ def link_bytes(plan: Plan, phase: Phase) -> int:
 
 
 def phase_seconds(plan: Plan, phase: Phase, model: CostModel = DEFAULT) -> float:
-    """Return the predicted time of a phase, over all chunks one after the other."""
+    """Return the predicted time of a phase, over all chunks one after the other, corrected by what was measured."""
     if plan.count == 0:
         return 0.0
     load, chunk_bytes = _load(plan.world, phase), plan.num_bytes / plan.num_chunks
@@ -133,21 +133,20 @@ def phase_seconds(plan: Plan, phase: Phase, model: CostModel = DEFAULT) -> float
     steps = load.intra_steps * model.intra_step_seconds + load.inter_steps * model.inter_step_seconds
     moving = max(load.link * chunk_bytes / link_rate, load.memory * chunk_bytes / memory_rate)
     call_seconds = model.flat_call_seconds if phase.scope is Scope.WORLD else model.call_seconds
-    return plan.num_chunks * (call_seconds + steps + moving)
+    return plan.num_chunks * (call_seconds + steps + moving) * model.correction(plan.algorithm, plan.num_bytes)
 
 
 def predict_seconds(plan: Plan, model: CostModel = DEFAULT) -> float:
     """Return the predicted time of a plan.
 
     Where chunks overlap, the busier of the two lanes (inside a node, between nodes) never waits, and the other adds what it
-    needs for one chunk: to fill the pipeline and to drain it. What was measured of this algorithm corrects the whole.
+    needs for one chunk: to fill the pipeline and to drain it.
     """
     lanes = {True: 0.0, False: 0.0}
     for phase in plan.phases:
         lanes[phase.scope is Scope.INTRA] += phase_seconds(plan, phase, model)
     busier, other = max(lanes.values()), min(lanes.values())
-    modelled = busier + (other if plan.depth == 1 else other / max(plan.num_chunks, 1))
-    return modelled * model.correction(plan.algorithm, plan.num_bytes)
+    return busier + (other if plan.depth == 1 else other / max(plan.num_chunks, 1))
 
 
 def _rates(world: World, phase: Phase, chunk_bytes: float, model: CostModel) -> tuple[float, float]:

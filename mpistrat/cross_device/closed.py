@@ -85,6 +85,10 @@ class ClosedCollectives(Collectives):
         """Raise."""
         self._stop()
 
+    def explain_batch(self, arrays: Sequence[Array], options: CommunicationOptions | None = None) -> NoReturn:
+        """Raise."""
+        self._stop()
+
     def _stop(self) -> NoReturn:
         raise RuntimeError(
             f"this strategy was closed: {self._owner} cannot communicate any more.\n"

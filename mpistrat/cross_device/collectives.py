@@ -11,6 +11,7 @@ import numpy as np
 from mpistrat.algorithms.choose import Choice
 from mpistrat.arrays import Array
 from mpistrat.cross_device.arguments import check_gather, check_out, check_parts, check_root
+from mpistrat.cross_device.explanation import Explanation
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype
@@ -190,6 +191,18 @@ class Collectives(ABC):
         if choice is None:
             return "one replica: nothing is sent"
         return f"{choice.plan}\n{choice.reason}"
+
+    def explain_batch(self, arrays: Sequence[Array], options: CommunicationOptions | None = None) -> Explanation:
+        """Return what an all-reduce of arrays like these, a sum or a mean, does, and what it took last. Sends nothing.
+
+        Raises
+        ------
+        UnsupportedDtypeError, TransportError, InvalidArgumentError
+            As `all_reduce` would, where the arrays cannot be combined as the options say.
+        """
+        for index, array in enumerate(arrays):
+            check_dtype(ReduceOp.SUM, array.dtype, f"array {index}")
+        return Explanation(self.world)
 
     def close(self) -> None:  # noqa: B027 - a single replica holds nothing
         """Free what the operations hold. A collective call."""

@@ -19,6 +19,7 @@ from mpistrat.algorithms.cost import CostModel
 from mpistrat.arrays import Array
 from mpistrat.cross_device.arguments import apart, check_gather, check_out, is_fit
 from mpistrat.cross_device.exchange_verbs import ExchangeVerbs
+from mpistrat.cross_device.explanation import Explanation
 from mpistrat.cross_device.gate import Call
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.cross_device.recipe import Recipe, run_recipe
@@ -187,6 +188,12 @@ class HierarchicalCollectives(ExchangeVerbs):
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions | None = None) -> Choice:
         """Return the plan, and why, for an all-reduce of `count` elements."""
         return self._recipes.choose(count, dtype, self._options.merge(options))
+
+    def explain_batch(self, arrays: Sequence[Array], options: CommunicationOptions | None = None) -> Explanation:
+        """Return what a sum of arrays like these does: see `Collectives.explain_batch`."""
+        wanted = self._options.merge(options)
+        self._recipes.check(ReduceOp.SUM, arrays, wanted)
+        return self._recipes.explain(arrays, wanted, self._num_packs)
 
     def close(self) -> None:
         """Free the scratch memory and the communicators. A collective call.

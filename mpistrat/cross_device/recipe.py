@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp, accumulation_dtype
 from mpistrat.transports.base import Steps
 
-__all__ = ["Bucket", "Packing", "Recipe", "is_current", "make_recipe", "run_recipe"]
+__all__ = ["Bucket", "Packing", "Recipe", "is_current", "lay_out", "make_recipe", "run_recipe"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,16 @@ class Bucket:
     bound: BoundPlan | DirectPlan
 
 
-Recipe = list[Bucket]
+class Recipe(list[Bucket]):
+    """The buckets, in the order in which they are reduced.
+
+    Attributes
+    ----------
+    seconds : float or None
+        What reducing them took last, on this rank; None before it was done.
+    """
+
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -70,17 +80,23 @@ def make_recipe(
     choose : callable
         Returns the plan for so many elements of a dtype, and what `Executor.bind` is to do in order.
     """
-    recipe = []
-    for dtype, indices in _by_accumulation_dtype(op, arrays).items():
-        # the last gradients are ready first, so they are packed first
-        for members, layout in _pack(indices[::-1], [array.size for array in arrays], dtype.itemsize, packing):
-            casts = any(arrays[index].dtype != dtype for index in members)
-            plan, ordered = choose(layout.count, dtype)
-            recipe.append(Bucket(members, executor.bind(plan, layout, dtype, op, casts, ordered)))
+    recipe = Recipe()
+    for dtype, members, layout in lay_out(op, arrays, packing):
+        casts = any(arrays[index].dtype != dtype for index in members)
+        plan, ordered = choose(layout.count, dtype)
+        recipe.append(Bucket(members, executor.bind(plan, layout, dtype, op, casts, ordered)))
     if is_current(recipe, executor):
         return recipe
     # enlarging the scratch memory for a later bucket unbound the earlier ones; now it is large enough for all
     return make_recipe(executor, op, arrays, packing, choose)
+
+
+def lay_out(op: ReduceOp, arrays: Sequence[Array], packing: Packing) -> Iterator[tuple[np.dtype[Any], tuple[int, ...], Layout]]:
+    """Yield, for each bucket, in which dtype it is combined, which arrays share it, and where in it they lie."""
+    for dtype, indices in _by_accumulation_dtype(op, arrays).items():
+        # the last gradients are ready first, so they are packed first
+        for members, layout in _pack(indices[::-1], [array.size for array in arrays], dtype.itemsize, packing):
+            yield dtype, members, layout
 
 
 def is_current(recipe: Recipe, executor: Executor) -> bool:
@@ -90,8 +106,10 @@ def is_current(recipe: Recipe, executor: Executor) -> bool:
 
 def run_recipe(recipe: Recipe, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
     """Return the steps that reduce `sources` into `targets`, bucket after bucket. A collective call."""
+    started = time.perf_counter()
     for bucket in recipe:
         yield from bucket.bound.run([sources[i] for i in bucket.indices], [targets[i] for i in bucket.indices])
+    recipe.seconds = time.perf_counter() - started
 
 
 def _pack(indices: list[int], counts: list[int], itemsize: int, packing: Packing) -> Iterator[tuple[tuple[int, ...], Layout]]:

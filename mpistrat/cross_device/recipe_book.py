@@ -14,8 +14,9 @@ from mpistrat.algorithms.choose import Choice, choose
 from mpistrat.algorithms.cost import DEFAULT, CostModel
 from mpistrat.algorithms.plan import Plan, Scope
 from mpistrat.arrays import Array
+from mpistrat.cross_device.explanation import Explanation, Pack
 from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
-from mpistrat.cross_device.recipe import Packing, Recipe, is_current, make_recipe
+from mpistrat.cross_device.recipe import Packing, Recipe, is_current, lay_out, make_recipe
 from mpistrat.errors import InvalidArgumentError, TransportError
 from mpistrat.execution.executor import Executor
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
@@ -55,9 +56,7 @@ class RecipeBook:
         Unsuitable
             If the algorithm that is asked for declines.
         """
-        # of the options only what shapes a recipe: ranks may differ in the others
-        shaping = options.algorithm, options.bytes_per_pack, options.wire_dtype, options.deterministic
-        signature = (op, *shaping, num_packs, *[(array.shape, array.dtype) for array in arrays])
+        signature = _signature(op, arrays, options, num_packs)
         recipe = self._recipes.get(signature)
         if (
             recipe is None
@@ -71,6 +70,17 @@ class RecipeBook:
             if len(self._recipes) > RECIPES_KEPT:
                 self._recipes.popitem(last=False)
         return recipe
+
+    def explain(self, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Explanation:
+        """Return what a sum of arrays like these does, and what it took last, or a mean of them."""
+        packing = Packing(options.bytes_per_pack, num_packs)
+        packs = [
+            Pack(members, dtype.name, self.choose(layout.count, dtype, options))
+            for dtype, members, layout in lay_out(ReduceOp.SUM, arrays, packing)
+        ]
+        recipes = [self._recipes.get(_signature(op, arrays, options, num_packs)) for op in _WIRE_OPS]
+        seconds = [recipe.seconds for recipe in recipes if recipe and not _is_one_call(recipe)]
+        return Explanation(self._world, tuple(packs), self.model, next(filter(None, seconds), None))
 
     def check(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> None:
         """Check that arrays can be combined as the options say.
@@ -117,3 +127,14 @@ class RecipeBook:
         if options.wire_dtype and crosses_nodes and op in _WIRE_OPS and dtype == np.float32:
             return choice.plan, np.dtype(options.wire_dtype)
         return choice.plan, None
+
+
+def _signature(op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> tuple[Any, ...]:
+    # of the options only what shapes a recipe: ranks may differ in the others
+    shaping = options.algorithm, options.bytes_per_pack, options.wire_dtype, options.deterministic
+    return (op, *shaping, num_packs, *[(array.shape, array.dtype) for array in arrays])
+
+
+def _is_one_call(recipe: Recipe) -> bool:
+    """Return whether calls may go straight to MPI, past the recipe: what its first use took says nothing of them."""
+    return len(recipe) == 1 and recipe[0].bound.flat_count > 0

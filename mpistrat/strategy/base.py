@@ -6,10 +6,13 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from mpistrat.arrays import as_array
 from mpistrat.context.stack import Mode, Scope, default_mode, register_default
 from mpistrat.context.values import across_replicas, regroup, select_replica
 from mpistrat.cross_device.closed import ClosedCollectives
 from mpistrat.cross_device.collectives import LocalCollectives
+from mpistrat.cross_device.explanation import Explanation
+from mpistrat.cross_device.options import CommunicationOptions, check_options
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.strategy.combining import Combining
 from mpistrat.strategy.deprecated import DeprecatedNames
@@ -18,6 +21,7 @@ from mpistrat.strategy.feeding import Feeding
 from mpistrat.strategy.feeding import register_inputs as register_inputs
 from mpistrat.strategy.replica_context import ReplicaContext
 from mpistrat.strategy.run_options import RunOptions
+from mpistrat.structures import flatten
 
 __all__ = ["Strategy", "register_inputs"]
 
@@ -116,6 +120,36 @@ class Strategy(Combining, Feeding, DeprecatedNames):
         """
         self._extended.require_cross_replica("strategy.experimental_local_results")
         return (select_replica(across_replicas(value)),)
+
+    def explain(self, value: Any, options: CommunicationOptions | None = None) -> Explanation:
+        """Explain what an all-reduce of a value does: packs, plans, bytes, predicted times and the last one measured.
+
+        Sends nothing, in either context. Not in TensorFlow.
+
+        Parameters
+        ----------
+        value : nest of array_like or per-replica values
+            What would be summed or averaged; of values with a component per replica that of this rank counts.
+        options : CommunicationOptions, optional
+            Merged over those of the strategy.
+
+        Returns
+        -------
+        Explanation
+            Print it.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If `options` are of another type, or ask for what cannot be done.
+        UnsupportedDtypeError
+            If a leaf is no array, or its dtype cannot be added.
+        RuntimeError
+            If the strategy was closed.
+        """
+        check_options(options)
+        leaves = flatten(select_replica(value))[0]
+        return self._extended.collectives.explain_batch([as_array(leaf) for leaf in leaves], options)
 
     def close(self) -> None:
         """Free the strategy's communicators and shared memory.

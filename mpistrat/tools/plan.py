@@ -8,12 +8,11 @@ import sys
 import ml_dtypes
 import numpy as np
 
-from mpistrat.algorithms.choose import PLANNERS, Candidate, Choice, choose
-from mpistrat.algorithms.cost import DEFAULT, link_bytes, phase_bytes, phase_seconds, predict_seconds
-from mpistrat.algorithms.plan import Plan, Scope
+from mpistrat.algorithms.choose import PLANNERS, Choice, choose
+from mpistrat.algorithms.report import alternatives_text, basis_text, phases_text, pieces_text
 from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
 from mpistrat.settings import parse_bytes
-from mpistrat.text import format_bytes, format_count, format_seconds, format_table
+from mpistrat.text import format_bytes, format_count, format_table
 from mpistrat.topology.world import World
 
 __all__ = ["add_arguments", "execute"]
@@ -59,48 +58,13 @@ def _itemsize(name: str) -> int:
 def _report(choice: Choice, shape: str, dtype: str) -> str:
     heading = [
         ("world", f"{shape}: {_size(choice.plan.world)}"),
-        ("buffer", f"{format_bytes(choice.plan.num_bytes)} of {dtype}: {_pieces(choice.plan)}"),
+        ("buffer", f"{format_bytes(choice.plan.num_bytes)} of {dtype}: {pieces_text(choice.plan)}"),
         ("algorithm", choice.plan.algorithm),
         ("why", choice.reason),
     ]
-    basis = (
-        f"Predicted for {DEFAULT.link_bytes_per_second / 1e9:g} GB/s per node link and "
-        f"{DEFAULT.memory_bytes_per_second / 1e9:g} GB/s of memory per rank; mpistrat bench measures."
-    )
-    return "\n\n".join([format_table(heading), _phases(choice.plan), _alternatives(choice), basis])
+    return "\n\n".join([format_table(heading), phases_text(choice.plan), alternatives_text(choice), basis_text()])
 
 
 def _size(world: World) -> str:
     counts = ((world.size, "rank"), (world.num_nodes, "node"), (world.num_shards, "shard"))
     return ", ".join(format_count(count, noun) for count, noun in counts)
-
-
-def _pieces(plan: Plan) -> str:
-    elements = format_count(plan.count, "element")
-    if plan.num_chunks < 2:
-        return elements
-    chunk_bytes = format_bytes(plan.chunk_count * plan.itemsize)
-    return f"{elements} in {plan.num_chunks} chunks of {chunk_bytes}, {plan.depth} at a time"
-
-
-def _phases(plan: Plan) -> str:
-    rows = [("phase", "sent per rank", "per node link", "predicted")]
-    for phase in plan.phases:
-        sent, link = format_bytes(phase_bytes(plan, phase)), format_bytes(link_bytes(plan, phase))
-        # what MPI sends is its own affair: the least possible is known, not the truth
-        least = "at least " if phase.scope is Scope.WORLD and plan.world.num_nodes > 1 else ""
-        rows.append((str(phase), sent, least + link, format_seconds(phase_seconds(plan, phase))))
-    overlapped = plan.depth > 1 and len({phase.scope for phase in plan.phases}) > 1
-    rows.append(("all, overlapped" if overlapped else "all", "", "", format_seconds(predict_seconds(plan))))
-    return format_table(rows, right=(1, 2, 3))
-
-
-def _alternatives(choice: Choice) -> str:
-    rows = [_alternative(candidate, choice.plan) for candidate in choice.considered]
-    return format_table([("alternative", "predicted", ""), *rows])
-
-
-def _alternative(candidate: Candidate, chosen: Plan) -> tuple[str, str, str]:
-    if candidate.plan is None:
-        return candidate.algorithm, "declines", candidate.declined
-    return candidate.algorithm, format_seconds(candidate.seconds), "chosen" if candidate.plan == chosen else ""

@@ -19,7 +19,7 @@ from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.topology.discover import discover
 
-__all__ = ["add_arguments", "execute"]
+__all__ = ["add_arguments", "describe", "execute"]
 
 LEAST_BYTES = 1024
 

@@ -402,6 +402,7 @@ def in_step(fn):
         lambda strategy: strategy.extended.collectives.barrier(),
         lambda strategy: strategy.extended.collectives.agree("anything"),
         lambda strategy: strategy.extended.collectives.explain(8, np.dtype(float)),
+        lambda strategy: strategy.explain(np.ones(3)),
         in_step(lambda context: mpistrat.Variable(1.0)),
     ],
 )
@@ -409,6 +410,10 @@ def test_a_closed_strategy_does_not_communicate(use):
     message = r"this strategy was closed: OneDeviceStrategy\(replica=0\(1\), world=1x1\)(.|\n)*correct: .*strategy.close\(\)"
     with pytest.raises(RuntimeError, match=message):
         use(closed())
+
+
+def test_one_replica_sends_nothing_and_says_so():
+    assert str(mpistrat.OneDeviceStrategy().explain({"w": np.ones(3)})) == "one replica: nothing is sent"
 
 
 def test_a_closed_strategy_still_computes():
