@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 
 from mpistrat.algorithms.choose import PLANNERS, Choice, choose
+from mpistrat.algorithms.cost import DEFAULT, CostModel
 from mpistrat.algorithms.report import alternatives_text, basis_text, phases_text, pieces_text
+from mpistrat.cross_device.tuning import Tuning
 from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_table
+from mpistrat.tools.scale import scale_report
 from mpistrat.topology.world import World
 
 __all__ = ["add_arguments", "execute"]
@@ -30,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32", metavar="NAME", help="type of its elements (default: float32)")
     parser.add_argument("--algorithm", default="auto", metavar="NAME", help=f"auto (default), {', '.join(PLANNERS)}")
     parser.add_argument("--chunk-bytes", default="0", metavar="SIZE", help="largest chunk of a pipelined plan; 0: by rule")
+    parser.add_argument("--tuning", type=Path, metavar="FILE", help="predict by what mpistrat tune wrote there")
+    parser.add_argument("--scale", action="store_true", help="predict what 1 to 10 000 nodes like these would take instead")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="with --scale: draw it to FILE (needs matplotlib)")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -41,11 +49,15 @@ def execute(arguments: argparse.Namespace) -> int:
             raise InvalidArgumentError(
                 f"{num_bytes} bytes are no whole number of {arguments.dtype} elements; pass --bytes as a multiple of {itemsize}"
             )
-        choice = choose(world, num_bytes // itemsize, itemsize, arguments.algorithm, chunk_bytes)
-    except (MpistratError, ValueError) as error:
+        model = _model(arguments.tuning, world)
+        if arguments.scale or arguments.plot:
+            print(scale_report(world, num_bytes, model, arguments.plot))
+            return 0
+        choice = choose(world, num_bytes // itemsize, itemsize, arguments.algorithm, chunk_bytes, model)
+    except (MpistratError, ValueError, OSError) as error:
         print(f"mpistrat plan: {error}", file=sys.stderr)
         return 2
-    print(_report(choice, arguments.world, arguments.dtype))
+    print(_report(choice, arguments.world, arguments.dtype, model))
     return 0
 
 
@@ -55,14 +67,27 @@ def _itemsize(name: str) -> int:
     return _DTYPES[name].itemsize
 
 
-def _report(choice: Choice, shape: str, dtype: str) -> str:
+def _model(path: Path | None, world: World) -> CostModel:
+    """Return the model of a file; what was measured corrects the world that it was measured on, and no other."""
+    if path is None:
+        return DEFAULT
+    try:
+        tuning = Tuning.from_json(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"--tuning {path} cannot be used: {error}") from None
+    if tuning.conditions.world == f"{world.shape} {world.placement}":
+        return tuning.model(str(path))
+    return replace(tuning.constants, source=f"constants of {path}, measured {tuning.date} on {tuning.conditions.world}")
+
+
+def _report(choice: Choice, shape: str, dtype: str, model: CostModel) -> str:
     heading = [
         ("world", f"{shape}: {_size(choice.plan.world)}"),
         ("buffer", f"{format_bytes(choice.plan.num_bytes)} of {dtype}: {pieces_text(choice.plan)}"),
         ("algorithm", choice.plan.algorithm),
         ("why", choice.reason),
     ]
-    return "\n\n".join([format_table(heading), phases_text(choice.plan), alternatives_text(choice), basis_text()])
+    return "\n\n".join([format_table(heading), phases_text(choice.plan, model), alternatives_text(choice), basis_text(model)])
 
 
 def _size(world: World) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from mpistrat.algorithms import pipelined
+from mpistrat.algorithms.fit import Measurement
+from mpistrat.cross_device.tuning import Conditions, Tuning
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.tools import plan
 from mpistrat.topology.world import World
@@ -93,6 +96,37 @@ def test_bad_input_is_explained(capsys: pytest.CaptureFixture[str], changed: dic
     assert (code, out) == (2, "")
     assert err.startswith("mpistrat plan: ")
     assert message in err
+
+
+def test_scale_is_tabulated_and_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    figure = tmp_path / "scale.png"
+    code, out, err = run(capsys, "--world", "1024x8", "--bytes", "1MiB", "--scale", "--plot", str(figure))
+    assert (code, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert lines[0] == "all-reduce of 1 MiB, 8 ranks on each node, predicted"
+    assert lines[2] == "nodes 2 4 8 16 64 256 1024 4096 10000"
+    assert [line for line in lines if line.startswith("mpistrat pipelined")]
+    assert "Assumed: α 20 µs between nodes" in out
+    assert figure.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    code, _, err = run(capsys, "--world", "3+1", "--bytes", "1MiB", "--scale")
+    assert (code, err) == (
+        2,
+        "mpistrat plan: --scale needs nodes of equally many ranks, such as 1024x8; got 3+1\n",
+    )
+
+
+def test_a_tuning_is_what_predictions_rest_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, world = tmp_path / "tuned.json", World.from_shape("2x2")
+    found = [Measurement(world, name, 64, seconds) for name, seconds in (("flat", 2e-3), ("leader", 1e-3))]
+    path.write_text(Tuning.of(Conditions("c", "p", "m", "2x2 block"), found).to_json())
+    _, out, _ = run(capsys, "--world", "2x2", "--bytes", "64", "--tuning", str(path))
+    assert "flat          2 ms\n" in out
+    assert f"as fitted, corrected by what was measured: {path}, measured 2" in out
+    _, out, _ = run(capsys, "--world", "4x2", "--bytes", "64", "--tuning", str(path))
+    assert f"constants of {path}, measured " in out
+    code, _, err = run(capsys, "--world", "4x2", "--bytes", "64", "--tuning", str(tmp_path / "none"))
+    assert code == 2
+    assert err.startswith(f"mpistrat plan: --tuning {tmp_path / 'none'} cannot be used: ")
 
 
 def test_no_mpi_is_needed() -> None:

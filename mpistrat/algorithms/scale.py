@@ -1,0 +1,154 @@
+"""What an all-reduce takes on thousands of nodes: our plans by the cost model, what others do by closed formulas.
+
+n nodes of r ranks, placed in blocks; p = n·r; S bytes on each rank; α a message between nodes, 1/β the link of a node, 1/γ what
+a rank reads and writes. All get the same constants, full bisection, and no contention but that of a node's ranks for its link.
+
+================================  ===================  =======================  ==========================================
+algorithm                         messages in a row    bytes over a link        also
+================================  ===================  =======================  ==========================================
+ring over all ranks               2(p-1)               2(p-1)/p·S               sums after each message, or beside it
+halving and doubling (all ranks)  2·log2 n             2(n-1)/n·S               sums after each message
+recursive doubling (all ranks)    log2 n               log2 n·r·S               sums all after each message
+rails: halving and doubling       2·log2 n             2(n-1)/n·S               reduce-scatter and all-gather in the node
+================================  ===================  =======================  ==========================================
+
+Halving and doubling over all ranks begins with neighbours, so that only 1/r of the buffer of each rank leaves a node; where
+consecutive ranks sit on different nodes it is all of it.
+
+Sources: Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH. IJHPCA 19(1), 2005.
+Patarasuk, Yuan: Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations. JPDC 69(2), 2009 (rings).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from mpistrat.algorithms import hierarchical, pipelined
+from mpistrat.algorithms.cost import DEFAULT, CostModel, predict_seconds
+from mpistrat.algorithms.plan import Plan
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.topology.world import World
+
+__all__ = ["ASSUMPTIONS", "SCALED", "assumptions_text", "predict_scale"]
+
+ASSUMPTIONS = (
+    "full bisection, no contention between nodes",
+    "ranks in blocks, all in step",
+    "the same constants for every algorithm: peers differ by what they send, not by how fast their code is",
+)
+
+_ITEM_BYTES = 4
+
+
+@dataclass(frozen=True)
+class _Job:
+    """How many, how large, and at what rates."""
+
+    nodes: int
+    ranks: int
+    num_bytes: int
+    model: CostModel
+
+    @property
+    def link_seconds(self) -> float:
+        """What the buffer takes over the link of a node, once."""
+        return self.num_bytes / (self.model.link_bytes_per_second * self.model.link_efficiency)
+
+    @property
+    def memory_seconds(self) -> float:
+        """What reading or writing the buffer takes a rank, once."""
+        return self.num_bytes / self.model.memory_bytes_per_second
+
+    @property
+    def rounds(self) -> int:
+        """Doublings that reach all nodes."""
+        return (self.nodes - 1).bit_length()
+
+    @property
+    def share(self) -> float:
+        """How often the buffer leaves a node at least: 2(n-1)/n."""
+        return 2 * (self.nodes - 1) / self.nodes
+
+
+def _flat_ring(job: _Job, overlapped: bool) -> float:
+    ranks = job.nodes * job.ranks
+    share = 2 * (ranks - 1) / ranks
+    # the ring crosses each link once, and all ranks wait for the message that does: that between nodes
+    step = job.model.inter_step_seconds if job.nodes > 1 else job.model.intra_step_seconds
+    sums, sending = 3 / 2 * share * job.memory_seconds, share * job.link_seconds if job.nodes > 1 else 0.0
+    return 2 * (ranks - 1) * step + (max(sending, sums) if overlapped else sending + sums)
+
+
+def _halving(job: _Job) -> float:
+    inside = (job.ranks - 1).bit_length()
+    steps = 2 * (job.rounds * job.model.inter_step_seconds + inside * job.model.intra_step_seconds)
+    return steps + job.share * job.link_seconds + 3 * job.memory_seconds
+
+
+def _doubling(job: _Job) -> float:
+    inside = (job.ranks - 1).bit_length()
+    steps = job.rounds * job.model.inter_step_seconds + inside * job.model.intra_step_seconds
+    return steps + job.rounds * job.ranks * job.link_seconds + 3 * (job.rounds + inside) * job.memory_seconds
+
+
+def _rails(job: _Job) -> float:
+    inside, calls = 0.0, 1
+    if job.ranks > 1:
+        passes = (2 + 1 + 1 / job.ranks) + 2  # the reduce-scatter and the all-gather, as `cost` counts them
+        inside = passes * job.memory_seconds + 3 * (job.ranks - 1).bit_length() * job.model.intra_step_seconds
+        calls = 3
+    sums = 3 / 2 * job.share / job.ranks * job.memory_seconds
+    steps = 2 * job.rounds * job.model.inter_step_seconds
+    return calls * job.model.call_seconds + inside + steps + max(job.share * job.link_seconds, sums)
+
+
+def _planned(job: _Job, planner: Callable[[World, int, int, int], Plan]) -> float:
+    world = World.from_shape(f"{job.nodes}x{job.ranks}")
+    return predict_seconds(planner(world, -(-job.num_bytes // _ITEM_BYTES), _ITEM_BYTES, 0), job.model)
+
+
+SCALED: dict[str, Callable[[_Job], float]] = {
+    "flat ring (Open MPI ring)": lambda job: _flat_ring(job, overlapped=False),
+    "flat ring, overlapped (gloo, TensorFlow)": lambda job: _flat_ring(job, overlapped=True),
+    "flat halving and doubling (Rabenseifner)": _halving,
+    "flat recursive doubling": _doubling,
+    "mpistrat hierarchical (rings along rails)": lambda job: _planned(job, hierarchical.plan),
+    "mpistrat pipelined (the same, in chunks)": lambda job: _planned(job, pipelined.plan),
+    "halving and doubling along rails": _rails,
+}
+"""What is predicted: one row an algorithm."""
+
+
+def predict_scale(nodes: int, ranks_per_node: int, num_bytes: int, model: CostModel = DEFAULT) -> dict[str, float]:
+    """Return the predicted seconds of an all-reduce by every algorithm in `SCALED`.
+
+    Parameters
+    ----------
+    nodes, ranks_per_node : int
+        How many, at least 1 each.
+    num_bytes : int
+        Size of the buffer on each rank.
+    model : CostModel
+        The constants; what was measured on one world corrects nothing here.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If a number is out of range.
+    """
+    for name, value, least in (("nodes", nodes, 1), ("ranks_per_node", ranks_per_node, 1), ("num_bytes", num_bytes, 0)):
+        if value < least:
+            raise InvalidArgumentError(f"{name} must be at least {least}; got {value}")
+    if nodes * ranks_per_node == 1 or not num_bytes:
+        return dict.fromkeys(SCALED, 0.0)
+    job = _Job(nodes, ranks_per_node, num_bytes, replace(model, corrections=()))
+    return {name: seconds(job) for name, seconds in SCALED.items()}
+
+
+def assumptions_text(model: CostModel = DEFAULT) -> str:
+    """Return what the predictions assume, on one line for each."""
+    alpha = f"α {model.inter_step_seconds * 1e6:.3g} µs between nodes, {model.intra_step_seconds * 1e6:.3g} µs inside"
+    beta = f"1/β {model.link_bytes_per_second * model.link_efficiency / 1e9:.3g} GB/s per node link"
+    gamma = f"1/γ {model.memory_bytes_per_second / 1e9:.3g} GB/s per rank"
+    return "\n".join([f"{alpha}; {beta}; {gamma} ({model.source})", *ASSUMPTIONS])

@@ -1,0 +1,37 @@
+"""Our all-reduce with auto and with each algorithm by name, in one program: they share its memory, and so its luck with it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from ours import collectives, comm, is_right
+from turns import Task, serve
+
+import mpistrat
+from mpistrat.cross_device.hierarchical import HierarchicalCollectives
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.reduction import ReduceOp
+
+
+@cache
+def by_name(algorithm: str) -> HierarchicalCollectives:
+    """Return the collectives of a program that always asks for this algorithm."""
+    if algorithm == "auto":
+        return collectives
+    return HierarchicalCollectives(Hierarchy(comm, collectives.world), CommunicationOptions(algorithm=algorithm))
+
+
+def all_reduce(request: dict[str, Any]) -> Task:
+    """Sum one array of float32 by the ``algorithm`` said."""
+    ops, source = by_name(request["algorithm"]), np.full(request["nbytes"] // 4, comm.rank + 1, np.float32)
+    targets = [np.empty_like(source)]
+    plan = ops.choose(source.size, source.dtype).plan.algorithm
+    run = lambda: ops.all_reduce(ReduceOp.SUM, [source], None, targets)  # noqa: E731
+    return Task(run, lambda: is_right(targets), comm.Barrier, {"plan": plan})
+
+
+if __name__ == "__main__":
+    serve(comm.rank, {"mpistrat": mpistrat.__version__}, {"all_reduce": all_reduce})
