@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mpistrat.cross_device.ops import CrossDeviceOps as CrossDeviceOps
     from mpistrat.cross_device.sparse import IndexedSlices as IndexedSlices
     from mpistrat.cross_device.to_one_device import ReductionToOneDevice as ReductionToOneDevice
+    from mpistrat.execution.memory import MemoryReport as MemoryReport
     from mpistrat.inputs.base import Dataset as Dataset
     from mpistrat.inputs.dataset import ArrayDataset as ArrayDataset
     from mpistrat.inputs.distribute import DistributedDataset as DistributedDataset
@@ -74,6 +75,7 @@ _HOMES = {
     "InputOptions": "mpistrat.inputs.options",
     "InputReplicationMode": "mpistrat.inputs.options",
     "MapDataset": "mpistrat.inputs.map_dataset",
+    "MemoryReport": "mpistrat.execution.memory",
     "Mirrored": "mpistrat.context.values",
     "MirroredStrategy": "mpistrat.strategy.mirrored",
     "MultiWorkerMirroredStrategy": "mpistrat.strategy.multi_worker",

@@ -89,6 +89,10 @@ class ClosedCollectives(Collectives):
         """Raise."""
         self._stop()
 
+    def memory_report(self) -> NoReturn:
+        """Raise."""
+        self._stop()
+
     def _stop(self) -> NoReturn:
         raise RuntimeError(
             f"this strategy was closed: {self._owner} cannot communicate any more.\n"

@@ -13,6 +13,7 @@ from mpistrat.arrays import Array
 from mpistrat.cross_device.arguments import check_gather, check_out, check_parts, check_root
 from mpistrat.cross_device.explanation import Explanation
 from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.timeline import Timeline
@@ -203,6 +204,10 @@ class Collectives(ABC):
         for index, array in enumerate(arrays):
             check_dtype(ReduceOp.SUM, array.dtype, f"array {index}")
         return Explanation(self.world)
+
+    def memory_report(self) -> MemoryReport:
+        """Return what this rank holds to communicate: nothing, where nothing is sent."""
+        return MemoryReport(self.rank)
 
     def close(self) -> None:  # noqa: B027 - a single replica holds nothing
         """Free what the operations hold. A collective call."""

@@ -28,6 +28,7 @@ from mpistrat.cross_device.small_batch import SMALL_BATCH_BYTES, SmallBatch
 from mpistrat.cross_device.tuning_file import shared_model
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.executor import Executor
+from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.work import Work
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp, accumulation_dtype
@@ -194,6 +195,11 @@ class HierarchicalCollectives(ExchangeVerbs):
         wanted = self._options.merge(options)
         self._recipes.check(ReduceOp.SUM, arrays, wanted)
         return self._recipes.explain(arrays, wanted, self._num_packs)
+
+    def memory_report(self) -> MemoryReport:
+        """Return what this rank holds to communicate."""
+        self._gate.settle()
+        return self._recipes.memory()
 
     def close(self) -> None:
         """Free the scratch memory and the communicators. A collective call.

@@ -19,6 +19,7 @@ from mpistrat.cross_device.options import CommunicationImplementation, Communica
 from mpistrat.cross_device.recipe import Packing, Recipe, is_current, lay_out, make_recipe
 from mpistrat.errors import InvalidArgumentError, TransportError
 from mpistrat.execution.executor import Executor
+from mpistrat.execution.memory import MemoryReport
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
 
 __all__ = ["RECIPES_KEPT", "RecipeBook"]
@@ -110,6 +111,18 @@ class RecipeBook:
         if options.deterministic:
             return Choice(flat.plan(self._world, count, itemsize), "deterministic=True adds in the order of the replicas", ())
         return choose(self._world, count, itemsize, options.algorithm, self._chunk_bytes, self.model)
+
+    def memory(self) -> MemoryReport:
+        """Return what the executor and the recipes hold."""
+        recipes = list(self._recipes.values())
+        return MemoryReport(
+            self._executor.hierarchy.rank,
+            self._executor.window_bytes,
+            self._executor.rail_bytes,
+            sum(bucket.bound.scratch_bytes for recipe in recipes for bucket in recipe),
+            len(recipes),
+            self._executor.largest_pack_bytes,
+        )
 
     def clear(self) -> None:
         """Forget all recipes."""

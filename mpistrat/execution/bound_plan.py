@@ -68,6 +68,11 @@ class BoundPlan:
             for turn in range(turns)
         ]
 
+    @property
+    def scratch_bytes(self) -> int:
+        """What its operations hold beside the executor's scratch memory."""
+        return sum(operation.scratch_bytes for phases in self._bound.values() for phase in phases for _, operation in phase)
+
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
         """Return the steps that reduce `sources` into C-contiguous `targets`. A collective call."""
         executor = self._executor
@@ -183,6 +188,11 @@ class DirectPlan:
     def generation(self) -> int:
         """Always the present one: no scratch memory is bound."""
         return self._executor.generation
+
+    @property
+    def scratch_bytes(self) -> int:
+        """None: it works on arrays of the caller."""
+        return 0
 
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
         """Return the steps that reduce the one source into the one target. A collective call."""

@@ -58,6 +58,7 @@ class Executor:
         self._last_mark = 0
         self._turn = -1
         self.generation = 0
+        self.largest_pack_bytes = 0
 
     def bind(
         self,
@@ -85,6 +86,7 @@ class Executor:
         ordered : dtype, optional
             Where phases go beyond the node, add in the order of the ranks and send in this dtype; by default as is fastest.
         """
+        self.largest_pack_bytes = max(self.largest_pack_bytes, layout.count * dtype.itemsize)
         if layout.is_one_array and not casts and ordered is None:
             scopes = {phase.scope for phase in plan.phases}
             if scopes <= {Scope.WORLD}:
@@ -167,6 +169,16 @@ class Executor:
         yield from self.acquire(0)
         yield from self.intra.all_reduce_between(source, target, op, divisor)
         self._last_mark = self.intra.release()
+
+    @property
+    def window_bytes(self) -> int:
+        """The scratch memory of this rank."""
+        return self._arena.nbytes
+
+    @property
+    def rail_bytes(self) -> int:
+        """What the transports between nodes hold beside it."""
+        return sum(rail.scratch_bytes for rail in self.rails.values())
 
     def _reserve(self, nbytes: int) -> None:
         """Enlarge the scratch memory if need be; what was bound to the old one must be bound again."""

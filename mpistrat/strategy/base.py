@@ -14,6 +14,7 @@ from mpistrat.cross_device.collectives import LocalCollectives
 from mpistrat.cross_device.explanation import Explanation
 from mpistrat.cross_device.options import CommunicationOptions, check_options
 from mpistrat.errors import InvalidArgumentError
+from mpistrat.execution.memory import MemoryReport
 from mpistrat.strategy.combining import Combining
 from mpistrat.strategy.deprecated import DeprecatedNames
 from mpistrat.strategy.extended import StrategyExtended
@@ -150,6 +151,23 @@ class Strategy(Combining, Feeding, DeprecatedNames):
         check_options(options)
         leaves = flatten(select_replica(value))[0]
         return self._extended.collectives.explain_batch([as_array(leaf) for leaf in leaves], options)
+
+    def memory_report(self) -> MemoryReport:
+        """Return what this rank holds to communicate: windows, scratch memory and recipes, in bytes. Not in TensorFlow.
+
+        No collective call. What is held is allocated by the first calls of a kind, and kept until `close`.
+
+        Returns
+        -------
+        MemoryReport
+            Printed, it is one line.
+
+        Raises
+        ------
+        RuntimeError
+            If the strategy was closed.
+        """
+        return self._extended.collectives.memory_report()
 
     def close(self) -> None:
         """Free the strategy's communicators and shared memory.

@@ -64,10 +64,13 @@ class Operation:
         one order.
     parts : list of Part
         Where the result can be read once the steps are through, until this rank calls `Transport.release`.
+    scratch_bytes : int
+        Memory of its own, beside the buffer.
     """
 
     run: Callable[[], Steps]
     parts: list[Part]
+    scratch_bytes: int = 0
 
 
 class Transport(ABC):
@@ -130,6 +133,11 @@ class Transport(ABC):
     def fence(self, mark: int) -> Steps:
         """Wait until all peers have passed the release that returned `mark` here, so that memory can be written again."""
         return iter(())
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The memory that its operations share, beside what `allocate` returned."""
+        return 0
 
     def close(self) -> None:  # noqa: B027 - most transports have nothing to give back
         """Give back what `allocate` made. A collective call."""

@@ -40,6 +40,7 @@ class MpiRingTransport(Transport):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._mpi = MpiTransport(group)
+        self._scratch: dict[int, Array] = {}
 
     @classmethod
     def probe(cls, group: Group) -> str:
@@ -55,7 +56,7 @@ class MpiRingTransport(Transport):
         n, rank = self.group.size, self.group.rank
         bounds = [index * buffer.size // n for index in range(n + 1)]
         # afterwards this rank has summed part rank + 1, which it passes on first
-        ring = _Ring(self.group, buffer, bounds, op, channel)
+        ring = _Ring(self.group, buffer, bounds, op, self._landing(channel), channel)
         ring.add_steps([(rank - step) % n for step in range(n - 1)], reduces=True)
         ring.add_steps([(rank + 1 - step) % n for step in range(n - 1)], reduces=False)
         return ring.operation()
@@ -63,14 +64,14 @@ class MpiRingTransport(Transport):
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind the first half of the ring, shifted so that rank r ends with part r."""
         n, rank = self.group.size, self.group.rank
-        ring = _Ring(self.group, buffer, bounds, op)
+        ring = _Ring(self.group, buffer, bounds, op, self._landing())
         ring.add_steps([(rank - 1 - step) % n for step in range(n - 1)], reduces=True)
         return ring.operation()
 
     def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
         """Bind the second half of the ring."""
         n, rank = self.group.size, self.group.rank
-        ring = _Ring(self.group, buffer, bounds, ReduceOp.SUM)
+        ring = _Ring(self.group, buffer, bounds, ReduceOp.SUM, self._landing())
         ring.add_steps([(rank - step) % n for step in range(n - 1)], reduces=False)
         return ring.operation()
 
@@ -82,6 +83,17 @@ class MpiRingTransport(Transport):
         """Bind MPI_Bcast."""
         return self._mpi.broadcast(buffer, root)
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Where segments land: as many for each channel as are received ahead."""
+        return sum(memory.nbytes for memory in self._scratch.values())
+
+    def _landing(self, channel: int = 0) -> Array:
+        """Return the memory of a channel; its operations follow each other, so that they share it."""
+        if channel not in self._scratch:
+            self._scratch[channel] = np.empty(RECEIVES_AHEAD * SEGMENT_BYTES, np.uint8)
+        return self._scratch[channel]
+
 
 class _Ring:
     """The messages of one rank, in the order in which they are sent and received.
@@ -89,13 +101,16 @@ class _Ring:
     Message i of a step is ready to be sent when message i of the step before has arrived (and been summed).
     """
 
-    def __init__(self, group: Group, buffer: Array, bounds: Sequence[int], op: ReduceOp, channel: int = 0) -> None:
+    def __init__(
+        self, group: Group, buffer: Array, bounds: Sequence[int], op: ReduceOp, landing: Array, channel: int = 0
+    ) -> None:
         self.group, self.buffer, self.fold, self.tag = group, buffer, combine(op), channel
         self.bounds, self.datatype = bounds, mpi_datatype(buffer.dtype)
         widest = max(stop - start for start, stop in pairwise(bounds))
         limit = min(SEGMENT_BYTES, settings.MAX_MESSAGE_BYTES.read()) // buffer.itemsize
         self.segments = max(1, -(-widest // max(1, limit)))
-        self.scratch = np.empty((RECEIVES_AHEAD, -(-widest // self.segments)), buffer.dtype)
+        width = -(-widest // self.segments)
+        self.scratch = landing.view(buffer.dtype)[: RECEIVES_AHEAD * width].reshape(RECEIVES_AHEAD, width)
         self.sends: list[Array] = []
         self.targets: list[Array] = []
         self.reduces: list[bool] = []

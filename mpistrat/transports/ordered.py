@@ -37,7 +37,8 @@ def ordered_all_reduce(group: Group, buffer: Array, op: ReduceOp, channel: int, 
     wire : dtype
         In which buffers and results are sent. They are folded in the dtype of the buffer.
     """
-    return Operation(_Ordered(group, buffer, op, channel, wire).run, [Part(0, buffer.size, (buffer,))])
+    bound = _Ordered(group, buffer, op, channel, wire)
+    return Operation(bound.run, [Part(0, buffer.size, (buffer,))], bound.scratch_bytes)
 
 
 class _Ordered:
@@ -51,6 +52,8 @@ class _Ordered:
         arrived = list(np.empty((group.size, self.part.size), wire))
         self.rows = [self.part if rank == group.rank else row for rank, row in enumerate(arrived)]
         self.total, self.wide = np.empty((2, self.part.size), buffer.dtype)
+        owned = [*arrived, self.total, self.wide, *([] if self.sent is buffer else [self.sent])]
+        self.scratch_bytes = sum(array.nbytes for array in owned)
         self.scatter = Pairwise(group, parts, arrived, channel)
         self.gather = Pairwise(group, [self.part] * group.size, parts, channel)
 

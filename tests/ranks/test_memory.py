@@ -1,0 +1,80 @@
+"""What a strategy holds to communicate: how much, that it is told, and that repeated calls ask for no more."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.execution.executor import SLOT_ALIGNMENT_BYTES
+from mpistrat.reduction import ReduceOp
+from mpistrat.transports.exchange import EXCHANGE_BYTES
+from mpistrat.transports.mpi_ring import RECEIVES_AHEAD, SEGMENT_BYTES
+from tests.launches import needs_ranks
+
+SUM = ReduceOp.SUM
+CHANNELS = 4  # a slot more than chunks under way
+
+
+def reduce(ops, sizes, **options):
+    arrays = [np.full(size, ops.rank, np.float32) for size in sizes]
+    return ops.all_reduce(SUM, arrays, CommunicationOptions(**options), out=arrays)
+
+
+def test_the_workspace_is_at_most_twice_the_largest_pack(ops, world):
+    algorithms = ["auto", "hierarchical", "pipelined"] if world.size > 1 else ["auto"]
+    for size in (1000, 700_000, 1_500_000, 300_000):
+        for algorithm in algorithms:
+            reduce(ops, [size, 1], algorithm=algorithm)
+            reduce(ops, [size], algorithm=algorithm)
+    report = ops.memory_report()
+    assert report.largest_pack_bytes == 4 * 1_500_001
+    assert report.window_bytes <= max(2 * report.largest_pack_bytes, EXCHANGE_BYTES) + CHANNELS * SLOT_ALIGNMENT_BYTES
+    # recipes of one channel share where segments land
+    rails = len(world.shards_of(ops.rank)) if world.num_nodes > 1 else 0
+    assert report.rail_bytes <= rails * CHANNELS * RECEIVES_AHEAD * SEGMENT_BYTES
+    assert report.recipe_bytes == 0
+    assert report.rank == ops.rank
+
+
+@needs_ranks(2)
+def test_what_recipes_hold_of_their_own_is_told(ops):
+    reduce(ops, [50_000], deterministic=True)
+    report = ops.memory_report()
+    assert 4 * 50_000 <= report.recipe_bytes <= 6 * 4 * 50_000
+    assert report.num_recipes == 1
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "hierarchical", "pipelined"])
+def test_repeated_calls_allocate_nothing(ops, world, algorithm):
+    if world.size == 1 and algorithm == "pipelined":
+        pytest.skip("pipelined declines one rank")
+    arrays = [np.full(size, ops.rank, np.float32) for size in (400_000, 5)]
+    options = CommunicationOptions(algorithm=algorithm)
+    for _ in range(3):
+        ops.all_reduce(SUM, arrays, options, out=arrays)
+        ops.start_all_reduce(SUM, arrays, options, out=arrays).wait()
+    before = ops.memory_report()
+    tracemalloc.start()
+    try:
+        for _ in range(3):
+            ops.all_reduce(SUM, arrays, options, out=arrays)
+            ops.start_all_reduce(SUM, arrays, options, out=arrays).wait()
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 200_000, "generators, requests and views, but no buffer of 1.6 MB or part of one"
+    assert ops.memory_report() == before
+
+
+def test_a_strategy_tells_what_it_holds(strategy):
+    report = strategy.memory_report()
+    assert isinstance(report, mpistrat.MemoryReport)
+    assert str(report).startswith(f"rank {report.rank} holds ")
+    strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", {"a": np.ones(300_000), "b": np.ones(3)}))
+    later = strategy.memory_report()
+    assert later.largest_pack_bytes == 8 * 300_003
+    assert later.total_bytes >= report.total_bytes
