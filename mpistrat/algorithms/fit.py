@@ -26,6 +26,7 @@ ITEM_BYTES = 4
 MAX_ITERATIONS = 40
 # how much a constant is held to where it began: those that nothing measured depends on stay there
 _TETHER = 0.02
+_LARGE = 0.1  # an error that may be an outlier, as a logarithm of a ratio
 _STEP = 1e-4
 Vector = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -112,8 +113,13 @@ def corrected(model: CostModel, measurements: Iterable[Measurement]) -> CostMode
 
 def _errors(measurements: Sequence[Measurement], model: CostModel, first: Vector) -> Vector:
     """Return the logarithms of modelled / measured, and how far the constants are from where they began."""
-    ratios = [math.log(modelled_seconds(measurement, model) / measurement.seconds) for measurement in measurements]
+    ratios = [_softened(math.log(modelled_seconds(measurement, model) / measurement.seconds)) for measurement in measurements]
     return np.concatenate([ratios, _TETHER * (_logarithms(model) - first)])
+
+
+def _softened(error: float) -> float:
+    """Return an error whose square grows like the error itself where that is large: a few outliers decide nothing."""
+    return math.copysign(_LARGE * math.sqrt(2 * (math.hypot(1, error / _LARGE) - 1)), error)
 
 
 def _logarithms(model: CostModel) -> Vector:

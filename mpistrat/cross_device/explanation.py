@@ -84,4 +84,5 @@ class Explanation:
             ("algorithm", plan.algorithm),
             ("why", pack.choice.reason),
         ]
-        return "\n\n".join([format_table(heading), phases_text(plan, self.model), alternatives_text(pack.choice)])
+        parts = [format_table(heading), phases_text(plan, self.model)]
+        return "\n\n".join(parts + ([alternatives_text(pack.choice)] if pack.choice.considered else []))

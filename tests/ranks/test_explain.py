@@ -55,6 +55,13 @@ def test_a_call_that_mpi_makes_alone_is_not_timed(strategy):
     assert strategy.explain(value, options).last_seconds is None
 
 
+@needs_ranks(2)
+def test_in_deterministic_mode_nothing_else_is_considered(strategy):
+    text = str(strategy.explain(np.ones(2), mpistrat.experimental.CommunicationOptions(deterministic=True)))
+    assert "why        deterministic=True adds in the order of the replicas\n" in text
+    assert "alternative" not in text
+
+
 def test_what_cannot_be_explained_is_refused(strategy):
     with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got 3"):
         strategy.explain(np.ones(2), 3)

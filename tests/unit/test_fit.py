@@ -38,6 +38,14 @@ def test_the_constants_are_found_again_and_hold_for_more_nodes() -> None:
     assert model.link_bytes_per_second * model.link_efficiency == pytest.approx(0.95e8, rel=0.02)
 
 
+def test_outliers_decide_nothing() -> None:
+    found = measured("4x2")
+    found[5] = dataclasses.replace(found[5], seconds=20 * found[5].seconds)
+    model = fit(found)
+    for one in [*found[:5], *found[6:]]:
+        assert modelled_seconds(one, model) == pytest.approx(one.seconds, rel=0.1)
+
+
 def test_what_nothing_depends_on_stays() -> None:
     model = fit(measured("1x4"))
     assert model.inter_step_seconds == pytest.approx(DEFAULT.inter_step_seconds)
