@@ -153,6 +153,8 @@ def _rates(world: World, phase: Phase, chunk_bytes: float, model: CostModel) -> 
     """Return the bytes per second of the node's link and of a rank's memory."""
     is_cached = chunk_bytes <= model.cache_bytes
     memory = model.cache_bytes_per_second if is_cached else model.memory_bytes_per_second
+    if phase.scope is Scope.LEADERS:  # left to MPI, with one rank per node
+        return model.link_bytes_per_second * model.flat_link_efficiency, memory
     if phase.scope is not Scope.WORLD:
         return model.link_bytes_per_second * model.link_efficiency, memory
     crowded = world.num_nodes > 2 and world.num_shards > 1
