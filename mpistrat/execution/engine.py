@@ -25,8 +25,8 @@ from mpistrat.transports.base import give_way
 
 __all__ = ["Job", "rest", "submit"]
 
-# how much longer each sleep is than the one before, and the longest: it delays a message, but costs less than 1/20 of a core
-_LONGER_SECONDS, _LONGEST_SECONDS = 5e-6, 2e-4
+# how much longer each sleep is than the one before, and the longest: it delays a message, but costs little of a core
+_LONGER_SECONDS, _LONGEST_SECONDS = 2e-5, 5e-4
 # how often who waits for a job looks whether there still is a thread to do it
 _LOOK_SECONDS = 1.0
 # for the engine to leave a job that is given up: one in a call of MPI that blocks cannot

@@ -1,0 +1,77 @@
+"""Messages longer than MPI may be handed at once: every verb, with a limit of a few hundred bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpistrat.cross_device.hierarchical import HierarchicalCollectives
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.reduction import ReduceOp
+from mpistrat.transports import mpi, mpi_ring
+
+SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
+LIMIT_BYTES = 300
+COUNT = 1003
+
+
+@pytest.fixture(params=["auto", "mpi"])
+def limited(request, comm, world, monkeypatch):
+    """Give collectives that were made under the limit, through shared memory and without."""
+    monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", str(LIMIT_BYTES))
+    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", request.param)
+    # messages that are bound, not those of calls whose arrays go straight to MPI
+    monkeypatch.setattr("mpistrat.transports.mpi._message", checked(mpi._message))
+    monkeypatch.setattr(mpi_ring._Ring, "_message", checked(mpi_ring._Ring._message))
+    ops = HierarchicalCollectives(Hierarchy(comm, world))
+    yield ops
+    ops.close()
+
+
+def checked(make):
+    def message(*arguments):
+        assert arguments[-1].nbytes <= LIMIT_BYTES, "MPI would be handed more than it may"
+        return make(*arguments)
+
+    return message
+
+
+def total(ops, seed=0):
+    return sum(given(rank, seed) for rank in range(ops.size))
+
+
+def given(rank, seed=0):
+    return np.random.default_rng([rank, seed]).integers(-9, 9, COUNT).astype(np.float32)
+
+
+def test_what_combines_is_cut(limited):
+    ops, mine = limited, given(limited.rank)
+    algorithms = [choice.algorithm for choice in ops.choose(COUNT, mine.dtype).considered if choice.plan]
+    options = [CommunicationOptions(algorithm=name) for name in algorithms]
+    options += [CommunicationOptions(deterministic=True), CommunicationOptions(wire_dtype="bfloat16")]
+    for wanted in options:
+        for arrays in ([mine], [mine, mine[:7], mine.astype(np.float16)]):
+            for _ in range(2):  # the second time around what was bound is run again
+                results = ops.all_reduce(SUM, arrays, wanted)
+                np.testing.assert_array_equal(results[0], total(ops), err_msg=str(wanted))
+        np.testing.assert_array_equal(ops.start_all_reduce(SUM, [mine], wanted).wait()[0], total(ops))
+    np.testing.assert_array_equal(ops.all_reduce(MEAN, [mine, mine])[1], total(ops) / np.float32(ops.size))
+    small = [mine[:60], mine[:30]]  # a small batch, longer than a message all the same
+    for _ in range(3):
+        np.testing.assert_array_equal(ops.all_reduce(SUM, small)[0], total(ops)[:60])
+    part = np.array_split(total(ops), ops.size)[ops.rank]
+    np.testing.assert_array_equal(ops.reduce_scatter(SUM, mine), part)
+
+
+def test_what_moves_is_cut(limited):
+    ops, mine = limited, given(limited.rank)
+    np.testing.assert_array_equal(
+        ops.all_gather(mine[: COUNT - ops.rank]), np.concatenate([given(rank)[: COUNT - rank] for rank in range(ops.size)])
+    )
+    for rank, array in enumerate(ops.gather(mine, ops.size - 1) or []):
+        np.testing.assert_array_equal(array, given(rank))
+    arrived = ops.all_to_all([mine[: COUNT - peer] for peer in range(ops.size)])
+    for rank, array in enumerate(arrived):
+        np.testing.assert_array_equal(array, given(rank)[: COUNT - ops.rank])
+    np.testing.assert_array_equal(ops.broadcast(mine, ops.size - 1), given(ops.size - 1))
