@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpistrat.algorithms import flat, hierarchical, leader, pipelined
 from mpistrat.algorithms.cost import DEFAULT, CostModel, predict_seconds
@@ -66,7 +66,13 @@ class Choice:
 
 
 def choose(
-    world: World, count: int, itemsize: int, algorithm: str = "auto", chunk_bytes: int = 0, model: CostModel = DEFAULT
+    world: World,
+    count: int,
+    itemsize: int,
+    algorithm: str = "auto",
+    chunk_bytes: int = 0,
+    model: CostModel = DEFAULT,
+    wire_itemsize: int = 0,
 ) -> Choice:
     """Choose the plan of an all-reduce.
 
@@ -84,6 +90,8 @@ def choose(
         The largest chunk of a pipelined plan, in bytes; 0: by rule.
     model : CostModel
         What predicts the times.
+    wire_itemsize : int
+        Bytes of one element on its way between nodes, where it is cast; 0: `itemsize`.
 
     Raises
     ------
@@ -93,7 +101,7 @@ def choose(
         If the algorithm asked for by name declines.
     """
     _check(count, itemsize, algorithm, chunk_bytes)
-    considered = tuple(_consider(name, world, count, itemsize, chunk_bytes, model) for name in PLANNERS)
+    considered = tuple(_consider(name, world, count, itemsize, chunk_bytes, model, wire_itemsize) for name in PLANNERS)
     fastest, *others = sorted(considered, key=lambda candidate: candidate.seconds)
     if algorithm == "auto":
         chosen, reason = fastest, _why_fastest(fastest, others[0])
@@ -113,9 +121,11 @@ def _check(count: int, itemsize: int, algorithm: str, chunk_bytes: int) -> None:
             raise InvalidArgumentError(f"{name} must be at least {least}; got {value}")
 
 
-def _consider(name: str, world: World, count: int, itemsize: int, chunk_bytes: int, model: CostModel) -> Candidate:
+def _consider(
+    name: str, world: World, count: int, itemsize: int, chunk_bytes: int, model: CostModel, wire_itemsize: int
+) -> Candidate:
     try:
-        plan = PLANNERS[name](world, count, itemsize, chunk_bytes)
+        plan = replace(PLANNERS[name](world, count, itemsize, chunk_bytes), wire_itemsize=wire_itemsize)
     except Unsuitable as declined:
         return Candidate(name, None, declined=str(declined))
     return Candidate(name, plan, predict_seconds(plan, model))

@@ -116,12 +116,12 @@ class _Load:
 
 def phase_bytes(plan: Plan, phase: Phase) -> int:
     """Return the bytes that the busiest rank sends in a phase, over the whole buffer."""
-    return round(_load(plan.world, phase).sent * plan.num_bytes)
+    return round(_load(plan.world, phase).sent * plan.num_bytes * _narrowing(plan, phase))
 
 
 def link_bytes(plan: Plan, phase: Phase) -> int:
     """Return the bytes that a phase sends over each node's link, over the whole buffer; for a flat phase the least."""
-    return round(_load(plan.world, phase).link * plan.num_bytes)
+    return round(_load(plan.world, phase).link * plan.num_bytes * _narrowing(plan, phase))
 
 
 def phase_seconds(plan: Plan, phase: Phase, model: CostModel = DEFAULT) -> float:
@@ -131,7 +131,7 @@ def phase_seconds(plan: Plan, phase: Phase, model: CostModel = DEFAULT) -> float
     load, chunk_bytes = _load(plan.world, phase), plan.num_bytes / plan.num_chunks
     link_rate, memory_rate = _rates(plan.world, phase, chunk_bytes, model)
     steps = load.intra_steps * model.intra_step_seconds + load.inter_steps * model.inter_step_seconds
-    moving = max(load.link * chunk_bytes / link_rate, load.memory * chunk_bytes / memory_rate)
+    moving = max(load.link * chunk_bytes * _narrowing(plan, phase) / link_rate, load.memory * chunk_bytes / memory_rate)
     call_seconds = model.flat_call_seconds if phase.scope is Scope.WORLD else model.call_seconds
     return plan.num_chunks * (call_seconds + steps + moving) * model.correction(plan.algorithm, plan.num_bytes)
 
@@ -147,6 +147,12 @@ def predict_seconds(plan: Plan, model: CostModel = DEFAULT) -> float:
         lanes[phase.scope is Scope.INTRA] += phase_seconds(plan, phase, model)
     busier, other = max(lanes.values()), min(lanes.values())
     return busier + (other if plan.depth == 1 else other / max(plan.num_chunks, 1))
+
+
+def _narrowing(plan: Plan, phase: Phase) -> float:
+    """Return the share of a phase's bytes that is left where values are cast on their way between nodes."""
+    crosses = phase.scope in (Scope.INTER, Scope.LEADERS)
+    return plan.wire_itemsize / plan.itemsize if crosses and plan.wire_itemsize else 1.0
 
 
 def _rates(world: World, phase: Phase, chunk_bytes: float, model: CostModel) -> tuple[float, float]:

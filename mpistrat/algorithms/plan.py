@@ -80,6 +80,10 @@ class Plan:
         Elements of a chunk: a multiple of ``world.num_shards``; the last chunk is padded up to such a multiple.
     depth : int
         Chunks under way at a time; 1 means one after the other.
+    in_order : bool
+        Whether the order of the ranks is the order of the addends.
+    wire_itemsize : int
+        Bytes of one element on its way between nodes; 0: `itemsize`. No matter to phases over the whole world.
     """
 
     algorithm: str
@@ -89,6 +93,8 @@ class Plan:
     phases: tuple[Phase, ...]
     chunk_count: int
     depth: int = 1
+    in_order: bool = False
+    wire_itemsize: int = 0
 
     @property
     def num_bytes(self) -> int:

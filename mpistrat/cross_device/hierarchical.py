@@ -274,7 +274,8 @@ class HierarchicalCollectives(ExchangeVerbs):
         self._last = None
 
     def _arguments(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> str:
-        shaping = {"wire_dtype": options.wire_dtype, "deterministic": options.deterministic, "num_packs": num_packs}
+        shaping = {name: getattr(options, name) for name in ("wire_dtype", "error_feedback", "deterministic")}
+        shaping["num_packs"] = num_packs
         others = "".join(f", {name}={value}" for name, value in shaping.items() if value not in (None, False))
         always = f"algorithm={options.algorithm}, bytes_per_pack={options.bytes_per_pack}"
         return f"({op.name}, [{_described(arrays)}], {always}{others})"

@@ -45,17 +45,26 @@ class CommunicationOptions:
         travel between nodes, which halves the bytes; they are added in float32. No effect inside a node, on other dtypes and
         operations, and where ``auto`` chooses ``flat``, as it does for small arrays. With s_i the sum over node i, the result
         is off by at most ``u * (sum|s_i| + |sum s_i|)`` to first order, whatever the number of nodes, beside the rounding of
-        float32; u is 2**-8 for bfloat16 and 2**-11 for float16, whose largest number is 65504. Not in TensorFlow.
+        float32; u is 2**-8 for bfloat16 and 2**-11 for float16, whose largest number is 65504: more is infinite.
+        Not in TensorFlow.
     deterministic : bool
         Combine in the order of the replicas, so that the bits of the result depend on the values alone: not on the nodes, on
         packs, or on `algorithm`, which does not apply. Every replica exchanges a part of each array with every other one, which
         costs ``2 (n - 1)`` messages per replica and, between nodes, up to as many times the bytes of ``hierarchical`` as a node
         has replicas. Excludes `wire_dtype`. Not in TensorFlow.
 
+    error_feedback : bool
+        With `wire_dtype`: what the casts of one call lose is added to what the next call sends, so that sums over many calls,
+        such as those of an optimiser, stay as close as with float32. It is kept for each bucket of arrays, so give calls whose
+        results have nothing to do with each other different shapes, or make them one call. It is forgotten when other shapes
+        are reduced for the first time that need more scratch memory, and after 64 other kinds of calls. Costs four bytes per
+        element that a replica sends. Not in TensorFlow.
+
     Raises
     ------
     InvalidArgumentError
-        If a field has a value that it does not accept, or `deterministic` and `wire_dtype` are both asked for.
+        If a field has a value that it does not accept, `deterministic` and `wire_dtype` are both asked for, or
+        `error_feedback` without `wire_dtype`.
     """
 
     bytes_per_pack: int = 0
@@ -64,6 +73,7 @@ class CommunicationOptions:
     algorithm: str = "auto"
     wire_dtype: str | None = None
     deterministic: bool = False
+    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.bytes_per_pack, int) or self.bytes_per_pack < 0:
@@ -75,11 +85,16 @@ class CommunicationOptions:
             raise InvalidArgumentError(f"algorithm must be auto or one of {', '.join(PLANNERS)}; got {self.algorithm!r}")
         if self.wire_dtype not in (None, *WIRE_DTYPES):
             raise InvalidArgumentError(f"wire_dtype must be None, {' or '.join(WIRE_DTYPES)}; got {self.wire_dtype!r}")
-        if not isinstance(self.deterministic, bool):
-            raise InvalidArgumentError(f"deterministic must be True or False; got {self.deterministic!r}")
+        for name in ("deterministic", "error_feedback"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgumentError(f"{name} must be True or False; got {getattr(self, name)!r}")
         if self.deterministic and self.wire_dtype:
             raise InvalidArgumentError(
                 f"deterministic=True excludes wire_dtype={self.wire_dtype!r}: what is cast depends on who shares a node"
+            )
+        if self.error_feedback and not self.wire_dtype:
+            raise InvalidArgumentError(
+                "error_feedback=True needs a wire_dtype: bfloat16 or float16; what is not cast loses nothing"
             )
         try:
             member = CommunicationImplementation(str(getattr(self.implementation, "value", self.implementation)).upper())

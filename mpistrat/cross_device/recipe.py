@@ -15,6 +15,7 @@ from mpistrat.execution.bound_plan import BoundPlan, DirectPlan
 from mpistrat.execution.executor import Executor
 from mpistrat.packing.buckets import pack_by_bytes, split_evenly
 from mpistrat.packing.layout import Layout
+from mpistrat.packing.wire import Wire
 from mpistrat.reduction import ReduceOp, accumulation_dtype
 from mpistrat.transports.base import Steps
 
@@ -63,7 +64,7 @@ def make_recipe(
     op: ReduceOp,
     arrays: Sequence[Array],
     packing: Packing,
-    choose: Callable[[int, np.dtype[Any]], tuple[Plan, np.dtype[Any] | None]],
+    choose: Callable[[int, np.dtype[Any]], tuple[Plan, Wire | None]],
 ) -> Recipe:
     """Pack arrays like these, choose a plan for each bucket, and bind it. A collective call.
 
@@ -78,13 +79,13 @@ def make_recipe(
     packing : Packing
         How arrays share buckets.
     choose : callable
-        Returns the plan for so many elements of a dtype, and what `Executor.bind` is to do in order.
+        Returns the plan for so many elements of a dtype, and what they are cast to between nodes.
     """
     recipe = Recipe()
     for dtype, members, layout in lay_out(op, arrays, packing):
         casts = any(arrays[index].dtype != dtype for index in members)
-        plan, ordered = choose(layout.count, dtype)
-        recipe.append(Bucket(members, executor.bind(plan, layout, dtype, op, casts, ordered)))
+        plan, wire = choose(layout.count, dtype)
+        recipe.append(Bucket(members, executor.bind(plan, layout, dtype, op, casts, wire)))
     if is_current(recipe, executor):
         return recipe
     # enlarging the scratch memory for a later bucket unbound the earlier ones; now it is large enough for all

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from mpistrat.cross_device.recipe import Packing, Recipe, is_current, lay_out, m
 from mpistrat.errors import InvalidArgumentError, TransportError
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.memory import MemoryReport
+from mpistrat.packing.wire import Wire
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
 
 __all__ = ["RECIPES_KEPT", "RecipeBook"]
@@ -106,11 +108,9 @@ class RecipeBook:
             )
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
-        """Return the plan, and why, for an all-reduce of `count` elements."""
-        itemsize = accumulation_dtype(ReduceOp.SUM, dtype).itemsize
-        if options.deterministic:
-            return Choice(flat.plan(self._world, count, itemsize), "deterministic=True adds in the order of the replicas", ())
-        return choose(self._world, count, itemsize, options.algorithm, self._chunk_bytes, self.model)
+        """Return the plan, and why, for an all-reduce of `count` elements: a sum."""
+        dtype = accumulation_dtype(ReduceOp.SUM, dtype)
+        return self._choice(count, dtype, options, _wire(ReduceOp.SUM, dtype, options))
 
     def memory(self) -> MemoryReport:
         """Return what the executor and the recipes hold."""
@@ -130,21 +130,32 @@ class RecipeBook:
 
     def _chosen(
         self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions
-    ) -> tuple[Plan, np.dtype[Any] | None]:
-        """Return the plan for a bucket, and the dtype in which it is sent where it is added in order."""
-        choice = self.choose(count, dtype, options)
+    ) -> tuple[Plan, Wire | None]:
+        """Return the plan for a bucket, and what its values are cast to between nodes."""
+        wire = _wire(op, dtype, options)
+        choice = self._choice(count, dtype, options, wire)
         self._say(f"{op.name} of {count} elements: {choice.plan}; {choice.reason}")
-        if options.deterministic:
-            return choice.plan, dtype
         crosses_nodes = any(phase.scope in (Scope.INTER, Scope.LEADERS) for phase in choice.plan.phases)
-        if options.wire_dtype and crosses_nodes and op in _WIRE_OPS and dtype == np.float32:
-            return choice.plan, np.dtype(options.wire_dtype)
-        return choice.plan, None
+        return choice.plan, wire if crosses_nodes else None
+
+    def _choice(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions, wire: Wire | None) -> Choice:
+        if options.deterministic:
+            plan = replace(flat.plan(self._world, count, dtype.itemsize), in_order=True)
+            return Choice(plan, "deterministic=True adds in the order of the replicas", ())
+        wire_itemsize = wire.dtype.itemsize if wire else 0
+        return choose(self._world, count, dtype.itemsize, options.algorithm, self._chunk_bytes, self.model, wire_itemsize)
+
+
+def _wire(op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> Wire | None:
+    """Return what values that are summed in `dtype` are cast to between nodes, if at all."""
+    if options.wire_dtype and op in _WIRE_OPS and dtype == np.float32:
+        return Wire(np.dtype(options.wire_dtype), options.error_feedback)
+    return None
 
 
 def _signature(op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> tuple[Any, ...]:
     # of the options only what shapes a recipe: ranks may differ in the others
-    shaping = options.algorithm, options.bytes_per_pack, options.wire_dtype, options.deterministic
+    shaping = options.algorithm, options.bytes_per_pack, options.wire_dtype, options.error_feedback, options.deterministic
     return (op, *shaping, num_packs, *[(array.shape, array.dtype) for array in arrays])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from mpistrat.arrays import Array
 from mpistrat.execution.lanes import overlap, side_by_side
 from mpistrat.packing.fuse import CopyIn, CopyOut
 from mpistrat.packing.layout import Layout
+from mpistrat.packing.wire import Cast, Wire
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import Operation, Steps
 
@@ -49,16 +51,17 @@ class BoundPlan:
         op: ReduceOp,
         slots: int,
         slot_bytes: int,
-        ordered: np.dtype[Any] | None,
+        wire: Wire | None,
     ) -> None:
         self.plan = plan
         self.generation = executor.generation
         self._executor = executor
         self._dtype, self._op, self._layout = dtype, op, layout
-        self._slots, self._slot_bytes, self._ordered = slots, slot_bytes, ordered
-        is_one_call = ordered is None and plan.num_chunks == 1 and _is_flat(plan)
+        self._slots, self._slot_bytes, self._wire = slots, slot_bytes, wire
+        is_one_call = not plan.in_order and plan.num_chunks == 1 and _is_flat(plan)
         self.flat_count = plan.padded(plan.count) if is_one_call else 0
-        self._bound: dict[tuple[int, int], list[list[tuple[str, Operation]]]] = {}
+        self._bound: dict[tuple[int, int, int], list[list[tuple[str, Operation]]]] = {}
+        self._casters: dict[tuple[int, int], Cast] = {}
         # rails have a channel for each slot; the operations inside a node follow each other
         self._abreast = plan.depth if any(phase.scope is Scope.INTER for phase in plan.phases) else 1
         # a plan of one chunk takes its two slots in turn
@@ -109,7 +112,7 @@ class BoundPlan:
     def _chunk(self, start: int, count: int, slot: int) -> _Chunk:
         padded = self.plan.padded(count)
         buffer = self._executor.slot(slot, self._slot_bytes, padded, self._dtype)
-        phases = self._operations(slot, padded, buffer)
+        phases = self._operations(slot, padded, buffer, start)
         steps = [operation for operations in phases for _, operation in operations]
         parts = [(part.start, part.stop, part.addends) for part in steps[-1].parts] if steps else [(0, padded, (buffer,))]
         divisor = self.plan.world.size if self._op is ReduceOp.MEAN else 1
@@ -126,15 +129,25 @@ class BoundPlan:
         chunk.head, chunk.middle, chunk.tail = phases[:first], phases[first:last], phases[last:]
         return chunk
 
-    def _operations(self, slot: int, padded: int, buffer: Array) -> list[list[tuple[str, Operation]]]:
-        """Return the operations of each phase; chunks of one size in one slot share them."""
-        if (slot, padded) not in self._bound:
-            phases = [self._executor.operations(phase, slot, buffer, self._op, self._ordered) for phase in self.plan.phases]
+    def _operations(self, slot: int, padded: int, buffer: Array, start: int) -> list[list[tuple[str, Operation]]]:
+        """Return the operations of each phase; chunks of one size in one slot share them, unless casts differ."""
+        place = start if self._wire is not None and self._wire.error_feedback else 0
+        if (slot, padded, place) not in self._bound:
+            casters = None if self._wire is None else partial(self._caster, self._wire, place)
+            phases = [
+                self._executor.operations(self.plan, phase, slot, buffer, self._op, casters) for phase in self.plan.phases
+            ]
             early = [part for operations in phases[:-1] for _, operation in operations for part in operation.parts]
             lost = any(len(part.addends) > 1 or not np.may_share_memory(part.addends[0], buffer) for part in early)
             assert not lost, f"{self.plan}: only the last phase may leave its result where it lies"
-            self._bound[slot, padded] = phases
-        return self._bound[slot, padded]
+            self._bound[slot, padded, place] = phases
+        return self._bound[slot, padded, place]
+
+    def _caster(self, wire: Wire, place: int, part: int, count: int) -> Cast:
+        """Return what casts a part of the chunk at that place, whatever slot it is in: what it has lost is kept there."""
+        if (place, part) not in self._casters or not wire.error_feedback:
+            self._casters[place, part] = Cast(wire, count)
+        return self._casters[place, part]
 
     def _walk(self, chunk: _Chunk, phases: list[list[tuple[str, Operation]]]) -> Steps:
         for operations in phases:

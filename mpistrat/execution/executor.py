@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,16 +15,20 @@ from mpistrat.execution.bound_plan import BoundPlan, DirectPlan
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.packing.layout import Layout
+from mpistrat.packing.wire import Wire
 from mpistrat.reduction import ReduceOp
 from mpistrat.timeline import Timeline
 from mpistrat.transports.base import Operation, Steps, Transport
 from mpistrat.transports.exchange import EXCHANGE_BYTES, EXCHANGE_SLOT_BYTES, EXCHANGE_SLOTS
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.mpi_ring import MpiRingTransport
-from mpistrat.transports.ordered import ordered_all_reduce
+from mpistrat.transports.ordered import Caster, ordered_all_reduce
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 
 __all__ = ["Executor"]
+
+Casters = Callable[[int, int], Caster]
+"""What casts the parts of a chunk that this rank sends beyond its node: (index of the part, elements) -> caster."""
 
 SLOT_ALIGNMENT_BYTES = 4096
 RING_FROM_BYTES = 1 << 16
@@ -67,7 +71,7 @@ class Executor:
         dtype: np.dtype[Any],
         op: ReduceOp,
         casts: bool,
-        ordered: np.dtype[Any] | None = None,
+        wire: Wire | None = None,
     ) -> BoundPlan | DirectPlan:
         """Prepare `plan` for buckets of `layout`. A collective call.
 
@@ -83,11 +87,11 @@ class Executor:
             How to combine.
         casts : bool
             Whether an array of the bucket has another dtype.
-        ordered : dtype, optional
-            Where phases go beyond the node, add in the order of the ranks and send in this dtype; by default as is fastest.
+        wire : Wire, optional
+            Where phases go beyond the node, add in the order of the ranks and send in its dtype; by default as is fastest.
         """
         self.largest_pack_bytes = max(self.largest_pack_bytes, layout.count * dtype.itemsize)
-        if layout.is_one_array and not casts and ordered is None:
+        if layout.is_one_array and not casts and not plan.in_order and wire is None:
             scopes = {phase.scope for phase in plan.phases}
             if scopes <= {Scope.WORLD}:
                 return DirectPlan(self, plan, self.world.all_reduce_between, op)
@@ -98,14 +102,14 @@ class Executor:
         padded = plan.padded(min(plan.chunk_count, plan.count)) * dtype.itemsize
         slot_bytes = -(-padded // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
         self._reserve(slots * slot_bytes)
-        return BoundPlan(self, plan, layout, dtype, op, slots, slot_bytes, ordered)
+        return BoundPlan(self, plan, layout, dtype, op, slots, slot_bytes, wire)
 
     def slot(self, index: int, slot_bytes: int, count: int, dtype: np.dtype[Any]) -> Array:
         """Return `count` elements of the scratch memory, from the beginning of a slot."""
         return self._arena[index * slot_bytes : index * slot_bytes + count * dtype.itemsize].view(dtype)
 
     def operations(
-        self, phase: Phase, slot: int, buffer: Array, op: ReduceOp, ordered: np.dtype[Any] | None
+        self, plan: Plan, phase: Phase, slot: int, buffer: Array, op: ReduceOp, casters: Casters | None = None
     ) -> list[tuple[str, Operation]]:
         """Bind one phase on one chunk: no operation where this rank has no part in it."""
         world, rank = self.hierarchy.world, self.hierarchy.rank
@@ -115,10 +119,10 @@ class Executor:
             bounds = [world.shards_of(member).start * shard_count for member in ranks] + [buffer.size]
             return [(str(phase), _bind(self.intra, phase.verb, buffer, bounds, op))]
         shards = {shard: buffer[shard * shard_count : (shard + 1) * shard_count] for shard in world.shards_of(rank)}
-        if ordered is not None:
+        if plan.in_order or casters is not None:
             return [
-                (name, ordered_all_reduce(group, part, op, slot, ordered))
-                for name, group, part in self._parts_beyond_the_node(phase, buffer, shards)
+                (name, _in_order(group, part, op, slot, casters and casters(index, part.size)))
+                for index, (name, group, part) in enumerate(self._parts_beyond_the_node(phase, buffer, shards))
             ]
         if phase.scope is Scope.INTER:
             small = shard_count * buffer.itemsize < RING_FROM_BYTES
@@ -209,6 +213,11 @@ class Executor:
     def close(self) -> None:
         """Free the scratch memory. A collective call."""
         self.intra.close()
+
+
+def _in_order(group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> Operation:
+    """Bind an all-reduce of one buffer per rank, in the order of the ranks."""
+    return ordered_all_reduce(group, [buffer], [(rank, 0) for rank in range(group.size)], buffer, op, channel, caster)
 
 
 def _bind(transport: Transport, verb: Verb, buffer: Array, bounds: list[int], op: ReduceOp) -> Operation:

@@ -1,73 +1,216 @@
-"""An all-reduce that adds in the order of the ranks, and may send in a narrower dtype.
+"""An all-reduce that adds in a given order, and may send in a narrower dtype.
 
-Each rank receives its part of the buffer from all, folds what came in rank order, and sends the result to all: as many bytes
-as a ring, in 2 steps instead of ``2 (n - 1)``, with ``2 (n - 1)`` messages per rank. The order in which an element is folded
-does not depend on which rank does it, so the bits follow from the values and the order of the ranks alone.
+Each rank receives its part of the buffer from all, folds what came in order, and sends the result to all: as many bytes as a
+ring, in 2 steps instead of ``2 (n - 1)``, with ``2 (n - 1)`` messages per rank and segment. The order in which an element is
+folded does not depend on which rank does it, so the bits follow from the values and the order alone.
+
+Parts travel in segments: while one arrives, those before it are folded, and the sums sent on. All receives are posted at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, combine
-from mpistrat.transports.base import WORKED, Operation, Part, Steps
-from mpistrat.transports.pairwise import Pairwise
+from mpistrat.transports.base import WAITING, WORKED, Operation, Part, Steps, leave_to_peers
+from mpistrat.transports.mpi_ring import SEGMENT_BYTES
 
-__all__ = ["ordered_all_reduce"]
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Caster", "ordered_all_reduce"]
 
 
-def ordered_all_reduce(group: Group, buffer: Array, op: ReduceOp, channel: int, wire: np.dtype[Any]) -> Operation:
-    """Bind: combine the buffers of all ranks, in rank order; every rank gets the same bits.
+class Caster(Protocol):
+    """What an all-reduce in a narrower dtype needs of a cast; `packing.wire.Cast` is one."""
+
+    dtype: np.dtype[Any]
+
+    def contribute(self, values: Array, sent: Array, first: int) -> None:
+        """Write this rank's `values` to `sent`; they begin at element `first`."""
+
+    def publish(self, total: Array, sent: Array, first: int) -> None:
+        """Write sums over all ranks to `sent`; `total` may be changed."""
+
+    def widen(self, sent: Array, values: Array) -> None:
+        """Write what was sent to `values`."""
+
+
+def ordered_all_reduce(
+    group: Group,
+    addends: Sequence[Array],
+    order: Sequence[tuple[int, int]],
+    target: Array,
+    op: ReduceOp,
+    channel: int = 0,
+    caster: Caster | None = None,
+) -> Operation:
+    """Bind: fold the addends of all ranks in a given order; every rank gets the same bits.
 
     Parameters
     ----------
     group : Group
         The ranks.
-    buffer : ndarray
-        One-dimensional and contiguous, of one dtype and length on all ranks; worked on in place.
+    addends : sequence of ndarray
+        What this rank has to add: one-dimensional and contiguous, of one dtype and length on all ranks.
+    order : sequence of (int, int)
+        The rank in the group, and the index there, of each addend in turn; the same on all ranks.
+    target : ndarray
+        Where the result goes; it may be one of the addends.
     op : ReduceOp
         How to combine; MEAN combines as SUM.
     channel : int
         Operations that are bound to different channels may be under way together.
-    wire : dtype
-        In which buffers and results are sent. They are folded in the dtype of the buffer.
+    caster : Caster, optional
+        Narrows what is sent, addends and results; they are folded in the dtype of the target. For one addend per rank.
     """
-    bound = _Ordered(group, buffer, op, channel, wire)
-    return Operation(bound.run, [Part(0, buffer.size, (buffer,))], bound.scratch_bytes)
+    bound = _Ordered(group, addends, order, target, op, channel, caster)
+    return Operation(bound.run, [Part(0, target.size, (target,))], bound.scratch_bytes)
 
 
 class _Ordered:
-    def __init__(self, group: Group, buffer: Array, op: ReduceOp, channel: int, wire: np.dtype[Any]) -> None:
-        self.buffer, self.fold = buffer, combine(op)
-        # what is sent is cast into memory of its own, or is the buffer
-        self.sent = np.empty(buffer.size, wire) if wire != buffer.dtype else buffer
-        bounds = [index * buffer.size // group.size for index in range(group.size + 1)]
-        parts = [self.sent[start:stop] for start, stop in pairwise(bounds)]
-        self.part = parts[group.rank]
-        arrived = list(np.empty((group.size, self.part.size), wire))
-        self.rows = [self.part if rank == group.rank else row for rank, row in enumerate(arrived)]
-        self.total, self.wide = np.empty((2, self.part.size), buffer.dtype)
-        owned = [*arrived, self.total, self.wide, *([] if self.sent is buffer else [self.sent])]
+    """The messages of one rank, and the memory they land in.
+
+    Between two ranks messages follow each other on one channel: segment by segment the addends, then the results.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        addends: Sequence[Array],
+        order: Sequence[tuple[int, int]],
+        target: Array,
+        op: ReduceOp,
+        channel: int,
+        caster: Caster | None,
+    ) -> None:
+        self.group, self.channel, self.fold, self.caster = group, channel, combine(op), caster
+        self.addends, self.target = addends, target
+        dtype = target.dtype if caster is None else caster.dtype
+        step = max(1, min(SEGMENT_BYTES, settings.MAX_MESSAGE_BYTES.read()) // dtype.itemsize)
+        self.spans = _spans(target.size, group.size, step)
+        # each rank begins with the next one, so that not all send to one rank at first
+        self.peers = [(group.rank + distance) % group.size for distance in range(1, group.size)]
+        self.sent = addends if caster is None else [np.empty(target.size, dtype)]
+        self.published = np.empty(target.size, dtype)
+        self.total, self.wide = np.empty((2, min(step, target.size)), target.dtype)
+        own = self.spans[group.rank]
+        part = slice(own[0][0], own[-1][1]) if own else slice(0)
+        landed = [np.empty(0 if rank == group.rank else self.published[part].size, dtype) for rank, _ in order]
+        self.rows = [self.sent[index][part] if rank == group.rank else landed[i] for i, (rank, index) in enumerate(order)]
+        self.sources = [rank for rank, _ in order]
+        owned = [*landed, self.published, self.total, self.wide, *([] if caster is None else self.sent)]
         self.scratch_bytes = sum(array.nbytes for array in owned)
-        self.scatter = Pairwise(group, parts, arrived, channel)
-        self.gather = Pairwise(group, [self.part] * group.size, parts, channel)
 
     def run(self) -> Steps:
         """Return the steps of one all-reduce."""
-        if self.sent is not self.buffer:
-            np.copyto(self.sent, self.buffer, casting="unsafe")
-        yield from self.scatter.run()
-        np.copyto(self.total, self.rows[0])
-        for row in self.rows[1:]:
-            np.copyto(self.wide, row)
-            self.fold(self.total, self.wide, out=self.total)
+        requests: list[MPI.Request] = []
+        try:
+            yield from self._run(requests)
+        except BaseException:
+            leave_to_peers((self, requests))
+            raise
+
+    def _run(self, requests: list[MPI.Request]) -> Steps:
+        own, rank = self.spans[self.group.rank], self.group.rank
+        first = own[0][0] if own else 0
+        arriving = [
+            self._receive(row[start - first : stop - first], source)
+            for start, stop in own
+            for row, source in zip(self.rows, self.sources, strict=True)
+            if source != rank
+        ]
+        results = [
+            (self._receive(self.published[start:stop], peer), start, stop)
+            for peer in reversed(self.peers)
+            for start, stop in self.spans[peer]
+        ]
+        requests += [*arriving, *(request for request, _, _ in results)]
+        yield from self._scatter(requests)
+        contributed = len(requests)
+        arrivals = iter(arriving)
+        for start, stop in own:
+            total = self.total[: stop - start]
+            for index, (row, source) in enumerate(zip(self.rows, self.sources, strict=True)):
+                if source != rank:
+                    yield from _wait(next(arrivals))
+                self._add(total, row[start - first : stop - first], is_first=index == 0)
+                yield WORKED
+            self._publish(total, start, stop)
+            requests += [self._send(self.published[start:stop], peer) for peer in self.peers]
             yield WORKED
-        np.copyto(self.part, self.total, casting="unsafe")
-        yield from self.gather.run()
-        if self.sent is not self.buffer:
-            np.copyto(self.buffer, self.sent)
+        # the target may be what this rank is sending
+        for request in requests[len(arriving) + len(results) : contributed]:
+            yield from _wait(request)
+        for request, start, stop in results:
+            yield from _wait(request)
+            self._take(self.published[start:stop], self.target[start:stop])
+            yield WORKED
+        for request in requests[contributed:]:
+            yield from _wait(request)
+
+    def _scatter(self, requests: list[MPI.Request]) -> Steps:
+        """Send each peer its part of the addends, a segment to each in turn."""
+        for turn in range(max(map(len, self.spans))):
+            for peer in [*self.peers, self.group.rank]:
+                for start, stop in self.spans[peer][turn : turn + 1]:
+                    for addend, sent in zip(self.addends, self.sent, strict=True):
+                        if self.caster is not None:
+                            self.caster.contribute(addend[start:stop], sent[start:stop], start)
+                        if peer != self.group.rank:
+                            requests.append(self._send(sent[start:stop], peer))
+                    yield WORKED
+
+    def _add(self, total: Array, row: Array, is_first: bool) -> None:
+        if is_first:
+            self._take(row, total)
+        elif self.caster is None:
+            self.fold(total, row, out=total)
+        else:
+            wide = self.wide[: row.size]
+            self.caster.widen(row, wide)
+            self.fold(total, wide, out=total)
+
+    def _publish(self, total: Array, start: int, stop: int) -> None:
+        published = self.published[start:stop]
+        if self.caster is None:
+            np.copyto(published, total)
+        else:
+            self.caster.publish(total, published, start)
+        self._take(published, self.target[start:stop])
+
+    def _take(self, sent: Array, values: Array) -> None:
+        if self.caster is None:
+            np.copyto(values, sent)
+        else:
+            self.caster.widen(sent, values)
+
+    def _send(self, array: Array, peer: int) -> MPI.Request:
+        return self.group.comm.Isend(_message(array), peer, self.channel)
+
+    def _receive(self, array: Array, peer: int) -> MPI.Request:
+        return self.group.comm.Irecv(_message(array), peer, self.channel)
+
+
+def _spans(count: int, parts: int, step: int) -> list[list[tuple[int, int]]]:
+    """Return the segments of each of the equal parts of `count` elements."""
+    bounds = [index * count // parts for index in range(parts + 1)]
+    return [[(first, min(first + step, stop)) for first in range(start, stop, step)] for start, stop in pairwise(bounds)]
+
+
+def _message(array: Array) -> list[Any]:
+    from mpi4py import MPI
+
+    return [array.view(np.uint8), array.nbytes, MPI.BYTE]
+
+
+def _wait(request: MPI.Request) -> Steps:
+    while not request.Test():
+        yield WAITING

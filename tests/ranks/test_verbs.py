@@ -260,6 +260,30 @@ def test_a_wire_dtype_rounds_between_nodes_and_nowhere_else(ops, world, wire, al
     assert ops.all_reduce(ReduceOp.MAX, [given[ops.rank]], options)[0].tobytes() == given.max(0).tobytes()
 
 
+@pytest.mark.parametrize("algorithm", ["hierarchical", "pipelined"])
+def test_error_feedback_makes_up_for_what_casts_have_lost(ops, world, algorithm):
+    if world.size == 1 and algorithm == "pipelined":
+        pytest.skip("pipelined declines one rank")
+    count, calls = 700_001, 12  # several chunks, which take the slots in turn
+    given = np.random.default_rng(3).normal(size=(world.size, count)).astype(np.float32)
+    exact = given.astype(np.float64).sum(0)
+    scale = np.abs(given).sum(0) * 1.01 + 1e-3
+    errors = {}
+    for feedback in (False, True):
+        options = CommunicationOptions(algorithm=algorithm, wire_dtype="bfloat16", error_feedback=feedback)
+        total = np.zeros(count)
+        for _ in range(calls):
+            [result] = ops.all_reduce(SUM, [given[ops.rank]], options)
+            total += result
+        errors[feedback] = np.abs(total - calls * exact) / scale
+        same_everywhere = ops.all_gather(result[None, ::1000])
+        assert (same_everywhere == same_everywhere[0]).all()
+    # each replica holds back one rounding of what it sends, and one of the results that it owns
+    assert errors[True].max() <= 3 * ROUNDOFF["bfloat16"]
+    if world.num_nodes > 1:
+        assert errors[True].max() < errors[False].max() / 3, "casts lose the same in every call unless it is made up for"
+
+
 def test_options_of_one_call_leave_the_next_alone(ops, world):
     given = (np.random.default_rng(3).normal(size=(world.size, 2000)) * 10.0 ** (np.arange(world.size)[:, None] % 4)).astype(
         np.float32

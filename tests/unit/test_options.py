@@ -53,6 +53,8 @@ def test_an_implementation_is_known_by_name(name: str) -> None:
         ({"implementation": "foo"}, "implementation must be one of AUTO, RING, NCCL; got 'foo'"),
         ({"wire_dtype": "int8"}, "wire_dtype must be None, bfloat16 or float16; got 'int8'"),
         ({"deterministic": "no"}, "deterministic must be True or False; got 'no'"),
+        ({"error_feedback": 1}, "error_feedback must be True or False; got 1"),
+        ({"error_feedback": True}, "error_feedback=True needs a wire_dtype: bfloat16 or float16"),
         (
             {"deterministic": True, "wire_dtype": "float16"},
             "deterministic=True excludes wire_dtype='float16': what is cast depends on who shares a node",
@@ -76,6 +78,8 @@ def test_what_excludes_each_other_is_not_merged() -> None:
     with pytest.raises(InvalidArgumentError, match="deterministic=True excludes wire_dtype='bfloat16'"):
         CommunicationOptions(deterministic=True).merge(CommunicationOptions(wire_dtype="bfloat16"))
     assert CommunicationOptions(deterministic=True).merge(CommunicationOptions(7)).deterministic
+    cast = CommunicationOptions(wire_dtype="bfloat16")
+    assert cast.merge(CommunicationOptions(wire_dtype="float16", error_feedback=True)).error_feedback
 
 
 def test_hints_are_options_by_their_old_name() -> None:

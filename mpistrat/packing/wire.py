@@ -1,0 +1,141 @@
+"""Wire: what travels between nodes: values rounded to bfloat16 or float16, with or without error feedback.
+
+Rounding is to nearest, ties to even, as everywhere in IEEE arithmetic. What is too large becomes infinite, NaN stays NaN.
+
+Sources of error feedback: Seide, Fu, Droppo, Li, Yu: 1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
+Distributed Training of Speech DNNs. Interspeech 2014. Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD and
+other Gradient Compression Schemes. ICML 2019. For results as well as contributions: Tang, Yu, Lian, Zhang, Liu: DoubleSqueeze:
+Parallel Stochastic Gradient Descent with Double-Pass Error-Compensated Compression. ICML 2019.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array
+
+__all__ = ["Cast", "Wire"]
+
+_FLOAT16 = np.dtype(np.float16)
+# NumPy casts float16 element by element; for so many at a time a dozen passes of integer arithmetic are faster
+_PIECE, _LEAST = 1 << 15, 1 << 13
+_OVERFLOW = np.float32(65520)  # what is smaller rounds to a finite float16
+
+
+@dataclass(frozen=True)
+class Wire:
+    """In which dtype values of float32 travel, and whether what that loses is made up for in the next call.
+
+    Attributes
+    ----------
+    dtype : dtype
+        bfloat16 or float16.
+    error_feedback : bool
+        Whether casts keep what they lose.
+    """
+
+    dtype: np.dtype[Any]
+    error_feedback: bool = False
+
+
+class Cast:
+    """Casts the values of `count` places, the same ones in every call.
+
+    Parameters
+    ----------
+    wire : Wire
+        What to cast to.
+    count : int
+        Number of places.
+    """
+
+    def __init__(self, wire: Wire, count: int) -> None:
+        self.dtype = wire.dtype
+        # what was rounded off and not yet sent, for each place
+        self._lost = np.zeros(count, np.float32) if wire.error_feedback else None
+        self._scratch = np.empty((2, min(count, _PIECE)), np.uint32) if wire.dtype == _FLOAT16 else None
+
+    def contribute(self, values: Array, sent: Array, first: int) -> None:
+        """Round float32 `values` for the places from `first` on, together with what was lost there, into `sent`."""
+        if self._lost is None:
+            self._narrow(values, sent)
+            return
+        lost = self._lost[first : first + values.size]
+        np.add(lost, values, out=lost)
+        self._narrow(lost, sent)
+        _keep_remainder(lost, sent)
+
+    def publish(self, total: Array, sent: Array, first: int) -> None:
+        """Round sums over all ranks into `sent`; this rank makes up for what is lost. Changes `total`."""
+        self._narrow(total, sent)
+        if self._lost is not None:
+            _keep_remainder(total, sent)
+            lost = self._lost[first : first + total.size]
+            np.add(lost, total, out=lost)
+
+    def widen(self, sent: Array, values: Array) -> None:
+        """Write what was sent to float32 `values`."""
+        for start in range(0, sent.size, _PIECE):
+            piece, target = sent[start : start + _PIECE], values[start : start + _PIECE]
+            # infinity and NaN come out as 65536 and more
+            if self._scratch is None or piece.size < _LEAST or not _widen_float16(piece, target):
+                np.copyto(target, piece)
+
+    def _narrow(self, values: Array, sent: Array) -> None:
+        for start in range(0, values.size, _PIECE):
+            piece, target = values[start : start + _PIECE], sent[start : start + _PIECE]
+            if self._scratch is not None and piece.size >= _LEAST and _is_below(piece, _OVERFLOW):
+                _narrow_float16(piece, target, self._scratch[:, : piece.size])
+            else:
+                with np.errstate(over="ignore", invalid="ignore"):
+                    np.copyto(target, piece, casting="unsafe")
+
+
+def _keep_remainder(wide: Array, sent: Array) -> None:
+    """Subtract from `wide` what was sent; an overflow or NaN leaves nothing to make up for."""
+    with np.errstate(invalid="ignore"):
+        np.subtract(wide, sent, out=wide)
+    # one pass and no memory where all is well: infinity and NaN spread to the sum
+    if not np.isfinite(wide.sum()):
+        np.copyto(wide, 0, where=~np.isfinite(wide))
+
+
+def _is_below(values: Array, limit: np.float32) -> bool:
+    """Return whether all values are numbers of less than the limit's size."""
+    return bool(values.min() > -limit and values.max() < limit)
+
+
+def _narrow_float16(values: Array, sent: Array, scratch: Array) -> None:
+    """Round numbers by adding a power of two, of which the last bit is worth what the last one of float16 is to be.
+
+    With e the exponent of a value, at least that of the smallest normal float16, 2**(e + 13) has a last bit of 2**(e - 10).
+    """
+    bits, power, digits = values.view(np.uint32), scratch[0], scratch[1]
+    np.bitwise_and(bits, np.uint32(0x7F800000), out=power)
+    np.maximum(power, np.uint32((127 - 14) << 23), out=power)
+    np.add(power, np.uint32(13 << 23), out=power)
+    rounded = digits.view(np.float32)
+    np.abs(values, out=rounded)
+    np.add(rounded, power.view(np.float32), out=rounded)
+    np.subtract(digits, power, out=digits)
+    # the leading 1 of a normal number is among the digits, and counts as one more in the exponent
+    np.right_shift(power, np.uint32(13), out=power)
+    np.subtract(power, np.uint32((127 - 14 + 13) << 10), out=power)
+    np.add(digits, power, out=digits)
+    np.right_shift(bits, np.uint32(16), out=power)
+    np.bitwise_and(power, np.uint32(0x8000), out=power)
+    np.bitwise_or(digits, power, out=digits)
+    np.copyto(sent.view(np.uint16), digits, casting="unsafe")
+
+
+def _widen_float16(sent: Array, values: Array) -> bool:
+    """Put sign, exponent and digits where float32 has them, and make up for the other bias; return whether all are numbers."""
+    bits = values.view(np.int32)
+    np.copyto(bits, sent.view(np.int16))
+    np.left_shift(bits, np.int32(13), out=bits)
+    np.bitwise_and(bits, np.int32(0x8FFFE000 - (1 << 32)), out=bits)
+    np.multiply(values, np.float32(2.0**112), out=values)
+    return _is_below(values, _OVERFLOW)
