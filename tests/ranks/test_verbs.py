@@ -261,10 +261,12 @@ def test_a_wire_dtype_rounds_between_nodes_and_nowhere_else(ops, world, wire, al
 
 
 @pytest.mark.parametrize("algorithm", ["hierarchical", "pipelined"])
-def test_error_feedback_makes_up_for_what_casts_have_lost(ops, world, algorithm):
+def test_error_feedback_makes_up_for_what_casts_have_lost(comm, world, algorithm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "2KiB")
     if world.size == 1 and algorithm == "pipelined":
         pytest.skip("pipelined declines one rank")
-    count, calls = 700_001, 12  # several chunks, which take the slots in turn
+    ops = HierarchicalCollectives(Hierarchy(comm, world))
+    count, calls = 3001, 8  # several chunks, which take the slots in turn
     given = np.random.default_rng(3).normal(size=(world.size, count)).astype(np.float32)
     exact = given.astype(np.float64).sum(0)
     scale = np.abs(given).sum(0) * 1.01 + 1e-3
@@ -276,12 +278,13 @@ def test_error_feedback_makes_up_for_what_casts_have_lost(ops, world, algorithm)
             [result] = ops.all_reduce(SUM, [given[ops.rank]], options)
             total += result
         errors[feedback] = np.abs(total - calls * exact) / scale
-        same_everywhere = ops.all_gather(result[None, ::1000])
+        same_everywhere = ops.all_gather(result[None])
         assert (same_everywhere == same_everywhere[0]).all()
     # each replica holds back one rounding of what it sends, and one of the results that it owns
     assert errors[True].max() <= 3 * ROUNDOFF["bfloat16"]
     if world.num_nodes > 1:
-        assert errors[True].max() < errors[False].max() / 3, "casts lose the same in every call unless it is made up for"
+        assert errors[True].max() < errors[False].max() / 2, "casts lose the same in every call unless it is made up for"
+    ops.close()
 
 
 def test_options_of_one_call_leave_the_next_alone(ops, world):
