@@ -11,7 +11,7 @@ from tests.benchmarks.session import Session
 __all__ = ["EXPERIMENTS", "Experiment", "find"]
 
 # In the order of `all`. One row here, one module, one page of docs/benchmarks with its name.
-EXPERIMENTS = ("large_messages", "small_messages", "choosing")
+EXPERIMENTS = ("large_messages", "small_messages", "choosing", "overlap")
 
 
 class Experiment(Protocol):
