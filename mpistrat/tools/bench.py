@@ -1,8 +1,7 @@
 """mpistrat bench: collectives measured against bare MPI in the same run, each result checked before it is timed.
 
-The two are timed in blocks that take turns, each warmed up first: a program calls one of them again and again, and finds in
-the cache what its own last call left there. Bandwidths as in nccl-tests: algorithm bandwidth is bytes / time, bus bandwidth
-is that times 2 (n - 1) / n for n ranks.
+The two take turns: see `turns`. Bandwidths as in nccl-tests: algorithm bandwidth is bytes / time, bus bandwidth is that times
+2 (n - 1) / n for n ranks.
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ import argparse
 import json
 import os
 import platform
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -25,24 +22,20 @@ from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.arrays import Array
 from mpistrat.cross_device.hierarchical import HierarchicalCollectives
 from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.errors import CollectiveError, InvalidArgumentError, LaunchError
+from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes
+from mpistrat.tools.compare import COMPARED_BYTES, compare
+from mpistrat.tools.turns import check_sum, take_turns
 from mpistrat.topology.discover import discover
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 __all__ = ["Row", "add_arguments", "execute", "measure"]
 
 ALGORITHMS = ("auto", *PLANNERS, "mpi")
 ITEM_BYTES = 4
-BUDGET_SECONDS = 1.0
-MIN_BLOCKS, MAX_BLOCKS = 3, 20
-MIN_ROUNDS, MAX_ROUNDS = 3, 20  # in a block; a third as many come first, untimed
 
 
 @dataclass(frozen=True)
@@ -86,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-bytes", default="64MiB", metavar="SIZE", help="largest array (default: 64MiB)")
     parser.add_argument("--step-factor", type=int, default=4, metavar="N", help="each size is so many times the one before")
     parser.add_argument("--algorithm", default="auto", choices=ALGORITHMS, help="default: auto; mpi: bare MPI")
+    parser.add_argument("--compare", action="store_true", help="all algorithms and MPI at a few sizes, beside what is possible")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the bandwidths to FILE (needs matplotlib)")
 
@@ -100,26 +94,16 @@ def execute(arguments: argparse.Namespace) -> int:
     LaunchError
         If there is no MPI, or no matplotlib for a plot.
     """
-    sizes = _sizes(arguments)
+    sizes = _compared_sizes(arguments) if arguments.compare else _sizes(arguments)
     _check_files(arguments)
     comm = start()
     ops = HierarchicalCollectives(Hierarchy(comm, discover(comm)))
-    chief = ops.rank == 0
-    if chief:
-        print(f"all_reduce of float32, SUM, {ops.world}, {_mpi_version()}")
-        print(f"{'size':>10}  {'plan':<12}  {'time':>12}  {'MPI':>12}  {'alg GB/s':>9}  {'bus GB/s':>9}  {'x MPI':>6}")
-    rows = []
-    for nbytes in sizes:
-        row = measure(ops, nbytes, arguments.algorithm)
-        rows.append(row)
-        if chief:
-            times = f"{row.seconds * 1e6:9.1f} µs  {row.mpi_seconds * 1e6:9.1f} µs"
-            rates = f"{row.algorithm_gbs:9.3f}  {row.bus_gbs:9.3f}  {row.ratio:6.2f}"
-            print(f"{format_bytes(row.nbytes):>10}  {row.plan:<12}  {times}  {rates}", flush=True)
-    if chief and arguments.json:
-        _write_json(arguments.json, ops, rows)
-    if chief and arguments.plot:
-        _write_plot(arguments.plot, ops, rows)
+    if ops.rank == 0:
+        print(f"all_reduce of float32, SUM, {ops.world}, {_mpi_version()}", flush=True)
+    if arguments.compare:
+        _compare(arguments, ops, sizes)
+    else:
+        _tabulate(arguments, ops, sizes)
     ops.close()
     return 0
 
@@ -138,22 +122,36 @@ def measure(ops: HierarchicalCollectives, nbytes: int, algorithm: str) -> Row:
     ours, plan = _ours(ops, source, target, algorithm)
     contenders: list[Callable[[], object]] = [ours, lambda: comm.Allreduce(source, target)]
     for run in contenders:
-        _check(comm, run, target)
-    blocks, rounds = _fit(comm, contenders)
-    times = np.empty((blocks * rounds, len(contenders)))
-    for block in range(blocks):
-        for index, run in enumerate(contenders):
-            for turn in range(-(rounds // 3), rounds):
-                comm.Barrier()
-                started = time.perf_counter()
-                run()
-                if turn >= 0:
-                    times[block * rounds + turn, index] = time.perf_counter() - started
-    slowest = _slowest(comm, times)
-    seconds, mpi_seconds = statistics.median(slowest[:, 0]), statistics.median(slowest[:, 1])
+        check_sum(comm, run, target)
+    (seconds, mpi_seconds), rounds = take_turns(comm, contenders)
     algorithm_gbs = nbytes / seconds / 1e9
     bus_gbs = algorithm_gbs * 2 * (ops.size - 1) / ops.size
-    return Row(nbytes, plan, seconds, mpi_seconds, algorithm_gbs, bus_gbs, mpi_seconds / seconds, blocks * rounds)
+    return Row(nbytes, plan, seconds, mpi_seconds, algorithm_gbs, bus_gbs, mpi_seconds / seconds, rounds)
+
+
+def _compare(arguments: argparse.Namespace, ops: HierarchicalCollectives, sizes: list[int]) -> None:
+    comparison = compare(ops, sizes)
+    if ops.rank == 0:
+        print(comparison.text())
+        if arguments.json:
+            _write_json(arguments.json, ops, asdict(comparison))
+
+
+def _tabulate(arguments: argparse.Namespace, ops: HierarchicalCollectives, sizes: list[int]) -> None:
+    chief, rows = ops.rank == 0, []
+    if chief:
+        print(f"{'size':>10}  {'plan':<12}  {'time':>12}  {'MPI':>12}  {'alg GB/s':>9}  {'bus GB/s':>9}  {'x MPI':>6}")
+    for nbytes in sizes:
+        row = measure(ops, nbytes, arguments.algorithm)
+        rows.append(row)
+        if chief:
+            times = f"{row.seconds * 1e6:9.1f} µs  {row.mpi_seconds * 1e6:9.1f} µs"
+            rates = f"{row.algorithm_gbs:9.3f}  {row.bus_gbs:9.3f}  {row.ratio:6.2f}"
+            print(f"{format_bytes(row.nbytes):>10}  {row.plan:<12}  {times}  {rates}", flush=True)
+    if chief and arguments.json:
+        _write_json(arguments.json, ops, {"rows": [asdict(row) for row in rows]})
+    if chief and arguments.plot:
+        _write_plot(arguments.plot, ops, rows)
 
 
 def _ours(ops: HierarchicalCollectives, source: Array, target: Array, algorithm: str) -> tuple[Callable[[], object], str]:
@@ -179,6 +177,21 @@ def _sizes(arguments: argparse.Namespace) -> list[int]:
     sizes = [first]
     while sizes[-1] * arguments.step_factor <= last:
         sizes.append(sizes[-1] * arguments.step_factor)
+    return sizes
+
+
+def _compared_sizes(arguments: argparse.Namespace) -> list[int]:
+    """Return the sizes that are compared, between the least and the most that were asked for."""
+    if arguments.algorithm != "auto" or arguments.plot:
+        raise InvalidArgumentError("--compare measures every algorithm, and draws nothing: leave out --algorithm and --plot")
+    every = _sizes(arguments)
+    last = parse_bytes(arguments.max_bytes)
+    sizes = [nbytes for nbytes in COMPARED_BYTES if every[0] <= nbytes <= last]
+    if not sizes:
+        known = ", ".join(format_bytes(nbytes) for nbytes in COMPARED_BYTES)
+        raise InvalidArgumentError(
+            f"--compare has no size between {arguments.min_bytes} and {arguments.max_bytes}; it has {known}"
+        )
     return sizes
 
 
@@ -212,45 +225,13 @@ def _check_plot(path: Path) -> None:
         raise InvalidArgumentError(f"--plot {path} is of no kind that can be drawn; accepted are names with {', '.join(known)}")
 
 
-def _check(comm: MPI.Intracomm, run: Callable[[], object], target: Array) -> None:
-    """Run once on a poisoned target and compare with the exact sum, on all ranks together."""
-    from mpi4py import MPI
-
-    target.fill(np.nan)
-    run()
-    expected = comm.Get_size() * (comm.Get_size() + 1) // 2
-    if not comm.allreduce(bool((target == expected).all()), MPI.LAND):
-        raise CollectiveError(f"a wrong sum of {target.nbytes} bytes: not every element is {expected} on every rank")
-
-
-def _fit(comm: MPI.Intracomm, contenders: list[Callable[[], object]]) -> tuple[int, int]:
-    """Return how many blocks, of how many rounds, fit the budget; the same on all ranks."""
-    from mpi4py import MPI
-
-    started = time.perf_counter()
-    for run in contenders:
-        run()
-    spent: float = comm.allreduce(time.perf_counter() - started, MPI.MAX)
-    affordable = BUDGET_SECONDS / spent
-    rounds = int(min(max(affordable / MIN_BLOCKS, MIN_ROUNDS), MAX_ROUNDS))
-    return int(min(max(affordable / rounds, MIN_BLOCKS), MAX_BLOCKS)), rounds
-
-
-def _slowest(comm: MPI.Intracomm, times: Array) -> Array:
-    from mpi4py import MPI
-
-    slowest = np.empty_like(times)
-    comm.Allreduce(times, slowest, MPI.MAX)
-    return slowest
-
-
 def _mpi_version() -> str:
     from mpi4py import MPI
 
     return str(MPI.Get_library_version()).split("\n")[0].split(",")[0].strip("\0 ")
 
 
-def _write_json(path: Path, ops: HierarchicalCollectives, rows: list[Row]) -> None:
+def _write_json(path: Path, ops: HierarchicalCollectives, figures: dict[str, Any]) -> None:
     document = {
         "collective": "all_reduce",
         "dtype": "float32",
@@ -259,7 +240,7 @@ def _write_json(path: Path, ops: HierarchicalCollectives, rows: list[Row]) -> No
         "python": platform.python_version(),
         "world": ops.world.shape,
         "ranks": ops.size,
-        "rows": [asdict(row) for row in rows],
+        **figures,
     }
     path.write_text(json.dumps(document, indent=1) + "\n")
 

@@ -1,0 +1,99 @@
+"""Calls that take turns: each is checked, then timed in blocks that alternate, so that a drift of the machine favours none.
+
+A block begins with untimed calls: a program calls one of them again and again, and finds in the cache what its own last call
+left there.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["MAX_BLOCKS", "MAX_ROUNDS", "MIN_BLOCKS", "MIN_ROUNDS", "check_sum", "take_turns"]
+
+BUDGET_SECONDS = 1.0
+MIN_BLOCKS, MAX_BLOCKS = 3, 20
+MIN_ROUNDS, MAX_ROUNDS = 3, 20  # in a block; a third as many come first, untimed
+
+
+def check_sum(comm: MPI.Intracomm, run: Callable[[], object], target: Array) -> None:
+    """Run once on a poisoned target and compare with the exact sum of the ranks, counted from 1. A collective call.
+
+    Raises
+    ------
+    CollectiveError
+        On every rank, if an element is wrong on any.
+    """
+    from mpi4py import MPI
+
+    target.fill(np.nan)
+    run()
+    expected = comm.Get_size() * (comm.Get_size() + 1) // 2
+    if not comm.allreduce(bool((target == expected).all()), MPI.LAND):
+        raise CollectiveError(f"a wrong sum of {target.nbytes} bytes: not every element is {expected} on every rank")
+
+
+def take_turns(
+    comm: MPI.Intracomm, contenders: Sequence[Callable[[], object]], min_rounds: int = MIN_ROUNDS
+) -> tuple[list[float], int]:
+    """Time calls, each of which has run before. A collective call.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        The ranks that make the calls.
+    contenders : sequence of callable
+        Each a collective call.
+    min_rounds : int
+        In a block, however long they take; of less than 3 none is untimed.
+
+    Returns
+    -------
+    list of float
+        For each, the median over all rounds of the slowest rank's time in seconds; the same on all ranks.
+    int
+        How many rounds were timed.
+    """
+    blocks, rounds = _fit(comm, contenders, min_rounds)
+    times = np.empty((blocks * rounds, len(contenders)))
+    for block in range(blocks):
+        for index, run in enumerate(contenders):
+            for turn in range(-(rounds // 3), rounds):
+                comm.Barrier()
+                started = time.perf_counter()
+                run()
+                if turn >= 0:
+                    times[block * rounds + turn, index] = time.perf_counter() - started
+    slowest = _slowest(comm, times)
+    return [statistics.median(column) for column in slowest.T], blocks * rounds
+
+
+def _fit(comm: MPI.Intracomm, contenders: Sequence[Callable[[], object]], min_rounds: int) -> tuple[int, int]:
+    """Return how many blocks, of how many rounds, fit the budget; the same on all ranks."""
+    from mpi4py import MPI
+
+    started = time.perf_counter()
+    for run in contenders:
+        run()
+    spent: float = comm.allreduce(time.perf_counter() - started, MPI.MAX)
+    affordable = BUDGET_SECONDS / spent
+    rounds = int(min(max(affordable / MIN_BLOCKS, min_rounds), MAX_ROUNDS))
+    return int(min(max(affordable / rounds, MIN_BLOCKS), MAX_BLOCKS)), rounds
+
+
+def _slowest(comm: MPI.Intracomm, times: Array) -> Array:
+    from mpi4py import MPI
+
+    slowest = np.empty_like(times)
+    comm.Allreduce(times, slowest, MPI.MAX)
+    return slowest
