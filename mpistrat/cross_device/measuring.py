@@ -29,8 +29,9 @@ __all__ = ["MAX_BYTES", "measure"]
 
 MAX_BYTES = 2**24
 _MIN_BYTES, _STEP_FACTOR = 16, 4
-_PASSES, _PASS_SECONDS = 3, 0.12  # over all sizes, so that a drift of the machine favours none; and what one size may take
-_MIN_ROUNDS, _MAX_ROUNDS = 3, 30
+_MIN_PASSES, _MAX_PASSES = 3, 8  # over all sizes, so that a drift of the machine favours none
+_PASS_SECONDS, _ENOUGH_SECONDS = 0.06, 0.5  # of one size: what a pass takes, about, and after what there is no other
+_MIN_ROUNDS, _MAX_ROUNDS = 2, 30
 _HOPELESS = 1.5  # times the fastest: tried once, and not again
 
 Times = dict[str, float]
@@ -108,6 +109,11 @@ class _Race:
             return
         self.tried[name] = self._slowest(name, 1)[0]
 
+    @property
+    def seconds(self) -> float:
+        """What all rounds have taken so far, the same on all ranks."""
+        return sum(map(sum, self.samples.values()))
+
     def run(self) -> None:
         """Take one pass. A collective call."""
         for name, sample in self.samples.items():
@@ -144,9 +150,10 @@ def _race_at(
     report: Callable[[int, Times], None] | None,
 ) -> dict[int, Times]:
     races = {num_bytes: _Race(comm, world, collectives, num_bytes) for num_bytes in sizes}
-    for _ in range(_PASSES):
+    for count in range(_MAX_PASSES):
         for race in races.values():
-            race.run()
+            if count < _MIN_PASSES or race.seconds < _ENOUGH_SECONDS:
+                race.run()
     found = {num_bytes: race.times() for num_bytes, race in races.items()}
     for num_bytes, times in found.items():
         if report is not None:

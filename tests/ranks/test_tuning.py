@@ -15,6 +15,7 @@ from mpistrat.cross_device.tuning_file import shared_model, tuning_path, write
 from mpistrat.errors import Unsuitable
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
+from mpistrat.topology.world import World
 from tests.launches import needs_ranks
 
 FLOAT = np.dtype(np.float32)
@@ -23,7 +24,8 @@ FLOAT = np.dtype(np.float32)
 @pytest.fixture(autouse=True)
 def in_haste(monkeypatch):
     """Let what is measured here take no longer than it must."""
-    monkeypatch.setattr("mpistrat.cross_device.measuring._PASS_SECONDS", 0.0)
+    for name in ("_PASS_SECONDS", "_ENOUGH_SECONDS"):
+        monkeypatch.setattr(f"mpistrat.cross_device.measuring.{name}", 0.0)
 
 
 @pytest.fixture
@@ -32,6 +34,14 @@ def kept(comm, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path) if comm.Get_rank() == 0 else "/nowhere")
     monkeypatch.setenv("MPISTRAT_TUNING", "auto")
     return tmp_path / "mpistrat"
+
+
+@pytest.fixture
+def hierarchy(comm):
+    """Give groups of one shape: what is found in files does not hang on it."""
+    groups = Hierarchy(comm, World.from_shape(f"1x{comm.size}"))
+    yield groups
+    groups.close()
 
 
 def suitable(world):
