@@ -49,10 +49,10 @@ class CommunicationOptions:
         Not in TensorFlow.
     deterministic : bool
         Combine in the order of the replicas, so that the bits of the result depend on the values alone: not on the nodes, on
-        packs, or on `algorithm`, which does not apply. Every replica exchanges a part of each array with every other one, which
+        packs, or on `algorithm`, which does not apply. On one node each replica folds what all have put into shared memory;
+        on several every replica exchanges a part of each array with every other one, which
         costs ``2 (n - 1)`` messages per replica and, between nodes, up to as many times the bytes of ``hierarchical`` as a node
         has replicas. Excludes `wire_dtype`. Not in TensorFlow.
-
     error_feedback : bool
         With `wire_dtype`: what the casts of one call lose is added to what the next call sends, so that sums over many calls,
         such as those of an optimiser, stay as close as with float32. It is kept for each bucket of arrays, so give calls whose

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from mpistrat import settings
-from mpistrat.algorithms import flat
+from mpistrat.algorithms import flat, pipelined
 from mpistrat.algorithms.choose import Choice, choose
 from mpistrat.algorithms.cost import DEFAULT, CostModel
-from mpistrat.algorithms.plan import Plan, Scope
+from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
 from mpistrat.cross_device.explanation import Explanation, Pack
 from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
@@ -140,10 +140,18 @@ class RecipeBook:
 
     def _choice(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions, wire: Wire | None) -> Choice:
         if options.deterministic:
-            plan = replace(flat.plan(self._world, count, dtype.itemsize), in_order=True)
-            return Choice(plan, "deterministic=True adds in the order of the replicas", ())
+            return Choice(
+                self._plan_in_order(count, dtype.itemsize), "deterministic=True adds in the order of the replicas", ()
+            )
         wire_itemsize = wire.dtype.itemsize if wire else 0
         return choose(self._world, count, dtype.itemsize, options.algorithm, self._chunk_bytes, self.model, wire_itemsize)
+
+    def _plan_in_order(self, count: int, itemsize: int) -> Plan:
+        """Return a plan that adds in the order of the replicas: in the window of one node, or by exchange between all."""
+        if self._world.num_nodes > 1 or self._executor.intra.name != "shared_memory":
+            return replace(flat.plan(self._world, count, itemsize), in_order=True)
+        phases = (Phase(Verb.ALL_REDUCE, Scope.INTRA),)  # whoever copies the result out folds what all have put there
+        return replace(pipelined.plan(self._world, count, itemsize, self._chunk_bytes), phases=phases, in_order=True)
 
 
 def _wire(op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> Wire | None:
