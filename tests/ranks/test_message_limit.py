@@ -21,6 +21,7 @@ def limited(request, comm, world, monkeypatch):
     """Give collectives that were made under the limit, through shared memory and without."""
     monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", str(LIMIT_BYTES))
     monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", request.param)
+    monkeypatch.setattr("mpistrat.execution.executor.RING_FROM_BYTES", LIMIT_BYTES)
     # messages that are bound, not those of calls whose arrays go straight to MPI
     monkeypatch.setattr("mpistrat.transports.mpi._message", checked(mpi._message))
     monkeypatch.setattr(mpi_ring._Ring, "_message", checked(mpi_ring._Ring._message))
