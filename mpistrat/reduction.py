@@ -52,8 +52,9 @@ class ReduceOp(Enum):
         """
         if isinstance(op, cls):
             return op
-        if isinstance(op, str) and op.upper() in cls.__members__:
-            return cls[op.upper()]
+        member = _MEMBERS.get(op.upper()) if isinstance(op, str) else None
+        if member is not None:
+            return member
         accepted = ", ".join(member.name for member in cls)
         if not isinstance(op, str):
             raise TypeError(f"reduce_op must be a ReduceOp or a str, one of {accepted}; got {op!r}")
@@ -72,6 +73,9 @@ class ReduceOp(Enum):
         if name not in ("SUM", "MEAN"):
             raise InvalidArgumentError(f"only VariableAggregation.SUM and MEAN stand for a reduce_op; got {aggregation!r}")
         return cls[name]
+
+
+_MEMBERS = dict(ReduceOp.__members__)
 
 
 def check_dtype(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None:

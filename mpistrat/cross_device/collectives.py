@@ -80,6 +80,13 @@ class Collectives(ABC):
             `out`, or new arrays; never the arrays that came in.
         """
 
+    def all_reduce_again(self, op: ReduceOp, arrays: Sequence[Array]) -> list[Array] | None:
+        """Do what `all_reduce` does if arrays like these have a short way already; else do nothing, and return None.
+
+        A collective call. It is for callers that can spare looking at the arrays where these collectives have seen their like.
+        """
+        return None
+
     @abstractmethod
     def start_all_reduce(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from mpistrat.cross_device.gate import Call
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.cross_device.recipe import Recipe, run_recipe
 from mpistrat.cross_device.recipe_book import RECIPES_KEPT, RecipeBook
-from mpistrat.cross_device.small_batch import SMALL_BATCH_BYTES, SmallBatch
+from mpistrat.cross_device.small_batch import SMALL_BATCH_BYTES, OneArray, SmallBatch
 from mpistrat.cross_device.tuning_file import shared_model
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.executor import Executor
@@ -41,6 +42,8 @@ __all__ = ["HierarchicalCollectives"]
 
 # what is started up to here goes through calls of MPI that block, and keep the program's core while a rank is late
 MEET_UP_TO_BYTES = 1 << 20
+
+_LIKENESS = attrgetter("shape", "dtype")  # what arrays that take one way have in common
 
 
 class HierarchicalCollectives(ExchangeVerbs):
@@ -73,10 +76,9 @@ class HierarchicalCollectives(ExchangeVerbs):
     ) -> None:
         # one small array by MPI's own all-reduce is the commonest call: where ranks share cores each line of ours counts
         self._allreduce = hierarchy.world_group.comm.Allreduce
-        self._direct: dict[tuple[str, int, int], MPI.Op] = {}
         # the arrays of the last such call with `out`: what was checked once holds as long as they are the same objects
         self._last: tuple[Array, Array, ReduceOp, MPI.Op] | None = None
-        self._small: dict[tuple[Any, ...], SmallBatch] = {}
+        self._quick: dict[tuple[Any, ...], OneArray | SmallBatch] = {}
         self.num_packs = num_packs
         super().__init__(hierarchy, options)
         self._executor = Executor(hierarchy)
@@ -95,7 +97,7 @@ class HierarchicalCollectives(ExchangeVerbs):
         if num_packs is not None and num_packs < 0:
             raise InvalidArgumentError(f"num_packs must be None, 0 (each array by itself) or positive; got {num_packs}")
         self._num_packs = num_packs
-        self._forget_direct()
+        self._forget_quick()
 
     @property
     def model(self) -> CostModel:
@@ -120,28 +122,21 @@ class HierarchicalCollectives(ExchangeVerbs):
         DeadlineExceededError
             If the options have a deadline and it passes.
         """
-        if len(arrays) == 1 and options is None and not self.timeline.enabled and not self._gate.refusal:
-            source, last = arrays[0], self._last
-            if out and last is not None and source is last[0] and out[0] is last[1] and op is last[2] and len(out) == 1:
-                self.num_collectives += 1
-                self._allreduce(source, last[1], last[3])
-                return [last[1]]
-            native = self._direct.get((op._value_, source.size, source.dtype.num))
-            fits = out is None or (len(out) == 1 and is_fit(out[0], source))
-            if native is not None and source.flags.c_contiguous and source.dtype.isnative and fits:
-                self.num_collectives += 1
-                target = np.empty(source.shape, source.dtype) if out is None else out[0]
-                self._allreduce(source, target, native)
-                self._last = None if out is None else (source, target, op, native)
-                return [target]
-        if self._small and options is None and out is None and not self.timeline.enabled and not self._gate.refusal:
-            batch = self._small.get(_signature(op, arrays))
-            if batch is not None:
-                self.num_collectives += 1
-                return batch.run(arrays)
+        if options is None:
+            results = self.all_reduce_again(op, arrays) if out is None else self._again_into(op, arrays, out)
+            if results is not None:
+                return results
         call, steps, results = self._begin(op, arrays, options, out)
         self._gate.run(call, steps)
         return results
+
+    def all_reduce_again(self, op: ReduceOp, arrays: Sequence[Array]) -> list[Array] | None:
+        """Combine arrays like earlier ones that took one call of MPI: see `Collectives.all_reduce_again`. A collective call."""
+        quick = self._quick.get((op._value_, *map(_LIKENESS, arrays)))
+        if quick is None or self.timeline.enabled or self._gate.refusal:
+            return None
+        self.num_collectives += 1
+        return quick.run(arrays)
 
     def start_all_reduce(
         self,
@@ -206,7 +201,7 @@ class HierarchicalCollectives(ExchangeVerbs):
 
         Where a collective has failed, here or on a peer, nothing is freed and nobody waited for: others may still use it.
         """
-        self._forget_direct()
+        self._forget_quick()
         self._gate.settle()
         if self._gate.is_broken():
             return
@@ -253,24 +248,37 @@ class HierarchicalCollectives(ExchangeVerbs):
         self._gate.run(call, run_recipe(self._recipes.find(op, arrays, call.options, num_packs), arrays, results))
         return results
 
+    def _again_into(self, op: ReduceOp, arrays: Sequence[Array], out: Sequence[Array]) -> list[Array] | None:
+        """Do what `all_reduce_again` does for one array, which is not to be divided, into memory of the caller."""
+        if len(arrays) != 1 or len(out) != 1 or op is ReduceOp.MEAN or self.timeline.enabled or self._gate.refusal:
+            return None
+        source, target, last = arrays[0], out[0], self._last
+        if last is None or source is not last[0] or target is not last[1] or op is not last[2]:
+            quick = self._quick.get((op._value_, (source.shape, source.dtype)))
+            if not isinstance(quick, OneArray) or not source.flags.c_contiguous or not is_fit(target, source):
+                return None
+            self._last = last = (source, target, op, quick.native)
+        self.num_collectives += 1
+        self._allreduce(source, target, last[3])
+        return [target]
+
     def _remember(self, op: ReduceOp, arrays: Sequence[Array], recipe: Recipe) -> None:
         """Note how arrays like these go straight through MPI, where one call of it is all there is to do."""
         nbytes = sum(array.nbytes for array in arrays)
         if len(recipe) > 1 or not 0 < nbytes <= settings.MAX_MESSAGE_BYTES.read() or not recipe[0].bound.flat_count:
             return
-        if len(self._direct) + len(self._small) >= RECIPES_KEPT:
-            self._forget_direct()
+        if len(self._quick) >= RECIPES_KEPT:
+            self._forget_quick()
+        signature = (op._value_, *map(_LIKENESS, arrays))
         dtype = accumulation_dtype(op, arrays[0].dtype)
         native = self._bytes.native_op(op, dtype)
-        if len(arrays) == 1 and op is not ReduceOp.MEAN and dtype == arrays[0].dtype:
-            self._direct[op._value_, arrays[0].size, dtype.num] = native
+        if len(arrays) == 1 and dtype == arrays[0].dtype:
+            self._quick[signature] = OneArray(op, self.size, native, self._allreduce)
         elif nbytes <= SMALL_BATCH_BYTES and len({array.dtype for array in arrays}) == 1:
-            batch = SmallBatch(op, arrays, recipe[0], self.size, native, self._allreduce)
-            self._small[_signature(op, arrays)] = batch
+            self._quick[signature] = SmallBatch(op, arrays, recipe[0], self.size, native, self._allreduce)
 
-    def _forget_direct(self) -> None:
-        self._direct.clear()
-        self._small.clear()
+    def _forget_quick(self) -> None:
+        self._quick.clear()
         self._last = None
 
     def _arguments(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> str:
@@ -287,7 +295,3 @@ class HierarchicalCollectives(ExchangeVerbs):
 
 def _described(arrays: Sequence[Array]) -> str:
     return ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
-
-
-def _signature(op: ReduceOp, arrays: Sequence[Array]) -> tuple[Any, ...]:
-    return (op, *[(array.shape, array.dtype) for array in arrays])
