@@ -84,16 +84,15 @@ class SmallBatch:
         self._sent_dtype = accumulation_dtype(op, self._dtype)
         self._divisor = num_replicas if op is ReduceOp.MEAN else 1
         self._native, self._allreduce = native, allreduce
-        self._count = bucket.bound.flat_count
-        self._padding = bytes((self._count - sum(array.size for array in arrays)) * self._dtype.itemsize)
+        self._padding = bytes((bucket.bound.flat_count - sum(array.size for array in arrays)) * self._dtype.itemsize)
         self._record = _record([array.shape for array in arrays], self._dtype)
         self._scalars = [index for index, array in enumerate(arrays) if not array.ndim]
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
         """Return the arrays combined: views of one new array, apart from each other. A collective call."""
-        given = np.frombuffer(_joined(arrays[::-1], self._padding), self._dtype)
-        total = np.empty(self._count, self._sent_dtype)
-        self._allreduce(given.astype(self._sent_dtype, copy=False), total, self._native)
+        given = np.frombuffer(_joined(arrays[::-1], self._padding), self._dtype).astype(self._sent_dtype, copy=False)
+        total = np.empty_like(given)
+        self._allreduce(given, total, self._native)
         if self._divisor > 1:
             divide(total, self._divisor, out=total)
         # the fields of a record come out as views, all in one call

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import optree
 import pytest
 
+import mpistrat
 from mpistrat.cross_device.hierarchical import HierarchicalCollectives
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.cross_device.small_batch import SMALL_BATCH_BYTES, SmallBatch
+from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.reduction import HALF_DTYPES, ReduceOp
+from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
 from mpistrat.testing.transport_cases import DTYPES, operations
 from tests.launches import needs_ranks
 
@@ -51,7 +54,7 @@ def test_the_short_way_gives_the_bits_of_the_long_one(ops, short_ways, op):
             first = ops.all_reduce(op, arrays)
             del short_ways[:]
             again = ops.all_reduce(op, arrays)
-            is_direct = len(arrays) == 1 and op is not ReduceOp.MEAN and dtype not in HALF_DTYPES
+            is_direct = len(arrays) == 1 and accumulation_dtype(op, dtype) == dtype
             assert short_ways == ([] if is_direct else [len(arrays)]), (op, dtype)
             for one, other, array in zip(first, again, arrays, strict=True):
                 assert (other.dtype, other.shape) == (array.dtype, array.shape)
@@ -97,3 +100,74 @@ def test_what_is_no_small_batch_goes_the_long_way(ops, short_ways, monkeypatch):
     for _ in range(3):
         assert all((result == ops.size).all() for result in ops.all_reduce(ReduceOp.SUM, [small, small]))
     assert short_ways == []
+
+
+ONE = np.arange(6.0)
+NESTS = [
+    *(ONE, [ONE], {"w": ONE, "b": np.array(2.0), "none": np.zeros((0, 3))}, (ONE, [ONE[:3]], {"w": ONE.reshape(3, 2)})),
+    *({"b": [ONE, ONE], "a": [ONE[::-1], ONE[::2]], "c": ONE}, [np.asfortranarray(ONE.reshape(2, 3)), ONE.reshape(2, 3).T]),
+    *([np.arange(3), ONE], [np.arange(3, dtype=np.int8)], {"z": {"w": ONE}, "a": {"b": ONE[:3], "a": ONE}}, [1.5, ONE]),
+    *([np.full(index % 3, float(index)) for index in range(40)], [ONE.view(np.recarray), ONE], {"y": None, "x": (ONE,)}),
+]
+
+
+def plain(array):
+    return array
+
+
+def strided(array):
+    return np.stack([array, array - 7], -1)[..., 0]
+
+
+def read_only(array):
+    array = np.array(array)
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize("layout", [plain, strided, read_only])
+@pytest.mark.parametrize("op", ["sum", "MEAN", ReduceOp.MAX])
+def test_nests_come_back_alike_however_often_they_are_reduced(monkeypatch, op, layout):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+
+    def step():
+        ctx = mpistrat.get_replica_context()
+        for nest in NESTS:
+            value = optree.tree_map(lambda leaf: layout(leaf + ctx.replica_id_in_sync_group), nest)
+            first, *others = [ctx.all_reduce(op, value) for _ in range(3)]
+            kept = repr(first)
+            for other in others:
+                assert repr(other) == kept  # keys in one order too
+                for leaf in optree.tree_leaves(other):
+                    if leaf.ndim:
+                        before = [id(each) for each in optree.tree_leaves(other) if np.shares_memory(each, leaf)]
+                        assert before == ([id(leaf)] if leaf.size else [])
+                    leaf[...] = -1
+            assert repr(first) == kept
+            for leaf, total in zip(optree.tree_leaves(nest), optree.tree_leaves(first), strict=True):
+                ranks = [np.asarray(leaf) + rank for rank in range(strategy.num_replicas_in_sync)]
+                expected = {"sum": np.sum, "MEAN": np.mean, ReduceOp.MAX: np.max}[op](ranks, axis=0)
+                assert np.array_equal(total, expected.astype(total.dtype)), (leaf, total)
+
+    strategy.run(step)
+    strategy.close()
+
+
+def test_what_looks_like_an_earlier_nest_is_looked_at(monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+
+    def step():
+        ctx = mpistrat.get_replica_context()
+        for _ in range(2):
+            for array in (np.arange(6.0), np.arange(6.0).reshape(2, 3), np.arange(6), np.arange(6, dtype=np.float32)):
+                for nest in ([array, array], {"w": array}, {"b": array, "a": array}, {"a": array, "b": array}):
+                    total = ctx.all_reduce("mean", nest)
+                    assert optree.tree_structure(total) == optree.tree_structure(nest)
+                    assert repr(total) == repr(nest)
+            with pytest.raises(UnsupportedDtypeError, match="byte order"):
+                ctx.all_reduce("mean", [np.arange(6.0), np.arange(6, dtype=">f8")])
+
+    strategy.run(step)
+    strategy.close()

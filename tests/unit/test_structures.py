@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import mpistrat
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.sparse import IndexedSlices
-from mpistrat.structures import flatten, leaf_names, map_leaves, rebuild
+from mpistrat.structures import flatten, flatten_arrays, leaf_names, map_leaves, rebuild
 from tests.other_arrays import SpeaksDlpack, StandardArray
 
 
@@ -21,15 +21,19 @@ class Pair(NamedTuple):
     bias: Any
 
 
+def nests_of(leaf: Any) -> Any:
+    return st.recursive(
+        leaf,
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3) | st.tuples(inner, inner)
+        ),
+        max_leaves=12,
+    )
+
+
 NEST = {"b": [1, (2, None)], "a": Pair(3, {"x": 4}), "c": []}
 
-nests = st.recursive(
-    st.integers() | st.none(),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3) | st.tuples(inner, inner)
-    ),
-    max_leaves=12,
-)
+nests = nests_of(st.integers() | st.none())
 
 
 def test_leaves_come_in_one_order_and_none_is_no_leaf() -> None:
@@ -46,6 +50,52 @@ def test_what_is_taken_apart_is_put_together(nest: Any) -> None:
     leaves, structure = flatten(nest)
     assert rebuild(structure, leaves) == nest
     assert len(leaf_names(nest)) == len(leaves)
+
+
+@given(nests_of(st.builds(lambda: np.zeros(2)) | st.none()), st.integers(0, 3))
+def test_nests_of_arrays_come_apart_alike_however_often(nest: Any, turn: int) -> None:
+    nest = reordered(nest, turn)
+    expected, structure = flatten(nest)
+    for _ in range(2):
+        found = flatten_arrays(nest)
+        if found is None:
+            continue
+        leaves, known = found
+        assert [id(leaf) for leaf in leaves] == [id(leaf) for leaf in expected]
+        assert known == structure
+        numbers = list(range(len(leaves)))
+        assert repr(rebuild(known, numbers)) == repr(rebuild(structure, numbers))  # keys in one order too
+
+
+def test_which_nests_of_arrays_are_known() -> None:
+    one = np.zeros(2)
+    levels = {"b": [one, one], "a": [one], "c": one}
+    for nest in (one, [one], (one, (one, one)), {"w": one, "b": one}, {"x": {"w": one}, "y": {"b": one, "a": one}}, levels):
+        found = flatten_arrays(nest)
+        assert found is not None
+        assert len(found[0]) == found[1].num_leaves
+    others = (
+        1.0,
+        None,
+        [one, 1.0],
+        [one, None],
+        Pair(one, one),
+        [np.float64(1)],
+        [one.view(np.recarray)],
+        [{"a": one}, [one]],
+        {},
+        [],
+    )
+    for nest in others:
+        assert flatten_arrays(nest) is None
+
+
+def reordered(nest: Any, turn: int) -> Any:
+    """Return a nest with the keys of its dicts in another order."""
+    if isinstance(nest, dict):
+        items = [(key, reordered(inner, turn)) for key, inner in nest.items()]
+        return dict(items[turn % len(items) :] + items[: turn % len(items)] if items else [])
+    return type(nest)(reordered(inner, turn) for inner in nest) if isinstance(nest, (list, tuple)) else nest
 
 
 def test_leaves_are_named_as_one_writes_them() -> None:
