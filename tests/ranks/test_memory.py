@@ -41,10 +41,11 @@ def test_the_workspace_is_at_most_twice_the_largest_pack(ops, world):
 
 
 @needs_ranks(2)
-def test_what_recipes_hold_of_their_own_is_told(ops):
+def test_what_recipes_hold_of_their_own_is_told(ops, world):
     reduce(ops, [50_000], deterministic=True)
     report = ops.memory_report()
-    assert 4 * 50_000 <= report.recipe_bytes <= 6 * 4 * 50_000
+    # beyond the node what arrives is kept until it can be added in order; inside it all is read where it lies
+    assert (report.recipe_bytes > 0) == (world.num_nodes > 1)
     assert report.num_recipes == 1
 
 
