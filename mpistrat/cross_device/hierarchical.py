@@ -75,9 +75,8 @@ class HierarchicalCollectives(ExchangeVerbs):
         model: CostModel | None = None,
     ) -> None:
         # one small array by MPI's own all-reduce is the commonest call: where ranks share cores each line of ours counts
-        self._allreduce = hierarchy.world_group.comm.Allreduce
         # the arrays of the last such call with `out`: what was checked once holds as long as they are the same objects
-        self._last: tuple[Array, Array, ReduceOp, MPI.Op] | None = None
+        self._last: tuple[Array, Array, ReduceOp, OneArray] | None = None
         self._quick: dict[tuple[Any, ...], OneArray | SmallBatch] = {}
         self.num_packs = num_packs
         super().__init__(hierarchy, options)
@@ -257,9 +256,9 @@ class HierarchicalCollectives(ExchangeVerbs):
             quick = self._quick.get((op._value_, (source.shape, source.dtype)))
             if not isinstance(quick, OneArray) or not source.flags.c_contiguous or not is_fit(target, source):
                 return None
-            self._last = last = (source, target, op, quick.native)
+            self._last = last = (source, target, op, quick)
         self.num_collectives += 1
-        self._allreduce(source, target, last[3])
+        last[3].allreduce(source, target, last[3].native)
         return [target]
 
     def _remember(self, op: ReduceOp, arrays: Sequence[Array], recipe: Recipe) -> None:
@@ -273,9 +272,10 @@ class HierarchicalCollectives(ExchangeVerbs):
         dtype = accumulation_dtype(op, arrays[0].dtype)
         native = self._bytes.native_op(op, dtype)
         if len(arrays) == 1 and dtype == arrays[0].dtype:
-            self._quick[signature] = OneArray(op, self.size, native, self._allreduce)
+            self._quick[signature] = OneArray(op, self.size, native, self._executor.world.call(nbytes))
         elif nbytes <= SMALL_BATCH_BYTES and len({array.dtype for array in arrays}) == 1:
-            self._quick[signature] = SmallBatch(op, arrays, recipe[0], self.size, native, self._allreduce)
+            allreduce = self._executor.world.call(recipe[0].bound.flat_count * dtype.itemsize)
+            self._quick[signature] = SmallBatch(op, arrays, recipe[0], self.size, native, allreduce)
 
     def _forget_quick(self) -> None:
         self._quick.clear()

@@ -42,14 +42,13 @@ class OneArray:
 
     def __init__(self, op: ReduceOp, num_replicas: int, native: MPI.Op, allreduce: Callable[..., None]) -> None:
         self._divisor = num_replicas if op is ReduceOp.MEAN else 1
-        self._allreduce = allreduce
-        self.native = native
+        self.allreduce, self.native = allreduce, native
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
         """Return the one array combined. A collective call."""
         source = arrays[0]
         target = np.empty(source.shape, source.dtype)
-        self._allreduce(np.ascontiguousarray(source), target, self.native)
+        self.allreduce(np.ascontiguousarray(source), target, self.native)
         if self._divisor > 1:
             divide(target, self._divisor, out=target)
         return [target]

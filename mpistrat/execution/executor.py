@@ -22,6 +22,7 @@ from mpistrat.transports.base import Operation, Steps, Transport
 from mpistrat.transports.exchange import EXCHANGE_BYTES, EXCHANGE_SLOT_BYTES, EXCHANGE_SLOTS
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.mpi_ring import MpiRingTransport
+from mpistrat.transports.mpi_world import WorldTransport
 from mpistrat.transports.ordered import Caster, ordered_all_reduce
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 
@@ -52,7 +53,7 @@ class Executor:
         self.timeline = Timeline()
         self.intra = _make(settings.INTRA_TRANSPORT.read(), ("shared_memory", "mpi"), hierarchy.intra)
         inter = settings.INTER_TRANSPORT.read()
-        self.world = MpiTransport(hierarchy.world_group)
+        self.world = WorldTransport(hierarchy)
         self.rails = {shard: _make(inter, ("mpi_ring", "mpi"), rail) for shard, rail in hierarchy.rails.items()}
         self._small_rails = {shard: MpiTransport(rail) for shard, rail in hierarchy.rails.items()}
         self._leaders = MpiTransport(hierarchy.leaders) if hierarchy.leaders else None
@@ -211,8 +212,9 @@ class Executor:
         raise refusal or TransportError("another node has too little shared memory; its ranks say how much")
 
     def close(self) -> None:
-        """Free the scratch memory. A collective call."""
+        """Free the scratch memory and what transports made. A collective call."""
         self.intra.close()
+        self.world.close()
 
 
 def _in_order(group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> Operation:

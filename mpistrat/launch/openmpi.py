@@ -1,4 +1,4 @@
-"""What we ask of Open MPI where the user has not: a quick start, quiet windows, ranks that yield a shared core.
+"""What we ask of Open MPI where the user has not: a quick start, quiet windows, ranks that yield a shared core, collectives.
 
 Other MPIs ignore these variables. Each is set before MPI starts, by whoever starts it: `bootstrap` or `mpiexec`.
 """
@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["PARAMETERS", "Parameter", "has_wheel", "num_cores", "parameters"]
+__all__ = [
+    "COMPONENTS_KEY",
+    "ONLY_BASIC",
+    "PARAMETERS",
+    "WITHOUT_HAN",
+    "Parameter",
+    "has_chosen_collectives",
+    "has_wheel",
+    "num_cores",
+    "parameters",
+]
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,12 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("mpi_yield_when_idle", "1", crowded_only=True),
 )
 
+# Which components serve a communicator, by an info key of it: first those that come before others, then, after ^, those that
+# are left out. Without tuned and han it is basic that combines; it serves few ranks in turn, with fewer messages.
+COMPONENTS_KEY = "ompi_comm_coll_preference"
+WITHOUT_HAN = "^han"
+ONLY_BASIC = "basic,^han,tuned"
+
 
 def parameters(environ: Mapping[str, str], crowded: bool) -> dict[str, str]:
     """Return the variables to set before MPI starts; none that the user has set, here or in the parameter file at home.
@@ -74,6 +90,12 @@ def has_wheel(environ: Mapping[str, str]) -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
+
+
+def has_chosen_collectives(environ: Mapping[str, str]) -> bool:
+    """Return whether the user has set any parameter of the collectives, in the environment or in the file at home."""
+    named = {name.removeprefix("OMPI_MCA_") for name in environ if name.startswith("OMPI_MCA_")} | _names_in_file(environ)
+    return any(name == "coll" or name.startswith("coll_") for name in named)
 
 
 def num_cores(cpus: Iterable[int] | None = None, system: Path = Path("/sys/devices/system/cpu")) -> int:

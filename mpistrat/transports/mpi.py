@@ -17,7 +17,9 @@ from mpistrat.transports.base import Operation, Part, Steps, Transport, address
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MpiTransport", "mpi_datatype", "mpi_op"]
+__all__ = ["AllReduce", "MpiTransport", "mpi_datatype", "mpi_op"]
+
+AllReduce = Callable[[Any, Any, "MPI.Op"], None]
 
 
 class MpiTransport(Transport):
@@ -39,13 +41,18 @@ class MpiTransport(Transport):
         """Return ordinary memory."""
         return np.empty(nbytes, np.uint8)
 
+    def call(self, nbytes: int) -> AllReduce:
+        """Return what combines a buffer of `nbytes` bytes: MPI_Allreduce, called with source, target and operation."""
+        return self.group.comm.Allreduce
+
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind MPI_Allreduce, in place."""
         from mpi4py import MPI
 
-        comm, native = self.group.comm, self.native_op(op, buffer.dtype)
+        native = self.native_op(op, buffer.dtype)
         return _operation(
-            buffer, [partial(comm.Allreduce, MPI.IN_PLACE, _message(piece), native) for piece in self._pieces(buffer)]
+            buffer,
+            [partial(self.call(piece.nbytes), MPI.IN_PLACE, _message(piece), native) for piece in self._pieces(buffer)],
         )
 
     def all_reduce_between(self, source: Array, target: Array, op: ReduceOp, divisor: int) -> Steps:
@@ -54,7 +61,7 @@ class MpiTransport(Transport):
 
         native, in_place = self.native_op(op, source.dtype), address(source) == address(target)
         for part, result in zip(self._pieces(source), self._pieces(target), strict=True):
-            self.group.comm.Allreduce(MPI.IN_PLACE if in_place else part, result, native)
+            self.call(part.nbytes)(MPI.IN_PLACE if in_place else part, result, native)
         if divisor > 1:
             divide(target, divisor, out=target)
         return iter(())
