@@ -68,7 +68,7 @@ class CostModel:
     flat_link_efficiency : float
         The share of the link that MPI's own all-reduce reaches on two nodes, or with one rank per node.
     flat_crowded_link_efficiency : float
-        The same on three nodes and more with several ranks each, where MPI sends bytes more than once.
+        The same on three nodes and more with several ranks each, where MPI sends large buffers more than once.
     flat_cache_efficiency, flat_memory_efficiency : float
         The share of the cache's and the memory's rate that MPI's own all-reduce reaches; in the cache it may be above 1,
         since it copies less than a window needs.
@@ -88,7 +88,7 @@ class CostModel:
     cache_bytes_per_second: float = 30e9
     cache_bytes: int = 2**21
     flat_link_efficiency: float = 0.9
-    flat_crowded_link_efficiency: float = 0.35
+    flat_crowded_link_efficiency: float = 0.65
     flat_cache_efficiency: float = 2.0
     flat_memory_efficiency: float = 0.9
     corrections: tuple[Correction, ...] = ()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.launch import openmpi
-from mpistrat.launch.openmpi import has_wheel, num_cores, parameters
+from mpistrat.launch.openmpi import has_chosen_collectives, has_wheel, num_cores, parameters
 
 QUICK_START = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
 YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
@@ -71,3 +71,12 @@ def test_cores_of_the_parent_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     masks = {0: {1}, os.getppid(): {0, 1, 2, 3}}  # a rank bound to one core by a launcher that is free
     monkeypatch.setattr(os, "sched_getaffinity", masks.__getitem__)
     assert num_cores(system=tmp_path) == 4
+
+
+def test_collectives_of_the_user_are_noticed(tmp_path: Path) -> None:
+    assert not has_chosen_collectives({"OMPI_MCA_btl": "self,tcp", "OMPI_MCA_collision": "1", "HOME": str(tmp_path)})
+    assert has_chosen_collectives({"OMPI_MCA_coll": "^han"})
+    assert has_chosen_collectives({"OMPI_MCA_coll_tuned_use_dynamic_rules": "1"})
+    (tmp_path / ".openmpi").mkdir()
+    (tmp_path / ".openmpi/mca-params.conf").write_text("coll_han_priority = 0\n")
+    assert has_chosen_collectives({"HOME": str(tmp_path)})

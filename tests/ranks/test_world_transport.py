@@ -1,0 +1,79 @@
+"""MPI's own all-reduce, by every route: the same results, the same bits on all ranks, and the user's choice of collectives."""
+
+import zlib
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpistrat.reduction import ReduceOp, combine
+from mpistrat.testing.transport_cases import DTYPES, inputs, operations, poison
+from mpistrat.transports import mpi_world
+from mpistrat.transports.base import drive
+from mpistrat.transports.mpi_world import Route, WorldTransport
+
+ROUTES = [Route(False), Route(True), Route(True, in_turn=True)]
+
+
+@pytest.fixture
+def transport(hierarchy):
+    transport = WorldTransport(hierarchy)
+    yield transport
+    transport.close()
+
+
+def reduced(transport: WorldTransport, mine: np.ndarray, op: ReduceOp, in_place: bool) -> np.ndarray:
+    target = mine.copy()
+    if in_place:
+        drive(transport.all_reduce(target, op).run(), lambda: "all_reduce", 30.0)
+        return target
+    poison(target)
+    drive(transport.all_reduce_between(mine, target, op, 1), lambda: "between", 30.0)
+    return target
+
+
+def test_every_route_combines_every_dtype(transport, comm, monkeypatch):
+    routes = ROUTES if comm.size > 1 else ROUTES[:1]
+    cases = [(dtype, op) for dtype in DTYPES for op in operations(dtype)]
+    for turn, way in enumerate(routes):
+        monkeypatch.setattr(mpi_world, "route", lambda world, nbytes, way=way: way)
+        for seed, (dtype, op) in enumerate(cases):
+            given = inputs(dtype, op, 67, comm.size, seed)
+            total = combine(op).reduce(given, axis=0, dtype=given.dtype)
+            in_place = (seed + turn) % 2 == 0
+            assert (reduced(transport, given[comm.rank].copy(), op, in_place) == total).all(), (way, dtype, op)
+
+
+def test_all_ranks_hold_the_same_bits(transport, comm):
+    for count in (1, 1000, 3000, 9000, 20_000):
+        mine = np.random.default_rng(comm.rank).standard_normal(count).astype(np.float32)
+        total = reduced(transport, mine, ReduceOp.SUM, in_place=False)
+        assert len(set(comm.allgather(zlib.crc32(total)))) == 1
+        widest = np.empty(count)
+        comm.Allreduce(mine.astype(np.float64), widest)
+        np.testing.assert_allclose(total, widest, rtol=0, atol=1e-5 * comm.size)
+
+
+def test_the_ranks_stand_in_the_order_of_their_nodes(transport, world, comm):
+    ordered = tuple(rank for node in world.nodes for rank in node.ranks)
+    assert transport.group.ranks == ordered
+    assert tuple(transport.group.comm.allgather(comm.rank)) == ordered
+
+
+def test_one_node_needs_no_communicators_and_close_frees_the_others(hierarchy, world):
+    transport = WorldTransport(hierarchy)
+    own = list(transport._own)
+    assert bool(own) == (world.num_nodes > 1)
+    transport.close()
+    assert all(comm == MPI.COMM_NULL for comm in own)
+    assert (transport.group is hierarchy.world_group) == (world.num_nodes == 1)
+
+
+def test_collectives_that_one_rank_has_chosen_stay_as_they_are(hierarchy, comm, monkeypatch):
+    monkeypatch.setattr(mpi_world, "route", lambda world, nbytes: Route(True))
+    if comm.rank == comm.size - 1:
+        monkeypatch.setenv("OMPI_MCA_coll_han_priority", "35")
+    transport = WorldTransport(hierarchy)
+    assert transport.call(8) == transport.group.comm.Allreduce
+    assert reduced(transport, np.ones(3), ReduceOp.SUM, in_place=True).tolist() == [comm.size] * 3
+    transport.close()
