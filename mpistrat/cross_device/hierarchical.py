@@ -36,7 +36,7 @@ from mpistrat.reduction import ReduceOp, accumulation_dtype
 from mpistrat.transports.base import Steps
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    pass
 
 __all__ = ["HierarchicalCollectives"]
 
