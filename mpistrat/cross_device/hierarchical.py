@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -34,9 +34,6 @@ from mpistrat.execution.work import Work
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp, accumulation_dtype
 from mpistrat.transports.base import Steps
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["HierarchicalCollectives"]
 
