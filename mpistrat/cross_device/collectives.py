@@ -1,4 +1,4 @@
-"""Collectives: one call for many arrays, over all replicas; and those of a single replica."""
+"""Collectives: one call for many arrays, over all replicas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from mpistrat.algorithms.choose import Choice
 from mpistrat.arrays import Array
-from mpistrat.cross_device.arguments import check_gather, check_out, check_parts, check_root
 from mpistrat.cross_device.explanation import Explanation
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.execution.memory import MemoryReport
@@ -19,7 +18,7 @@ from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.timeline import Timeline
 from mpistrat.topology.world import World
 
-__all__ = ["Collectives", "LocalCollectives"]
+__all__ = ["Collectives"]
 
 
 class Collectives(ABC):
@@ -105,8 +104,14 @@ class Collectives(ABC):
 
         Parameters
         ----------
-        op, arrays, options, out
+        op : ReduceOp
             As for `all_reduce`.
+        arrays : sequence of ndarray
+            Likewise.
+        options : CommunicationOptions, optional
+            Likewise.
+        out : sequence of ndarray, optional
+            Likewise.
         structure : object, optional
             Of the value whose leaves the arrays are: in strict mode its text must be the same on all replicas.
         """
@@ -218,84 +223,3 @@ class Collectives(ABC):
 
     def close(self) -> None:  # noqa: B027 - a single replica holds nothing
         """Free what the operations hold. A collective call."""
-
-
-class LocalCollectives(Collectives):
-    """The operations of a single replica: nothing is sent and MPI is not started."""
-
-    def __init__(self) -> None:
-        self.world = World.from_shape("1x1")
-        self.rank, self.size = 0, 1
-        self.timeline = Timeline()
-
-    def all_reduce(
-        self,
-        op: ReduceOp,
-        arrays: Sequence[Array],
-        options: CommunicationOptions | None = None,
-        out: Sequence[Array] | None = None,
-    ) -> list[Array]:
-        """Copy: the combination of one component is the component."""
-        self.num_collectives += 1
-        for array in arrays:
-            check_dtype(op, array.dtype)
-        if out is None:
-            return [array.copy() for array in arrays]
-        check_out(out, arrays)
-        for target, array in zip(out, arrays, strict=True):
-            np.copyto(target, array)
-        return list(out)
-
-    def start_all_reduce(
-        self,
-        op: ReduceOp,
-        arrays: Sequence[Array],
-        options: CommunicationOptions | None = None,
-        out: Sequence[Array] | None = None,
-        structure: object = None,
-    ) -> Work[list[Array]]:
-        """Return a handle that has ended."""
-        return Work.ended(self.all_reduce(op, arrays, options, out))
-
-    def reduce_scatter(self, op: ReduceOp, array: Array, axis: int = 0, options: CommunicationOptions | None = None) -> Array:
-        """Return a copy: the one part is all."""
-        check_gather(array, axis, "reduce_scatter")
-        return self.all_reduce(op, [array], options)[0]
-
-    def all_gather(self, array: Array, axis: int = 0, options: CommunicationOptions | None = None) -> Array:
-        """Return a copy, after the checks that several replicas would make."""
-        check_gather(array, axis)
-        return self._copy(array)
-
-    def gather(self, array: Array, root: int = 0, options: CommunicationOptions | None = None) -> list[Array]:
-        """Return a copy."""
-        check_root(root, self.size)
-        return [self._copy(array)]
-
-    def all_to_all(self, arrays: Sequence[Array], options: CommunicationOptions | None = None) -> list[Array]:
-        """Return copies."""
-        check_parts(arrays, self.size)
-        return [self._copy(array) for array in arrays]
-
-    def broadcast(self, array: Array, root: int = 0, options: CommunicationOptions | None = None) -> Array:
-        """Return a copy."""
-        check_root(root, self.size)
-        return self._copy(array)
-
-    def barrier(self, options: CommunicationOptions | None = None) -> None:
-        """Count the call and return at once."""
-        self.num_collectives += 1
-
-    def agree(self, call: str, error: Exception | None = None) -> None:
-        """Agree with nobody else."""
-        if error is not None:
-            raise error
-
-    def choose(self, count: int, dtype: np.dtype[np.generic], options: CommunicationOptions | None = None) -> Choice | None:
-        """Return None."""
-        return None
-
-    def _copy(self, array: Array) -> Array:
-        self.num_collectives += 1
-        check_dtype(ReduceOp.SUM, array.dtype)
-        return np.array(array)

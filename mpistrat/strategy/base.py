@@ -10,8 +10,8 @@ from mpistrat.arrays import as_array
 from mpistrat.context.stack import Mode, Scope, default_mode, register_default
 from mpistrat.context.values import across_replicas, regroup, select_replica
 from mpistrat.cross_device.closed import ClosedCollectives
-from mpistrat.cross_device.collectives import LocalCollectives
 from mpistrat.cross_device.explanation import Explanation
+from mpistrat.cross_device.local import LocalCollectives
 from mpistrat.cross_device.options import CommunicationOptions, check_options
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.memory import MemoryReport

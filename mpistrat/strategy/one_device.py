@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpistrat.cross_device.collectives import LocalCollectives
+from mpistrat.cross_device.local import LocalCollectives
 from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.topology.devices import OWN_DEVICE, ranks_of

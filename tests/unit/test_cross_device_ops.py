@@ -15,8 +15,8 @@ from mpistrat.cross_device.all_reduce import (
     HierarchicalCopyAllReduce,
     NcclAllReduce,
 )
-from mpistrat.cross_device.collectives import LocalCollectives
 from mpistrat.cross_device.destinations import OnSomeReplicas, resolve
+from mpistrat.cross_device.local import LocalCollectives
 from mpistrat.cross_device.ops import CrossDeviceOps
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.cross_device.sparse import IndexedSlices

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpistrat.cross_device.closed import ClosedCollectives
-from mpistrat.cross_device.collectives import LocalCollectives
+from mpistrat.cross_device.local import LocalCollectives
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp
 
@@ -127,7 +127,7 @@ def test_there_is_no_plan() -> None:
 def test_no_mpi_is_started() -> None:
     program = (
         "import sys; sys.modules.update(mpi4py=None); import numpy as np;"
-        "from mpistrat.cross_device.collectives import LocalCollectives;"
+        "from mpistrat.cross_device.local import LocalCollectives;"
         "from mpistrat.reduction import ReduceOp; print(LocalCollectives().all_reduce(ReduceOp.SUM, [np.ones(2)])[0].tolist())"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.cross_device.collectives import LocalCollectives
+from mpistrat.cross_device.local import LocalCollectives
 from mpistrat.cross_device.sparse import IndexedSlices, all_reduce_slices, broadcast_slices, gather_refused
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp
