@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +51,7 @@ def measure_cases(session: Session, cases: Iterable[Case], env: dict[str, str] |
 
 def wire_seconds(hosts: int, nbytes: int, goodput_bits: float) -> float:
     """Return the least time in which hosts with such links can sum arrays: each sends and receives 2 (n - 1) / n of one."""
-    return 2 * (hosts - 1) / hosts * nbytes * 8 / goodput_bits if goodput_bits else math.nan
+    return 2 * (hosts - 1) / hosts * nbytes * 8 / goodput_bits
 
 
 def best_peer(row: dict[str, Any]) -> str:
@@ -109,7 +108,7 @@ def draw_cases(rows: Sequence[dict[str, Any]], path: Path, shares: bool) -> None
         axes.set_xscale("log", base=2)
         axes.set_title(place, fontsize=9)
         axes.set_xlabel("bytes")
-        axes.set_ylabel("share of the wire" if shares else "seconds")
+        axes.set_ylabel("share of what is possible" if shares else "seconds")
         axes.grid(alpha=0.3)
         if shares:
             axes.set_ylim(0, 1.05)
@@ -130,15 +129,21 @@ def _measure(session: Session, case: Case, env: dict[str, str] | None) -> list[d
             session.environments.missing.update(left_out)
             for nbytes in case.sizes:
                 measured = contest.compare({"kind": "all_reduce", "nbytes": nbytes}, case.seconds)
-                rows.append(_row(case, goodput, nbytes, {name: done.document() for name, done in measured.items()}))
+                least = wire_seconds(case.hosts, nbytes, goodput) if case.hosts > 1 else _copy_seconds(contest, nbytes)
+                rows.append(_row(case, goodput, nbytes, least, {name: done.document() for name, done in measured.items()}))
                 session.say(f"{_where(rows[-1])}, {format_bytes(nbytes)}: {_line(rows[-1])}")
     return rows
 
 
-def _row(case: Case, goodput: float, nbytes: int, programs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    least = wire_seconds(case.hosts, nbytes, goodput)
+def _copy_seconds(contest: Contest, nbytes: int) -> float:
+    """Return how long all ranks take to copy such an array at the same time: each byte is read, and written."""
+    [bytes_per_second, *_] = contest.call(OURS, "copy_bytes_per_second", nbytes=nbytes)
+    return 2 * nbytes / float(bytes_per_second)
+
+
+def _row(case: Case, goodput: float, nbytes: int, least: float, programs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     for program in programs.values():
-        program["share"] = least / program["seconds"] if goodput else None
+        program["share"] = least / program["seconds"]
     return {
         "hosts": case.hosts,
         "ranks": case.ranks,
@@ -146,6 +151,7 @@ def _row(case: Case, goodput: float, nbytes: int, programs: dict[str, dict[str, 
         "rate": case.rate,
         "goodput_bits": goodput,
         "nbytes": nbytes,
+        "least_seconds": least,
         "programs": programs,
     }
 

@@ -152,19 +152,36 @@ class Contest:
             Who takes part; all by default.
         """
         chosen = self.names if names is None else [name for name in names if name in self._lines]
-        first = {name: self._prepare(name, task) for name in chosen}
-        times: dict[str, list[float]] = {name: [] for name in chosen}
-        sent: dict[str, list[float]] = {name: [] for name in chosen}
+        return self.alternate({name: (name, task) for name in chosen}, seconds, share)
+
+    def alternate(
+        self, entries: Mapping[str, tuple[str, Mapping[str, Any]]], seconds: float, share: float = 1.0
+    ) -> dict[str, Measured]:
+        """Time several tasks, in blocks that take turns: `compare` for programs that do different things.
+
+        Parameters
+        ----------
+        entries : mapping
+            Under a name of one's own, which program does what; those of programs that are left out are too.
+        seconds, share : float
+            As `compare` takes them.
+        """
+        entries = {label: entry for label, entry in entries.items() if entry[0] in self._lines}
+        for program in {name for name, _ in entries.values()}:
+            self._ask(program, {"do": "forget"})
+        first = {label: self._prepare(*entry) for label, entry in entries.items()}
+        times: dict[str, list[float]] = {label: [] for label in entries}
+        sent: dict[str, list[float]] = {label: [] for label in entries}
         for _ in range(_BLOCKS):
-            for name in chosen:
-                some, share_sent = self._block(name, task, first[name]["seconds"], seconds, share)
-                times[name] += some
-                sent[name].append(share_sent)
+            for label, entry in entries.items():
+                some, share_sent = self._block(*entry, first[label]["seconds"], seconds, share)
+                times[label] += some
+                sent[label].append(share_sent)
         return {
-            name: Measured(
-                statistics.median(times[name]), min(times[name]), len(times[name]), min(sent[name]), first[name]["facts"]
+            label: Measured(
+                statistics.median(times[label]), min(times[label]), len(times[label]), min(sent[label]), first[label]["facts"]
             )
-            for name in chosen
+            for label in entries
         }
 
     def call(self, contender: str, function: str, **arguments: Any) -> list[Any]:

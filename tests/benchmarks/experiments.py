@@ -11,7 +11,17 @@ from tests.benchmarks.session import Session
 __all__ = ["EXPERIMENTS", "Experiment", "find"]
 
 # In the order of `all`. One row here, one module, one page of docs/benchmarks with its name.
-EXPERIMENTS = ("large_messages", "small_messages", "choosing", "overlap")
+EXPERIMENTS = (
+    "large_messages",
+    "small_messages",
+    "one_host",
+    "many_arrays",
+    "overlap",
+    "overhead",
+    "memory",
+    "choosing",
+    "scale",
+)
 
 
 class Experiment(Protocol):

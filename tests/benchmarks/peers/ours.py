@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import cProfile
+import pstats
+import tracemalloc
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +15,13 @@ from turns import Task, serve
 import mpistrat
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.reduction import ReduceOp
+from mpistrat.tools import memory_rate
+from mpistrat.tools.turns import take_turns
 
 strategy = mpistrat.MultiWorkerMirroredStrategy()
 collectives = strategy.extended.collectives
 comm = collectives.hierarchy.world_group.comm
+context = mpistrat.get_replica_context
 expected = comm.size * (comm.size + 1) // 2
 
 
@@ -54,15 +62,53 @@ def is_right(targets: list[np.ndarray]) -> bool:
 
 def copy_bytes_per_second(nbytes: int) -> float:
     """Return how fast the ranks copy memory."""
-    from mpistrat.tools.memory_rate import copy_bytes_per_second
+    return memory_rate.copy_bytes_per_second(comm, nbytes)
 
-    return copy_bytes_per_second(comm, nbytes)
 
+def overhead(leaves: int, calls: int) -> dict[str, float]:
+    """Return the medians, in seconds, of a nest of arrays of 8 bytes, and of bare MPI_Allreduce of as many bytes, in turns."""
+    value = [np.full(2, comm.rank + 1, np.float32) for _ in range(leaves)]
+    value = value[0] if leaves == 1 else {f"leaf {index}": leaf for index, leaf in enumerate(value)}
+    source = np.full(2 * leaves, comm.rank + 1, np.float32)
+    target = np.empty_like(source)
+    runs = {"bare": lambda: comm.Allreduce(source, target), "ours": lambda: context().all_reduce("sum", value)}
+    medians, _ = take_turns(comm, list(runs.values()), calls)
+    return dict(zip(runs, medians, strict=True))
+
+
+def profile(leaves: int, calls: int) -> list[list[Any]]:
+    """Return the functions that take the most time of their own in such calls: name, microseconds a call."""
+    value = {f"leaf {index}": np.ones(2, np.float32) for index in range(leaves)}
+    run = cProfile.Profile()
+    run.enable()
+    for _ in range(calls):
+        context().all_reduce("sum", value)
+    run.disable()
+    rows = [(f"{Path(file).name}: {name}", own / calls * 1e6) for (file, _, name), (_, _, own, _, _) in _stats(run)]
+    return [list(row) for row in sorted(rows, key=lambda row: -row[1])[:10]]
+
+
+def memory(counts: list[int]) -> dict[str, Any]:
+    """Sum arrays as one batch; return what is held afterwards, and what was then allocated by ten calls more."""
+    sources = [np.full(count, comm.rank + 1, np.float32) for count in counts]
+    targets = [np.empty_like(source) for source in sources]
+    collectives.all_reduce(ReduceOp.SUM, sources, None, targets)
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for _ in range(10):
+        collectives.all_reduce(ReduceOp.SUM, sources, None, targets)
+    after, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    report = strategy.memory_report()
+    return {**asdict(report), "total_bytes": report.total_bytes, "grown_bytes": after - before, "peak_bytes": peak - before}
+
+
+def _stats(run: cProfile.Profile) -> Any:
+    return pstats.Stats(run).stats.items()  # type: ignore[attr-defined]
+
+
+CALLS = {"copy_bytes_per_second": copy_bytes_per_second, "overhead": overhead, "profile": profile, "memory": memory}
 
 if __name__ == "__main__":
-    serve(
-        comm.rank,
-        {"mpistrat": mpistrat.__version__},
-        {"all_reduce": all_reduce, "many": many},
-        {"copy_bytes_per_second": copy_bytes_per_second},
-    )
+    tasks = {"all_reduce": all_reduce, "many": many}
+    strategy.run(lambda: serve(comm.rank, {"mpistrat": mpistrat.__version__}, tasks, CALLS))

@@ -79,9 +79,11 @@ def serve(
 def _answer(request: dict[str, Any], tasks: Any, calls: Any, kept: dict[str, Task]) -> dict[str, Any]:
     if request["do"] == "call":
         return {"value": calls[request["name"]](**request["arguments"])}
+    if request["do"] == "forget":
+        kept.clear()  # and with the tasks their arrays
+        return {}
     key = json.dumps(request["task"], sort_keys=True)
     if request["do"] == "prepare":
-        kept.clear()  # the arrays of the task before
         kept[key] = tasks[request["task"]["kind"]](request["task"])
         return _prepare(kept[key])
     return {"seconds": _time(kept[key], request["warm"], request["repeats"])}
