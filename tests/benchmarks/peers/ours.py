@@ -88,15 +88,16 @@ def profile(leaves: int, calls: int) -> list[list[Any]]:
     return [list(row) for row in sorted(rows, key=lambda row: -row[1])[:10]]
 
 
-def memory(counts: list[int]) -> dict[str, Any]:
+def memory(counts: list[int], options: dict[str, Any]) -> dict[str, Any]:
     """Sum arrays as one batch; return what is held afterwards, and what was then allocated by ten calls more."""
     sources = [np.full(count, comm.rank + 1, np.float32) for count in counts]
     targets = [np.empty_like(source) for source in sources]
-    collectives.all_reduce(ReduceOp.SUM, sources, None, targets)
+    wanted = CommunicationOptions(**options)
+    collectives.all_reduce(ReduceOp.SUM, sources, wanted, targets)
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     for _ in range(10):
-        collectives.all_reduce(ReduceOp.SUM, sources, None, targets)
+        collectives.all_reduce(ReduceOp.SUM, sources, wanted, targets)
     after, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     report = strategy.memory_report()
