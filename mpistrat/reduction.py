@@ -13,6 +13,7 @@ PROD    and      wraps around    product                  multiplied in float32 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -22,11 +23,12 @@ from numpy.typing import NDArray
 
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 
-__all__ = ["ReduceOp", "accumulation_dtype", "check_dtype", "combine", "divide"]
+__all__ = ["HALF_DTYPES", "Fold", "ReduceOp", "accumulation_dtype", "check_dtype", "combine", "divide"]
 
 Array = NDArray[Any]
 
 HALF_DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+FOLD_COUNT = 1 << 15  # elements of a block: what is summed and where they are summed fit the cache of one core together
 ACCEPTED = "bool, integers, float16, bfloat16, float32, float64 and complex numbers"
 
 
@@ -143,3 +145,57 @@ def divide(total: Array, count: int, out: Array) -> None:
         np.divide(total, total.dtype.type(count), out=out)
     else:
         out[...] = total / total.dtype.type(count)
+
+
+class Fold:
+    """Combines several arrays into one in a single pass over memory, block after block of what fits the cache.
+
+    16-bit floats are combined and divided in float32, and rounded once.
+
+    Parameters
+    ----------
+    op : ReduceOp
+        How to combine.
+    dtype : dtype
+        Of all arrays.
+    divisor : int
+        Divides the result; 1 for every operation but MEAN.
+
+    Attributes
+    ----------
+    widens : bool
+        Whether `dtype` is a 16-bit float.
+    """
+
+    def __init__(self, op: ReduceOp, dtype: np.dtype[Any], divisor: int = 1) -> None:
+        self.op, self.divisor, self.widens = op, divisor, dtype in HALF_DTYPES
+        self._combine = combine(op)
+        self._total, self._addend = (np.empty(FOLD_COUNT if self.widens else 0, np.float32) for _ in range(2))
+
+    def into(self, target: Array, addends: Sequence[Array]) -> None:
+        """Write the combination of two arrays or more, in their order, to `target`, which may be the first or the second."""
+        if len(addends) == 2 and self.divisor == 1 and not self.widens:
+            self._combine(addends[0], addends[1], out=target)
+            return
+        fold = self._fold_wide if self.widens else self._fold
+        for start in range(0, target.size, FOLD_COUNT):
+            block = slice(start, start + FOLD_COUNT)
+            fold(target[block], [addend[block] for addend in addends])
+
+    def _fold(self, target: Array, addends: Sequence[Array]) -> None:
+        total = addends[0]
+        for addend in addends[1:]:
+            self._combine(total, addend, out=target)
+            total = target
+        if self.divisor > 1:
+            divide(target, self.divisor, out=target)
+
+    def _fold_wide(self, target: Array, addends: Sequence[Array]) -> None:
+        total, wide = self._total[: target.size], self._addend[: target.size]
+        np.copyto(total, addends[0])
+        for addend in addends[1:]:
+            np.copyto(wide, addend)
+            self._combine(total, wide, out=total)
+        if self.divisor > 1:
+            divide(total, self.divisor, out=total)
+        np.copyto(target, total, casting="unsafe")

@@ -195,9 +195,9 @@ def _intra_all_gather(world: World) -> _Load:
 
 
 def _intra_all_reduce(world: World) -> _Load:
-    # copied in (2); the sum of all is written straight to where it goes
+    # two ranks: copied in, and summed straight to where it goes; what is read has just been written to the cache (1/2 of 4.5)
     ranks = world.num_shards
-    return _Load(1, 0, memory=2 + ranks + 1, intra_steps=2 * _doublings(ranks))
+    return _Load(1, 0, memory=9 / 4 * ranks / 2, intra_steps=2 * _doublings(ranks))
 
 
 def _intra_reduce(world: World) -> _Load:

@@ -187,20 +187,21 @@ class Gate:
         """Tell all ranks that the call is given up here, and return the error that says who does not answer."""
         return self._arrival.overdue(str(call), call.seconds)
 
+    def fail(self, verb: str, error: BaseException) -> None:
+        """Let no other collective through: one has failed here, and ranks may be out of step."""
+        name = type(error).__name__
+        self._cause = error
+        self._failure = f"an earlier {verb} did not end ({name}), and ranks may be out of step; make a new strategy"
+        self.refusal = self._failure
+        leave_to_peers(self._memory)
+
     def _drive(self, call: Call, steps: Steps, timeout_seconds: float = 0.0) -> None:
         """Go through steps; those that see to their deadline themselves are given none."""
         try:
             drive(steps, call.describe, timeout_seconds, lambda: self.overdue(call), rest if call.is_started else None)
         except BaseException as error:
-            self._fail(call, error)
+            self.fail(call.verb, error)
             raise
-
-    def _fail(self, call: Call, error: BaseException) -> None:
-        name = type(error).__name__
-        self._cause = error
-        self._failure = f"an earlier {call.verb} did not end ({name}), and ranks may be out of step; make a new strategy"
-        self.refusal = self._failure
-        leave_to_peers(self._memory)
 
     def _refused(self, why: str) -> UnavailableError:
         return UnavailableError(f"rank {self._rank}: no further collective can be made: {why}")

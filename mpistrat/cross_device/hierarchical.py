@@ -7,10 +7,10 @@ recipe is kept, and the next call like it only runs it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,12 +28,16 @@ from mpistrat.cross_device.recipe_book import RECIPES_KEPT, RecipeBook
 from mpistrat.cross_device.small_batch import SMALL_BATCH_BYTES, OneArray, SmallBatch
 from mpistrat.cross_device.tuning_file import shared_model
 from mpistrat.errors import InvalidArgumentError
+from mpistrat.execution.bound_plan import DirectPlan
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.work import Work
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp, accumulation_dtype
 from mpistrat.transports.base import Steps
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = ["HierarchicalCollectives"]
 
@@ -259,20 +263,38 @@ class HierarchicalCollectives(ExchangeVerbs):
         return [target]
 
     def _remember(self, op: ReduceOp, arrays: Sequence[Array], recipe: Recipe) -> None:
-        """Note how arrays like these go straight through MPI, where one call of it is all there is to do."""
+        """Note how arrays like these go straight through MPI or shared memory, where one call of it is all there is to do."""
         nbytes = sum(array.nbytes for array in arrays)
-        if len(recipe) > 1 or not 0 < nbytes <= settings.MAX_MESSAGE_BYTES.read() or not recipe[0].bound.flat_count:
+        bound = recipe[0].bound if len(recipe) == 1 else None
+        at_once = bound.at_once if isinstance(bound, DirectPlan) else None
+        is_message = bound is not None and bound.flat_count and 0 < nbytes <= settings.MAX_MESSAGE_BYTES.read()
+        if at_once is None and not is_message:
             return
         if len(self._quick) >= RECIPES_KEPT:
             self._forget_quick()
         signature = (op._value_, *map(_LIKENESS, arrays))
         dtype = accumulation_dtype(op, arrays[0].dtype)
         native = self._bytes.native_op(op, dtype)
+        if at_once is not None:
+            self._quick[signature] = OneArray(op, 1, native, self._guarded(at_once))  # divided already
+            return
         if len(arrays) == 1 and dtype == arrays[0].dtype:
             self._quick[signature] = OneArray(op, self.size, native, self._executor.world.call(nbytes))
         elif nbytes <= SMALL_BATCH_BYTES and len({array.dtype for array in arrays}) == 1:
             allreduce = self._executor.world.call(recipe[0].bound.flat_count * dtype.itemsize)
             self._quick[signature] = SmallBatch(op, arrays, recipe[0], self.size, native, allreduce)
+
+    def _guarded(self, at_once: Callable[[Array, Array], None]) -> Callable[..., None]:
+        """Return the same, called as MPI's is, after which no other collective can be made if it fails."""
+
+        def run(source: Array, target: Array, _: MPI.Op) -> None:
+            try:
+                at_once(source, target)
+            except BaseException as error:
+                self._gate.fail("all_reduce", error)
+                raise
+
+        return run
 
     def _forget_quick(self) -> None:
         self._quick.clear()

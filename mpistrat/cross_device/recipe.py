@@ -83,9 +83,9 @@ def make_recipe(
     """
     recipe = Recipe()
     for dtype, members, layout in lay_out(op, arrays, packing):
-        casts = any(arrays[index].dtype != dtype for index in members)
+        given = {arrays[index].dtype for index in members}
         plan, wire = choose(layout.count, dtype)
-        recipe.append(Bucket(members, executor.bind(plan, layout, dtype, op, casts, wire)))
+        recipe.append(Bucket(members, executor.bind(plan, layout, dtype, op, given, wire)))
     if is_current(recipe, executor):
         return recipe
     # enlarging the scratch memory for a later bucket unbound the earlier ones; now it is large enough for all

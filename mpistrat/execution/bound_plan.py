@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +20,9 @@ from mpistrat.execution.lanes import overlap, side_by_side
 from mpistrat.packing.fuse import CopyIn, CopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.packing.wire import Cast, Wire
-from mpistrat.reduction import ReduceOp
+from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.transports.base import Operation, Steps
+from mpistrat.transports.parts import Lists
 
 if TYPE_CHECKING:
     from mpistrat.execution.executor import Executor
@@ -168,7 +169,7 @@ class BoundPlan:
 
 
 class DirectPlan:
-    """A plan for one array that a transport carries out between arrays of the caller: no bucket is filled.
+    """A plan that a transport carries out between arrays of the caller: no bucket is filled.
 
     Parameters
     ----------
@@ -177,7 +178,11 @@ class DirectPlan:
     plan : Plan
         What is carried out.
     between : callable
-        Returns the steps for (source, target, op, divisor).
+        Returns the steps for arrays, and how to combine them.
+    layout : Layout
+        How the arrays follow each other.
+    dtype : dtype
+        Of all of them.
     op : ReduceOp
         How to combine.
 
@@ -185,17 +190,29 @@ class DirectPlan:
     ----------
     flat_count : int
         As for `BoundPlan`.
+    fold : Fold
+        How to combine.
+    at_once : callable or None
+        Does the same with one small source and target, C-contiguous, and returns when it is done.
     """
 
     def __init__(
-        self, executor: Executor, plan: Plan, between: Callable[[Array, Array, ReduceOp, int], Steps], op: ReduceOp
+        self,
+        executor: Executor,
+        plan: Plan,
+        between: Callable[[Lists, Fold], Steps],
+        layout: Layout,
+        dtype: np.dtype[Any],
+        op: ReduceOp,
     ) -> None:
         self.plan = plan
         self.flat_count = plan.count if _is_flat(plan) else 0
         self._between = between
         self._executor = executor
-        self._op = op
-        self._divisor = plan.world.size if op is ReduceOp.MEAN else 1
+        self._count = layout.count
+        self._pieces = cache(partial(layout.pieces, longest=max(layout.count, 1)))
+        self.fold = Fold(op, dtype, plan.world.size if op is ReduceOp.MEAN else 1)
+        self.at_once: Callable[[Array, Array], None] | None = None
 
     @property
     def generation(self) -> int:
@@ -208,13 +225,14 @@ class DirectPlan:
         return 0
 
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
-        """Return the steps that reduce the one source into the one target. A collective call."""
+        """Return the steps that reduce `sources` into C-contiguous `targets`. A collective call."""
         started = time.perf_counter()
-        source, target = np.ascontiguousarray(sources[0]).reshape(-1), targets[0].reshape(-1)
-        yield from self._between(source, target, self._op, self._divisor)
+        flat = [np.ascontiguousarray(source).reshape(-1) for source in sources]
+        lists = Lists(flat, [target.reshape(-1) for target in targets], self._count, self._pieces)
+        yield from self._between(lists, self.fold)
         if self._executor.timeline.enabled:
             scope = self.plan.phases[0].scope.value if self.plan.phases else Scope.WORLD.value
-            self._executor.timeline.record(f"{scope} all_reduce", scope, started, target.nbytes)
+            self._executor.timeline.record(f"{scope} all_reduce", scope, started, lists.nbytes)
 
 
 @dataclass

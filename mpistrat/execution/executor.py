@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,15 @@ from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.packing.layout import Layout
 from mpistrat.packing.wire import Wire
-from mpistrat.reduction import ReduceOp
+from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
 from mpistrat.timeline import Timeline
-from mpistrat.transports.base import Operation, Steps, Transport
-from mpistrat.transports.exchange import EXCHANGE_BYTES, EXCHANGE_SLOT_BYTES, EXCHANGE_SLOTS
+from mpistrat.transports.base import Operation, Steps, Transport, drive
+from mpistrat.transports.exchange import EXCHANGE_BYTES, EXCHANGE_SLOT_BYTES, OneBlock
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.mpi_ring import MpiRingTransport
 from mpistrat.transports.mpi_world import WorldTransport
 from mpistrat.transports.ordered import Caster, ordered_all_reduce
+from mpistrat.transports.parts import Lists
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 
 __all__ = ["Executor"]
@@ -33,6 +34,7 @@ Casters = Callable[[int, int], Caster]
 
 SLOT_ALIGNMENT_BYTES = 4096
 RING_FROM_BYTES = 1 << 16
+_EXCHANGE_GEOMETRY = (1, 0)  # that of no bucket
 
 TRANSPORTS: dict[str, type[Transport]] = {
     transport.name: transport for transport in (MpiTransport, MpiRingTransport, SharedMemoryTransport)
@@ -71,7 +73,7 @@ class Executor:
         layout: Layout,
         dtype: np.dtype[Any],
         op: ReduceOp,
-        casts: bool,
+        given: Collection[np.dtype[Any]],
         wire: Wire | None = None,
     ) -> BoundPlan | DirectPlan:
         """Prepare `plan` for buckets of `layout`. A collective call.
@@ -86,19 +88,29 @@ class Executor:
             In which the bucket is summed and sent.
         op : ReduceOp
             How to combine.
-        casts : bool
-            Whether an array of the bucket has another dtype.
+        given : collection of dtype
+            Which dtypes the arrays of the bucket have.
         wire : Wire, optional
             Where phases go beyond the node, add in the order of the ranks and send in its dtype; by default as is fastest.
         """
         self.largest_pack_bytes = max(self.largest_pack_bytes, layout.count * dtype.itemsize)
-        if layout.is_one_array and not casts and not plan.in_order and wire is None:
+        if len(set(given)) == 1 and not plan.in_order and wire is None:
+            [held] = set(given)
             scopes = {phase.scope for phase in plan.phases}
-            if scopes <= {Scope.WORLD}:
-                return DirectPlan(self, plan, self.world.all_reduce_between, op)
-            if scopes == {Scope.INTRA} and isinstance(self.intra, SharedMemoryTransport):
+            if scopes <= {Scope.WORLD} and layout.is_one_array and held == dtype:
+                return DirectPlan(self, plan, self.world.all_reduce_between, layout, held, op)
+            if (
+                scopes
+                and scopes <= {Scope.INTRA}
+                and isinstance(self.intra, SharedMemoryTransport)
+                and held in (dtype, *HALF_DTYPES)
+            ):
                 self._reserve(EXCHANGE_BYTES)
-                return DirectPlan(self, plan, self.exchange, op)
+                direct = DirectPlan(self, plan, self.exchange, layout, held, op)
+                is_small = layout.is_one_array and 0 < plan.num_bytes <= EXCHANGE_SLOT_BYTES
+                if is_small and self.intra.group.size == 2 and held == dtype:
+                    direct.at_once = self._at_once(held, plan.count, direct.fold)
+                return direct
         slots = plan.depth + 1
         padded = plan.padded(min(plan.chunk_count, plan.count)) * dtype.itemsize
         slot_bytes = -(-padded // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
@@ -166,13 +178,13 @@ class Executor:
         """Tell the peers that this rank has read what it wanted of its chunk."""
         self._marks[slot] = self._last_mark = self.intra.release()
 
-    def exchange(self, source: Array, target: Array, op: ReduceOp, divisor: int) -> Steps:
+    def exchange(self, lists: Lists, fold: Fold) -> Steps:
         """Return the steps of an all-reduce between arrays of the caller inside the node."""
         assert isinstance(self.intra, SharedMemoryTransport), "only shared memory works on arrays of the caller"
         # exchanges take care of each other; what else used the memory must have been read
-        self.enter(EXCHANGE_SLOTS, EXCHANGE_SLOT_BYTES)
+        self.enter(*_EXCHANGE_GEOMETRY)
         yield from self.acquire(0)
-        yield from self.intra.all_reduce_between(source, target, op, divisor)
+        yield from self.intra.all_reduce_between(lists, fold)
         self._last_mark = self.intra.release()
 
     @property
@@ -184,6 +196,23 @@ class Executor:
     def rail_bytes(self) -> int:
         """What the transports between nodes hold beside it."""
         return sum(rail.scratch_bytes for rail in self.rails.values())
+
+    def _at_once(self, dtype: np.dtype[Any], count: int, fold: Fold) -> Callable[[Array, Array], None]:
+        """Return what does the same at once with one small array."""
+        intra, generation = self.intra, self.generation
+        assert isinstance(intra, SharedMemoryTransport), "only shared memory works on arrays of the caller"
+        block = OneBlock(intra, dtype, count, fold)
+
+        def run(source: Array, target: Array) -> None:
+            nonlocal block, generation
+            if generation != self.generation:
+                block, generation = OneBlock(intra, dtype, count, fold), self.generation
+            if self.enter(*_EXCHANGE_GEOMETRY) == 0:
+                drive(self.acquire(0), lambda: "all_reduce")
+            block.run(source, target)
+            self._last_mark = intra.release()
+
+        return run
 
     def _reserve(self, nbytes: int) -> None:
         """Enlarge the scratch memory if need be; what was bound to the old one must be bound again."""

@@ -1,62 +1,129 @@
 """All-reduce between arrays of the caller, inside a node: what `SharedMemoryTransport.all_reduce_between` does.
 
-The arrays are cut into parts, one per rank, and each rank sums its part over all. Below ATTACH_FROM_BYTES, and where the
-kernel forbids it, parts go through the shared window in chunks. Beyond, each rank reads the arrays of its peers and writes
-its sums to theirs where they lie: that copies less, and meets only twice, but costs a system call per block and peer.
+=========  ====================================================  ===================================================
+way        what each rank does                                   taken for
+=========  ====================================================  ===================================================
+_Whole     shows its arrays in the window, sums those of all     two ranks, up to ATTACH_FROM_BYTES
+_Window    sums one part, which goes through the window          more ranks up to ATTACH_FROM_BYTES; 16-bit floats
+Attached   sums one part, where the arrays of its peers lie      more bytes, where the kernel permits it
+=========  ====================================================  ===================================================
+
+Who sums everything meets his peers once per block, who sums a part twice. Attached copies least, but each rank makes a
+system call per block and peer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.reduction import ReduceOp, combine, divide
-from mpistrat.transports.base import WORKED, Steps, address, leave_to_peers
+from mpistrat.reduction import Fold
+from mpistrat.transports.attached import TABLE_ARRAYS, TABLE_BYTES, Attached
+from mpistrat.transports.base import WORKED, Steps, drive
+from mpistrat.transports.parts import Lists, Parts, Piece
 
 if TYPE_CHECKING:
     from mpistrat.transports.shared_memory import SharedMemoryTransport
 
-__all__ = ["EXCHANGE_BYTES", "EXCHANGE_SLOTS", "EXCHANGE_SLOT_BYTES", "exchange"]
+__all__ = ["EXCHANGE_BYTES", "EXCHANGE_SLOT_BYTES", "OneBlock", "exchange"]
 
 EXCHANGE_SLOTS, EXCHANGE_SLOT_BYTES = 3, 1 << 19
-EXCHANGE_BYTES = EXCHANGE_SLOTS * EXCHANGE_SLOT_BYTES
+WINDOW_BYTES = EXCHANGE_SLOTS * EXCHANGE_SLOT_BYTES
+EXCHANGE_BYTES = TABLE_BYTES + 2 * WINDOW_BYTES
 LARGEST_ITEM_BYTES = 32
-ATTACH_FROM_BYTES, BLOCK_BYTES = 1 << 20, 1 << 21
-SOURCE, TARGET = 1, 2  # in words of 8 bytes: where a rank's arrays lie
+ATTACH_FROM_BYTES = 1 << 20
 
 
-def exchange(transport: SharedMemoryTransport, source: Array, target: Array, op: ReduceOp, divisor: int) -> Steps:
-    """Return the steps that combine `source` of all ranks into `target` and divide. A collective call.
+def exchange(transport: SharedMemoryTransport, lists: Lists, fold: Fold) -> Steps:
+    """Return the steps that combine the sources of all ranks into the targets. A collective call.
 
     Parameters
     ----------
     transport : SharedMemoryTransport
         Whose arenas are at least EXCHANGE_BYTES long.
-    source, target : ndarray
-        C-contiguous and one-dimensional; they may be one array.
-    op : ReduceOp
+    lists : Lists
+        The arrays; as many, and as long, on all ranks.
+    fold : Fold
         How to combine.
-    divisor : int
-        Divides the result; 1 for every operation but MEAN.
     """
-    through = _Window if transport.peers.refusal or source.nbytes < ATTACH_FROM_BYTES else _Attached
-    return through(transport, source, target, op, divisor).run()
+    # where summing takes longer than copying, no element is summed twice
+    is_pair = transport.group.size == 2 and not fold.widens
+    # the kernel looks at each page: that pays where arrays are so large that they lie in huge ones
+    attach_from = ATTACH_FROM_BYTES * len(lists.sources)
+    if lists.nbytes >= attach_from and len(lists.sources) <= TABLE_ARRAYS and not transport.peers.refusal:
+        return Attached(transport, lists, fold).run()
+    return (_Whole if is_pair else _Window)(transport, lists, fold).run()
 
 
-class _Parts:
-    """The arrays of a rank, cut into one part per rank."""
+class _Whole(Parts):
+    """Block k lies in the arenas of all ranks, in slot ``k % 3`` counted from when the arenas were made.
 
-    def __init__(self, transport: SharedMemoryTransport, source: Array, target: Array, op: ReduceOp, divisor: int) -> None:
-        self.transport, self.rank, self.size = transport, transport.group.rank, transport.group.size
-        self.others = [peer for peer in range(self.size) if peer != self.rank]
-        self.source, self.target, self.combine, self.divisor = source, target, combine(op), divisor
-        self.bounds = [index * source.size // self.size for index in range(self.size + 1)]
+    A rank fills a slot once all have filled the one before; then they have summed the one that is three before it.
+    """
+
+    def run(self) -> Steps:
+        transport, count = self.transport, self.lists.count
+        step = EXCHANGE_SLOT_BYTES // self.itemsize
+        blocks = [self.lists.pieces(start, min(start + step, count)) for start in transport.walk(range(0, count, step))]
+        slots: list[list[Array]] = []
+        for block in blocks[:1]:
+            slots.append(self._put(block))
+            met = transport.meet()
+        for index, block in enumerate(blocks):
+            yield from met
+            for following in blocks[index + 1 : index + 2]:
+                slots.append(self._put(following))
+                met = transport.meet()
+            for _, target, addends in self.views(block, slots[index]):
+                self.fold.into(target, addends)
+            yield WORKED
+
+    def _put(self, block: Sequence[Piece]) -> list[Array]:
+        """Copy a block into this rank's arena; return the slots in the arenas of all."""
+        slots = _slots(self.transport, self.transport.next_turn(), EXCHANGE_SLOT_BYTES, self.lists.dtype)
+        for source, _, (shown,) in self.views(block, [slots[self.rank]]):
+            np.copyto(shown, source)
+        return slots
 
 
-class _Window(_Parts):
+class OneBlock:
+    """What `_Whole` does with one array of one block, at once: fewer lines of Python, which count where arrays are small.
+
+    Parameters
+    ----------
+    transport : SharedMemoryTransport
+        Of two ranks.
+    dtype : dtype
+        Of the array; no 16-bit float.
+    count : int
+        Its elements; at most EXCHANGE_SLOT_BYTES.
+    fold : Fold
+        How to combine.
+    """
+
+    def __init__(self, transport: SharedMemoryTransport, dtype: np.dtype[Any], count: int, fold: Fold) -> None:
+        self._transport, self._rank, self._fold = transport, transport.group.rank, fold
+        self._turns = [_slots(transport, turn, count * dtype.itemsize, dtype) for turn in range(EXCHANGE_SLOTS)]
+
+    def run(self, source: Array, target: Array) -> None:
+        """Combine `source` of both ranks into `target`; C-contiguous arrays. A collective call."""
+        slots = self._turns[self._transport.next_turn() % EXCHANGE_SLOTS]
+        np.copyto(slots[self._rank], source.reshape(-1))
+        drive(self._transport.meet(), lambda: "all_reduce")
+        self._fold.into(target.reshape(-1), slots)
+
+
+def _slots(transport: SharedMemoryTransport, turn: int, nbytes: int, dtype: np.dtype[Any]) -> list[Array]:
+    """Return where blocks of a turn lie in the arenas of all ranks."""
+    first = TABLE_BYTES + WINDOW_BYTES + turn % EXCHANGE_SLOTS * EXCHANGE_SLOT_BYTES
+    return [arena[first : first + nbytes].view(dtype) for arena in transport.arenas]
+
+
+class _Window(Parts):
     """Through the shared window, in chunks of each part.
 
     Chunk k of part p lies in slot ``k % 3``, at place p: in the arenas of the other ranks what they add to it, in the arena
@@ -64,15 +131,17 @@ class _Window(_Parts):
     """
 
     def run(self) -> Steps:
-        self.arenas = [arena[:EXCHANGE_BYTES].view(self.source.dtype) for arena in self.transport.arenas]
-        self.slot_count = EXCHANGE_SLOT_BYTES // self.source.itemsize
+        self.arenas = [
+            arena[TABLE_BYTES : TABLE_BYTES + WINDOW_BYTES].view(self.lists.dtype) for arena in self.transport.arenas
+        ]
+        self.slot_count = EXCHANGE_SLOT_BYTES // self.itemsize
         # the same places for every dtype: a peer may still read a result while the next exchange begins
-        self.step = EXCHANGE_SLOT_BYTES // self.size // LARGEST_ITEM_BYTES * LARGEST_ITEM_BYTES // self.source.itemsize
+        self.step = EXCHANGE_SLOT_BYTES // self.size // LARGEST_ITEM_BYTES * LARGEST_ITEM_BYTES // self.itemsize
         self.num_chunks = -(-max(stop - start for start, stop in pairwise(self.bounds)) // self.step)
         # in one round chunk k goes in, chunk k - 1 is summed and chunk k - 2 goes out, and all ranks meet once
         for turn in range(self.num_chunks + 2):
             self._put(turn)
-            self._fold(turn - 1)
+            self._sum(turn - 1)
             met = self.transport.meet()
             self._take(turn - 2)
             yield from met
@@ -81,80 +150,28 @@ class _Window(_Parts):
         """Copy what others sum into this rank's arena."""
         for part in self.others if chunk < self.num_chunks else ():
             start, stop, place = self._span(chunk, part)
-            np.copyto(self.arenas[self.rank][place : place + stop - start], self.source[start:stop])
+            for source, _, (shown,) in self.views(self.lists.pieces(start, stop), [self.arenas[self.rank][place:]]):
+                np.copyto(shown, source)
 
-    def _fold(self, chunk: int) -> None:
-        """Sum this rank's part over all ranks into its target, and show it to the others."""
+    def _sum(self, chunk: int) -> None:
+        """Sum this rank's part over all ranks into its targets, and show it to the others."""
         if not 0 <= chunk < self.num_chunks:
             return
         start, stop, place = self._span(chunk, self.rank)
-        total, addend = self.target[start:stop], self.source[start:stop]
-        for peer in self.others:
-            self.combine(addend, self.arenas[peer][place : place + stop - start], out=total)
-            addend = total
-        if self.divisor > 1:
-            divide(total, self.divisor, out=total)
-        np.copyto(self.arenas[self.rank][place : place + stop - start], total)
+        arenas = [self.arenas[peer][place:] for peer in (self.rank, *self.others)]
+        for source, target, (shown, *addends) in self.views(self.lists.pieces(start, stop), arenas):
+            self.fold.into(target, [source, *addends])
+            np.copyto(shown, target)
 
     def _take(self, chunk: int) -> None:
-        """Copy the parts that others have summed to the target."""
+        """Copy the parts that others have summed to the targets."""
         for part in self.others if chunk >= 0 else ():
             start, stop, place = self._span(chunk, part)
-            np.copyto(self.target[start:stop], self.arenas[part][place : place + stop - start])
+            for _, target, (shown,) in self.views(self.lists.pieces(start, stop), [self.arenas[part][place:]]):
+                np.copyto(target, shown)
 
     def _span(self, chunk: int, part: int) -> tuple[int, int, int]:
         """Return where a chunk of a part begins and ends in the arrays, and where it begins in an arena."""
         start = self.bounds[part] + chunk * self.step
         stop = max(start, min(start + self.step, self.bounds[part + 1]))
         return start, stop, chunk % EXCHANGE_SLOTS * self.slot_count + part * self.step
-
-
-class _Attached(_Parts):
-    """By reading and writing the arrays of peers where they lie.
-
-    Each rank reads its part from all, block by block, and writes the sum to all while it is still in the cache. What one rank
-    writes no other one reads, so source and target may be one array.
-    """
-
-    def run(self) -> Steps:
-        words = self.transport.words[self.rank]
-        words[SOURCE], words[TARGET] = address(self.source), address(self.target)
-        try:
-            yield from self.transport.meet()
-            # all have left earlier exchanges, so that this rank's arena is free for what arrives
-            self.arrived = self.transport.arenas[self.rank][:EXCHANGE_BYTES].view(self.source.dtype)
-            needs_room = self.size > 2 or np.may_share_memory(self.source, self.target)
-            step = min(BLOCK_BYTES // self.source.itemsize, self.arrived.size if needs_room else self.source.size)
-            blocks = range(self.bounds[self.rank], self.bounds[self.rank + 1], step)
-            # every other call walks backwards: what the last one touched last is still in the cache
-            self.transport.is_backwards = not self.transport.is_backwards
-            for start in reversed(blocks) if self.transport.is_backwards else blocks:
-                stop = min(start + step, self.bounds[self.rank + 1])
-                self._fold(start, stop)
-                yield WORKED
-                self._spread(start, stop)
-                yield WORKED
-            # the caller may change its arrays once nobody reads or writes them
-            yield from self.transport.meet()
-        except BaseException:
-            leave_to_peers((self.source, self.target))
-            raise
-
-    def _fold(self, start: int, stop: int) -> None:
-        """Sum elements [start, stop) over all ranks into this rank's target."""
-        total, addend = self.target[start:stop], self.source[start:stop]
-        in_place = np.may_share_memory(total, addend)
-        for peer in self.others:
-            # what comes first can go straight to the target, unless that is where the addend is
-            into = self.arrived[: stop - start] if in_place or addend is total else total
-            self.transport.peers.read(peer, self.transport.words[peer][SOURCE] + start * total.itemsize, into)
-            self.combine(addend, into, out=total)
-            addend = total
-        if self.divisor > 1:
-            divide(total, self.divisor, out=total)
-
-    def _spread(self, start: int, stop: int) -> None:
-        """Write elements [start, stop) of this rank's target to the targets of all others."""
-        total = self.target[start:stop]
-        for peer in self.others:
-            self.transport.peers.write(peer, self.transport.words[peer][TARGET] + start * total.itemsize, total)

@@ -11,8 +11,9 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.groups.group import Group
-from mpistrat.reduction import ReduceOp, combine, divide
+from mpistrat.reduction import Fold, ReduceOp, combine, divide
 from mpistrat.transports.base import Operation, Part, Steps, Transport, address
+from mpistrat.transports.parts import Lists
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -55,15 +56,16 @@ class MpiTransport(Transport):
             [partial(self.call(piece.nbytes), MPI.IN_PLACE, _message(piece), native) for piece in self._pieces(buffer)],
         )
 
-    def all_reduce_between(self, source: Array, target: Array, op: ReduceOp, divisor: int) -> Steps:
-        """Combine `source` of all ranks into `target`, arrays of the caller: C-contiguous and one-dimensional."""
+    def all_reduce_between(self, lists: Lists, fold: Fold) -> Steps:
+        """Combine the one array of the caller of all ranks, as `fold` does, if that does not widen it."""
         from mpi4py import MPI
 
-        native, in_place = self.native_op(op, source.dtype), address(source) == address(target)
+        [source], [target] = lists.sources, lists.targets
+        native, in_place = self.native_op(fold.op, source.dtype), address(source) == address(target)
         for part, result in zip(self._pieces(source), self._pieces(target), strict=True):
             self.call(part.nbytes)(MPI.IN_PLACE if in_place else part, result, native)
-        if divisor > 1:
-            divide(target, divisor, out=target)
+        if fold.divisor > 1:
+            divide(target, fold.divisor, out=target)
         return iter(())
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:

@@ -9,29 +9,34 @@ from __future__ import annotations
 import ctypes
 import os
 from itertools import chain
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpistrat import settings
-from mpistrat.arrays import Array
 from mpistrat.errors import UnavailableError
 from mpistrat.groups.group import Group
 from mpistrat.transports.base import address
 
-__all__ = ["PeerMemory"]
+__all__ = ["PeerMemory", "Spans", "spans"]
+
+Spans = NDArray[np.uint64]
+"""Rows of ``struct iovec``: an address and a length in bytes."""
 
 # Yama lets siblings attach only to a process that has asked for it; the same call is made by MPI libraries
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _PROOF = 0x6D70697374726174
 _READ, _WRITE = 0, 1
+_MOST_SPANS = 1024  # IOV_MAX: what one call takes
 
 
-class _Span(ctypes.Structure):
-    """``struct iovec``: an address and a length."""
-
-    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+def spans(addresses: int | NDArray[Any], sizes_bytes: int | NDArray[Any]) -> Spans:
+    """Return the spans that begin at addresses and have these sizes: one of each, or as many of both."""
+    rows = np.empty((np.size(sizes_bytes), 2), np.uint64)
+    rows[:, 0], rows[:, 1] = addresses, sizes_bytes
+    return rows
 
 
 class PeerMemory:
@@ -55,15 +60,13 @@ class PeerMemory:
         for move in self._move:
             if move is not None:
                 move.restype = ctypes.c_ssize_t
+                move.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
         if settings.PEER_MEMORY.read():
             library.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
-        self._local, self._remote = _Span(), _Span()
-        self._spans = ctypes.byref(self._local), ctypes.byref(self._remote)
-        self._one, self._none = ctypes.c_ulong(1), ctypes.c_ulong(0)
         self.refusal = self._try()
 
-    def read(self, rank: int, remote: int, into: Array) -> None:
-        """Copy what lies at the address `remote` of a rank of the group into a contiguous array.
+    def read(self, rank: int, remote: Spans, into: Spans) -> None:
+        """Copy what lies in spans of a rank of the group into as many spans of ours, each as long as that one.
 
         Raises
         ------
@@ -72,10 +75,10 @@ class PeerMemory:
         """
         problem = self._copy(_READ, rank, remote, into)
         if problem:
-            self._fail(f"reading {into.nbytes} bytes of", rank, problem)
+            self._fail(f"reading {into[:, 1].sum()} bytes of", rank, problem)
 
-    def write(self, rank: int, remote: int, values: Array) -> None:
-        """Copy a contiguous array to the address `remote` of a rank of the group.
+    def write(self, rank: int, remote: Spans, values: Spans) -> None:
+        """Copy what lies in our spans to as many spans of a rank of the group, each as long as that one.
 
         Raises
         ------
@@ -84,7 +87,7 @@ class PeerMemory:
         """
         problem = self._copy(_WRITE, rank, remote, values)
         if problem:
-            self._fail(f"writing {values.nbytes} bytes to", rank, problem)
+            self._fail(f"writing {values[:, 1].sum()} bytes to", rank, problem)
 
     def _fail(self, act: str, rank: int, problem: str) -> NoReturn:
         ranks = self._group.ranks
@@ -93,34 +96,37 @@ class PeerMemory:
             "no ordinary memory: MPISTRAT_PEER_MEMORY=0 goes through shared memory instead"
         )
 
-    def _copy(self, way: int, rank: int, remote: int, array: Array) -> str:
+    def _copy(self, way: int, rank: int, remote: Spans, local: Spans) -> str:
         """Copy, and return what went wrong or an empty text."""
-        self._local.address, self._local.nbytes = address(array), array.nbytes
-        self._remote.address, self._remote.nbytes = remote, array.nbytes
         move = self._move[way]
         assert move is not None, "the C library does not have it"
-        local, remotes = self._spans
-        count = move(self._pids[rank], local, self._one, remotes, self._one, self._none)
-        if count == array.nbytes:
-            return ""
-        return os.strerror(ctypes.get_errno()) if count < 0 else f"only {count} bytes can be reached"
+        for first in range(0, len(local), _MOST_SPANS):
+            here, there = local[first : first + _MOST_SPANS], remote[first : first + _MOST_SPANS]
+            count = move(self._pids[rank], address(here), len(here), address(there), len(there), 0)
+            if count < 0:
+                return os.strerror(ctypes.get_errno())
+            if count != here[:, 1].sum():
+                return f"only {count} bytes can be reached"
+        return ""
 
     def _try(self) -> str:
         """Read a number from every peer and write it back; return, on all ranks alike, why that fails somewhere."""
         proof = np.array([_PROOF], np.uint64)
         seen = np.empty_like(proof)
+        here = spans(address(seen), seen.nbytes)
         is_wanted = settings.PEER_MEMORY.read() and None not in self._move
         facts = self._group.comm.allgather((os.getpid(), address(proof), is_wanted))
-        self._pids = [ctypes.c_int(pid) for pid, _, _ in facts]
+        self._pids = [pid for pid, _, _ in facts]
         if not all(wanted for _, _, wanted in facts):
             return "it is switched off by MPISTRAT_PEER_MEMORY, or the C library has no process_vm_readv"
         problems = []
         for rank, (_, remote, _) in enumerate(facts):
             seen[0] = 0
-            problem = self._copy(_READ, rank, remote, seen)
+            there = spans(remote, proof.nbytes)
+            problem = self._copy(_READ, rank, there, here)
             if not problem and seen[0] != _PROOF:
                 problem = "another process answered"
-            problem = problem or self._copy(_WRITE, rank, remote, seen)
+            problem = problem or self._copy(_WRITE, rank, there, here)
             if problem:
                 problems.append(f"rank {self._group.ranks[rank]}: {problem}")
         # nobody may drop its proof before all have read it

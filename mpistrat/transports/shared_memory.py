@@ -18,9 +18,10 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group
-from mpistrat.reduction import ReduceOp, combine
+from mpistrat.reduction import Fold, ReduceOp, combine
 from mpistrat.transports.base import WAITING, WORKED, Operation, Part, Steps, Transport, address
 from mpistrat.transports.exchange import exchange
+from mpistrat.transports.parts import Lists
 from mpistrat.transports.peer_memory import PeerMemory
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class SharedMemoryTransport(Transport):
         self._window: MPI.Win | None = None
         self.arenas: list[Array] = []
         self.words: list[memoryview] = []
-        self.is_backwards = False
+        self._is_backwards = False
+        self._turn = 0
         self._entered = 0
         self._released = 0
         self.peers = PeerMemory(group)
@@ -86,12 +88,9 @@ class SharedMemoryTransport(Transport):
         """Bind: wait for all; whoever reads the result folds the arenas of all. One pass for two ranks, L - 1 for L."""
         return self._after_all(None, [Part(0, buffer.size, tuple(self._views(buffer)))])
 
-    def all_reduce_between(self, source: Array, target: Array, op: ReduceOp, divisor: int) -> Steps:
-        """Combine `source` of all ranks into `target`, arrays of the caller: see `transports.exchange`.
-
-        The two arrays are C-contiguous and one-dimensional; they may be one array.
-        """
-        return exchange(self, source, target, op, divisor)
+    def all_reduce_between(self, lists: Lists, fold: Fold) -> Steps:
+        """Combine arrays of the caller of all ranks, as `fold` does: see `transports.exchange`."""
+        return exchange(self, lists, fold)
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind: wait for all, then sum this rank's part over all arenas, in blocks that stay in the cache."""
@@ -138,6 +137,16 @@ class SharedMemoryTransport(Transport):
             self._window.Unlock_all()
             self._window.Free()
             self._window = None
+
+    def walk(self, starts: range) -> range:
+        """Return `starts`, backwards every other time: what the last exchange touched last is still in the cache."""
+        self._is_backwards = not self._is_backwards
+        return starts[::-1] if self._is_backwards else starts
+
+    def next_turn(self) -> int:
+        """Return how often this was asked before, which ranks do in step."""
+        self._turn += 1
+        return self._turn
 
     def _check_space(self, nbytes: int) -> None:
         """Refuse, on all ranks, what the node's shared memory cannot hold: touching it would kill the process."""

@@ -48,7 +48,7 @@ def bind(executor, algorithm, counts, chunk_bytes=0):
     """Bind the sum of arrays of so many float32."""
     layout = Layout(counts)
     plan = PLANNERS[algorithm](executor.hierarchy.world, layout.count, 4, chunk_bytes)
-    return executor.bind(plan, layout, FLOAT32, ReduceOp.SUM, casts=False)
+    return executor.bind(plan, layout, FLOAT32, ReduceOp.SUM, {FLOAT32})
 
 
 def bind_all(executor, counts, chunk_bytes):

@@ -490,8 +490,8 @@ def test_the_timeline_shows_the_phases(ops, world):
     array = np.ones(1000, np.float32)
     for algorithm in algorithms(world):
         ops.timeline.events.clear()
-        # two arrays, which must be packed
-        ops.all_reduce(SUM, [array, array], by_name(algorithm))
+        # arrays of two dtypes, which must be packed
+        ops.all_reduce(SUM, [array, array.astype(np.float16)], by_name(algorithm))
         phases = [str(phase) for phase in ops.choose(2000, array.dtype, by_name(algorithm)).plan.phases]
         named = [event.name.split(" rail")[0] for event in ops.timeline.events]
         mine = [phase for phase in phases if not phase.startswith("leaders") or ops.rank in world.leaders]

@@ -1,6 +1,7 @@
 """Every transport passes the conformance kit on the groups it serves, and the kit catches transports that do not."""
 
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,8 @@ from mpi4py import MPI
 
 from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group
-from mpistrat.reduction import ReduceOp, combine
+from mpistrat.packing.layout import Layout
+from mpistrat.reduction import Fold, ReduceOp, combine
 from mpistrat.testing import transport_suite
 from mpistrat.testing.transport_cases import DTYPES, VERBS, inputs, operations, poison
 from mpistrat.testing.transport_suite import check_transport
@@ -17,6 +19,7 @@ from mpistrat.transports.base import Operation, Part, drive
 from mpistrat.transports.exchange import EXCHANGE_BYTES
 from mpistrat.transports.mpi import MpiTransport, mpi_op
 from mpistrat.transports.mpi_ring import MpiRingTransport
+from mpistrat.transports.parts import Lists
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 from tests.launches import needs_ranks
 
@@ -59,6 +62,12 @@ def skip_known(world, shape):
 def test_arrays_of_the_caller_are_reduced_where_they_lie(group, transport):
     between = transport(group)
     between.allocate(EXCHANGE_BYTES)
+
+    def run(source, target, op, divisor=1):
+        pieces = partial(Layout([source.size]).pieces, longest=max(source.size, 1))
+        lists = Lists([source], [target], source.size, pieces)
+        drive(between.all_reduce_between(lists, Fold(op, source.dtype, divisor)), lambda: "between", 30.0)
+
     calls = [(np.dtype(np.float32), ReduceOp.SUM, count) for count in (0, 1, 3, 300_001)]
     calls += [(dtype, op, 67) for dtype in DTYPES for op in operations(dtype)]
     for seed, (dtype, op, count) in enumerate(calls):
@@ -66,7 +75,7 @@ def test_arrays_of_the_caller_are_reduced_where_they_lie(group, transport):
         total = combine(op).reduce(given, axis=0, dtype=given.dtype)
         source, target = given[group.rank].copy(), np.empty(count, dtype)
         poison(target)
-        drive(between.all_reduce_between(source, target, op, 1), lambda: "between", 30.0)
+        run(source, target, op)
         assert (source == given[group.rank]).all()
         assert (target == total).all(), (dtype, op, count)
         # the arrays are the caller's again at once
@@ -74,11 +83,11 @@ def test_arrays_of_the_caller_are_reduced_where_they_lie(group, transport):
         in_place = given[group.rank].copy()
         if seed % group.size == group.rank:
             time.sleep(0.0005)
-        drive(between.all_reduce_between(in_place, in_place, op, 1), lambda: "between", 30.0)
+        run(in_place, in_place, op)
         assert (in_place == total).all(), (dtype, op, count)
         poison(in_place)
     mean = np.array([-7, 7, 0, -1], np.int16) * (group.rank == 0)
-    drive(between.all_reduce_between(mean, mean, ReduceOp.MEAN, group.size), lambda: "between", 30.0)
+    run(mean, mean, ReduceOp.MEAN, group.size)
     assert mean.tolist() == [int(value / group.size) for value in (-7, 7, 0, -1)]
     between.close()
 
