@@ -137,6 +137,20 @@ def test_one_node_works_between_the_arrays_of_the_caller(comm, monkeypatch, read
     ops.close()
 
 
+@pytest.mark.parametrize("reads", ["0", "1"])
+@pytest.mark.parametrize("dtype", [np.dtype(np.float64), np.dtype(np.float16), BFLOAT16], ids=str)
+def test_one_node_works_between_lists_of_arrays(comm, monkeypatch, reads, dtype):
+    monkeypatch.setenv("MPISTRAT_PEER_MEMORY", reads)
+    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    for counts in ([5, 0, 1000, 1, 70_001], [900_001, 0, 800_000]):
+        sources = [(np.arange(count) % 7 + comm.rank).astype(dtype) for count in counts]
+        for out in (None, sources):
+            results = ops.all_reduce(MEAN, sources, by_name("hierarchical"), out=out)
+            for result, count in zip(results, counts, strict=True):
+                assert (result == (np.arange(count) % 7 + (comm.size - 1) / 2).astype(dtype)).all(), counts
+    ops.close()
+
+
 def test_results_may_be_written_over_the_arrays(ops, world):
     for algorithm in algorithms(world):
         for counts in ([1000], [40_000], [7, 0, 50]):
