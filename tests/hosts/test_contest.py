@@ -1,0 +1,64 @@
+"""Programs that compete in a lab: who is measured gave right sums over the links, and who cannot compete is named."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.contest import Contender, Contest, ContestError
+
+_PEERS = Path(__file__).parents[1] / "benchmarks" / "peers"
+_MPI = Contender("MPI", "openmpi", [sys.executable, str(_PEERS / "mpi_ranks.py")])
+_LIAR = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from turns import Task, serve
+tasks = {
+    "all_reduce": lambda request: Task(lambda: None, lambda: False, lambda: None),
+    "nothing": lambda request: Task(lambda: None, lambda: True, lambda: None),
+}
+serve(int(os.environ["CONTEST_RANK"]), {"liar": "1"}, tasks, {"rank": lambda: int(os.environ["CONTEST_RANK"])})
+"""
+_PLACEMENT = "1+1+0+0"
+
+
+@pytest.fixture(scope="module")
+def contest(lab):
+    """Give three programs on two hosts, one of which cannot be started."""
+    liar = Contender("liar", "plain", [sys.executable, "-c", _LIAR, str(_PEERS)])
+    broken = Contender("broken", "plain", [sys.executable, "-c", "raise SystemExit('no such library')"])
+    with Contest(lab, 2, _PLACEMENT, [_MPI, liar, broken]) as programs:
+        yield programs
+
+
+def test_who_cannot_start_is_left_out_with_what_it_said(contest):
+    assert contest.names == ["MPI", "liar"]
+    assert "no such library" in contest.missing["broken"]
+    assert contest.versions["liar"] == "1"
+
+
+def test_what_is_measured_was_right_and_went_over_the_links(contest):
+    done = contest.compare({"kind": "all_reduce", "nbytes": 1 << 20}, seconds=0.05, names=["MPI"])["MPI"]
+    assert 0 < done.best_seconds <= done.seconds
+    assert 1.0 <= done.sent_share < 1.5
+
+
+def test_a_wrong_sum_is_no_result(contest):
+    with pytest.raises(ContestError, match="liar gave a wrong result for"):
+        contest.compare({"kind": "all_reduce", "nbytes": 8}, seconds=0.01, names=["liar"])
+
+
+def test_bytes_that_went_round_the_links_are_no_result(contest):
+    with pytest.raises(ContestError, match=r"liar sent 0\.\d\d of the bytes that it must for .*: some went round the links"):
+        contest.compare({"kind": "nothing", "nbytes": 1 << 20}, seconds=0.01, names=["liar"])
+
+
+def test_calls_are_answered_in_the_order_of_the_ranks(contest):
+    assert contest.call("liar", "rank") == [0, 1]
+
+
+def test_a_program_that_fails_says_why(contest):
+    with pytest.raises(ContestError, match=r"(?s)MPI failed with .*KeyError: 'dance'"):
+        contest.compare({"kind": "dance"}, seconds=0.01, names=["MPI"])
