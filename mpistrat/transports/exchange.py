@@ -29,11 +29,11 @@ from mpistrat.transports.parts import Lists, Parts, Piece
 if TYPE_CHECKING:
     from mpistrat.transports.shared_memory import SharedMemoryTransport
 
-__all__ = ["EXCHANGE_BYTES", "EXCHANGE_SLOT_BYTES", "OneBlock", "exchange"]
+__all__ = ["EXCHANGE_BYTES", "WHOLE_SLOT_BYTES", "OneBlock", "exchange"]
 
-EXCHANGE_SLOTS, EXCHANGE_SLOT_BYTES = 3, 1 << 19
+EXCHANGE_SLOTS, EXCHANGE_SLOT_BYTES, WHOLE_SLOT_BYTES = 3, 1 << 19, 1 << 21
 WINDOW_BYTES = EXCHANGE_SLOTS * EXCHANGE_SLOT_BYTES
-EXCHANGE_BYTES = TABLE_BYTES + 2 * WINDOW_BYTES
+EXCHANGE_BYTES = TABLE_BYTES + WINDOW_BYTES + EXCHANGE_SLOTS * WHOLE_SLOT_BYTES
 LARGEST_ITEM_BYTES = 32
 ATTACH_FROM_BYTES = 1 << 20
 
@@ -67,7 +67,7 @@ class _Whole(Parts):
 
     def run(self) -> Steps:
         transport, count = self.transport, self.lists.count
-        step = EXCHANGE_SLOT_BYTES // self.itemsize
+        step = WHOLE_SLOT_BYTES // self.itemsize
         blocks = [self.lists.pieces(start, min(start + step, count)) for start in transport.walk(range(0, count, step))]
         slots: list[list[Array]] = []
         for block in blocks[:1]:
@@ -84,7 +84,7 @@ class _Whole(Parts):
 
     def _put(self, block: Sequence[Piece]) -> list[Array]:
         """Copy a block into this rank's arena; return the slots in the arenas of all."""
-        slots = _slots(self.transport, self.transport.next_turn(), EXCHANGE_SLOT_BYTES, self.lists.dtype)
+        slots = _slots(self.transport, self.transport.next_turn(), WHOLE_SLOT_BYTES, self.lists.dtype)
         for source, _, (shown,) in self.views(block, [slots[self.rank]]):
             np.copyto(shown, source)
         return slots
@@ -100,7 +100,7 @@ class OneBlock:
     dtype : dtype
         Of the array; no 16-bit float.
     count : int
-        Its elements; at most EXCHANGE_SLOT_BYTES.
+        Its elements; at most WHOLE_SLOT_BYTES of them in bytes.
     fold : Fold
         How to combine.
     """
@@ -119,7 +119,7 @@ class OneBlock:
 
 def _slots(transport: SharedMemoryTransport, turn: int, nbytes: int, dtype: np.dtype[Any]) -> list[Array]:
     """Return where blocks of a turn lie in the arenas of all ranks."""
-    first = TABLE_BYTES + WINDOW_BYTES + turn % EXCHANGE_SLOTS * EXCHANGE_SLOT_BYTES
+    first = TABLE_BYTES + WINDOW_BYTES + turn % EXCHANGE_SLOTS * WHOLE_SLOT_BYTES
     return [arena[first : first + nbytes].view(dtype) for arena in transport.arenas]
 
 
