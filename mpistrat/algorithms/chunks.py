@@ -38,7 +38,7 @@ class PipelineRule:
 
 # one node has nothing to overlap: its chunks only keep the shared window inside the cache
 _ONE_NODE = PipelineRule(end_bytes=1 * MIB, max_bytes=1 * MIB, depth=3)
-_SEVERAL_NODES = PipelineRule(end_bytes=1 * MIB, max_bytes=2 * MIB, depth=3)
+_SEVERAL_NODES = PipelineRule(end_bytes=512 * KIB, max_bytes=2 * MIB, depth=3)
 
 
 def pipeline_rule(world: World) -> PipelineRule:

@@ -89,12 +89,12 @@ def test_scratch_memory_is_bounded(planner: object) -> None:
 @pytest.mark.parametrize(
     ("shape", "num_bytes", "num_chunks"),
     [
-        ("2x2", MIB, 1),
-        ("3+1", MIB, 1),
-        ("2x2", MIB + 4, 2),
-        ("2x2", 2 * MIB, 2),
-        ("2x2", 16 * MIB, 9),
-        ("2x2", 64 * MIB, 33),
+        ("2x2", 512 * KIB, 1),
+        ("3+1", MIB, 2),
+        ("2x2", MIB + 4, 3),
+        ("2x2", 2 * MIB, 3),
+        ("2x2", 16 * MIB, 11),
+        ("2x2", 64 * MIB, 35),
         ("1x2", 2 * MIB, 2),
         ("1x2", 64 * MIB, 64),
     ],
@@ -107,10 +107,10 @@ def test_pipelined_cuts_by_rule(shape: str, num_bytes: int, num_chunks: int) -> 
 
 
 def test_pipelined_begins_and_ends_with_small_chunks() -> None:
-    plan = pipelined.plan(World.from_shape("2x2"), 10 * MIB, 1)
-    assert [count // MIB for _, count in plan.chunks()] == [1, 2, 2, 2, 2, 1]
-    assert [start // MIB for start, _ in plan.chunks()] == [0, 1, 3, 5, 7, 9]
-    assert (plan.chunk_count, plan.end_count) == (2 * MIB, MIB)
+    plan = pipelined.plan(World.from_shape("2x2"), 5 * MIB, 1)
+    assert [2 * count // MIB for _, count in plan.chunks()] == [1, 2, 4, 2, 1]
+    assert [2 * start // MIB for start, _ in plan.chunks()] == [0, 1, 3, 7, 9]
+    assert (plan.chunk_count, plan.end_count) == (2 * MIB, MIB // 2)
     assert chunks.chunk_lengths(World.from_shape("2x2"), 36, 2, 8) == [2, 4, 8, 8, 8, 4, 2]
 
 
@@ -154,7 +154,7 @@ def test_chunks_are_few_even_and_bounded(world: World, count: int, itemsize: int
 @pytest.mark.parametrize("shape", ["2x2", "1x3", "3+1+2+2", "4x8"])
 def test_no_chunk_is_tiny(shape: str, num_bytes: int) -> None:
     plan = pipelined.plan(World.from_shape(shape), num_bytes // 4, 4)
-    assert min(count for _, count in plan.chunks()) >= 0.8 * min(MIB, num_bytes / 2) / 4
+    assert min(count for _, count in plan.chunks()) >= 0.8 * min(MIB / 2, num_bytes / 3) / 4
 
 
 def sections(docstring: str) -> dict[str, str]:
@@ -183,5 +183,5 @@ def test_the_reference_page_has_the_limits_of_the_table() -> None:
     rule, text = chunks.pipeline_rule(World.from_shape("2x2")), " ".join(PAGE.read_text().split())
     assert f"work on the whole buffer up to {chunks.SCRATCH_BYTES // MIB} MiB" in text
     assert f"{rule.depth} under way at a time" in text
-    assert f"chunks of {rule.end_bytes // MIB} MiB, between which they double up to {rule.max_bytes // MIB} MiB" in text
+    assert f"chunks of {rule.end_bytes // KIB} KiB, between which they double up to {rule.max_bytes // MIB} MiB" in text
     assert f"chunks of {chunks.pipeline_rule(World.from_shape('1x2')).max_bytes // MIB} MiB that stay" in text
