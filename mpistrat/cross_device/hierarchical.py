@@ -7,10 +7,9 @@ recipe is kept, and the next call like it only runs it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,28 +22,23 @@ from mpistrat.cross_device.exchange_verbs import ExchangeVerbs
 from mpistrat.cross_device.explanation import Explanation
 from mpistrat.cross_device.gate import Call
 from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.cross_device.recipe import Recipe, run_recipe
-from mpistrat.cross_device.recipe_book import RECIPES_KEPT, RecipeBook
-from mpistrat.cross_device.small_batch import SMALL_BATCH_BYTES, OneArray, SmallBatch
+from mpistrat.cross_device.recipe import run_recipe
+from mpistrat.cross_device.recipe_book import RecipeBook
+from mpistrat.cross_device.short_ways import LIKENESS, ShortWays
+from mpistrat.cross_device.small_batch import OneArray, SmallBatch
 from mpistrat.cross_device.tuning_file import shared_model
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.execution.bound_plan import DirectPlan
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.work import Work
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.reduction import ReduceOp, accumulation_dtype
+from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import Steps
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 __all__ = ["HierarchicalCollectives"]
 
 # what is started up to here goes through calls of MPI that block, and keep the program's core while a rank is late
 MEET_UP_TO_BYTES = 1 << 20
-
-_LIKENESS = attrgetter("shape", "dtype")  # what arrays that take one way have in common
 
 
 class HierarchicalCollectives(ExchangeVerbs):
@@ -82,6 +76,8 @@ class HierarchicalCollectives(ExchangeVerbs):
         self.num_packs = num_packs
         super().__init__(hierarchy, options)
         self._executor = Executor(hierarchy)
+        self._short = ShortWays(self._executor, self._gate, self._bytes.native_op)
+        self._quick = self._short.known
         self.timeline = self._executor.timeline
         self._verbose = self.rank == 0 and settings.VERBOSE.read()
         self._recipes = RecipeBook(self._executor, self._say, shared_model(hierarchy) if model is None else model)
@@ -132,7 +128,7 @@ class HierarchicalCollectives(ExchangeVerbs):
 
     def all_reduce_again(self, op: ReduceOp, arrays: Sequence[Array]) -> list[Array] | None:
         """Combine arrays like earlier ones that took one call of MPI: see `Collectives.all_reduce_again`. A collective call."""
-        quick = self._quick.get((op._value_, *map(_LIKENESS, arrays)))
+        quick = self._quick.get((op._value_, *map(LIKENESS, arrays)))
         if quick is None or self.timeline.enabled or self._gate.refusal:
             return None
         self.num_collectives += 1
@@ -224,7 +220,7 @@ class HierarchicalCollectives(ExchangeVerbs):
         call = self._enter("all_reduce", lambda wanted: self._arguments(op, arrays, wanted, self._num_packs), options, check)
         recipe = self._recipes.find(op, arrays, call.options, self._num_packs)
         if call.options is self._options and not (self.is_strict or call.ends):
-            self._remember(op, arrays, recipe)
+            self._short.learn(op, arrays, recipe)
         if out is None:
             results = [np.empty(array.shape, array.dtype) for array in arrays]
         else:
@@ -261,40 +257,6 @@ class HierarchicalCollectives(ExchangeVerbs):
         self.num_collectives += 1
         last[3].allreduce(source, target, last[3].native)
         return [target]
-
-    def _remember(self, op: ReduceOp, arrays: Sequence[Array], recipe: Recipe) -> None:
-        """Note how arrays like these go straight through MPI or shared memory, where one call of it is all there is to do."""
-        nbytes = sum(array.nbytes for array in arrays)
-        bound = recipe[0].bound if len(recipe) == 1 else None
-        at_once = bound.at_once if isinstance(bound, DirectPlan) else None
-        is_message = bound is not None and bound.flat_count and 0 < nbytes <= settings.MAX_MESSAGE_BYTES.read()
-        if at_once is None and not is_message:
-            return
-        if len(self._quick) >= RECIPES_KEPT:
-            self._forget_quick()
-        signature = (op._value_, *map(_LIKENESS, arrays))
-        dtype = accumulation_dtype(op, arrays[0].dtype)
-        native = self._bytes.native_op(op, dtype)
-        if at_once is not None:
-            self._quick[signature] = OneArray(op, 1, native, self._guarded(at_once))  # divided already
-            return
-        if len(arrays) == 1 and dtype == arrays[0].dtype:
-            self._quick[signature] = OneArray(op, self.size, native, self._executor.world.call(nbytes))
-        elif nbytes <= SMALL_BATCH_BYTES and len({array.dtype for array in arrays}) == 1:
-            allreduce = self._executor.world.call(recipe[0].bound.flat_count * dtype.itemsize)
-            self._quick[signature] = SmallBatch(op, arrays, recipe[0], self.size, native, allreduce)
-
-    def _guarded(self, at_once: Callable[[Array, Array], None]) -> Callable[..., None]:
-        """Return the same, called as MPI's is, after which no other collective can be made if it fails."""
-
-        def run(source: Array, target: Array, _: MPI.Op) -> None:
-            try:
-                at_once(source, target)
-            except BaseException as error:
-                self._gate.fail("all_reduce", error)
-                raise
-
-        return run
 
     def _forget_quick(self) -> None:
         self._quick.clear()

@@ -1,0 +1,82 @@
+"""ShortWays: which arrays take one call of MPI or of shared memory, and how, from the second call with their like on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from mpistrat import settings
+from mpistrat.arrays import Array
+from mpistrat.cross_device.gate import Gate
+from mpistrat.cross_device.recipe import Recipe
+from mpistrat.cross_device.recipe_book import RECIPES_KEPT
+from mpistrat.cross_device.small_batch import SMALL_BATCH_BYTES, OneArray, SmallBatch
+from mpistrat.execution.bound_plan import DirectPlan
+from mpistrat.execution.executor import Executor
+from mpistrat.reduction import ReduceOp, accumulation_dtype
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["LIKENESS", "ShortWays"]
+
+LIKENESS = attrgetter("shape", "dtype")
+"""What arrays that take one way have in common."""
+
+
+class ShortWays:
+    """Made of the recipes that arrays have taken once.
+
+    Parameters
+    ----------
+    executor : Executor
+        Has the communicator of all ranks.
+    gate : Gate
+        Is closed for ever if shared memory fails.
+    native_op : callable
+        Returns what MPI calls an operation on a dtype.
+
+    Attributes
+    ----------
+    known : dict
+        The ways, by the name of the operation and `LIKENESS` of each array.
+    """
+
+    def __init__(self, executor: Executor, gate: Gate, native_op: Callable[[ReduceOp, Any], MPI.Op]) -> None:
+        self._executor, self._gate, self._native_op = executor, gate, native_op
+        self.known: dict[tuple[Any, ...], OneArray | SmallBatch] = {}
+
+    def learn(self, op: ReduceOp, arrays: Sequence[Array], recipe: Recipe) -> None:
+        """Note how arrays like these go straight through MPI or shared memory, where one call of it is all there is to do."""
+        nbytes = sum(array.nbytes for array in arrays)
+        bound = recipe[0].bound if len(recipe) == 1 else None
+        at_once = bound.at_once if isinstance(bound, DirectPlan) else None
+        is_message = bound is not None and bound.flat_count and 0 < nbytes <= settings.MAX_MESSAGE_BYTES.read()
+        if at_once is None and not is_message:
+            return
+        if len(self.known) >= RECIPES_KEPT:
+            self.known.clear()
+        signature = (op._value_, *map(LIKENESS, arrays))
+        dtype = accumulation_dtype(op, arrays[0].dtype)
+        native, size = self._native_op(op, dtype), self._executor.hierarchy.world.size
+        if at_once is not None:
+            self.known[signature] = OneArray(op, 1, native, self._guarded(at_once))  # divided already
+            return
+        if len(arrays) == 1 and dtype == arrays[0].dtype:
+            self.known[signature] = OneArray(op, size, native, self._executor.world.call(nbytes))
+        elif nbytes <= SMALL_BATCH_BYTES and len({array.dtype for array in arrays}) == 1:
+            allreduce = self._executor.world.call(recipe[0].bound.flat_count * dtype.itemsize)
+            self.known[signature] = SmallBatch(op, arrays, recipe[0], size, native, allreduce)
+
+    def _guarded(self, at_once: Callable[[Array, Array], None]) -> Callable[..., None]:
+        """Return the same, called as MPI's is, after which no other collective can be made if it fails."""
+
+        def run(source: Array, target: Array, _: MPI.Op) -> None:
+            try:
+                at_once(source, target)
+            except BaseException as error:
+                self._gate.fail("all_reduce", error)
+                raise
+
+        return run
