@@ -16,6 +16,7 @@ EXPERIMENTS = (
     "small_messages",
     "one_host",
     "many_arrays",
+    "wire_dtype",
     "overlap",
     "overhead",
     "memory",
