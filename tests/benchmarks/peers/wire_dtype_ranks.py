@@ -7,9 +7,9 @@ import sys
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 import mpistrat
-from mpistrat.cross_device.collectives import Collectives
 from mpistrat.experimental import CommunicationOptions
 from mpistrat.reduction import ReduceOp
 from mpistrat.tools import train_digits
@@ -19,26 +19,25 @@ Data = tuple[np.ndarray, np.ndarray]
 
 
 def main() -> None:
-    """Train as ``sys.argv[1]`` says, with each of the options in ``sys.argv[2]``, in JSON both."""
-    how, kinds = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-    found = {}
-    for name, fields in kinds.items():
-        # auto would leave so few bytes to MPI, which casts nothing
-        algorithm = "auto" if fields.get("deterministic") else "hierarchical"
-        options = CommunicationOptions(algorithm=algorithm, **fields)
-        strategy = mpistrat.MultiWorkerMirroredStrategy(communication_options=options)
-        found[name] = _train(strategy.extended.collectives, **how)
-        strategy.close()
-    weights = {name: one.pop("weights") for name, one in found.items()}
-    exact, start = weights["float32"], train_digits.first_weights(HIDDEN)
-    for name, one in found.items():
-        one["distance"] = _norm(weights[name], exact) / _norm(start, exact)
-    if strategy.extended.should_save_summary:
+    """Train in each way of ``sys.argv[1]``, with each of the options in ``sys.argv[2]``: objects of JSON, by name."""
+    ways, kinds = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+    found = {way: {name: _train(fields, **how) for name, fields in kinds.items()} for way, how in ways.items()}
+    for trained in found.values():
+        weights = {name: one.pop("weights") for name, one in trained.items()}
+        exact, start = weights["float32"], train_digits.first_weights(HIDDEN)
+        for name, one in trained.items():
+            one["distance"] = _norm(weights[name], exact) / _norm(start, exact)
+    if MPI.COMM_WORLD.rank == 0:
         print(json.dumps(found))
 
 
-def _train(ops: Collectives, epochs: int, batch: int, rate: float, shuffled: bool) -> dict[str, Any]:
-    """Return the weights, the loss of all training images after each epoch, and the accuracy; this computes in float32."""
+def _train(fields: dict[str, Any], epochs: int, batch: int, rate: float, shuffled: bool) -> dict[str, Any]:
+    """Return the weights, the loss of all training images after each epoch, and the accuracy on the others."""
+    # auto would leave so few bytes to MPI, which casts nothing
+    algorithm = "auto" if fields.get("deterministic") else "hierarchical"
+    options = CommunicationOptions(algorithm=algorithm, **fields)
+    strategy = mpistrat.MultiWorkerMirroredStrategy(communication_options=options)
+    ops = strategy.extended.collectives
     training, test = train_digits.load()
     if not shuffled:
         training = tuple(part[np.argsort(training[1], kind="stable")] for part in training)
@@ -56,6 +55,7 @@ def _train(ops: Collectives, epochs: int, batch: int, rate: float, shuffled: boo
                 velocity[name] = MOMENTUM * velocity[name] - rate * gradient / np.float32(len(chosen))
                 weights[name] = weights[name] + velocity[name]
         losses.append(_loss(weights, training))
+    strategy.close()
     accuracy = np.mean(train_digits.forward(weights, test[0])[1].argmax(axis=1) == test[1])
     return {"weights": weights, "losses": losses, "accuracy": float(accuracy)}
 
