@@ -12,7 +12,14 @@ from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.errors import InvalidArgumentError, SettingError
 from mpistrat.groups.agreement import Agreement
 
-__all__ = ["CollectiveHints", "CommunicationImplementation", "CommunicationOptions", "check_options", "shared_defaults"]
+__all__ = [
+    "WIRE_DTYPES",
+    "CollectiveHints",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "check_options",
+    "shared_defaults",
+]
 
 WIRE_DTYPES = ("bfloat16", "float16")
 

@@ -9,6 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from mpistrat.cross_device.options import WIRE_DTYPES
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch.openmpi import num_cores
 from mpistrat.tools import run
@@ -25,6 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", default="", metavar="SHAPE", help="pretend these nodes: 2x2, 3+1 (default: two equal ones)")
     parser.add_argument("--epochs", type=int, default=8, metavar="N", help="how often to go through the images (default: 8)")
     parser.add_argument("--out", type=Path, default=Path("mpistrat-demo"), metavar="DIR", help="where to write the files")
+    parser.add_argument(
+        "--wire-dtype", choices=WIRE_DTYPES, help="what gradients are cast to between nodes (default: not at all)"
+    )
+    parser.add_argument(
+        "--error-feedback", action="store_true", help="with --wire-dtype: send what casts lose in the next step"
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -33,7 +40,7 @@ def execute(arguments: argparse.Namespace) -> int:
     Raises
     ------
     InvalidArgumentError
-        If a number is less than 1, or the folder cannot be made.
+        If a number is less than 1, there is nothing to feed back, or the folder cannot be made.
     TopologyError
         If the node shape is malformed or is not one of that many ranks.
     LaunchError
@@ -43,6 +50,10 @@ def execute(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise InvalidArgumentError(f"--{name} must be at least 1; got {value}")
+    if arguments.error_feedback and not arguments.wire_dtype:
+        raise InvalidArgumentError(
+            f"--error-feedback needs a --wire-dtype: {' or '.join(WIRE_DTYPES)}; what is not cast loses nothing"
+        )
     nodes = arguments.nodes or _two_nodes(arguments.ranks or 4)
     world = World.from_shape(nodes, arguments.ranks)
     _check_packages()
@@ -52,6 +63,8 @@ def execute(arguments: argparse.Namespace) -> int:
     # ranks share the cores: left alone, NumPy would start a thread for each core in each of them
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // world.size)))
     options = ["--epochs", str(arguments.epochs), "--out", str(folder), "--width", str(width)]
+    options += ["--wire-dtype", arguments.wire_dtype] if arguments.wire_dtype else []
+    options += ["--error-feedback"] if arguments.error_feedback else []
     return run.start(["-m", "mpistrat.tools.demo_rank", *options], world.size, nodes)
 
 

@@ -37,15 +37,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--width", type=int, required=True, help="columns of the terminal; 0: there is none")
+    parser.add_argument("--wire-dtype")
+    parser.add_argument("--error-feedback", action="store_true")
     arguments = parser.parse_args(argv)
     # hierarchical on any world; auto may leave gradients of this size to MPI, and the demo is there to show the phases
-    options = CommunicationOptions(algorithm="hierarchical")
+    options = CommunicationOptions(
+        algorithm="hierarchical", wire_dtype=arguments.wire_dtype, error_feedback=arguments.error_feedback
+    )
     strategy = mpistrat.MultiWorkerMirroredStrategy(communication_options=options)
     ops, chief = strategy.extended.collectives, strategy.extended.should_save_summary
     console = Console(
         force_terminal=arguments.width > 0, width=arguments.width or None, soft_wrap=True, highlight=False, quiet=not chief
     )
-    _introduce(console, ops)
+    _introduce(console, ops, options)
     meter = Meter(ops.timeline)
     accuracy = _train(console, strategy, arguments.epochs, meter)
     timelines = _all_timelines(ops)
@@ -58,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     _conclude(console, accuracy, meter.steps, arguments.out)
 
 
-def _introduce(console: Console, ops: Collectives) -> None:
+def _introduce(console: Console, ops: Collectives, options: CommunicationOptions) -> None:
     """Show the topology, and the plan for the gradients."""
     # the loss and the number of images travel with the gradients
     count = sum(array.size for array in train_digits.first_weights(HIDDEN).values()) + 2
@@ -70,6 +74,9 @@ def _introduce(console: Console, ops: Collectives) -> None:
         ("plan", plan),
         ("why", reason or "nobody else is there"),
     ]
+    if options.wire_dtype:
+        later = ", what that loses is sent in the next step" * options.error_feedback
+        facts.append(("between nodes", f"sums are rounded to {options.wire_dtype}{later}"))
     console.print(f"[bold]A network learns handwritten digits on {_sizes(ops.world)}[/], {kind} {socket.gethostname()}\n")
     console.print(_topology(ops.world), "", format_table(facts), "", sep="\n")
 

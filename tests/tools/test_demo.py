@@ -104,6 +104,13 @@ def test_ranks_alone_make_two_nodes(tmp_path, monkeypatch, ranks, size, nodes):
     assert program[:4] == ["-m", "mpistrat.tools.demo_rank", "--epochs", "3"]
 
 
+def test_what_travels_between_nodes_can_be_said(tmp_path):
+    done = start_demo(tmp_path, "--epochs", "1", "--wire-dtype", "bfloat16", "--error-feedback")
+    assert done.returncode == 0, done.stderr
+    said = r"^between nodes +sums are rounded to bfloat16, what that loses is sent in the next step$"
+    assert re.search(said, done.stdout, re.MULTILINE)
+
+
 def test_failing_rank_gives_the_exit_code(tmp_path):
     (tmp_path / "training.png").mkdir()
     done = start_demo(tmp_path, "--ranks", "2", "--epochs", "1")
@@ -119,6 +126,7 @@ def test_failing_rank_gives_the_exit_code(tmp_path):
         (["--nodes", "two"], "node shape 'two' is malformed; accepted are NODESxRANKS"),
         (["--ranks", "0"], "--ranks must be at least 1; got 0"),
         (["--epochs", "0"], "--epochs must be at least 1; got 0"),
+        (["--error-feedback"], "--error-feedback needs a --wire-dtype: bfloat16 or float16; what is not cast loses nothing"),
         (["--out", "file/folder"], "--out file/folder cannot be a folder to write to: Not a directory"),
     ],
 )
