@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpistrat.reduction import ReduceOp, combine
+from mpistrat.packing.layout import Layout
+from mpistrat.reduction import Fold, ReduceOp, combine
 from mpistrat.testing.transport_cases import DTYPES, inputs, operations, poison
 from mpistrat.transports import mpi_world
 from mpistrat.transports.base import drive
 from mpistrat.transports.mpi_world import Route, WorldTransport
+from mpistrat.transports.parts import Lists
 
 ROUTES = [Route(False), Route(True), Route(True, in_turn=True)]
 
@@ -28,7 +30,8 @@ def reduced(transport: WorldTransport, mine: np.ndarray, op: ReduceOp, in_place:
         drive(transport.all_reduce(target, op).run(), lambda: "all_reduce", 30.0)
         return target
     poison(target)
-    drive(transport.all_reduce_between(mine, target, op, 1), lambda: "between", 30.0)
+    lists = Lists([mine], [target], mine.size, lambda start, stop: Layout([mine.size]).pieces(start, stop, mine.size))
+    drive(transport.all_reduce_between(lists, Fold(op, mine.dtype)), lambda: "between", 30.0)
     return target
 
 
