@@ -42,11 +42,13 @@ EXAMPLES = settings(
 )
 
 
-def check_examples(comm: Any, shape: str, check: Callable[..., None], *drawn: st.SearchStrategy[Any]) -> None:
-    """Call ``check(*example)`` for examples of what is drawn, in step with the other ranks."""
+def check_examples(
+    comm: Any, shape: str, check: Callable[..., None], *drawn: st.SearchStrategy[Any], most: int | None = None
+) -> None:
+    """Call ``check(*example)`` for examples of what is drawn, in step with the other ranks; for other shapes others."""
 
     @seed(crc32(shape.encode()))
-    @settings(EXAMPLES, max_examples=min(25, 40 // comm.size))
+    @settings(EXAMPLES, max_examples=most or min(25, 40 // comm.size))
     @given(st.tuples(*drawn))
     def examples(example: tuple[Any, ...]) -> None:
         problem = ""

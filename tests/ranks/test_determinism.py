@@ -1,0 +1,77 @@
+"""deterministic=True: bits follow from the values and the order of the replicas, whatever else there is."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+from hypothesis import strategies as st
+
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.reduction import HALF_DTYPES, ReduceOp
+from tests.ranks.test_properties import NUM_PACKS, check_examples
+
+DTYPES = [np.dtype(dtype) for dtype in (np.float32, np.float64, ml_dtypes.bfloat16)]
+LATE_SECONDS = 0.002
+
+
+class Call(NamedTuple):
+    """A sum as it is drawn: its values, and everything that must not matter."""
+
+    op: ReduceOp
+    dtype: np.dtype
+    seed: int
+    lengths: list[int]
+    bytes_per_pack: int
+    num_packs: int | None
+    algorithm: str
+    late: int
+
+
+CALLS = st.builds(
+    Call,
+    st.sampled_from([ReduceOp.SUM, ReduceOp.MEAN]),
+    st.sampled_from(DTYPES),
+    st.integers(0, 2**16),
+    st.lists(st.sampled_from([0, 1, 2, 7, 60, 400]), min_size=1, max_size=5),
+    st.sampled_from([0, 1, 24, 500, 10**6]),
+    st.sampled_from(NUM_PACKS),
+    st.sampled_from(["auto", "flat", "hierarchical"]),
+    st.integers(0, 16),  # a rank, or with none of this number nobody
+)
+
+
+def rows(call: Call, size: int) -> np.ndarray:
+    """Return the values of each replica, of very different sizes, so that any other order rounds otherwise."""
+    rng = np.random.default_rng(call.seed)
+    shape = (size, sum(call.lengths))
+    return (rng.normal(size=shape) * 10.0 ** rng.integers(-3, 4, shape)).astype(call.dtype)
+
+
+def folded(call: Call, given: np.ndarray) -> np.ndarray:
+    """Return the sum or mean as one process makes it: one replica after the other, 16-bit floats in float32."""
+    wide = given.astype(np.float32 if call.dtype in HALF_DTYPES else call.dtype)
+    total = wide[0]
+    for row in wide[1:]:
+        total = total + row
+    return (total / wide.dtype.type(len(wide)) if call.op is ReduceOp.MEAN else total).astype(call.dtype)
+
+
+def test_bits_are_those_of_one_process_that_adds_in_order(comm, ops, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", "300")  # several segments of each part
+
+    def check_one(call: Call) -> None:
+        given = rows(call, comm.size)
+        arrays = np.split(given[comm.rank], np.cumsum(call.lengths)[:-1])
+        options = CommunicationOptions(call.bytes_per_pack, algorithm=call.algorithm, deterministic=True)
+        monkeypatch.setattr(ops, "num_packs", call.num_packs)
+        if comm.rank == call.late:
+            time.sleep(LATE_SECONDS)
+        found = ops.all_reduce(call.op, arrays, options)
+        assert [array.size for array in found] == call.lengths
+        assert np.concatenate(found).tobytes() == folded(call, given).tobytes()
+
+    # the same examples whatever the shape of the nodes
+    check_examples(comm, "", check_one, CALLS, most=100 if comm.size == 3 else 12)
