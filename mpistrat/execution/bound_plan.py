@@ -62,7 +62,7 @@ class BoundPlan:
         is_one_call = not plan.in_order and plan.num_chunks == 1 and _is_flat(plan)
         self.flat_count = plan.padded(plan.count) if is_one_call else 0
         self._bound: dict[tuple[int, int, int], list[list[tuple[str, Operation]]]] = {}
-        self._casters: dict[tuple[int, int], Cast] = {}
+        self._casters: dict[tuple[int, int, int], Cast] = {}
         # rails have a channel for each slot; the operations inside a node follow each other
         self._abreast = plan.depth if any(phase.scope is Scope.INTER for phase in plan.phases) else 1
         # a plan of one chunk takes its two slots in turn
@@ -74,8 +74,10 @@ class BoundPlan:
 
     @property
     def scratch_bytes(self) -> int:
-        """What its operations hold beside the executor's scratch memory."""
-        return sum(operation.scratch_bytes for phases in self._bound.values() for phase in phases for _, operation in phase)
+        """What its operations and casts hold beside the executor's scratch memory."""
+        operations = (operation for phases in self._bound.values() for phase in phases for _, operation in phase)
+        casts = self._casters.values()
+        return sum(operation.scratch_bytes for operation in operations) + sum(cast.scratch_bytes for cast in casts)
 
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
         """Return the steps that reduce `sources` into C-contiguous `targets`. A collective call."""
@@ -146,9 +148,10 @@ class BoundPlan:
 
     def _caster(self, wire: Wire, place: int, part: int, count: int) -> Cast:
         """Return what casts a part of the chunk at that place, whatever slot it is in: what it has lost is kept there."""
-        if (place, part) not in self._casters or not wire.error_feedback:
-            self._casters[place, part] = Cast(wire, count)
-        return self._casters[place, part]
+        key = place, part, count
+        if key not in self._casters:
+            self._casters[key] = Cast(wire, count)
+        return self._casters[key]
 
     def _walk(self, chunk: _Chunk, phases: list[list[tuple[str, Operation]]]) -> Steps:
         for operations in phases:

@@ -24,7 +24,8 @@ class MemoryReport:
     rail_bytes : int
         Where segments from other nodes land until they are summed; all operations of a channel share it.
     recipe_bytes : int
-        What recipes hold of their own: those that add in the order of the replicas, or cast what they send.
+        What recipes hold of their own: those that add in the order of the replicas, or cast what they send, with what error
+        feedback keeps.
     num_recipes : int
         How many recipes are kept.
     largest_pack_bytes : int

@@ -58,6 +58,11 @@ class Cast:
         self._lost = np.zeros(count, np.float32) if wire.error_feedback else None
         self._scratch = np.empty((2, min(count, _PIECE)), np.uint32) if wire.dtype == _FLOAT16 else None
 
+    @property
+    def scratch_bytes(self) -> int:
+        """What is kept: from call to call with error feedback, and to work in."""
+        return sum(array.nbytes for array in (self._lost, self._scratch) if array is not None)
+
     def contribute(self, values: Array, sent: Array, first: int) -> None:
         """Round float32 `values` for the places from `first` on, together with what was lost there, into `sent`."""
         if self._lost is None:
@@ -96,10 +101,11 @@ class Cast:
 
 def _keep_remainder(wide: Array, sent: Array) -> None:
     """Subtract from `wide` what was sent; an overflow or NaN leaves nothing to make up for."""
-    with np.errstate(invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         np.subtract(wide, sent, out=wide)
-    # one pass and no memory where all is well: infinity and NaN spread to the sum
-    if not np.isfinite(wide.sum()):
+        # one pass and no memory where all is well: infinity and NaN spread to the sum
+        is_finite = np.isfinite(wide.sum())
+    if not is_finite:
         np.copyto(wide, 0, where=~np.isfinite(wide))
 
 

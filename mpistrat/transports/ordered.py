@@ -171,12 +171,14 @@ class _Ordered:
     def _add(self, total: Array, row: Array, is_first: bool) -> None:
         if is_first:
             self._take(row, total)
-        elif self.caster is None:
-            self.fold(total, row, out=total)
-        else:
-            wide = self.wide[: row.size]
-            self.caster.widen(row, wide)
-            self.fold(total, wide, out=total)
+            return
+        addend = row
+        if self.caster is not None:
+            addend = self.wide[: row.size]
+            self.caster.widen(row, addend)
+        # what is raised on one rank, where a warning counts as an error, would leave the others waiting
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.fold(total, addend, out=total)
 
     def _publish(self, total: Array, start: int, stop: int) -> None:
         published = self.published[start:stop]

@@ -49,6 +49,18 @@ def test_what_recipes_hold_of_their_own_is_told(ops, world):
     assert report.num_recipes == 1
 
 
+def test_what_error_feedback_keeps_is_told(ops, world):
+    def held(**options):
+        reduce(ops, [50_000], algorithm="hierarchical", wire_dtype="bfloat16", **options)
+        return ops.memory_report().recipe_bytes
+
+    without = held()
+    kept = held(error_feedback=True) - 2 * without
+    assert held(error_feedback=True) == kept + 2 * without, "a second call keeps no more"
+    shards = len(world.shards_of(ops.rank)) if world.num_nodes > 1 else 0
+    assert 0 <= kept - 4 * 50_000 * shards // world.num_shards <= 1024, "four bytes for each element that is sent, and padding"
+
+
 @pytest.mark.parametrize("algorithm", ["auto", "hierarchical", "pipelined"])
 def test_repeated_calls_allocate_nothing(ops, world, algorithm):
     if world.size == 1 and algorithm == "pipelined":

@@ -287,6 +287,24 @@ def test_error_feedback_makes_up_for_what_casts_have_lost(comm, world, algorithm
     ops.close()
 
 
+@pytest.mark.parametrize("feedback", [False, True])
+def test_what_float16_cannot_hold_is_infinite_on_all_replicas_and_in_that_call_alone(ops, world, feedback):
+    given = np.zeros((world.size, 5), np.float32)
+    given[:] = [30_000, -30_000, 1, 0, 0]
+    given[:, 3] = 40_000 * (-1.0) ** np.arange(world.size)
+    given[0, 4], given[-1, 4] = 1e5, given[-1, 4] - 1e5  # infinite of both signs where they are on two nodes
+    options = CommunicationOptions(algorithm="hierarchical", wire_dtype="float16", error_feedback=feedback)
+    narrow = np.float16 if world.num_nodes > 1 else np.float32
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums = [given[list(node.ranks)].sum(0).astype(narrow).astype(np.float32) for node in world.nodes]
+        total = sum(sums[1:], sums[0]).astype(narrow).astype(np.float32)
+    for op, wanted in ((SUM, total), (MEAN, total / world.size)):
+        [found] = ops.all_reduce(op, [given[ops.rank]], options)
+        assert np.array_equal(found, wanted, equal_nan=True), (found, wanted)
+    [after] = ops.all_reduce(SUM, [np.ones(5, np.float32)], options)
+    assert (after == world.size).all()
+
+
 def test_options_of_one_call_leave_the_next_alone(ops, world):
     given = (np.random.default_rng(3).normal(size=(world.size, 2000)) * 10.0 ** (np.arange(world.size)[:, None] % 4)).astype(
         np.float32

@@ -111,4 +111,4 @@ def test_what_is_no_number_is_sent_once(bad: float) -> None:
 def test_casts_raise_no_warning_and_heed_no_error_state() -> None:
     with np.errstate(all="raise"):
         for wire in (Wire(np.dtype(np.float16)), Wire(np.dtype(np.float16), error_feedback=True)):
-            Cast(wire, 2).contribute(np.array([1e30, np.nan], np.float32), np.empty(2, np.float16), 0)
+            Cast(wire, 3).contribute(np.array([1e30, -1e30, np.nan], np.float32), np.empty(3, np.float16), 0)
