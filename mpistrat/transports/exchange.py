@@ -3,7 +3,7 @@
 =========  ====================================================  ===================================================
 way        what each rank does                                   taken for
 =========  ====================================================  ===================================================
-_Whole     shows its arrays in the window, sums those of all     two ranks, up to ATTACH_FROM_BYTES
+_Whole     shows its arrays in the window, sums those of all     two ranks, up to ATTACH_FROM_BYTES; one array in one block
 _Window    sums one part, which goes through the window          more ranks up to ATTACH_FROM_BYTES; 16-bit floats
 Attached   sums one part, where the arrays of its peers lie      more bytes, where the kernel permits it
 =========  ====================================================  ===================================================
@@ -54,7 +54,9 @@ def exchange(transport: SharedMemoryTransport, lists: Lists, fold: Fold) -> Step
     is_pair = transport.group.size == 2 and not fold.widens
     # the kernel looks at each page: that pays where arrays are so large that they lie in huge ones
     attach_from = ATTACH_FROM_BYTES * len(lists.sources)
-    if lists.nbytes >= attach_from and len(lists.sources) <= TABLE_ARRAYS and not transport.peers.refusal:
+    # what fits one block may take the short way on the other rank, `OneBlock`
+    is_one_block = is_pair and len(lists.sources) == 1 and lists.nbytes <= WHOLE_SLOT_BYTES
+    if not is_one_block and lists.nbytes >= attach_from and len(lists.sources) <= TABLE_ARRAYS and not transport.peers.refusal:
         return Attached(transport, lists, fold).run()
     return (_Whole if is_pair else _Window)(transport, lists, fold).run()
 
@@ -68,7 +70,10 @@ class _Whole(Parts):
     def run(self) -> Steps:
         transport, count = self.transport, self.lists.count
         step = WHOLE_SLOT_BYTES // self.itemsize
-        blocks = [self.lists.pieces(start, min(start + step, count)) for start in transport.walk(range(0, count, step))]
+        starts = range(0, count, step)
+        if len(starts) > 1:  # one block is no walk: `OneBlock`, by which a peer may go, takes none
+            starts = transport.walk(starts)
+        blocks = [self.lists.pieces(start, min(start + step, count)) for start in starts]
         slots: list[list[Array]] = []
         for block in blocks[:1]:
             slots.append(self._put(block))

@@ -14,6 +14,7 @@ from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
 from mpistrat.testing.transport_cases import DTYPES, operations
+from mpistrat.topology.world import World
 from tests.launches import needs_ranks
 
 SHAPES = [(3,), (), (2, 2), (0,), (5, 1)]
@@ -82,6 +83,22 @@ def test_a_rank_may_go_the_long_way(ops):
         total, double = ops.all_reduce(ReduceOp.SUM, arrays)
         assert total.tolist() == [sum(range(ops.size))] * 3
         assert double.tolist() == [2 * sum(range(ops.size))] * 2
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("reads", ["0", "1"])
+def test_a_rank_may_go_the_long_way_in_shared_memory(comm, monkeypatch, reads):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    monkeypatch.setenv("MPISTRAT_PEER_MEMORY", reads)
+    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    # of one block, of one block that is worth attaching to, and of several: what follows must find the ranks in step
+    for kib in (128, 1536, 3 * 1024, 3 * 1024):
+        array = np.arange(kib << 8, dtype=np.float32)
+        for turn in range(3):
+            ops.timeline.enabled = turn == 2 and ops.rank == 1
+            [total] = ops.all_reduce(ReduceOp.SUM, [array])
+            assert (total == ops.size * array).all(), (kib, turn)
+    ops.close()
 
 
 def test_what_is_no_small_batch_goes_the_long_way(ops, short_ways, monkeypatch):
