@@ -165,9 +165,11 @@ class BoundPlan:
 
     def _record(self, name: str, started: float, chunk: _Chunk) -> None:
         if self._executor.timeline.enabled:
-            lane = name.split()[0] if not name.startswith("copy") else "intra"
-            # chunks that are between nodes at the same time are drawn in rows of their own
-            lane = lane if lane == "intra" or self._abreast == 1 else f"{lane} {chunk.slot}"
+            scope, *_, last = name.split()
+            lane = "intra" if scope == "copy" else scope
+            # rails and chunks that are between nodes at the same time are drawn in rows of their own
+            if lane == Scope.INTER.value:
+                lane = f"{lane} rail {last}" if self._abreast == 1 else f"{lane} rail {last} {chunk.slot}"
             self._executor.timeline.record(name, lane, started, chunk.nbytes)
 
 
