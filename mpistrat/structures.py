@@ -17,6 +17,7 @@ __all__ = ["Structure", "flatten", "flatten_arrays", "leaf_names", "map_leaves",
 Structure = optree.PyTreeSpec
 
 OUTLINES_KEPT = 64
+_MOST_LEVELS = 16  # a list that contains itself has no end
 
 _structures: dict[tuple[Any, ...], tuple[Structure, list[int] | None]] = {}
 
@@ -67,7 +68,7 @@ def _walk(value: Any, leaf: type) -> tuple[tuple[Any, ...] | None, list[Any]]:
     outline: list[Any] = []
     found: list[Any] = []
     level: list[Any] = [value]
-    while True:
+    for _ in range(_MOST_LEVELS):
         kinds = set(map(type, level))
         if kinds == {leaf}:
             return (*outline, len(level)), found + level
@@ -84,7 +85,8 @@ def _walk(value: Any, leaf: type) -> tuple[tuple[Any, ...] | None, list[Any]]:
             outline += (kind, *map(len, level))
             level = list(chain.from_iterable(level))
         else:
-            return None, found
+            break
+    return None, found
 
 
 def _structure_and_order(value: Any, count: int) -> tuple[Structure, list[int] | None]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpistrat.algorithms.choose import Choice
 from mpistrat.arrays import Array
-from mpistrat.cross_device.arguments import check_gather, check_out, check_parts, check_root
+from mpistrat.cross_device.arguments import apart, check_gather, check_out, check_parts, check_root
 from mpistrat.cross_device.collectives import Collectives
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.execution.work import Work
@@ -40,10 +40,10 @@ class LocalCollectives(Collectives):
             check_dtype(op, array.dtype)
         if out is None:
             return [array.copy() for array in arrays]
-        check_out(out, arrays)
-        for target, array in zip(out, arrays, strict=True):
+        results = check_out(out, arrays)
+        for target, array in zip(results, apart(arrays, results), strict=True):
             np.copyto(target, array)
-        return list(out)
+        return results
 
     def start_all_reduce(
         self,

@@ -131,12 +131,12 @@ class Tuning:
             if unknown:
                 raise ValueError(f"it names unknown algorithms: {', '.join(unknown)}")
             measurements = tuple(
-                Measurement(world, algorithm, int(num_bytes), _positive(seconds))
+                Measurement(world, algorithm, int(_positive(int(num_bytes))), _positive(seconds))
                 for algorithm, ladder in document["seconds"].items()
                 for num_bytes, seconds in ladder.items()
             )
             return cls(conditions, str(document["date"]), replace(DEFAULT, **constants), measurements)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"it is no file of mpistrat tune ({type(error).__name__}: {error})") from None
 
 

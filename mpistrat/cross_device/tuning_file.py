@@ -61,7 +61,7 @@ def read(path: Path, world: World, conditions: Conditions) -> CostModel | None:
         if path.name == conditions.file_name:
             return None
         _say(f"MPISTRAT_TUNING names {path}, which is not there: mpistrat tune writes it; defaults hold")
-    except (OSError, ValueError, Unsuitable) as error:
+    except (OSError, ValueError, ArithmeticError, Unsuitable) as error:
         _say(f"{path} is ignored: {error}; mpistrat tune writes it anew, mpistrat tune --delete removes it")
     return None
 

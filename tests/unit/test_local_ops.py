@@ -34,6 +34,12 @@ def test_a_result_goes_where_it_is_told() -> None:
     assert LocalCollectives().all_reduce(ReduceOp.SUM, [in_place], out=[in_place])[0].tolist() == [0, 1, 2]
 
 
+def test_results_may_be_written_over_other_arrays_of_the_batch() -> None:
+    one, two = np.full(2, 1.0), np.full(2, 2.0)
+    LocalCollectives().all_reduce(ReduceOp.SUM, [one, two], out=[two, one])
+    assert [one.tolist(), two.tolist()] == [[2, 2], [1, 1]]
+
+
 @pytest.mark.parametrize(
     ("out", "found"),
     [

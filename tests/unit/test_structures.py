@@ -86,7 +86,9 @@ def test_which_nests_of_arrays_are_known() -> None:
         {},
         [],
     )
-    for nest in others:
+    endless: list[Any] = []
+    endless.append(endless)
+    for nest in (*others, endless):
         assert flatten_arrays(nest) is None
 
 

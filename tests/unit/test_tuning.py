@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mpistrat.algorithms.cost import DEFAULT
-from mpistrat.algorithms.fit import Measurement
+from mpistrat.algorithms.fit import CONSTANTS, Measurement
 from mpistrat.cross_device.tuning import Conditions, Tuning
 from mpistrat.cross_device.tuning_file import folder, read, tuning_path, write
 from mpistrat.topology.world import World
@@ -46,6 +46,9 @@ def test_the_model_says_where_it_comes_from() -> None:
         (changed(constants={}), "it is no file of mpistrat tune (KeyError"),
         (changed(seconds={"best": {"16": 1e-5}}), "it names unknown algorithms: best"),
         (changed(seconds={"flat": {"16": -1}}), "-1 is no positive number"),
+        (changed(seconds={"flat": {"-16": 1}}), "-16 is no positive number"),
+        (changed(constants=dict.fromkeys(CONSTANTS, 10**400)), "it is no file of mpistrat tune (OverflowError"),
+        (changed(constants=dict.fromkeys(CONSTANTS, 5e-324)), "float division by zero"),
         (changed(seconds={"flat": {"16": "soon"}}), "'soon' is no positive number"),
         (changed(seconds=3), "it is no file of mpistrat tune (TypeError"),
         (
