@@ -17,6 +17,7 @@ EXPERIMENTS = (
     "one_host",
     "many_arrays",
     "wire_dtype",
+    "deterministic",
     "overlap",
     "overhead",
     "memory",

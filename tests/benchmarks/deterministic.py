@@ -1,0 +1,121 @@
+"""Deterministic mode: what adding in the order of the replicas costs, and that bits do not hang on the nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from mpistrat.launch.mpiexec import command
+from mpistrat.text import format_bytes, format_seconds
+from tests.benchmarks.cases import verdict
+from tests.benchmarks.contenders import OURS, contenders
+from tests.benchmarks.contest import Contest, Measured
+from tests.benchmarks.pages import markdown_table
+from tests.benchmarks.session import Session
+from tests.hosts.lab import Lab
+from tests.processes import run_bounded
+
+__all__ = ["draw", "run", "table"]
+
+KIB, MIB = 1 << 10, 1 << 20
+DEFAULT, IN_ORDER = "default", "deterministic"
+KINDS: dict[str, dict[str, Any]] = {DEFAULT: {}, IN_ORDER: {"deterministic": True}}
+# hosts, ranks, link, sizes
+CASES = ((1, 2, "unlimited", (64 * KIB, MIB, 16 * MIB)), (4, 8, "1gbit", (64 * KIB, MIB, 16 * MIB)))
+QUICK = ((1, 2, "unlimited", (MIB,)),)
+SHAPES, NUM_RANKS, ROUNDS = ("1x4", "2x2", "2x2:cyclic", "3+1", "4x1"), 4, 2
+_RANK = Path(__file__).parent / "peers" / "deterministic_ranks.py"
+
+
+def run(session: Session) -> dict[str, Any]:
+    """Time both ways in each place, and take the digests of sums on nodes of several shapes."""
+    rows = [row for case in (QUICK if session.quick else CASES) for row in _measure(session, *case)]
+    return {"rows": rows, "digests": _digests()}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the verdict on goal 10, the times, and the digests."""
+    digests = result["digests"]
+    first = next(iter(digests.values()))[IN_ORDER]
+    misses = [shape for shape, found in digests.items() if found[IN_ORDER] != first]
+    goal = "bits do not depend on the nodes that the replicas are on"
+    times = [
+        [
+            f"{row['hosts']}, {row['ranks']}",
+            format_bytes(row["nbytes"]),
+            *(f"{format_seconds(row['seconds'][name])} ({row['plan'][name]})" for name in KINDS),
+            f"{_cost(row):.2f}",
+        ]
+        for row in result["rows"]
+    ]
+    hashes = [[shape, *(f"`{found[name][:16]}`" for name in KINDS)] for shape, found in digests.items()]
+    return (
+        f"{verdict(goal, len(digests) - len(misses), misses)}\n"
+        f"{markdown_table(['hosts, ranks', 'size', *KINDS, 'deterministic / default'], times)}\n"
+        f"{markdown_table(['nodes of the same four replicas', *(f'SHA-256, {name}' for name in KINDS)], hashes)}"
+    )
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw how many times as long it takes, by size."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = result["rows"]
+    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    for hosts in dict.fromkeys(row["hosts"] for row in rows):
+        there = [row for row in rows if row["hosts"] == hosts]
+        label = f"{there[0]['ranks']} ranks on {hosts} host{'s' * (hosts > 1)}"
+        axes.plot([row["nbytes"] for row in there], [_cost(row) for row in there], "o-", label=label)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("bytes")
+    axes.set_ylabel("time of deterministic / default")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _measure(session: Session, hosts: int, ranks: int, rate: str, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    rows = []
+    with Lab(hosts, rate) as lab, Contest(lab, ranks, "block", contenders(session, (OURS,))) as contest:
+        session.versions.update(contest.versions)
+        for nbytes in sizes:
+            found: dict[str, list[Measured]] = {name: [] for name in KINDS}
+            for turn in range(ROUNDS):
+                for name in KINDS if turn % 2 == 0 else reversed(KINDS):
+                    task = {"kind": "all_reduce", "nbytes": nbytes, "options": KINDS[name]}
+                    found[name] += contest.compare(task, 0.4).values()
+            rows.append(
+                {
+                    "hosts": hosts,
+                    "ranks": ranks,
+                    "rate": rate,
+                    "nbytes": nbytes,
+                    "seconds": {name: statistics.median(one.seconds for one in some) for name, some in found.items()},
+                    "plan": {name: some[0].facts["plan"] for name, some in found.items()},
+                }
+            )
+            session.say(f"{ranks} ranks on {hosts}, {format_bytes(nbytes)}: {_cost(rows[-1]):.2f} times the default")
+    return rows
+
+
+def _digests() -> dict[str, dict[str, str]]:
+    argv, variables = command(NUM_RANKS, [sys.executable, str(_RANK), json.dumps(SHAPES), json.dumps(KINDS)])
+    done = run_bounded(argv, 60, {**os.environ, **variables})
+    if done.returncode:
+        raise RuntimeError(f"the program failed: {done.stderr}")
+    found: dict[str, dict[str, str]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _cost(row: dict[str, Any]) -> float:
+    return float(row["seconds"][IN_ORDER] / row["seconds"][DEFAULT])
