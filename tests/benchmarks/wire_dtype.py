@@ -58,10 +58,7 @@ def table(result: dict[str, Any]) -> str:
         if name != FLOAT32 and _gain(row, name) < FASTER
     ]
     goal = f"at least {FASTER} times as fast as float32 at {format_bytes(NBYTES)}"
-    times = [
-        [row["placement"], *(f"{format_seconds(row['seconds'][name])} ({_gain(row, name):.2f})" for name in KINDS)]
-        for row in rows
-    ]
+    times = [[row["placement"], *(_cell(row, name) for name in KINDS)] for row in rows]
     first = verdict(goal, len(rows) * (len(KINDS) - 1) - len(misses), misses)
     return f"{first}\n{markdown_table(['placement', *KINDS], times)}{_table_of_trainings(result['trainings'])}"
 
