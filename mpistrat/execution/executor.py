@@ -19,7 +19,7 @@ from mpistrat.packing.wire import Wire
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
 from mpistrat.timeline import Timeline
 from mpistrat.transports.base import Operation, Steps, Transport, drive
-from mpistrat.transports.exchange import EXCHANGE_BYTES, WHOLE_SLOT_BYTES, OneBlock
+from mpistrat.transports.exchange import WHOLE_SLOT_BYTES, OneBlock, exchange_bytes
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.mpi_ring import MpiRingTransport
 from mpistrat.transports.mpi_world import WorldTransport
@@ -105,7 +105,7 @@ class Executor:
                 and isinstance(self.intra, SharedMemoryTransport)
                 and held in (dtype, *HALF_DTYPES)
             ):
-                self._reserve(EXCHANGE_BYTES)
+                self._reserve(exchange_bytes(self.intra.group.size))
                 direct = DirectPlan(self, plan, self.exchange, layout, held, op)
                 is_small = layout.is_one_array and 0 < plan.num_bytes <= WHOLE_SLOT_BYTES
                 if is_small and self.intra.group.size == 2 and held == dtype:

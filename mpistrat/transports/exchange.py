@@ -29,13 +29,17 @@ from mpistrat.transports.parts import Lists, Parts, Piece
 if TYPE_CHECKING:
     from mpistrat.transports.shared_memory import SharedMemoryTransport
 
-__all__ = ["EXCHANGE_BYTES", "WHOLE_SLOT_BYTES", "OneBlock", "exchange"]
+__all__ = ["WHOLE_SLOT_BYTES", "OneBlock", "exchange", "exchange_bytes"]
 
 EXCHANGE_SLOTS, EXCHANGE_SLOT_BYTES, WHOLE_SLOT_BYTES = 3, 1 << 19, 1 << 21
 WINDOW_BYTES = EXCHANGE_SLOTS * EXCHANGE_SLOT_BYTES
-EXCHANGE_BYTES = TABLE_BYTES + WINDOW_BYTES + EXCHANGE_SLOTS * WHOLE_SLOT_BYTES
 LARGEST_ITEM_BYTES = 32
 ATTACH_FROM_BYTES = 1 << 20
+
+
+def exchange_bytes(num_ranks: int) -> int:
+    """Return how long the arenas of so many ranks must be; only two of them show each other all."""
+    return TABLE_BYTES + WINDOW_BYTES + (EXCHANGE_SLOTS * WHOLE_SLOT_BYTES if num_ranks == 2 else 0)
 
 
 def exchange(transport: SharedMemoryTransport, lists: Lists, fold: Fold) -> Steps:
@@ -44,7 +48,7 @@ def exchange(transport: SharedMemoryTransport, lists: Lists, fold: Fold) -> Step
     Parameters
     ----------
     transport : SharedMemoryTransport
-        Whose arenas are at least EXCHANGE_BYTES long.
+        Whose arenas are at least as long as `exchange_bytes` says.
     lists : Lists
         The arrays; as many, and as long, on all ranks.
     fold : Fold

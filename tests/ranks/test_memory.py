@@ -11,7 +11,7 @@ import mpistrat
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.execution.executor import SLOT_ALIGNMENT_BYTES
 from mpistrat.reduction import ReduceOp
-from mpistrat.transports.exchange import EXCHANGE_BYTES
+from mpistrat.transports.exchange import exchange_bytes
 from mpistrat.transports.mpi_ring import RECEIVES_AHEAD, SEGMENT_BYTES
 from tests.launches import needs_ranks
 
@@ -32,12 +32,19 @@ def test_the_workspace_is_at_most_twice_the_largest_pack(ops, world):
             reduce(ops, [size], algorithm=algorithm)
     report = ops.memory_report()
     assert report.largest_pack_bytes == 4 * 1_500_001
-    assert report.window_bytes <= max(2 * report.largest_pack_bytes, EXCHANGE_BYTES) + CHANNELS * SLOT_ALIGNMENT_BYTES
+    least = exchange_bytes(ops.hierarchy.intra.size)
+    assert report.window_bytes <= max(2 * report.largest_pack_bytes, least) + CHANNELS * SLOT_ALIGNMENT_BYTES
     # recipes of one channel share where segments land
     rails = len(world.shards_of(ops.rank)) if world.num_nodes > 1 else 0
     assert report.rail_bytes <= rails * CHANNELS * RECEIVES_AHEAD * SEGMENT_BYTES
     assert report.recipe_bytes == 0
     assert report.rank == ops.rank
+
+
+@needs_ranks(3)
+def test_small_arrays_need_little_shared_memory(ops, world):
+    reduce(ops, [50_000], algorithm="hierarchical")
+    assert ops.memory_report().window_bytes < 2 << 20
 
 
 @needs_ranks(2)

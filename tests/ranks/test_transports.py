@@ -16,7 +16,7 @@ from mpistrat.testing import transport_suite
 from mpistrat.testing.transport_cases import DTYPES, VERBS, inputs, operations, poison
 from mpistrat.testing.transport_suite import check_transport
 from mpistrat.transports.base import Operation, Part, drive
-from mpistrat.transports.exchange import EXCHANGE_BYTES
+from mpistrat.transports.exchange import exchange_bytes
 from mpistrat.transports.mpi import MpiTransport, mpi_op
 from mpistrat.transports.mpi_ring import MpiRingTransport
 from mpistrat.transports.parts import Lists
@@ -61,7 +61,7 @@ def skip_known(world, shape):
 @pytest.mark.parametrize("transport", [MpiTransport, SharedMemoryTransport], ids=lambda transport: transport.name)
 def test_arrays_of_the_caller_are_reduced_where_they_lie(group, transport):
     between = transport(group)
-    between.allocate(EXCHANGE_BYTES)
+    between.allocate(exchange_bytes(between.group.size))
 
     def run(source, target, op, divisor=1):
         pieces = partial(Layout([source.size]).pieces, longest=max(source.size, 1))
