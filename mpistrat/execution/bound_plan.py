@@ -65,6 +65,8 @@ class BoundPlan:
         self._casters: dict[tuple[int, int, int], Cast] = {}
         # rails have a channel for each slot; the operations inside a node follow each other
         self._abreast = plan.depth if any(phase.scope is Scope.INTER for phase in plan.phases) else 1
+        # what a plan without a phase inside the node works on no peer reads, nor need peers go this way too
+        self._is_shown = any(phase.scope is Scope.INTRA for phase in plan.phases)
         # a plan of one chunk takes its two slots in turn
         turns = slots if plan.num_chunks == 1 else 1
         self._turns = [
@@ -83,12 +85,12 @@ class BoundPlan:
         """Return the steps that reduce `sources` into C-contiguous `targets`. A collective call."""
         executor = self._executor
         sources, targets = [array.reshape(-1) for array in sources], [array.reshape(-1) for array in targets]
-        turn = executor.enter(self._slots, self._slot_bytes)
+        turn = executor.enter(self._slots, self._slot_bytes) if self._is_shown else 0
         chunks = self._turns[turn % len(self._turns)]
 
         def head(index: int) -> Steps:
             chunk = chunks[index]
-            yield from executor.acquire(chunk.slot)
+            yield from executor.acquire(chunk.slot if self._is_shown else None)
             started = time.perf_counter()
             yield from chunk.copy_in.run(sources)
             self._record("copy in", started, chunk)
@@ -103,7 +105,8 @@ class BoundPlan:
             started = time.perf_counter()
             yield from chunk.copy_out.run(targets)
             self._record("copy out", started, chunk)
-            executor.release(chunk.slot)
+            if self._is_shown:
+                executor.release(chunk.slot)
 
         if len(chunks) > 1:
             yield from overlap(len(chunks), self.plan.depth, self._abreast, head, middle, tail)

@@ -170,9 +170,9 @@ class Executor:
         self._turn += 1
         return self._turn
 
-    def acquire(self, slot: int) -> Steps:
-        """Wait until no peer reads the slot any more."""
-        return self.intra.fence(self._marks[slot])
+    def acquire(self, slot: int | None) -> Steps:
+        """Wait until no peer reads the slot any more; None: any slot."""
+        return self.intra.fence(self._last_mark if slot is None else self._marks[slot])
 
     def release(self, slot: int) -> None:
         """Tell the peers that this rank has read what it wanted of its chunk."""

@@ -83,6 +83,10 @@ def test_a_rank_may_go_the_long_way(ops):
         total, double = ops.all_reduce(ReduceOp.SUM, arrays)
         assert total.tolist() == [sum(range(ops.size))] * 3
         assert double.tolist() == [2 * sum(range(ops.size))] * 2
+        # what follows in the memory of the node must find the ranks in step
+        through_node = [np.full(5, ops.rank, np.float32), np.full(4, ops.rank, np.float16)]
+        for result in ops.all_reduce(ReduceOp.SUM, through_node, CommunicationOptions(algorithm="hierarchical")):
+            assert (result == sum(range(ops.size))).all()
 
 
 @needs_ranks(2)
