@@ -76,7 +76,7 @@ class HierarchicalCollectives(ExchangeVerbs):
         self.num_packs = num_packs
         super().__init__(hierarchy, options)
         self._executor = Executor(hierarchy)
-        self._short = ShortWays(self._executor, self._gate, self._bytes.native_op)
+        self._short = ShortWays(self._executor, self._bytes.native_op)
         self._quick = self._short.known
         self.timeline = self._executor.timeline
         self._verbose = self.rank == 0 and settings.VERBOSE.read()
@@ -132,7 +132,11 @@ class HierarchicalCollectives(ExchangeVerbs):
         if quick is None or self.timeline.enabled or self._gate.refusal:
             return None
         self.num_collectives += 1
-        return quick.run(arrays)
+        try:
+            return quick.run(arrays)
+        except BaseException as error:
+            self._gate.fail("all_reduce", error)
+            raise
 
     def start_all_reduce(
         self,
@@ -255,7 +259,11 @@ class HierarchicalCollectives(ExchangeVerbs):
                 return None
             self._last = last = (source, target, op, quick)
         self.num_collectives += 1
-        last[3].allreduce(source, target, last[3].native)
+        try:
+            last[3].allreduce(source, target, last[3].native)
+        except BaseException as error:
+            self._gate.fail("all_reduce", error)
+            raise
         return [target]
 
     def _forget_quick(self) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat import settings
 from mpistrat.arrays import Array
-from mpistrat.cross_device.gate import Gate
 from mpistrat.cross_device.recipe import Recipe
 from mpistrat.cross_device.recipe_book import RECIPES_KEPT
 from mpistrat.cross_device.small_batch import SMALL_BATCH_BYTES, OneArray, SmallBatch
@@ -32,8 +31,6 @@ class ShortWays:
     ----------
     executor : Executor
         Has the communicator of all ranks.
-    gate : Gate
-        Is closed for ever if shared memory fails.
     native_op : callable
         Returns what MPI calls an operation on a dtype.
 
@@ -43,40 +40,33 @@ class ShortWays:
         The ways, by the name of the operation and `LIKENESS` of each array.
     """
 
-    def __init__(self, executor: Executor, gate: Gate, native_op: Callable[[ReduceOp, Any], MPI.Op]) -> None:
-        self._executor, self._gate, self._native_op = executor, gate, native_op
+    def __init__(self, executor: Executor, native_op: Callable[[ReduceOp, Any], MPI.Op]) -> None:
+        self._executor, self._native_op = executor, native_op
         self.known: dict[tuple[Any, ...], OneArray | SmallBatch] = {}
 
     def learn(self, op: ReduceOp, arrays: Sequence[Array], recipe: Recipe) -> None:
         """Note how arrays like these go straight through MPI or shared memory, where one call of it is all there is to do."""
-        nbytes = sum(array.nbytes for array in arrays)
-        bound = recipe[0].bound if len(recipe) == 1 else None
+        if len(recipe) != 1:
+            return
+        bound, dtype = recipe[0].bound, accumulation_dtype(op, arrays[0].dtype)
         at_once = bound.at_once if isinstance(bound, DirectPlan) else None
-        is_message = bound is not None and bound.flat_count and 0 < nbytes <= settings.MAX_MESSAGE_BYTES.read()
-        if at_once is None and not is_message:
+        nbytes = bound.flat_count * dtype.itemsize  # as they are sent
+        if at_once is None and not 0 < nbytes <= settings.MAX_MESSAGE_BYTES.read():
             return
         if len(self.known) >= RECIPES_KEPT:
             self.known.clear()
         signature = (op._value_, *map(LIKENESS, arrays))
-        dtype = accumulation_dtype(op, arrays[0].dtype)
         native, size = self._native_op(op, dtype), self._executor.hierarchy.world.size
         if at_once is not None:
-            self.known[signature] = OneArray(op, 1, native, self._guarded(at_once))  # divided already
+            self.known[signature] = OneArray(op, 1, native, _called_as_mpi(at_once))  # divided already
             return
+        allreduce = self._executor.world.call(nbytes)
         if len(arrays) == 1 and dtype == arrays[0].dtype:
-            self.known[signature] = OneArray(op, size, native, self._executor.world.call(nbytes))
-        elif nbytes <= SMALL_BATCH_BYTES and len({array.dtype for array in arrays}) == 1:
-            allreduce = self._executor.world.call(recipe[0].bound.flat_count * dtype.itemsize)
+            self.known[signature] = OneArray(op, size, native, allreduce)
+        elif sum(array.nbytes for array in arrays) <= SMALL_BATCH_BYTES and len({array.dtype for array in arrays}) == 1:
             self.known[signature] = SmallBatch(op, arrays, recipe[0], size, native, allreduce)
 
-    def _guarded(self, at_once: Callable[[Array, Array], None]) -> Callable[..., None]:
-        """Return the same, called as MPI's is, after which no other collective can be made if it fails."""
 
-        def run(source: Array, target: Array, _: MPI.Op) -> None:
-            try:
-                at_once(source, target)
-            except BaseException as error:
-                self._gate.fail("all_reduce", error)
-                raise
-
-        return run
+def _called_as_mpi(at_once: Callable[[Array, Array], None]) -> Callable[..., None]:
+    """Return the same, called as MPI's is."""
+    return lambda source, target, _: at_once(source, target)

@@ -153,8 +153,6 @@ _engine = _Engine()
 def _forget() -> None:
     """Have a forked child, in which there is no such thread, begin with nothing."""
     global _engine
-    if _engine.is_alive():
-        atexit.unregister(_engine._leave)
     _engine = _Engine()
 
 

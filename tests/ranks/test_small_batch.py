@@ -10,7 +10,7 @@ import mpistrat
 from mpistrat.cross_device.hierarchical import HierarchicalCollectives
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.cross_device.small_batch import SMALL_BATCH_BYTES, SmallBatch
-from mpistrat.errors import UnsupportedDtypeError
+from mpistrat.errors import UnavailableError, UnsupportedDtypeError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
 from mpistrat.testing.transport_cases import DTYPES, operations
@@ -103,6 +103,35 @@ def test_a_rank_may_go_the_long_way_in_shared_memory(comm, monkeypatch, reads):
             [total] = ops.all_reduce(ReduceOp.SUM, [array])
             assert (total == ops.size * array).all(), (kib, turn)
     ops.close()
+
+
+@needs_ranks(2)
+def test_what_is_sent_wider_than_a_message_may_be_goes_the_long_way(comm, world, monkeypatch, short_ways):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", "64")
+    ops = HierarchicalCollectives(Hierarchy(comm, world))
+    arrays = [np.arange(30, dtype=np.int8)] * 2
+    for _ in range(3):
+        assert all(np.array_equal(mean, arrays[0]) for mean in ops.all_reduce(ReduceOp.MEAN, arrays))
+    assert short_ways == []
+    ops.close()
+
+
+@pytest.mark.parametrize("into", [False, True])
+def test_after_a_short_way_that_failed_nothing_is_computed_any_more(ops, monkeypatch, into):
+    array, out = np.ones(3), [np.empty(3)] if into else None
+    for _ in range(2):
+        ops.all_reduce(ReduceOp.SUM, [array], None, out)
+    [quick] = ops._quick.values()
+
+    def failing(source, target, op):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quick, "allreduce", failing)
+    with pytest.raises(KeyboardInterrupt):
+        ops.all_reduce(ReduceOp.SUM, [array], None, out)
+    with pytest.raises(UnavailableError, match=r"an earlier all_reduce did not end \(KeyboardInterrupt\)"):
+        ops.all_reduce(ReduceOp.SUM, [array], None, out)
 
 
 def test_what_is_no_small_batch_goes_the_long_way(ops, short_ways, monkeypatch):
