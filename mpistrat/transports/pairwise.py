@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,9 +11,6 @@ from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.groups.group import Group
 from mpistrat.transports.base import WAITING, Steps, leave_to_peers
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Pairwise"]
 
