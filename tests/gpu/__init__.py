@@ -1,1 +1,1 @@
-"""One GPU, several ranks: for the parts that drive a GPU, when they come."""
+"""One GPU, several ranks; and what of the device's parts a host can prove."""

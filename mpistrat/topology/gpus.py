@@ -1,0 +1,187 @@
+"""Which GPU a rank drives, which memory and network adapter are near it, and whether the ranks' choices go together.
+
+File law: neither MPI nor CUDA is started here. Whoever has asked CUDA hands over what it said; what the kernel knows is read
+below `/sys`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+from mpistrat.errors import TopologyError
+
+__all__ = ["DeviceChoice", "Gpu", "Neighbours", "check_gpus", "choose_device", "neighbours"]
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """Which of the GPUs that a process sees it is to drive.
+
+    Attributes
+    ----------
+    index : int
+        As CUDA counts in this process.
+    reason : str
+        Why this one.
+    is_shared : bool
+        Whether other ranks of the node must have chosen the same.
+    """
+
+    index: int
+    reason: str
+    is_shared: bool = False
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A rank's GPU, as it can be told apart across processes.
+
+    Attributes
+    ----------
+    node : str
+        The machine.
+    uuid : str
+        Of the GPU, or of the instance of a divided one: hexadecimal.
+    pci_bus_id : str
+        Such as ``0000:17:00.0``.
+    name : str
+        Such as ``NVIDIA H200``.
+    index : int
+        As CUDA counts in that process.
+    """
+
+    node: str
+    uuid: str
+    pci_bus_id: str
+    name: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.pci_bus_id} on {self.node} (device {self.index}, UUID {self.uuid[:8]}…)"
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """What is near a GPU.
+
+    Attributes
+    ----------
+    numa_node : int or None
+        Whose memory is nearest; None where the machine has but one, or does not say.
+    cpus : frozenset of int
+        The cores there; empty where the machine does not say.
+    adapters : tuple of str
+        InfiniBand or RoCE adapters that share the longest way through the PCI tree with it, by name.
+    """
+
+    numa_node: int | None
+    cpus: frozenset[int]
+    adapters: tuple[str, ...]
+
+
+def choose_device(local_rank: int, local_size: int, num_visible: int) -> DeviceChoice:
+    """Return which of the visible GPUs a rank drives.
+
+    Parameters
+    ----------
+    local_rank, local_size : int
+        Its place among the ranks of its node.
+    num_visible : int
+        GPUs that this process sees: at least one.
+    """
+    if num_visible == 1:
+        reason = "the only GPU that this process sees"
+        return DeviceChoice(0, reason, is_shared=False)
+    if local_size <= num_visible:
+        return DeviceChoice(local_rank, f"local rank {local_rank} of {local_size} on a node with {num_visible} GPUs")
+    index = local_rank % num_visible
+    reason = f"local rank {local_rank} of {local_size} shares {num_visible} GPUs: {local_rank} mod {num_visible}"
+    return DeviceChoice(index, reason, is_shared=True)
+
+
+def check_gpus(gpus: Sequence[Gpu | None], allow_shared: bool) -> None:
+    """Check that the ranks of a job can compute together: all on GPUs or none, and no GPU driven twice.
+
+    Parameters
+    ----------
+    gpus : sequence of Gpu or None
+        What each rank drives; None: its CPU.
+    allow_shared : bool
+        Whether several ranks may drive one GPU.
+
+    Raises
+    ------
+    TopologyError
+        If they cannot; the message lists the ranks, and says what to do.
+    """
+    without = [rank for rank, gpu in enumerate(gpus) if gpu is None]
+    if without and len(without) < len(gpus):
+        driving = [rank for rank, gpu in enumerate(gpus) if gpu is not None]
+        raise TopologyError(
+            f"ranks {_listed(driving)} drive a GPU, ranks {_listed(without)} see none: a job computes on GPUs or on CPUs. Ask "
+            "the scheduler for GPUs on every node (SLURM: --gpus-per-node), install CuPy on all of them, or set "
+            "MPISTRAT_DEVICE=cpu"
+        )
+    ranks_of: dict[tuple[str, str], list[int]] = {}
+    for rank, gpu in enumerate(gpus):
+        if gpu is not None:
+            ranks_of.setdefault((gpu.node, gpu.uuid), []).append(rank)
+    shared = {key: ranks for key, ranks in ranks_of.items() if len(ranks) > 1}
+    if shared and not allow_shared:
+        ranks = next(iter(shared.values()))
+        raise TopologyError(
+            f"ranks {_listed(ranks)} drive the same GPU, {gpus[ranks[0]]}: one rank drives one GPU. Start as many ranks per "
+            "node as it has GPUs, let every rank see all GPUs of its node (SLURM: --gpus-per-node=N --gpu-bind=none), or set "
+            "MPISTRAT_ALLOW_SHARED_GPU=1 for a test"
+        )
+
+
+def neighbours(pci_bus_id: str, sys: Path = Path("/sys")) -> Neighbours:
+    """Return what is near a GPU, as far as the machine says.
+
+    Parameters
+    ----------
+    pci_bus_id : str
+        Of the GPU, in any case, such as ``0000:17:00.0``.
+    sys : Path
+        Where the kernel shows its devices.
+    """
+    device = sys / "bus/pci/devices" / pci_bus_id.lower()
+    numa = _read(device / "numa_node")
+    numa_node = int(numa) if numa.isdigit() else None  # -1: the machine does not say
+    return Neighbours(numa_node, _cores(_read(device / "local_cpulist")), _nearest_adapters(device, sys / "class/infiniband"))
+
+
+def _nearest_adapters(device: Path, adapters: Path) -> tuple[str, ...]:
+    """Return the adapters with the longest common way from the root of the PCI tree; none where they share nothing."""
+    place = device.resolve().parts
+    shared: dict[str, int] = {}
+    for adapter in sorted(adapters.iterdir()) if adapters.is_dir() else ():
+        other = (adapter / "device").resolve().parts
+        shared[adapter.name] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(place, other, strict=False)))
+    most = max(shared.values(), default=0)
+    return tuple(name for name, length in shared.items() if length == most)
+
+
+def _cores(text: str) -> frozenset[int]:
+    """Return the numbers in a list such as ``0-3,8``."""
+    cores: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        cores |= set(range(int(first), int(last or first) + 1))
+    return frozenset(cores)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown}, … ({len(ranks)} in all)"

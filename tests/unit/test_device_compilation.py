@@ -1,0 +1,46 @@
+"""The kernels of the device, compiled for every GPU generation that is supported: no GPU and no driver is needed for that."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+
+import pytest
+
+ARCHITECTURES = (70, 75, 80, 86, 89, 90, 100)
+KERNELS = [
+    "move_segments<float, bfloat16>",
+    "move_segments<float16, float>",
+    "fold_peers<float, Sum>",
+    "fold_peers<bfloat16, Max>",
+]
+
+
+@pytest.fixture(scope="module")
+def nvrtc():
+    pytest.importorskip("cupy_backends", reason="missing CuPy; pip install 'mpistrat[compile]'", exc_type=ImportError)
+    from cupy_backends.cuda.libs import nvrtc
+
+    try:
+        nvrtc.getVersion()
+    except RuntimeError as error:
+        pytest.skip(f"missing NVIDIA's compiler library ({error}); pip install 'mpistrat[compile]'")
+    return nvrtc
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_kernels_compile_without_spilling_registers(nvrtc, architecture):
+    source = (files("mpistrat.packing") / "kernels.cu").read_text()
+    program = nvrtc.createProgram(source, "kernels.cu", (), ())
+    for kernel in KERNELS:
+        nvrtc.addNameExpression(program, kernel)
+    options = (f"-arch=sm_{architecture}", "-std=c++17", "--ptxas-options=-v")
+    try:
+        nvrtc.compileProgram(program, options)
+    except Exception:
+        pytest.fail(nvrtc.getProgramLog(program))
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", nvrtc.getProgramLog(program))
+    assert len(spills) >= len(KERNELS)
+    assert {*spills} == {("0", "0")}
+    assert len(nvrtc.getCUBIN(program)) > 1000
+    nvrtc.destroyProgram(program)

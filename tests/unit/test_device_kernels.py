@@ -1,0 +1,154 @@
+"""The kernels of the device, run on the host: what they compute, for every alignment, length and dtype."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpistrat.packing import segments
+from mpistrat.packing.segments import SegmentTable
+from tests.gpu import on_host
+
+BF16, F16, F32, F64 = (np.dtype(kind) for kind in (ml_dtypes.bfloat16, np.float16, np.float32, np.float64))
+I32, I64 = np.dtype(np.int32), np.dtype(np.int64)
+MOVES = [(F32, F32), (F32, BF16), (BF16, F32), (F32, F16), (F16, F32), (F64, F64), (I32, I64), (I64, I32)]
+FOLDS = [(F32, "Sum"), (F32, "Min"), (F32, "Max"), (F32, "Prod"), (BF16, "Sum"), (F16, "Sum"), (I64, "Sum"), (I32, "Max")]
+TILE = {dtypes: segments.THREADS * segments.UNROLL * 16 // min(d.itemsize for d in dtypes) for dtypes in MOVES}
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    if on_host.missing():
+        pytest.skip(on_host.missing())
+    return on_host.HostKernels(tmp_path_factory.mktemp("kernels"), MOVES, FOLDS)
+
+
+def _values(dtype, count, seed=0):
+    random = np.random.default_rng(seed)
+    if dtype.kind in "iu":
+        return random.integers(-1000, 1000, count).astype(dtype)
+    return (random.standard_normal(count) * 100).astype(dtype)
+
+
+def _at(memory, start, count):
+    """Return part of an array that is aligned to 64 bytes and has a few elements of poison around it."""
+    return memory[start : start + count]
+
+
+def _aligned(dtype, count):
+    raw = np.empty(count * dtype.itemsize + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + count * dtype.itemsize].view(dtype)
+
+
+def _move(kernels, sources, targets, divisor=1):
+    dtypes = sources[0].dtype, targets[0].dtype
+    table = SegmentTable([source.size for source in sources], *dtypes)
+    table.point([source.ctypes.data for source in sources], [target.ctypes.data for target in targets])
+    kernels.move(table.rows, table.first_tile, table.num_tiles, dtypes, divisor)
+
+
+def test_the_constants_of_both_languages_agree():
+    text = (files("mpistrat.packing") / "kernels.cu").read_text()
+    constants = dict(re.findall(r"constexpr int (\w+) = (\d+);", text))
+    assert (int(constants["THREADS"]), int(constants["UNROLL"])) == (segments.THREADS, segments.UNROLL)
+
+
+@pytest.mark.parametrize("dtypes", MOVES, ids=lambda dtypes: f"{dtypes[0]} to {dtypes[1]}")
+def test_many_arrays_are_moved_and_cast_at_every_alignment(kernels, dtypes):
+    source, target = dtypes
+    counts = [0, 1, 3, 7, 0, 8, 31, TILE[dtypes] - 1, TILE[dtypes], TILE[dtypes] + 9, 2 * TILE[dtypes], 5, 0]
+    room = sum(counts) + 8 * len(counts)
+    sources, targets = _aligned(source, room), _aligned(target, room)
+    sources[:], before = _values(source, room), np.full(room, 77, target)
+    targets[:] = before
+    places = np.cumsum([0, *[count + 1 + index % 8 for index, count in enumerate(counts[:-1])]])
+    _move(
+        kernels,
+        [_at(sources, place, count) for place, count in zip(places, counts, strict=True)],
+        [_at(targets, place, count) for place, count in zip(places, counts, strict=True)],
+    )
+    expected = before
+    for place, count in zip(places, counts, strict=True):
+        expected[place : place + count] = sources[place : place + count].astype(target)
+    np.testing.assert_array_equal(targets, expected)
+
+
+@pytest.mark.parametrize(("half", "bits"), [(BF16, np.uint16), (F16, np.uint16)], ids=["bfloat16", "float16"])
+def test_every_16_bit_float_survives_the_way_through_float32(kernels, half, bits):
+    every = np.arange(2**16, dtype=bits).view(half)
+    wide, back = np.empty(every.size, F32), np.empty(every.size, half)
+    _move(kernels, [every], [wide])
+    np.testing.assert_array_equal(wide, every.astype(F32))
+    _move(kernels, [wide], [back])
+    is_nan = np.isnan(every.astype(F32))
+    np.testing.assert_array_equal(back.view(bits)[~is_nan], every.view(bits)[~is_nan])
+    assert np.isnan(back.astype(F32)[is_nan]).all()
+
+
+@pytest.mark.parametrize("half", [BF16, F16], ids=str)
+def test_a_cast_rounds_as_ml_dtypes_and_numpy_do(kernels, half):
+    random = np.random.default_rng(5)
+    values = random.integers(0, 2**32, 50_000, dtype=np.uint32).view(F32)
+    # ties, and what lies one step beside them
+    exact = np.arange(2**16, dtype=np.uint32) << 16
+    values = np.concatenate([values, *[(exact + offset).view(F32) for offset in (0x7FFF, 0x8000, 0x8001)]])
+    cast = np.empty(values.size, half)
+    _move(kernels, [values], [cast])
+    with np.errstate(all="ignore"):
+        expected = values.astype(half)
+    is_nan = np.isnan(values)
+    np.testing.assert_array_equal(cast.view(np.uint16)[~is_nan], expected.view(np.uint16)[~is_nan])
+    assert np.isnan(cast.astype(F32)[is_nan]).all()
+
+
+def test_a_mean_is_divided_once_and_integers_are_truncated(kernels):
+    total, mean = np.array([-7, 7, 9, -9, 0], I64), np.empty(5, I32)
+    _move(kernels, [total], [mean], divisor=4)
+    assert mean.tolist() == [-1, 1, 2, -2, 0]
+    values = _values(F32, 1001)
+    divided = np.empty_like(values)
+    _move(kernels, [values], [divided], divisor=3)
+    np.testing.assert_array_equal(divided, values / np.float32(3))
+
+
+def test_addresses_that_stay_need_no_new_table():
+    table = SegmentTable([4, 0, 2], F32, F32)
+    assert table.point([16, 0, 32], [48, 0, 64])
+    assert not table.point([16, 99, 32], [48, 99, 64]), "an empty array is nowhere"
+    assert table.point([16, 0, 36], [48, 0, 64])
+    assert not SegmentTable([0, 0], F32, F32).point([1, 2], [3, 4])
+
+
+@pytest.mark.parametrize(("dtype", "op"), FOLDS, ids=lambda value: str(value))
+@pytest.mark.parametrize("num_peers", [1, 2, 5, 16])
+def test_a_shard_of_all_peers_is_folded_in_rank_order(kernels, dtype, op, num_peers):
+    for start, count, shift in [(0, 0, 0), (0, 1000, 0), (8, 5003, 0), (3, 517, 0), (8, 64, 1)]:
+        buffers = [_aligned(dtype, start + count + 3) for _ in range(num_peers)]
+        for rank, buffer in enumerate(buffers):
+            buffer[:] = _values(dtype, buffer.size, seed=rank)
+            if op == "Prod":
+                buffer[:] = np.sign(buffer)
+        memory = _aligned(dtype, count + 2)
+        memory[:] = 99
+        kernels.fold(buffers, start, memory[shift : shift + count], op)
+        wide = F32 if dtype in (BF16, F16) else dtype
+        total = buffers[0][start : start + count].astype(wide)
+        fold = {"Sum": np.add, "Min": np.minimum, "Max": np.maximum, "Prod": np.multiply}[op]
+        for buffer in buffers[1:]:
+            total = fold(total, buffer[start : start + count].astype(wide))
+        np.testing.assert_array_equal(memory[shift : shift + count], total.astype(dtype))
+        assert (memory[shift + count :] == 99).all()
+        assert (memory[:shift] == 99).all()
+
+
+@pytest.mark.parametrize("op", ["Min", "Max"])
+def test_a_nan_on_any_rank_wins(kernels, op):
+    target = np.empty(3, F32)
+    kernels.fold([np.array([np.nan, 1, 2], F32), np.array([0, np.nan, 5], F32)], 0, target, op)
+    assert np.isnan(target[:2]).all()
+    assert target[2] == {"Min": 2, "Max": 5}[op]

@@ -1,0 +1,89 @@
+"""Which GPU a rank drives, what is near it, and which choices do not go together."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpistrat.errors import TopologyError
+from mpistrat.topology.gpus import DeviceChoice, Gpu, check_gpus, choose_device, neighbours
+
+
+def _gpu(node="node0", uuid="a" * 32, index=0):
+    return Gpu(node, uuid, "0000:17:00.0", "NVIDIA H200", index)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "local_size", "num_visible", "index", "is_shared"),
+    [
+        (0, 1, 1, 0, False),
+        (3, 4, 1, 0, False),  # each process sees its own: the scheduler has chosen
+        (3, 4, 4, 3, False),
+        (1, 2, 8, 1, False),
+        (5, 8, 4, 1, True),
+    ],
+)
+def test_the_device_is_chosen_by_the_place_on_the_node(local_rank, local_size, num_visible, index, is_shared):
+    choice = choose_device(local_rank, local_size, num_visible)
+    assert (choice.index, choice.is_shared) == (index, is_shared)
+    assert isinstance(choice, DeviceChoice)
+    assert choice.reason
+
+
+def test_one_gpu_for_each_rank_is_accepted():
+    check_gpus([_gpu(uuid="a"), _gpu(uuid="b"), _gpu("node1", "c"), _gpu("node1", "d")], allow_shared=False)
+    check_gpus([None, None], allow_shared=False)
+
+
+def test_two_ranks_on_one_gpu_are_refused_unless_that_is_allowed():
+    gpus = [_gpu(uuid="a" * 32), _gpu(uuid="b" * 32), _gpu(uuid="a" * 32)]
+    with pytest.raises(TopologyError, match="ranks 0, 2 drive the same GPU, NVIDIA H200 0000:17:00.0 on node0") as raised:
+        check_gpus(gpus, allow_shared=False)
+    assert "MPISTRAT_ALLOW_SHARED_GPU=1" in str(raised.value)
+    assert "--gpu-bind=none" in str(raised.value)
+    check_gpus(gpus, allow_shared=True)
+
+
+def test_a_job_with_and_without_gpus_is_refused_and_lists_the_ranks():
+    gpus = [None if rank % 2 else _gpu(uuid=str(rank)) for rank in range(20)]
+    with pytest.raises(TopologyError, match="ranks 1, 3, 5, 7, 9, 11, 13, 15, … .10 in all. see none") as raised:
+        check_gpus(gpus, allow_shared=False)
+    assert "MPISTRAT_DEVICE=cpu" in str(raised.value)
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Build the part of /sys that a machine with two GPUs and three adapters shows."""
+    tree = tmp_path / "devices/pci0000:00"
+    places = {
+        "0000:17:00.0": "bridge-a/switch-a/0000:17:00.0",
+        "0000:65:00.0": "bridge-b/switch-b/0000:65:00.0",
+        "mlx5_0": "bridge-a/switch-a/0000:18:00.0",
+        "mlx5_1": "bridge-a/switch-a/0000:18:00.1",
+        "mlx5_2": "bridge-b/switch-c/0000:66:00.0",
+    }
+    (tmp_path / "bus/pci/devices").mkdir(parents=True)
+    for name, place in places.items():
+        (tree / place).mkdir(parents=True)
+        if name.startswith("mlx"):
+            (tmp_path / "class/infiniband" / name).mkdir(parents=True)
+            (tmp_path / "class/infiniband" / name / "device").symlink_to(tree / place)
+        else:
+            (tmp_path / "bus/pci/devices" / name).symlink_to(tree / place)
+    for name, node, cores in (("0000:17:00.0", "0", "0-3,8"), ("0000:65:00.0", "1", "4-7")):
+        (tree / places[name] / "numa_node").write_text(f"{node}\n")
+        (tree / places[name] / "local_cpulist").write_text(f"{cores}\n")
+    return tmp_path
+
+
+def test_the_nearest_memory_and_adapters_are_found(machine):
+    first, second = neighbours("0000:17:00.0", machine), neighbours("0000:65:00.0", machine)
+    assert (first.numa_node, first.cpus, first.adapters) == (0, {0, 1, 2, 3, 8}, ("mlx5_0", "mlx5_1"))
+    assert (second.numa_node, second.cpus, second.adapters) == (1, {4, 5, 6, 7}, ("mlx5_2",))
+    assert neighbours("0000:17:00.0".upper(), machine) == first
+
+
+def test_a_machine_that_says_nothing_has_no_neighbours(tmp_path, machine):
+    unknown = neighbours("0000:99:00.0", tmp_path / "nowhere")
+    assert (unknown.numa_node, unknown.cpus, unknown.adapters) == (None, frozenset(), ())
+    (machine / "bus/pci/devices/0000:17:00.0/numa_node").write_text("-1\n")
+    assert neighbours("0000:17:00.0", machine).numa_node is None
