@@ -64,7 +64,8 @@ class Subject:
     def allocate(self, nbytes: int) -> None:
         """Take memory from the transport."""
         self._arena = self.transport.allocate(nbytes)
-        shape, dtype, writable = self._arena.shape, self._arena.dtype.name, self._arena.flags.writeable
+        shape, dtype = self._arena.shape, self._arena.dtype.name
+        writable = self.transport.device is not None or self._arena.flags.writeable
         if (shape, dtype, writable) != ((nbytes,), "uint8", True):
             self.fail("allocate", f"returned {dtype} {shape}, writable={writable}; expected writable uint8 ({nbytes},)")
 
@@ -82,7 +83,7 @@ class Subject:
         start = slot * SLOT_BYTES + _GUARD_BYTES
         buffer = self._arena[start : start + case.count * case.dtype.itemsize].view(case.dtype)
         for guard in self._guards(buffer, slot):
-            guard.fill(_GUARD)
+            self.put(guard, np.full(guard.size, _GUARD, np.uint8))
         return buffer, VERBS[case.verb].bind(self.transport, buffer, case)
 
     def values(self, case: Case) -> Array:
@@ -97,9 +98,27 @@ class Subject:
 
     def give(self, case: Case, buffer: Array, given: Array) -> None:
         """Put in what this rank gives; the rest is poison."""
-        poison(buffer)
+        values = self.poisoned(case)
         mine = case.given(self.rank)
-        buffer[mine] = given[self.rank, mine]
+        values[mine] = given[self.rank, mine]
+        self.put(buffer, values)
+
+    def poisoned(self, case: Case) -> Array:
+        """Return as many elements as the case has, holding what no result holds."""
+        values = np.empty(case.count, case.dtype)
+        poison(values)
+        return values
+
+    def put(self, target: Array, values: Array) -> None:
+        """Write to memory of the transport."""
+        if self.transport.device:
+            self.transport.device.put(target, values)
+        else:
+            target[...] = values
+
+    def get(self, source: Array) -> Array:
+        """Return what memory of the transport holds."""
+        return self.transport.device.get(source) if self.transport.device else source
 
     def drive(self, steps: Steps, what: object) -> None:
         """Advance steps to the end."""
@@ -119,19 +138,18 @@ class Subject:
         expected = case.expected(given)[promised]
         self.expect(case, self.read(case, operation), expected)
         if VERBS[case.verb].in_place:
-            self.expect(case, buffer[promised], expected)
-        if any((guard != _GUARD).any() for guard in self._guards(buffer, slot)):
+            self.expect(case, self.get(buffer[promised]), expected)
+        if any((self.get(guard) != _GUARD).any() for guard in self._guards(buffer, slot)):
             self.fail(case, "memory outside the buffer was written")
 
     def read(self, case: Case, operation: Operation) -> Array:
         """Return the promised elements, folded from the operation's parts; what no part covers stays poisoned."""
-        result = np.empty(case.count, case.dtype)
-        poison(result)
+        result = self.poisoned(case)
         covered = np.zeros(case.count, np.int8)
         for part in operation.parts:
-            total = part.addends[0]
+            total = self.get(part.addends[0])
             for addend in part.addends[1:]:
-                total = combine(case.op)(total, addend)
+                total = combine(case.op)(total, self.get(addend))
             result[part.start : part.stop] = total
             covered[part.start : part.stop] += 1
         promised = case.promised(self.rank)

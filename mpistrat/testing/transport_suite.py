@@ -20,7 +20,7 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
-from mpistrat.testing.transport_cases import DTYPES, VERBS, Case, cases, divisions, operations, poison
+from mpistrat.testing.transport_cases import DTYPES, VERBS, Case, cases, divisions, operations
 from mpistrat.testing.transport_subject import LARGE_COUNT, NUM_SLOTS, SLOT_BYTES, STUCK_SECONDS, Subject
 from mpistrat.transports.base import WORKED, Steps, Transport
 
@@ -139,7 +139,8 @@ def _verbs_follow_each_other(subject: Subject) -> None:
         passing_on = VERBS[after].bind(subject.transport, buffer, second)
         given = subject.values(first)
         subject.run(first, buffer, combining, given)
-        buffer[first.promised(subject.rank)] *= 3
+        mine = buffer[first.promised(subject.rank)]
+        subject.put(mine, subject.get(mine) * 3)
         subject.drive(passing_on.run(), second)
         subject.expect(second, subject.read(second, passing_on), 3 * first.expected(given))
         subject.settle()
@@ -193,7 +194,7 @@ def _a_slow_rank_reads_the_old_values(subject: Subject) -> None:
             time.sleep(SLOW_SECONDS)
         subject.compare(case, buffer, operation, given)
         subject.settle()
-        poison(buffer)
+        subject.put(buffer, subject.poisoned(case))
 
 
 def _run_does_not_block(subject: Subject) -> None:

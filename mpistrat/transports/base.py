@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mpistrat.arrays import Array
+from mpistrat.device.base import Device
 from mpistrat.errors import DeadlineExceededError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
@@ -83,6 +84,8 @@ class Transport(ABC):
     """
 
     name: ClassVar[str]
+    device: Device | None = None
+    """The GPU whose memory the verbs work on; None: they work on memory of the host."""
 
     def __init__(self, group: Group) -> None:
         self.group = group

@@ -8,22 +8,13 @@ import subprocess
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-__all__ = ["NAMES", "HostKernels", "missing"]
+from mpistrat.device.kernels import TYPES
 
-NAMES = {
-    np.dtype(np.int8): "signed char",
-    np.dtype(np.uint8): "uint8",
-    np.dtype(np.int32): "int",
-    np.dtype(np.int64): "long long",
-    np.dtype(np.float32): "float",
-    np.dtype(np.float64): "double",
-    np.dtype(np.float16): "float16",
-    np.dtype(ml_dtypes.bfloat16): "bfloat16",
-}
+__all__ = ["HostKernels", "missing"]
 
 _SHIM = """
 #define __global__
@@ -39,11 +30,12 @@ extern "C" void move_{name}(const Segment* segments, const uint32* first_tile, i
 }}
 """
 _FOLD = """
-extern "C" void fold_{name}(const Peers* peers, int num_peers, uint64 start, void* target, uint64 count, unsigned blocks) {{
+extern "C" void fold_{name}(unsigned blocks, const uint64* peers, int num_peers, uint64 first_byte, void* target,
+                            uint64 count) {{
     gridDim.x = blocks;
     for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
         for (threadIdx.x = 0; threadIdx.x < THREADS; ++threadIdx.x)
-            fold_peers<{dtype}, {op}>(*peers, num_peers, start, ({dtype}*)target, count);
+            {kernel}(peers, num_peers, first_byte, ({dtype}*)target, count);
 }}
 """
 
@@ -54,18 +46,24 @@ def missing() -> str:
 
 
 class HostKernels:
-    """The kernels for certain dtypes, built once."""
+    """The kernels as `build` has left them in a folder; `folds` are names of instances of `fold_peers`."""
 
-    def __init__(self, folder: Path, moves: Sequence[tuple[np.dtype, np.dtype]], folds: Sequence[tuple[np.dtype, str]]) -> None:
-        text = _SHIM + (files("mpistrat.packing") / "kernels.cu").read_text()
-        for source, target in moves:
-            text += _MOVE.format(name=f"{source}_{target}", source=NAMES[source], target=NAMES[target])
-        for dtype, op in folds:
-            text += _FOLD.format(name=f"{dtype}_{op}", dtype=NAMES[dtype], op=op)
-        (folder / "kernels.cpp").write_text(text)
-        build = ["g++", "-O1", "-std=c++17", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
-        subprocess.run([*build, "kernels.cpp", "-o", "kernels.so"], check=True, cwd=folder)
+    def __init__(self, folder: Path, folds: Sequence[str]) -> None:
+        self._folds = {kernel: f"fold_{index}" for index, kernel in enumerate(folds)}
         self._library = ctypes.CDLL(str(folder / "kernels.so"))
+
+    @staticmethod
+    def build(folder: Path, moves: Sequence[tuple[np.dtype, np.dtype]], folds: Sequence[str]) -> None:
+        """Compile the kernels into a library."""
+        text = _SHIM + (files("mpistrat.device") / "kernels.cu").read_text()
+        for source, target in moves:
+            text += _MOVE.format(name=f"{source}_{target}", source=TYPES[source], target=TYPES[target])
+        for index, kernel in enumerate(folds):
+            dtype, _, _ = kernel.removeprefix("fold_peers<").rpartition(", ")
+            text += _FOLD.format(name=index, dtype=dtype, kernel=kernel)
+        (folder / "kernels.cpp").write_text(text)
+        command = ["g++", "-O0", "-std=c++17", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
+        subprocess.run([*command, "kernels.cpp", "-o", "kernels.so"], check=True, cwd=folder)
 
     def move(self, segments: np.ndarray, first_tile: np.ndarray, blocks: int, dtypes: tuple, divisor: int = 1) -> None:
         """Run `move_segments`; `segments` has rows of source address, target address and count."""
@@ -78,15 +76,14 @@ class HostKernels:
             ctypes.c_longlong(divisor),
         )
 
-    def fold(self, buffers: Sequence[np.ndarray], start: int, target: np.ndarray, op: str, blocks: int = 3) -> None:
-        """Run `fold_peers` on the range of `buffers` that begins at `start` and is as long as `target`."""
-        peers = (ctypes.c_uint64 * 16)(*[buffer.ctypes.data for buffer in buffers])
-        run = self._library[f"fold_{target.dtype}_{op}"]
-        run(
-            ctypes.byref(peers),
-            len(buffers),
-            ctypes.c_uint64(start),
-            ctypes.c_void_p(target.ctypes.data),
-            ctypes.c_uint64(target.size),
+    def launch(self, kernel: str, blocks: int, arguments: Sequence[Any]) -> None:
+        """Run an instance of `fold_peers` by its name on a device."""
+        peers, num_peers, first_byte, target, count = arguments
+        self._library[self._folds[kernel]](
             blocks,
+            ctypes.c_void_p(int(peers)),
+            int(num_peers),
+            ctypes.c_uint64(int(first_byte)),
+            ctypes.c_void_p(int(target)),
+            ctypes.c_uint64(int(count)),
         )

@@ -30,7 +30,7 @@ def nvrtc():
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kernels_compile_without_spilling_registers(nvrtc, architecture):
-    source = (files("mpistrat.packing") / "kernels.cu").read_text()
+    source = (files("mpistrat.device") / "kernels.cu").read_text()
     program = nvrtc.createProgram(source, "kernels.cu", (), ())
     for kernel in KERNELS:
         nvrtc.addNameExpression(program, kernel)

@@ -9,14 +9,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpistrat.packing import segments
-from mpistrat.packing.segments import SegmentTable
+from mpistrat.device import segments
+from mpistrat.device.kernels import fold_kernel
+from mpistrat.device.segments import SegmentTable
+from mpistrat.reduction import ReduceOp, combine
 from tests.gpu import on_host
 
 BF16, F16, F32, F64 = (np.dtype(kind) for kind in (ml_dtypes.bfloat16, np.float16, np.float32, np.float64))
-I32, I64 = np.dtype(np.int32), np.dtype(np.int64)
+I32, I64, C64 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.complex64)
 MOVES = [(F32, F32), (F32, BF16), (BF16, F32), (F32, F16), (F16, F32), (F64, F64), (I32, I64), (I64, I32)]
-FOLDS = [(F32, "Sum"), (F32, "Min"), (F32, "Max"), (F32, "Prod"), (BF16, "Sum"), (F16, "Sum"), (I64, "Sum"), (I32, "Max")]
+SUM, MIN, MAX, PROD = ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD
+FOLDS = [(F32, SUM), (F32, MIN), (F32, MAX), (F32, PROD), (BF16, SUM), (F16, SUM), (I64, SUM), (I32, MAX), (C64, PROD)]
 TILE = {dtypes: segments.THREADS * segments.UNROLL * 16 // min(d.itemsize for d in dtypes) for dtypes in MOVES}
 
 
@@ -24,7 +27,10 @@ TILE = {dtypes: segments.THREADS * segments.UNROLL * 16 // min(d.itemsize for d 
 def kernels(tmp_path_factory):
     if on_host.missing():
         pytest.skip(on_host.missing())
-    return on_host.HostKernels(tmp_path_factory.mktemp("kernels"), MOVES, FOLDS)
+    folder = tmp_path_factory.mktemp("kernels")
+    folds = [fold_kernel(dtype, op) for dtype, op in FOLDS]
+    on_host.HostKernels.build(folder, MOVES, folds)
+    return on_host.HostKernels(folder, folds)
 
 
 def _values(dtype, count, seed=0):
@@ -52,8 +58,14 @@ def _move(kernels, sources, targets, divisor=1):
     kernels.move(table.rows, table.first_tile, table.num_tiles, dtypes, divisor)
 
 
+def _fold(kernels, buffers, start, target, op):
+    peers = np.array([buffer.ctypes.data for buffer in buffers], np.uint64)
+    arguments = peers.ctypes.data, peers.size, start * target.itemsize, target.ctypes.data, target.size
+    kernels.launch(fold_kernel(target.dtype, op), 3, arguments)
+
+
 def test_the_constants_of_both_languages_agree():
-    text = (files("mpistrat.packing") / "kernels.cu").read_text()
+    text = (files("mpistrat.device") / "kernels.cu").read_text()
     constants = dict(re.findall(r"constexpr int (\w+) = (\d+);", text))
     assert (int(constants["THREADS"]), int(constants["UNROLL"])) == (segments.THREADS, segments.UNROLL)
 
@@ -131,24 +143,23 @@ def test_a_shard_of_all_peers_is_folded_in_rank_order(kernels, dtype, op, num_pe
         buffers = [_aligned(dtype, start + count + 3) for _ in range(num_peers)]
         for rank, buffer in enumerate(buffers):
             buffer[:] = _values(dtype, buffer.size, seed=rank)
-            if op == "Prod":
-                buffer[:] = np.sign(buffer)
+            if op is PROD:
+                buffer[:] = np.sign(buffer.real)
         memory = _aligned(dtype, count + 2)
         memory[:] = 99
-        kernels.fold(buffers, start, memory[shift : shift + count], op)
+        _fold(kernels, buffers, start, memory[shift : shift + count], op)
         wide = F32 if dtype in (BF16, F16) else dtype
         total = buffers[0][start : start + count].astype(wide)
-        fold = {"Sum": np.add, "Min": np.minimum, "Max": np.maximum, "Prod": np.multiply}[op]
         for buffer in buffers[1:]:
-            total = fold(total, buffer[start : start + count].astype(wide))
+            total = combine(op)(total, buffer[start : start + count].astype(wide))
         np.testing.assert_array_equal(memory[shift : shift + count], total.astype(dtype))
         assert (memory[shift + count :] == 99).all()
         assert (memory[:shift] == 99).all()
 
 
-@pytest.mark.parametrize("op", ["Min", "Max"])
+@pytest.mark.parametrize("op", [MIN, MAX])
 def test_a_nan_on_any_rank_wins(kernels, op):
     target = np.empty(3, F32)
-    kernels.fold([np.array([np.nan, 1, 2], F32), np.array([0, np.nan, 5], F32)], 0, target, op)
+    _fold(kernels, [np.array([np.nan, 1, 2], F32), np.array([0, np.nan, 5], F32)], 0, target, op)
     assert np.isnan(target[:2]).all()
-    assert target[2] == {"Min": 2, "Max": 5}[op]
+    assert target[2] == {MIN: 2, MAX: 5}[op]

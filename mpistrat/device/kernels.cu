@@ -13,7 +13,6 @@ typedef unsigned long long uint64;
 
 constexpr int THREADS = 256;
 constexpr int UNROLL = 4;
-constexpr int MAX_PEERS = 16;
 
 // 16-bit floats are kept as bits, and computed with as float
 
@@ -23,6 +22,14 @@ struct bfloat16 {
 
 struct float16 {
     uint16 bits;
+};
+
+template <class T> struct Complex {
+    T real, imaginary;
+    __device__ Complex operator+(Complex other) const { return {T(real + other.real), T(imaginary + other.imaginary)}; }
+    __device__ Complex operator*(Complex other) const {
+        return {T(real * other.real - imaginary * other.imaginary), T(real * other.imaginary + imaginary * other.real)};
+    }
 };
 
 __device__ inline uint32 float_bits(float value) {
@@ -156,10 +163,6 @@ __global__ void move_segments(const Segment* segments, const uint32* first_tile,
 
 // One pass over the same range of every rank's buffer, in the order of the ranks: no running sum goes through memory.
 
-struct Peers {
-    uint64 buffers[MAX_PEERS];
-};
-
 struct Sum {
     template <class W> static __device__ inline W fold(W a, W b) { return a + b; }
 };
@@ -177,23 +180,25 @@ struct Max {
     template <class W> static __device__ inline W fold(W a, W b) { return a != a || a > b ? a : b; }
 };
 
+// `peers` holds the address of each rank's arena; the range begins so many bytes behind it, and is written to `target`, which
+// may be this rank's own range.
 template <class T, class Op>
-__global__ void fold_peers(Peers peers, int num_peers, uint64 start, T* target, uint64 count) {
-    constexpr int PER_PACKET = 16 / int(sizeof(T));
+__global__ void fold_peers(const uint64* peers, int num_peers, uint64 first_byte, T* target, uint64 count) {
+    constexpr int PER_PACKET = sizeof(T) < 16 ? 16 / int(sizeof(T)) : 1;
     typedef typename Wide<T>::type W;
     typedef Packet<T, PER_PACKET> Few;
     const uint64 stride = uint64(gridDim.x) * THREADS, thread = uint64(blockIdx.x) * THREADS + threadIdx.x;
     bool aligned = is_aligned(target);
     for (int peer = 0; peer < num_peers; ++peer)
-        aligned = aligned && is_aligned(reinterpret_cast<const T*>(peers.buffers[peer]) + start);
+        aligned = aligned && is_aligned(reinterpret_cast<const T*>(peers[peer] + first_byte));
     const uint64 packets = aligned ? count / PER_PACKET : 0;
     for (uint64 packet = thread; packet < packets; packet += stride) {
         W total[PER_PACKET];
-        Few held = reinterpret_cast<const Few*>(reinterpret_cast<const T*>(peers.buffers[0]) + start)[packet];
+        Few held = reinterpret_cast<const Few*>(peers[0] + first_byte)[packet];
 #pragma unroll
         for (int item = 0; item < PER_PACKET; ++item) total[item] = widen<T>(held.items[item]);
         for (int peer = 1; peer < num_peers; ++peer) {
-            held = reinterpret_cast<const Few*>(reinterpret_cast<const T*>(peers.buffers[peer]) + start)[packet];
+            held = reinterpret_cast<const Few*>(peers[peer] + first_byte)[packet];
 #pragma unroll
             for (int item = 0; item < PER_PACKET; ++item) total[item] = Op::fold(total[item], widen<T>(held.items[item]));
         }
@@ -202,9 +207,9 @@ __global__ void fold_peers(Peers peers, int num_peers, uint64 start, T* target, 
         reinterpret_cast<Few*>(target)[packet] = held;
     }
     for (uint64 item = packets * PER_PACKET + thread; item < count; item += stride) {
-        W total = widen<T>(reinterpret_cast<const T*>(peers.buffers[0])[start + item]);
+        W total = widen<T>(reinterpret_cast<const T*>(peers[0] + first_byte)[item]);
         for (int peer = 1; peer < num_peers; ++peer)
-            total = Op::fold(total, widen<T>(reinterpret_cast<const T*>(peers.buffers[peer])[start + item]));
+            total = Op::fold(total, widen<T>(reinterpret_cast<const T*>(peers[peer] + first_byte)[item]));
         target[item] = narrow<T>(total);
     }
 }

@@ -1,0 +1,134 @@
+"""CudaDevice: a GPU of NVIDIA's, over CuPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpistrat.device.base import Device, DeviceArray, Event, Stream, address
+from mpistrat.device.segments import THREADS
+from mpistrat.errors import TransportError
+
+__all__ = ["CudaDevice"]
+
+
+class CudaDevice(Device):
+    """The current device of CuPy."""
+
+    def allocate(self, nbytes: int) -> DeviceArray:
+        """Return memory from cudaMalloc: a handle of CUDA IPC names a whole allocation, which a pool would share out."""
+        from cupy.cuda import runtime
+
+        return _array(_Memory(runtime.malloc(max(nbytes, 1)), runtime.free), nbytes)
+
+    def export(self, memory: DeviceArray) -> bytes:
+        """Return the handle of the allocation."""
+        from cupy.cuda import runtime
+
+        handle: bytes = runtime.ipcGetMemHandle(address(memory))
+        return handle
+
+    def map(self, handle: bytes, nbytes: int) -> DeviceArray:
+        """Return the memory, mapped until the last array on it is gone."""
+        from cupy.cuda import runtime
+
+        try:
+            start = runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess)
+        except runtime.CUDARuntimeError as error:
+            raise TransportError(
+                f"memory of another process's GPU cannot be mapped ({error}): the GPUs of a node must reach each other, and "
+                "each process must see all of them (SLURM: --gpu-bind=none instead of --gpus-per-task)"
+            ) from None
+        return _array(_Memory(start, runtime.ipcCloseMemHandle), nbytes)
+
+    def pinned(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return memory of the host, page-locked."""
+        import cupyx
+
+        memory: NDArray[np.uint8] = cupyx.empty_pinned(nbytes, np.uint8)
+        return memory
+
+    def put(self, target: DeviceArray, values: NDArray[Any]) -> None:
+        """Write values of the host on CuPy's current stream."""
+        target.set(values)
+
+    def get(self, source: DeviceArray) -> NDArray[Any]:
+        """Return the values, after CuPy's current stream."""
+        values: NDArray[Any] = source.get()
+        return values
+
+    def stream(self) -> Stream:
+        """Return a stream that does not wait for the legacy default stream, nor that for it."""
+        import cupy
+
+        return _CudaStream(cupy.cuda.Stream(non_blocking=True))
+
+    def current_stream(self) -> Stream:
+        """Return CuPy's current stream of this thread."""
+        import cupy
+
+        return _CudaStream(cupy.cuda.get_current_stream())
+
+
+class _CudaEvent(Event):
+    def __init__(self, event: Any) -> None:
+        self.native = event
+
+    def done(self) -> bool:
+        return bool(self.native.done)
+
+
+class _CudaStream(Stream):
+    def __init__(self, native: Any) -> None:
+        self.native = native
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        from cupy.cuda import runtime
+
+        runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, self.native.ptr)
+
+    def record(self) -> Event:
+        import cupy
+
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(self.native)
+        return _CudaEvent(event)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _CudaEvent)
+        self.native.wait_event(event.native)
+
+    def launch(self, kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
+        _kernel(kernel)((num_blocks,), (THREADS,), arguments, stream=self.native)
+
+
+class _Memory:
+    """Memory that is given back with the last array on it."""
+
+    def __init__(self, start: int, give_back: Callable[[int], None]) -> None:
+        self.start, self._give_back = start, give_back
+
+    def __del__(self) -> None:
+        self._give_back(self.start)
+
+
+def _array(memory: _Memory, nbytes: int) -> DeviceArray:
+    import cupy
+
+    owned = cupy.cuda.UnownedMemory(memory.start, nbytes, memory)
+    return cupy.ndarray((nbytes,), np.uint8, cupy.cuda.MemoryPointer(owned, 0))
+
+
+@cache
+def _kernel(name: str) -> Any:
+    """Return an instance of a kernel, compiled for the current device; CuPy keeps the result on disk."""
+    import cupy
+
+    source = (files("mpistrat.device") / "kernels.cu").read_text()
+    module = cupy.RawModule(code=source, options=("-std=c++17",), name_expressions=[name])
+    return module.get_function(name)

@@ -1,0 +1,179 @@
+"""cuda_ipc: device memory of the GPUs of one node, mapped into every process; peers are read where they lie.
+
+As `shared_memory`, on the memory of GPUs: every rank has one arena, buffers lie at equal offsets in all of them, a
+reduce-scatter lets one kernel of each rank sum its part over the arenas of all, and the parts of an all-gather or broadcast
+are the owners' memory. It works without NCCL, also where several ranks share a GPU.
+
+File law: no kernel waits for another process. A rank tells its peers that its memory is ready after the host has seen the
+event of what wrote it, so that neither time slicing nor a peer that died holds up a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat.device.base import Device, DeviceArray, address
+from mpistrat.device.cuda import CudaDevice
+from mpistrat.device.kernels import fold_kernel
+from mpistrat.device.segments import THREADS
+from mpistrat.errors import TransportError
+from mpistrat.groups.group import Group
+from mpistrat.reduction import ReduceOp
+from mpistrat.transports.base import WAITING, Operation, Part, Steps, Transport
+from mpistrat.transports.shared_memory import SharedMemoryTransport
+
+__all__ = ["CudaIpcTransport"]
+
+MAX_BLOCKS = 1056  # eight for each of the 132 multiprocessors of the largest GPUs there are
+BYTES_PER_THREAD = 16
+
+
+class CudaIpcTransport(Transport):
+    """The verbs over mapped memory. They work only on memory that `allocate` returned.
+
+    Parameters
+    ----------
+    group : Group
+        Ranks of one node.
+    device : Device, optional
+        This rank's GPU.
+    """
+
+    name = "cuda_ipc"
+
+    def __init__(self, group: Group, device: Device | None = None) -> None:
+        super().__init__(group)
+        self.device = self._device = device or CudaDevice()
+        self._stream = self._device.stream()
+        self._meeting = SharedMemoryTransport(group)
+        self._arenas: list[DeviceArray] = []
+        self._table: DeviceArray = None
+
+    @classmethod
+    def probe(cls, group: Group) -> str:
+        """Return why the ranks cannot map each other's memory, or an empty text."""
+        return SharedMemoryTransport.probe(group)
+
+    def allocate(self, nbytes: int) -> DeviceArray:
+        """Return this rank's arena; every rank asks for the same size, once until `close`.
+
+        Raises
+        ------
+        TransportError
+            On all ranks, if one of them cannot map the arena of another.
+        """
+        assert not self._arenas, "allocate was called twice without close"
+        self._meeting.allocate(0)
+        arena = self._device.allocate(nbytes)
+        handles = self.group.comm.allgather(self._device.export(arena))
+        refusal = ""
+        try:
+            self._arenas = [
+                arena if rank == self.group.rank else self._device.map(handle, nbytes) for rank, handle in enumerate(handles)
+            ]
+        except TransportError as error:
+            refusal = f"rank {self.group.ranks[self.group.rank]}: {error}"
+        refusals = [text for text in self.group.comm.allgather(refusal) if text]
+        if refusals:
+            self.close()
+            raise TransportError(f"{self.group.name}: {refusals[0]}")
+        self._table = self._device.allocate(8 * self.group.size)
+        self._device.put(self._table, np.array([address(peer) for peer in self._arenas], np.uint64).view(np.uint8))
+        return arena
+
+    def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
+        """Bind: wait for all; whoever reads the result folds the arenas of all."""
+        return self._after_all(None, [Part(0, buffer.size, tuple(self._views(buffer)))])
+
+    def reduce_scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp) -> Operation:
+        """Bind: wait for all, then sum this rank's part over all arenas in one pass."""
+        start, stop = bounds[self.group.rank], bounds[self.group.rank + 1]
+        return self._after_all(self._fold(buffer, start, stop, op), [Part(start, stop, (buffer[start:stop],))])
+
+    def all_gather(self, buffer: DeviceArray, bounds: Sequence[int]) -> Operation:
+        """Bind: wait for all; the parts are the owners' memory."""
+        views = self._views(buffer)
+        parts = [
+            Part(bounds[rank], bounds[rank + 1], (view[bounds[rank] : bounds[rank + 1]],))
+            for rank, view in enumerate(views)
+            if bounds[rank] < bounds[rank + 1]
+        ]
+        return self._after_all(None, parts)
+
+    def reduce(self, buffer: DeviceArray, op: ReduceOp, root: int = 0) -> Operation:
+        """Bind: wait for all; the root sums all arenas."""
+        if self.group.rank != root:
+            return self._after_all(None, [])
+        return self._after_all(self._fold(buffer, 0, buffer.size, op), [Part(0, buffer.size, (buffer,))])
+
+    def broadcast(self, buffer: DeviceArray, root: int = 0) -> Operation:
+        """Bind: wait for all; the one part is the root's memory."""
+        return self._after_all(None, [Part(0, buffer.size, (self._views(buffer)[root],))])
+
+    def release(self) -> int:
+        """Publish that this rank's device has read every result so far; whoever calls has seen that."""
+        return self._meeting.release()
+
+    def fence(self, mark: int) -> Steps:
+        """Wait until every peer has released as often as this rank had when it got `mark`."""
+        return self._meeting.fence(mark)
+
+    def close(self) -> None:
+        """Unmap the peers' arenas, and free this rank's once nobody has it mapped."""
+        own = self._arenas[self.group.rank : self.group.rank + 1]
+        self._arenas, self._table = [], None
+        self.group.comm.Barrier()
+        own.clear()
+        self._meeting.close()
+
+    def _offset(self, buffer: DeviceArray) -> int:
+        arena = self._arenas[self.group.rank]
+        offset = address(buffer) - address(arena)
+        assert 0 <= offset <= arena.nbytes - buffer.nbytes, "the buffer does not lie in the arena of allocate"
+        return offset
+
+    def _views(self, buffer: DeviceArray) -> list[DeviceArray]:
+        """Return the memory at the buffer's offset in every arena."""
+        offset = self._offset(buffer)
+        return [peer[offset : offset + buffer.nbytes].view(buffer.dtype) for peer in self._arenas]
+
+    def _fold(self, buffer: DeviceArray, start: int, stop: int, op: ReduceOp) -> Callable[[], Steps]:
+        """Return steps that fold [start, stop) of all peers into this rank's memory, in rank order."""
+        kernel, count, itemsize = fold_kernel(buffer.dtype, op), stop - start, buffer.dtype.itemsize
+        first_byte = self._offset(buffer) + start * itemsize
+        per_block = THREADS * max(1, BYTES_PER_THREAD // itemsize)
+        num_blocks = min(-(-count // per_block), MAX_BLOCKS)
+        arguments: tuple[Any, ...] = (
+            address(self._table),
+            np.int32(self.group.size),
+            first_byte,
+            address(self._arenas[self.group.rank]) + first_byte,
+            count,
+        )
+
+        def run() -> Steps:
+            if not count:
+                return
+            self._stream.wait(self._device.current_stream().record())
+            self._stream.launch(kernel, num_blocks, arguments)
+            event = self._stream.record()
+            while not event.done():
+                yield WAITING
+
+        return run
+
+    def _after_all(self, act: Callable[[], Steps] | None, parts: list[Part]) -> Operation:
+        """Return the operation that waits until the memory of all ranks is ready, then acts."""
+
+        def run() -> Steps:
+            written = self._device.current_stream().record()
+            while not written.done():
+                yield WAITING
+            yield from self._meeting.meet()
+            if act is not None:
+                yield from act()
+
+        return Operation(run, parts)

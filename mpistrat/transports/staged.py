@@ -1,0 +1,184 @@
+"""staged: device buffers through pinned memory of the host and another transport.
+
+A buffer moves in chunks through two slots: while the host transport works on one, the chunk before it goes back to the
+device and the next one comes, each on a stream of its own, so that both copy engines of a GPU are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpistrat.device.base import Device, DeviceArray, Event, address
+from mpistrat.device.cuda import CudaDevice
+from mpistrat.groups.group import Group
+from mpistrat.reduction import ReduceOp
+from mpistrat.transports.base import WAITING, Operation, Part, Steps, Transport
+from mpistrat.transports.mpi_ring import MpiRingTransport
+
+__all__ = ["StagedTransport"]
+
+CHUNK_BYTES = 1 << 22
+NUM_SLOTS = 2
+
+
+class StagedTransport(Transport):
+    """Every verb of a host transport, on device buffers.
+
+    Parameters
+    ----------
+    group : Group
+        The ranks to join.
+    device : Device, optional
+        This rank's GPU.
+    make_host : callable
+        Makes the transport that moves the bytes between hosts: one that leaves results in place, and keeps channels apart.
+    chunk_bytes : int
+        What a slot holds.
+    """
+
+    name = "staged"
+
+    def __init__(
+        self,
+        group: Group,
+        device: Device | None = None,
+        make_host: Callable[[Group], Transport] = MpiRingTransport,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        super().__init__(group)
+        self.device = self._device = device or CudaDevice()
+        self._host, self._chunk_bytes = make_host(group), chunk_bytes
+        self._down, self._up = self._device.stream(), self._device.stream()
+        self._slots: dict[int, list[Any]] = {}
+
+    @classmethod
+    def probe(cls, group: Group) -> str:
+        """Return an empty text: whoever has a device can copy from it."""
+        return ""
+
+    def allocate(self, nbytes: int) -> DeviceArray:
+        """Return memory of the device."""
+        return self._device.allocate(nbytes)
+
+    def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
+        """Bind the host transport's all-reduce, chunk by chunk."""
+        return self._bind(buffer, channel, _all, _all, lambda part, first: self._host.all_reduce(part, op, channel))
+
+    def reduce_scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp) -> Operation:
+        """Bind the host transport's reduce-scatter, with what of each part lies in the chunk."""
+        own = self._own(bounds)
+        return self._bind(
+            buffer, 0, _all, own, lambda part, first: self._host.reduce_scatter(part, _within(bounds, first, part.size), op)
+        )
+
+    def all_gather(self, buffer: DeviceArray, bounds: Sequence[int]) -> Operation:
+        """Bind the host transport's all-gather, with what of each part lies in the chunk."""
+        own = self._own(bounds)
+        return self._bind(
+            buffer, 0, own, _all, lambda part, first: self._host.all_gather(part, _within(bounds, first, part.size))
+        )
+
+    def reduce(self, buffer: DeviceArray, op: ReduceOp, root: int = 0) -> Operation:
+        """Bind the host transport's reduce, chunk by chunk."""
+        return self._bind(buffer, 0, _all, self._at(root), lambda part, first: self._host.reduce(part, op, root))
+
+    def broadcast(self, buffer: DeviceArray, root: int = 0) -> Operation:
+        """Bind the host transport's broadcast, chunk by chunk."""
+        return self._bind(buffer, 0, self._at(root), _all, lambda part, first: self._host.broadcast(part, root))
+
+    def _own(self, bounds: Sequence[int]) -> _Range:
+        def own(first: int, stop: int) -> tuple[int, int]:
+            return min(max(first, bounds[self.group.rank]), stop), min(max(first, bounds[self.group.rank + 1]), stop)
+
+        return own
+
+    def _at(self, root: int) -> _Range:
+        return _all if self.group.rank == root else _nothing
+
+    def _bind(
+        self, buffer: DeviceArray, channel: int, given: _Range, promised: _Range, bind: Callable[[Any, int], Operation]
+    ) -> Operation:
+        """Bind a verb: `given` and `promised` say what of a range this rank puts in and gets out."""
+        slots = self._slots_of(channel)
+        per_chunk = max(1, self._chunk_bytes // buffer.dtype.itemsize)
+        chunks = []
+        for index, first in enumerate(range(0, buffer.size, per_chunk)):
+            count = min(per_chunk, buffer.size - first)
+            slot = slots[index % NUM_SLOTS][: count * buffer.dtype.itemsize].view(buffer.dtype)
+            stop = first + count
+            moves = [self._move(buffer, slot, first, *wanted(first, stop)) for wanted in (given, promised)]
+            chunks.append(_Chunk(bind(slot, first), *moves))
+        return Operation(lambda: self._run(chunks), [Part(0, buffer.size, (buffer,))])
+
+    def _slots_of(self, channel: int) -> list[Any]:
+        if channel not in self._slots:
+            self._slots[channel] = [self._device.pinned(self._chunk_bytes) for _ in range(NUM_SLOTS)]
+        return self._slots[channel]
+
+    def _move(self, buffer: DeviceArray, slot: Any, first: int, start: int, stop: int) -> _Move:
+        itemsize = buffer.dtype.itemsize
+        host = int(slot.__array_interface__["data"][0]) + (start - first) * itemsize
+        return _Move(address(buffer) + start * itemsize, host, (stop - start) * itemsize)
+
+    def _run(self, chunks: list[_Chunk]) -> Steps:
+        computing = self._device.current_stream()
+        before = computing.record()
+        self._down.wait(before)
+        self._up.wait(before)  # what is overwritten on the device may still be read there
+        returned: list[Event] = []
+        arrived = [self._fetch(chunk) for chunk in chunks[:1]]
+        for index, chunk in enumerate(chunks):
+            if index + 1 < len(chunks):
+                if index + 1 >= NUM_SLOTS:
+                    self._down.wait(returned[index + 1 - NUM_SLOTS])
+                arrived.append(self._fetch(chunks[index + 1]))
+            while not arrived[index].done():
+                yield WAITING
+            yield from chunk.operation.run()
+            if chunk.promised.nbytes:
+                self._up.copy(chunk.promised.device, chunk.promised.host, chunk.promised.nbytes)
+            returned.append(self._up.record())
+        for event in returned[-NUM_SLOTS:]:
+            # the slots are free for the next operation, and the caller's stream need not wait for anything
+            while not event.done():
+                yield WAITING
+
+    def _fetch(self, chunk: _Chunk) -> Event:
+        if chunk.given.nbytes:
+            self._down.copy(chunk.given.host, chunk.given.device, chunk.given.nbytes)
+        return self._down.record()
+
+
+@dataclass(frozen=True)
+class _Move:
+    """Bytes that lie at one address of the device and one of the host."""
+
+    device: int
+    host: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    operation: Operation
+    given: _Move
+    promised: _Move
+
+
+_Range = Callable[[int, int], tuple[int, int]]
+"""Which elements of those in [first, stop) are meant."""
+
+
+def _all(first: int, stop: int) -> tuple[int, int]:
+    return first, stop
+
+
+def _nothing(first: int, stop: int) -> tuple[int, int]:
+    return first, first
+
+
+def _within(bounds: Sequence[int], first: int, count: int) -> list[int]:
+    """Return the bounds as they are in the range of `count` elements from `first` on."""
+    return [min(max(bound - first, 0), count) for bound in bounds]

@@ -1,0 +1,176 @@
+"""A device made of host memory, whose streams run as late, and in as odd an order, as CUDA allows.
+
+Nothing that is put on a stream happens before somebody polls an event; then a few pieces of work are done, on streams chosen
+at random. What waits for no event that it should have waited for is therefore found to be wrong, not only on a bad day.
+The arrays advertise ``__cuda_array_interface__`` and refuse every access from the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import random
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpistrat.device.base import Device, Event, Stream
+from mpistrat.errors import TransportError
+from tests.gpu.on_host import HostKernels
+
+__all__ = ["StandInArray", "StandInDevice"]
+
+WORK_PER_POLL = 3
+
+
+class StandInArray(np.ndarray):
+    """Memory of the stand-in device: addresses and slices may be had, values may not."""
+
+    def __array_ufunc__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("memory of the device was computed with on the host")
+
+    def __array_function__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("memory of the device was given to NumPy")
+
+    def __setitem__(self, *_: Any) -> None:
+        raise TypeError("memory of the device was written by the host")
+
+    def __getitem__(self, key: Any) -> Any:
+        assert isinstance(key, slice), "memory of the device was read by the host"
+        return super().__getitem__(key)
+
+    def fill(self, *_: Any) -> None:
+        raise TypeError("memory of the device was written by the host")
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": self.shape, "typestr": self.dtype.str, "data": (self.ctypes.data, False), "version": 3}
+
+
+class _Event(Event):
+    def __init__(self, device: StandInDevice, stream: _Stream, position: int) -> None:
+        self._device, self.stream, self.position = device, stream, position
+
+    def passed(self) -> bool:
+        return self.stream.finished >= self.position
+
+    def done(self) -> bool:
+        self._device.progress()
+        return self.passed()
+
+
+class _Stream(Stream):
+    def __init__(self, device: StandInDevice) -> None:
+        self._device = device
+        self.waiting: deque[_Event | Callable[[], object]] = deque()
+        self.filled = self.finished = 0
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        self._put(lambda: ctypes.memmove(target, source, nbytes))
+
+    def record(self) -> Event:
+        return _Event(self._device, self, self.filled)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _Event)
+        self._put(event)
+
+    def launch(self, kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
+        assert self._device.kernels is not None, "this device was given no kernels"
+        self._put(lambda: self._device.kernels.launch(kernel, num_blocks, arguments))
+
+    def _put(self, work: _Event | Callable[[], object]) -> None:
+        self.waiting.append(work)
+        self.filled += 1
+
+    def advance(self) -> bool:
+        """Do the next piece of work, unless it waits; return whether anything was done."""
+        if not self.waiting:
+            return False
+        work = self.waiting[0]
+        if isinstance(work, _Event):
+            if not work.passed():
+                return False
+        else:
+            work()
+        self.waiting.popleft()
+        self.finished += 1
+        return True
+
+
+class StandInDevice(Device):
+    """Streams that dawdle.
+
+    Parameters
+    ----------
+    seed : int
+        Of the order in which streams get on.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self._streams: list[_Stream] = []
+        # CUDA frees no memory that work under way still needs: it waits for the device
+        self._memory: list[np.ndarray] = []
+        self._computing = self.stream()
+        self._paths: dict[int, str] = {}
+        self.kernels: HostKernels | None = None
+        self.is_isolated = False
+
+    def allocate(self, nbytes: int) -> StandInArray:
+        descriptor, path = tempfile.mkstemp(prefix="stand-in-device-", dir="/dev/shm")
+        os.ftruncate(descriptor, max(nbytes, 1))
+        self._memory.append(np.frombuffer(mmap.mmap(descriptor, max(nbytes, 1)), np.uint8)[:nbytes])
+        os.close(descriptor)
+        self._paths[self._memory[-1].ctypes.data] = path
+        return self._memory[-1].view(StandInArray)
+
+    def export(self, memory: StandInArray) -> bytes:
+        return self._paths[memory.ctypes.data].encode()
+
+    def map(self, handle: bytes, nbytes: int) -> StandInArray:
+        if self.is_isolated:
+            raise TransportError("planted: no way to the peer")
+        with Path(handle.decode()).open("r+b") as file:
+            self._memory.append(np.frombuffer(mmap.mmap(file.fileno(), max(nbytes, 1)), np.uint8)[:nbytes])
+        return self._memory[-1].view(StandInArray)
+
+    def close(self) -> None:
+        for path in self._paths.values():
+            Path(path).unlink()
+
+    def pinned(self, nbytes: int) -> Any:
+        self._memory.append(np.empty(nbytes, np.uint8))
+        return self._memory[-1]
+
+    def stream(self) -> Stream:
+        self._streams.append(_Stream(self))
+        return self._streams[-1]
+
+    def current_stream(self) -> Stream:
+        return self._computing
+
+    def progress(self) -> None:
+        for _ in range(self._random.randrange(WORK_PER_POLL + 1)):
+            self._random.choice(self._streams).advance()
+
+    def put(self, target: StandInArray, values: np.ndarray) -> None:
+        """Let the computing stream write values, some time."""
+        kept = np.ascontiguousarray(values)
+        address, source = target.ctypes.data, kept.copy()
+        assert source.nbytes == target.nbytes
+        self._computing._put(lambda: ctypes.memmove(address, source.ctypes.data, source.nbytes))
+
+    def get(self, source: StandInArray) -> np.ndarray:
+        """Return what the computing stream reads, after all that was put on it before."""
+        found = np.empty(source.shape, source.dtype)
+        self._computing.copy(found.ctypes.data, source.ctypes.data, source.nbytes)
+        event = self._computing.record()
+        while not event.done():
+            pass
+        return found
