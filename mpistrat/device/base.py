@@ -30,6 +30,11 @@ class Event(ABC):
 class Stream(ABC):
     """Work that a device does in order."""
 
+    @property
+    @abstractmethod
+    def pointer(self) -> int:
+        """What CUDA's libraries call the stream."""
+
     @abstractmethod
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copy bytes from address to address; either may be of the device, or pinned memory of the host."""

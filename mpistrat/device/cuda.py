@@ -87,10 +87,14 @@ class _CudaStream(Stream):
     def __init__(self, native: Any) -> None:
         self.native = native
 
+    @property
+    def pointer(self) -> int:
+        return int(self.native.ptr)
+
     def copy(self, target: int, source: int, nbytes: int) -> None:
         from cupy.cuda import runtime
 
-        runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, self.native.ptr)
+        runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, self.pointer)
 
     def record(self) -> Event:
         import cupy

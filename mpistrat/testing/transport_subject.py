@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import Array
+from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group
-from mpistrat.reduction import combine
+from mpistrat.reduction import ReduceOp, combine
 from mpistrat.testing.transport_cases import VERBS, Case, inputs, poison
 from mpistrat.transports.base import Operation, Steps, Transport, drive
 
@@ -68,6 +70,18 @@ class Subject:
         writable = self.transport.device is not None or self._arena.flags.writeable
         if (shape, dtype, writable) != ((nbytes,), "uint8", True):
             self.fail("allocate", f"returned {dtype} {shape}, writable={writable}; expected writable uint8 ({nbytes},)")
+
+    def serves(self, dtype: np.dtype[Any], op: ReduceOp) -> bool:
+        """Return whether the transport combines such values; one that does not must say so when a verb is bound."""
+        refusal = self.transport.refusal(dtype, op)
+        if refusal:
+            try:
+                self.transport.all_reduce(self._arena[: dtype.itemsize].view(dtype), op)
+            except TransportError:
+                self.checks += 1
+            else:
+                self.fail(f"all_reduce({dtype}, {op.name})", f"was bound although it is refused: {refusal}")
+        return not refusal
 
     def attempt(self, case: Case, times: int = 1) -> None:
         """Bind a case once and run it, each time on new values."""

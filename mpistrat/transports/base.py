@@ -15,7 +15,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.device.base import Device
@@ -128,6 +130,10 @@ class Transport(ABC):
     @abstractmethod
     def broadcast(self, buffer: Array, root: int = 0) -> Operation:
         """Bind: every rank gets the buffer of `root`."""
+
+    def refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
+        """Return why such values cannot be combined, or an empty text; binding a verb to them raises TransportError."""
+        return ""
 
     def release(self) -> int:
         """Tell the peers that this rank has read every result so far; return a mark for `fence`."""

@@ -23,9 +23,11 @@ from mpistrat.device.base import Device, Event, Stream
 from mpistrat.errors import TransportError
 from tests.gpu.on_host import HostKernels
 
-__all__ = ["StandInArray", "StandInDevice"]
+__all__ = ["UNFINISHED", "StandInArray", "StandInDevice"]
 
 WORK_PER_POLL = 3
+UNFINISHED = object()
+"""What work returns that must be done again later."""
 
 
 class StandInArray(np.ndarray):
@@ -70,21 +72,25 @@ class _Stream(Stream):
         self.waiting: deque[_Event | Callable[[], object]] = deque()
         self.filled = self.finished = 0
 
+    @property
+    def pointer(self) -> int:
+        return self._device.streams.index(self)
+
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        self._put(lambda: ctypes.memmove(target, source, nbytes))
+        self.put(lambda: ctypes.memmove(target, source, nbytes))
 
     def record(self) -> Event:
         return _Event(self._device, self, self.filled)
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, _Event)
-        self._put(event)
+        self.put(event)
 
     def launch(self, kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
         assert self._device.kernels is not None, "this device was given no kernels"
-        self._put(lambda: self._device.kernels.launch(kernel, num_blocks, arguments))
+        self.put(lambda: self._device.kernels.launch(kernel, num_blocks, arguments))
 
-    def _put(self, work: _Event | Callable[[], object]) -> None:
+    def put(self, work: _Event | Callable[[], object]) -> None:
         self.waiting.append(work)
         self.filled += 1
 
@@ -96,8 +102,8 @@ class _Stream(Stream):
         if isinstance(work, _Event):
             if not work.passed():
                 return False
-        else:
-            work()
+        elif work() is UNFINISHED:
+            return False
         self.waiting.popleft()
         self.finished += 1
         return True
@@ -114,7 +120,7 @@ class StandInDevice(Device):
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
-        self._streams: list[_Stream] = []
+        self.streams: list[_Stream] = []
         # CUDA frees no memory that work under way still needs: it waits for the device
         self._memory: list[np.ndarray] = []
         self._computing = self.stream()
@@ -149,22 +155,22 @@ class StandInDevice(Device):
         return self._memory[-1]
 
     def stream(self) -> Stream:
-        self._streams.append(_Stream(self))
-        return self._streams[-1]
+        self.streams.append(_Stream(self))
+        return self.streams[-1]
 
     def current_stream(self) -> Stream:
         return self._computing
 
     def progress(self) -> None:
         for _ in range(self._random.randrange(WORK_PER_POLL + 1)):
-            self._random.choice(self._streams).advance()
+            self._random.choice(self.streams).advance()
 
     def put(self, target: StandInArray, values: np.ndarray) -> None:
         """Let the computing stream write values, some time."""
         kept = np.ascontiguousarray(values)
         address, source = target.ctypes.data, kept.copy()
         assert source.nbytes == target.nbytes
-        self._computing._put(lambda: ctypes.memmove(address, source.ctypes.data, source.nbytes))
+        self._computing.put(lambda: ctypes.memmove(address, source.ctypes.data, source.nbytes))
 
     def get(self, source: StandInArray) -> np.ndarray:
         """Return what the computing stream reads, after all that was put on it before."""

@@ -5,17 +5,22 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mpistrat.device.kernels import fold_kernel
-from mpistrat.errors import TransportError
+from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups.group import Group
+from mpistrat.reduction import ReduceOp
 from mpistrat.testing.transport_cases import DTYPES, operations
 from mpistrat.testing.transport_suite import check_transport
+from mpistrat.transports.base import drive
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
+from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.staged import StagedTransport
 from tests.gpu import on_host
 from tests.gpu.stand_in import StandInDevice
+from tests.gpu.stand_in_nccl import StandInNccl
 from tests.launches import needs_ranks
 
 CHUNK_BYTES = {"many chunks": 4096, "one chunk": 1 << 22}
@@ -35,23 +40,78 @@ def device(comm):
     device.close()
 
 
-@pytest.fixture(scope="module")
-def kernels(comm, tmp_path_factory):
+@pytest.fixture
+def kernels(comm, tmp_path):
     """Build the sums that the conformance kit asks for: once, on rank 0."""
     if on_host.missing():
         pytest.skip(on_host.missing())
     folds = sorted({fold_kernel(dtype, op) for dtype in DTYPES for op in operations(dtype)})
-    folder = comm.bcast(str(tmp_path_factory.mktemp("kernels")))
+    folder = Path(comm.bcast(str(tmp_path)))
     if comm.rank == 0:
-        on_host.HostKernels.build(Path(folder), [], folds)
+        on_host.HostKernels.build(folder, [], folds)
     comm.Barrier()
-    return on_host.HostKernels(Path(folder), folds)
+    return on_host.HostKernels(folder, folds)
 
 
 @pytest.mark.parametrize("chunks", CHUNK_BYTES)
 def test_staged_passes_the_kit(group, device, chunks):
     make = partial(StagedTransport, device=device, chunk_bytes=CHUNK_BYTES[chunks])
     assert check_transport(make, group, ("reduce", "broadcast")) > 500
+
+
+def test_nccl_passes_the_kit(group, device, comm):
+    library = StandInNccl(device, comm)
+    assert check_transport(partial(NcclTransport, device=device, library=library), group) > 400
+
+
+def test_what_nccl_cannot_combine_is_refused_and_says_what_can(group, device, comm):
+    transport = NcclTransport(group, device, StandInNccl(device, comm))
+    for dtype, op in ((np.int16, ReduceOp.SUM), (np.float32, ReduceOp.MAX), (np.complex64, ReduceOp.PROD)):
+        buffer = transport.allocate(64).view(dtype)
+        with pytest.raises(TransportError, match="cuda_ipc can") as raised:
+            transport.all_reduce(buffer, op)
+        assert transport.refusal(np.dtype(dtype), op) in str(raised.value)
+    transport.close()
+
+
+@needs_ranks(2)
+def test_mixed_versions_of_nccl_are_refused_on_all_ranks(group, device, comm):
+    library = StandInNccl(device, comm, version=23203 if comm.rank else 22809)
+    with pytest.raises(TransportError, match=r"world: NCCL 2\.28\.9 on rank 0, 2\.32\.3 on rank"):
+        NcclTransport(group, device, library)
+
+
+@needs_ranks(2)
+def test_a_failure_that_nccl_finds_by_itself_aborts_and_is_raised(group, device, comm):
+    library = StandInNccl(device, comm)
+    transport = NcclTransport(group, device, library)
+    operation = transport.all_reduce(transport.allocate(64).view(np.float32), ReduceOp.SUM)
+    library.error = "planted: a peer's GPU fell off the bus"
+    with pytest.raises(TransportError, match="world: NCCL has failed: planted: a peer's GPU fell off the bus"):
+        for _ in operation.run():
+            pass
+    assert library.aborted == 1
+    with pytest.raises(TransportError, match="NCCL has failed"):
+        next(operation.run())
+    comm.Barrier()
+
+
+@needs_ranks(2)
+def test_a_deadline_aborts_nccl_so_that_no_kernel_is_left_waiting(group, device, comm):
+    library = StandInNccl(device, comm)
+    transport = NcclTransport(group, device, library)
+    operation = transport.all_reduce(transport.allocate(64).view(np.float32), ReduceOp.SUM)
+    if comm.rank == 0:
+        with pytest.raises(DeadlineExceededError, match="a sum did not end within 0.05 s"):
+            drive(operation.run(), lambda: "a sum", 0.05)
+        assert library.aborted == 1
+    comm.Barrier()
+
+
+def test_nccl_that_does_not_block_is_refused(group, device, comm, monkeypatch):
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
+    with pytest.raises(TransportError, match="NCCL_COMM_BLOCKING=0 is set"):
+        NcclTransport(group, device, StandInNccl(device, comm))
 
 
 def test_cuda_ipc_passes_the_kit(group, device, kernels):

@@ -1,0 +1,270 @@
+"""nccl: NVIDIA's collectives on a stream, over `cupy.cuda.nccl`.
+
+Parts of equal size use NCCL's own reduce-scatter and all-gather; unequal ones a group of reduces or broadcasts, which NCCL
+carries out together. What moves without being combined moves as bytes.
+
+File law: one thread issues all calls, in an order that is the same on all ranks. A communicator that failed, or that somebody
+stopped waiting for, is aborted: its kernels would wait for the peers for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from mpistrat.device.base import Device, DeviceArray, address
+from mpistrat.device.cuda import CudaDevice
+from mpistrat.errors import TransportError
+from mpistrat.groups.group import Group, ranks_text
+from mpistrat.reduction import ReduceOp
+from mpistrat.transports.base import WAITING, Operation, Part, Steps, Transport
+
+__all__ = ["NcclTransport", "native_type"]
+
+JOIN_SECONDS = 120.0
+POLLS_PER_CHECK = 64
+
+_TYPES = {
+    "int8": "INT8",
+    "uint8": "UINT8",
+    "int32": "INT32",
+    "uint32": "UINT32",
+    "int64": "INT64",
+    "uint64": "UINT64",
+    "float32": "FLOAT32",
+    "float64": "FLOAT64",
+}
+_OPS = {ReduceOp.SUM: "SUM", ReduceOp.MEAN: "SUM", ReduceOp.MIN: "MIN", ReduceOp.MAX: "MAX", ReduceOp.PROD: "PROD"}
+_OPS_OF_BOOL = {ReduceOp.SUM: "MAX", ReduceOp.MAX: "MAX", ReduceOp.MIN: "MIN", ReduceOp.PROD: "MIN"}
+
+
+def native_type(dtype: np.dtype[Any], op: ReduceOp) -> tuple[str, int, str] | None:
+    """Return how NCCL combines such values: its type, how many of these make one value, and its operation; None: not as we do.
+
+    Parameters
+    ----------
+    dtype : dtype
+        Of the values; 16-bit floats do not come here, they are combined as float32.
+    op : ReduceOp
+        How they are combined.
+    """
+    if dtype.kind == "b":
+        return "UINT8", 1, _OPS_OF_BOOL[op]
+    if dtype.kind == "c" and op in (ReduceOp.SUM, ReduceOp.MEAN):
+        return _TYPES[f"float{4 * dtype.itemsize}"], 2, "SUM"
+    # NCCL's minimum and maximum pass NaN over
+    loses_nan = dtype.kind == "f" and op in (ReduceOp.MIN, ReduceOp.MAX)
+    return None if loses_nan or dtype.name not in _TYPES else (_TYPES[dtype.name], 1, _OPS[op])
+
+
+class NcclTransport(Transport):
+    """The verbs of NCCL. Making one is a collective call.
+
+    Parameters
+    ----------
+    group : Group
+        The ranks to join, each with a GPU of its own.
+    device : Device, optional
+        This rank's GPU.
+    library : module, optional
+        What speaks to NCCL: `cupy.cuda.nccl`, or something with the same names.
+
+    Raises
+    ------
+    TransportError
+        On all ranks, if their versions differ, NCCL_COMM_BLOCKING is 0, or not all have joined after two minutes.
+    """
+
+    name = "nccl"
+
+    def __init__(self, group: Group, device: Device | None = None, library: Any = None) -> None:
+        super().__init__(group)
+        self.device = self._device = device or CudaDevice()
+        self._nccl = library or _cupy_nccl()
+        self._stream = self._device.stream()
+        self._failure = ""
+        self._comm = self._join()
+
+    @classmethod
+    def probe(cls, group: Group) -> str:
+        """Return why NCCL cannot join these ranks, or an empty text."""
+        try:
+            available = bool(_cupy_nccl().available)
+        except ImportError as error:
+            return f"CuPy cannot be imported ({error})"
+        return "" if available else "CuPy finds no libnccl.so.2; pip install nvidia-nccl-cu12 (or -cu13)"
+
+    def allocate(self, nbytes: int) -> DeviceArray:
+        """Return memory of the device."""
+        return self._device.allocate(nbytes)
+
+    def refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
+        """Return what NCCL lacks to combine such values, or an empty text."""
+        if native_type(dtype, op) is not None:
+            return ""
+        return f"NCCL does not combine {dtype} by {op.name} as this library defines it"
+
+    def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
+        """Bind ncclAllReduce, in place."""
+        kind, width, native = self._native(buffer, op)
+        start, count = address(buffer), buffer.size * width
+        call = lambda comm, stream: comm.allReduce(start, start, count, kind, native, stream)  # noqa: E731
+        return self._operation([call], [Part(0, buffer.size, (buffer,))])
+
+    def reduce_scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp) -> Operation:
+        """Bind ncclReduceScatter in place, or one ncclReduce per part where parts differ."""
+        kind, width, native = self._native(buffer, op)
+        starts = [address(buffer) + bound * buffer.dtype.itemsize for bound in bounds]
+        counts = [(stop - start) * width for start, stop in pairwise(bounds)]
+        own = slice(bounds[self.group.rank], bounds[self.group.rank + 1])
+        calls: list[_Call] = [
+            lambda comm, stream, start=start, count=count, root=root: comm.reduce(
+                start, start, count, kind, native, root, stream
+            )
+            for root, (start, count) in enumerate(zip(starts, counts, strict=False))
+        ]
+        if _are_equal(bounds, buffer.size):
+            target, count = starts[self.group.rank], counts[0]
+            calls = [lambda comm, stream: comm.reduceScatter(starts[0], target, count, kind, native, stream)]
+        return self._operation(calls, [Part(own.start, own.stop, (buffer[own],))])
+
+    def all_gather(self, buffer: DeviceArray, bounds: Sequence[int]) -> Operation:
+        """Bind ncclAllGather in place, or one ncclBroadcast per part where parts differ."""
+        kind = self._nccl.NCCL_UINT8
+        starts = [address(buffer) + bound * buffer.dtype.itemsize for bound in bounds]
+        counts = [(stop - start) * buffer.dtype.itemsize for start, stop in pairwise(bounds)]
+        calls: list[_Call] = [
+            lambda comm, stream, start=start, count=count, root=root: comm.broadcast(start, start, count, kind, root, stream)
+            for root, (start, count) in enumerate(zip(starts, counts, strict=False))
+        ]
+        if _are_equal(bounds, buffer.size):
+            source, count = starts[self.group.rank], counts[0]
+            calls = [lambda comm, stream: comm.allGather(source, starts[0], count, kind, stream)]
+        return self._operation(calls, [Part(0, buffer.size, (buffer,))])
+
+    def reduce(self, buffer: DeviceArray, op: ReduceOp, root: int = 0) -> Operation:
+        """Bind ncclReduce, in place at the root."""
+        kind, width, native = self._native(buffer, op)
+        start, count = address(buffer), buffer.size * width
+        call = lambda comm, stream: comm.reduce(start, start, count, kind, native, root, stream)  # noqa: E731
+        return self._operation([call], [Part(0, buffer.size, (buffer,))])
+
+    def broadcast(self, buffer: DeviceArray, root: int = 0) -> Operation:
+        """Bind ncclBroadcast, in place."""
+        kind, start, nbytes = self._nccl.NCCL_UINT8, address(buffer), buffer.nbytes
+        call = lambda comm, stream: comm.broadcast(start, start, nbytes, kind, root, stream)  # noqa: E731
+        return self._operation([call], [Part(0, buffer.size, (buffer,))])
+
+    def abort(self, reason: str) -> None:
+        """Give the communicator up, with whatever is under way; every later use raises `reason`. The peers must do likewise."""
+        if not self._failure:
+            self._failure = reason
+            self._comm.abort()
+
+    def close(self) -> None:
+        """Keep the communicator: other memory will be used with it."""
+
+    def _native(self, buffer: DeviceArray, op: ReduceOp) -> tuple[int, int, int]:
+        native = native_type(buffer.dtype, op)
+        if native is None:
+            raise TransportError(f"{self.group.name}: {self.refusal(buffer.dtype, op)}; the transport cuda_ipc can")
+        return getattr(self._nccl, f"NCCL_{native[0]}"), native[1], getattr(self._nccl, f"NCCL_{native[2]}")
+
+    def _operation(self, calls: Sequence[_Call], parts: list[Part]) -> Operation:
+        def run() -> Steps:
+            self._check()
+            self._stream.wait(self._device.current_stream().record())
+            self._issue(calls)
+            event, polls = self._stream.record(), 0
+            try:
+                while not event.done():
+                    polls += 1
+                    if polls % POLLS_PER_CHECK == 0:
+                        self._check()
+                    yield WAITING
+            except GeneratorExit:
+                self.abort("it was given up while ranks were waiting for each other")
+                raise
+
+        return Operation(run, parts)
+
+    def _issue(self, calls: Sequence[_Call]) -> None:
+        if len(calls) == 1:
+            calls[0](self._comm, self._stream.pointer)
+            return
+        self._nccl.groupStart()
+        try:
+            for call in calls:
+                call(self._comm, self._stream.pointer)
+        finally:
+            self._nccl.groupEnd()
+
+    def _check(self) -> None:
+        """Raise what NCCL has found out by itself, such as a broken link to a peer."""
+        if not self._failure:
+            try:
+                self._comm.check_async_error()
+            except Exception as error:  # CuPy raises KeyError for results that it has no name for
+                self.abort(f"{error}")
+        if self._failure:
+            raise TransportError(f"{self.group.name}: NCCL has failed: {self._failure}; make a new strategy to go on")
+
+    def _join(self) -> Any:
+        """Make the communicator, on a thread of its own: NCCL waits for peers without an end."""
+        if os.environ.get("NCCL_COMM_BLOCKING") == "0":
+            raise TransportError("NCCL_COMM_BLOCKING=0 is set, which CuPy cannot handle; unset it")
+        self._check_versions()
+        identifier = self.group.comm.bcast(self._nccl.get_unique_id() if self.group.rank == 0 else None)
+        found: list[Any] = []
+
+        def join() -> None:
+            try:
+                found.append(self._nccl.NcclCommunicator(self.group.size, identifier, self.group.rank))
+            except Exception as error:
+                found.append(error)
+
+        thread = threading.Thread(target=join, name=f"nccl {self.group.name}", daemon=True)
+        thread.start()
+        thread.join(JOIN_SECONDS)
+        problem = f"not all ranks had joined after {JOIN_SECONDS:g} s" if not found else ""
+        problem = f"{found[0]}" if found and isinstance(found[0], Exception) else problem
+        problems = self.group.comm.allgather(problem)
+        failed = [rank for rank, text in zip(self.group.ranks, problems, strict=True) if text]
+        if failed:
+            text = next(filter(None, problems))
+            raise TransportError(
+                f"{self.group.name}: NCCL could not join {ranks_text(failed)}: {text}. NCCL_DEBUG=WARN shows more; "
+                "MPISTRAT_INTRA_TRANSPORT=cuda_ipc works without NCCL"
+            )
+        return found[0]
+
+    def _check_versions(self) -> None:
+        versions = self.group.comm.allgather(int(self._nccl.get_version()))
+        if len(set(versions)) > 1:
+            ranks = {version: [self.group.ranks[i] for i, v in enumerate(versions) if v == version] for version in versions}
+            listed = ", ".join(f"{_version(version)} on {ranks_text(members)}" for version, members in ranks.items())
+            raise TransportError(f"{self.group.name}: NCCL {listed}; install one version on all ranks")
+
+
+_Call = Callable[..., None]
+
+
+def _cupy_nccl() -> Any:
+    from cupy.cuda import nccl
+
+    return nccl
+
+
+def _are_equal(bounds: Sequence[int], count: int) -> bool:
+    sizes = {stop - start for start, stop in pairwise(bounds)}
+    return len(sizes) == 1 and bounds[0] == 0 and bounds[-1] == count
+
+
+def _version(number: int) -> str:
+    """Return ``2.28.9`` for NCCL's 22809."""
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"

@@ -1,0 +1,122 @@
+"""NCCL over MPI, on streams of the stand-in device: a call returns at once, and ends some time after all ranks made it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from tests.gpu.stand_in import UNFINISHED, StandInDevice
+
+__all__ = ["StandInNccl"]
+
+_TYPES = {"INT8": "i1", "UINT8": "u1", "INT32": "i4", "UINT32": "u4", "INT64": "i8", "UINT64": "u8", "FLOAT32": "f4"}
+_TYPES |= {"FLOAT64": "f8"}
+
+
+class StandInNccl:
+    """What `cupy.cuda.nccl` offers, for one group of ranks.
+
+    Parameters
+    ----------
+    device : StandInDevice
+        Whose streams are meant.
+    comm : MPI.Intracomm
+        Joins the ranks; all of them make this object together.
+    version : int
+        What to report.
+    """
+
+    available = True
+    NCCL_SUM, NCCL_PROD, NCCL_MAX, NCCL_MIN = MPI.SUM, MPI.PROD, MPI.MAX, MPI.MIN
+
+    def __init__(self, device: StandInDevice, comm: MPI.Intracomm, version: int = 23203) -> None:
+        self.device, self.comm, self.version = device, comm.Dup(), version
+        self.grouped: list[tuple[int, Callable[[], MPI.Request]]] | None = None
+        self.error = ""
+        self.aborted = 0
+        for name, code in _TYPES.items():
+            setattr(self, f"NCCL_{name}", np.dtype(code))
+
+    def get_version(self) -> int:
+        return self.version
+
+    def get_unique_id(self) -> bytes:
+        return b"stand-in"
+
+    def groupStart(self) -> None:  # noqa: N802 - NCCL's names
+        assert self.grouped is None
+        self.grouped = []
+
+    def groupEnd(self) -> None:  # noqa: N802
+        calls, self.grouped = self.grouped, None
+        assert calls, "an empty group"
+        assert len({stream for stream, _ in calls}) == 1
+        self._put(calls[0][0], [start for _, start in calls])
+
+    def issue(self, stream: int, start: Callable[[], MPI.Request]) -> None:
+        if self.grouped is None:
+            self._put(stream, [start])
+        else:
+            self.grouped.append((stream, start))
+
+    def _put(self, stream: int, starts: list[Callable[[], MPI.Request]]) -> None:
+        requests: list[MPI.Request] = []
+
+        def work() -> object:
+            if not requests:
+                requests.extend(start() for start in starts)
+            return None if MPI.Request.Testall(requests) else UNFINISHED
+
+        self.device.streams[stream].put(work)
+
+    def NcclCommunicator(self, size: int, identifier: bytes, rank: int) -> _Communicator:  # noqa: N802
+        assert (size, identifier, rank) == (self.comm.size, b"stand-in", self.comm.rank)
+        return _Communicator(self)
+
+
+class _Communicator:
+    def __init__(self, library: StandInNccl) -> None:
+        self._library, self._comm = library, library.comm
+
+    def check_async_error(self) -> None:
+        if self._library.error:
+            raise RuntimeError(self._library.error)
+
+    def abort(self) -> None:
+        self._library.aborted += 1
+
+    def allReduce(self, send: int, receive: int, count: int, kind: Any, op: Any, stream: int) -> None:  # noqa: N802
+        self._issue(stream, lambda: self._comm.Iallreduce(_copy(send, count, kind), _at(receive, count, kind), op))
+
+    def reduce(self, send: int, receive: int, count: int, kind: Any, op: Any, root: int, stream: int) -> None:
+        target = lambda: _at(receive, count, kind) if self._comm.rank == root else None  # noqa: E731
+        self._issue(stream, lambda: self._comm.Ireduce(_copy(send, count, kind), target(), op, root))
+
+    def broadcast(self, send: int, receive: int, count: int, kind: Any, root: int, stream: int) -> None:
+        assert send == receive
+        self._issue(stream, lambda: self._comm.Ibcast(_at(receive, count, kind), root))
+
+    def reduceScatter(self, send: int, receive: int, count: int, kind: Any, op: Any, stream: int) -> None:  # noqa: N802
+        whole = count * self._comm.size
+        self._issue(stream, lambda: self._comm.Ireduce_scatter_block(_copy(send, whole, kind), _at(receive, count, kind), op))
+
+    def allGather(self, send: int, receive: int, count: int, kind: Any, stream: int) -> None:  # noqa: N802
+        whole = count * self._comm.size
+        self._issue(stream, lambda: self._comm.Iallgather(_copy(send, count, kind), _at(receive, whole, kind)))
+
+    def _issue(self, stream: int, start: Callable[[], MPI.Request]) -> None:
+        self._library.issue(stream, start)
+
+
+def _at(address: int, count: int, kind: np.dtype) -> np.ndarray:
+    if not count:
+        return np.empty(0, kind)
+    return np.frombuffer((ctypes.c_char * (count * kind.itemsize)).from_address(address), kind)
+
+
+def _copy(address: int, count: int, kind: np.dtype) -> np.ndarray:
+    return _at(address, count, kind).copy()
