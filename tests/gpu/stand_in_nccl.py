@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpistrat.reduction import ReduceOp
+from mpistrat.transports.mpi import mpi_op
 from tests.gpu.stand_in import UNFINISHED, StandInDevice
 
 __all__ = ["StandInNccl"]
@@ -31,7 +33,7 @@ class StandInNccl:
     """
 
     available = True
-    NCCL_SUM, NCCL_PROD, NCCL_MAX, NCCL_MIN = MPI.SUM, MPI.PROD, MPI.MAX, MPI.MIN
+    NCCL_SUM, NCCL_PROD, NCCL_MAX, NCCL_MIN = ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MAX, ReduceOp.MIN
 
     def __init__(self, device: StandInDevice, comm: MPI.Intracomm, version: int = 23203) -> None:
         self.device, self.comm, self.version = device, comm.Dup(), version
@@ -90,11 +92,13 @@ class _Communicator:
         self._library.aborted += 1
 
     def allReduce(self, send: int, receive: int, count: int, kind: Any, op: Any, stream: int) -> None:  # noqa: N802
-        self._issue(stream, lambda: self._comm.Iallreduce(_copy(send, count, kind), _at(receive, count, kind), op))
+        self._issue(
+            stream, lambda: self._comm.Iallreduce(_copy(send, count, kind), _at(receive, count, kind), mpi_op(op, kind))
+        )
 
     def reduce(self, send: int, receive: int, count: int, kind: Any, op: Any, root: int, stream: int) -> None:
         target = lambda: _at(receive, count, kind) if self._comm.rank == root else None  # noqa: E731
-        self._issue(stream, lambda: self._comm.Ireduce(_copy(send, count, kind), target(), op, root))
+        self._issue(stream, lambda: self._comm.Ireduce(_copy(send, count, kind), target(), mpi_op(op, kind), root))
 
     def broadcast(self, send: int, receive: int, count: int, kind: Any, root: int, stream: int) -> None:
         assert send == receive
@@ -102,7 +106,10 @@ class _Communicator:
 
     def reduceScatter(self, send: int, receive: int, count: int, kind: Any, op: Any, stream: int) -> None:  # noqa: N802
         whole = count * self._comm.size
-        self._issue(stream, lambda: self._comm.Ireduce_scatter_block(_copy(send, whole, kind), _at(receive, count, kind), op))
+        self._issue(
+            stream,
+            lambda: self._comm.Ireduce_scatter_block(_copy(send, whole, kind), _at(receive, count, kind), mpi_op(op, kind)),
+        )
 
     def allGather(self, send: int, receive: int, count: int, kind: Any, stream: int) -> None:  # noqa: N802
         whole = count * self._comm.size

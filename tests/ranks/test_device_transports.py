@@ -59,9 +59,15 @@ def test_staged_passes_the_kit(group, device, chunks):
     assert check_transport(make, group, ("reduce", "broadcast")) > 500
 
 
+class _Available(NcclTransport):
+    @classmethod
+    def probe(cls, group):
+        return ""  # the class asks CuPy, of which this machine may have none
+
+
 def test_nccl_passes_the_kit(group, device, comm):
     library = StandInNccl(device, comm)
-    assert check_transport(partial(NcclTransport, device=device, library=library), group) > 400
+    assert check_transport(partial(_Available, device=device, library=library), group) > 400
 
 
 def test_what_nccl_cannot_combine_is_refused_and_says_what_can(group, device, comm):
