@@ -85,8 +85,15 @@ class CudaIpcTransport(Transport):
         return arena
 
     def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
-        """Bind: wait for all; whoever reads the result folds the arenas of all."""
-        return self._after_all(None, [Part(0, buffer.size, tuple(self._views(buffer)))])
+        """Bind a reduce-scatter into even parts; once all have summed theirs, the parts are the owners' memory."""
+        bounds = [rank * buffer.size // self.group.size for rank in range(self.group.size + 1)]
+        summed, gathered = self.reduce_scatter(buffer, bounds, op), self.all_gather(buffer, bounds)
+
+        def run() -> Steps:
+            yield from summed.run()
+            yield from gathered.run()
+
+        return Operation(run, gathered.parts)
 
     def reduce_scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind: wait for all, then sum this rank's part over all arenas in one pass."""

@@ -50,7 +50,7 @@ def kernels(comm, tmp_path):
     if comm.rank == 0:
         on_host.HostKernels.build(folder, [], folds)
     comm.Barrier()
-    return on_host.HostKernels(folder, folds)
+    return on_host.HostKernels(folder, [], folds)
 
 
 @pytest.mark.parametrize("chunks", CHUNK_BYTES)

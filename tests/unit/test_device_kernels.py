@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpistrat.device import segments
-from mpistrat.device.kernels import fold_kernel
+from mpistrat.device.kernels import fold_kernel, move_kernel
 from mpistrat.device.segments import SegmentTable
 from mpistrat.reduction import ReduceOp, combine
 from tests.gpu import on_host
@@ -29,8 +29,9 @@ def kernels(tmp_path_factory):
         pytest.skip(on_host.missing())
     folder = tmp_path_factory.mktemp("kernels")
     folds = [fold_kernel(dtype, op) for dtype, op in FOLDS]
-    on_host.HostKernels.build(folder, MOVES, folds)
-    return on_host.HostKernels(folder, folds)
+    moves = [move_kernel(*dtypes) for dtypes in MOVES]
+    on_host.HostKernels.build(folder, moves, folds)
+    return on_host.HostKernels(folder, moves, folds)
 
 
 def _values(dtype, count, seed=0):
@@ -55,7 +56,8 @@ def _move(kernels, sources, targets, divisor=1):
     dtypes = sources[0].dtype, targets[0].dtype
     table = SegmentTable([source.size for source in sources], *dtypes)
     table.point([source.ctypes.data for source in sources], [target.ctypes.data for target in targets])
-    kernels.move(table.rows, table.first_tile, table.num_tiles, dtypes, divisor)
+    arguments = table.rows.ctypes.data, table.first_tile.ctypes.data, len(table.rows), divisor
+    kernels.launch(move_kernel(*dtypes), table.num_tiles, arguments)
 
 
 def _fold(kernels, buffers, start, target, op):
