@@ -67,7 +67,9 @@ def test_the_wheel_has_the_package_and_nothing_else(distributions):
     (wheel,) = distributions.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert names == {str(path.relative_to(_ROOT)) for path in [*_MODULES, _PACKAGE / "py.typed"]}
+    assert names == {
+        str(path.relative_to(_ROOT)) for path in [*_MODULES, _PACKAGE / "py.typed", _PACKAGE / "device" / "kernels.cu"]
+    }
 
 
 def test_the_source_archive_has_the_license(distributions):
@@ -130,7 +132,7 @@ def test_nothing_strays_in_the_top_folder():
 
 def test_the_architecture_page_shows_the_real_tree():
     page = (_ROOT / "docs" / "explanation" / "architecture.md").read_text()
-    real = {str(path.relative_to(_PACKAGE)) for path in [*_MODULES, _PACKAGE / "py.typed"]}
+    real = {str(path.relative_to(_PACKAGE)) for path in [*_MODULES, _PACKAGE / "py.typed", _PACKAGE / "device" / "kernels.cu"]}
     real = {name for name in real if "/" not in name or not name.endswith("__init__.py")}
     drawn = _drawn_tree(page)
     assert sorted(drawn - real) == [], "drawn, but not there"
