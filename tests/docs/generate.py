@@ -204,7 +204,8 @@ def _tree() -> str:
     folders = _layers_upwards(package)
     for folder in folders:
         last = folder == folders[-1]
-        files = [(path.name, _module_caption(path)) for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
+        paths = [path for path in sorted(folder.glob("*.*")) if path.suffix in (".py", ".cu") and path.name != "__init__.py"]
+        files = [(path.name, _module_caption(path)) for path in paths]
         lines.append((f"{'└' if last else '├'}── {folder.name}/", _module_caption(folder / "__init__.py")))
         lines += _branch(files, "    " if last else "│   ", last=True)
     width = max(len(name) for name, _ in lines) + 2
@@ -231,6 +232,8 @@ def _layers() -> list[str]:
 
 
 def _module_caption(path: Path) -> str:
+    if path.suffix == ".cu":
+        return path.read_text().split("\n")[0].removeprefix("// ")
     return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0].replace("``", "")
 
 
