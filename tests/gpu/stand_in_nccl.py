@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,7 @@ class StandInNccl:
 class _Communicator:
     def __init__(self, library: StandInNccl) -> None:
         self._library, self._comm = library, library.comm
+        self._sent: deque[np.ndarray] = deque(maxlen=1000)
 
     def check_async_error(self) -> None:
         if self._library.error:
@@ -93,12 +95,12 @@ class _Communicator:
 
     def allReduce(self, send: int, receive: int, count: int, kind: Any, op: Any, stream: int) -> None:  # noqa: N802
         self._issue(
-            stream, lambda: self._comm.Iallreduce(_copy(send, count, kind), _at(receive, count, kind), mpi_op(op, kind))
+            stream, lambda: self._comm.Iallreduce(self._copy(send, count, kind), _at(receive, count, kind), mpi_op(op, kind))
         )
 
     def reduce(self, send: int, receive: int, count: int, kind: Any, op: Any, root: int, stream: int) -> None:
         target = lambda: _at(receive, count, kind) if self._comm.rank == root else None  # noqa: E731
-        self._issue(stream, lambda: self._comm.Ireduce(_copy(send, count, kind), target(), mpi_op(op, kind), root))
+        self._issue(stream, lambda: self._comm.Ireduce(self._copy(send, count, kind), target(), mpi_op(op, kind), root))
 
     def broadcast(self, send: int, receive: int, count: int, kind: Any, root: int, stream: int) -> None:
         assert send == receive
@@ -108,12 +110,19 @@ class _Communicator:
         whole = count * self._comm.size
         self._issue(
             stream,
-            lambda: self._comm.Ireduce_scatter_block(_copy(send, whole, kind), _at(receive, count, kind), mpi_op(op, kind)),
+            lambda: self._comm.Ireduce_scatter_block(
+                self._copy(send, whole, kind), _at(receive, count, kind), mpi_op(op, kind)
+            ),
         )
 
     def allGather(self, send: int, receive: int, count: int, kind: Any, stream: int) -> None:  # noqa: N802
         whole = count * self._comm.size
-        self._issue(stream, lambda: self._comm.Iallgather(_copy(send, count, kind), _at(receive, whole, kind)))
+        self._issue(stream, lambda: self._comm.Iallgather(self._copy(send, count, kind), _at(receive, whole, kind)))
+
+    def _copy(self, address: int, count: int, kind: np.dtype) -> np.ndarray:
+        """Return what is there now; mpi4py keeps no hold of what it sends."""
+        self._sent.append(_at(address, count, kind).copy())
+        return self._sent[-1]
 
     def _issue(self, stream: int, start: Callable[[], MPI.Request]) -> None:
         self._library.issue(stream, start)
@@ -123,7 +132,3 @@ def _at(address: int, count: int, kind: np.dtype) -> np.ndarray:
     if not count:
         return np.empty(0, kind)
     return np.frombuffer((ctypes.c_char * (count * kind.itemsize)).from_address(address), kind)
-
-
-def _copy(address: int, count: int, kind: np.dtype) -> np.ndarray:
-    return _at(address, count, kind).copy()
