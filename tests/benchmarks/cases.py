@@ -125,13 +125,13 @@ def _measure(session: Session, case: Case, env: dict[str, str] | None) -> list[d
         goodput = lab.goodput_bits(rounds=2, seconds=1.2) if case.hosts > 1 else 0.0
         with Contest(lab, case.ranks, case.placement, contenders(session, case.names, env)) as contest:
             session.versions.update(contest.versions)
-            left_out = {f"{name} with {case.placement}": reason for name, reason in contest.missing.items()}
-            session.environments.missing.update(left_out)
             for nbytes in case.sizes:
                 measured = contest.compare({"kind": "all_reduce", "nbytes": nbytes}, case.seconds)
                 least = wire_seconds(case.hosts, nbytes, goodput) if case.hosts > 1 else _copy_seconds(contest, nbytes)
                 rows.append(_row(case, goodput, nbytes, least, {name: done.document() for name, done in measured.items()}))
                 session.say(f"{_where(rows[-1])}, {format_bytes(nbytes)}: {_line(rows[-1])}")
+            left_out = {f"{name} on {case.hosts} hosts {case.placement}": why for name, why in contest.missing.items()}
+            session.environments.missing.update(left_out)
     return rows
 
 

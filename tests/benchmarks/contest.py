@@ -21,9 +21,9 @@ from typing import Any
 from tests.hosts.lab import Lab
 from tests.processes import kill_session
 
-__all__ = ["Contender", "Contest", "ContestError", "Measured"]
+__all__ = ["Contender", "Contest", "ContestError", "Measured", "SilentError"]
 
-_START_SECONDS, _ANSWER_SECONDS = 120, 180
+_START_SECONDS, _ANSWER_SECONDS = 120, 60
 _BLOCKS, _MAX_REPEATS = 3, 40
 _LONG_SECONDS = 0.5  # what takes longer is repeated once a block, and needs no warming up
 _CHECKED_BYTES = 1 << 20  # below, what is sent beside the payload would hide what went round the links
@@ -31,6 +31,10 @@ _CHECKED_BYTES = 1 << 20  # below, what is sent beside the payload would hide wh
 
 class ContestError(RuntimeError):
     """A program failed, gave a wrong sum, or sent its bytes round the links."""
+
+
+class SilentError(ContestError):
+    """A program beside the first gave no answer in time, and is left out from then on."""
 
 
 @dataclass(frozen=True)
@@ -168,20 +172,26 @@ class Contest:
         """
         entries = {label: entry for label, entry in entries.items() if entry[0] in self._lines}
         for program in {name for name, _ in entries.values()}:
-            self._ask(program, {"do": "forget"})
-        first = {label: self._prepare(*entry) for label, entry in entries.items()}
-        times: dict[str, list[float]] = {label: [] for label in entries}
-        sent: dict[str, list[float]] = {label: [] for label in entries}
+            with contextlib.suppress(SilentError):
+                self._ask(program, {"do": "forget"})
+        first: dict[str, dict[str, Any]] = {}
+        for label, entry in entries.items():
+            with contextlib.suppress(SilentError):
+                first[label] = self._prepare(*entry)
+        times: dict[str, list[float]] = {label: [] for label in first}
+        sent: dict[str, list[float]] = {label: [] for label in first}
         for _ in range(_BLOCKS):
-            for label, entry in entries.items():
-                some, share_sent = self._block(*entry, first[label]["seconds"], seconds, share)
-                times[label] += some
-                sent[label].append(share_sent)
+            for label in first:
+                with contextlib.suppress(SilentError):
+                    some, share_sent = self._block(*entries[label], first[label]["seconds"], seconds, share)
+                    times[label] += some
+                    sent[label].append(share_sent)
         return {
             label: Measured(
                 statistics.median(times[label]), min(times[label]), len(times[label]), min(sent[label]), first[label]["facts"]
             )
-            for label in entries
+            for label in first
+            if entries[label][0] in self._lines
         }
 
     def call(self, contender: str, function: str, **arguments: Any) -> list[Any]:
@@ -212,13 +222,21 @@ class Contest:
         return times, sent
 
     def _ask(self, name: str, request: Mapping[str, Any]) -> list[dict[str, Any]]:
+        if name not in self._lines:
+            raise SilentError(self.missing[name])
         for lines in self._lines[name]:
             lines.write(json.dumps(request) + "\n")
             lines.flush()
         try:
             answers = [json.loads(lines.readline() or '{"error": "it ended"}') for lines in self._lines[name]]
         except OSError as error:
-            raise ContestError(f"{name} does not answer {request}: {error}") from None
+            silence = f"gave no answer to {request} within {_ANSWER_SECONDS} s"
+            if name == self._contenders[0].name:
+                raise ContestError(f"{name} {silence}: {error}") from None
+            self.missing[name] = silence
+            del self._lines[name]
+            self._kill(name)
+            raise SilentError(f"{name} {silence}") from None
         errors = [answer["error"] for answer in answers if "error" in answer]
         if errors:
             raise ContestError(f"{name} failed with {request}: {errors[0]}\n{self._log(name)}")
