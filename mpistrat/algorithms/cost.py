@@ -66,9 +66,9 @@ class CostModel:
     cache_bytes : int
         The largest chunk that stays in the cache.
     flat_link_efficiency : float
-        The share of the link that MPI's own all-reduce reaches on two nodes, or with one rank per node.
+        The share of the link that MPI's own all-reduce reaches on two nodes of one rank.
     flat_crowded_link_efficiency : float
-        The same on three nodes and more with several ranks each, where MPI sends large buffers more than once.
+        The same on three nodes and more, or with several ranks on one, where MPI's ring waits, or sends bytes more than once.
     flat_cache_efficiency, flat_memory_efficiency : float
         The share of the cache's and the memory's rate that MPI's own all-reduce reaches; in the cache it may be above 1,
         since it copies less than a window needs.
@@ -163,7 +163,7 @@ def _rates(world: World, phase: Phase, chunk_bytes: float, model: CostModel) -> 
         return model.link_bytes_per_second * model.flat_link_efficiency, memory
     if phase.scope is not Scope.WORLD:
         return model.link_bytes_per_second * model.link_efficiency, memory
-    crowded = world.num_nodes > 2 and world.num_shards > 1
+    crowded = world.num_nodes > 2 or world.num_shards > 1
     efficiency = model.flat_crowded_link_efficiency if crowded else model.flat_link_efficiency
     share = model.flat_cache_efficiency if is_cached else model.flat_memory_efficiency
     return model.link_bytes_per_second * efficiency, memory * share

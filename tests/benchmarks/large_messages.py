@@ -13,17 +13,19 @@ from tests.benchmarks.session import Session
 __all__ = ["draw", "run", "table"]
 
 MIB = 1 << 20
-SOME, FEW = (OURS, "Open MPI", "Open MPI, no HAN", "gloo"), (OURS, "Open MPI", "gloo")
+MPIS, FEW = (OURS, "Open MPI", "Open MPI, no HAN"), (OURS, "Open MPI", "gloo")
+# gloo gives no answer at 16 MiB where neighbours in its ring sit on different hosts
 CASES = (
-    Case(4, 8, "block", "1gbit", (MIB, 4 * MIB, 16 * MIB, 64 * MIB), NAMES),
-    Case(4, 8, "cyclic", "1gbit", (MIB, 4 * MIB, 16 * MIB), SOME),
-    Case(4, 8, "random", "1gbit", (MIB, 4 * MIB, 16 * MIB), SOME),
-    Case(4, 8, "4+2+1+1", "1gbit", (MIB, 4 * MIB, 16 * MIB), SOME),
-    Case(2, 4, "3+1", "1gbit", (MIB, 4 * MIB, 16 * MIB), SOME),
-    Case(2, 4, "block", "1gbit", (MIB, 4 * MIB, 16 * MIB, 64 * MIB), SOME),
+    Case(4, 8, "block", "1gbit", (MIB, 4 * MIB, 16 * MIB), NAMES),
+    Case(4, 8, "block", "1gbit", (64 * MIB,), FEW),
+    Case(4, 8, "cyclic", "1gbit", (MIB, 4 * MIB, 16 * MIB), MPIS),
+    Case(4, 8, "random", "1gbit", (MIB, 4 * MIB, 16 * MIB), MPIS),
+    Case(4, 8, "4+2+1+1", "1gbit", (MIB, 4 * MIB, 16 * MIB), (OURS, "Open MPI")),
+    Case(2, 4, "3+1", "1gbit", (MIB, 4 * MIB, 16 * MIB), MPIS),
+    Case(2, 4, "block", "1gbit", (MIB, 4 * MIB, 16 * MIB), MPIS),
     # slower links, so that two cores keep up with all that is sent
-    Case(8, 8, "block", "500mbit", (MIB, 4 * MIB, 16 * MIB), FEW),
-    Case(16, 16, "block", "250mbit", (MIB, 4 * MIB, 16 * MIB), FEW),
+    Case(8, 8, "block", "500mbit", (MIB, 4 * MIB, 16 * MIB), (OURS, "Open MPI")),
+    Case(16, 16, "block", "250mbit", (MIB, 4 * MIB, 16 * MIB), (OURS, "Open MPI")),
 )
 QUICK = (
     Case(4, 8, "block", "1gbit", (MIB, 4 * MIB), FEW, 0.3),
