@@ -71,9 +71,11 @@ def table_of_cases(rows: Sequence[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         cells = [_cell(row, name) for name in names]
-        ratio = row["programs"][best_peer(row)]["seconds"] / row["programs"][OURS]["seconds"]
+        ratio = "–"
+        if len(row["programs"]) > 1:
+            ratio = f"{row['programs'][best_peer(row)]['seconds'] / row['programs'][OURS]['seconds']:.2f}"
         plan = row["programs"][OURS]["facts"].get("plan", "")
-        lines.append([_where(row), format_bytes(row["nbytes"]), *cells, plan, f"{ratio:.2f}"])
+        lines.append([_where(row), format_bytes(row["nbytes"]), *cells, plan, ratio])
     return markdown_table(["hosts, ranks, placement, link", "size", *names, "our plan", "x best peer"], lines)
 
 
