@@ -7,6 +7,8 @@ device-wide synchronisation would stall the peers of a collective, as memory tha
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -63,7 +65,24 @@ class Stream(ABC):
 
 
 class Device(ABC):
-    """The GPU of this rank."""
+    """The GPU of this rank.
+
+    Attributes
+    ----------
+    index : int
+        As CUDA counts in this process.
+    """
+
+    index: int
+
+    @property
+    @abstractmethod
+    def array_module(self) -> ModuleType:
+        """The namespace of its arrays: CuPy."""
+
+    @abstractmethod
+    def activate(self, stream: Stream | None = None) -> AbstractContextManager[None]:
+        """Make this the device that the calling thread computes on, and the stream its current one; undone when left."""
 
     @abstractmethod
     def allocate(self, nbytes: int) -> DeviceArray:

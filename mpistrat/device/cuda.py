@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,39 @@ __all__ = ["CudaDevice"]
 
 
 class CudaDevice(Device):
-    """The current device of CuPy."""
+    """A GPU that CUDA shows to this process.
+
+    Parameters
+    ----------
+    index : int, optional
+        As CUDA counts in this process; by default the current device of CuPy.
+    """
+
+    def __init__(self, index: int | None = None) -> None:
+        import cupy
+
+        self.index = cupy.cuda.Device().id if index is None else index
+
+    @property
+    def array_module(self) -> ModuleType:
+        """CuPy."""
+        import cupy
+
+        module: ModuleType = cupy
+        return module
+
+    @contextmanager
+    def activate(self, stream: Stream | None = None) -> Iterator[None]:
+        """Make this the current device of CuPy on the calling thread, and `stream` its current stream."""
+        import cupy
+
+        with cupy.cuda.Device(self.index):
+            if stream is None:
+                yield
+            else:
+                assert isinstance(stream, _CudaStream)
+                with stream.native:
+                    yield
 
     def allocate(self, nbytes: int) -> DeviceArray:
         """Return memory from cudaMalloc: a handle of CUDA IPC names a whole allocation, which a pool would share out."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mpistrat.arrays import Array
 
 __all__ = ["THREADS", "UNROLL", "SegmentTable"]
 
@@ -44,9 +44,9 @@ class SegmentTable:
         self._kept = [index for index, count in enumerate(counts) if count]
         per_tile = THREADS * UNROLL * PACKET_BYTES // min(source.itemsize, target.itemsize)
         tiles = [-(-counts[index] // per_tile) for index in self._kept]
-        self.rows: Array = np.zeros((len(self._kept), 3), np.uint64)
+        self.rows: NDArray[Any] = np.zeros((len(self._kept), 3), np.uint64)
         self.rows[:, 2] = [counts[index] for index in self._kept]
-        self.first_tile: Array = np.cumsum([0, *tiles[:-1]], dtype=np.uint32)[: len(tiles)]
+        self.first_tile: NDArray[Any] = np.cumsum([0, *tiles[:-1]], dtype=np.uint32)[: len(tiles)]
         self.num_tiles = sum(tiles)
 
     def point(self, sources: Sequence[int], targets: Sequence[int]) -> bool:

@@ -12,9 +12,12 @@ import mmap
 import os
 import random
 import tempfile
+import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -118,15 +121,19 @@ class StandInDevice(Device):
         Of the order in which streams get on.
     """
 
+    index = 0
+
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
         self.streams: list[_Stream] = []
         # CUDA frees no memory that work under way still needs: it waits for the device
         self._memory: list[np.ndarray] = []
         self._computing = self.stream()
+        self._current: dict[int, Stream] = {}
         self._paths: dict[int, str] = {}
         self.kernels: HostKernels | None = None
         self.is_isolated = False
+        self.namespace: ModuleType | None = None
 
     def allocate(self, nbytes: int) -> StandInArray:
         descriptor, path = tempfile.mkstemp(prefix="stand-in-device-", dir="/dev/shm")
@@ -159,24 +166,38 @@ class StandInDevice(Device):
         return self.streams[-1]
 
     def current_stream(self) -> Stream:
-        return self._computing
+        return self._current.get(threading.get_ident(), self._computing)
+
+    @property
+    def array_module(self) -> ModuleType:
+        assert self.namespace is not None, "this device was given no namespace"
+        return self.namespace
+
+    @contextmanager
+    def activate(self, stream: Stream | None = None) -> Iterator[None]:
+        before = self.current_stream()
+        self._current[threading.get_ident()] = stream or before
+        try:
+            yield
+        finally:
+            self._current[threading.get_ident()] = before
 
     def progress(self) -> None:
         for _ in range(self._random.randrange(WORK_PER_POLL + 1)):
             self._random.choice(self.streams).advance()
 
     def put(self, target: StandInArray, values: np.ndarray) -> None:
-        """Let the computing stream write values, some time."""
+        """Let the current stream write values, some time."""
         kept = np.ascontiguousarray(values)
         address, source = target.ctypes.data, kept.copy()
         assert source.nbytes == target.nbytes
-        self._computing.put(lambda: ctypes.memmove(address, source.ctypes.data, source.nbytes))
+        self.current_stream().put(lambda: ctypes.memmove(address, source.ctypes.data, source.nbytes))
 
     def get(self, source: StandInArray) -> np.ndarray:
-        """Return what the computing stream reads, after all that was put on it before."""
+        """Return what the current stream reads, after all that was put on it before."""
         found = np.empty(source.shape, source.dtype)
-        self._computing.copy(found.ctypes.data, source.ctypes.data, source.nbytes)
-        event = self._computing.record()
+        self.current_stream().copy(found.ctypes.data, source.ctypes.data, source.nbytes)
+        event = self.current_stream().record()
         while not event.done():
             pass
         return found
