@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ Structure = optree.PyTreeSpec
 OUTLINES_KEPT = 64
 _MOST_LEVELS = 16  # a list that contains itself has no end
 
-_structures: dict[tuple[Any, ...], tuple[Structure, list[int] | None]] = {}
+_structures: dict[tuple[Any, ...], tuple[Structure, Callable[[list[Any]], tuple[Any, ...]] | None]] = {}
 
 
 def flatten(value: Any) -> tuple[list[Any], Structure]:
@@ -40,8 +41,8 @@ def flatten_arrays(value: Any) -> tuple[list[Any], Structure] | None:
         if len(_structures) == OUTLINES_KEPT:
             _structures.clear()
         known = _structures[outline] = _structure_and_order(value, len(found))
-    structure, order = known
-    return found if order is None else [found[position] for position in order], structure
+    structure, in_order = known
+    return found if in_order is None else list(in_order(found)), structure
 
 
 def rebuild(structure: Structure, leaves: list[Any]) -> Any:
@@ -89,9 +90,9 @@ def _walk(value: Any, leaf: type) -> tuple[tuple[Any, ...] | None, list[Any]]:
     return None, found
 
 
-def _structure_and_order(value: Any, count: int) -> tuple[Structure, list[int] | None]:
-    """Return the structure of a nest, and where each of its leaves stands level by level; None where that is the same order."""
+def _structure_and_order(value: Any, count: int) -> tuple[Structure, Callable[[list[Any]], tuple[Any, ...]] | None]:
+    """Return the structure of a nest, and what puts its leaves, level by level, in their order; None where that is the same."""
     structure = optree.tree_structure(value)
     ranks = _walk(rebuild(structure, list(range(count))), int)[1]
     order = sorted(range(count), key=ranks.__getitem__)
-    return structure, None if ranks == list(range(count)) else order
+    return structure, None if ranks == list(range(count)) else itemgetter(*order)
