@@ -124,5 +124,8 @@ class Device(ABC):
 
 
 def address(array: DeviceArray) -> int:
-    """Return where an array begins in the memory of the device."""
-    return int(array.__cuda_array_interface__["data"][0])
+    """Return where an array begins in the memory of the device; an empty one may be nowhere, at 0."""
+    try:
+        return int(array.data.ptr)  # CuPy: some microseconds less than the whole interface takes
+    except (AttributeError, ValueError):  # NumPy's `data` refuses dtypes that are not its own
+        return int(array.__cuda_array_interface__["data"][0])

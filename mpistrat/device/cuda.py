@@ -1,7 +1,12 @@
-"""CudaDevice: a GPU of NVIDIA's, over CuPy."""
+"""CudaDevice: a GPU of NVIDIA's, over CuPy.
+
+File law: memory and streams are made on the GPU of the object, whichever one the calling thread computes on: CUDA lets every
+new thread begin with GPU 0. Events and launches belong to the thread that `activate` has prepared.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -17,6 +22,8 @@ from mpistrat.device.segments import THREADS
 from mpistrat.errors import TransportError
 
 __all__ = ["CudaDevice"]
+
+_SUCCESS, _NOT_READY = 0, 600  # of cudaError_t
 
 
 class CudaDevice(Device):
@@ -58,7 +65,8 @@ class CudaDevice(Device):
         """Return memory from cudaMalloc: a handle of CUDA IPC names a whole allocation, which a pool would share out."""
         from cupy.cuda import runtime
 
-        return _array(_Memory(runtime.malloc(max(nbytes, 1)), runtime.free), nbytes)
+        with self.activate():
+            return self._array(_Memory(runtime.malloc(max(nbytes, 1)), runtime.free), nbytes)
 
     def export(self, memory: DeviceArray) -> bytes:
         """Return the handle of the allocation."""
@@ -72,20 +80,22 @@ class CudaDevice(Device):
         from cupy.cuda import runtime
 
         try:
-            start = runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess)
+            with self.activate():
+                start = runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess)
         except runtime.CUDARuntimeError as error:
             raise TransportError(
                 f"memory of another process's GPU cannot be mapped ({error}): the GPUs of a node must reach each other, and "
                 "each process must see all of them (SLURM: --gpu-bind=none instead of --gpus-per-task)"
             ) from None
-        return _array(_Memory(start, runtime.ipcCloseMemHandle), nbytes)
+        return self._array(_Memory(start, runtime.ipcCloseMemHandle), nbytes)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         """Return memory of the host, page-locked."""
         import cupyx
 
-        memory: NDArray[np.uint8] = cupyx.empty_pinned(nbytes, np.uint8)
-        return memory
+        with self.activate():
+            memory: NDArray[np.uint8] = cupyx.empty_pinned(max(nbytes, 1), np.uint8)
+        return memory[:nbytes]
 
     def put(self, target: DeviceArray, values: NDArray[Any]) -> None:
         """Write values of the host on CuPy's current stream."""
@@ -100,7 +110,8 @@ class CudaDevice(Device):
         """Return a stream that does not wait for the legacy default stream, nor that for it."""
         import cupy
 
-        return _CudaStream(cupy.cuda.Stream(non_blocking=True))
+        with self.activate():
+            return _CudaStream(cupy.cuda.Stream(non_blocking=True))
 
     def current_stream(self) -> Stream:
         """Return CuPy's current stream of this thread."""
@@ -108,13 +119,26 @@ class CudaDevice(Device):
 
         return _CudaStream(cupy.cuda.get_current_stream())
 
+    def _array(self, memory: _Memory, nbytes: int) -> DeviceArray:
+        """Return memory as an array; that of a peer's GPU counts as ours, since this one reaches it."""
+        import cupy
+
+        owned = cupy.cuda.UnownedMemory(memory.start, nbytes, memory, self.index)
+        return cupy.ndarray((nbytes,), np.uint8, cupy.cuda.MemoryPointer(owned, 0))
+
 
 class _CudaEvent(Event):
     def __init__(self, event: Any) -> None:
         self.native = event
 
     def done(self) -> bool:
-        return bool(self.native.done)
+        from cupy.cuda import runtime
+
+        # CuPy's `Event.done` takes a GPU that has failed for one that is still busy
+        status = runtime.eventQuery(self.native.ptr)
+        if status not in (_SUCCESS, _NOT_READY):
+            raise TransportError(f"the GPU has failed: {_meaning(status)}; CUDA cannot go on in this process")
+        return bool(status == _SUCCESS)
 
 
 class _CudaStream(Stream):
@@ -152,14 +176,19 @@ class _Memory:
         self.start, self._give_back = start, give_back
 
     def __del__(self) -> None:
-        self._give_back(self.start)
+        if not sys.is_finalizing():  # CUDA may be gone by then, and everything with it
+            self._give_back(self.start)
 
 
-def _array(memory: _Memory, nbytes: int) -> DeviceArray:
-    import cupy
+def _meaning(status: int) -> str:
+    """Return what CUDA calls an error."""
+    from cupy.cuda import runtime
 
-    owned = cupy.cuda.UnownedMemory(memory.start, nbytes, memory)
-    return cupy.ndarray((nbytes,), np.uint8, cupy.cuda.MemoryPointer(owned, 0))
+    try:
+        runtime.check_status(status)
+    except runtime.CUDARuntimeError as error:
+        return f"{error}"
+    raise AssertionError(f"{status} is no error")
 
 
 @cache

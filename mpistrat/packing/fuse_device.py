@@ -105,6 +105,7 @@ class _Mover:
 
     def run(self, arrays: Sequence[DeviceArray]) -> None:
         if not self._launches:
+            assert all(array.ndim == 1 and array.strides == (array.itemsize,) for array in arrays if array.size), "not flat"
             for piece, place in self._pieces:
                 self._members.setdefault(arrays[piece.array].dtype, []).append((piece, place))
             self._launches = {kind: self._bind(kind, members) for kind, members in self._members.items()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -224,7 +225,8 @@ class NcclTransport(Transport):
 
         def join() -> None:
             try:
-                found.append(self._nccl.NcclCommunicator(self.group.size, identifier, self.group.rank))
+                with self._device.activate():  # a new thread computes on GPU 0
+                    found.append(self._nccl.NcclCommunicator(self.group.size, identifier, self.group.rank))
             except Exception as error:
                 found.append(error)
 
@@ -255,8 +257,9 @@ _Call = Callable[..., None]
 
 
 def _cupy_nccl() -> Any:
-    from cupy.cuda import nccl
-
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that there is no NCCL is told by `probe`
+        from cupy.cuda import nccl
     return nccl
 
 

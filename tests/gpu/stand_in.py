@@ -83,6 +83,7 @@ class _Stream(Stream):
         self.put(lambda: ctypes.memmove(target, source, nbytes))
 
     def record(self) -> Event:
+        assert self._device.is_active(), "an event of a thread that computes on another GPU"
         return _Event(self._device, self, self.filled)
 
     def wait(self, event: Event) -> None:
@@ -91,6 +92,7 @@ class _Stream(Stream):
 
     def launch(self, kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
         assert self._device.kernels is not None, "this device was given no kernels"
+        assert self._device.is_active(), "a launch by a thread that computes on another GPU"
         self.put(lambda: self._device.kernels.launch(kernel, num_blocks, arguments))
 
     def put(self, work: _Event | Callable[[], object]) -> None:
@@ -129,7 +131,7 @@ class StandInDevice(Device):
         # CUDA frees no memory that work under way still needs: it waits for the device
         self._memory: list[np.ndarray] = []
         self._computing = self.stream()
-        self._current: dict[int, Stream] = {}
+        self._current: dict[int, Stream] = {threading.get_ident(): self._computing}
         self._paths: dict[int, str] = {}
         self.kernels: HostKernels | None = None
         self.is_isolated = False
@@ -168,6 +170,10 @@ class StandInDevice(Device):
     def current_stream(self) -> Stream:
         return self._current.get(threading.get_ident(), self._computing)
 
+    def is_active(self) -> bool:
+        """Return whether the calling thread computes on this device: the one that made it does, others must say so."""
+        return threading.get_ident() in self._current
+
     @property
     def array_module(self) -> ModuleType:
         assert self.namespace is not None, "this device was given no namespace"
@@ -175,12 +181,16 @@ class StandInDevice(Device):
 
     @contextmanager
     def activate(self, stream: Stream | None = None) -> Iterator[None]:
-        before = self.current_stream()
-        self._current[threading.get_ident()] = stream or before
+        thread = threading.get_ident()
+        before = self._current.get(thread)
+        self._current[thread] = stream or before or self._computing
         try:
             yield
         finally:
-            self._current[threading.get_ident()] = before
+            if before is None:
+                del self._current[thread]
+            else:
+                self._current[thread] = before
 
     def progress(self) -> None:
         for _ in range(self._random.randrange(WORK_PER_POLL + 1)):

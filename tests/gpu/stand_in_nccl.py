@@ -77,6 +77,7 @@ class StandInNccl:
         self.device.streams[stream].put(work)
 
     def NcclCommunicator(self, size: int, identifier: bytes, rank: int) -> _Communicator:  # noqa: N802
+        assert self.device.is_active(), "the communicator would join with GPU 0"
         assert (size, identifier, rank) == (self.comm.size, b"stand-in", self.comm.rank)
         return _Communicator(self)
 

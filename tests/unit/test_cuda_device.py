@@ -1,0 +1,160 @@
+"""What is asked of CuPy is what CuPy has, and its arrays are understood: as far as that can be known without a GPU."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import threading
+from functools import reduce
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.device.base import address
+from mpistrat.device.cuda import CudaDevice, _CudaEvent
+from mpistrat.errors import TransportError
+from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
+from mpistrat.packing.layout import Layout
+from tests.gpu import on_host
+from tests.gpu.stand_in import StandInDevice
+
+PACKAGE = Path(mpistrat.__file__).parent
+SIGNATURES = {
+    "cuda.runtime.malloc": "size",
+    "cuda.runtime.free": "ptr",
+    "cuda.runtime.ipcGetMemHandle": "devPtr",
+    "cuda.runtime.ipcOpenMemHandle": "bytes handle, unsigned int flags",
+    "cuda.runtime.ipcCloseMemHandle": "devPtr",
+    "cuda.runtime.memcpyAsync": "dst, intptr_t src, size_t size, int kind, intptr_t stream",
+    "cuda.runtime.eventQuery": "event",
+    "cuda.runtime.check_status": "status",
+    "cuda.UnownedMemory": "intptr_t ptr, size_t size, owner, int device_id",
+    "cuda.MemoryPointer": "BaseMemory mem, ptrdiff_t offset",
+    "RawModule": "str code=None, *, str path=None, tuple options=(), str backend='nvrtc', bool translate_cucomplex=False, "
+    "bool enable_cooperative_groups=False, name_expressions=None",
+    "RawModule.get_function": "name",
+    "RawKernel.__call__": "grid, block, args, **kwargs",
+}
+
+
+@pytest.fixture(scope="module")
+def cupy():
+    return pytest.importorskip("cupy", reason="missing CuPy; pip install 'mpistrat[kernels]'", exc_type=ImportError)
+
+
+@pytest.fixture
+def on_host_memory(cupy):
+    """Give a function that makes an array of CuPy on memory of the host: what needs no driver works with it."""
+
+    def make(values):
+        raw = values.view(np.uint8)
+        return CudaDevice(0)._array(_Lent(raw), raw.nbytes).view(values.dtype)
+
+    return make
+
+
+class _Lent:
+    def __init__(self, memory):
+        self.memory, self.start = memory, memory.ctypes.data
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_functions_of_cupy_take_what_they_are_given(cupy, name):
+    assert SIGNATURES[name] in (reduce(getattr, name.split("."), cupy).__doc__ or "")
+
+
+def test_every_name_of_cupy_that_is_used_exists(cupy):
+    used = {(path, name) for path in PACKAGE.rglob("*.py") for name in _names_of_cupy(path)}
+    assert len(used) > 10
+    for path, name in sorted(used):
+        module, *attributes = name.split(".")
+        assert _resolves(importlib.import_module(module), attributes), f"{path.relative_to(PACKAGE)} uses {name}"
+
+
+def _names_of_cupy(path):
+    """Return every dotted name in a module that begins with what it imports of CuPy."""
+    tree = ast.parse(path.read_text())
+    roots = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            roots |= {alias.asname or alias.name: alias.name for alias in node.names if alias.name in ("cupy", "cupyx")}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("cupy", "cupyx"):
+            roots |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, _, rest = ast.unparse(node).partition(".")
+            if root in roots and rest.replace(".", "").isidentifier():
+                yield f"{roots[root]}.{rest}"
+
+
+def _resolves(thing, attributes):
+    for index, attribute in enumerate(attributes):
+        if not hasattr(thing, attribute):
+            # modules below `cupy.cuda` are imported when they are needed, and NCCL may not be there
+            return attributes[:2] == ["cuda", "nccl"] and index >= 1
+        thing = getattr(thing, attribute)
+    return True
+
+
+def test_arrays_of_cupy_lead_to_their_memory(on_host_memory):
+    host = np.arange(64, dtype=np.float32)
+    array = on_host_memory(host)
+    assert address(array) == host.ctypes.data
+    assert address(array[3:9]) == host[3:9].ctypes.data
+    assert address(array[8:].view(ml_dtypes.bfloat16)) == host[8:].ctypes.data
+    assert address(array[64:]) == host.ctypes.data + host.nbytes
+
+
+def test_arrays_of_cupy_are_packed_and_unpacked(on_host_memory, tmp_path):
+    if on_host.missing():
+        pytest.skip(on_host.missing())
+    kernels = ["move_segments<float, bfloat16>", "move_segments<bfloat16, float>"]
+    on_host.HostKernels.build(tmp_path, kernels, [])
+    device = StandInDevice()
+    device.kernels = on_host.HostKernels(tmp_path, kernels, [])
+    host = [np.arange(count, dtype=np.float32) for count in (40, 0, 7)]
+    layout = Layout([array.size for array in host])
+    buffer = device.allocate(2 * layout.count).view(ml_dtypes.bfloat16)
+    list(DeviceCopyIn(device, layout, 0, layout.count, buffer).run([on_host_memory(array) for array in host]))
+    results = [np.zeros_like(array) for array in host]
+    copy = DeviceCopyOut(device, layout, 0, layout.count, [(0, layout.count, buffer)], 2)
+    list(copy.run([on_host_memory(array) for array in results]))
+    device.get(buffer)
+    for array, result in zip(host, results, strict=True):
+        np.testing.assert_array_equal(result, array / 2)
+    device.close()
+
+
+@pytest.mark.parametrize(("status", "answer"), [(0, True), (600, False)])
+def test_an_event_is_done_or_is_not(cupy, monkeypatch, status, answer):
+    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: status)
+    assert _CudaEvent(_Native()).done() is answer
+
+
+def test_a_gpu_that_has_failed_is_no_gpu_that_is_busy(cupy, monkeypatch):
+    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: 700)
+    with pytest.raises(TransportError, match="the GPU has failed: cudaErrorIllegalAddress.*cannot go on in this process"):
+        _CudaEvent(_Native()).done()
+
+
+class _Native:
+    ptr = 1
+
+
+def test_the_stand_in_knows_which_threads_compute_on_it():
+    device, seen = StandInDevice(), []
+
+    def work():
+        seen.append(device.is_active())
+        with device.activate():
+            seen.append(device.is_active())
+        seen.append(device.is_active())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [False, True, False]
+    assert device.is_active()
