@@ -1,7 +1,7 @@
 """A plan with its memory and operations bound: walk the phases, overlap the chunks.
 
 A chunk lives in a slot of the scratch memory from its copy-in to its copy-out. There is one slot more than chunks under
-way, so that a rank can fill a slot while its peers still read the one before.
+way, so that a rank can fill a slot while its peers still read the one before; a long chunk that is alone has but one.
 """
 
 from __future__ import annotations

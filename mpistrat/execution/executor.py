@@ -34,6 +34,7 @@ Casters = Callable[[int, int], Caster]
 
 SLOT_ALIGNMENT_BYTES = 4096
 RING_FROM_BYTES = 1 << 16
+LONE_SLOT_BYTES = 1 << 22  # a chunk that is alone, and as long as this, has one slot: memory counts for more than a short wait
 _EXCHANGE_GEOMETRY = (1, 0)  # that of no bucket
 
 TRANSPORTS: dict[str, type[Transport]] = {
@@ -111,8 +112,8 @@ class Executor:
                 if is_small and self.intra.group.size == 2 and held == dtype:
                     direct.at_once = self._at_once(held, plan.count, direct.fold)
                 return direct
-        slots = plan.depth + 1
         padded = plan.padded(min(plan.chunk_count, plan.count)) * dtype.itemsize
+        slots = 1 if plan.num_chunks == 1 and padded >= LONE_SLOT_BYTES else plan.depth + 1
         slot_bytes = -(-padded // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
         self._reserve(slots * slot_bytes)
         return BoundPlan(self, plan, layout, dtype, op, slots, slot_bytes, wire)

@@ -8,6 +8,7 @@ import pytest
 
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.errors import DeadlineExceededError, SettingError, TransportError, Unsuitable
+from mpistrat.execution import executor as executor_module
 from mpistrat.execution.executor import Executor
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.packing.layout import Layout
@@ -64,7 +65,13 @@ def run(bound, sources):
     return targets
 
 
-def test_a_bound_plan_runs_again_and_again(executor, world, comm):
+@pytest.fixture(params=["two slots", "one slot"])
+def slots(request, monkeypatch):
+    """Let a chunk that is alone have one slot, as long ones have, or two."""
+    monkeypatch.setattr(executor_module, "LONE_SLOT_BYTES", 1 if request.param == "one slot" else 1 << 30)
+
+
+def test_a_bound_plan_runs_again_and_again(executor, world, comm, slots):
     # several arrays, across chunk boundaries, with padding at the end
     counts = [5, 0, 1000, 1, 77]
     total, size = sum(range(world.size + 1)), world.size
@@ -75,7 +82,7 @@ def test_a_bound_plan_runs_again_and_again(executor, world, comm):
                 assert (target == np.arange(count) * total + turn * size).all(), bound.plan
 
 
-def test_one_rank_after_the_other_is_slow(executor, world, comm):
+def test_one_rank_after_the_other_is_slow(executor, world, comm, slots):
     for bound in bind_all(executor, [500, 500], chunk_bytes=1000):
         for turn in range(world.size):
             if comm.rank == turn:
