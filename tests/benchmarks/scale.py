@@ -23,7 +23,7 @@ __all__ = ["draw", "run", "table"]
 KIB, MIB = 1 << 10, 1 << 20
 HOSTS, FITTED = (2, 4, 8, 16), (2, 8)
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB)
-RATE, WITHIN = "250mbit", 0.15
+RATE, LINK_BYTES_PER_SECOND, WITHIN = "50mbit", 6e6, 0.15
 ALGORITHM = "hierarchical"
 NODES = (2, 4, 8, 16, 64, 256, 1024, 4096, 10_000)
 PREDICTED_BYTES, PREDICTED_RANKS = 64 * MIB, 8
@@ -33,7 +33,7 @@ def run(session: Session) -> dict[str, Any]:
     """Measure one algorithm on 2 to 16 hosts of one rank, and fit the constants to half of them."""
     hosts, sizes = ((2, 4, 8), (256 * KIB, MIB)) if session.quick else (HOSTS, SIZES)
     rows = [row for count in hosts for row in _measure(session, count, sizes)]
-    model = fit([_measurement(row) for row in rows if row["hosts"] in FITTED], replace(DEFAULT, link_bytes_per_second=30e6))
+    model = fit([_measurement(row) for row in rows if row["hosts"] in FITTED], replace(DEFAULT, link_bytes_per_second=LINK_BYTES_PER_SECOND))
     for row in rows:
         row["predicted_seconds"] = modelled_seconds(_measurement(row), model)
     return {"rows": rows, "constants": {name: getattr(model, name) for name in CONSTANTS}}
