@@ -33,7 +33,10 @@ def run(session: Session) -> dict[str, Any]:
     """Measure one algorithm on 2 to 16 hosts of one rank, and fit the constants to half of them."""
     hosts, sizes = ((2, 4, 8), (256 * KIB, MIB)) if session.quick else (HOSTS, SIZES)
     rows = [row for count in hosts for row in _measure(session, count, sizes)]
-    model = fit([_measurement(row) for row in rows if row["hosts"] in FITTED], replace(DEFAULT, link_bytes_per_second=LINK_BYTES_PER_SECOND))
+    model = fit(
+        [_measurement(row) for row in rows if row["hosts"] in FITTED],
+        replace(DEFAULT, link_bytes_per_second=LINK_BYTES_PER_SECOND),
+    )
     for row in rows:
         row["predicted_seconds"] = modelled_seconds(_measurement(row), model)
     return {"rows": rows, "constants": {name: getattr(model, name) for name in CONSTANTS}}
