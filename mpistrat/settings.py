@@ -15,10 +15,13 @@ from mpistrat.errors import SettingError
 __all__ = [
     "ABORT",
     "ALGORITHM",
+    "ALLOW_SHARED_GPU",
     "CHUNK_BYTES",
+    "DEVICE",
     "INTER_TRANSPORT",
     "INTRA_TRANSPORT",
     "MAX_MESSAGE_BYTES",
+    "MPI_GPU",
     "PEER_MEMORY",
     "SETTINGS",
     "SHARED",
@@ -133,6 +136,14 @@ VIRTUAL_NODES = Setting(
     "",
     "Pretend that the ranks sit on nodes of this shape: 2x2, 3+1, 2x2:cyclic. Empty: the real nodes.",
 )
+DEVICE = Setting(
+    "MPISTRAT_DEVICE",
+    _one_of("auto", "gpu", "cpu"),
+    "auto",
+    "What ranks compute on: auto (a GPU where CuPy is installed and sees one), gpu (an error where there is none) or cpu "
+    "(nobody looks for one).",
+)
+ALLOW_SHARED_GPU = Setting("MPISTRAT_ALLOW_SHARED_GPU", _parse_bool, False, "Several ranks may drive one GPU: for tests.")
 STRICT = Setting("MPISTRAT_STRICT", _parse_bool, False, "Check before each collective that all ranks make the same call.")
 ABORT = Setting("MPISTRAT_ABORT", _parse_bool, True, "An uncaught exception on one rank ends the whole job.")
 ALGORITHM = Setting(
@@ -152,6 +163,13 @@ INTRA_TRANSPORT = Setting(
 )
 INTER_TRANSPORT = Setting(
     "MPISTRAT_INTER_TRANSPORT", _one_of("auto", "mpi_ring", "mpi"), "auto", "How bytes move between nodes."
+)
+MPI_GPU = Setting(
+    "MPISTRAT_MPI_GPU",
+    _one_of("auto", "on", "off"),
+    "auto",
+    "Whether MPI is handed memory of GPUs: on, off (it goes through memory of the host) or auto (on where the MPI library "
+    "takes it, which is found out once and kept). Rank 0 reads it for all.",
 )
 PEER_MEMORY = Setting(
     "MPISTRAT_PEER_MEMORY",
@@ -174,6 +192,8 @@ VERBOSE = Setting("MPISTRAT_VERBOSE", _parse_bool, False, "Rank 0 prints the nod
 
 SETTINGS: tuple[Setting[Any], ...] = (
     VIRTUAL_NODES,
+    DEVICE,
+    ALLOW_SHARED_GPU,
     STRICT,
     ABORT,
     ALGORITHM,
@@ -181,6 +201,7 @@ SETTINGS: tuple[Setting[Any], ...] = (
     MAX_MESSAGE_BYTES,
     INTRA_TRANSPORT,
     INTER_TRANSPORT,
+    MPI_GPU,
     PEER_MEMORY,
     TUNING,
     TIMEOUT_SECONDS,

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Device", "DeviceArray", "Event", "Stream", "address"]
+__all__ = ["Device", "DeviceArray", "Event", "Identity", "Stream", "address"]
 
 DeviceArray = Any
 """A one-dimensional array in the memory of a device: has `size`, `dtype`, `nbytes`, slices, and speaks
@@ -64,6 +65,25 @@ class Stream(ABC):
         """
 
 
+@dataclass(frozen=True)
+class Identity:
+    """What tells a GPU from all others, in whichever process.
+
+    Attributes
+    ----------
+    name : str
+        Such as ``NVIDIA H200``.
+    uuid : str
+        Of the GPU, or of the instance of a divided one: hexadecimal.
+    pci_bus_id : str
+        Such as ``0000:17:00.0``.
+    """
+
+    name: str
+    uuid: str
+    pci_bus_id: str
+
+
 class Device(ABC):
     """The GPU of this rank.
 
@@ -79,6 +99,10 @@ class Device(ABC):
     @abstractmethod
     def array_module(self) -> ModuleType:
         """The namespace of its arrays: CuPy."""
+
+    @abstractmethod
+    def identity(self) -> Identity:
+        """Return which GPU it is, whatever its index."""
 
     @abstractmethod
     def activate(self, stream: Stream | None = None) -> AbstractContextManager[None]:

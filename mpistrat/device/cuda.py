@@ -6,24 +6,43 @@ new thread begin with GPU 0. Events and launches belong to the thread that `acti
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.device.base import Device, DeviceArray, Event, Stream, address
+from mpistrat.device.base import Device, DeviceArray, Event, Identity, Stream, address
 from mpistrat.device.segments import THREADS
 from mpistrat.errors import TransportError
 
-__all__ = ["CudaDevice"]
+__all__ = ["CudaDevice", "count_visible"]
 
 _SUCCESS, _NOT_READY = 0, 600  # of cudaError_t
+
+
+def count_visible() -> tuple[int, str]:
+    """Return how many GPUs this process sees, and why none where there is none. CuPy is imported only where it could work."""
+    if find_spec("cupy") is None:
+        return 0, "CuPy is not installed: pip install 'mpistrat[cuda12]', or cuda13"
+    if not _has_driver():
+        return 0, "this machine has no driver of NVIDIA's (libcuda.so.1)"
+    try:
+        from cupy.cuda import runtime
+    except ImportError as error:
+        return 0, f"CuPy cannot be imported: {str(error).strip().splitlines()[0]}"
+    try:
+        count = int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError as error:
+        return 0, f"CUDA shows no GPU: {error}"
+    return count, "" if count else "CUDA shows no GPU"
 
 
 class CudaDevice(Device):
@@ -47,6 +66,20 @@ class CudaDevice(Device):
 
         module: ModuleType = cupy
         return module
+
+    def identity(self) -> Identity:
+        """Return what the driver says."""
+        from cupy.cuda import runtime
+
+        properties = runtime.getDeviceProperties(self.index)
+        bus = runtime.deviceGetPCIBusId(self.index)
+        return Identity(properties["name"].decode(), bytes(properties["uuid"]).hex(), bus.lower())
+
+    def use(self) -> None:
+        """Make this the current device of CuPy on the calling thread, from here on."""
+        import cupy
+
+        cupy.cuda.Device(self.index).use()
 
     @contextmanager
     def activate(self, stream: Stream | None = None) -> Iterator[None]:
@@ -199,3 +232,11 @@ def _kernel(name: str) -> Any:
     source = (files("mpistrat.device") / "kernels.cu").read_text()
     module = cupy.RawModule(code=source, options=("-std=c++17",), name_expressions=[name])
     return module.get_function(name)
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

@@ -15,6 +15,7 @@ from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.group import Group
 from mpistrat.launch import bootstrap
 from mpistrat.topology.discover import discover
+from mpistrat.topology.roll_call import roll_call
 from mpistrat.topology.world import World
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Meeting:
 
 @contextmanager
 def meeting(call: str, timeout_seconds: float = 0.0) -> Iterator[Meeting]:
-    """Start MPI, wait until all ranks have come, and find out which sits where. A collective call, as is leaving it.
+    """Start MPI, wait until all ranks have come, and find out which sits where, on what. A collective call, as is leaving it.
 
     Parameters
     ----------
@@ -84,13 +85,14 @@ def meeting(call: str, timeout_seconds: float = 0.0) -> Iterator[Meeting]:
     Raises
     ------
     LaunchError, TopologyError
-        As `bootstrap.start` and `topology.discover`.
+        As `bootstrap.start`, `topology.discover` and `topology.roll_call`.
     DeadlineExceededError
         If not all ranks come in time.
     """
     world = bootstrap.start()
     group = Group(_own(world, call, timeout_seconds), "world", tuple(range(world.Get_size())))
     try:
+        roll_call(group.comm)
         yield Meeting(group, discover(group.comm))
     finally:
         group.close()

@@ -1,4 +1,4 @@
-"""Start MPI once, compare its story with the launcher's, and see to a clean end."""
+"""Bind the GPU, start MPI once, compare its story with the launcher's, and see to a clean end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpistrat import settings
 from mpistrat.errors import LaunchError
-from mpistrat.launch import abort, environment, openmpi
+from mpistrat.launch import abort, binding, environment, openmpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -31,8 +31,10 @@ _world: MPI.Intracomm | None = None
 def start() -> MPI.Intracomm:
     """Start MPI unless it runs already, and return COMM_WORLD, for duplicating only.
 
-    The first call is collective where it starts MPI. It compares the number of ranks with the launcher's promise, and
-    installs the hooks of `abort` unless MPISTRAT_ABORT is off. Later calls, from any thread, return the same.
+    The first call is collective where it starts MPI. Before that it binds this process's GPU, by the place on the node that
+    the launcher tells; whether the ranks' GPUs go together is found where they meet. Then it compares the number of ranks
+    with the launcher's promise, and installs the hooks of `abort` unless MPISTRAT_ABORT is off. Later calls, from any thread,
+    return the same.
 
     Raises
     ------
@@ -93,6 +95,7 @@ def no_library(found: str) -> str:
 
 def _start() -> MPI.Intracomm:
     view = environment.detect()
+    binding.bind_device(view)
     if "mpi4py.MPI" not in sys.modules:
         crowded = view is not None and (view.local_size or 1) > openmpi.num_cores()
         os.environ.update(openmpi.parameters(os.environ, crowded))

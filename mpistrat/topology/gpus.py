@@ -1,4 +1,4 @@
-"""Which GPU a rank drives, which memory and network adapter are near it, and whether the ranks' choices go together.
+"""Which GPU each rank drives, whether that goes together, and which memory and network adapter are near a GPU.
 
 File law: neither MPI nor CUDA is started here. Whoever has asked CUDA hands over what it said; what the kernel knows is read
 below `/sys`.
@@ -13,26 +13,7 @@ from pathlib import Path
 
 from mpistrat.errors import TopologyError
 
-__all__ = ["DeviceChoice", "Gpu", "Neighbours", "check_gpus", "choose_device", "neighbours"]
-
-
-@dataclass(frozen=True)
-class DeviceChoice:
-    """Which of the GPUs that a process sees it is to drive.
-
-    Attributes
-    ----------
-    index : int
-        As CUDA counts in this process.
-    reason : str
-        Why this one.
-    is_shared : bool
-        Whether other ranks of the node must have chosen the same.
-    """
-
-    index: int
-    reason: str
-    is_shared: bool = False
+__all__ = ["Gpu", "Neighbours", "check_gpus", "neighbours"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +40,11 @@ class Gpu:
     name: str
     index: int
 
+    @property
+    def key(self) -> str:
+        """What no other GPU has: its UUID, or where the driver tells none its place in the machine."""
+        return self.uuid if self.uuid.strip("0") else f"{self.node} {self.pci_bus_id}"
+
     def __str__(self) -> str:
         return f"{self.name} {self.pci_bus_id} on {self.node} (device {self.index}, UUID {self.uuid[:8]}…)"
 
@@ -81,25 +67,10 @@ class Neighbours:
     cpus: frozenset[int]
     adapters: tuple[str, ...]
 
-
-def choose_device(local_rank: int, local_size: int, num_visible: int) -> DeviceChoice:
-    """Return which of the visible GPUs a rank drives.
-
-    Parameters
-    ----------
-    local_rank, local_size : int
-        Its place among the ranks of its node.
-    num_visible : int
-        GPUs that this process sees: at least one.
-    """
-    if num_visible == 1:
-        reason = "the only GPU that this process sees"
-        return DeviceChoice(0, reason, is_shared=False)
-    if local_size <= num_visible:
-        return DeviceChoice(local_rank, f"local rank {local_rank} of {local_size} on a node with {num_visible} GPUs")
-    index = local_rank % num_visible
-    reason = f"local rank {local_rank} of {local_size} shares {num_visible} GPUs: {local_rank} mod {num_visible}"
-    return DeviceChoice(index, reason, is_shared=True)
+    def __str__(self) -> str:
+        memory = [] if self.numa_node is None else [f"memory of NUMA node {self.numa_node}"]
+        near = [*memory, *self.adapters]
+        return f"near {', '.join(near)}" if near else ""
 
 
 def check_gpus(gpus: Sequence[Gpu | None], allow_shared: bool) -> None:
@@ -125,10 +96,10 @@ def check_gpus(gpus: Sequence[Gpu | None], allow_shared: bool) -> None:
             "the scheduler for GPUs on every node (SLURM: --gpus-per-node), install CuPy on all of them, or set "
             "MPISTRAT_DEVICE=cpu"
         )
-    ranks_of: dict[tuple[str, str], list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank, gpu in enumerate(gpus):
         if gpu is not None:
-            ranks_of.setdefault((gpu.node, gpu.uuid), []).append(rank)
+            ranks_of.setdefault(gpu.key, []).append(rank)
     shared = {key: ranks for key, ranks in ranks_of.items() if len(ranks) > 1}
     if shared and not allow_shared:
         ranks = next(iter(shared.values()))

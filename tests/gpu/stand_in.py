@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.device.base import Device, Event, Stream
+from mpistrat.device.base import Device, Event, Identity, Stream
 from mpistrat.errors import TransportError
 from tests.gpu.on_host import HostKernels
 
@@ -136,6 +136,10 @@ class StandInDevice(Device):
         self.kernels: HostKernels | None = None
         self.is_isolated = False
         self.namespace: ModuleType | None = None
+
+    def identity(self) -> Identity:
+        """Return one that no other process has."""
+        return Identity("stand-in", f"{os.getpid():032x}", "0000:00:00.0")
 
     def allocate(self, nbytes: int) -> StandInArray:
         descriptor, path = tempfile.mkstemp(prefix="stand-in-device-", dir="/dev/shm")

@@ -110,6 +110,16 @@ assert count == [1] and bootstrap.start() is bootstrap.start(), count
     assert start_here(program) == "1"
 
 
+def test_the_gpu_is_bound_before_mpi_starts() -> None:
+    program = """
+import sys
+from mpistrat.launch import binding
+binding.bind_device = lambda view: print("MPI is there:", "mpi4py.MPI" in sys.modules, view.local_rank, file=sys.stderr)
+"""
+    srun = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "3"}
+    assert start_here(program, **srun) == "MPI is there: False 3"
+
+
 def test_words_of_the_user_reach_mpi_before_ours() -> None:
     program = "import atexit, os; atexit.register(lambda: print(os.environ['OMPI_MCA_btl']))"
     assert start_here(program, OMPI_MCA_btl="self,sm") == "self,sm"

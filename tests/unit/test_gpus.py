@@ -1,32 +1,15 @@
-"""Which GPU a rank drives, what is near it, and which choices do not go together."""
+"""What is near a GPU, and which GPUs of several ranks do not go together."""
 
 from __future__ import annotations
 
 import pytest
 
 from mpistrat.errors import TopologyError
-from mpistrat.topology.gpus import DeviceChoice, Gpu, check_gpus, choose_device, neighbours
+from mpistrat.topology.gpus import Gpu, check_gpus, neighbours
 
 
 def _gpu(node="node0", uuid="a" * 32, index=0):
     return Gpu(node, uuid, "0000:17:00.0", "NVIDIA H200", index)
-
-
-@pytest.mark.parametrize(
-    ("local_rank", "local_size", "num_visible", "index", "is_shared"),
-    [
-        (0, 1, 1, 0, False),
-        (3, 4, 1, 0, False),  # each process sees its own: the scheduler has chosen
-        (3, 4, 4, 3, False),
-        (1, 2, 8, 1, False),
-        (5, 8, 4, 1, True),
-    ],
-)
-def test_the_device_is_chosen_by_the_place_on_the_node(local_rank, local_size, num_visible, index, is_shared):
-    choice = choose_device(local_rank, local_size, num_visible)
-    assert (choice.index, choice.is_shared) == (index, is_shared)
-    assert isinstance(choice, DeviceChoice)
-    assert choice.reason
 
 
 def test_one_gpu_for_each_rank_is_accepted():
@@ -41,6 +24,13 @@ def test_two_ranks_on_one_gpu_are_refused_unless_that_is_allowed():
     assert "MPISTRAT_ALLOW_SHARED_GPU=1" in str(raised.value)
     assert "--gpu-bind=none" in str(raised.value)
     check_gpus(gpus, allow_shared=True)
+
+
+def test_gpus_without_a_uuid_are_told_apart_by_their_place():
+    twins = [Gpu(node, "0" * 32, bus, "GRID", 0) for node, bus in (("node0", "a"), ("node0", "b"), ("node1", "a"))]
+    check_gpus(twins, allow_shared=False)
+    with pytest.raises(TopologyError, match="ranks 0, 3 drive the same GPU"):
+        check_gpus([*twins, twins[0]], allow_shared=False)
 
 
 def test_a_job_with_and_without_gpus_is_refused_and_lists_the_ranks():
@@ -80,6 +70,7 @@ def test_the_nearest_memory_and_adapters_are_found(machine):
     assert (first.numa_node, first.cpus, first.adapters) == (0, {0, 1, 2, 3, 8}, ("mlx5_0", "mlx5_1"))
     assert (second.numa_node, second.cpus, second.adapters) == (1, {4, 5, 6, 7}, ("mlx5_2",))
     assert neighbours("0000:17:00.0".upper(), machine) == first
+    assert str(first) == "near memory of NUMA node 0, mlx5_0, mlx5_1"
 
 
 def test_a_machine_that_says_nothing_has_no_neighbours(tmp_path, machine):

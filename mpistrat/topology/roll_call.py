@@ -1,0 +1,162 @@
+"""Roll call: every rank says which GPU it drives and how it came by it, and all learn whether that goes together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from mpistrat import settings
+from mpistrat.device.binding import bound_device
+from mpistrat.errors import LaunchError, MpistratError, SettingError, TopologyError
+from mpistrat.launch.binding import Bound, bind_again, what_is_bound
+from mpistrat.topology.gpus import Gpu, check_gpus, neighbours
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Answer", "check_answers", "isolation", "roll_call"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one rank says.
+
+    Attributes
+    ----------
+    node : str
+        Its machine.
+    place : tuple of int
+        Its local rank and the number of ranks there, by which ranks share memory.
+    bound : Bound
+        What it bound before MPI started.
+    gpu : Gpu or None
+        What it drives; None: its CPU.
+    near : str
+        Which memory and adapters are near that.
+    """
+
+    node: str
+    place: tuple[int, int]
+    bound: Bound
+    gpu: Gpu | None = None
+    near: str = ""
+
+
+def roll_call(comm: MPI.Intracomm) -> None:
+    """Check that the ranks' devices go together. A collective call, of a few bytes where nobody drives a GPU.
+
+    Rank 0 says on stderr where ranks do not see the GPUs of their neighbours, and with MPISTRAT_VERBOSE who drives what.
+
+    Raises
+    ------
+    LaunchError
+        On all ranks, if one of them cannot have the device it wants, or chose it by a local rank that is not its own.
+    TopologyError
+        On all ranks, if some drive a GPU and others none, or several the same without MPISTRAT_ALLOW_SHARED_GPU.
+    """
+    bound = what_is_bound()
+    if not any(comm.allgather(bound_device() is not None or bool(bound and bound.problem))):
+        return
+    answers = comm.allgather(_answer(comm))
+    try:
+        check_answers(answers, comm.bcast(_allows_shared()))
+    except MpistratError as error:
+        error.raised_everywhere = True
+        raise
+    if comm.Get_rank() == 0:
+        _tell(answers)
+
+
+def check_answers(answers: Sequence[Answer], allow_shared: bool | str) -> None:
+    """Check what all ranks said.
+
+    Parameters
+    ----------
+    answers : sequence of Answer
+        One of each rank.
+    allow_shared : bool or str
+        Whether several ranks may drive one GPU; a text says why that is not known.
+
+    Raises
+    ------
+    LaunchError, TopologyError
+        As `roll_call`.
+    """
+    problems = [(rank, answer.bound.problem) for rank, answer in enumerate(answers) if answer.bound.problem]
+    if problems:
+        rank, problem = problems[0]
+        others = f"; so it is on {len(problems)} of {len(answers)} ranks" if len(problems) > 1 else ""
+        raise LaunchError(
+            f"rank {rank} on {answers[rank].node}: {problem}{others}. Ask for nodes with GPUs (SLURM: --gpus-per-node), or set "
+            f"{settings.DEVICE.name}=auto or cpu"
+        )
+    for rank, answer in enumerate(answers):
+        _check_place(rank, answer)
+    if isinstance(allow_shared, str):
+        raise LaunchError(f"rank 0 on {answers[0].node}: {allow_shared}")
+    try:
+        check_gpus([answer.gpu for answer in answers], allow_shared)
+    except TopologyError as error:
+        reasons = {answer.bound.why: answer for answer in answers if answer.gpu is None and answer.bound.why}
+        why = "; ".join(f"on {answer.node}: {reason}" for reason, answer in list(reasons.items())[:3])
+        raise TopologyError(f"{error} ({why})" if why else str(error)) from None
+
+
+def isolation(answers: Sequence[Answer]) -> str:
+    """Return what to tell where ranks of one machine each see a GPU of their own and no other; an empty text elsewhere."""
+    alone = [answer for answer in answers if answer.gpu and answer.bound.num_visible == 1 and answer.place[1] > 1]
+    if len({answer.gpu.key for answer in alone if answer.gpu}) < 2:
+        return ""
+    return (
+        f"ranks on {alone[0].node} see one GPU each, and not those of their neighbours: NCCL and CUDA IPC may not reach their "
+        "memory. SLURM: --gpus-per-node=N --gpu-bind=none instead of --gpus-per-task; elsewhere give all ranks of a node the "
+        "same CUDA_VISIBLE_DEVICES"
+    )
+
+
+def _check_place(rank: int, answer: Answer) -> None:
+    bound, local_rank = answer.bound, answer.place[0]
+    if bound.place is None or bound.num_visible < 2 or bound.place[0] == local_rank:
+        return
+    raise LaunchError(
+        f"rank {rank} on {answer.node} drives {answer.gpu}, because {bound.told_by} told it to be local rank {bound.place[0]}; "
+        f"by the ranks that it shares memory with it is local rank {local_rank} of {answer.place[1]}. Start the job by the "
+        "launcher that belongs to this MPI (mpistrat run, its mpiexec, or srun with the right --mpi), and unset variables of "
+        "another launcher"
+    )
+
+
+def _answer(comm: MPI.Intracomm) -> Answer:
+    from mpi4py import MPI
+
+    machine = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.Get_rank())
+    place = machine.Get_rank(), machine.Get_size()
+    machine.Free()
+    bound = what_is_bound()
+    if bound is not None and bound.place is not None and not bound.told_by and bound.place != place:
+        bind_again(*place)
+    node, device = MPI.Get_processor_name(), bound_device()
+    if device is None:
+        return Answer(node, place, what_is_bound() or Bound(""))
+    gpu = Gpu(node, index=device.index, **asdict(device.identity()))
+    return Answer(node, place, what_is_bound() or Bound(""), gpu, str(neighbours(gpu.pci_bus_id)))
+
+
+def _allows_shared() -> bool | str:
+    try:
+        return settings.ALLOW_SHARED_GPU.read()
+    except SettingError as error:
+        return str(error)
+
+
+def _tell(answers: Sequence[Answer]) -> None:
+    told = [isolation(answers)]
+    if settings.VERBOSE.read():
+        told += [
+            f"rank {rank}: {'; '.join(filter(None, (str(answer.gpu), answer.bound.why, answer.near)))}"
+            for rank, answer in enumerate(answers)
+        ]
+    for text in filter(None, told):
+        print(f"mpistrat: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,51 @@
+"""What CUDA would show to a process: so many GPUs, of one machine or another, whose memory is that of the stand-in."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpistrat.device import binding as device_binding
+from mpistrat.device.base import Identity
+from mpistrat.launch import binding
+from tests.gpu.stand_in import StandInDevice
+
+__all__ = ["FakeCuda"]
+
+
+class FakeCuda:
+    """GPUs that a process sees; undone by the monkeypatch that it is given.
+
+    Parameters
+    ----------
+    monkeypatch : MonkeyPatch
+        Of the test.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.numbers: list[int] = []
+        self.missing = "CuPy is not installed"
+        self.used: list[int] = []
+        monkeypatch.setattr("mpistrat.device.cuda.count_visible", lambda: (len(self.numbers), self.missing))
+        monkeypatch.setattr("mpistrat.device.cuda.CudaDevice", self.device)
+        monkeypatch.setattr(device_binding, "_bound", None)
+        monkeypatch.setattr(binding, "_bound", None)
+        monkeypatch.setenv("MPISTRAT_DEVICE", "auto")
+
+    def show(self, *numbers: int) -> None:
+        """Let this process see these GPUs of the machine."""
+        self.numbers = list(numbers)
+
+    def device(self, index: int) -> StandInDevice:
+        """Make the device of that index in this process."""
+        number, fake = self.numbers[index], self
+
+        class Device(StandInDevice):
+            def identity(self) -> Identity:
+                return Identity("NVIDIA H200", f"{number + 1:032x}", f"0000:{number + 0x17:02x}:00.0")
+
+            def use(self) -> None:
+                fake.used.append(index)
+
+        made = Device()
+        made.index = index
+        return made

@@ -1,0 +1,121 @@
+"""Roll call: what the ranks have bound, compared; on GPUs that a fake CUDA shows."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mpistrat.device.binding import bind, bound_device
+from mpistrat.errors import LaunchError, TopologyError
+from mpistrat.groups.meeting import meeting
+from mpistrat.launch.binding import bind_device
+from mpistrat.launch.environment import LauncherView
+from mpistrat.topology.roll_call import roll_call
+from tests.gpu.fake_cuda import FakeCuda
+from tests.gpu.stand_in import StandInDevice
+from tests.launches import needs_ranks
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    return FakeCuda(monkeypatch)
+
+
+def _view(comm, local_rank=None):
+    return LauncherView("srun", comm.rank, comm.size, comm.rank if local_rank is None else local_rank, comm.size)
+
+
+def test_each_rank_drives_a_gpu_of_its_own(fake, comm, capsys, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_VERBOSE", "1")
+    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", f"{comm.size}x1")  # the GPUs are those of the machine, whatever is pretended
+    fake.show(*range(comm.size))
+    bind_device(_view(comm))
+    with meeting("a test") as job:
+        assert job.world.num_nodes == comm.size
+    assert bound_device().index == comm.rank
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == (comm.size if comm.rank == 0 else 0)
+    if comm.size > 1 and comm.rank == 0:
+        assert told[1].startswith("mpistrat: rank 1: NVIDIA H200 0000:18:00.0 on ")
+        assert told[1].endswith(f"; local rank 1 of {comm.size} on a node with {comm.size} GPUs")
+
+
+def test_ranks_without_gpus_have_nothing_to_say(fake, comm, capsys):
+    bind_device(_view(comm))
+    roll_call(comm)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_device_that_was_bound_by_hand_takes_part(fake, comm):
+    bind(StandInDevice())
+    roll_call(comm)
+
+
+@needs_ranks(2)
+def test_no_gpu_where_one_is_wanted_is_told_to_all(fake, comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_DEVICE", "gpu")
+    fake.show(*range(comm.size) if comm.rank else ())
+    bind_device(_view(comm))
+    with pytest.raises(
+        LaunchError, match="rank 0 on .*: MPISTRAT_DEVICE=gpu was set, but CuPy is not installed. Ask"
+    ) as raised:
+        roll_call(comm)
+    assert raised.value.raised_everywhere
+
+
+@needs_ranks(2)
+def test_a_mixed_job_is_refused_and_says_why_some_have_none(fake, comm):
+    fake.show(*range(comm.size) if comm.rank else ())
+    bind_device(_view(comm))
+    with pytest.raises(TopologyError, match=r"ranks 0 see none: .* \(on .*: CuPy is not installed\)"):
+        roll_call(comm)
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("allowed", ["", "1", "maybe"])
+def test_more_ranks_than_gpus_is_refused_unless_allowed(fake, comm, monkeypatch, allowed):
+    monkeypatch.setenv("MPISTRAT_ALLOW_SHARED_GPU", allowed if comm.rank == 0 else "")
+    fake.show(*range(comm.size - 1))
+    bind_device(_view(comm))
+    if allowed == "1":
+        roll_call(comm)
+        return
+    expected = f"ranks 0, {comm.size - 1} drive the same GPU" if not allowed else "MPISTRAT_ALLOW_SHARED_GPU='maybe'"
+    with pytest.raises((TopologyError, LaunchError), match=expected):
+        roll_call(comm)
+
+
+@needs_ranks(2)
+def test_a_local_rank_that_is_another_ones_is_refused_with_both_values(fake, comm):
+    """Under mpirun inside SLURM each rank has the SLURM_LOCALID of mpirun's daemon: 0."""
+    fake.show(*range(comm.size))
+    bind_device(_view(comm, 0))
+    expected = rf"rank 1 on .* because srun told it to be local rank 0; .* it is local rank 1 of {comm.size}"
+    with pytest.raises(LaunchError, match=expected):
+        roll_call(comm)
+
+
+def test_a_place_that_nobody_told_is_found_among_the_peers(fake, comm):
+    fake.show(*range(comm.size))
+    bind_device(None)
+    assert bound_device().index == 0
+    roll_call(comm)
+    assert bound_device().index == comm.rank
+
+
+@needs_ranks(2)
+def test_ranks_that_do_not_see_their_neighbours_gpus_are_told_how_to(fake, comm, capsys):
+    fake.show(comm.rank)
+    bind_device(_view(comm))
+    roll_call(comm)
+    said = capsys.readouterr().err
+    assert ("see one GPU each" in said) == ("--gpu-bind=none" in said) == (comm.rank == 0)
+
+
+def test_what_cuda_is_shown_is_left_alone(fake, comm, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    fake.show(*range(comm.size))
+    bind_device(_view(comm))
+    roll_call(comm)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"

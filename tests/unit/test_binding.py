@@ -1,0 +1,152 @@
+"""Which GPU a process binds, from what the launcher tells and CUDA shows."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from mpistrat.device import cuda
+from mpistrat.device.binding import bind, bound_device
+from mpistrat.launch.binding import bind_again, bind_device, choose_device, what_is_bound
+from mpistrat.launch.environment import LauncherView
+from tests.gpu.fake_cuda import FakeCuda
+from tests.gpu.stand_in import StandInDevice
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    return FakeCuda(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "local_size", "num_visible", "index", "why"),
+    [
+        (0, 1, 1, 0, "the only GPU that this process sees"),
+        (3, 4, 1, 0, "the only GPU that this process sees"),  # the scheduler has chosen
+        (3, 4, 4, 3, "local rank 3 of 4 on a node with 4 GPUs"),
+        (1, 2, 8, 1, "local rank 1 of 2 on a node with 8 GPUs"),
+        (5, 8, 4, 1, "local rank 5 of 8 shares 4 GPUs: 5 mod 4"),
+    ],
+)
+def test_the_device_is_chosen_by_the_place_on_the_node(local_rank, local_size, num_visible, index, why):
+    assert choose_device(local_rank, local_size, num_visible) == (index, why)
+
+
+def test_a_gpu_is_bound_by_the_launchers_local_rank(fake):
+    fake.show(0, 1, 2, 3)
+    bind_device(LauncherView("srun", 6, 8, 2, 4))
+    assert bound_device().index == 2
+    assert fake.used == [2]
+    bound = what_is_bound()
+    assert (bound.place, bound.told_by, bound.num_visible, bound.problem) == ((2, 4), "srun", 4, "")
+
+
+def test_the_first_is_assumed_where_nobody_tells_and_the_peers_correct_it(fake):
+    fake.show(0, 1)
+    for view in (None, LauncherView("a PMIx launcher", 1)):
+        bind(None)
+        bind_device(view)
+        assert (bound_device().index, what_is_bound().told_by) == (0, "")
+    bind_again(1, 2)
+    assert (bound_device().index, what_is_bound().told_by) == (1, "the ranks that share memory")
+
+
+def test_a_launcher_that_counts_no_ranks_of_the_node(fake):
+    fake.show(0, 1, 2)
+    bind_device(LauncherView("a launcher", 2, 4, 2))
+    assert (bound_device().index, what_is_bound().place) == (2, (2, 3))
+
+
+def test_what_has_been_bound_stays(fake):
+    fake.show(0, 1)
+    mine = StandInDevice()
+    bind(mine)
+    bind_device(LauncherView("srun", 1, 2, 1, 2))
+    assert bound_device() is mine
+    assert what_is_bound() is None
+
+
+def test_on_cpus_by_request_nobody_looks_for_a_gpu(fake, monkeypatch):
+    monkeypatch.setattr("mpistrat.device.cuda.count_visible", lambda: pytest.fail("CUDA was asked"))
+    monkeypatch.setenv("MPISTRAT_DEVICE", "cpu")
+    bind_device(None)
+    assert bound_device() is None
+    assert (what_is_bound().why, what_is_bound().problem) == ("MPISTRAT_DEVICE=cpu", "")
+
+
+def test_without_a_gpu_auto_takes_the_cpu_and_gpu_is_a_problem_for_later(fake, monkeypatch):
+    bind_device(None)
+    assert (bound_device(), what_is_bound().why, what_is_bound().problem) == (None, "CuPy is not installed", "")
+    monkeypatch.setenv("MPISTRAT_DEVICE", "gpu")
+    bind_device(None)
+    assert what_is_bound().problem == "MPISTRAT_DEVICE=gpu was set, but CuPy is not installed"
+
+
+def test_a_setting_that_cannot_be_read_is_a_problem_for_later(fake, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_DEVICE", "tpu")
+    bind_device(None)
+    assert "auto, gpu, cpu are accepted" in what_is_bound().problem
+
+
+def test_a_gpu_that_cannot_be_used_is_a_problem_for_later(fake, monkeypatch):
+    class Broken(StandInDevice):
+        def __init__(self, index):
+            self.index = index
+
+        def use(self):
+            raise RuntimeError("cudaErrorDevicesUnavailable")
+
+    fake.show(0)
+    monkeypatch.setattr("mpistrat.device.cuda.CudaDevice", Broken)
+    bind_device(None)
+    assert bound_device() is None
+    assert what_is_bound().problem == (
+        "device 0 (the only GPU that this process sees) cannot be used: cudaErrorDevicesUnavailable"
+    )
+
+
+def _cupy(monkeypatch, count):
+    """Plant a CuPy whose runtime counts like this."""
+    monkeypatch.setattr(cuda, "find_spec", lambda name: name)
+    monkeypatch.setattr(cuda, "_has_driver", lambda: True)
+    cupy, inner, runtime = (ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.runtime"))
+    cupy.cuda, inner.runtime, runtime.getDeviceCount, runtime.CUDARuntimeError = inner, runtime, count, RuntimeError
+    for module in (cupy, inner):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_gpus_are_counted_by_cupy(monkeypatch):
+    _cupy(monkeypatch, lambda: 3)
+    assert cuda.count_visible() == (3, "")
+    _cupy(monkeypatch, lambda: 0)
+    assert cuda.count_visible() == (0, "CUDA shows no GPU")
+
+
+def test_cupy_that_cannot_ask_the_driver(monkeypatch):
+    def fail():
+        raise RuntimeError("cudaErrorInsufficientDriver: CUDA driver version is insufficient")
+
+    _cupy(monkeypatch, fail)
+    assert cuda.count_visible() == (
+        0,
+        "CUDA shows no GPU: cudaErrorInsufficientDriver: CUDA driver version is insufficient",
+    )
+
+
+def test_cupy_that_cannot_be_imported(monkeypatch):
+    _cupy(monkeypatch, None)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", ModuleType("cupy.cuda"))
+    count, why = cuda.count_visible()
+    assert count == 0
+    assert why.startswith("CuPy cannot be imported: cannot import name 'runtime'")
+
+
+def test_without_cupy_or_a_driver_cupy_is_not_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)  # importing it would raise
+    monkeypatch.setattr(cuda, "find_spec", lambda name: None)
+    assert cuda.count_visible() == (0, "CuPy is not installed: pip install 'mpistrat[cuda12]', or cuda13")
+    monkeypatch.setattr(cuda, "find_spec", lambda name: name)
+    monkeypatch.setattr(cuda, "_has_driver", lambda: False)
+    assert cuda.count_visible() == (0, "this machine has no driver of NVIDIA's (libcuda.so.1)")
