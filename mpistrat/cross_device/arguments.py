@@ -70,10 +70,12 @@ def check_out(out: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
     Raises
     ------
     InvalidArgumentError
-        If there are more or fewer of them, or one has another shape or dtype, or is not C-contiguous and writable.
+        If there are more or fewer of them, one is there twice, has another shape or dtype, or is not C-contiguous and writable.
     """
     if len(out) != len(arrays):
         raise InvalidArgumentError(f"out must hold one array for each of the {len(arrays)} that are reduced; got {len(out)}")
+    if len(set(map(id, out))) < len(out):
+        raise InvalidArgumentError("out holds an array twice, and each result needs one of its own; pass different arrays")
     for target, array in zip(out, arrays, strict=True):
         contiguous, writable = target.flags.c_contiguous, target.flags.writeable
         if target.shape != array.shape or target.dtype != array.dtype or not contiguous or not writable:

@@ -439,6 +439,11 @@ WRONG_CALLS = {
         InvalidArgumentError,
         r"out must be a writable, C-contiguous float32 array of shape \(3,\); got float32 \(4,\)",
     ),
+    "one result for two arrays": (
+        lambda ops: ops.all_reduce(SUM, [ONE, ONE], out=[ONE.copy()] * 2),
+        InvalidArgumentError,
+        "out holds an array twice",
+    ),
     "out of another dtype": (lambda ops: ops.all_reduce(SUM, [ONE], out=[np.ones(3)]), InvalidArgumentError, "got float64"),
     "out backwards": (
         lambda ops: ops.all_reduce(SUM, [ONE], out=[ONE.copy()[::-1]]),

@@ -58,6 +58,8 @@ def test_a_place_that_does_not_fit_is_refused(out: list[np.ndarray], found: str)
 def test_places_must_be_as_many_as_arrays() -> None:
     with pytest.raises(InvalidArgumentError, match="one array for each of the 2 that are reduced; got 1"):
         LocalCollectives().all_reduce(ReduceOp.SUM, [np.ones(3), np.ones(3)], out=[np.ones(3)])
+    with pytest.raises(InvalidArgumentError, match="out holds an array twice"):
+        LocalCollectives().all_reduce(ReduceOp.SUM, [np.ones(3), np.ones(3)], out=[np.ones(3)] * 2)
 
 
 def test_what_several_replicas_would_refuse_is_refused() -> None:
