@@ -1,15 +1,8 @@
-"""mpi_ring: a segmented ring over Isend and Irecv, the bandwidth-optimal path between nodes.
-
-Each rank passes ``(n - 1) / n`` of the buffer to its right neighbour twice: once while the parts are being summed, once
-while the sums go round. Every part travels in segments, so that a segment is summed and sent on while the next arrives.
-Source: P. Patarasu, X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, J. Parallel Distrib.
-Comput. 69 (2009).
-"""
+"""mpi_ring: a segmented ring over Isend and Irecv, the bandwidth-optimal path between nodes. See `ring` for its order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,8 +11,9 @@ from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, combine
-from mpistrat.transports.base import WAITING, WORKED, Operation, Part, Steps, Transport, address
+from mpistrat.transports.base import WAITING, WORKED, Operation, Part, Steps, Transport
 from mpistrat.transports.mpi import MpiTransport, mpi_datatype
+from mpistrat.transports.ring import Ring
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -53,27 +47,18 @@ class MpiRingTransport(Transport):
 
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind a ring reduce-scatter followed, without a pause, by a ring all-gather."""
-        n, rank = self.group.size, self.group.rank
-        bounds = [index * buffer.size // n for index in range(n + 1)]
-        # afterwards this rank has summed part rank + 1, which it passes on first
-        ring = _Ring(self.group, buffer, bounds, op, self._landing(channel), channel)
-        ring.add_steps([(rank - step) % n for step in range(n - 1)], reduces=True)
-        ring.add_steps([(rank + 1 - step) % n for step in range(n - 1)], reduces=False)
-        return ring.operation()
+        ring = Ring.all_reduce(self.group.rank, self.group.size, buffer.size, _limit(buffer))
+        return _Ring(self.group, buffer, ring, op, self._landing(channel), channel).operation()
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind the first half of the ring, shifted so that rank r ends with part r."""
-        n, rank = self.group.size, self.group.rank
-        ring = _Ring(self.group, buffer, bounds, op, self._landing())
-        ring.add_steps([(rank - 1 - step) % n for step in range(n - 1)], reduces=True)
-        return ring.operation()
+        ring = Ring.reduce_scatter(self.group.rank, self.group.size, bounds, _limit(buffer))
+        return _Ring(self.group, buffer, ring, op, self._landing()).operation()
 
     def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
         """Bind the second half of the ring."""
-        n, rank = self.group.size, self.group.rank
-        ring = _Ring(self.group, buffer, bounds, ReduceOp.SUM, self._landing())
-        ring.add_steps([(rank - step) % n for step in range(n - 1)], reduces=False)
-        return ring.operation()
+        ring = Ring.all_gather(self.group.rank, self.group.size, bounds, _limit(buffer))
+        return _Ring(self.group, buffer, ring, ReduceOp.SUM, self._landing()).operation()
 
     def reduce(self, buffer: Array, op: ReduceOp, root: int = 0) -> Operation:
         """Bind MPI_Reduce."""
@@ -96,37 +81,15 @@ class MpiRingTransport(Transport):
 
 
 class _Ring:
-    """The messages of one rank, in the order in which they are sent and received.
+    """A ring bound to its buffer."""
 
-    Message i of a step is ready to be sent when message i of the step before has arrived (and been summed).
-    """
-
-    def __init__(
-        self, group: Group, buffer: Array, bounds: Sequence[int], op: ReduceOp, landing: Array, channel: int = 0
-    ) -> None:
+    def __init__(self, group: Group, buffer: Array, ring: Ring, op: ReduceOp, landing: Array, channel: int = 0) -> None:
         self.group, self.buffer, self.fold, self.tag = group, buffer, combine(op), channel
-        self.bounds, self.datatype = bounds, mpi_datatype(buffer.dtype)
-        widest = max(stop - start for start, stop in pairwise(bounds))
-        limit = min(SEGMENT_BYTES, settings.MAX_MESSAGE_BYTES.read()) // buffer.itemsize
-        self.segments = max(1, -(-widest // max(1, limit)))
-        width = -(-widest // self.segments)
-        self.scratch = landing.view(buffer.dtype)[: RECEIVES_AHEAD * width].reshape(RECEIVES_AHEAD, width)
-        self.sends: list[Array] = []
-        self.targets: list[Array] = []
-        self.reduces: list[bool] = []
-
-    def add_steps(self, sent_parts: Sequence[int], reduces: bool) -> None:
-        """Append one step per part that is sent; the part before it in the ring arrives meanwhile."""
-        for part in sent_parts:
-            for segment in range(self.segments):
-                self.sends.append(self._segment(part, segment))
-                self.targets.append(self._segment((part - 1) % self.group.size, segment))
-                self.reduces.append(reduces)
-
-    def _segment(self, part: int, segment: int) -> Array:
-        start, stop = self.bounds[part], self.bounds[part + 1]
-        width = self.scratch.shape[1]
-        return self.buffer[min(start + segment * width, stop) : min(start + (segment + 1) * width, stop)]
+        self.segments, self.reduces, self.sent_before = ring.segments, ring.reduces, ring.sent_before()
+        self.datatype = mpi_datatype(buffer.dtype)
+        self.scratch = landing.view(buffer.dtype)[: RECEIVES_AHEAD * ring.width].reshape(RECEIVES_AHEAD, ring.width)
+        self.sends = [buffer[part] for part in ring.sends]
+        self.targets = [buffer[part] for part in ring.targets]
 
     def operation(self) -> Operation:
         count = len(self.sends)
@@ -134,18 +97,9 @@ class _Ring:
             self.scratch[index % RECEIVES_AHEAD, : target.size] if reduces else target
             for index, (target, reduces) in enumerate(zip(self.targets, self.reduces, strict=True))
         ]
-        # what arrives in place may still be on its way out: the send of the same memory that must be through first;
-        # an empty segment has no memory, and lies at the address of the next one
-        last_send: dict[int, int] = {}
-        sent_before: list[int | None] = []
-        addresses = [address(array) for array in self.sends]
-        for index, target in enumerate(self.targets):
-            sent_before.append(None if self.reduces[index] or not target.size else last_send.get(address(target)))
-            if self.sends[index].size:
-                last_send[addresses[index]] = index
         send_messages, landing_messages = [list(map(self._message, arrays)) for arrays in (self.sends, landings)]
         return Operation(
-            lambda: self._run(count, send_messages, landing_messages, landings, sent_before),
+            lambda: self._run(count, send_messages, landing_messages, landings, self.sent_before),
             [Part(0, self.buffer.size, (self.buffer,))],
         )
 
@@ -185,3 +139,7 @@ class _Ring:
         for request in sent:
             while not request.Test():
                 yield WAITING
+
+
+def _limit(buffer: Array) -> int:
+    return min(SEGMENT_BYTES, settings.MAX_MESSAGE_BYTES.read()) // buffer.itemsize
