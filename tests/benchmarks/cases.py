@@ -32,7 +32,9 @@ class Case:
     names : tuple of str
         Who competes.
     seconds : float
-        For the repetitions of each program at each size, about.
+        For the repetitions of each program at each size in each launch, about.
+    launches : int
+        How often the programs are started anew: where ranks share cores, a time also depends on how a launch has fallen out.
     """
 
     hosts: int
@@ -42,6 +44,7 @@ class Case:
     sizes: Sequence[int]
     names: tuple[str, ...] = NAMES
     seconds: float = 1.0
+    launches: int = 1
 
 
 def measure_cases(session: Session, cases: Iterable[Case], env: dict[str, str] | None = None) -> list[dict[str, Any]]:
@@ -122,19 +125,34 @@ def draw_cases(rows: Sequence[dict[str, Any]], path: Path, shares: bool) -> None
 
 
 def _measure(session: Session, case: Case, env: dict[str, str] | None) -> list[dict[str, Any]]:
-    rows = []
     with Lab(case.hosts, case.rate) as lab:
         goodput = lab.goodput_bits(rounds=2, seconds=1.2) if case.hosts > 1 else 0.0
-        with Contest(lab, case.ranks, case.placement, contenders(session, case.names, env)) as contest:
-            session.versions.update(contest.versions)
-            for nbytes in case.sizes:
-                measured = contest.compare({"kind": "all_reduce", "nbytes": nbytes}, case.seconds)
-                least = wire_seconds(case.hosts, nbytes, goodput) if case.hosts > 1 else _copy_seconds(contest, nbytes)
-                rows.append(_row(case, goodput, nbytes, least, {name: done.document() for name, done in measured.items()}))
-                session.say(f"{_where(rows[-1])}, {format_bytes(nbytes)}: {_line(rows[-1])}")
-            left_out = {f"{name} on {case.hosts} hosts {case.placement}": why for name, why in contest.missing.items()}
-            session.environments.missing.update(left_out)
+        launches = [_launch(session, case, env, lab, goodput) for _ in range(case.launches)]
+    return [_middle(rows) for rows in zip(*launches, strict=True)]
+
+
+def _launch(session: Session, case: Case, env: dict[str, str] | None, lab: Lab, goodput: float) -> list[dict[str, Any]]:
+    """Start all programs, and measure every size."""
+    rows = []
+    with Contest(lab, case.ranks, case.placement, contenders(session, case.names, env)) as contest:
+        session.versions.update(contest.versions)
+        for nbytes in case.sizes:
+            measured = contest.compare({"kind": "all_reduce", "nbytes": nbytes}, case.seconds)
+            least = wire_seconds(case.hosts, nbytes, goodput) if case.hosts > 1 else _copy_seconds(contest, nbytes)
+            rows.append(_row(case, goodput, nbytes, least, {name: done.document() for name, done in measured.items()}))
+            session.say(f"{_where(rows[-1])}, {format_bytes(nbytes)}: {_line(rows[-1])}")
+        left_out = {f"{name} on {case.hosts} hosts {case.placement}": why for name, why in contest.missing.items()}
+        session.environments.missing.update(left_out)
     return rows
+
+
+def _middle(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one row for several launches: of each program the one with the median time."""
+    programs = {}
+    for name in programs_of(rows):
+        found = sorted((row["programs"][name] for row in rows if name in row["programs"]), key=lambda one: one["seconds"])
+        programs[name] = found[(len(found) - 1) // 2]
+    return {**rows[0], "programs": programs}
 
 
 def _copy_seconds(contest: Contest, nbytes: int) -> float:
