@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
 
-__all__ = ["Array", "as_array", "like"]
+__all__ = ["Array", "as_array", "is_on_device", "like"]
 
 Array = NDArray[Any]
 
@@ -59,6 +59,11 @@ def as_array(value: Any, name: str = "value") -> Array:
             "bfloat16, float32, float64 and complex numbers"
         )
     return array
+
+
+def is_on_device(array: Any) -> bool:
+    """Return whether an array is in the memory of a GPU."""
+    return type(array) is not np.ndarray and hasattr(type(array), "__cuda_array_interface__")
 
 
 def like(result: Array, original: Any) -> Any:

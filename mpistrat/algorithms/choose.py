@@ -17,10 +17,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from mpistrat.algorithms import flat, hierarchical, leader, pipelined
 from mpistrat.algorithms.cost import DEFAULT, CostModel, predict_seconds
-from mpistrat.algorithms.plan import Plan
+from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.errors import InvalidArgumentError, Unsuitable
 from mpistrat.topology.world import World
 
@@ -73,6 +74,7 @@ def choose(
     chunk_bytes: int = 0,
     model: CostModel = DEFAULT,
     wire_itemsize: int = 0,
+    is_whole_inside: bool = False,
 ) -> Choice:
     """Choose the plan of an all-reduce.
 
@@ -92,6 +94,8 @@ def choose(
         What predicts the times.
     wire_itemsize : int
         Bytes of one element on its way between nodes, where it is cast; 0: `itemsize`.
+    is_whole_inside : bool
+        Whether what combines inside a node does so best in one all-reduce, where there is one node.
 
     Raises
     ------
@@ -101,7 +105,8 @@ def choose(
         If the algorithm asked for by name declines.
     """
     _check(count, itemsize, algorithm, chunk_bytes)
-    considered = tuple(_consider(name, world, count, itemsize, chunk_bytes, model, wire_itemsize) for name in PLANNERS)
+    plans = ((name, partial(_plan, name, world, count, itemsize, chunk_bytes, is_whole_inside)) for name in PLANNERS)
+    considered = tuple(_consider(name, plan, model, wire_itemsize) for name, plan in plans)
     fastest, *others = sorted(considered, key=lambda candidate: candidate.seconds)
     if algorithm == "auto":
         chosen, reason = fastest, _why_fastest(fastest, others[0])
@@ -121,11 +126,16 @@ def _check(count: int, itemsize: int, algorithm: str, chunk_bytes: int) -> None:
             raise InvalidArgumentError(f"{name} must be at least {least}; got {value}")
 
 
-def _consider(
-    name: str, world: World, count: int, itemsize: int, chunk_bytes: int, model: CostModel, wire_itemsize: int
-) -> Candidate:
+def _plan(name: str, world: World, count: int, itemsize: int, chunk_bytes: int, is_whole_inside: bool) -> Plan:
+    plan = PLANNERS[name](world, count, itemsize, chunk_bytes)
+    if is_whole_inside and len(plan.phases) > 1 and {phase.scope for phase in plan.phases} == {Scope.INTRA}:
+        return replace(plan, phases=(Phase(Verb.ALL_REDUCE, Scope.INTRA),))
+    return plan
+
+
+def _consider(name: str, make_plan: Callable[[], Plan], model: CostModel, wire_itemsize: int) -> Candidate:
     try:
-        plan = replace(PLANNERS[name](world, count, itemsize, chunk_bytes), wire_itemsize=wire_itemsize)
+        plan = replace(make_plan(), wire_itemsize=wire_itemsize)
     except Unsuitable as declined:
         return Candidate(name, None, declined=str(declined))
     return Candidate(name, plan, predict_seconds(plan, model))

@@ -9,12 +9,24 @@ from dataclasses import dataclass
 
 from mpistrat.topology.world import World
 
-__all__ = ["SCRATCH_BYTES", "PipelineRule", "chunk_elements", "chunk_lengths", "padded", "pipeline_rule", "whole_shards"]
+__all__ = [
+    "DEVICE_CHUNK_BYTES",
+    "SCRATCH_BYTES",
+    "PipelineRule",
+    "chunk_elements",
+    "chunk_lengths",
+    "padded",
+    "pipeline_rule",
+    "whole_shards",
+]
 
 KIB, MIB = 2**10, 2**20
 
 SCRATCH_BYTES = 64 * MIB
 """The largest chunk where nothing asks for a smaller one: bounds the scratch memory of a rank."""
+
+DEVICE_CHUNK_BYTES = 16 * MIB
+"""A chunk of a pipeline on devices, which have no cache to stay in but take longer to begin a chunk: not measured."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.topology.world import World
 
-__all__ = ["DEFAULT", "Correction", "CostModel", "link_bytes", "phase_bytes", "phase_seconds", "predict_seconds"]
+__all__ = ["DEFAULT", "ON_DEVICE", "Correction", "CostModel", "link_bytes", "phase_bytes", "phase_seconds", "predict_seconds"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,9 @@ class CostModel:
     flat_cache_efficiency, flat_memory_efficiency : float
         The share of the cache's and the memory's rate that MPI's own all-reduce reaches; in the cache it may be above 1,
         since it copies less than a window needs.
+    staging_bytes_per_second : float
+        Bytes that one rank reads and writes in memory of the host, for what goes beyond the node by way of it; 0: what does
+        lies there anyhow, or goes straight from a device.
     corrections : tuple of Correction
         Of some algorithms, on the one world where they were measured.
     source : str
@@ -91,6 +94,7 @@ class CostModel:
     flat_crowded_link_efficiency: float = 0.65
     flat_cache_efficiency: float = 2.0
     flat_memory_efficiency: float = 0.9
+    staging_bytes_per_second: float = 0.0
     corrections: tuple[Correction, ...] = ()
     source: str = "defaults"
 
@@ -101,6 +105,21 @@ class CostModel:
 
 
 DEFAULT = CostModel()
+
+ON_DEVICE = CostModel(
+    call_seconds=30e-6,  # a launch, and an event that is polled
+    flat_call_seconds=60e-6,  # two copies between device and host more
+    intra_step_seconds=2e-6,
+    inter_step_seconds=15e-6,
+    link_bytes_per_second=25e9,  # one adapter of 200 Gbit/s
+    link_efficiency=0.9,
+    memory_bytes_per_second=1e12,  # what crosses NVLink, of which each GPU has 450 GB/s each way, in bytes read and written
+    cache_bytes_per_second=1e12,
+    flat_cache_efficiency=1.0,
+    staging_bytes_per_second=30e9,  # PCIe, and sums by one core
+    source="constants for GPUs",
+)
+"""For memory of GPUs: taken from data sheets and from what others report, and measured nowhere."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +178,8 @@ def _rates(world: World, phase: Phase, chunk_bytes: float, model: CostModel) -> 
     """Return the bytes per second of the node's link and of a rank's memory."""
     is_cached = chunk_bytes <= model.cache_bytes
     memory = model.cache_bytes_per_second if is_cached else model.memory_bytes_per_second
+    if phase.scope is not Scope.INTRA and model.staging_bytes_per_second:
+        memory = model.staging_bytes_per_second
     if phase.scope is Scope.LEADERS:  # left to MPI, with one rank per node
         return model.link_bytes_per_second * model.flat_link_efficiency, memory
     if phase.scope is not Scope.WORLD:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpistrat.algorithms.choose import Candidate, Choice
-from mpistrat.algorithms.cost import DEFAULT, CostModel, link_bytes, phase_bytes, phase_seconds, predict_seconds
+from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel, link_bytes, phase_bytes, phase_seconds, predict_seconds
 from mpistrat.algorithms.plan import Plan, Scope
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 
@@ -46,6 +46,8 @@ def basis_text(model: CostModel = DEFAULT) -> str:
     )
     if model.source == DEFAULT.source:
         return f"Predicted for {rates}, constants that fit no machine in particular; mpistrat tune measures yours."
+    if model.source == ON_DEVICE.source:
+        return f"Predicted for {rates}, constants for GPUs that were never measured; mpistrat tune measures memory of the host."
     return f"Predicted for {rates}, as fitted, corrected by what was measured: {model.source}."
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
@@ -77,7 +77,8 @@ def check_out(out: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
     if len(set(map(id, out))) < len(out):
         raise InvalidArgumentError("out holds an array twice, and each result needs one of its own; pass different arrays")
     for target, array in zip(out, arrays, strict=True):
-        contiguous, writable = target.flags.c_contiguous, target.flags.writeable
+        # CuPy has no arrays that are only read
+        contiguous, writable = target.flags.c_contiguous, getattr(target.flags, "writeable", True)
         if target.shape != array.shape or target.dtype != array.dtype or not contiguous or not writable:
             raise InvalidArgumentError(
                 f"out must be a writable, C-contiguous {array.dtype} array of shape {array.shape}; "
@@ -86,10 +87,20 @@ def check_out(out: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
     return list(out)
 
 
-def apart(arrays: Sequence[Array], out: Sequence[Array]) -> list[Array]:
-    """Return `arrays`, copied where one shares memory with the result of another: results are written before all are read."""
-    spans = [(*byte_bounds(target), index) for index, target in enumerate(out) if target.size]
-    spans += [(*byte_bounds(array), index) for index, array in enumerate(arrays) if array.size and array is not out[index]]
+def apart(
+    arrays: Sequence[Array], out: Sequence[Array], bounds: Callable[[Array], tuple[int, int]] = byte_bounds
+) -> list[Array]:
+    """Return `arrays`, copied where one shares memory with the result of another: results are written before all are read.
+
+    Parameters
+    ----------
+    arrays, out : sequence of ndarray
+        Sources, and where the result of each goes.
+    bounds : callable
+        Returns where the memory of an array begins and ends.
+    """
+    spans = [(*bounds(target), index) for index, target in enumerate(out) if target.size]
+    spans += [(*bounds(array), index) for index, array in enumerate(arrays) if array.size and array is not out[index]]
     # sorted by where they begin, memory overlaps only where a span begins before all earlier ones have ended
     reach, crossing = 0, False
     for first, end, _ in sorted(spans):

@@ -25,11 +25,14 @@ class Pack:
         In which they are combined.
     choice : Choice
         The plan, why it was chosen, and what every algorithm would take.
+    model : CostModel
+        What its time is predicted by.
     """
 
     indices: tuple[int, ...]
     dtype: str
     choice: Choice
+    model: CostModel = DEFAULT
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Explanation:
     @property
     def predicted_seconds(self) -> float:
         """The predicted time of all packs, one after the other."""
-        return sum(predict_seconds(pack.choice.plan, self.model) for pack in self.packs)
+        return sum(predict_seconds(pack.choice.plan, pack.model) for pack in self.packs)
 
     def __str__(self) -> str:
         if not self.packs:
@@ -84,5 +87,5 @@ class Explanation:
             ("algorithm", plan.algorithm),
             ("why", pack.choice.reason),
         ]
-        parts = [format_table(heading), phases_text(plan, self.model)]
+        parts = [format_table(heading), phases_text(plan, pack.model)]
         return "\n\n".join(parts + ([alternatives_text(pack.choice)] if pack.choice.considered else []))

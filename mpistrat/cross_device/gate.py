@@ -187,6 +187,15 @@ class Gate:
         """Tell all ranks that the call is given up here, and return the error that says who does not answer."""
         return self._arrival.overdue(str(call), call.seconds)
 
+    def give_up(self) -> None:
+        """Tell all ranks that this one comes to no collective any more."""
+        self._arrival.give_up()
+
+    @property
+    def who_gave_up(self) -> str:
+        """The ranks that have told so, by name."""
+        return self._arrival.who_gave_up
+
     def fail(self, verb: str, error: BaseException) -> None:
         """Let no other collective through: one has failed here, and ranks may be out of step."""
         name = type(error).__name__

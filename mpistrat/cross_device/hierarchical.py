@@ -7,22 +7,22 @@ recipe is kept, and the next call like it only runs it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrat import settings
 from mpistrat.algorithms.choose import Choice
 from mpistrat.algorithms.cost import CostModel
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, is_on_device
 from mpistrat.cross_device.arguments import apart, check_gather, check_out, is_fit
 from mpistrat.cross_device.exchange_verbs import ExchangeVerbs
 from mpistrat.cross_device.explanation import Explanation
 from mpistrat.cross_device.gate import Call
 from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.cross_device.recipe import run_recipe
+from mpistrat.cross_device.recipe import Recipe, run_recipe
 from mpistrat.cross_device.recipe_book import RecipeBook
 from mpistrat.cross_device.short_ways import LIKENESS, ShortWays
 from mpistrat.cross_device.small_batch import OneArray, SmallBatch
@@ -34,6 +34,9 @@ from mpistrat.execution.work import Work
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import Steps
+
+if TYPE_CHECKING:
+    from mpistrat.cross_device.device_recipes import MixedRecipes
 
 __all__ = ["HierarchicalCollectives"]
 
@@ -80,7 +83,9 @@ class HierarchicalCollectives(ExchangeVerbs):
         self._quick = self._short.known
         self.timeline = self._executor.timeline
         self._verbose = self.rank == 0 and settings.VERBOSE.read()
-        self._recipes = RecipeBook(self._executor, self._say, shared_model(hierarchy) if model is None else model)
+        self._recipes: RecipeBook | MixedRecipes = RecipeBook(
+            self._executor, self._say, shared_model(hierarchy) if model is None else model
+        )
         self._say(f"{self.world}: {', '.join(f'{node.name} has ranks {node.ranks}' for node in self.world.nodes)}")
 
     @property
@@ -153,7 +158,7 @@ class HierarchicalCollectives(ExchangeVerbs):
         def check(wanted: CommunicationOptions) -> None:
             self._recipes.check(op, given, wanted)
             if out is not None:
-                check_out(out, given)
+                self._check_out(out, given)
 
         def arguments(wanted: CommunicationOptions) -> str:
             return self._arguments(op, given, wanted, num_packs) + ("" if structure is None else f" of {structure}")
@@ -164,9 +169,8 @@ class HierarchicalCollectives(ExchangeVerbs):
             self._gate.require_open()  # in strict mode the others hear of it when the turn of their call comes
             self._meet(call, refused)
         call.is_started = True
-        results = [np.empty(array.shape, array.dtype) for array in given] if out is None else list(out)
-        sources = given if out is None else apart(given, results)
-        return self._gate.start(call, partial(self._carry_out, call, op, sources, results, num_packs))
+        results, sources = self._landing(given, out)
+        return self._gate.start(call, self._job(call, op, list(sources), results, num_packs))
 
     def reduce_scatter(self, op: ReduceOp, array: Array, axis: int = 0, options: CommunicationOptions | None = None) -> Array:
         """Combine arrays, and take this replica's part: see `Collectives.reduce_scatter`. A collective call."""
@@ -176,10 +180,9 @@ class HierarchicalCollectives(ExchangeVerbs):
             self._recipes.check(op, [array], wanted)
 
         call = self._enter("reduce_scatter", lambda _: f"({op.name}, {_described([array])}, axis={axis})", options, check)
-        total = np.empty(array.shape, array.dtype)
-        self._gate.run(call, run_recipe(self._recipes.find(op, [array], call.options, self._num_packs), [array], [total]))
-        parts: list[Array] = np.array_split(total, self.size, axis)
-        return np.array(parts[self.rank])
+        total = self._empty(array)
+        self._gate.run(call, self._steps(self._recipes.find(op, [array], call.options, self._num_packs), [array], [total]))
+        return self._part(total, axis)
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions | None = None) -> Choice:
         """Return the plan, and why, for an all-reduce of `count` elements."""
@@ -219,18 +222,43 @@ class HierarchicalCollectives(ExchangeVerbs):
             if self.is_strict or wanted.timeout_seconds:
                 self._recipes.check(op, arrays, wanted)
                 if out is not None:
-                    check_out(out, arrays)
+                    self._check_out(out, arrays)
 
         call = self._enter("all_reduce", lambda wanted: self._arguments(op, arrays, wanted, self._num_packs), options, check)
         recipe = self._recipes.find(op, arrays, call.options, self._num_packs)
         if call.options is self._options and not (self.is_strict or call.ends):
             self._short.learn(op, arrays, recipe)
+        results, sources = self._landing(arrays, out)
+        return call, self._steps(recipe, sources, results), results
+
+    def _landing(self, arrays: Sequence[Array], out: Sequence[Array] | None) -> tuple[list[Array], Sequence[Array]]:
+        """Return where results go, and what to combine."""
         if out is None:
-            results = [np.empty(array.shape, array.dtype) for array in arrays]
-        else:
-            results = check_out(out, arrays)
-            arrays = apart(arrays, results)
-        return call, run_recipe(recipe, arrays, results), results
+            return [np.empty(array.shape, array.dtype) for array in arrays], arrays
+        results = check_out(out, arrays)
+        return results, apart(arrays, results)
+
+    def _empty(self, array: Array) -> Array:
+        """Return a new array like one that is given."""
+        return np.empty(array.shape, array.dtype)
+
+    def _part(self, total: Array, axis: int) -> Array:
+        """Return this replica's part of an array."""
+        parts: list[Array] = np.array_split(total, self.size, axis)
+        return np.array(parts[self.rank])
+
+    def _check_out(self, out: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
+        return check_out(out, arrays)
+
+    def _steps(self, recipe: Recipe, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
+        """Return the steps that combine `sources` into `results`."""
+        return run_recipe(recipe, sources, results)
+
+    def _job(
+        self, call: Call, op: ReduceOp, arrays: list[Array], results: list[Array], num_packs: int | None
+    ) -> Callable[[], list[Array]]:
+        """Return what does on the engine what was started."""
+        return partial(self._carry_out, call, op, arrays, results, num_packs)
 
     def _carry_out(
         self,
@@ -245,7 +273,7 @@ class HierarchicalCollectives(ExchangeVerbs):
         self._meet(call)
         if not (self.is_strict or call.ends) and sum(array.nbytes for array in arrays) <= MEET_UP_TO_BYTES:
             self._gate.arrive(call)
-        self._gate.run(call, run_recipe(self._recipes.find(op, arrays, call.options, num_packs), arrays, results))
+        self._gate.run(call, self._steps(self._recipes.find(op, arrays, call.options, num_packs), arrays, results))
         return results
 
     def _again_into(self, op: ReduceOp, arrays: Sequence[Array], out: Sequence[Array]) -> list[Array] | None:
@@ -283,4 +311,4 @@ class HierarchicalCollectives(ExchangeVerbs):
 
 
 def _described(arrays: Sequence[Array]) -> str:
-    return ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
+    return ", ".join(f"{array.dtype} {array.shape}{' on a GPU' if is_on_device(array) else ''}" for array in arrays)

@@ -61,11 +61,9 @@ class RecipeBook:
         """
         signature = _signature(op, arrays, options, num_packs)
         recipe = self._recipes.get(signature)
-        if (
-            recipe is None
-            or options.implementation is CommunicationImplementation.NCCL
-            or not is_current(recipe, self._executor)
-        ):
+        if options.implementation is CommunicationImplementation.NCCL:  # which is no part of the signature
+            self.check(op, arrays, options)
+        if recipe is None or not is_current(recipe, self._executor):
             self.check(op, arrays, options)
             packing = Packing(options.bytes_per_pack, num_packs)
             recipe = make_recipe(self._executor, op, arrays, packing, lambda n, t: self._chosen(op, n, t, options))
@@ -78,7 +76,7 @@ class RecipeBook:
         """Return what a sum of arrays like these does, and what it took last, or a mean of them."""
         packing = Packing(options.bytes_per_pack, num_packs)
         packs = [
-            Pack(members, dtype.name, self.choose(layout.count, dtype, options))
+            Pack(members, dtype.name, self.choose(layout.count, dtype, options), self.model)
             for dtype, members, layout in lay_out(ReduceOp.SUM, arrays, packing)
         ]
         recipes = [self._recipes.get(_signature(op, arrays, options, num_packs)) for op in _WIRE_OPS]
@@ -93,14 +91,16 @@ class RecipeBook:
         UnsupportedDtypeError
             If `op` is not defined for a dtype.
         TransportError
-            If the options ask for NCCL.
+            If the options ask for NCCL, and it cannot be had.
         InvalidArgumentError
             If they ask for a wire dtype and an algorithm that has no step between nodes.
         """
         for index, array in enumerate(arrays):
             check_dtype(op, array.dtype, f"array {index}")
-        if options.implementation is CommunicationImplementation.NCCL:
-            raise TransportError("NCCL was asked for, but these are host arrays; implementation AUTO or RING is accepted here")
+            if options.implementation is CommunicationImplementation.NCCL:
+                refusal = self._executor.nccl_refusal(accumulation_dtype(op, array.dtype), op)
+                if refusal:
+                    raise TransportError(f"NCCL was asked for, but {refusal}; implementation AUTO or RING is accepted")
         if options.wire_dtype and options.algorithm == "flat" and self._world.num_nodes > 1:
             raise InvalidArgumentError(
                 f"wire_dtype={options.wire_dtype!r} needs a step between nodes, which algorithm 'flat' does not have; accepted "
@@ -144,7 +144,11 @@ class RecipeBook:
                 self._plan_in_order(count, dtype.itemsize), "deterministic=True adds in the order of the replicas", ()
             )
         wire_itemsize = wire.dtype.itemsize if wire else 0
-        return choose(self._world, count, dtype.itemsize, options.algorithm, self._chunk_bytes, self.model, wire_itemsize)
+        return self._best(count, dtype.itemsize, options.algorithm, wire_itemsize)
+
+    def _best(self, count: int, itemsize: int, algorithm: str, wire_itemsize: int) -> Choice:
+        """Return the plan for memory of this kind, where the order of the addends is free."""
+        return choose(self._world, count, itemsize, algorithm, self._chunk_bytes, self.model, wire_itemsize)
 
     def _plan_in_order(self, count: int, itemsize: int) -> Plan:
         """Return a plan that adds in the order of the replicas: in the window of one node, or by exchange between all."""

@@ -14,6 +14,7 @@ from mpistrat.cross_device.small_batch import SMALL_BATCH_BYTES, OneArray, Small
 from mpistrat.execution.bound_plan import DirectPlan
 from mpistrat.execution.executor import Executor
 from mpistrat.reduction import ReduceOp, accumulation_dtype
+from mpistrat.transports.mpi_world import WorldTransport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -60,7 +61,9 @@ class ShortWays:
         if at_once is not None:
             self.known[signature] = OneArray(op, 1, native, _called_as_mpi(at_once))  # divided already
             return
-        allreduce = self._executor.world.call(nbytes)
+        world = self._executor.world
+        assert isinstance(world, WorldTransport), "only MPI works on arrays of the caller"
+        allreduce = world.call(nbytes)
         if len(arrays) == 1 and dtype == arrays[0].dtype:
             self.known[signature] = OneArray(op, size, native, allreduce)
         elif sum(array.nbytes for array in arrays) <= SMALL_BATCH_BYTES and len({array.dtype for array in arrays}) == 1:

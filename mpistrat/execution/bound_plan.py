@@ -17,7 +17,6 @@ import numpy as np
 from mpistrat.algorithms.plan import Plan, Scope
 from mpistrat.arrays import Array
 from mpistrat.execution.lanes import overlap, side_by_side
-from mpistrat.packing.fuse import CopyIn, CopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.packing.wire import Cast, Wire
 from mpistrat.reduction import Fold, ReduceOp
@@ -25,7 +24,7 @@ from mpistrat.transports.base import Operation, Steps
 from mpistrat.transports.parts import Lists
 
 if TYPE_CHECKING:
-    from mpistrat.execution.executor import Executor
+    from mpistrat.execution.executor import CopySteps, Executor
 
 __all__ = ["BoundPlan", "DirectPlan"]
 
@@ -59,7 +58,7 @@ class BoundPlan:
         self._executor = executor
         self._dtype, self._op, self._layout = dtype, op, layout
         self._slots, self._slot_bytes, self._wire = slots, slot_bytes, wire
-        is_one_call = not plan.in_order and plan.num_chunks == 1 and _is_flat(plan)
+        is_one_call = executor.device is None and not plan.in_order and plan.num_chunks == 1 and _is_flat(plan)
         self.flat_count = plan.padded(plan.count) if is_one_call else 0
         self._bound: dict[tuple[int, int, int], list[list[tuple[str, Operation]]]] = {}
         self._casters: dict[tuple[int, int, int], Cast] = {}
@@ -115,18 +114,23 @@ class BoundPlan:
             yield from middle(0)
             yield from tail(0)
 
+    def unbind(self) -> None:
+        """Let go of the scratch memory; it runs no more."""
+        self._bound.clear()
+        self._turns.clear()
+
     def _chunk(self, start: int, count: int, slot: int) -> _Chunk:
         padded = self.plan.padded(count)
         buffer = self._executor.slot(slot, self._slot_bytes, padded, self._dtype)
         phases = self._operations(slot, padded, buffer, start)
         steps = [operation for operations in phases for _, operation in operations]
-        parts = [(part.start, part.stop, part.addends) for part in steps[-1].parts] if steps else [(0, padded, (buffer,))]
+        parts = steps[-1].parts if steps else []
         divisor = self.plan.world.size if self._op is ReduceOp.MEAN else 1
         chunk = _Chunk(
             slot,
             padded * self._dtype.itemsize,
-            CopyIn(self._layout, start, start + count, buffer),
-            CopyOut(self._layout, start, start + count, parts, self._op, divisor),
+            self._executor.copy_in(self._layout, start, start + count, buffer),
+            self._executor.copy_out(self._layout, start, start + count, parts, buffer, self._op, divisor),
         )
         # what crosses nodes overlaps with what comes before and after it; on one node all phases overlap with the copies
         crossing = [phase.scope is not Scope.INTRA for phase in self.plan.phases]
@@ -144,7 +148,7 @@ class BoundPlan:
                 self._executor.operations(self.plan, phase, slot, buffer, self._op, casters) for phase in self.plan.phases
             ]
             early = [part for operations in phases[:-1] for _, operation in operations for part in operation.parts]
-            lost = any(len(part.addends) > 1 or not np.may_share_memory(part.addends[0], buffer) for part in early)
+            lost = any(len(part.addends) > 1 or not self._executor.lies_in(part.addends[0], buffer) for part in early)
             assert not lost, f"{self.plan}: only the last phase may leave its result where it lies"
             self._bound[slot, padded, place] = phases
         return self._bound[slot, padded, place]
@@ -249,8 +253,8 @@ class _Chunk:
 
     slot: int
     nbytes: int
-    copy_in: CopyIn
-    copy_out: CopyOut
+    copy_in: CopySteps
+    copy_out: CopySteps
     head: list[list[tuple[str, Operation]]] = field(default_factory=list)
     middle: list[list[tuple[str, Operation]]] = field(default_factory=list)
     tail: list[list[tuple[str, Operation]]] = field(default_factory=list)

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from mpistrat import settings
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
+from mpistrat.device.base import Device
 from mpistrat.errors import TransportError
 from mpistrat.execution.bound_plan import BoundPlan, DirectPlan
+from mpistrat.execution.ladder import Transports, host_transports
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.packing.fuse import CopyIn, CopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.packing.wire import Wire
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
 from mpistrat.timeline import Timeline
-from mpistrat.transports.base import Operation, Steps, Transport, drive
+from mpistrat.transports.base import Operation, Part, Steps, Transport, drive
 from mpistrat.transports.exchange import WHOLE_SLOT_BYTES, OneBlock, exchange_bytes
-from mpistrat.transports.mpi import MpiTransport
-from mpistrat.transports.mpi_ring import MpiRingTransport
 from mpistrat.transports.mpi_world import WorldTransport
 from mpistrat.transports.ordered import Caster, ordered_all_reduce
 from mpistrat.transports.parts import Lists
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 
-__all__ = ["Executor"]
+__all__ = ["CopySteps", "Executor"]
+
+
+class CopySteps(Protocol):
+    """What copies between arrays and a bucket."""
+
+    def run(self, arrays: Sequence[Array]) -> Steps:
+        """Return the steps."""
+
 
 Casters = Callable[[int, int], Caster]
 """What casts the parts of a chunk that this rank sends beyond its node: (index of the part, elements) -> caster."""
@@ -37,10 +45,6 @@ RING_FROM_BYTES = 1 << 16
 LONE_SLOT_BYTES = 1 << 22  # a chunk that is alone, and as long as this, has one slot: memory counts for more than a short wait
 _EXCHANGE_GEOMETRY = (1, 0)  # that of no bucket
 
-TRANSPORTS: dict[str, type[Transport]] = {
-    transport.name: transport for transport in (MpiTransport, MpiRingTransport, SharedMemoryTransport)
-}
-
 
 class Executor:
     """Binds plans to the transports of one hierarchy. Making one is a collective call.
@@ -49,17 +53,18 @@ class Executor:
     ----------
     hierarchy : Hierarchy
         The groups of this rank.
+    transports : Transports, optional
+        What moves their bytes; by default what `ladder.host_transports` finds.
     """
 
-    def __init__(self, hierarchy: Hierarchy) -> None:
+    device: Device | None = None
+    """The GPU whose memory it works on; None: memory of the host."""
+
+    def __init__(self, hierarchy: Hierarchy, transports: Transports | None = None) -> None:
         self.hierarchy = hierarchy
         self.timeline = Timeline()
-        self.intra = _make(settings.INTRA_TRANSPORT.read(), ("shared_memory", "mpi"), hierarchy.intra)
-        inter = settings.INTER_TRANSPORT.read()
-        self.world = WorldTransport(hierarchy)
-        self.rails = {shard: _make(inter, ("mpi_ring", "mpi"), rail) for shard, rail in hierarchy.rails.items()}
-        self._small_rails = {shard: MpiTransport(rail) for shard, rail in hierarchy.rails.items()}
-        self._leaders = MpiTransport(hierarchy.leaders) if hierarchy.leaders else None
+        self.transports = host_transports(hierarchy) if transports is None else transports
+        self.intra, self.world, self.rails = self.transports.intra, self.transports.world, self.transports.rails
         self._arena = np.empty(0, np.uint8)
         self._marks: dict[int, int] = {}
         self._geometry: tuple[int, int] = (0, 0)
@@ -95,28 +100,29 @@ class Executor:
             Where phases go beyond the node, add in the order of the ranks and send in its dtype; by default as is fastest.
         """
         self.largest_pack_bytes = max(self.largest_pack_bytes, layout.count * dtype.itemsize)
-        if len(set(given)) == 1 and not plan.in_order and wire is None:
-            [held] = set(given)
-            scopes = {phase.scope for phase in plan.phases}
-            if scopes <= {Scope.WORLD} and layout.is_one_array and held == dtype:
-                return DirectPlan(self, plan, self.world.all_reduce_between, layout, held, op)
-            if (
-                scopes
-                and scopes <= {Scope.INTRA}
-                and isinstance(self.intra, SharedMemoryTransport)
-                and held in (dtype, *HALF_DTYPES)
-            ):
-                self._reserve(exchange_bytes(self.intra.group.size))
-                direct = DirectPlan(self, plan, self.exchange, layout, held, op)
-                is_small = layout.is_one_array and 0 < plan.num_bytes <= WHOLE_SLOT_BYTES
-                if is_small and self.intra.group.size == 2 and held == dtype:
-                    direct.at_once = self._at_once(held, plan.count, direct.fold)
-                return direct
+        direct = None if plan.in_order or wire is not None else self._direct(plan, layout, dtype, op, given)
+        if direct is not None:
+            return direct
         padded = plan.padded(min(plan.chunk_count, plan.count)) * dtype.itemsize
         slots = 1 if plan.num_chunks == 1 and padded >= LONE_SLOT_BYTES else plan.depth + 1
         slot_bytes = -(-padded // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
         self._reserve(slots * slot_bytes)
         return BoundPlan(self, plan, layout, dtype, op, slots, slot_bytes, wire)
+
+    def copy_in(self, layout: Layout, start: int, stop: int, buffer: Array) -> CopySteps:
+        """Return what copies arrays into a range of a bucket."""
+        return CopyIn(layout, start, stop, buffer)
+
+    def copy_out(
+        self, layout: Layout, start: int, stop: int, parts: Sequence[Part], buffer: Array, op: ReduceOp, divisor: int
+    ) -> CopySteps:
+        """Return what copies a range of a bucket out to arrays: from the parts of its last operation, or from the buffer."""
+        addends = [(part.start, part.stop, part.addends) for part in parts] or [(0, buffer.size, (buffer,))]
+        return CopyOut(layout, start, stop, addends, op, divisor)
+
+    def lies_in(self, array: Array, buffer: Array) -> bool:
+        """Return whether an array is memory of a buffer."""
+        return bool(np.may_share_memory(array, buffer))
 
     def slot(self, index: int, slot_bytes: int, count: int, dtype: np.dtype[Any]) -> Array:
         """Return `count` elements of the scratch memory, from the beginning of a slot."""
@@ -131,19 +137,20 @@ class Executor:
         if phase.scope is Scope.INTRA:
             ranks = self.hierarchy.intra.ranks
             bounds = [world.shards_of(member).start * shard_count for member in ranks] + [buffer.size]
-            return [(str(phase), _bind(self.intra, phase.verb, buffer, bounds, op))]
+            return [(str(phase), _bind(self._inside(phase.verb, buffer.dtype, op), phase.verb, buffer, bounds, op))]
         shards = {shard: buffer[shard * shard_count : (shard + 1) * shard_count] for shard in world.shards_of(rank)}
         if plan.in_order or casters is not None:
             return [
-                (name, _in_order(group, part, op, slot, casters and casters(index, part.size)))
+                (name, self._in_order(group, part, op, slot, casters and casters(index, part.size)))
                 for index, (name, group, part) in enumerate(self._parts_beyond_the_node(phase, buffer, shards))
             ]
         if phase.scope is Scope.INTER:
             small = shard_count * buffer.itemsize < RING_FROM_BYTES
-            rails: dict[int, Any] = dict(self._small_rails if small else self.rails)
+            rails = self.transports.small_rails if small else self.rails
             return [(f"{phase} rail {shard}", rails[shard].all_reduce(part, op, slot)) for shard, part in shards.items()]
         if phase.scope is Scope.LEADERS:
-            return [(str(phase), self._leaders.all_reduce(buffer, op))] if self._leaders else []
+            leaders = self.transports.leaders
+            return [(str(phase), leaders.all_reduce(buffer, op))] if leaders else []
         return [(str(phase), self.world.all_reduce(buffer, op))]
 
     def _parts_beyond_the_node(
@@ -188,6 +195,10 @@ class Executor:
         yield from self.intra.all_reduce_between(lists, fold)
         self._last_mark = self.intra.release()
 
+    def nccl_refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
+        """Return why NCCL does not combine such values here, or an empty text."""
+        return "these are host arrays"
+
     @property
     def window_bytes(self) -> int:
         """The scratch memory of this rank."""
@@ -197,6 +208,33 @@ class Executor:
     def rail_bytes(self) -> int:
         """What the transports between nodes hold beside it."""
         return sum(rail.scratch_bytes for rail in self.rails.values())
+
+    def _direct(
+        self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Collection[np.dtype[Any]]
+    ) -> DirectPlan | None:
+        """Return how a transport does it between the arrays themselves, or None where it must go through buckets."""
+        held, scopes = next(iter(given)), {phase.scope for phase in plan.phases}
+        if len(set(given)) > 1:
+            return None
+        if scopes <= {Scope.WORLD} and layout.is_one_array and held == dtype:
+            assert isinstance(self.world, WorldTransport), "only MPI works on arrays of the caller"
+            return DirectPlan(self, plan, self.world.all_reduce_between, layout, held, op)
+        if not (scopes == {Scope.INTRA} and isinstance(self.intra, SharedMemoryTransport) and held in (dtype, *HALF_DTYPES)):
+            return None
+        self._reserve(exchange_bytes(self.intra.group.size))
+        direct = DirectPlan(self, plan, self.exchange, layout, held, op)
+        is_small = layout.is_one_array and 0 < plan.num_bytes <= WHOLE_SLOT_BYTES
+        if is_small and self.intra.group.size == 2 and held == dtype:
+            direct.at_once = self._at_once(held, plan.count, direct.fold)
+        return direct
+
+    def _inside(self, verb: Verb, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
+        """Return what carries out a verb inside the node on such values."""
+        return self.intra
+
+    def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> Operation:
+        """Bind an all-reduce of one buffer per rank, in the order of the ranks."""
+        return ordered_all_reduce(group, [buffer], [(rank, 0) for rank in range(group.size)], buffer, op, channel, caster)
 
     def _at_once(self, dtype: np.dtype[Any], count: int, fold: Fold) -> Callable[[Array, Array], None]:
         """Return what does the same at once with one small array."""
@@ -239,17 +277,12 @@ class Executor:
             return
         self.intra.close()
         self._arena = np.empty(0, np.uint8)
-        raise refusal or TransportError("another node has too little shared memory; its ranks say how much")
+        raise refusal or TransportError("another node has too little memory; its ranks say how much")
 
     def close(self) -> None:
         """Free the scratch memory and what transports made. A collective call."""
         self.intra.close()
         self.world.close()
-
-
-def _in_order(group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> Operation:
-    """Bind an all-reduce of one buffer per rank, in the order of the ranks."""
-    return ordered_all_reduce(group, [buffer], [(rank, 0) for rank in range(group.size)], buffer, op, channel, caster)
 
 
 def _bind(transport: Transport, verb: Verb, buffer: Array, bounds: list[int], op: ReduceOp) -> Operation:
@@ -263,16 +296,3 @@ def _bind(transport: Transport, verb: Verb, buffer: Array, bounds: list[int], op
     if verb is Verb.BROADCAST:
         return transport.broadcast(buffer)
     return transport.all_reduce(buffer, op)
-
-
-def _make(wanted: str, order: Sequence[str], group: Group) -> Transport:
-    """Return the transport asked for, or with ``auto`` the first in `order` that serves the group."""
-    if wanted == "auto" and group.size == 1:
-        return MpiTransport(group)  # nothing is shared: ordinary memory will do
-    refusals = []
-    for name in order if wanted == "auto" else (wanted,):
-        reason = TRANSPORTS[name].probe(group)
-        if not reason:
-            return TRANSPORTS[name](group)
-        refusals.append(f"{name}: {reason}")
-    raise TransportError(f"group {group.name} has no usable transport ({'; '.join(refusals)}); accepted are {', '.join(order)}")

@@ -30,6 +30,10 @@ class MemoryReport:
         How many recipes are kept.
     largest_pack_bytes : int
         The most that was reduced through one buffer so far, in bytes.
+    device_bytes : int
+        The part of its GPU's memory that arrays on the GPU go through.
+    pinned_bytes : int
+        Memory of the host through which they go on to other ranks, where they do.
     """
 
     rank: int
@@ -38,11 +42,13 @@ class MemoryReport:
     recipe_bytes: int = 0
     num_recipes: int = 0
     largest_pack_bytes: int = 0
+    device_bytes: int = 0
+    pinned_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """All that is held, in bytes."""
-        return self.window_bytes + self.rail_bytes + self.recipe_bytes
+        return self.window_bytes + self.rail_bytes + self.recipe_bytes + self.device_bytes + self.pinned_bytes
 
     @property
     def ratio(self) -> float:
@@ -51,6 +57,7 @@ class MemoryReport:
 
     def __str__(self) -> str:
         held = {"window": self.window_bytes, "rails": self.rail_bytes, "recipes": self.recipe_bytes}
+        held |= {name: nbytes for name, nbytes in (("GPU", self.device_bytes), ("pinned", self.pinned_bytes)) if nbytes}
         parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in held.items())
         return (
             f"rank {self.rank} holds {format_bytes(self.total_bytes)}: {parts} ({format_count(self.num_recipes, 'recipe')}); "

@@ -106,6 +106,15 @@ class Arrival:
         """Return whether a rank has told that it comes to no call any more."""
         return self._listen()
 
+    def give_up(self) -> None:
+        """Tell all that this rank comes to no call any more."""
+        self._tell(_GONE, came=True)
+
+    @property
+    def who_gave_up(self) -> str:
+        """The ranks that have told so, by name."""
+        return self._names(sorted(self._gone))
+
     def overdue(self, what: str, seconds: float) -> DeadlineExceededError:
         """Tell all that this rank gives up a call that all have entered; return the error, with who does not answer."""
         self._tell(_GONE, came=True)

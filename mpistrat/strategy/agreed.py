@@ -5,8 +5,10 @@ from __future__ import annotations
 from mpistrat import settings
 from mpistrat.cross_device.all_reduce import HierarchicalAllReduce
 from mpistrat.cross_device.hierarchical import HierarchicalCollectives
+from mpistrat.cross_device.on_device import DeviceCollectives
 from mpistrat.cross_device.ops import CrossDeviceOps
 from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, SettingError
 from mpistrat.groups.hierarchy import Hierarchy
 
@@ -75,8 +77,13 @@ def agreed_collectives(
         If a setting cannot be read here.
     AgreementError
         On the other ranks then, and on all where a setting differs that must be shared.
+    TransportError
+        On all ranks, if the settings name a transport that does not serve on one node.
     """
     try:
+        device = bound_device()
+        if device is not None:
+            return DeviceCollectives(hierarchy, device, options, num_packs)
         return HierarchicalCollectives(hierarchy, options, num_packs)
     except Exception:
         hierarchy.close()

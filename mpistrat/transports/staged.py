@@ -35,7 +35,7 @@ class StagedTransport(Transport):
     make_host : callable
         Makes the transport that moves the bytes between hosts: one that leaves results in place, and keeps channels apart.
     chunk_bytes : int
-        What a slot holds.
+        What a slot holds at most.
     """
 
     name = "staged"
@@ -88,6 +88,18 @@ class StagedTransport(Transport):
         """Bind the host transport's broadcast, chunk by chunk."""
         return self._bind(buffer, 0, self._at(root), _all, lambda part, first: self._host.broadcast(part, root))
 
+    def around(self, buffer: DeviceArray, bind: Callable[[Any], Operation]) -> Operation:
+        """Bind an operation of host memory: it gets the whole buffer at once, and what it makes of that is copied back."""
+        slot = self._device.pinned(buffer.nbytes).view(buffer.dtype)
+        operation, move = bind(slot), self._move(buffer, slot, 0, 0, buffer.size)
+        chunk = _Chunk(operation, move, move)
+        return Operation(lambda: self._run([chunk]), [Part(0, buffer.size, (buffer,))], slot.nbytes + operation.scratch_bytes)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The pinned slots of all channels."""
+        return sum(slot.nbytes for slots in self._slots.values() for slot in slots)
+
     def _own(self, bounds: Sequence[int]) -> _Range:
         def own(first: int, stop: int) -> tuple[int, int]:
             return min(max(first, bounds[self.group.rank]), stop), min(max(first, bounds[self.group.rank + 1]), stop)
@@ -101,7 +113,7 @@ class StagedTransport(Transport):
         self, buffer: DeviceArray, channel: int, given: _Range, promised: _Range, bind: Callable[[Any, int], Operation]
     ) -> Operation:
         """Bind a verb: `given` and `promised` say what of a range this rank puts in and gets out."""
-        slots = self._slots_of(channel)
+        slots = self._slots_of(channel, buffer.nbytes)
         per_chunk = max(1, self._chunk_bytes // buffer.dtype.itemsize)
         chunks = []
         for index, first in enumerate(range(0, buffer.size, per_chunk)):
@@ -112,9 +124,11 @@ class StagedTransport(Transport):
             chunks.append(_Chunk(bind(slot, first), *moves))
         return Operation(lambda: self._run(chunks), [Part(0, buffer.size, (buffer,))])
 
-    def _slots_of(self, channel: int) -> list[Any]:
-        if channel not in self._slots:
-            self._slots[channel] = [self._device.pinned(self._chunk_bytes) for _ in range(NUM_SLOTS)]
+    def _slots_of(self, channel: int, nbytes: int) -> list[Any]:
+        """Return the slots of a channel: no longer than its longest buffer so far."""
+        needed = max(1, min(nbytes, self._chunk_bytes))
+        if channel not in self._slots or self._slots[channel][0].nbytes < needed:
+            self._slots[channel] = [self._device.pinned(needed) for _ in range(NUM_SLOTS)]
         return self._slots[channel]
 
     def _move(self, buffer: DeviceArray, slot: Any, first: int, start: int, stop: int) -> _Move:

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HostKernels", "missing"]
+__all__ = ["HostKernels", "missing", "text"]
 
 _SHIM = """
 #define __global__
@@ -41,6 +41,11 @@ def missing() -> str:
     return "" if shutil.which("g++") else "missing the C++ compiler g++; apt-get install g++"
 
 
+def text() -> str:
+    """Return what the kernels are compiled from."""
+    return _SHIM + (files("mpistrat.device") / "kernels.cu").read_text()
+
+
 class HostKernels:
     """The kernels as `build` has left them in a folder: instances of `move_segments` and of `fold_peers`, by name."""
 
@@ -52,14 +57,14 @@ class HostKernels:
     @staticmethod
     def build(folder: Path, moves: Sequence[str], folds: Sequence[str]) -> None:
         """Compile the kernels into a library."""
-        text = _SHIM + (files("mpistrat.device") / "kernels.cu").read_text()
+        source_text = text()
         for index, kernel in enumerate(moves):
             source, _, _ = kernel.removeprefix("move_segments<").partition(", ")
-            text += _MOVE.format(name=index, source=source, kernel=kernel)
+            source_text += _MOVE.format(name=index, source=source, kernel=kernel)
         for index, kernel in enumerate(folds):
             dtype, _, _ = kernel.removeprefix("fold_peers<").rpartition(", ")
-            text += _FOLD.format(name=index, dtype=dtype, kernel=kernel)
-        (folder / "kernels.cpp").write_text(text)
+            source_text += _FOLD.format(name=index, dtype=dtype, kernel=kernel)
+        (folder / "kernels.cpp").write_text(source_text)
         command = ["g++", "-O0", "-std=c++17", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
         subprocess.run([*command, "kernels.cpp", "-o", "kernels.so"], check=True, cwd=folder)
 

@@ -130,6 +130,7 @@ class StandInDevice(Device):
         self.streams: list[_Stream] = []
         # CUDA frees no memory that work under way still needs: it waits for the device
         self._memory: list[np.ndarray] = []
+        self._lock = threading.RLock()
         self._computing = self.stream()
         self._current: dict[int, Stream] = {threading.get_ident(): self._computing}
         self._paths: dict[int, str] = {}
@@ -197,8 +198,9 @@ class StandInDevice(Device):
                 self._current[thread] = before
 
     def progress(self) -> None:
-        for _ in range(self._random.randrange(WORK_PER_POLL + 1)):
-            self._random.choice(self.streams).advance()
+        with self._lock:  # the engine polls while the program does
+            for _ in range(self._random.randrange(WORK_PER_POLL + 1)):
+                self._random.choice(self.streams).advance()
 
     def put(self, target: StandInArray, values: np.ndarray) -> None:
         """Let the current stream write values, some time."""

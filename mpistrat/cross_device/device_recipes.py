@@ -1,0 +1,126 @@
+"""Recipes for arrays on a GPU, and for calls of which some arrays are there and some in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mpistrat.algorithms.choose import Choice, choose
+from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
+from mpistrat.algorithms.cost import ON_DEVICE
+from mpistrat.arrays import Array, is_on_device
+from mpistrat.cross_device.explanation import Explanation, Pack
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.cross_device.recipe import Bucket, Recipe
+from mpistrat.cross_device.recipe_book import RecipeBook
+from mpistrat.execution.device_executor import DeviceExecutor
+from mpistrat.execution.memory import MemoryReport
+from mpistrat.reduction import ReduceOp
+
+__all__ = ["DeviceRecipes", "MixedRecipes"]
+
+
+class DeviceRecipes(RecipeBook):
+    """Makes the recipes of an executor of device memory, and keeps the last ones.
+
+    Parameters
+    ----------
+    executor : DeviceExecutor
+        Binds the plans.
+    say : callable
+        Is told which plan was chosen, and why.
+    """
+
+    def __init__(self, executor: DeviceExecutor, say: Callable[[str], None]) -> None:
+        super().__init__(executor, say, ON_DEVICE)
+        self._device_executor = executor
+        self._chunk_bytes = self._chunk_bytes or DEVICE_CHUNK_BYTES
+
+    def memory(self) -> MemoryReport:
+        """Return what the executor and the recipes hold."""
+        held = super().memory()
+        return replace(held, window_bytes=0, device_bytes=held.window_bytes, pinned_bytes=self._device_executor.pinned_bytes)
+
+    def _best(self, count: int, itemsize: int, algorithm: str, wire_itemsize: int) -> Choice:
+        # inside a node NCCL knows better than we do which way an all-reduce goes
+        return choose(
+            self._world, count, itemsize, algorithm, self._chunk_bytes, self.model, wire_itemsize, is_whole_inside=True
+        )
+
+
+class MixedRecipes:
+    """The recipes of both kinds of memory: those for host memory come first in a call, on all ranks.
+
+    Parameters
+    ----------
+    host : RecipeBook
+        For arrays in host memory.
+    device : DeviceRecipes
+        For arrays on the GPU.
+    """
+
+    def __init__(self, host: RecipeBook, device: DeviceRecipes) -> None:
+        self._host, self._device = host, device
+        self.model = device.model
+
+    def find(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Recipe:
+        """Return the recipe for arrays like these: see `RecipeBook.find`. A collective call where there is none yet."""
+        found = Recipe()
+        for book, indices in self._split(arrays):
+            recipe = book.find(op, [arrays[index] for index in indices], options, num_packs)
+            if len(indices) == len(arrays):
+                return recipe
+            found += [Bucket(tuple(indices[index] for index in bucket.indices), bucket.bound) for bucket in recipe]
+        return found
+
+    def explain(self, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Explanation:
+        """Return what a sum of arrays like these does: see `RecipeBook.explain`."""
+        parts = [
+            (book.explain([arrays[index] for index in indices], options, num_packs), indices)
+            for book, indices in self._split(arrays)
+        ]
+        if len(parts) == 1:
+            return parts[0][0]
+        packs = [
+            Pack(tuple(indices[index] for index in pack.indices), pack.dtype, pack.choice, pack.model)
+            for part, indices in parts
+            for pack in part.packs
+        ]
+        return Explanation(parts[0][0].world, tuple(packs), self.model)
+
+    def check(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> None:
+        """Check that arrays can be combined as the options say: see `RecipeBook.check`."""
+        for book, indices in self._split(arrays):
+            book.check(op, [arrays[index] for index in indices], options)
+
+    def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
+        """Return the plan, and why, for an all-reduce of `count` elements on the GPU: a sum."""
+        return self._device.choose(count, dtype, options)
+
+    def memory(self) -> MemoryReport:
+        """Return what executors and recipes hold."""
+        host, device = self._host.memory(), self._device.memory()
+        return replace(
+            device,
+            window_bytes=host.window_bytes,
+            rail_bytes=host.rail_bytes,
+            recipe_bytes=host.recipe_bytes + device.recipe_bytes,
+            num_recipes=host.num_recipes + device.num_recipes,
+            largest_pack_bytes=max(host.largest_pack_bytes, device.largest_pack_bytes),
+        )
+
+    def clear(self) -> None:
+        """Forget all recipes."""
+        self._host.clear()
+        self._device.clear()
+
+    def _split(self, arrays: Sequence[Array]) -> list[tuple[RecipeBook, list[int]]]:
+        """Return which arrays go by which book; where there are none, none by that of the GPU."""
+        on_device = [index for index, array in enumerate(arrays) if is_on_device(array)]
+        if len(on_device) in (0, len(arrays)):
+            return [(self._device if on_device or not arrays else self._host, list(range(len(arrays))))]
+        on_host = [index for index, array in enumerate(arrays) if not is_on_device(array)]
+        return [(self._host, on_host), (self._device, on_device)]

@@ -1,0 +1,248 @@
+"""DeviceCollectives: the collectives of replicas that compute on GPUs.
+
+Arrays on the GPU are combined there: see `execution.device_executor`. Arrays in host memory, such as numbers, go the way of
+the host, also beside others in one call. Verbs that only move arrays copy those on the GPU to the host first, and what comes
+back to the GPU.
+
+File law: the short ways tell arrays apart by shape and dtype alone, so arrays on the GPU never get there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from mpistrat.arrays import Array, is_on_device
+from mpistrat.cross_device.arguments import apart, check_out
+from mpistrat.cross_device.device_recipes import DeviceRecipes, MixedRecipes
+from mpistrat.cross_device.gate import Call
+from mpistrat.cross_device.hierarchical import HierarchicalCollectives
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.cross_device.recipe import Recipe
+from mpistrat.cross_device.recipe_book import RecipeBook
+from mpistrat.device.base import Device, Event, address
+from mpistrat.errors import InvalidArgumentError, TransportError, UnavailableError
+from mpistrat.execution.device_executor import DeviceExecutor
+from mpistrat.execution.work import Work
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.reduction import ReduceOp
+from mpistrat.transports.base import WAITING, Steps
+
+__all__ = ["DeviceCollectives"]
+
+_POLLS_PER_LOOK = 256
+
+
+class DeviceCollectives(HierarchicalCollectives):
+    """Collectives over all ranks of a hierarchy, each of which has a GPU. Making one is a collective call.
+
+    Parameters
+    ----------
+    hierarchy : Hierarchy
+        The groups to work on; `close` frees them too.
+    device : Device
+        Of this rank.
+    options : CommunicationOptions, optional
+        As for `HierarchicalCollectives`.
+    num_packs : int, optional
+        Likewise.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If `num_packs` is negative.
+    TransportError
+        On all ranks, if the settings name a transport that does not serve on one node.
+    """
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        device: Device,
+        options: CommunicationOptions | None = None,
+        num_packs: int | None = None,
+    ) -> None:
+        self._device = device
+        super().__init__(hierarchy, options, num_packs)
+        self._on_device = DeviceExecutor(self._executor, device)
+        host = self._recipes
+        assert isinstance(host, RecipeBook), "these are the recipes of the host"
+        self._recipes = MixedRecipes(host, DeviceRecipes(self._on_device, self._say))
+        self._stream = device.stream()
+        self._say(f"arrays on GPUs: {self.path}")
+
+    @property
+    def path(self) -> str:
+        """Which transports arrays on GPUs take, and why not faster ones."""
+        transports = self._on_device.transports
+        return transports.path + (f" ({transports.why})" if transports.why else "")
+
+    def all_reduce(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions | None = None,
+        out: Sequence[Array] | None = None,
+    ) -> list[Array]:
+        """Combine each array across replicas: see `Collectives.all_reduce`. A collective call.
+
+        Results on the GPU are there when the caller's current stream gets to what is put on it next.
+        """
+        if not any(map(is_on_device, arrays)):
+            return super().all_reduce(op, arrays, options, out)
+        with self._device.activate():
+            call, steps, results = self._begin(op, arrays, options, out)
+            self._gate.run(call, steps)
+            return results
+
+    def all_reduce_again(self, op: ReduceOp, arrays: Sequence[Array]) -> list[Array] | None:
+        """Combine arrays in host memory like earlier ones: see `Collectives.all_reduce_again`. A collective call."""
+        return None if any(map(is_on_device, arrays)) else super().all_reduce_again(op, arrays)
+
+    def start_all_reduce(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions | None = None,
+        out: Sequence[Array] | None = None,
+        structure: object = None,
+    ) -> Work[list[Array]]:
+        """Start what `all_reduce` does: see `Collectives.start_all_reduce`. A collective call.
+
+        It begins after what the caller's current stream has been given so far; when it has ended, its results are there for
+        every stream.
+        """
+        with self._device.activate():
+            return super().start_all_reduce(op, arrays, options, out, structure)
+
+    def reduce_scatter(self, op: ReduceOp, array: Array, axis: int = 0, options: CommunicationOptions | None = None) -> Array:
+        """Combine arrays, and take this replica's part: see `Collectives.reduce_scatter`. A collective call."""
+        with self._device.activate():
+            return super().reduce_scatter(op, array, axis, options)
+
+    def all_gather(self, array: Array, axis: int = 0, options: CommunicationOptions | None = None) -> Array:
+        """Concatenate along `axis`, in replica order: see `Collectives.all_gather`. A collective call."""
+        return self._up(array, super().all_gather(self._down(array), axis, options))
+
+    def gather(self, array: Array, root: int = 0, options: CommunicationOptions | None = None) -> list[Array] | None:
+        """Collect the arrays of all replicas on one: see `Collectives.gather`. A collective call."""
+        arrived = super().gather(self._down(array), root, options)
+        return arrived and [self._up(array, one) for one in arrived]
+
+    def all_to_all(self, arrays: Sequence[Array], options: CommunicationOptions | None = None) -> list[Array]:
+        """Send an array to each replica: see `Collectives.all_to_all`. A collective call."""
+        arrived = super().all_to_all(list(map(self._down, arrays)), options)
+        return [self._up(array, one) for array, one in zip(arrays, arrived, strict=True)]
+
+    def broadcast(self, array: Array, root: int = 0, options: CommunicationOptions | None = None) -> Array:
+        """Return the array of replica `root`: see `Collectives.broadcast`. A collective call."""
+        return self._up(array, super().broadcast(self._down(array), root, options))
+
+    def close(self) -> None:
+        """Free the scratch memory and the communicators: see `HierarchicalCollectives.close`. A collective call."""
+        self._gate.settle()
+        if not self._gate.is_broken():
+            self._recipes.clear()
+            self._on_device.close()
+        super().close()
+
+    def _landing(self, arrays: Sequence[Array], out: Sequence[Array] | None) -> tuple[list[Array], Sequence[Array]]:
+        if out is not None:
+            results = self._check_out(out, arrays)
+            return results, apart(arrays, results, _span)
+        try:
+            return [self._empty(array) for array in arrays], arrays
+        except MemoryError as error:
+            self._gate.give_up()
+            raise TransportError(
+                f"rank {self.rank}: no memory for the results ({error}); pass out=, or smaller arrays, or free some of CuPy's: "
+                "cupy.get_default_memory_pool().free_all_blocks()"
+            ) from None
+
+    def _empty(self, array: Array) -> Array:
+        if not is_on_device(array):
+            return super()._empty(array)
+        empty: Array = self._device.array_module.empty(array.shape, array.dtype)
+        return empty
+
+    def _part(self, total: Array, axis: int) -> Array:
+        if not is_on_device(total):
+            return super()._part(total, axis)
+        axis %= total.ndim
+        least, longer = divmod(total.shape[axis], self.size)
+        start = self.rank * least + min(self.rank, longer)
+        stop = start + least + (self.rank < longer)
+        part: Array = total[(slice(None),) * axis + (slice(start, stop),)].copy()
+        return part
+
+    def _check_out(self, out: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
+        results = check_out(out, arrays)
+        for target, array in zip(results, arrays, strict=True):
+            if is_on_device(target) != is_on_device(array):
+                where = ["in host memory", "on a GPU"][:: -1 if is_on_device(array) else 1]
+                raise InvalidArgumentError(f"out must lie where the array does: the array is {where[0]}, out {where[1]}")
+        return results
+
+    def _steps(self, recipe: Recipe, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
+        steps = super()._steps(recipe, sources, results)
+        return self._watched(steps) if any(map(is_on_device, results)) else steps
+
+    def _job(
+        self, call: Call, op: ReduceOp, arrays: list[Array], results: list[Array], num_packs: int | None
+    ) -> Callable[[], list[Array]]:
+        carry_out = super()._job(call, op, arrays, results, num_packs)
+        if not any(map(is_on_device, arrays)):
+            return carry_out
+        given = self._device.current_stream().record()
+
+        def after_given() -> list[Array]:
+            with self._device.activate(self._stream):
+                self._stream.wait(given)
+                carry_out()
+                self._gate.run(call, self._watched(_until(self._stream.record())))
+            return results
+
+        return after_given
+
+    def _watched(self, steps: Steps) -> Steps:
+        """Go through steps on GPUs; no rank is left with a kernel that waits for another one that has failed."""
+        waits = 0
+        try:
+            for worked in steps:
+                waits = 0 if worked else waits + 1
+                if waits and waits % _POLLS_PER_LOOK == 0 and self._gate.is_broken():
+                    raise UnavailableError(f"rank {self.rank}: {self._gate.who_gave_up} gave up a collective on GPUs")
+                yield worked
+        except GeneratorExit:  # the deadline has passed: who gives up tells the others by itself
+            self._on_device.abort("a deadline has passed")
+            raise
+        except Exception as error:
+            self._on_device.abort(f"{type(error).__name__}: {error}")
+            self._gate.give_up()
+            raise
+
+    def _down(self, array: Array) -> Array:
+        """Return an array in host memory."""
+        if not is_on_device(array):
+            return array
+        with self._device.activate():
+            return self._device.get(array)
+
+    def _up(self, original: Array, result: Array) -> Array:
+        """Return what came of an array where that is."""
+        if not is_on_device(original):
+            return result
+        with self._device.activate():
+            copied: Array = self._device.array_module.asarray(result)
+            return copied
+
+
+def _until(event: Event) -> Steps:
+    while not event.done():
+        yield WAITING
+
+
+def _span(array: Array) -> tuple[int, int]:
+    """Return where the memory of an array begins and ends, wherever it is."""
+    first = address(array) if is_on_device(array) else int(array.__array_interface__["data"][0])
+    reach = [(extent - 1) * stride for extent, stride in zip(array.shape, array.strides, strict=True)]
+    return first + sum(min(step, 0) for step in reach), first + sum(max(step, 0) for step in reach) + array.itemsize

@@ -1,0 +1,177 @@
+"""DeviceExecutor: plans on memory of a GPU, by transports that work on it.
+
+File law: arrays are copied on the caller's current stream, and transports order themselves after it. What is done by the end
+of a plan is on that stream; no other one is waited for by the host, unless peers read this rank's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+
+from mpistrat.algorithms.plan import Plan, Verb
+from mpistrat.arrays import Array
+from mpistrat.device.base import Device, Event, address
+from mpistrat.execution.bound_plan import BoundPlan, DirectPlan
+from mpistrat.execution.executor import CopySteps, Executor
+from mpistrat.execution.ladder import DeviceTransports, device_transports
+from mpistrat.groups.group import Group
+from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
+from mpistrat.packing.layout import Layout
+from mpistrat.packing.wire import Wire
+from mpistrat.reduction import ReduceOp
+from mpistrat.transports.base import WAITING, Operation, Part, Steps, Transport
+from mpistrat.transports.cuda_ipc import CudaIpcTransport
+from mpistrat.transports.nccl import NcclTransport
+from mpistrat.transports.ordered import Caster, ordered_all_reduce
+from mpistrat.transports.staged import StagedTransport
+
+__all__ = ["DeviceExecutor"]
+
+_REDUCING = (Verb.ALL_REDUCE, Verb.REDUCE_SCATTER, Verb.REDUCE)
+
+
+class DeviceExecutor(Executor):
+    """Binds plans to transports of device memory. Making one is a collective call.
+
+    Parameters
+    ----------
+    host : Executor
+        Of the same hierarchy: what device memory is staged over, and the timeline.
+    device : Device
+        Of this rank.
+
+    Raises
+    ------
+    TransportError
+        On all ranks, if the settings name a transport that does not serve on one node.
+    """
+
+    transports: DeviceTransports
+
+    def __init__(self, host: Executor, device: Device) -> None:
+        super().__init__(host.hierarchy, device_transports(host.hierarchy, device, host.transports))
+        self.device, self._device, self.timeline = device, device, host.timeline
+        # memory of peers must not be mapped any more when they free it
+        self._bound: WeakSet[BoundPlan] = WeakSet()
+        self._peers_read = isinstance(self.intra, CudaIpcTransport)
+        self._copied_out: Event | None = None
+        self._copied_on = 0
+
+    def bind(
+        self,
+        plan: Plan,
+        layout: Layout,
+        dtype: np.dtype[Any],
+        op: ReduceOp,
+        given: Collection[np.dtype[Any]],
+        wire: Wire | None = None,
+    ) -> BoundPlan | DirectPlan:
+        """Prepare `plan` for buckets of `layout`: see `Executor.bind`. A collective call."""
+        bound = super().bind(plan, layout, dtype, op, given, wire)
+        assert isinstance(bound, BoundPlan), "arrays on a device go through buckets"
+        self._bound.add(bound)
+        return bound
+
+    def copy_in(self, layout: Layout, start: int, stop: int, buffer: Array) -> CopySteps:
+        """Return what copies arrays into a range of a bucket, when it has been copied out to its end."""
+        return _Before(self._follow, DeviceCopyIn(self._device, layout, start, stop, buffer))
+
+    def copy_out(
+        self, layout: Layout, start: int, stop: int, parts: Sequence[Part], buffer: Array, op: ReduceOp, divisor: int
+    ) -> CopySteps:
+        """Return what copies a range of a bucket out to arrays, and waits for that where peers may write there next."""
+        assert all(len(part.addends) == 1 for part in parts), "transports of device memory combine by themselves"
+        sources = [(part.start, part.stop, part.addends[0]) for part in parts] or [(0, buffer.size, buffer)]
+        return _After(DeviceCopyOut(self._device, layout, start, stop, sources, divisor), self._note_copied)
+
+    def lies_in(self, array: Array, buffer: Array) -> bool:
+        """Return whether an array is memory of a buffer."""
+        return address(buffer) <= address(array) < address(buffer) + buffer.nbytes
+
+    def nccl_refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
+        """Return which nodes do not use NCCL, and why, or what it does not combine, or an empty text."""
+        return self.transports.lacks_nccl or self.intra.refusal(dtype, op)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """The memory of the host that device memory is staged through."""
+        of_groups = (self.world, self.intra, self.transports.intra_by_host, self.transports.leaders)
+        every = [*of_groups, *self.rails.values(), *self.transports.small_rails.values()]
+        return sum(transport.scratch_bytes for transport in every if isinstance(transport, StagedTransport))
+
+    @property
+    def rail_bytes(self) -> int:
+        """None beside what is pinned: host transports land where they always do."""
+        return 0
+
+    def abort(self, reason: str) -> None:
+        """Give up what NCCL has under way: its kernels would wait for peers for ever. The peers must do likewise."""
+        if isinstance(self.intra, NcclTransport):
+            self.intra.abort(reason)
+
+    def close(self) -> None:
+        """Free the scratch memory. A collective call."""
+        self._unbind()
+        self.intra.close()
+
+    def _direct(self, *_: object) -> None:
+        """Return None: all goes through buckets."""
+
+    def _inside(self, verb: Verb, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
+        """Return the transport inside the node, or where it does not combine such values one through the host."""
+        by_host = self.transports.intra_by_host
+        return by_host if by_host and verb in _REDUCING and self.intra.refusal(dtype, op) else self.intra
+
+    def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> Operation:
+        """Bind what the host does, between copies of the whole buffer."""
+        assert isinstance(self.world, StagedTransport), "MPI adds in memory of the host"
+        order = [(rank, 0) for rank in range(group.size)]
+        return self.world.around(buffer, lambda whole: ordered_all_reduce(group, [whole], order, whole, op, channel, caster))
+
+    def _reserve(self, nbytes: int) -> None:
+        if nbytes > self._arena.nbytes:
+            self._unbind()
+        super()._reserve(nbytes)
+
+    def _unbind(self) -> None:
+        for bound in self._bound:
+            bound.unbind()
+        self._bound.clear()
+
+    def _follow(self) -> None:
+        """Let the current stream wait for the last copies out, if another one made them."""
+        stream = self._device.current_stream()
+        if self._copied_out is not None and stream.pointer != self._copied_on:
+            stream.wait(self._copied_out)
+
+    def _note_copied(self) -> Steps:
+        stream = self._device.current_stream()
+        self._copied_out, self._copied_on = stream.record(), stream.pointer
+        while self._peers_read and not self._copied_out.done():
+            yield WAITING
+
+
+class _Before:
+    """Something to be done before arrays are copied."""
+
+    def __init__(self, act: Callable[[], None], copy: CopySteps) -> None:
+        self._act, self._copy = act, copy
+
+    def run(self, arrays: Sequence[Array]) -> Steps:
+        self._act()
+        return self._copy.run(arrays)
+
+
+class _After:
+    """Steps to be taken after arrays are copied."""
+
+    def __init__(self, copy: CopySteps, steps: Callable[[], Steps]) -> None:
+        self._copy, self._steps = copy, steps
+
+    def run(self, arrays: Sequence[Array]) -> Steps:
+        yield from self._copy.run(arrays)
+        yield from self._steps()

@@ -1,0 +1,230 @@
+"""Ladder: which transports serve the groups of a rank: those that are named, or the first ones that can, and why.
+
+File law: the ranks of a group take one transport: what one of them lacks none takes, and what one raises all do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mpistrat import settings
+from mpistrat.device.base import Device
+from mpistrat.device.binding import bound_device
+from mpistrat.errors import TransportError
+from mpistrat.groups.group import Group
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.transports.base import Transport
+from mpistrat.transports.cuda_ipc import CudaIpcTransport
+from mpistrat.transports.mpi import MpiTransport
+from mpistrat.transports.mpi_ring import MpiRingTransport
+from mpistrat.transports.mpi_world import WorldTransport
+from mpistrat.transports.nccl import NcclTransport
+from mpistrat.transports.shared_memory import SharedMemoryTransport
+from mpistrat.transports.staged import StagedTransport
+
+__all__ = ["DEVICE_TRANSPORTS", "TRANSPORTS", "DeviceTransports", "Transports", "device_transports", "host_transports"]
+
+TRANSPORTS: dict[str, type[Transport]] = {
+    transport.name: transport for transport in (MpiTransport, MpiRingTransport, SharedMemoryTransport)
+}
+
+
+class _OnDevice(Protocol):
+    """What makes a transport of device memory."""
+
+    def __call__(self, group: Group, device: Device) -> Transport: ...
+
+    def probe(self, group: Group) -> str: ...
+
+
+DEVICE_TRANSPORTS: dict[str, _OnDevice] = {
+    transport.name: transport for transport in (NcclTransport, CudaIpcTransport, StagedTransport)
+}
+
+_INTRA, _INTER = ("shared_memory", "mpi"), ("mpi_ring", "mpi")
+_INTRA_ON_DEVICE = ("nccl", "cuda_ipc", "staged")
+_TRIAL_BYTES = 4096
+
+
+@dataclass
+class Transports:
+    """What moves the bytes of one rank's groups.
+
+    Attributes
+    ----------
+    intra, world : Transport
+        Of the ranks of this node, and of all.
+    rails, small_rails : mapping of int to Transport
+        Of each rail of this rank: for large buffers, and for small ones.
+    leaders : Transport or None
+        Of the leaders; None on other ranks.
+    """
+
+    intra: Transport
+    world: Transport
+    rails: Mapping[int, Transport] = field(default_factory=dict)
+    small_rails: Mapping[int, Transport] = field(default_factory=dict)
+    leaders: Transport | None = None
+
+
+@dataclass
+class DeviceTransports(Transports):
+    """What moves the bytes of device memory.
+
+    Attributes
+    ----------
+    intra_by_host : Transport or None
+        Inside the node, for values that `intra` does not combine.
+    path : str
+        What was taken on all nodes, in words; the same on all ranks.
+    why : str
+        Why nothing faster was.
+    lacks_nccl : str
+        Which nodes of several ranks do not use NCCL, and why; empty where all do. The same on all ranks.
+    """
+
+    intra_by_host: Transport | None = None
+    path: str = ""
+    why: str = ""
+    lacks_nccl: str = ""
+
+
+def host_transports(hierarchy: Hierarchy) -> Transports:
+    """Return what moves memory of the host. A collective call.
+
+    Raises
+    ------
+    TransportError
+        If the settings name a transport that does not serve, or one of device memory where ranks compute on CPUs.
+    """
+    intra = _on_host(settings.INTRA_TRANSPORT, _INTRA)
+    inter = _on_host(settings.INTER_TRANSPORT, _INTER)
+    return Transports(
+        _make(intra, _INTRA, hierarchy.intra),
+        WorldTransport(hierarchy),
+        {shard: _make(inter, _INTER, rail) for shard, rail in hierarchy.rails.items()},
+        {shard: MpiTransport(rail) for shard, rail in hierarchy.rails.items()},
+        MpiTransport(hierarchy.leaders) if hierarchy.leaders else None,
+    )
+
+
+def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) -> DeviceTransports:
+    """Return what moves memory of this rank's device. A collective call.
+
+    Parameters
+    ----------
+    hierarchy : Hierarchy
+        The groups.
+    device : Device
+        Of this rank.
+    host : Transports
+        What device memory is staged over.
+
+    Raises
+    ------
+    TransportError
+        On all ranks, if the settings name a transport that does not serve on one node.
+    """
+    intra, refusals = _inside_node(hierarchy.intra, device)
+    is_alone = hierarchy.intra.size == 1
+    node = hierarchy.world.nodes[hierarchy.place.node_index].name
+    answers = hierarchy.world_group.comm.allgather((node, intra.name if intra else "", is_alone, "; ".join(refusals)))
+    refused = {name: text for name, taken, _, text in answers if not taken}
+    if refused:
+        listed = "; ".join(f"{name}: {text}" for name, text in refused.items())
+        accepted = ", ".join(("auto", *_INTRA_ON_DEVICE, "mpi"))
+        raise TransportError(
+            f"{settings.INTRA_TRANSPORT.name}={settings.INTRA_TRANSPORT.read()} cannot move memory of GPUs here: {listed}. "
+            f"Accepted are {accepted}"
+        )
+    assert intra is not None, "what is refused here was refused to all"
+    over = {shard: rail.name for shard, rail in host.rails.items()}
+    taken = {name: transport for name, transport, alone, _ in answers if not alone}
+    return DeviceTransports(
+        intra,
+        StagedTransport(hierarchy.world_group, device, lambda _: host.world),
+        {shard: _staged(hierarchy.rails[shard], device, rail) for shard, rail in host.rails.items()},
+        {shard: _staged(hierarchy.rails[shard], device, rail) for shard, rail in host.small_rails.items()},
+        _staged(hierarchy.leaders, device, host.leaders) if hierarchy.leaders and host.leaders else None,
+        StagedTransport(hierarchy.intra, device),
+        _path(taken, f"staged over {next(iter(over.values()))}" if over else ""),
+        next((text for _, _, _, text in answers if text), ""),
+        "; ".join(
+            f"{name} uses {transport}{f' ({text})' if text else ''}"
+            for name, transport, text in dict.fromkeys((n, t, text) for n, t, alone, text in answers if not alone)
+            if transport != NcclTransport.name
+        ),
+    )
+
+
+def _inside_node(group: Group, device: Device) -> tuple[Transport | None, list[str]]:
+    """Return what serves the ranks of a node, if anything does, and why what comes before it does not."""
+    wanted = settings.INTRA_TRANSPORT.read()
+    if wanted == "mpi":
+        return StagedTransport(group, device, MpiTransport), []
+    if wanted not in ("auto", *_INTRA_ON_DEVICE):
+        return None, [f"{wanted} moves memory of the host"]
+    order = [name for name in _INTRA_ON_DEVICE if group.size > 1 or name != NcclTransport.name]
+    refusals: list[str] = []
+    for name in order if wanted == "auto" else (wanted,):
+        transport, reason = _try(name, group, device)
+        if transport is not None:
+            return transport, refusals
+        refusals.append(f"{name}: {reason}")
+    return None, refusals
+
+
+def _try(name: str, group: Group, device: Device) -> tuple[Transport | None, str]:
+    """Return a transport that all ranks of a group have made and got memory from, or why they have not."""
+    kind = DEVICE_TRANSPORTS[name]
+    reason = next(filter(None, group.comm.allgather(kind.probe(group))), "")
+    if reason:
+        return None, reason
+    try:
+        transport = kind(group, device)
+        transport.allocate(_TRIAL_BYTES)
+        transport.close()
+    except TransportError as error:
+        return None, str(error)
+    return transport, ""
+
+
+def _staged(group: Group, device: Device, host: Transport) -> Transport:
+    return StagedTransport(group, device, lambda _: host)
+
+
+def _path(taken: Mapping[str, str], between: str) -> str:
+    """Return which transports were taken, in words."""
+    kinds = set(taken.values())
+    inside = (
+        f"{kinds.pop()} inside nodes" if len(kinds) == 1 else ", ".join(f"{kind} in {node}" for node, kind in taken.items())
+    )
+    return ", ".join(filter(None, (inside, f"{between} between nodes" if between else ""))) or "one rank: nothing is sent"
+
+
+def _on_host(setting: settings.Setting[str], order: Sequence[str]) -> str:
+    """Return which transport of host memory a setting asks for: auto, where it names one of device memory."""
+    wanted = setting.read()
+    if wanted == "auto" or wanted in order:
+        return wanted
+    if bound_device() is None:
+        raise TransportError(
+            f"{setting.name}={wanted} moves memory of GPUs, and these ranks compute on CPUs; accepted are auto, "
+            f"{', '.join(order)}"
+        )
+    return "auto"
+
+
+def _make(wanted: str, order: Sequence[str], group: Group) -> Transport:
+    """Return the transport asked for, or with ``auto`` the first in `order` that serves the group."""
+    if wanted == "auto" and group.size == 1:
+        return MpiTransport(group)  # nothing is shared: ordinary memory will do
+    refusals = []
+    for name in order if wanted == "auto" else (wanted,):
+        reason = TRANSPORTS[name].probe(group)
+        if not reason:
+            return TRANSPORTS[name](group)
+        refusals.append(f"{name}: {reason}")
+    raise TransportError(f"group {group.name} has no usable transport ({'; '.join(refusals)}); accepted are {', '.join(order)}")

@@ -1,0 +1,101 @@
+"""A rank that computes on a stand-in device: kernels built once on a machine, the device bound, NCCL stood in for."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import numpy as np
+import pytest
+
+from mpistrat.device import binding
+from mpistrat.device.kernels import TYPES, fold_kernel, move_kernel
+from mpistrat.errors import UnsupportedDtypeError
+from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
+from mpistrat.topology.world import World
+from tests.gpu import on_host
+from tests.gpu.stand_in import StandInDevice
+from tests.gpu.stand_in_nccl import StandInNccl
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["all_kernels", "stand_in"]
+
+
+@contextmanager
+def stand_in(comm: MPI.Intracomm, world: World, has_nccl: bool = True) -> Iterator[StandInDevice]:
+    """Bind a stand-in device, each rank of a node to its own; NCCL joins those of a node. A collective call."""
+    if on_host.missing():
+        pytest.skip(on_host.missing())
+    device = StandInDevice(comm.rank)
+    device.kernels = all_kernels(comm)
+    device.namespace = _namespace(device)
+    node = comm.Split(world.place(comm.rank).node_index, comm.rank)
+    library = StandInNccl(device, node)
+    library.available = has_nccl
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mpistrat.transports.nccl._cupy_nccl", lambda: library)
+        binding.bind(device)
+        try:
+            yield device
+        finally:
+            binding.bind(None)
+            device.close()
+            node.Free()
+
+
+def all_kernels(comm: MPI.Intracomm) -> on_host.HostKernels:
+    """Return every kernel that a collective may launch, built where no test before has built them. A collective call."""
+    moves, folds = _names()
+    text = "\n".join([on_host.text(), *moves, *folds])
+    folder = Path(tempfile.gettempdir()) / f"mpistrat-host-kernels-{crc32(text.encode()):08x}"
+    if comm.rank == 0 and not folder.exists():
+        with tempfile.TemporaryDirectory(dir=folder.parent) as building:
+            built = Path(building) / "built"
+            built.mkdir()
+            on_host.HostKernels.build(built, moves, folds)
+            try:
+                built.rename(folder)
+            except OSError:
+                assert folder.exists()  # another session was faster
+    comm.Barrier()
+    return on_host.HostKernels(folder, moves, folds)
+
+
+def _names() -> tuple[list[str], list[str]]:
+    moves, folds = set(), set()
+    for dtype in TYPES:
+        for op in ReduceOp:
+            try:
+                check_dtype(op, dtype)
+            except UnsupportedDtypeError:
+                continue
+            wide = accumulation_dtype(op, dtype)
+            folds.add(fold_kernel(wide, op))
+            pair = [np.dtype(f"f{dtype.itemsize // 2}")] * 2 if dtype.kind == "c" else [dtype, wide]
+            moves |= {move_kernel(*pair), move_kernel(*reversed(pair))}
+    return sorted(moves), sorted(folds)
+
+
+def _namespace(device: StandInDevice) -> ModuleType:
+    module: Any = ModuleType("stand_in_arrays")
+
+    def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        count = int(np.prod(shape))
+        memory = device.allocate(count * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
+        device.put(memory, np.full(shape, 77).astype(dtype))  # what was there before is no result
+        return memory
+
+    def asarray(values: np.ndarray) -> Any:
+        memory = device.allocate(values.nbytes).view(values.dtype).reshape(values.shape)
+        device.put(memory, values)
+        return memory
+
+    module.empty, module.asarray = empty, asarray
+    return module
