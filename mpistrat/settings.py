@@ -159,10 +159,17 @@ MAX_MESSAGE_BYTES = Setting(
     "MPISTRAT_MAX_MESSAGE_BYTES", parse_bytes, 2**30, "The largest message handed to MPI in one call; larger ones are split."
 )
 INTRA_TRANSPORT = Setting(
-    "MPISTRAT_INTRA_TRANSPORT", _one_of("auto", "shared_memory", "mpi"), "auto", "How bytes move between ranks of one node."
+    "MPISTRAT_INTRA_TRANSPORT",
+    _one_of("auto", "shared_memory", "mpi", "nccl", "cuda_ipc", "staged"),
+    "auto",
+    "How bytes move between ranks of one node: in host memory by shared_memory or mpi, in that of GPUs by nccl, cuda_ipc, "
+    "staged (through the host) or mpi (the same).",
 )
 INTER_TRANSPORT = Setting(
-    "MPISTRAT_INTER_TRANSPORT", _one_of("auto", "mpi_ring", "mpi"), "auto", "How bytes move between nodes."
+    "MPISTRAT_INTER_TRANSPORT",
+    _one_of("auto", "mpi_ring", "mpi"),
+    "auto",
+    "How bytes move between nodes; those of GPUs by way of the host.",
 )
 MPI_GPU = Setting(
     "MPISTRAT_MPI_GPU",

@@ -19,8 +19,8 @@ from mpistrat.topology.world import World
 
 __all__ = ["CONSTANTS", "Measurement", "corrected", "fit", "modelled_seconds"]
 
-CONSTANTS = tuple(name for name, value in vars(DEFAULT).items() if isinstance(value, float))
-"""The constants of a `CostModel` that are fitted: all that are no sizes."""
+CONSTANTS = tuple(name for name, value in vars(DEFAULT).items() if isinstance(value, float) and value)
+"""The constants of a `CostModel` that are fitted: all that are no sizes, and that matter to memory of the host."""
 
 ITEM_BYTES = 4
 MAX_ITERATIONS = 40

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 from mpistrat.cross_device.hierarchical import HierarchicalCollectives
 from mpistrat.cross_device.on_device import DeviceCollectives
-from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from tests.gpu.bound import stand_in

@@ -155,7 +155,7 @@ def test_a_transport_that_does_not_serve_is_refused_only_if_named(one_node, monk
 def test_an_unknown_transport_is_refused(one_node, monkeypatch):
     monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "pigeon")
     with pytest.raises(
-        SettingError, match="MPISTRAT_INTRA_TRANSPORT='pigeon' was found; auto, shared_memory, mpi are accepted"
+        SettingError, match="MPISTRAT_INTRA_TRANSPORT='pigeon' was found; auto, shared_memory, mpi, nccl, cuda_ipc, staged are"
     ):
         Executor(one_node)
 
