@@ -5,14 +5,12 @@ File law: rank 0 alone touches a file, and what it finds there never stops a pro
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from mpistrat import settings
+from mpistrat import cache, settings
 from mpistrat.algorithms.cost import DEFAULT, CostModel
 from mpistrat.algorithms.fit import Measurement
 from mpistrat.cross_device.tuning import Conditions, Tuning, present_conditions
@@ -20,34 +18,13 @@ from mpistrat.errors import Unsuitable
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
 
-__all__ = ["folder", "read", "shared_model", "tuning_path", "write"]
-
-
-def folder() -> Path:
-    """Return where tuning files lie: ``$XDG_CACHE_HOME/mpistrat`` or ``~/.cache/mpistrat``."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(cache) if Path(cache).is_absolute() else Path("~/.cache").expanduser()) / "mpistrat"
+__all__ = ["read", "shared_model", "tuning_path"]
 
 
 def tuning_path(conditions: Conditions) -> Path:
-    """Return the file for these conditions: that which MPISTRAT_TUNING names, or one in `folder`."""
+    """Return the file for these conditions: that which MPISTRAT_TUNING names, or one in `cache.folder`."""
     named = settings.TUNING.read()
-    return folder() / conditions.file_name if named.lower() in ("auto", "off", "measure") else Path(named).expanduser()
-
-
-def write(tuning: Tuning, path: Path) -> None:
-    """Write a file, all at once: who reads it meanwhile finds the old one or the new one.
-
-    Raises
-    ------
-    OSError
-        If it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".tune", delete=False) as file:
-        file.write(tuning.to_json())
-    Path(file.name).chmod(0o644)  # such a file is its owner's alone at first
-    Path(file.name).replace(path)
+    return cache.folder() / conditions.file_name if named.lower() in ("auto", "off", "measure") else Path(named).expanduser()
 
 
 def read(path: Path, world: World, conditions: Conditions) -> CostModel | None:
@@ -102,7 +79,7 @@ def _keep(world: World, measurements: Sequence[Measurement]) -> CostModel:
     source = "this run"
     try:
         path = tuning_path(tuning.conditions)
-        write(tuning, path)
+        cache.write(tuning.to_json(), path)
         source = str(path)
         _say(f"measured {world}, and wrote {path}")
     except (OSError, RuntimeError) as error:

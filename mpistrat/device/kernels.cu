@@ -213,3 +213,22 @@ __global__ void fold_peers(const uint64* peers, int num_peers, uint64 first_byte
         target[item] = narrow<T>(total);
     }
 }
+
+// Fold what another rank has sent into `target`.
+template <class T, class Op>
+__global__ void fold_into(T* target, const T* arrived, uint64 count) {
+    constexpr int PER_PACKET = sizeof(T) < 16 ? 16 / int(sizeof(T)) : 1;
+    typedef Packet<T, PER_PACKET> Few;
+    const uint64 stride = uint64(gridDim.x) * THREADS, thread = uint64(blockIdx.x) * THREADS + threadIdx.x;
+    const uint64 packets = is_aligned(target) && is_aligned(arrived) ? count / PER_PACKET : 0;
+    for (uint64 packet = thread; packet < packets; packet += stride) {
+        Few mine = reinterpret_cast<const Few*>(target)[packet];
+        const Few other = reinterpret_cast<const Few*>(arrived)[packet];
+#pragma unroll
+        for (int item = 0; item < PER_PACKET; ++item)
+            mine.items[item] = narrow<T>(Op::fold(widen<T>(mine.items[item]), widen<T>(other.items[item])));
+        reinterpret_cast<Few*>(target)[packet] = mine;
+    }
+    for (uint64 item = packets * PER_PACKET + thread; item < count; item += stride)
+        target[item] = narrow<T>(Op::fold(widen<T>(target[item]), widen<T>(arrived[item])));
+}

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpistrat.reduction import ReduceOp
 
-__all__ = ["TYPES", "fold_kernel", "move_kernel"]
+__all__ = ["TYPES", "fold_into_kernel", "fold_kernel", "move_kernel"]
 
 TYPES: dict[np.dtype[Any], str] = {
     np.dtype(kind): name
@@ -43,4 +43,13 @@ def move_kernel(source: np.dtype[Any], target: np.dtype[Any]) -> str:
 
 def fold_kernel(dtype: np.dtype[Any], op: ReduceOp) -> str:
     """Return the kernel that combines a range of several ranks' memory."""
-    return f"fold_peers<{TYPES[dtype]}, {(_FOLDS_OF_BOOL if dtype.kind == 'b' else _FOLDS)[op]}>"
+    return f"fold_peers<{TYPES[dtype]}, {_fold(dtype, op)}>"
+
+
+def fold_into_kernel(dtype: np.dtype[Any], op: ReduceOp) -> str:
+    """Return the kernel that combines what arrived with what is there."""
+    return f"fold_into<{TYPES[dtype]}, {_fold(dtype, op)}>"
+
+
+def _fold(dtype: np.dtype[Any], op: ReduceOp) -> str:
+    return (_FOLDS_OF_BOOL if dtype.kind == "b" else _FOLDS)[op]

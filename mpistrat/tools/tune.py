@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mpistrat import settings
+from mpistrat import cache, settings
 from mpistrat.algorithms.choose import PLANNERS, choose
 from mpistrat.algorithms.cost import CostModel
 from mpistrat.algorithms.fit import ITEM_BYTES, Measurement, modelled_seconds
 from mpistrat.cross_device.measuring import MAX_BYTES, measure
 from mpistrat.cross_device.tuning import Tuning, present_conditions
-from mpistrat.cross_device.tuning_file import folder, tuning_path, write
+from mpistrat.cross_device.tuning_file import tuning_path
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch.bootstrap import start
 from mpistrat.launch.environment import detect
@@ -68,7 +68,7 @@ def execute(arguments: argparse.Namespace) -> int:
         tuning = Tuning.of(present_conditions(world), measurements)
         path = tuning_path(tuning.conditions)
         try:
-            write(tuning, path)
+            cache.write(tuning.to_json(), path)
         except OSError as error:
             raise LaunchError(f"{path} cannot be written: {error}; set MPISTRAT_TUNING or XDG_CACHE_HOME") from None
         print(f"\n{describe(tuning, path)}\n\nWrote {path}. {_ADVICE}")
@@ -128,7 +128,7 @@ def _rate(bytes_per_second: float) -> str:
 def _for_each_file(delete: bool) -> None:
     named = settings.TUNING.read()
     if named.lower() in ("auto", "off", "measure"):
-        paths = sorted(folder().glob("*.json"))
+        paths = sorted(cache.folder().glob("*.json"))
     else:
         paths = [path for path in [Path(named).expanduser()] if path.exists()]
     for path in paths:
@@ -142,7 +142,7 @@ def _for_each_file(delete: bool) -> None:
         except (OSError, ValueError) as error:
             print(f"is ignored: {error}\n")
     if not delete or not paths:
-        print(f"{format_count(len(paths), 'file')} of mpistrat tune in {folder()}")
+        print(f"{format_count(len(paths), 'file')} of mpistrat tune in {cache.folder()}")
 
 
 def _size(text: str) -> int:

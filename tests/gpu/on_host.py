@@ -34,6 +34,14 @@ extern "C" void fold_{name}(unsigned blocks, const uint64* peers, int num_peers,
             {kernel}(peers, num_peers, first_byte, ({dtype}*)target, count);
 }}
 """
+_FOLD_INTO = """
+extern "C" void fold_{name}(unsigned blocks, void* target, const void* arrived, uint64 count) {{
+    gridDim.x = blocks;
+    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
+        for (threadIdx.x = 0; threadIdx.x < THREADS; ++threadIdx.x)
+            {kernel}(({dtype}*)target, (const {dtype}*)arrived, count);
+}}
+"""
 
 
 def missing() -> str:
@@ -47,7 +55,7 @@ def text() -> str:
 
 
 class HostKernels:
-    """The kernels as `build` has left them in a folder: instances of `move_segments` and of `fold_peers`, by name."""
+    """The kernels as `build` has left them in a folder: instances of `move_segments`, `fold_peers` and `fold_into`, by name."""
 
     def __init__(self, folder: Path, moves: Sequence[str], folds: Sequence[str]) -> None:
         self._moves = {kernel: f"move_{index}" for index, kernel in enumerate(moves)}
@@ -62,8 +70,9 @@ class HostKernels:
             source, _, _ = kernel.removeprefix("move_segments<").partition(", ")
             source_text += _MOVE.format(name=index, source=source, kernel=kernel)
         for index, kernel in enumerate(folds):
-            dtype, _, _ = kernel.removeprefix("fold_peers<").rpartition(", ")
-            source_text += _FOLD.format(name=index, dtype=dtype, kernel=kernel)
+            name, _, arguments = kernel.partition("<")
+            dtype, _, _ = arguments.rpartition(", ")
+            source_text += (_FOLD_INTO if name == "fold_into" else _FOLD).format(name=index, dtype=dtype, kernel=kernel)
         (folder / "kernels.cpp").write_text(source_text)
         command = ["g++", "-O0", "-std=c++17", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
         subprocess.run([*command, "kernels.cpp", "-o", "kernels.so"], check=True, cwd=folder)
@@ -75,7 +84,11 @@ class HostKernels:
             run = self._library[self._moves[kernel]]
             run(blocks, ctypes.c_void_p(segments), ctypes.c_void_p(first_tile), count, ctypes.c_longlong(divisor))
             return
+        run = self._library[self._folds[kernel]]
+        if kernel.startswith("fold_into<"):
+            target, arrived, count = map(int, arguments)
+            run(blocks, ctypes.c_void_p(target), ctypes.c_void_p(arrived), ctypes.c_uint64(count))
+            return
         peers, num_peers, first_byte, target, count = map(int, arguments)
         start, elements = ctypes.c_uint64(first_byte), ctypes.c_uint64(count)
-        run = self._library[self._folds[kernel]]
         run(blocks, ctypes.c_void_p(peers), num_peers, start, ctypes.c_void_p(target), elements)

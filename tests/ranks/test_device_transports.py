@@ -8,13 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpistrat.device.kernels import fold_kernel
+from mpistrat.device.binding import bind
+from mpistrat.device.kernels import fold_into_kernel, fold_kernel
 from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
 from mpistrat.testing.transport_cases import DTYPES, operations
 from mpistrat.testing.transport_suite import check_transport
+from mpistrat.transports import base, cuda_aware
 from mpistrat.transports.base import drive
+from mpistrat.transports.cuda_aware import CudaAwareRing
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.staged import StagedTransport
@@ -24,6 +27,9 @@ from tests.gpu.stand_in_nccl import StandInNccl
 from tests.launches import needs_ranks
 
 CHUNK_BYTES = {"many chunks": 4096, "one chunk": 1 << 22}
+MAKES = (fold_kernel, fold_into_kernel)
+
+_built: list[on_host.HostKernels] = []
 
 
 @pytest.fixture
@@ -41,16 +47,18 @@ def device(comm):
 
 
 @pytest.fixture
-def kernels(comm, tmp_path):
-    """Build the sums that the conformance kit asks for: once, on rank 0."""
+def kernels(comm, tmp_path_factory):
+    """Give the sums that the conformance kit asks for; they are built once, by rank 0."""
     if on_host.missing():
         pytest.skip(on_host.missing())
-    folds = sorted({fold_kernel(dtype, op) for dtype in DTYPES for op in operations(dtype)})
-    folder = Path(comm.bcast(str(tmp_path)))
-    if comm.rank == 0:
-        on_host.HostKernels.build(folder, [], folds)
-    comm.Barrier()
-    return on_host.HostKernels(folder, [], folds)
+    if not _built:
+        folds = sorted({make(dtype, op) for dtype in DTYPES for op in operations(dtype) for make in MAKES})
+        folder = Path(comm.bcast(str(tmp_path_factory.mktemp("kernels"))))
+        if comm.rank == 0:
+            on_host.HostKernels.build(folder, [], folds)
+        comm.Barrier()
+        _built.append(on_host.HostKernels(folder, [], folds))
+    return _built[0]
 
 
 @pytest.mark.parametrize("chunks", CHUNK_BYTES)
@@ -130,3 +138,52 @@ def test_memory_that_one_rank_cannot_reach_is_refused_on_all(group, device):
     device.is_isolated = group.rank == group.size - 1
     with pytest.raises(TransportError, match=f"world: rank {group.size - 1}: planted: no way to the peer"):
         CudaIpcTransport(group, device).allocate(64)
+
+
+class _Aware(CudaAwareRing):
+    @classmethod
+    def probe(cls, group):
+        return ""  # the class asks the MPI library, which may not be
+
+
+def test_cuda_aware_passes_the_kit(group, device, kernels):
+    device.kernels = kernels
+    # the largest buffers of the kit are cut into many segments, the others into one
+    assert check_transport(partial(_Aware, device=device, segment_bytes=1 << 14), group) > 500
+
+
+@pytest.fixture
+def bound(device, kernels, monkeypatch):
+    """Let this process compute on the stand-in, and MPI be taken for CUDA-aware."""
+    device.kernels = kernels
+    monkeypatch.setenv("MPISTRAT_MPI_GPU", "on")
+    bind(device)
+    yield device
+    bind(None)
+
+
+def test_an_mpi_that_is_cuda_aware_is_used_once_a_first_sum_was_right(group, bound, monkeypatch):
+    assert CudaAwareRing.probe(group) == ""
+    monkeypatch.setenv("MPISTRAT_MPI_GPU", "off")
+    assert CudaAwareRing.probe(group) == "MPISTRAT_MPI_GPU=off"
+
+
+@needs_ranks(2)
+def test_an_mpi_that_delivers_wrong_values_is_not_used_by_anybody(group, bound, monkeypatch):
+    if group.rank == 1:
+        elsewhere = np.zeros(1 << 16, np.uint8)
+        message = partial(cuda_aware._message, elsewhere.ctypes.data)
+        monkeypatch.setattr(cuda_aware, "_message", lambda _, part, itemsize: message(part, itemsize))
+    assert CudaAwareRing.probe(group) == "a first sum of device memory gave wrong values"
+
+
+@needs_ranks(2)
+def test_a_deadline_ends_the_ring_and_leaves_its_memory_to_the_peers(group, bound, comm):
+    transport = CudaAwareRing(group, bound)
+    operation = transport.all_reduce(transport.allocate(64).view(np.float32), ReduceOp.SUM)
+    before = len(base._left_to_peers)
+    if comm.rank == 0:
+        with pytest.raises(DeadlineExceededError, match="a sum did not end within 0.05 s"):
+            drive(operation.run(), lambda: "a sum", 0.05)
+        assert len(base._left_to_peers) == before + 1
+    comm.Barrier()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mpistrat import cache
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.algorithms.cost import DEFAULT
 from mpistrat.algorithms.fit import Measurement
 from mpistrat.cross_device.hierarchical import HierarchicalCollectives
 from mpistrat.cross_device.measuring import measure
 from mpistrat.cross_device.tuning import Tuning, present_conditions
-from mpistrat.cross_device.tuning_file import shared_model, tuning_path, write
+from mpistrat.cross_device.tuning_file import shared_model, tuning_path
 from mpistrat.errors import Unsuitable
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
@@ -71,7 +72,7 @@ def test_all_ranks_choose_by_the_file_of_rank_0(comm, world, kept):
     found = [Measurement(world, name, 64, 1e-6 * 10**place) for place, name in enumerate(slowest_first)]
     if comm.Get_rank() == 0:
         tuning = Tuning.of(present_conditions(world), found)
-        write(tuning, tuning_path(tuning.conditions))
+        cache.write(tuning.to_json(), tuning_path(tuning.conditions))
     ops = HierarchicalCollectives(Hierarchy(comm, world))
     choice = ops.choose(16, FLOAT)
     assert choice.plan.algorithm == slowest_first[0]

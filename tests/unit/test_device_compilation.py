@@ -13,6 +13,9 @@ KERNELS = [
     "move_segments<float16, float>",
     "fold_peers<float, Sum>",
     "fold_peers<bfloat16, Max>",
+    "fold_into<float, Sum>",
+    "fold_into<bfloat16, Max>",
+    "fold_into<Complex<double>, Prod>",
 ]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpistrat.device import segments
-from mpistrat.device.kernels import fold_kernel, move_kernel
+from mpistrat.device.kernels import fold_into_kernel, fold_kernel, move_kernel
 from mpistrat.device.segments import SegmentTable
 from mpistrat.reduction import ReduceOp, combine
 from tests.gpu import on_host
@@ -28,7 +28,7 @@ def kernels(tmp_path_factory):
     if on_host.missing():
         pytest.skip(on_host.missing())
     folder = tmp_path_factory.mktemp("kernels")
-    folds = [fold_kernel(dtype, op) for dtype, op in FOLDS]
+    folds = [make(dtype, op) for dtype, op in FOLDS for make in (fold_kernel, fold_into_kernel)]
     moves = [move_kernel(*dtypes) for dtypes in MOVES]
     on_host.HostKernels.build(folder, moves, folds)
     return on_host.HostKernels(folder, moves, folds)
@@ -155,6 +155,21 @@ def test_a_shard_of_all_peers_is_folded_in_rank_order(kernels, dtype, op, num_pe
         for buffer in buffers[1:]:
             total = combine(op)(total, buffer[start : start + count].astype(wide))
         np.testing.assert_array_equal(memory[shift : shift + count], total.astype(dtype))
+        assert (memory[shift + count :] == 99).all()
+        assert (memory[:shift] == 99).all()
+
+
+@pytest.mark.parametrize(("dtype", "op"), FOLDS, ids=lambda value: str(value))
+def test_what_arrived_is_folded_into_what_is_there(kernels, dtype, op):
+    for count, shift, blocks in [(0, 0, 1), (5003, 0, 2), (517, 1, 3), (4096, 0, 1)]:
+        memory, arrived = _aligned(dtype, count + 2), _values(dtype, count, seed=1)
+        memory[:] = 99
+        mine = memory[shift : shift + count]
+        mine[:] = _values(dtype, count, seed=2)
+        wide = F32 if dtype in (BF16, F16) else dtype
+        expected = combine(op)(mine.astype(wide), arrived.astype(wide)).astype(dtype)
+        kernels.launch(fold_into_kernel(dtype, op), blocks, (mine.ctypes.data, arrived.ctypes.data, count))
+        np.testing.assert_array_equal(mine, expected)
         assert (memory[shift + count :] == 99).all()
         assert (memory[:shift] == 99).all()
 

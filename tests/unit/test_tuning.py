@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from mpistrat import cache
 from mpistrat.algorithms.cost import DEFAULT
 from mpistrat.algorithms.fit import CONSTANTS, Measurement
 from mpistrat.cross_device.tuning import Conditions, Tuning
-from mpistrat.cross_device.tuning_file import folder, read, tuning_path, write
+from mpistrat.cross_device.tuning_file import read, tuning_path
 from mpistrat.topology.world import World
 
 WORLD = World.from_shape("2x2")
@@ -84,7 +85,7 @@ def test_no_file_is_the_usual_case_and_one_asked_for_by_name_is_missed(tmp_path:
 def test_a_file_is_written_whole_and_read_again(tmp_path: Path, capsys) -> None:
     path = tmp_path / "new" / HERE.file_name
     for _ in range(2):
-        write(TUNING, path)
+        cache.write(TUNING.to_json(), path)
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
     assert read(path, WORLD, HERE) == TUNING.model(str(path))
     assert capsys.readouterr().err == ""
@@ -99,7 +100,7 @@ def test_each_conditions_have_a_file_of_their_own(monkeypatch: pytest.MonkeyPatc
     assert tuning_path(HERE) == tmp_path / "mpistrat" / HERE.file_name
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # to be ignored, by that convention
     monkeypatch.setenv("HOME", "/somewhere")
-    assert folder() == Path("/somewhere/.cache/mpistrat")
+    assert cache.folder() == Path("/somewhere/.cache/mpistrat")
     monkeypatch.setenv("MPISTRAT_TUNING", "/else/mine.json")
     assert tuning_path(HERE) == Path("/else/mine.json")
 

@@ -1,0 +1,272 @@
+"""Whether MPI may be handed the memory of a GPU: asked of the setting, the library and its info, and proved by a probe.
+
+A library that says no is believed. One that says yes, or nothing, has to prove it, in a process of its own: builds that claim
+it have been seen to crash. What was found is kept in a file for each library, and thrown away with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpistrat import cache, settings
+from mpistrat.device.binding import bound_device
+from mpistrat.errors import SettingError
+from mpistrat.launch.cuda_probe import AWARE, WRONG_VALUES
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "Library",
+    "Verdict",
+    "agreed_verdict",
+    "find_verdict",
+    "kept_verdicts",
+    "present_library",
+    "probe",
+    "without_launcher",
+]
+
+PROBE_SECONDS = 60.0
+
+# What a launcher tells its ranks: a process that finds it would take itself for one of them. What shapes the library, such as
+# OMPI_MCA_pml, UCX_TLS or I_MPI_OFFLOAD, holds for the probe too.
+_OF_LAUNCHERS = re.compile(
+    r"PMI_|PMIX_|PRTE_|ORTE_|OMPI_(?!MCA_)|OMPI_MCA_(ess|orte|plm|ras|rmaps|pmix|prte|initial)|HYD|MPI_LOCAL|SLURM_|PALS_|MV2_COMM|"
+    r"I_MPI_(HYDRA|PMI|JOB|PIN|INFO)|FLUX_|JSM_"
+)
+_SHAPING = re.compile(r"OMPI_MCA_|UCX_|I_MPI_OFFLOAD|MPICH_|MPIR_CVAR_|MV2_|FI_")
+_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
+
+
+@dataclass(frozen=True)
+class Library:
+    """An MPI library, as far as an answer depends on it.
+
+    Attributes
+    ----------
+    path, version : str
+        Where it lies, and what it calls itself.
+    modified : int
+        When it was installed: nanoseconds of its file.
+    shaped_by : str
+        Variables of the environment that change how it moves bytes.
+    """
+
+    path: str
+    version: str
+    modified: int
+    shaped_by: str = ""
+
+    @property
+    def file_name(self) -> str:
+        """A name of its own for each."""
+        return f"{zlib.crc32(json.dumps(asdict(self)).encode()):08x}.json"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether MPI is handed device memory, and why.
+
+    Attributes
+    ----------
+    is_aware : bool
+        Whether it is.
+    reason : str
+        Who said so.
+    is_final : bool
+        Whether the next job need not ask again.
+    """
+
+    is_aware: bool
+    reason: str
+    is_final: bool = True
+
+
+def agreed_verdict(comm: MPI.Intracomm) -> Verdict:
+    """Return what rank 0 finds, on all ranks of `comm`. A collective call.
+
+    Raises
+    ------
+    SettingError
+        On all ranks, if rank 0 cannot read MPISTRAT_MPI_GPU.
+    """
+    answer: Verdict | SettingError | None = None
+    if comm.Get_rank() == 0:
+        try:
+            answer = find_verdict()
+        except SettingError as error:
+            answer = error
+    answer = comm.bcast(answer)
+    if isinstance(answer, SettingError):
+        raise answer
+    assert answer is not None
+    return answer
+
+
+def find_verdict() -> Verdict:
+    """Return whether the MPI that runs in this process is to be handed device memory. Needs a GPU to be bound."""
+    wanted = settings.MPI_GPU.read()
+    if wanted != "auto":
+        return Verdict(wanted == "on", f"{settings.MPI_GPU.name}={wanted}")
+    library = present_library()
+    kept = _kept(library)
+    if kept is not None:
+        return kept
+    verdict = _ask(library)
+    if verdict.is_final:
+        _keep(library, verdict)
+    return verdict
+
+
+def kept_verdicts() -> Iterator[tuple[Library, Verdict, str]]:
+    """Yield what earlier jobs of this user have found: the library, the verdict and the date."""
+    try:
+        files = sorted(_folder().glob("*.json"))
+    except RuntimeError:  # there is no home folder
+        return
+    for path in files:
+        found = _read(path)
+        if found is not None:
+            yield found
+
+
+def present_library() -> Library:
+    """Return which MPI runs in this process."""
+    from mpi4py import MPI
+
+    mapped = re.findall(r"(/\S*/libmpi[^/\s]*\.so[^/\s]*)$", Path("/proc/self/maps").read_text(), re.MULTILINE)
+    path = Path(mapped[0] if mapped else MPI.__file__)
+    version = str(MPI.Get_library_version()).split("\n")[0].split(",")[0].strip("\0 ")
+    shaping = {name: value for name, value in without_launcher(os.environ).items() if _SHAPING.match(name)}
+    shaped_by = " ".join(f"{name}={value}" for name, value in sorted(shaping.items()))
+    return Library(str(path), version, path.stat().st_mtime_ns, shaped_by)
+
+
+def probe(device_index: int, seconds: float = PROBE_SECONDS) -> Verdict:
+    """Send device memory to oneself in another process, and return what became of it.
+
+    Parameters
+    ----------
+    device_index : int
+        Of the GPU, as CUDA counts in this process.
+    seconds : float
+        How long it may take before it is killed, with all that it has started.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mpistrat.launch.cuda_probe", str(device_index)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=without_launcher(os.environ),
+        start_new_session=True,
+    )
+    try:
+        _, said = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return Verdict(False, f"a probe did not end within {seconds:g} s", is_final=False)
+    return _judged(process.returncode, said)
+
+
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which MPI starts alone, and is shaped as before."""
+    return {name: value for name, value in environ.items() if not _OF_LAUNCHERS.match(name)}
+
+
+def _ask(library: Library) -> Verdict:
+    claim = _claim_of_library()
+    if claim is not None and not claim.is_aware:
+        return Verdict(False, f"{library.version} {claim.reason}")
+    claim = claim or _claim_of_kinds()
+    device = bound_device()
+    assert device is not None, "who computes on CPUs has nothing to ask"
+    proof = probe(device.index)
+    claimed = f"{library.version} {claim.reason}, and " if claim else ""
+    return Verdict(proof.is_aware, f"{claimed}{proof.reason}", proof.is_final)
+
+
+def _claim_of_library() -> Verdict | None:
+    """Return what the library says by the queries that it has; None where it has none."""
+    from mpi4py import MPI
+
+    library = ctypes.CDLL(MPI.__file__)  # finds the functions of whichever MPI mpi4py has loaded
+    queries: dict[str, Callable[[], bool]] = {
+        "MPIX_Query_cuda_support": lambda: bool(library.MPIX_Query_cuda_support()),
+        "MPIX_GPU_query_support": lambda: _gpu_query(library),
+    }
+    for name, ask in queries.items():
+        if hasattr(library, name):
+            is_aware = ask()
+            return Verdict(is_aware, f"says {'yes' if is_aware else 'no'} ({name})")
+    return None
+
+
+def _gpu_query(library: ctypes.CDLL) -> bool:
+    answer = ctypes.c_int(0)
+    return library.MPIX_GPU_query_support(_CUDA, ctypes.byref(answer)) == 0 and bool(answer.value)
+
+
+def _claim_of_kinds() -> Verdict | None:
+    """Return what the memory kinds of MPI 4.1 say. They list what was asked for: without cuda they say nothing."""
+    from mpi4py import MPI
+
+    info = MPI.COMM_WORLD.Get_info()
+    kinds = info.Get("mpi_memory_alloc_kinds") or ""
+    info.Free()
+    return Verdict(True, f"lists the memory kinds {kinds}") if "cuda" in kinds else None
+
+
+def _judged(code: int, said: str) -> Verdict:
+    """Return what the end of a probe means."""
+    if code == AWARE:
+        return Verdict(True, "a probe sent device memory and got it back")
+    if code == WRONG_VALUES:
+        return Verdict(False, "a probe got wrong values")
+    if code < 0:
+        return Verdict(False, f"a probe died of {signal.Signals(-code).name}")
+    lines = said.strip().splitlines() or ["it said nothing"]
+    return Verdict(False, f"a probe failed: {lines[-1].strip()}", is_final=False)
+
+
+def _kept(library: Library) -> Verdict | None:
+    try:
+        found = _read(_folder() / library.file_name)
+    except RuntimeError:  # there is no home folder
+        return None
+    return found[1] if found is not None and found[0] == library else None
+
+
+def _read(path: Path) -> tuple[Library, Verdict, str] | None:
+    try:
+        document = json.loads(path.read_text())
+        return Library(**document["library"]), Verdict(**document["verdict"]), str(document["date"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # it is asked again, and written anew
+
+
+def _keep(library: Library, verdict: Verdict) -> None:
+    document = {"library": asdict(library), "verdict": asdict(verdict), "date": datetime.date.today().isoformat()}
+    try:
+        cache.write(json.dumps(document, indent=1) + "\n", _folder() / library.file_name)
+    except (OSError, RuntimeError):
+        return  # the next job asks again
+
+
+def _folder() -> Path:
+    return cache.folder() / "cuda-aware"
