@@ -1,0 +1,49 @@
+"""The order of a ring's messages: that neighbours agree on them, that each contribution is counted once, what must have left."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from mpistrat.transports.ring import Ring
+
+BOUNDS = [[0, 4, 8, 12], [0, 0, 11, 12], [0, 5, 5, 5]]
+
+
+def rings(kind, size, bounds, limit):
+    if kind == "all_reduce":
+        return [Ring.all_reduce(rank, size, bounds[-1], limit) for rank in range(size)]
+    return [getattr(Ring, kind)(rank, size, bounds, limit) for rank in range(size)]
+
+
+@pytest.mark.parametrize("limit", [1, 3, 100])
+@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_every_contribution_arrives_once(kind, bounds, limit):
+    size, count = 3, bounds[-1]
+    every = rings(kind, size, bounds, limit)
+    held = [[Counter({rank: 1}) for _ in range(count)] for rank in range(size)]
+    for index in range(len(every[0].sends)):
+        arriving = [list(held[rank][every[rank].sends[index]]) for rank in range(size)]
+        for rank, ring in enumerate(every):
+            target = ring.targets[index]
+            assert every[rank - 1].sends[index] == target, "neighbours disagree"
+            for place, values in zip(range(target.start, target.stop), arriving[rank - 1], strict=True):
+                held[rank][place] = held[rank][place] + values if ring.reduces[index] else Counter(values)
+    for rank in range(size):
+        for place in range(count):
+            [owner] = [part for part in range(size) if bounds[part] <= place < bounds[part + 1]]
+            if kind == "all_gather":
+                assert held[rank][place] == Counter({owner: 1})
+            elif kind == "all_reduce" or owner == rank:
+                assert held[rank][place] == Counter(range(size))
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
+def test_what_is_overwritten_must_have_left(bounds):
+    for ring in rings("all_reduce", 3, bounds, 2):
+        for index, (target, reduces) in enumerate(zip(ring.targets, ring.reduces, strict=True)):
+            places = set(range(target.start, target.stop))
+            leaving = [i for i in range(index) if places & set(range(ring.sends[i].start, ring.sends[i].stop))]
+            assert ring.sent_before()[index] == (None if reduces or not leaving else leaving[-1])
