@@ -1,4 +1,4 @@
-"""The order of a ring's messages: that neighbours agree on them, that each contribution is counted once, what must have left."""
+"""The order of a ring: neighbours agree on it, each contribution is counted once, and what must have left before is known."""
 
 from __future__ import annotations
 
