@@ -1,21 +1,36 @@
-"""Arrays: what counts as one, and how arrays of other libraries come in and go out without a copy."""
+"""Arrays: what counts as one, where it lies, and how arrays of other libraries come in and go out without a copy."""
 
 from __future__ import annotations
 
+import numbers
 import sys
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from mpistrat.device import interop
+from mpistrat.device.binding import bound_device, own_device
+from mpistrat.device.interop import is_a
 from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
 
-__all__ = ["Array", "as_array", "is_on_device", "like"]
+__all__ = [
+    "Array",
+    "Readable",
+    "array_module",
+    "as_array",
+    "as_operand",
+    "in_dtype",
+    "is_on_device",
+    "like",
+    "to_device",
+    "to_host",
+]
 
 Array = NDArray[Any]
+"""An array of NumPy; where this process computes on a GPU, also one of `array_module`."""
 
-_REPLICA_DEVICE = "/cpu:0"  # replicas compute in host memory
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 # DLPack's numbers for kinds of memory: those that the host reads like its own (CPU, and pinned by CUDA or ROCm), …
@@ -32,8 +47,49 @@ _COPIES = {
 }
 
 
+class Readable:
+    """A value of ours that reads as an array. NumPy reads it by ``__array__``, and then in host memory only."""
+
+    def read(self) -> Array:
+        """Return the array."""
+        raise NotImplementedError
+
+
+def array_module() -> Any:
+    """Return the namespace of the arrays that this process computes on: CuPy on a GPU, NumPy elsewhere."""
+    device = bound_device()
+    return np if device is None else device.array_module
+
+
+def is_on_device(array: Any) -> bool:
+    """Return whether an array, as `as_array` returns it, is in the memory of a GPU."""
+    return type(array) is not np.ndarray and hasattr(type(array), "__cuda_array_interface__")
+
+
+def to_host(array: Array) -> Array:
+    """Return an array in host memory: itself, or a copy of what is on the GPU, after all work on its current stream."""
+    return cast("Any", array).get() if is_on_device(array) else array
+
+
+def to_device(array: Array) -> Array:
+    """Return an array where this process computes: itself, or a copy on the GPU, in order on its current stream."""
+    device = bound_device()
+    if device is None or is_on_device(array):
+        return array
+    with device.activate():
+        copied: Array = device.array_module.asarray(array)
+        return copied
+
+
+def in_dtype(array: Array, dtype: np.dtype[Any]) -> Array:
+    """Return an array in a dtype, without a copy where it is; a NumPy scalar becomes an array of no axes."""
+    return array.astype(dtype, copy=False) if is_on_device(array) else np.asarray(array, dtype)
+
+
 def as_array(value: Any, name: str = "value") -> Array:
-    """Return `value` as a NumPy array that shares its memory wherever that is possible.
+    """Return `value` as an array that shares its memory wherever that is possible.
+
+    That is a NumPy array; where this process computes on a GPU and the value is there, a CuPy array.
 
     Parameters
     ----------
@@ -41,7 +97,8 @@ def as_array(value: Any, name: str = "value") -> Array:
         An array, a Python number, a (rectangular) list of numbers, or anything in host memory that speaks ``__array__``,
         ``__array_interface__``, the buffer protocol or DLPack: arrays of PyTorch and JAX for example, bfloat16 included.
         The array of what cannot be written to, as those of JAX, cannot either. Of a tensor that requires a gradient the
-        values count: no gradient flows through a collective.
+        values count: no gradient flows through a collective. Where this process computes on a GPU, anything in its memory
+        that CuPy takes, by DLPack or ``__cuda_array_interface__``.
     name : str
         What to call it in an error.
 
@@ -61,9 +118,24 @@ def as_array(value: Any, name: str = "value") -> Array:
     return array
 
 
-def is_on_device(array: Any) -> bool:
-    """Return whether an array is in the memory of a GPU."""
-    return type(array) is not np.ndarray and hasattr(type(array), "__cuda_array_interface__")
+def as_operand(value: Any, name: str = "value") -> Array:
+    """Return what `as_array` does, of a value that is to be combined with those of other replicas.
+
+    Raises
+    ------
+    InvalidArgumentError
+        Also if it has axes and is in host memory, where this process computes on a GPU: a copy that nobody asked for would
+        hide that the program computes elsewhere. Numbers pass.
+    UnsupportedDtypeError
+        As for `as_array`.
+    """
+    array = as_array(value, name)
+    if array.ndim and bound_device() is not None and not is_on_device(array):
+        raise InvalidArgumentError(
+            f"{name} is in host memory, this replica computes on {own_device()}; copy it first, "
+            f"strategy.array_module.asarray({name}), or compute in host memory with MPISTRAT_DEVICE=cpu"
+        )
+    return array
 
 
 def like(result: Array, original: Any) -> Any:
@@ -71,7 +143,7 @@ def like(result: Array, original: Any) -> Any:
 
     Parameters
     ----------
-    result : ndarray
+    result : array
         What was computed from `original`; nobody else may write to it afterwards. Its shape and dtype may be others.
     original : array_like
         What `as_array` has read.
@@ -81,34 +153,40 @@ def like(result: Array, original: Any) -> Any:
     array
         For PyTorch, a tensor that shares the memory of `result`, without a gradient. For JAX an array on the device of
         `original`, which shares the memory where its address suits JAX and else is a copy; JAX without 64-bit types keeps
-        32 bits. For CuPy, a copy on the current GPU. For other arrays of the array API standard, what the ``asarray`` of
-        their namespace makes. For everything else, numbers and lists too, `result` itself.
+        32 bits. For other arrays of the array API standard, what the ``asarray`` of their namespace makes. For everything
+        else, numbers and lists too, `result` itself; but of a number, where this process computes on a GPU, a NumPy scalar:
+        CuPy computes with these, and not with NumPy arrays of no axes. What was on the GPU is there again.
     """
     if type(original) is np.ndarray:
         return result
-    if _is_a(original, "torch", "Tensor"):
+    device = bound_device()
+    if device is not None and isinstance(original, device.array_module.ndarray):
+        return to_device(result)
+    if is_on_device(result):
+        return interop.export(result, original)
+    if is_a(original, "torch", "Tensor"):
         return _tensor(result)
-    if _is_a(original, "jax", "Array"):
+    if is_a(original, "jax", "Array"):
         return sys.modules["jax"].device_put(result, original.device, may_alias=True)
-    if _is_a(original, "cupy", "ndarray"):
-        return sys.modules["cupy"].asarray(result)
     if hasattr(original, "__array_namespace__"):
         return original.__array_namespace__().asarray(result)
+    if device is not None and isinstance(original, (np.generic, numbers.Number)):
+        return result[()]
     return result
 
 
-def _is_a(value: Any, module: str, name: str) -> bool:
-    """Return whether `value` is of a class, whose module is not imported: before the user did, there is no instance of it."""
-    kind = getattr(sys.modules.get(module), name, None)
-    return kind is not None and isinstance(value, kind)
-
-
 def _read(value: Any, name: str) -> Array:
+    if isinstance(value, Readable):
+        return value.read()
+    device = bound_device()
     try:
+        found = None if device is None else interop.read(value, device, name)
+        if found is not None:
+            return cast("Array", found)
         _check_device(value, name)
-        if _is_a(value, "torch", "Tensor"):
+        if is_a(value, "torch", "Tensor"):
             return _memory_of_tensor(value)
-        if _is_a(value, "numpy.ma", "MaskedArray"):
+        if is_a(value, "numpy.ma", "MaskedArray"):
             raise TypeError("it has a mask, which would be lost; choose what its masked elements count as, x.filled(0)")
         return _memory(value)
     except MpistratError:
@@ -149,12 +227,12 @@ def _check_device(value: Any, name: str) -> None:
         return
     copied = _COPIES.get(type(value).__module__.partition(".")[0])
     advice = f"copy it first, {copied.format(name=name)}" if copied else "copy it to host memory first"
-    raise InvalidArgumentError(f"{name} is on {device}, this replica computes on {_REPLICA_DEVICE}; {advice}")
+    raise InvalidArgumentError(f"{name} is on {device}, this replica computes on {own_device()}; {advice}")
 
 
 def _foreign_device(value: Any) -> str:
     """Return the name of the device whose memory `value` is in; an empty text for memory of the host."""
-    if _is_a(value, "torch", "Tensor"):
+    if is_a(value, "torch", "Tensor"):
         return "" if value.device.type == "cpu" else str(value.device)
     if hasattr(value, "__dlpack_device__"):
         kind, index = map(int, value.__dlpack_device__())

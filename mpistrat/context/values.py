@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array
+from mpistrat.arrays import Array, Readable, array_module, as_array, is_on_device, to_device, to_host
 from mpistrat.context.stack import current, default_mode
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.structures import flatten, map_leaves
@@ -33,8 +33,10 @@ _WRITERS = (np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np
 _containers: weakref.WeakValueDictionary[int, DistributedValues] = weakref.WeakValueDictionary()
 
 
-class DistributedValues(np.lib.mixins.NDArrayOperatorsMixin):
+class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
     """A value with one component per replica. Strategies make them; users receive them.
+
+    Operators and functions of NumPy take them for the array that they read as, on a GPU too.
 
     Parameters
     ----------
@@ -65,7 +67,15 @@ class DistributedValues(np.lib.mixins.NDArrayOperatorsMixin):
         raise NotImplementedError
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        return np.array(self.read(), dtype=dtype, copy=copy)
+        array = self.read()
+        if is_on_device(array):  # as CuPy does: a copy that nobody asked for hides where the program computes
+            raise TypeError(
+                f"a {type(self).__name__} on a GPU was read by NumPy, which would copy it without being asked to.\n"
+                "    incorrect:  np.asarray(variable)\n"
+                "    correct:    variable.numpy(), or variable.value for its array on the GPU; of any other distributed value "
+                "strategy.experimental_local_results(value)[0].get()"
+            )
+        return np.array(array, dtype=dtype, copy=copy)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if "out" in kwargs:
@@ -159,7 +169,7 @@ class Mirrored(DistributedValues):
         return getattr(self._component, "device", "cpu")
 
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
-        return np
+        return array_module() if is_on_device(self._component) else np
 
     def __len__(self) -> int:
         return len(as_array(self._component))  # the length is no secret of the other replicas: nothing is read
@@ -168,7 +178,7 @@ class Mirrored(DistributedValues):
         return iter(self.read())
 
     def __contains__(self, item: Any) -> bool:
-        return item in self.read()
+        return item in to_host(self.read())
 
     def __getitem__(self, index: Any) -> Any:
         return self.read()[index]
@@ -183,7 +193,7 @@ class Mirrored(DistributedValues):
         return complex(self.read())
 
     def __index__(self) -> int:
-        return self.read().__index__()
+        return to_host(self.read()).__index__()
 
     def __bool__(self) -> bool:
         return bool(self.read())
@@ -225,7 +235,7 @@ def container_of(value: Any) -> Any:
 
 
 def fitted(value: Any, target: Array, owner: object) -> Array:
-    """Return `value` as an array of the shape and dtype of `target`, the array of `owner`.
+    """Return `value` as an array of the shape and dtype of `target`, the array of `owner`, and where that is.
 
     Raises
     ------
@@ -240,7 +250,8 @@ def fitted(value: Any, target: Array, owner: object) -> Array:
         raise InvalidArgumentError(
             f"{owner!r} has shape {target.shape}; a value of shape {array.shape} cannot be assigned to it"
         )
-    return converted(array, target.dtype, owner)
+    fit = converted(array, target.dtype, owner)
+    return to_device(fit) if is_on_device(target) else to_host(fit)
 
 
 def converted(array: Array, dtype: np.dtype[Any], owner: object) -> Array:

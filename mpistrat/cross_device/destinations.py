@@ -129,4 +129,4 @@ def _empty(result: Any) -> Any:
     """Return something empty of the kind of `result`, so that its memory can be freed."""
     if isinstance(result, IndexedSlices):
         return IndexedSlices(result.values[:0].copy(), result.indices[:0].copy(), result.dense_shape)
-    return np.empty(0, as_array(result).dtype)
+    return as_array(result).reshape(-1)[:0].copy()

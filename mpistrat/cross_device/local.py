@@ -97,4 +97,4 @@ class LocalCollectives(Collectives):
     def _copy(self, array: Array) -> Array:
         self.num_collectives += 1
         check_dtype(ReduceOp.SUM, array.dtype)
-        return np.array(array)
+        return array.copy()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array
+from mpistrat.arrays import Array, as_array, as_operand
 from mpistrat.context.stack import current, default_mode, get_strategy, misplaced
 from mpistrat.context.values import DistributedValues, PerReplica
 from mpistrat.cross_device.collectives import Collectives
@@ -70,7 +70,7 @@ def checked_component(value: Any) -> Array | IndexedSlices:
     if isinstance(component, IndexedSlices):
         return component
     try:
-        return as_array(component)
+        return as_operand(component)
     except UnsupportedDtypeError as error:
         raise InvalidArgumentError(
             f"{value!r} cannot be made a per-replica value: {error}; nested values are reduced leaf by leaf, by "
@@ -148,7 +148,7 @@ def _components(value: DistributedValues, collectives: Collectives) -> Distribut
     found = value.across_replicas()
     if found is not value and collectives.size == 1:
         # the array of a variable; a single component is its own result, and that must not change with the variable
-        return PerReplica(np.array(found.in_replica()))
+        return PerReplica(as_array(found.in_replica()).copy())
     return found
 
 

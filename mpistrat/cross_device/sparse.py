@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array
+from mpistrat.arrays import Array, as_array, like, to_host
 from mpistrat.cross_device.collectives import Collectives
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
@@ -20,7 +20,8 @@ __all__ = ["IndexedSlices", "all_reduce_slices", "broadcast_slices", "check_slic
 class IndexedSlices:
     """Some rows of an array whose other rows are zero. A row that is named more than once counts as the sum.
 
-    A leaf of nested values, like an array: ``ctx.all_reduce`` and ``strategy.reduce`` take it, with SUM or MEAN.
+    A leaf of nested values, like an array: ``ctx.all_reduce`` and ``strategy.reduce`` take it, with SUM or MEAN. Its arrays may
+    be on a GPU; what is made of them is there again, and went through host memory.
 
     Parameters
     ----------
@@ -85,12 +86,12 @@ class IndexedSlices:
         totals, rows = _totals(ReduceOp.SUM, self._values, self._indices)
         dense = np.zeros(self._dense_shape, self.dtype)
         dense[rows] = totals
-        return dense
+        return cast("Array", like(dense, self._values))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
             raise InvalidArgumentError(f"{self!r} cannot be read as an array without a copy: call to_dense()")
-        return np.asarray(self.to_dense(), dtype)
+        return np.asarray(to_host(self.to_dense()), dtype)
 
     def __repr__(self) -> str:
         rows = "1 row" if len(self._indices) == 1 else f"{len(self._indices)} rows"
@@ -135,14 +136,14 @@ def all_reduce_slices(
         error = refused
     kind = f"{slices.dtype} rows of shape {slices.values.shape[1:]}, dense_shape={slices.dense_shape}"
     collectives.agree(f"all_reduce({op.name}) of IndexedSlices with {kind}", error)
-    indices = collectives.all_gather(slices.indices, 0, options)
-    totals, rows = _totals(op, collectives.all_gather(slices.values, 0, options), indices)
+    indices = collectives.all_gather(to_host(slices.indices), 0, options)
+    totals, rows = _totals(op, collectives.all_gather(to_host(slices.values), 0, options), indices)
     results = np.empty(totals.shape, slices.dtype)
     if op is ReduceOp.MEAN:
         divide(totals, collectives.size, results)
     else:
         results[...] = totals
-    return IndexedSlices(results, rows, slices.dense_shape)
+    return IndexedSlices(like(results, slices.values), like(rows, slices.indices), slices.dense_shape)
 
 
 def broadcast_slices(collectives: Collectives, slices: IndexedSlices, root: int = 0) -> IndexedSlices:
@@ -154,7 +155,9 @@ def broadcast_slices(collectives: Collectives, slices: IndexedSlices, root: int 
         On every replica, if their dense shapes differ.
     """
     collectives.agree(f"broadcast of IndexedSlices with dense_shape={slices.dense_shape}")
-    values, indices = collectives.broadcast(slices.values, root), collectives.broadcast(slices.indices, root)
+    values, indices = (
+        like(collectives.broadcast(to_host(part), root), part) for part in (slices.values, slices.indices)
+    )
     return IndexedSlices(values, indices, slices.dense_shape)
 
 
@@ -186,7 +189,8 @@ def gather_refused(slices: IndexedSlices) -> NotImplementedError:
 
 
 def _totals(op: ReduceOp, values: Array, indices: Array) -> tuple[Array, Array]:
-    """Return the sums of the rows of equal index, in the dtype of their summing, and the indices in rising order."""
+    """Return the sums of the rows of equal index, in the dtype of their summing, and the indices in rising order, on the host."""
+    values, indices = to_host(values), to_host(indices)
     # stable: rows of one index are summed in the order in which they come
     order = np.argsort(indices, kind="stable")
     ordered = indices[order]

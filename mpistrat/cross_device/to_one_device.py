@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, like
+from mpistrat.arrays import Array, as_array, as_operand, like
 from mpistrat.context.values import PerReplica, fitted
 from mpistrat.cross_device.collectives import Collectives
 from mpistrat.cross_device.destinations import deliver, resolve
@@ -67,7 +67,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         if isinstance(component, IndexedSlices):
             return deliver(all_reduce_slices(collectives, reduce_op, component, options), ranks, collectives)
         try:
-            array = as_array(component)
+            array = as_operand(component)
             check_dtype(reduce_op, array.dtype)
             root = ranks[0] if self._reduce_to_device is None else self._root(collectives)
         except (TypeError, ValueError) as error:
@@ -108,7 +108,7 @@ class ReductionToOneDevice(CrossDeviceOps):
             )
         wide = accumulation_dtype(op, parts[0].dtype)
         total = as_array(self._accumulation_fn([part.astype(wide) for part in parts]), "what accumulation_fn returned")
-        return fitted(total, np.empty(parts[0].shape, wide), self)
+        return fitted(total, np.empty_like(parts[0], wide), self)
 
     def __repr__(self) -> str:
         function = getattr(self._accumulation_fn, "__name__", type(self._accumulation_fn).__name__)
@@ -126,7 +126,7 @@ def _folded(op: ReduceOp, parts: Sequence[Array]) -> Array:
 
 def _finished(op: ReduceOp, total: Array, array: Array, count: int) -> Array:
     """Return a total as the result of the operation, in the dtype of `array`."""
-    result = np.empty(array.shape, array.dtype)
+    result = np.empty_like(array, order="C")
     if op is ReduceOp.MEAN:
         divide(total, count, result)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpistrat.device.base import Device
 
-__all__ = ["bind", "bound_device"]
+__all__ = ["bind", "bound_device", "own_device"]
 
 _bound: Device | None = None
 
@@ -18,3 +18,8 @@ def bind(device: Device | None) -> None:
 def bound_device() -> Device | None:
     """Return the GPU of this process; None where it computes on its CPU."""
     return _bound
+
+
+def own_device() -> str:
+    """Return TensorFlow's name of what this process computes on: ``/gpu:0``, whichever GPU that is, or ``/cpu:0``."""
+    return "/cpu:0" if _bound is None else "/gpu:0"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, in_dtype, to_host
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.reduction import ReduceOp
 
@@ -87,7 +87,8 @@ def aggregated(aggregation: VariableAggregation, array: Array, strategy: Strateg
     """
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         return strategy.extended.collectives.broadcast(array)
-    return np.asarray(strategy.extended.all_reduce(ReduceOp[aggregation.name], [array])[0])
+    total: Array = strategy.extended.all_reduce(ReduceOp[aggregation.name], [array])[0]
+    return total
 
 
 def share(total: Array, collectives: Collectives) -> Array:
@@ -96,8 +97,8 @@ def share(total: Array, collectives: Collectives) -> Array:
         return total
     if total.dtype.kind in "iu":
         quotient, rest = np.divmod(total.astype(np.uint64 if total.dtype.kind == "u" else np.int64), collectives.size)
-        return np.asarray(quotient + (collectives.rank < rest), total.dtype)
-    return np.asarray(total / total.dtype.type(collectives.size), total.dtype)
+        return in_dtype(quotient + (collectives.rank < rest), total.dtype)
+    return in_dtype(total / total.dtype.type(collectives.size), total.dtype)
 
 
 def check_equal(call: str, arrays: tuple[Array, ...], collectives: Collectives) -> None:
@@ -108,6 +109,7 @@ def check_equal(call: str, arrays: tuple[Array, ...], collectives: Collectives) 
     AgreementError
         On every replica, if they do not; `call` is what the message says they were passed to.
     """
+    arrays = tuple(map(to_host, arrays))
     digest = blake2b(b"".join(np.ascontiguousarray(array).tobytes() for array in arrays), digest_size=8)
     mine = int.from_bytes(digest.digest(), "little") >> 2
     least = collectives.all_reduce(ReduceOp.MIN, [np.array([mine, -mine])])[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array
+from mpistrat.arrays import Array, as_array, is_on_device, to_device, to_host
 from mpistrat.context.stack import get_strategy, in_replica_context_of
 from mpistrat.context.values import Mirrored, converted
 from mpistrat.errors import InvalidArgumentError
@@ -49,7 +49,7 @@ class Declared(Mirrored):
         if collectives.is_strict:
             kind = f"{self._synchronization.name}, {self._aggregation.name}, trainable={self._trainable}"
             collectives.agree(f"Variable({self._name!r}, {value.dtype} {value.shape}, {kind})")
-        self._hold(np.array(collectives.broadcast(value)))
+        self._hold(to_device(np.array(collectives.broadcast(value))))
         if self._aggregation is VariableAggregation.MEAN and self.dtype.kind in "biu":
             raise InvalidArgumentError(
                 f"{self._name} has dtype {self.dtype}, whose mean it cannot hold: use aggregation SUM or a float dtype"
@@ -94,10 +94,11 @@ class Declared(Mirrored):
         return f"{type(self).__name__}({self._name!r}, {self._array.dtype} {self._array.shape}{kind})"
 
     def _hold(self, array: Array) -> None:
-        """Make `array` the one of this replica, of which users see a view that cannot be written to."""
+        """Make `array` the one of this replica, of which users see a view that cannot be written to, where there is such."""
         self._array = array
         self._view: Array = array.view()
-        self._view.flags.writeable = False
+        if not is_on_device(array):  # CuPy has no arrays that are only read
+            self._view.flags.writeable = False
         self._component = self._view
 
     def _checked_trainable(self, trainable: bool | None) -> bool:
@@ -108,8 +109,8 @@ class Declared(Mirrored):
 
 
 def _initial(given: Any, dtype: Any, shape: Sequence[int] | None, name: str) -> Array:
-    """Return the initial value, of the shape and in the dtype that were asked for."""
-    value = as_array(given() if callable(given) else given, name)
+    """Return the initial value, in host memory, of the shape and in the dtype that were asked for."""
+    value = to_host(as_array(given() if callable(given) else given, name))
     if shape is not None and value.shape != tuple(shape):
         raise InvalidArgumentError(
             f"{name} is to have shape {tuple(shape)}; an initial value of shape {value.shape} does not fit; each extent "

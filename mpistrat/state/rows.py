@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, is_on_device, like, to_host
 from mpistrat.context.values import converted
 from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
@@ -87,6 +87,7 @@ def gathered_rows(rows: Rows, aggregation: VariableAggregation, strategy: Strate
         Whose replicas they are.
     """
     collectives = strategy.extended.collectives
+    rows = to_host(rows[0]), to_host(rows[1])
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         return collectives.broadcast(rows[0]), collectives.broadcast(rows[1])
     values, indices = (collectives.all_gather(part) for part in rows)
@@ -97,16 +98,19 @@ def gathered_rows(rows: Rows, aggregation: VariableAggregation, strategy: Strate
 
 
 def apply(method: str, target: Array, rows: Rows) -> None:
-    """Apply rows to `target`, 16-bit floats in float32."""
-    values, indices = rows
-    if method == "scatter_update":
+    """Apply rows to `target`, 16-bit floats in float32; the rows that are touched go through host memory."""
+    values, indices = map(to_host, rows)
+    if method == "scatter_update" and not is_on_device(target):
         target[indices] = values
         return
-    # the rows that are touched, once each, in the dtype of accumulation
+    # the rows that are touched, once each (of rows with one index, CuPy would let any be the last), in the dtype of accumulation
     touched, position = np.unique(indices, return_inverse=True)
-    wide = target[touched].astype(_wide(target), copy=False)
-    _UFUNCS[method].at(wide, position, values.astype(wide.dtype, copy=False))
-    target[touched] = wide
+    wide = to_host(target[touched]).astype(_wide(target), copy=False)
+    if method == "scatter_update":
+        wide[position] = values
+    else:
+        _UFUNCS[method].at(wide, position, values.astype(wide.dtype, copy=False))
+    target[touched] = like(wide.astype(target.dtype, copy=False), target)
 
 
 def _wide(array: Array) -> np.dtype[np.generic]:

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, is_on_device, to_host
 from mpistrat.context.stack import default_mode, misplaced
 from mpistrat.context.values import DistributedValues, PerReplica, fitted, select_replica
 from mpistrat.cross_device.sparse import IndexedSlices
@@ -51,7 +51,8 @@ class Variable(ScatterUpdates, Concerned):  # numpydoc ignore=PR02
     """An array that the replicas of the current strategy share. It can be used like an array; `assign` changes it.
 
     Making one is a collective call: the initial value of replica 0 is sent to all. Outside all scopes it belongs to the
-    default strategy, and nothing is sent.
+    default strategy, and nothing is sent. Its array is where the replica computes: on a GPU it is one of CuPy's, to which
+    initial values and assigned ones are copied from host memory.
 
     Parameters
     ----------
@@ -83,12 +84,13 @@ class Variable(ScatterUpdates, Concerned):  # numpydoc ignore=PR02
 
     @property
     def value(self) -> Array:
-        """The array, not to be written to; it changes when the variable does."""
+        """The array, on a GPU that of CuPy; not to be written to. It changes when the variable does."""
         return self.read()
 
     def numpy(self) -> Array:
-        """Return a copy of the array."""
-        return np.array(self.read())
+        """Return a copy of the array, in host memory."""
+        array = self.read()
+        return to_host(array) if is_on_device(array) else np.array(array)
 
     def in_replica(self) -> Variable:
         """Return the variable: it finds its component itself."""

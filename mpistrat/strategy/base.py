@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from mpistrat.arrays import as_array
+from mpistrat.arrays import array_module, as_array
 from mpistrat.context.stack import Mode, Scope, default_mode, register_default
 from mpistrat.context.values import across_replicas, regroup, select_replica
 from mpistrat.cross_device.closed import ClosedCollectives
@@ -51,6 +51,11 @@ class Strategy(Combining, Feeding, DeprecatedNames):
     def num_replicas_in_sync(self) -> int:
         """Number of replicas whose values are combined."""
         return self._extended.collectives.size
+
+    @property
+    def array_module(self) -> Any:
+        """The namespace of the arrays that replicas compute on: CuPy where they have GPUs, NumPy elsewhere. Not in TensorFlow."""
+        return array_module()
 
     @property
     def cluster_resolver(self) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.arrays import Array, as_array, like
+from mpistrat.arrays import Array, as_operand, like
 from mpistrat.context.values import DistributedValues, across_replicas, select_replica
 from mpistrat.cross_device.arguments import check_gather
 from mpistrat.cross_device.options import CommunicationOptions, check_options
@@ -180,6 +180,6 @@ def _gatherable(leaf: Any, axis: int) -> Array:
     component = select_replica(leaf)
     if isinstance(component, IndexedSlices):
         raise gather_refused(component)
-    array = as_array(component)
+    array = as_operand(component)
     check_gather(array, axis)
     return array

@@ -13,6 +13,7 @@ from mpistrat.cross_device.collectives import Collectives
 from mpistrat.cross_device.ops import CrossDeviceOps
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.cross_device.sparse import IndexedSlices
+from mpistrat.device.binding import own_device
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy.deprecated import hinted
@@ -30,8 +31,8 @@ class StrategyExtended(VariableUpdates):
         The collectives over the strategy's replicas.
     cross_device_ops : CrossDeviceOps, optional
         How the components of values are combined; HierarchicalAllReduce by default.
-    worker_devices : sequence of str
-        The devices that replicas compute on: that of this rank, or those of all replicas, in their order.
+    worker_devices : sequence of str, optional
+        The devices that replicas compute on: that of this rank, which is the default, or those of all replicas, in their order.
     parameter_devices : sequence of str, optional
         The devices that variables live on; the worker devices by default.
     """
@@ -40,14 +41,14 @@ class StrategyExtended(VariableUpdates):
         self,
         collectives: Collectives,
         cross_device_ops: CrossDeviceOps | None = None,
-        worker_devices: Sequence[str] = ("/cpu:0",),
+        worker_devices: Sequence[str] | None = None,
         parameter_devices: Sequence[str] | None = None,
     ) -> None:
         self.collectives = collectives
         self._cross_device_ops = cross_device_ops or HierarchicalAllReduce()
         # nothing to be asked for each reduction: the collectives do by themselves what these ops would tell them to
         self.is_stock = type(self._cross_device_ops) is HierarchicalAllReduce and self._cross_device_ops.num_packs is None
-        self._worker_devices = tuple(worker_devices)
+        self._worker_devices = (own_device(),) if worker_devices is None else tuple(worker_devices)
         self._parameter_devices = self._worker_devices if parameter_devices is None else tuple(parameter_devices)
 
     @property

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from mpistrat.cross_device.local import LocalCollectives
+from mpistrat.device.binding import own_device
 from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.topology.devices import OWN_DEVICE, ranks_of
+from mpistrat.topology.devices import ranks_of
 
 __all__ = ["OneDeviceStrategy"]
 
@@ -17,8 +18,8 @@ class OneDeviceStrategy(Strategy):
 
     Parameters
     ----------
-    device : str
-        The device of the replica: ``/cpu:0``.
+    device : str, optional
+        The device of the replica, which is the one that this process computes on: ``/cpu:0``, or ``/gpu:0``.
 
     Raises
     ------
@@ -26,7 +27,7 @@ class OneDeviceStrategy(Strategy):
         If there is no such device.
     """
 
-    def __init__(self, device: str = OWN_DEVICE) -> None:
+    def __init__(self, device: str | None = None) -> None:
         collectives = LocalCollectives()
-        ranks_of(device, collectives.world)
-        super().__init__(StrategyExtended(collectives, worker_devices=(OWN_DEVICE,)))
+        ranks_of(own_device() if device is None else device, collectives.world)
+        super().__init__(StrategyExtended(collectives))

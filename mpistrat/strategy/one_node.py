@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.groups.meeting import Meeting
-from mpistrat.topology.devices import OWN_DEVICE, device_name, ranks_of
+from mpistrat.topology.devices import device_name, ranks_of
 from mpistrat.topology.world import World
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def node_devices(world: World) -> tuple[str, ...]:
 
 
 def _all_devices(world: World) -> list[str]:
-    return [OWN_DEVICE] if world.size == 1 else [f"rank:{rank}" for rank in range(world.size)]
+    return [own_device()] if world.size == 1 else [f"rank:{rank}" for rank in range(world.size)]
 
 
 def _problem(devices: Sequence[str], named: Sequence[tuple[int, ...]], world: World) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array
+from mpistrat.arrays import Array, as_operand, in_dtype, is_on_device
 from mpistrat.context.values import PerReplica, select_replica
 from mpistrat.cross_device.pairs import check_unambiguous
 from mpistrat.cross_device.sparse import IndexedSlices, check_slices
@@ -75,7 +75,7 @@ def local_part(op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int] | 
 
 def _component(value: Any) -> Any:
     component = select_replica(value)
-    return component if isinstance(component, IndexedSlices) else as_array(component)
+    return component if isinstance(component, IndexedSlices) else as_operand(component)
 
 
 def _across(op: ReduceOp, components: list[Any], is_shared: list[bool], num_replicas: int) -> LocalPart:
@@ -98,7 +98,7 @@ def _across(op: ReduceOp, components: list[Any], is_shared: list[bool], num_repl
 
 def _sum_over(axes: list[tuple[int, ...]], arrays: list[Array], is_shared: list[bool], num_replicas: int) -> LocalPart:
     wide = [
-        np.asarray(np.add.reduce(array, over, dtype=accumulation_dtype(ReduceOp.SUM, array.dtype)))
+        _added(array, over, accumulation_dtype(ReduceOp.SUM, array.dtype))
         for array, over in zip(arrays, axes, strict=True)
     ]
     op, sent, finish = _across(ReduceOp.SUM, wide, is_shared, num_replicas)
@@ -111,7 +111,7 @@ def _mean_over(axes: list[tuple[int, ...]], arrays: list[Array], is_shared: list
     sums, counts = [], []
     for array, over in zip(arrays, axes, strict=True):
         check_dtype(ReduceOp.MEAN, array.dtype)
-        sums.append(np.asarray(np.add.reduce(array, over, dtype=accumulation_dtype(ReduceOp.MEAN, array.dtype))))
+        sums.append(_added(array, over, accumulation_dtype(ReduceOp.MEAN, array.dtype)))
         counts.append(np.asarray(np.prod([array.shape[axis] for axis in over], dtype=np.int64)))
     picked = [index for index, shared in enumerate(is_shared) if shared]
 
@@ -123,6 +123,11 @@ def _mean_over(axes: list[tuple[int, ...]], arrays: list[Array], is_shared: list
     return LocalPart(ReduceOp.SUM, [group[index] for group in (sums, counts) for index in picked], finish)
 
 
+def _added(array: Array, axes: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return the sum over some axes, as an array even where that is all of them."""
+    return array.sum(axes, dtype) if is_on_device(array) else np.asarray(np.add.reduce(array, axes, dtype=dtype))
+
+
 def _rows(component: Array | IndexedSlices) -> Array:
     return component.values if isinstance(component, IndexedSlices) else component
 
@@ -131,7 +136,7 @@ def _copied(component: Array | IndexedSlices) -> Array | IndexedSlices:
     """Return a result of its own: the component may be the user's array, or that of a variable."""
     if isinstance(component, IndexedSlices):
         return IndexedSlices(component.values.copy(), component.indices.copy(), component.dense_shape)
-    return np.array(component)
+    return component.copy()
 
 
 def _normalized(axis: int | Iterable[int], component: Any) -> tuple[int, ...]:
@@ -157,5 +162,5 @@ def _quotient(total: Array, count: Array, like: Array) -> Array:
     if like.dtype.kind in "iu":
         total = total.astype(np.float64)
     with np.errstate(invalid="ignore"):  # no rows on any replica: the mean of nothing is NaN
-        mean = np.true_divide(total, count.astype(total.dtype))
-    return np.asarray(mean if like.dtype.kind in "iu" else mean.astype(like.dtype, copy=False))
+        mean = total / total.dtype.type(count)
+    return in_dtype(mean, mean.dtype if like.dtype.kind in "iu" else like.dtype)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.arrays import Array, as_array, like
+from mpistrat.arrays import Array, as_operand, like
 from mpistrat.context.stack import current, misplaced
 from mpistrat.cross_device.options import CommunicationOptions, check_options
 from mpistrat.cross_device.sparse import IndexedSlices, gather_refused
+from mpistrat.device.binding import bound_device
 from mpistrat.errors import MpistratError
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy.advice import ADVICE
@@ -25,7 +26,8 @@ class ReplicaExchange:
     """The collective calls of a replica context that move arrays. Every replica makes the same ones, in the same order.
 
     Values are nests: dicts, lists, tuples and registered classes of arrays, in any depth. Results are arrays of the kinds that
-    came in: NumPy for NumPy and numbers, PyTorch for PyTorch, JAX for JAX. A variable counts as the array of this replica.
+    came in: NumPy for NumPy and numbers, CuPy for CuPy, PyTorch for PyTorch, JAX for JAX. A variable counts as the array of this
+    replica.
 
     Parameters
     ----------
@@ -36,6 +38,8 @@ class ReplicaExchange:
     def __init__(self, extended: StrategyExtended) -> None:
         self._extended = extended
         self._ops = extended.collectives
+        # arrays of the host need not be looked at; where replicas compute on GPUs, these are refused
+        self._is_quick = extended.is_stock and bound_device() is None
 
     def all_gather(
         self,
@@ -167,7 +171,7 @@ class ReplicaExchange:
         leaves = list(values)
         try:
             check_options(options)
-            arrays = [as_array(leaf, f"values[{index}]") for index, leaf in enumerate(leaves)]
+            arrays = [as_operand(leaf, f"values[{index}]") for index, leaf in enumerate(leaves)]
         except Exception as error:  # as in `_each`
             self._ops.refuse("all_to_all", error)
         return list(map(like, self._ops.all_to_all(arrays, options), leaves))
@@ -209,9 +213,9 @@ class ReplicaExchange:
 def read_leaves(value: Any, leaves: list[Any]) -> list[Any]:
     """Return the leaves of a value as arrays; slices stay slices."""
     try:
-        return [leaf if isinstance(leaf, IndexedSlices) else as_array(leaf) for leaf in leaves]
+        return [leaf if isinstance(leaf, IndexedSlices) else as_operand(leaf) for leaf in leaves]
     except MpistratError:
         for name, leaf in zip(leaf_names(value), leaves, strict=True):
             if not isinstance(leaf, IndexedSlices):
-                as_array(leaf, name)
+                as_operand(leaf, name)
         raise

@@ -100,8 +100,8 @@ class ReplicaReduction(ReplicaExchange):
 
     def _again(self, reduce_op: ReduceOp | str, value: Any) -> Any:
         """Combine a nest of arrays like an earlier one, in little time. None, and nothing done, where all must be looked at."""
-        nest = flatten_arrays(value)
-        if nest is None or not self._extended.is_stock:
+        nest = flatten_arrays(value) if self._is_quick else None
+        if nest is None:
             return None
         try:
             op = ReduceOp.parse(reduce_op)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array
+from mpistrat.arrays import Array, as_array, in_dtype
 from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
@@ -51,7 +51,7 @@ def weighted_part(op: ReduceOp, arrays: Sequence[Any], weight: Any) -> tuple[lis
         *sums, weights = totals
         with np.errstate(invalid="ignore"):  # no weight on any replica: the mean of nothing is NaN
             means = [total / total.dtype.type(weights) for total in sums]
-        return [np.asarray(mean, dtype) for mean, dtype in zip(means, dtypes, strict=True)]
+        return [in_dtype(mean, dtype) for mean, dtype in zip(means, dtypes, strict=True)]
 
     return [*sent, np.asarray(number)], finish
 
@@ -59,8 +59,8 @@ def weighted_part(op: ReduceOp, arrays: Sequence[Any], weight: Any) -> tuple[lis
 def _weighted(array: Array, weight: float) -> Array:
     wide = accumulation_dtype(ReduceOp.MEAN, array.dtype)
     if weight == 0:
-        return np.zeros(array.shape, wide)
-    return np.asarray(np.multiply(array, wide.type(weight), dtype=wide))
+        return np.zeros_like(array, wide, order="C")
+    return in_dtype(np.multiply(array, wide.type(weight), dtype=wide), wide)
 
 
 def _checked_weight(weight: Any) -> float:

@@ -4,13 +4,15 @@
 name                                      what it names
 ========================================  ===============================================================
 ``/cpu:0``, ``CPU:0``, ``cpu``            the device of the rank that says it; every rank has one of that name
+``/gpu:0``, ``GPU:0``, ``gpu``            likewise, where ranks compute on GPUs; there nothing else is named so
 ``/device:CPU:0``                         likewise
 ``/job:localhost/…/task:0/device:CPU:0``  likewise, as TensorFlow prints it
 ``rank:3``                                the device of rank 3
 ``/job:worker/replica:0/task:3/…``        likewise; ``device_name(3)`` spells it so
 ========================================  ===============================================================
 
-File law: neither MPI nor CUDA is started here; a name is looked up in a picture of the world.
+File law: neither MPI nor CUDA is started here; a name is looked up in a picture of the world. All ranks compute on GPUs or
+none does, so that what this process is bound to tells what the others are.
 """
 
 from __future__ import annotations
@@ -18,13 +20,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.topology.world import World
 
-__all__ = ["OWN_DEVICE", "Device", "device_name", "parse_device", "ranks_of"]
-
-OWN_DEVICE = "/cpu:0"
-"""What a rank calls its own device."""
+__all__ = ["Device", "device_name", "parse_device", "ranks_of"]
 
 _ACCEPTED = "accepted are /cpu:0, CPU:0, /gpu:0, /device:CPU:0, /job:worker/replica:0/task:1/device:CPU:0 and rank:1"
 _RANK = re.compile(r"rank:(\d+)", re.IGNORECASE)
@@ -88,7 +88,7 @@ def parse_device(name: object) -> Device:
 
 def device_name(rank: int) -> str:
     """Return the full name of a rank's device."""
-    return str(Device("CPU", rank=rank))
+    return str(Device(parse_device(own_device()).kind, rank=rank))
 
 
 def ranks_of(name: object, world: World) -> tuple[int, ...]:
@@ -100,8 +100,10 @@ def ranks_of(name: object, world: World) -> tuple[int, ...]:
         If it is no device name, or nobody in `world` has such a device.
     """
     device = parse_device(name)
-    if device.kind == "GPU":
-        raise InvalidArgumentError(f"device {name!r} cannot be had: ranks drive no GPU here; {_had(world)}")
+    driven = parse_device(own_device()).kind
+    if device.kind not in ("", driven):
+        other = "ranks drive no GPU here" if driven == "CPU" else "ranks compute on GPUs here, MPISTRAT_DEVICE=cpu forbids it"
+        raise InvalidArgumentError(f"device {name!r} cannot be had: {other}; {_had(world)}")
     if device.index:
         raise InvalidArgumentError(f"device {name!r} cannot be had: each rank drives one device; {_had(world)}")
     if device.rank is None:
@@ -113,4 +115,4 @@ def ranks_of(name: object, world: World) -> tuple[int, ...]:
 
 def _had(world: World) -> str:
     others = "rank:0" if world.size == 1 else f"rank:0 to rank:{world.size - 1}"
-    return f"accepted are {OWN_DEVICE} (each rank's own) and {others}"
+    return f"accepted are {own_device()} (each rank's own) and {others}"

@@ -131,6 +131,7 @@ class StandInDevice(Device):
         # CUDA frees no memory that work under way still needs: it waits for the device
         self._memory: list[np.ndarray] = []
         self._lock = threading.RLock()
+        self._kept: list[np.ndarray] = []
         self._computing = self.stream()
         self._current: dict[int, Stream] = {threading.get_ident(): self._computing}
         self._paths: dict[int, str] = {}
@@ -201,6 +202,13 @@ class StandInDevice(Device):
         with self._lock:  # the engine polls while the program does
             for _ in range(self._random.randrange(WORK_PER_POLL + 1)):
                 self._random.choice(self.streams).advance()
+
+    def keep(self, memory: np.ndarray) -> None:
+        """Keep the memory of an array for as long as any stream may need it."""
+        with self._lock:
+            if not any(stream.waiting for stream in self.streams):
+                self._kept.clear()
+            self._kept.append(memory)
 
     def put(self, target: StandInArray, values: np.ndarray) -> None:
         """Let the current stream write values, some time."""

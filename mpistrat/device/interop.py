@@ -1,0 +1,89 @@
+"""Arrays in the memory of GPUs: those of CuPy as they are, those of PyTorch, JAX and others through DLPack, without a copy."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from mpistrat.device.base import Device, DeviceArray
+from mpistrat.errors import InvalidArgumentError
+
+__all__ = ["export", "is_a", "read"]
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_CUDA_KINDS = (2, 13)  # DLPack's numbers for memory of a GPU of NVIDIA's, and for memory that such a GPU and the host manage
+
+
+def is_a(value: Any, module: str, name: str) -> bool:
+    """Return whether `value` is of a class, whose module is not imported: before the user did, there is no instance of it."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
+
+
+def read(value: Any, device: Device, name: str) -> DeviceArray | None:
+    """Return `value` as an array of the device's module that shares its memory; None if it is not in the memory of a GPU.
+
+    What its library has put on a stream of its own comes before what the caller puts on the current stream.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If its memory is that of another GPU.
+    """
+    module = device.array_module
+    if not isinstance(value, module.ndarray):
+        found = _gpu_of(value)
+        if found is None:
+            return None
+        _check_index(found, device, name)
+        value = _imported(value, device)
+    _check_index(value.device.id, device, name)
+    return value
+
+
+def export(result: DeviceArray, original: Any) -> Any:
+    """Return `result` as the kind of array that `original` is; its memory is shared where that kind can be on a GPU."""
+    if is_a(original, "torch", "Tensor"):
+        torch = sys.modules["torch"]
+        if result.dtype == _BFLOAT16:
+            return torch.from_dlpack(result.view(np.int16)).view(torch.bfloat16)
+        return torch.from_dlpack(result)
+    if is_a(original, "jax", "Array"):
+        return sys.modules["jax"].dlpack.from_dlpack(result)
+    return result
+
+
+def _gpu_of(value: Any) -> int | None:
+    """Return which GPU holds a value of another library; -1 if only reading it tells, None if none does."""
+    if is_a(value, "torch", "Tensor"):
+        return int(value.device.index or 0) if value.device.type == "cuda" else None
+    if hasattr(value, "__dlpack_device__"):
+        kind, index = map(int, value.__dlpack_device__())
+        return index if kind in _CUDA_KINDS else None
+    return -1 if hasattr(value, "__cuda_array_interface__") else None
+
+
+def _imported(value: Any, device: Device) -> DeviceArray:
+    module = device.array_module
+    with device.activate():
+        if is_a(value, "torch", "Tensor"):
+            return _imported_tensor(value.detach().resolve_conj().resolve_neg(), module)
+        return module.from_dlpack(value) if hasattr(value, "__dlpack__") else module.asarray(value)
+
+
+def _imported_tensor(tensor: Any, module: Any) -> DeviceArray:
+    torch = sys.modules["torch"]
+    if tensor.dtype is torch.bfloat16:  # not every CuPy takes it through DLPack: hand over the bits
+        return module.from_dlpack(tensor.view(torch.int16)).view(_BFLOAT16)
+    return module.from_dlpack(tensor)
+
+
+def _check_index(found: int, device: Device, name: str) -> None:
+    if found not in (-1, device.index):
+        raise InvalidArgumentError(
+            f"{name} is on GPU {found}, this replica computes on GPU {device.index}; copy it first, "
+            f"with cupy.cuda.Device({device.index}): {name} = cupy.array({name})"
+        )

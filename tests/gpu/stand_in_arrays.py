@@ -1,0 +1,251 @@
+"""A stand-in for CuPy: arrays in the memory of a stand-in device, and the namespace that makes them.
+
+They behave as CuPy's where that matters: no arrays of NumPy, not read by NumPy unless asked to (``get``), computed with by
+NumPy's functions and operators, which refuse arrays of the host beside them, and by no value that is neither. Whatever reads or
+writes an array happens at once, after all that is on the current stream: what was to come before, and was left on another
+stream, is missing from the result. New memory holds rubbish.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import optree
+
+from mpistrat.device.binding import bound_device
+from tests.gpu.stand_in import StandInDevice
+
+__all__ = ["Namespace", "ndarray"]
+
+_SCALARS = (bool, int, float, complex, np.generic)
+_VIEWS = (int, np.integer, slice, type(None), type(Ellipsis))
+_RUBBISH = 0xA5
+
+
+class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
+    """An array on a stand-in device.
+
+    Parameters
+    ----------
+    memory : numpy.ndarray
+        Its memory, which the device keeps.
+    on : StandInDevice
+        The device.
+    """
+
+    __array_priority__ = 100
+
+    def __init__(self, memory: Any, on: StandInDevice) -> None:
+        self._memory, self._on = memory, on
+
+    def __del__(self) -> None:
+        self._on.keep(self._memory)
+
+    @property
+    def device(self) -> Any:
+        return SimpleNamespace(id=self._on.index)
+
+    @property
+    def flags(self) -> Any:
+        flags = self._memory.flags
+        return SimpleNamespace(c_contiguous=flags.c_contiguous, f_contiguous=flags.f_contiguous, owndata=flags.owndata)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        memory = self._memory
+        strides = None if memory.flags.c_contiguous else memory.strides
+        data = memory.ctypes.data if memory.size else 0
+        return {"shape": memory.shape, "typestr": memory.dtype.str, "data": (data, False), "version": 3, "strides": strides}
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`")
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        targets = kwargs.get("out", ())
+        if not all(isinstance(value, (ndarray, np.ndarray, *_SCALARS)) for value in (*inputs, *targets)):
+            return NotImplemented
+        return self._compute(getattr(ufunc, method), inputs, kwargs)
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if not all(issubclass(kind, (ndarray, np.ndarray)) for kind in types):
+            return NotImplemented
+        return self._compute(func, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the shape, dtype, … or a method of the array that NumPy has too."""
+        if name.startswith("_") or name in ("ctypes", "tobytes", "setflags"):
+            raise AttributeError(f"an array on a stand-in device has no {name}")
+        found = getattr(self._memory, name)
+        if callable(found):
+            return lambda *args, **kwargs: self._compute(getattr(np.ndarray, name), (self, *args), kwargs)
+        return self._like(found) if isinstance(found, np.ndarray) else found
+
+    def get(self) -> Any:
+        """Return a copy in host memory."""
+        return self._settled().copy()
+
+    def set(self, values: Any) -> None:
+        """Copy from host memory."""
+        assert (values.shape, values.dtype) == (self.shape, self.dtype)
+        self._settled()[...] = values
+
+    def tolist(self) -> Any:
+        return self.get().tolist()
+
+    def item(self) -> Any:
+        return self.get().item()
+
+    def view(self, dtype: Any = None) -> ndarray:
+        return self._like(self._memory.view(self.dtype if dtype is None else dtype))
+
+    def reshape(self, *shape: Any) -> ndarray:
+        if not self._memory.flags.c_contiguous:
+            self._settle()  # copies
+        return self._like(self._memory.reshape(*shape))
+
+    def __getitem__(self, key: Any) -> ndarray:
+        parts = key if isinstance(key, tuple) else (key,)
+        if not all(isinstance(part, _VIEWS) for part in parts):
+            self._settle()
+        # an element is an array of no axes
+        more = () if Ellipsis in [part for part in parts if isinstance(part, _VIEWS)] else (Ellipsis,)
+        return self._like(self._memory[tuple(map(_raw, parts)) + more])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _check([value])
+        self._settled()[optree.tree_map(_raw, key) if isinstance(key, tuple) else _raw(key)] = _raw(value)
+
+    def __len__(self) -> int:
+        return len(self._memory)
+
+    def __iter__(self) -> Any:
+        return (self[index] for index in range(len(self)))
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __complex__(self) -> complex:
+        return complex(self.item())
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __repr__(self) -> str:
+        return repr(self.get())
+
+    def __deepcopy__(self, memo: Any) -> ndarray:
+        return self.copy()
+
+    def __reduce__(self) -> Any:
+        return _remade, (self.get(),)
+
+    def _compute(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return _compute(self._on, function, args, kwargs)
+
+    def _like(self, memory: Any) -> ndarray:
+        return ndarray(memory, self._on)
+
+    def _settle(self) -> None:
+        event = self._on.current_stream().record()
+        while not event.done():
+            pass
+
+    def _settled(self) -> Any:
+        self._settle()
+        return self._memory
+
+
+def _strict(ufunc: np.ufunc) -> Callable[[Any, Any], Any]:
+    """Return an operator in place, which leaves nothing to the other operand."""
+
+    def operate(self: ndarray, other: Any) -> ndarray:
+        _check([other])
+        ufunc(self, other, out=self)
+        return self
+
+    return operate
+
+
+for _name in ("add", "sub", "mul", "truediv", "matmul"):
+    _ufunc = {"sub": np.subtract, "mul": np.multiply, "truediv": np.true_divide}.get(_name) or getattr(np, _name)
+    setattr(ndarray, f"__i{_name}__", _strict(_ufunc))
+
+
+class Namespace(ModuleType):
+    """What stands for the module ``cupy`` on a stand-in device: what it does not define is made of NumPy's functions."""
+
+    ndarray = ndarray
+
+    def __init__(self, device: StandInDevice) -> None:
+        super().__init__("stand_in_for_cupy")
+        self._on = device
+
+    def asarray(self, value: Any, dtype: Any = None) -> ndarray:
+        if isinstance(value, ndarray):
+            return value if dtype is None else value.astype(dtype, copy=False)
+        return ndarray(np.array(value, dtype), self._on)
+
+    def array(self, value: Any, dtype: Any = None) -> ndarray:
+        made = self.asarray(value, dtype)
+        return made.copy() if made is value else made
+
+    def from_dlpack(self, value: Any) -> ndarray:
+        return value.on_stand_in(self._on)
+
+    def empty(self, shape: Any, dtype: Any = np.float64) -> ndarray:
+        memory = np.empty(shape, dtype)
+        if memory.size:
+            memory.reshape(-1).view(np.uint8)[...] = _RUBBISH
+        return ndarray(memory, self._on)
+
+    def empty_like(self, value: ndarray, dtype: Any = None) -> ndarray:
+        return self.empty(value.shape, value.dtype if dtype is None else dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        found = getattr(np, name)
+        if not callable(found) or isinstance(found, type):
+            return found
+        return lambda *args, **kwargs: _compute(self._on, found, args, kwargs)
+
+
+def _compute(device: StandInDevice, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function of NumPy with the memory of arrays, and return its arrays as arrays on the device."""
+    _check(optree.tree_leaves((list(args), kwargs)))
+    event = device.current_stream().record()
+    while not event.done():
+        pass
+    result = function(*optree.tree_map(_raw, list(args)), **{name: optree.tree_map(_raw, value) for name, value in kwargs.items()})
+    if function is np.copyto or result is None:
+        return None
+    written = [value for value in optree.tree_leaves(kwargs.get("out")) if isinstance(value, ndarray)]
+    return written[0] if written else optree.tree_map(lambda leaf: _wrapped(leaf, device), result)
+
+
+def _check(values: Any) -> None:
+    for value in values:
+        if isinstance(value, np.ndarray) or hasattr(value, "__array_ufunc__") and not isinstance(value, (ndarray, np.generic)):
+            raise TypeError(f"Unsupported type {type(value)}")
+
+
+def _raw(value: Any) -> Any:
+    return value._memory if isinstance(value, ndarray) else value
+
+
+def _wrapped(leaf: Any, device: StandInDevice) -> Any:
+    return ndarray(np.asarray(leaf), device) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
+
+
+def _remade(values: Any) -> ndarray:
+    device = bound_device()
+    assert isinstance(device, StandInDevice)
+    return device.array_module.asarray(values)
