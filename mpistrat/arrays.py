@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 import sys
 from typing import Any, cast
 
@@ -168,10 +167,10 @@ def like(result: Array, original: Any) -> Any:
         return _tensor(result)
     if is_a(original, "jax", "Array"):
         return sys.modules["jax"].device_put(result, original.device, may_alias=True)
+    if device is not None and not result.ndim:
+        return result[()]
     if hasattr(original, "__array_namespace__"):
         return original.__array_namespace__().asarray(result)
-    if device is not None and isinstance(original, (np.generic, numbers.Number)):
-        return result[()]
     return result
 
 

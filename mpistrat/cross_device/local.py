@@ -97,4 +97,5 @@ class LocalCollectives(Collectives):
     def _copy(self, array: Array) -> Array:
         self.num_collectives += 1
         check_dtype(ReduceOp.SUM, array.dtype)
-        return array.copy()
+        copied: Array = array.copy()
+        return copied

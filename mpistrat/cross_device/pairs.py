@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mpistrat.arrays import Array, as_array, as_operand
 from mpistrat.context.stack import current, default_mode, get_strategy, misplaced
 from mpistrat.context.values import DistributedValues, PerReplica

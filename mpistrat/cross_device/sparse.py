@@ -155,9 +155,7 @@ def broadcast_slices(collectives: Collectives, slices: IndexedSlices, root: int 
         On every replica, if their dense shapes differ.
     """
     collectives.agree(f"broadcast of IndexedSlices with dense_shape={slices.dense_shape}")
-    values, indices = (
-        like(collectives.broadcast(to_host(part), root), part) for part in (slices.values, slices.indices)
-    )
+    values, indices = (like(collectives.broadcast(to_host(part), root), part) for part in (slices.values, slices.indices))
     return IndexedSlices(values, indices, slices.dense_shape)
 
 
@@ -189,7 +187,10 @@ def gather_refused(slices: IndexedSlices) -> NotImplementedError:
 
 
 def _totals(op: ReduceOp, values: Array, indices: Array) -> tuple[Array, Array]:
-    """Return the sums of the rows of equal index, in the dtype of their summing, and the indices in rising order, on the host."""
+    """Return the sums of the rows of equal index, in the dtype of their summing, and the indices in rising order.
+
+    Both are in host memory, wherever the rows are.
+    """
     values, indices = to_host(values), to_host(indices)
     # stable: rows of one index are summed in the order in which they come
     order = np.argsort(indices, kind="stable")

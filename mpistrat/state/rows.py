@@ -103,7 +103,7 @@ def apply(method: str, target: Array, rows: Rows) -> None:
     if method == "scatter_update" and not is_on_device(target):
         target[indices] = values
         return
-    # the rows that are touched, once each (of rows with one index, CuPy would let any be the last), in the dtype of accumulation
+    # the rows that are touched, once each, in the dtype of accumulation; of rows with one index, CuPy would let any be the last
     touched, position = np.unique(indices, return_inverse=True)
     wide = to_host(target[touched]).astype(_wide(target), copy=False)
     if method == "scatter_update":

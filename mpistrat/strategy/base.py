@@ -54,7 +54,7 @@ class Strategy(Combining, Feeding, DeprecatedNames):
 
     @property
     def array_module(self) -> Any:
-        """The namespace of the arrays that replicas compute on: CuPy where they have GPUs, NumPy elsewhere. Not in TensorFlow."""
+        """The namespace of the arrays that replicas compute on: CuPy on GPUs, NumPy elsewhere. Not in TensorFlow."""
         return array_module()
 
     @property

@@ -23,8 +23,8 @@ class MirroredStrategy(Strategy):
     Parameters
     ----------
     devices : list of str, optional
-        The device of each rank of the node, in rank order: ``["rank:0", "rank:1"]``, or ``["/cpu:0"]`` where there is one
-        rank, and ``["/gpu:0"]`` on a GPU. A replica runs on each rank, so the list can leave none out; it is there to check what was launched.
+        The device of each rank of the node, in rank order: ``["rank:0", "rank:1"]``, or ``["/cpu:0"]`` (on a GPU
+        ``["/gpu:0"]``) where there is one rank. A replica runs on each rank, so the list can leave none out; it is there to check what was launched.
     cross_device_ops : CrossDeviceOps, optional
         How values are combined; `HierarchicalAllReduce` by default, as all ranks compute on CPUs.
     communication_options : CommunicationOptions, optional

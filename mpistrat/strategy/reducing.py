@@ -98,8 +98,7 @@ def _across(op: ReduceOp, components: list[Any], is_shared: list[bool], num_repl
 
 def _sum_over(axes: list[tuple[int, ...]], arrays: list[Array], is_shared: list[bool], num_replicas: int) -> LocalPart:
     wide = [
-        _added(array, over, accumulation_dtype(ReduceOp.SUM, array.dtype))
-        for array, over in zip(arrays, axes, strict=True)
+        _added(array, over, accumulation_dtype(ReduceOp.SUM, array.dtype)) for array, over in zip(arrays, axes, strict=True)
     ]
     op, sent, finish = _across(ReduceOp.SUM, wide, is_shared, num_replicas)
     dtypes = [array.dtype for array in arrays]
@@ -136,7 +135,8 @@ def _copied(component: Array | IndexedSlices) -> Array | IndexedSlices:
     """Return a result of its own: the component may be the user's array, or that of a variable."""
     if isinstance(component, IndexedSlices):
         return IndexedSlices(component.values.copy(), component.indices.copy(), component.dense_shape)
-    return component.copy()
+    copied: Array = component.copy()
+    return copied
 
 
 def _normalized(axis: int | Iterable[int], component: Any) -> tuple[int, ...]:

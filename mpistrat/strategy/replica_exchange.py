@@ -26,8 +26,7 @@ class ReplicaExchange:
     """The collective calls of a replica context that move arrays. Every replica makes the same ones, in the same order.
 
     Values are nests: dicts, lists, tuples and registered classes of arrays, in any depth. Results are arrays of the kinds that
-    came in: NumPy for NumPy and numbers, CuPy for CuPy, PyTorch for PyTorch, JAX for JAX. A variable counts as the array of this
-    replica.
+    came in: NumPy for NumPy and numbers, CuPy for CuPy, PyTorch for PyTorch. A variable counts as the array of this replica.
 
     Parameters
     ----------

@@ -8,23 +8,36 @@ stream, is missing from the result. New memory holds rubbish.
 
 from __future__ import annotations
 
-import copy
-import operator
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import optree
 
-from mpistrat.device.binding import bound_device
+from mpistrat.device.binding import bind, bound_device
 from tests.gpu.stand_in import StandInDevice
 
-__all__ = ["Namespace", "ndarray"]
+__all__ = ["Namespace", "ndarray", "stand_in_gpu"]
 
 _SCALARS = (bool, int, float, complex, np.generic)
 _VIEWS = (int, np.integer, slice, type(None), type(Ellipsis))
 _RUBBISH = 0xA5
+
+
+@contextmanager
+def stand_in_gpu(seed: int = 0) -> Iterator[StandInDevice]:
+    """Let this process compute on a stand-in device for a while."""
+    device = StandInDevice(seed)
+    device.namespace = Namespace(device)
+    bind(device)
+    try:
+        yield device
+    finally:
+        bind(None)
+        device.close()
 
 
 class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
@@ -138,6 +151,9 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
     def __bool__(self) -> bool:
         return bool(self.item())
 
+    def __format__(self, spec: str) -> str:
+        return format(self.get(), spec)
+
     def __repr__(self) -> str:
         return repr(self.get())
 
@@ -191,6 +207,8 @@ class Namespace(ModuleType):
     def asarray(self, value: Any, dtype: Any = None) -> ndarray:
         if isinstance(value, ndarray):
             return value if dtype is None else value.astype(dtype, copy=False)
+        if hasattr(value, "__cuda_array_interface__"):
+            return ndarray(_mapped(**value.__cuda_array_interface__), self._on)
         return ndarray(np.array(value, dtype), self._on)
 
     def array(self, value: Any, dtype: Any = None) -> ndarray:
@@ -224,7 +242,9 @@ def _compute(device: StandInDevice, function: Callable[..., Any], args: Any, kwa
     event = device.current_stream().record()
     while not event.done():
         pass
-    result = function(*optree.tree_map(_raw, list(args)), **{name: optree.tree_map(_raw, value) for name, value in kwargs.items()})
+    result = function(
+        *optree.tree_map(_raw, list(args)), **{name: optree.tree_map(_raw, value) for name, value in kwargs.items()}
+    )
     if function is np.copyto or result is None:
         return None
     written = [value for value in optree.tree_leaves(kwargs.get("out")) if isinstance(value, ndarray)]
@@ -233,7 +253,9 @@ def _compute(device: StandInDevice, function: Callable[..., Any], args: Any, kwa
 
 def _check(values: Any) -> None:
     for value in values:
-        if isinstance(value, np.ndarray) or hasattr(value, "__array_ufunc__") and not isinstance(value, (ndarray, np.generic)):
+        if isinstance(value, np.ndarray) or (
+            hasattr(value, "__array_ufunc__") and not isinstance(value, (ndarray, np.generic))
+        ):
             raise TypeError(f"Unsupported type {type(value)}")
 
 
@@ -243,6 +265,12 @@ def _raw(value: Any) -> Any:
 
 def _wrapped(leaf: Any, device: StandInDevice) -> Any:
     return ndarray(np.asarray(leaf), device) if isinstance(leaf, (np.ndarray, np.generic)) else leaf
+
+
+def _mapped(shape: tuple[int, ...], typestr: str, data: tuple[int, bool], **_: Any) -> Any:
+    dtype = np.dtype(typestr)
+    memory = (ctypes.c_char * (int(np.prod(shape)) * dtype.itemsize)).from_address(data[0])
+    return np.frombuffer(memory, dtype).reshape(shape)
 
 
 def _remade(values: Any) -> ndarray:

@@ -227,12 +227,6 @@ def test_a_jax_array_comes_back_on_its_device(jax: Any) -> None:
     assert np.shares_memory(result._array, array)
 
 
-def test_a_cupy_array_comes_back_on_the_gpu(cupy: Any) -> None:
-    result = like(np.arange(3.0), cupy.ndarray(0))
-    assert type(result) is cupy.ndarray
-    assert result.copied.tolist() == [0, 1, 2]
-
-
 def test_an_array_of_the_standard_comes_back_from_its_namespace() -> None:
     original = StandardArray(np.arange(3.0))
     array = as_array(original)

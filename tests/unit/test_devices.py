@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
+from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.topology.devices import OWN_DEVICE, Device, device_name, parse_device, ranks_of
+from mpistrat.topology.devices import Device, device_name, parse_device, ranks_of
 from mpistrat.topology.world import World
 
 OWN = Device("CPU")
@@ -44,7 +45,7 @@ def test_a_device_prints_as_its_name():
         assert str(parse_device(name)) == name
     assert device_name(3) == "/job:worker/replica:0/task:3/device:CPU:0"
     assert parse_device(device_name(3)) == Device("CPU", rank=3)
-    assert OWN_DEVICE == "/cpu:0"
+    assert own_device() == "/cpu:0"
 
 
 ACCEPTED = "accepted are /cpu:0, CPU:0, /gpu:0, /device:CPU:0, /job:worker/replica:0/task:1/device:CPU:0 and rank:1"

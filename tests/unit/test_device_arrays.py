@@ -1,0 +1,250 @@
+"""Arrays where this process computes on a GPU: which are taken, which are refused, as what kind results are given back."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpistrat.arrays import array_module, as_array, as_operand, in_dtype, is_on_device, like, to_device, to_host
+from mpistrat.context.values import Mirrored, PerReplica
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from tests.gpu.stand_in import UNFINISHED, StandInDevice
+from tests.gpu.stand_in_arrays import Namespace, stand_in_gpu
+from tests.other_arrays import CUDA, SpeaksDlpack, StandardArray
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.fixture
+def gpu():
+    with stand_in_gpu(3) as device:
+        yield device
+
+
+@pytest.fixture
+def xp(gpu):
+    return gpu.array_module
+
+
+@pytest.fixture
+def elsewhere():
+    device = StandInDevice()
+    device.index, device.namespace = 2, Namespace(device)
+    yield device
+    device.close()
+
+
+class OnGpu(SpeaksDlpack):
+    """What speaks DLPack and is on a GPU."""
+
+    def on_stand_in(self, device: Any) -> Any:
+        return device.array_module.asarray(self._array)
+
+
+class Tensor(OnGpu):
+    """A tensor of PyTorch on a GPU."""
+
+    def __init__(self, array: Any, index: int = 0) -> None:
+        super().__init__(array, CUDA, index)
+        self.array, self.dtype = self._array, "torch.bfloat16" if self._array.dtype == BFLOAT16 else self._array.dtype
+        self.device, self.steps = SimpleNamespace(type="cuda", index=index), []
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        raise RuntimeError("Can't get __cuda_array_interface__ on Variable that requires grad.")
+
+    def detach(self) -> Tensor:
+        return self
+
+    resolve_conj = resolve_neg = detach
+
+    def view(self, dtype: str) -> Tensor:
+        return Tensor(self.array.view(np.int16 if dtype == "torch.int16" else BFLOAT16))
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    module = SimpleNamespace(
+        Tensor=Tensor, bfloat16="torch.bfloat16", int16="torch.int16", from_dlpack=lambda array: Tensor(array.get())
+    )
+    monkeypatch.setitem(sys.modules, "torch", module)
+    return module
+
+
+def test_an_array_of_this_gpu_is_itself(xp):
+    array = xp.asarray(np.arange(3.0))
+    assert as_array(array) is as_operand(array) is array
+    assert is_on_device(array)
+    assert not is_on_device(np.zeros(3))
+    assert array_module() is xp
+    assert like(array, array) is array
+
+
+def test_without_a_gpu_all_is_in_host_memory():
+    array = np.zeros(3)
+    assert array_module() is np
+    assert to_device(array) is to_host(array) is as_operand(array) is array
+    assert type(like(np.zeros(()), 1.0)) is np.ndarray
+
+
+def test_an_array_of_another_gpu_is_refused_with_both_and_the_cure(gpu, elsewhere):
+    message = (
+        r"^x is on GPU 2, this replica computes on GPU 0; copy it first, with cupy\.cuda\.Device\(0\): x = cupy\.array\(x\)$"
+    )
+    for value in (elsewhere.array_module.zeros(3), OnGpu(np.zeros(3), CUDA, 2)):
+        with pytest.raises(InvalidArgumentError, match=message):
+            as_array(value, "x")
+
+
+def test_memory_of_other_devices_is_refused(gpu):
+    with pytest.raises(InvalidArgumentError, match=r"^x is on rocm:1, this replica computes on /gpu:0; copy it to host memory"):
+        as_array(SpeaksDlpack(0, 10, 1), "x")
+
+
+def test_an_array_of_the_gpu_is_refused_where_the_process_computes_on_its_cpu(elsewhere):
+    with pytest.raises(InvalidArgumentError, match=r"^x is on cuda, this replica computes on /cpu:0; copy it"):
+        as_array(elsewhere.array_module.zeros(3), "x")
+
+
+@pytest.mark.parametrize("kind", [np.asarray, lambda array: SpeaksDlpack(array), lambda array: memoryview(array)])
+def test_arrays_of_the_host_are_read_but_are_no_operands(gpu, kind):
+    value = kind(np.arange(3.0))
+    assert type(as_array(value)) is np.ndarray
+    message = (
+        r"^grads\['w'\] is in host memory, this replica computes on /gpu:0; copy it first, strategy\.array_module\.asarray"
+        r"\(grads\['w'\]\), or compute in host memory with MPISTRAT_DEVICE=cpu$"
+    )
+    with pytest.raises(InvalidArgumentError, match=message):
+        as_operand(value, "grads['w']")
+
+
+@pytest.mark.parametrize("number", [1, 2.5, True, 1j, np.float32(3), BFLOAT16.type(2), np.array(4.0)])
+def test_numbers_pass_and_come_back_as_what_cupy_computes_with(xp, number):
+    array = as_operand(number)
+    assert type(array) is np.ndarray
+    result = like(array, number)
+    assert type(result) is (np.ndarray if type(number) is np.ndarray else array.dtype.type)
+    if type(number) is not np.ndarray:
+        assert float(abs((xp.ones(2) * result)[1])) == abs(complex(number))
+
+
+def test_what_holds_no_numbers_is_refused_on_the_gpu_too(xp):
+    with pytest.raises(UnsupportedDtypeError, match=r"x has dtype \[\('f0', '<f4'\), \('f1', '<i4'\)\], which no collective"):
+        as_array(xp.zeros(2, "f4,i4"), "x")
+
+
+@pytest.mark.parametrize("dtype", ["f4", BFLOAT16])
+def test_a_tensor_of_the_gpu_comes_in_and_goes_out(xp, torch, dtype):
+    array = as_operand(Tensor(np.arange(3).astype(dtype)))
+    assert isinstance(array, xp.ndarray)
+    assert array.dtype == dtype
+    result = like(array * array.dtype.type(2), Tensor(0))
+    assert type(result) is Tensor
+    assert (result.array.dtype, result.array.tolist()) == (np.dtype(dtype), [0, 2, 4])
+
+
+def test_a_tensor_of_another_gpu_is_refused(gpu, torch):
+    with pytest.raises(InvalidArgumentError, match="^x is on GPU 1, this replica computes on GPU 0"):
+        as_array(Tensor(np.zeros(2), 1), "x")
+
+
+def test_a_jax_array_of_the_gpu_comes_in_and_goes_out(xp, monkeypatch):
+    class Array(OnGpu):
+        pass
+
+    jax = SimpleNamespace(Array=Array, dlpack=SimpleNamespace(from_dlpack=lambda array: Array(array.get(), CUDA)))
+    monkeypatch.setitem(sys.modules, "jax", jax)
+    array = as_operand(Array(np.arange(3.0), CUDA))
+    assert isinstance(array, xp.ndarray)
+    result = like(array, Array(0, CUDA))
+    assert type(result) is Array
+    assert result._array.tolist() == [0, 1, 2]
+
+
+def test_what_speaks_only_the_cuda_array_interface_is_read(gpu, xp):
+    memory = gpu.allocate(12).view(np.float32)
+    gpu.put(memory, np.arange(3, dtype=np.float32))
+    array = as_array(SimpleNamespace(__cuda_array_interface__=memory.__cuda_array_interface__))
+    assert isinstance(array, xp.ndarray)
+    assert array.tolist() == [0, 1, 2]
+    assert array.__cuda_array_interface__["data"] == memory.__cuda_array_interface__["data"]
+
+
+def test_a_result_of_the_host_goes_up_to_where_the_original_is(xp):
+    result = like(np.arange(3.0), xp.zeros(1))
+    assert isinstance(result, xp.ndarray)
+    assert result.tolist() == [0, 1, 2]
+    original = StandardArray(np.zeros(1))
+    assert type(like(np.arange(3.0), original)) is StandardArray
+
+
+def test_copies_go_down_and_up(xp):
+    up = to_device(np.arange(3.0))
+    assert isinstance(up, xp.ndarray)
+    assert to_device(up) is up
+    down = to_host(up)
+    assert type(down) is np.ndarray
+    assert down.tolist() == [0, 1, 2]
+    assert in_dtype(up, np.dtype("i2")).dtype == "i2"
+    assert isinstance(in_dtype(up, np.dtype("i2")), xp.ndarray)
+
+
+@pytest.mark.parametrize("kind", [Mirrored, PerReplica])
+def test_values_are_not_copied_to_the_host_unasked(xp, kind, monkeypatch):
+    value = kind(xp.asarray(np.arange(3.0)))
+    monkeypatch.setattr(PerReplica, "read", lambda self: as_array(self._component))  # as inside strategy.run
+    assert as_array(value) is value._component
+    message = (
+        rf"a {kind.__name__} on a GPU was read by NumPy, which would copy it.*\n.*np\.asarray\(variable\)\n.*variable\.numpy"
+    )
+    with pytest.raises(TypeError, match=message):
+        np.asarray(value)
+
+
+def test_values_take_part_in_expressions_on_the_gpu(xp):
+    value, array = Mirrored(xp.asarray(np.arange(1.0, 4.0))), xp.ones((2, 3))
+    for result in (array * value, value * array, np.multiply(array, value), np.concatenate([array, np.stack([value, value])])):
+        assert isinstance(result, xp.ndarray)
+        assert result.get()[-1].tolist() == [1, 2, 3]
+    assert isinstance(array @ value, xp.ndarray)
+    assert (array @ value).tolist() == [6, 6]
+    assert (np.sum(value).item(), float(value[1]), 2 in value, len(value), value.nbytes) == (6, 2, True, 3, 24)
+    assert value.__array_namespace__() is xp
+    assert Mirrored(np.zeros(1)).__array_namespace__() is np
+    assert [10, 11, 12][Mirrored(xp.asarray(2))] == 12
+    assert f"{Mirrored(xp.asarray(0.5)):.2f}" == "0.50"
+
+
+def test_the_stand_in_behaves_as_cupy_where_it_matters(gpu, xp):
+    array = xp.asarray(np.arange(6.0).reshape(2, 3))
+    for refused in (
+        lambda: np.asarray(array),
+        lambda: array + np.ones(3),
+        lambda: array.__iadd__(np.ones(3)),
+        lambda: np.add(array, np.array(1.0)),
+    ):
+        with pytest.raises(TypeError):
+            refused()
+    with pytest.raises(TypeError):
+        xp.exp(Mirrored(array))
+    with pytest.raises(TypeError):
+        array[0] = np.zeros(3)
+    array[0] = 7
+    assert array[np.array([0])].tolist() == [[7, 7, 7]]
+    assert array[1, 2].shape == ()
+    assert pickle.loads(pickle.dumps(array)).tolist() == array.tolist()
+    stream = gpu.stream()
+    late, blocked = gpu.stream(), gpu.stream()
+    blocked.put(lambda: UNFINISHED)
+    late.wait(blocked.record())
+    with gpu.activate(stream):
+        stream.copy(array.__cuda_array_interface__["data"][0], xp.zeros(6).__cuda_array_interface__["data"][0], 48)
+        assert array.tolist() == [[0, 0, 0], [0, 0, 0]], "what is on the current stream comes first"
+    late.copy(array.__cuda_array_interface__["data"][0], xp.ones(6).__cuda_array_interface__["data"][0], 48)
+    assert array.tolist() == [[0, 0, 0], [0, 0, 0]], "what is on another one need not"
