@@ -152,9 +152,9 @@ def like(result: Array, original: Any) -> Any:
     array
         For PyTorch, a tensor that shares the memory of `result`, without a gradient. For JAX an array on the device of
         `original`, which shares the memory where its address suits JAX and else is a copy; JAX without 64-bit types keeps
-        32 bits. For other arrays of the array API standard, what the ``asarray`` of their namespace makes. For everything
-        else, numbers and lists too, `result` itself; but of a number, where this process computes on a GPU, a NumPy scalar:
-        CuPy computes with these, and not with NumPy arrays of no axes. What was on the GPU is there again.
+        32 bits. For CuPy, an array on this replica's GPU. For other arrays of the array API standard, what the ``asarray`` of
+        their namespace makes. For everything else, numbers and lists too, `result` itself; but for a number, where this
+        process computes on a GPU, a NumPy scalar: CuPy computes with these, and not with NumPy arrays of no axes.
     """
     if type(original) is np.ndarray:
         return result
@@ -167,7 +167,7 @@ def like(result: Array, original: Any) -> Any:
         return _tensor(result)
     if is_a(original, "jax", "Array"):
         return sys.modules["jax"].device_put(result, original.device, may_alias=True)
-    if device is not None and not result.ndim:
+    if device is not None and type(result) is np.ndarray and not result.ndim:
         return result[()]
     if hasattr(original, "__array_namespace__"):
         return original.__array_namespace__().asarray(result)

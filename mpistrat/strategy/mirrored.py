@@ -24,9 +24,10 @@ class MirroredStrategy(Strategy):
     ----------
     devices : list of str, optional
         The device of each rank of the node, in rank order: ``["rank:0", "rank:1"]``, or ``["/cpu:0"]`` (on a GPU
-        ``["/gpu:0"]``) where there is one rank. A replica runs on each rank, so the list can leave none out; it is there to check what was launched.
+        ``["/gpu:0"]``) where there is one rank. A replica runs on each rank, so the list can leave none out; it is there to
+        check what was launched.
     cross_device_ops : CrossDeviceOps, optional
-        How values are combined; `HierarchicalAllReduce` by default, as all ranks compute on CPUs.
+        How values are combined; `HierarchicalAllReduce` by default.
     communication_options : CommunicationOptions, optional
         How to communicate where a call does not say.
     num_packs : int, optional

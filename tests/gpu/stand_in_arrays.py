@@ -242,9 +242,7 @@ def _compute(device: StandInDevice, function: Callable[..., Any], args: Any, kwa
     event = device.current_stream().record()
     while not event.done():
         pass
-    result = function(
-        *optree.tree_map(_raw, list(args)), **{name: optree.tree_map(_raw, value) for name, value in kwargs.items()}
-    )
+    result = function(*optree.tree_map(_raw, list(args)), **optree.tree_map(_raw, kwargs))
     if function is np.copyto or result is None:
         return None
     written = [value for value in optree.tree_leaves(kwargs.get("out")) if isinstance(value, ndarray)]
@@ -253,9 +251,7 @@ def _compute(device: StandInDevice, function: Callable[..., Any], args: Any, kwa
 
 def _check(values: Any) -> None:
     for value in values:
-        if isinstance(value, np.ndarray) or (
-            hasattr(value, "__array_ufunc__") and not isinstance(value, (ndarray, np.generic))
-        ):
+        if hasattr(value, "__array_ufunc__") and not isinstance(value, (ndarray, np.generic)):
             raise TypeError(f"Unsupported type {type(value)}")
 
 
