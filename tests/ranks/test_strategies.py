@@ -482,7 +482,7 @@ class TestOneDevice:
             ("/cpu:1", "device '/cpu:1' cannot be had: each rank drives one device; accepted are /cpu:0"),
             ("rank:1", "device 'rank:1' cannot be had: there is no rank 1; accepted are /cpu:0 (each rank's own) and rank:0"),
             ("tpu", "'tpu' is no device name; accepted are /cpu:0"),
-            (None, "None is no device name; accepted are /cpu:0"),
+            (0, "0 is no device name; accepted are /cpu:0"),
         ],
     )
     def test_a_device_that_there_is_not(self, device, message):
