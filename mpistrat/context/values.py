@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, Readable, array_module, as_array, is_on_device, to_device, to_host
+from mpistrat.arrays import Array, Readable, array_module, as_array, is_on_device, to_host
 from mpistrat.context.stack import current, default_mode
-from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.errors import InvalidArgumentError
 from mpistrat.structures import flatten, map_leaves
 
 __all__ = [
@@ -20,8 +20,6 @@ __all__ = [
     "PerReplica",
     "across_replicas",
     "container_of",
-    "converted",
-    "fitted",
     "regroup",
     "select_replica",
 ]
@@ -232,53 +230,6 @@ def container_of(value: Any) -> Any:
     """Return the distributed value whose `values` `value` came from, or `value` itself."""
     found = _containers.get(id(value))
     return found if found is not None and found._component is value else value
-
-
-def fitted(value: Any, target: Array, owner: object) -> Array:
-    """Return `value` as an array of the shape and dtype of `target`, the array of `owner`, and where that is.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If the shapes differ.
-        Or an integer is out of range for the dtype of `target`.
-    UnsupportedDtypeError
-        If that dtype cannot hold the kind of number that `value` has.
-    """
-    array = as_array(value)
-    if array.shape != target.shape:
-        raise InvalidArgumentError(
-            f"{owner!r} has shape {target.shape}; a value of shape {array.shape} cannot be assigned to it"
-        )
-    fit = converted(array, target.dtype, owner)
-    return to_device(fit) if is_on_device(target) else to_host(fit)
-
-
-def converted(array: Array, dtype: np.dtype[Any], owner: object) -> Array:
-    """Return `array` in the dtype of `owner`, where each number stays of its kind: integers of either sign are of one kind.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If an integer is out of range.
-    UnsupportedDtypeError
-        If `dtype` cannot hold the kind of number.
-    """
-    if array.dtype == dtype:
-        return array
-    if not (np.can_cast(array.dtype, dtype, casting="same_kind") or (array.dtype.kind == "i" and dtype.kind == "u")):
-        raise UnsupportedDtypeError(
-            f"{owner!r} has dtype {dtype}; a value of dtype {array.dtype} would lose its kind: cast it first, "
-            f"value.astype({dtype.name!r})"
-        )
-    if dtype.kind in "iu" and array.size:
-        limits, least, greatest = np.iinfo(dtype), int(array.min()), int(array.max())
-        if least < limits.min or greatest > limits.max:
-            raise InvalidArgumentError(
-                f"{owner!r} has dtype {dtype}, which holds {limits.min} to {limits.max}; numbers from {least} to "
-                f"{greatest} would wrap around"
-            )
-    return array.astype(dtype)
 
 
 def _in_replica(leaf: Any) -> Any:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, as_operand, like
-from mpistrat.context.values import PerReplica, fitted
+from mpistrat.context.fitting import fitted
+from mpistrat.context.values import PerReplica
 from mpistrat.cross_device.collectives import Collectives
 from mpistrat.cross_device.destinations import deliver, resolve
 from mpistrat.cross_device.ops import CrossDeviceOps, current_collectives

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, is_on_device, to_device, to_host
+from mpistrat.context.fitting import converted
 from mpistrat.context.stack import get_strategy, in_replica_context_of
-from mpistrat.context.values import Mirrored, converted
+from mpistrat.context.values import Mirrored
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.state.aggregation import (
     VariableAggregation,

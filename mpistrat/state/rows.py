@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpistrat.arrays import Array, is_on_device, like, to_host
-from mpistrat.context.values import converted
+from mpistrat.context.fitting import converted
 from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype

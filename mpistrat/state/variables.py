@@ -34,8 +34,9 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, is_on_device, to_host
+from mpistrat.context.fitting import fitted
 from mpistrat.context.stack import default_mode, misplaced
-from mpistrat.context.values import DistributedValues, PerReplica, fitted, select_replica
+from mpistrat.context.values import DistributedValues, PerReplica, select_replica
 from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.state import refusals

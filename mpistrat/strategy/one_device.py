@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from mpistrat.cross_device.local import LocalCollectives
 from mpistrat.device.binding import own_device
+from mpistrat.errors import LaunchError
+from mpistrat.launch.binding import bind_device, what_is_bound
+from mpistrat.launch.environment import detect
 from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.topology.devices import ranks_of
+from mpistrat.topology.devices import parse_device, ranks_of
 
 __all__ = ["OneDeviceStrategy"]
 
@@ -19,15 +22,28 @@ class OneDeviceStrategy(Strategy):
     Parameters
     ----------
     device : str, optional
-        The device of the replica, which is the one that this process computes on: ``/cpu:0``, or ``/gpu:0``.
+        The device of the replica, which is the one that this process computes on: ``/cpu:0``, or ``/gpu:0``; by default a
+        GPU where there is one. MPISTRAT_DEVICE decides for programs that do not.
 
     Raises
     ------
     InvalidArgumentError
-        If there is no such device.
+        If there is no such device, or the process computes on another one already.
+    LaunchError
+        If MPISTRAT_DEVICE asks for a GPU that cannot be had.
     """
 
     def __init__(self, device: str | None = None) -> None:
         collectives = LocalCollectives()
+        if device is None or parse_device(device).kind == "GPU":
+            _bind()
         ranks_of(own_device() if device is None else device, collectives.world)
         super().__init__(StrategyExtended(collectives))
+
+
+def _bind() -> None:
+    """Bind the GPU of this process, as strategies do that start MPI; what was bound before stays."""
+    bind_device(detect())
+    bound = what_is_bound()
+    if bound is not None and bound.problem:
+        raise LaunchError(f"{bound.problem}. Set MPISTRAT_DEVICE=cpu to compute in host memory")

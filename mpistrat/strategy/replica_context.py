@@ -9,8 +9,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpistrat.arrays import Array
+from mpistrat.context.fitting import fitted
 from mpistrat.context.stack import Mode, in_replica_context_of, misplaced, pop, push
-from mpistrat.context.values import fitted, regroup, select_replica
+from mpistrat.context.values import regroup, select_replica
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.strategy.advice import ADVICE
 from mpistrat.strategy.replica_reduction import ReplicaReduction

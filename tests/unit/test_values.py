@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.context.values import Mirrored, PerReplica, container_of, fitted, regroup, select_replica
+from mpistrat.context.fitting import fitted
+from mpistrat.context.values import Mirrored, PerReplica, container_of, regroup, select_replica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from tests.unit.replicas import on_replicas
 
