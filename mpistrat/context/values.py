@@ -167,7 +167,7 @@ class Mirrored(DistributedValues):
         return getattr(self._component, "device", "cpu")
 
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
-        return array_module() if is_on_device(self._component) else np
+        return array_module() if is_on_device(as_array(self._component)) else np
 
     def __len__(self) -> int:
         return len(as_array(self._component))  # the length is no secret of the other replicas: nothing is read
