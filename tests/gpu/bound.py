@@ -6,8 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 import numpy as np
@@ -20,6 +19,7 @@ from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
 from mpistrat.topology.world import World
 from tests.gpu import on_host
 from tests.gpu.stand_in import StandInDevice
+from tests.gpu.stand_in_arrays import Namespace
 from tests.gpu.stand_in_nccl import StandInNccl
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def stand_in(comm: MPI.Intracomm, world: World, has_nccl: bool = True) -> Iterat
         pytest.skip(on_host.missing())
     device = StandInDevice(comm.rank)
     device.kernels = all_kernels(comm)
-    device.namespace = _namespace(device)
+    device.namespace = Namespace(device)
     node = comm.Split(world.place(comm.rank).node_index, comm.rank)
     library = StandInNccl(device, node)
     library.available = has_nccl
@@ -81,21 +81,3 @@ def _names() -> tuple[list[str], list[str]]:
             pair = [np.dtype(f"f{dtype.itemsize // 2}")] * 2 if dtype.kind == "c" else [dtype, wide]
             moves |= {move_kernel(*pair), move_kernel(*reversed(pair))}
     return sorted(moves), sorted(folds)
-
-
-def _namespace(device: StandInDevice) -> ModuleType:
-    module: Any = ModuleType("stand_in_arrays")
-
-    def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        count = int(np.prod(shape))
-        memory = device.allocate(count * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
-        device.put(memory, np.full(shape, 77).astype(dtype))  # what was there before is no result
-        return memory
-
-    def asarray(values: np.ndarray) -> Any:
-        memory = device.allocate(values.nbytes).view(values.dtype).reshape(values.shape)
-        device.put(memory, values)
-        return memory
-
-    module.empty, module.asarray = empty, asarray
-    return module
