@@ -7,17 +7,16 @@ no such reason fails the session, unless tests were selected.
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import pytest
 
+from mpistrat.device.cuda import count_visible
 from tests.hosts import lab
 from tests.slurm import cluster
 
@@ -33,7 +32,7 @@ LANES: dict[str, Callable[[], str]] = {
     "docs": lambda: "",
     "hosts": lab.missing,
     "slurm": cluster.missing,
-    "gpu": lambda: _no_gpu(),
+    "gpu": lambda: count_visible()[1],
 }
 
 
@@ -136,13 +135,3 @@ def _reason(lane: str) -> str:
 
 def _required() -> set[str]:
     return {lane.strip() for lane in os.environ.get("MPISTRAT_REQUIRE_LANES", "").split(",") if lane.strip()}
-
-
-def _no_gpu() -> str:
-    if not any((Path(__file__).parent / "gpu").glob("test_*.py")):
-        return "no part of the library drives a GPU yet"
-    if shutil.which("nvidia-smi") is None:
-        return "no NVIDIA GPU: there is no nvidia-smi"
-    if importlib.util.find_spec("cupy") is None:
-        return "no CuPy; pip install 'mpistrat[cuda12]'"
-    return ""

@@ -22,6 +22,7 @@ from mpistrat.settings import SETTINGS, Setting
 from mpistrat.text import format_bytes
 from mpistrat.tools import cli
 from tests.benchmarks.pages import with_results
+from tests.docs import gpu_page
 from tests.docs.pages import ROOT, Command, blocks, pages
 from tests.docs.surface import FACES, beyond, described, home, members, public_names
 from tests.docs.tf_names import READING, SAME, SECTIONS, Row
@@ -260,6 +261,7 @@ _PARTS: dict[str, Callable[[], str]] = {
     "tree": _tree,
     "layers": lambda: "```text\n" + "\n".join(_layers()) + "\n```\n",
     "operations": _reduce_ops,
+    "gpu": lambda: _table(("case", "what it shows", "goal", "outcome"), gpu_page.rows(gpu_page.newest())),
 }
 
 

@@ -1,0 +1,127 @@
+"""The conformance kit on one transport, as the ranks of a job run it: on real device memory where the transport is of a GPU.
+
+    mpiexec -n 4 python -m mpistrat.testing.gpu_conformance cuda_ipc --shape 2x2 --report FILE
+
+Several ranks may share a GPU. On several virtual nodes a transport that works inside a node is tried on every node at once,
+one that works between nodes on every rail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpistrat.groups.group import Group
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.launch.bootstrap import start
+from mpistrat.testing.transport_cases import VERBS
+from mpistrat.testing.transport_suite import check_transport
+from mpistrat.topology.discover import discover
+from mpistrat.transports.base import Transport
+from mpistrat.transports.cuda_ipc import CudaIpcTransport
+from mpistrat.transports.mpi import MpiTransport
+from mpistrat.transports.mpi_ring import MpiRingTransport
+from mpistrat.transports.nccl import NcclTransport
+from mpistrat.transports.shared_memory import SharedMemoryTransport
+from mpistrat.transports.staged import StagedTransport
+
+__all__ = ["SUBJECTS", "Subject", "check"]
+
+WORLD, NODES, RAILS = "world", "nodes", "rails"
+"""Whom a transport joins: all ranks, those of a node, or those of a rail; where there is one node, its rails are not there,
+and the world stands in."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A transport to try.
+
+    Attributes
+    ----------
+    transport : type
+        Its class.
+    joins : str
+        WORLD, NODES or RAILS.
+    blocking_verbs : collection of str
+        See `check_transport`.
+    """
+
+    transport: type[Transport]
+    joins: str
+    blocking_verbs: Collection[str] = ()
+
+
+SUBJECTS: dict[str, Subject] = {
+    subject.transport.name: subject
+    for subject in (
+        Subject(SharedMemoryTransport, NODES),
+        Subject(MpiTransport, WORLD, tuple(VERBS)),
+        Subject(MpiRingTransport, RAILS, ("reduce", "broadcast")),
+        Subject(StagedTransport, RAILS, ("reduce", "broadcast")),
+        Subject(CudaIpcTransport, NODES),
+        Subject(NcclTransport, NODES),
+    )
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Try a transport, and let rank 0 write what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("transport", choices=SUBJECTS)
+    parser.add_argument("--shape", required=True, help="the nodes to pretend, such as 2x2")
+    parser.add_argument("--host-id-per-rank", action="store_true", help="let NCCL take every rank for a host of its own")
+    parser.add_argument("--report", type=Path, required=True, help="where rank 0 writes what came of it")
+    arguments = parser.parse_args(argv)
+    comm = start()  # MPISTRAT_DEVICE says whether it binds a GPU
+    if arguments.host_id_per_rank:
+        os.environ["NCCL_HOSTID"] = f"rank{comm.Get_rank()}"  # NCCL asks for it once, when it is first used
+    hierarchy = Hierarchy(comm, discover(comm, arguments.shape))
+    found = check(SUBJECTS[arguments.transport], hierarchy)
+    hierarchy.close()
+    if comm.Get_rank() == 0:
+        arguments.report.write_text(json.dumps(found))
+
+
+def check(subject: Subject, hierarchy: Hierarchy) -> dict[str, int | str]:
+    """Run the kit on all groups that a transport serves. A collective call.
+
+    Parameters
+    ----------
+    subject : Subject
+        What to try.
+    hierarchy : Hierarchy
+        Whom it joins.
+
+    Returns
+    -------
+    dict
+        ``checks``: the comparisons made by all ranks together; or ``skipped``: why the transport declines these ranks.
+
+    Raises
+    ------
+    AssertionError
+        On every rank of a group, if a rule of transports is violated.
+    """
+    world = hierarchy.world_group
+    groups = _groups(subject, hierarchy)
+    declined = world.comm.allgather("; ".join(filter(None, (subject.transport.probe(group) for group in groups))))
+    if any(declined):
+        return {"skipped": next(filter(None, declined))}
+    checks = sum(check_transport(subject.transport, group, subject.blocking_verbs) for group in groups)
+    return {"checks": sum(world.comm.allgather(checks))}
+
+
+def _groups(subject: Subject, hierarchy: Hierarchy) -> list[Group]:
+    """Return the groups that this rank joins, in the order in which all ranks try them."""
+    if subject.joins == NODES:
+        return [hierarchy.intra]
+    rails = list(hierarchy.rails.values()) if subject.joins == RAILS else []
+    return rails or [hierarchy.world_group]
+
+
+if __name__ == "__main__":
+    main()

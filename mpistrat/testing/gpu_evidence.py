@@ -1,0 +1,183 @@
+"""Run everything that needs a GPU on a machine that has one, and write what came of it as JSON.
+
+    python -m mpistrat.testing.gpu_evidence --out FILE
+
+Each probe has a session of its own and a deadline; the file is written anew after each, so that what is known survives a probe
+that takes the machine down. Without a GPU every probe that needs one says why it was left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mpistrat.launch.mpiexec import command
+from mpistrat.testing.gpu_machine import Machine, look
+from mpistrat.testing.gpu_probes import PROBES, Probe
+from mpistrat.testing.processes import TIMED_OUT, run_bounded
+
+__all__ = ["OK", "changed_since", "collect", "run_probe"]
+
+OK, FAILED, SKIPPED = "ok", "failed", "skipped"
+BUDGET_SECONDS = 570.0
+SHOWN_LINES = 12
+
+_PACKAGE = Path(__file__).parents[1]
+_SOURCES = (
+    "device/*.*",
+    "packing/fuse_device.py",
+    "transports/cuda_*.py",
+    "transports/nccl.py",
+    "transports/staged.py",
+    "execution/device_*.py",
+    "cross_device/device_*.py",
+    "cross_device/on_device.py",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Collect the evidence; return 1 if a probe failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only probes with this text in their names")
+    arguments = parser.parse_args(argv)
+    probes = [probe for probe in PROBES if arguments.only in probe.name]
+    evidence = collect(look(), probes, lambda found: _write(arguments.out, found))
+    return int(any(case["outcome"] == FAILED for case in evidence["cases"]))
+
+
+def collect(machine: Machine, probes: Sequence[Probe], write: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
+    """Run probes one after the other.
+
+    Parameters
+    ----------
+    machine : Machine
+        What it has.
+    probes : sequence of Probe
+        What to run.
+    write : callable
+        Called with all that is known, at the beginning and after each probe.
+
+    Returns
+    -------
+    dict
+        What was written last: the circumstances, and ``cases``, one for each probe.
+    """
+    begun = time.monotonic()
+    evidence: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "commit": _commit(),
+        "machine": asdict(machine),
+        "sources": _digests(_PACKAGE),
+        "seconds": 0,
+        "is_complete": False,
+        "cases": [],
+    }
+    write(evidence)
+    for probe in probes:
+        left = BUDGET_SECONDS - (time.monotonic() - begun)
+        case = run_probe(probe, machine, left)
+        evidence["cases"].append(case)
+        evidence["seconds"] = round(time.monotonic() - begun)
+        evidence["is_complete"] = len(evidence["cases"]) == len(probes)
+        write(evidence)
+        print(_line(case), flush=True)
+    return evidence
+
+
+def run_probe(probe: Probe, machine: Machine, seconds_left: float = BUDGET_SECONDS) -> dict[str, Any]:
+    """Run one probe in a session of its own.
+
+    Returns
+    -------
+    dict
+        ``name``, ``outcome`` (OK, FAILED or SKIPPED), ``reason`` for any but OK, ``seconds``, ``figures``, and for each goal of
+        the probe whether it was reached.
+    """
+    refusal = probe.refusal(machine)
+    if not refusal and seconds_left < probe.seconds:
+        refusal = f"no time was left: it may take {probe.seconds:g} s"
+    if refusal:
+        return _case(probe, SKIPPED, refusal)
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.json")
+        argv = [sys.executable, "-m", *probe.command, "--report", str(report)]
+        argv, extra = command(probe.num_ranks, argv) if probe.num_ranks else (argv, {})
+        done = run_bounded(argv, probe.seconds, {**os.environ, **extra, **probe.environ})
+        figures = json.loads(report.read_text()) if report.exists() else {}
+    seconds = round(time.monotonic() - begun, 1)
+    if done.returncode == TIMED_OUT:
+        return _case(probe, FAILED, f"it was killed after {probe.seconds:g} s\n{_tail(done)}", seconds)
+    if done.returncode or not figures:
+        return _case(probe, FAILED, f"it ended with {done.returncode}\n{_tail(done)}", seconds)
+    if "skipped" in figures:
+        return _case(probe, SKIPPED, figures["skipped"], seconds)
+    return _case(probe, OK, "", seconds, figures)
+
+
+def changed_since(evidence: Mapping[str, Any], package: Path = _PACKAGE) -> list[str]:
+    """Return which files of the GPU's code are not what they were when evidence was collected."""
+    now, then = _digests(package), evidence["sources"]
+    return sorted(path for path in now.keys() | then.keys() if now.get(path) != then.get(path))
+
+
+def _case(
+    probe: Probe, outcome: str, reason: str, seconds: float = 0.0, figures: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    goals = {str(goal): goal.is_reached(figures) for goal in probe.goals} if figures else {}
+    return {
+        "name": probe.name,
+        "outcome": outcome,
+        "reason": reason,
+        "seconds": seconds,
+        "figures": dict(figures or {}),
+        "goals": goals,
+    }
+
+
+def _digests(package: Path) -> dict[str, str]:
+    paths = sorted({path for pattern in _SOURCES for path in package.glob(pattern) if path.suffix in (".py", ".cu")})
+    return {path.relative_to(package).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in paths}
+
+
+def _commit() -> str:
+    """Return the commit of this checkout, and whether the package differs from it; empty outside one."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=_PACKAGE, capture_output=True, text=True, check=False).stdout.strip()
+
+    try:
+        return f"{git('rev-parse', '--short', 'HEAD')}{' with changes' if git('status', '--porcelain', '--', '.') else ''}"
+    except FileNotFoundError:
+        return ""
+
+
+def _tail(done: subprocess.CompletedProcess[str]) -> str:
+    return "\n".join((done.stdout + done.stderr).strip().splitlines()[-SHOWN_LINES:])
+
+
+def _line(case: Mapping[str, Any]) -> str:
+    figures = ", ".join(f"{name} {value}" for name, value in case["figures"].items())
+    missed = "".join(f"; goal {goal} missed" for goal, reached in case["goals"].items() if not reached)
+    return f"{case['outcome']:8}{case['name']}: {case['reason'] or figures}{missed}"
+
+
+def _write(path: Path, evidence: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(evidence, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

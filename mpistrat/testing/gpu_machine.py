@@ -1,0 +1,93 @@
+"""What a machine has for a GPU's sake: GPUs, CUDA, CuPy, NCCL and MPI, and why not where it has none.
+
+    python -m mpistrat.testing.gpu_machine      # prints it as JSON
+
+It is asked in a process of its own: whoever has touched CUDA once cannot let go of it again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+
+from mpistrat.device.cuda import count_visible
+from mpistrat.errors import LaunchError
+from mpistrat.launch.mpiexec import find_mpi
+from mpistrat.testing.processes import run_bounded
+
+__all__ = ["Machine", "look"]
+
+LOOK_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was found.
+
+    Attributes
+    ----------
+    gpus : list of str
+        Their names, as CUDA counts them.
+    versions : dict
+        Of MPI, and where there is a GPU of CuPy, CUDA's driver and run time, and NCCL.
+    missing : dict
+        ``GPU``, ``NCCL``, ``MPI`` or ``scikit-learn`` -> why there is none.
+    """
+
+    gpus: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def nccl(self) -> tuple[int, ...]:
+        """The version of NCCL as numbers; empty where there is none."""
+        return tuple(int(part) for part in self.versions.get("NCCL", "").split(".") if part)
+
+
+def look() -> Machine:
+    """Return what this machine has, asked in another process."""
+    done = run_bounded([sys.executable, "-m", "mpistrat.testing.gpu_machine"], LOOK_SECONDS)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return Machine(missing={"GPU": f"who looked for GPUs ended with {done.returncode}: {last}"})
+    return Machine(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    """Print what this machine has."""
+    machine = Machine()
+    count, why = count_visible()
+    if count:
+        _ask_cuda(machine, count)
+    else:
+        machine.missing["GPU"] = why
+    try:
+        mpi = find_mpi()
+        machine.versions[mpi.flavour.name] = mpi.version
+    except LaunchError as error:
+        machine.missing["MPI"] = f"{error}"
+    if find_spec("sklearn") is None:
+        machine.missing["scikit-learn"] = "the demo's images need scikit-learn: pip install 'mpistrat[demo]'"
+    print(json.dumps(asdict(machine)))
+
+
+def _ask_cuda(machine: Machine, count: int) -> None:
+    import cupy
+    from cupy.cuda import nccl, runtime
+
+    machine.gpus.extend(runtime.getDeviceProperties(index)["name"].decode() for index in range(count))
+    numbers = {"CUDA driver": runtime.driverGetVersion(), "CUDA run time": runtime.runtimeGetVersion()}
+    machine.versions.update(
+        {"CuPy": cupy.__version__} | {name: f"{number // 1000}.{number // 10 % 100}" for name, number in numbers.items()}
+    )
+    if nccl.available:
+        number = nccl.get_version()
+        machine.versions["NCCL"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+    else:
+        machine.missing["NCCL"] = "CuPy finds no libnccl.so.2; pip install nvidia-nccl-cu12 (or -cu13)"
+
+
+if __name__ == "__main__":
+    main()

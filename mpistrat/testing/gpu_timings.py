@@ -1,0 +1,271 @@
+"""How fast one GPU does our work, beside what a copy reaches in the same process.
+
+    python -m mpistrat.testing.gpu_timings pack --report FILE
+
+Bandwidths count what is read and what is written. Work is put on the stream while copies keep the GPU busy, and their time is
+taken away again: so a kernel is measured, and not how fast Python launches it, which is told beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from mpistrat.device.base import Device, DeviceArray, address
+from mpistrat.device.cuda import CudaDevice
+from mpistrat.device.kernels import fold_kernel
+from mpistrat.groups.group import Group
+from mpistrat.launch.bootstrap import start
+from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
+from mpistrat.packing.layout import Layout
+from mpistrat.reduction import ReduceOp
+from mpistrat.testing.gradients import resnet50
+from mpistrat.transports.base import drive
+from mpistrat.transports.cuda_ipc import MAX_BLOCKS
+from mpistrat.transports.staged import StagedTransport
+
+__all__ = ["TIMINGS", "Sizes"]
+
+F32, BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
+GIGA = 1e9
+PEERS = 4
+CHECKED = 10_000
+STUCK_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is moved, and how often.
+
+    Attributes
+    ----------
+    nbytes : int
+        Of large arrays: far more than the caches of a GPU hold.
+    shapes : sequence of tuple
+        Of the gradients.
+    sets : int
+        Copies of all gradients that take turns, so that none is found in a cache.
+    runs, fillers, rounds : int
+        Runs of a kernel in a round, copies that keep the GPU busy before them, and rounds; the median of these counts.
+    """
+
+    nbytes: int = 1 << 29
+    shapes: Sequence[tuple[int, ...]] = ()
+    sets: int = 4
+    runs: int = 10
+    fillers: int = 16
+    rounds: int = 7
+
+
+class _Bench:
+    """A device with a large copy that sets its ceiling."""
+
+    def __init__(self, device: Device, sizes: Sizes) -> None:
+        self.device, self.sizes = device, sizes
+        self.source, self.target = self.random(sizes.nbytes), device.allocate(sizes.nbytes)
+        self._stream = device.current_stream()
+
+    def random(self, nbytes: int) -> DeviceArray:
+        """Return memory with random float32 in it."""
+        memory = self.device.allocate(nbytes)
+        tile = np.random.default_rng(0).standard_normal(min(nbytes, 1 << 24) // 4, np.float32).view(np.uint8)
+        for first in range(0, nbytes, tile.size):
+            part = memory[first : first + tile.size]
+            self.device.put(part, tile[: part.size])
+        return memory
+
+    def floats(self, counts: Sequence[int]) -> list[DeviceArray]:
+        """Return arrays of float32, each aligned as CuPy's are."""
+        starts = np.cumsum([0, *(-(-4 * count // 512) * 512 for count in counts)])
+        memory = self.random(int(starts[-1]))
+        return [memory[first : first + 4 * count].view(F32) for first, count in zip(starts, counts, strict=False)]
+
+    def measure(self, run: Callable[[int], None], nbytes: int) -> dict[str, float]:
+        """Return the bandwidth of a run that moves so many bytes, the copy's, and what Python takes to launch it."""
+        run(0)
+        self.settle()
+        copies, runs = [], []
+        for _ in range(self.sizes.rounds):
+            copies.append(self._seconds_of(run, 0))
+            runs.append(self._seconds_of(run, self.sizes.runs) - copies[-1])
+        copy, taken = median(copies) / self.sizes.fillers, median(runs) / self.sizes.runs
+        ceiling, reached = 2 * self.sizes.nbytes / copy, nbytes / max(taken, 1e-9)
+        return {
+            "gbs": round(reached / GIGA, 1),
+            "ceiling_gbs": round(ceiling / GIGA, 1),
+            "fraction": round(reached / ceiling, 3),
+            "us": round(1e6 * taken, 1),
+            "python_us": self.python_us(run),
+        }
+
+    def python_us(self, run: Callable[[int], None]) -> float:
+        """Return what Python takes for a run, in microseconds, without waiting for the GPU."""
+        samples = []
+        for turn in range(10 * self.sizes.runs):
+            begun = time.perf_counter()
+            run(turn)
+            samples.append(time.perf_counter() - begun)
+            self.settle()
+        return round(1e6 * median(samples), 1)
+
+    def seconds(self, run: Callable[[], None]) -> float:
+        """Return the median time of a run that takes long, until the GPU is through."""
+        samples = []
+        for _ in range(self.sizes.rounds):
+            self.settle()
+            begun = time.perf_counter()
+            run()
+            self.settle()
+            samples.append(time.perf_counter() - begun)
+        return median(samples)
+
+    def settle(self) -> None:
+        """Wait until all work on the stream is through."""
+        event, deadline = self._stream.record(), time.monotonic() + STUCK_SECONDS
+        while not event.done():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the GPU was not through after {STUCK_SECONDS:g} s")
+
+    def expect(self, found: DeviceArray, expected: NDArray[Any]) -> None:
+        """Check that what was timed is right: what moves nothing is fast."""
+        if not np.array_equal(self.device.get(found), expected):
+            raise AssertionError("what was timed gave a wrong result")
+
+    def _seconds_of(self, run: Callable[[int], None], num_runs: int) -> float:
+        """Return what the copies take, and that many runs behind them."""
+        self.settle()
+        begun = time.perf_counter()
+        for _ in range(self.sizes.fillers):
+            self._stream.copy(address(self.target), address(self.source), self.sizes.nbytes)
+        for turn in range(num_runs):
+            run(turn)
+        self.settle()
+        return time.perf_counter() - begun
+
+
+def pack(bench: _Bench) -> dict[str, float]:
+    """Fuse eight large arrays of float32 into a bucket of bfloat16."""
+    arrays, layout, bucket = _large(bench)
+    copy = DeviceCopyIn(bench.device, layout, 0, layout.count, bucket)
+    figures = bench.measure(lambda turn: _exhaust(copy, arrays), 6 * layout.count)
+    expected = bench.device.get(arrays[0][:CHECKED]).astype(BF16)
+    bench.expect(bucket[: expected.size], expected)
+    return figures
+
+
+def unpack(bench: _Bench) -> dict[str, float]:
+    """Take a bucket of bfloat16 apart into eight large arrays of float32, halved."""
+    arrays, layout, bucket = _large(bench)
+    bench.device.put(bucket[:CHECKED], np.arange(bucket[:CHECKED].size, dtype=F32).astype(BF16))
+    copy = DeviceCopyOut(bench.device, layout, 0, layout.count, [(0, layout.count, bucket)], 2)
+    figures = bench.measure(lambda turn: _exhaust(copy, arrays), 6 * layout.count)
+    bench.expect(arrays[0][:CHECKED], bench.device.get(bucket[: arrays[0][:CHECKED].size]).astype(F32) / F32.type(2))
+    return figures
+
+
+def gradients(bench: _Bench) -> dict[str, float]:
+    """Fuse the gradients of ResNet-50 into a bucket, all in one launch."""
+    counts = [prod(shape) for shape in bench.sizes.shapes or resnet50()]
+    layout = Layout(counts)
+    sets = []
+    for _ in range(bench.sizes.sets):
+        bucket = bench.device.allocate(4 * layout.count).view(F32)
+        sets.append((DeviceCopyIn(bench.device, layout, 0, layout.count, bucket), bench.floats(counts)))
+    figures = bench.measure(lambda turn: _exhaust(*sets[turn % len(sets)]), 8 * layout.count)
+    bench.expect(bucket, np.concatenate([bench.device.get(array) for array in sets[-1][1]]))
+    return figures
+
+
+def sum_of_peers(bench: _Bench) -> dict[str, float]:
+    """Sum the arenas of four ranks in one pass, as cuda_ipc does; here all four are of this GPU and this process."""
+    arenas = [bench.random(bench.sizes.nbytes // 2) for _ in range(PEERS)]
+    table = bench.device.allocate(8 * PEERS)
+    bench.device.put(table, np.array([address(arena) for arena in arenas], np.uint64).view(np.uint8))
+    target, count = bench.device.allocate(bench.sizes.nbytes // 2), bench.sizes.nbytes // 8
+    arguments = address(table), np.int32(PEERS), 0, address(target), count
+    kernel, stream = fold_kernel(F32, ReduceOp.SUM), bench.device.current_stream()
+    figures = bench.measure(lambda turn: stream.launch(kernel, MAX_BLOCKS, arguments), 4 * count * (PEERS + 1))
+    expected = reduce(np.add, [bench.device.get(arena.view(F32)[:CHECKED]) for arena in arenas])
+    bench.expect(target.view(F32)[:CHECKED], expected)
+    return figures
+
+
+def staged(bench: _Bench) -> dict[str, float]:
+    """Take an array down to pinned memory and up again, chunk by chunk, with nobody to wait for; and each way alone."""
+    from mpi4py import MPI
+
+    start()
+    nbytes = bench.sizes.nbytes // 2
+    buffer, pinned = bench.target[:nbytes], bench.device.pinned(nbytes)
+    host, stream = int(pinned.__array_interface__["data"][0]), bench.device.current_stream()
+    down = nbytes / bench.seconds(lambda: stream.copy(host, address(buffer), nbytes))
+    up = nbytes / bench.seconds(lambda: stream.copy(address(buffer), host, nbytes))
+    group = Group(MPI.COMM_SELF.Dup(), "alone", (0,))
+    operation = StagedTransport(group, bench.device).all_reduce(buffer.view(F32), ReduceOp.SUM)
+    both = nbytes / bench.seconds(lambda: drive(operation.run(), lambda: "staged", STUCK_SECONDS))
+    group.close()
+    rates = {"gbs": both, "down_gbs": down, "up_gbs": up}
+    return {name: round(rate / GIGA, 2) for name, rate in rates.items()} | {"fraction": round(both / min(down, up), 3)}
+
+
+def python_per_call(bench: _Bench) -> dict[str, float]:
+    """Copy a small array into a bucket and out of it, with every table in place: Python's time alone."""
+    [array] = bench.floats([1000])
+    layout = Layout([array.size])
+    bucket = bench.device.allocate(4 * layout.count).view(F32)
+    copies = (
+        DeviceCopyIn(bench.device, layout, 0, layout.count, bucket),
+        DeviceCopyOut(bench.device, layout, 0, layout.count, [(0, layout.count, bucket)], 1),
+    )
+
+    def run(turn: int) -> None:
+        for copy in copies:
+            _exhaust(copy, [array])
+
+    run(0)
+    bench.settle()
+    return {"python_us": bench.python_us(run)}
+
+
+TIMINGS: dict[str, Callable[[_Bench], dict[str, float]]] = {
+    function.__name__: function for function in (pack, unpack, gradients, sum_of_peers, staged, python_per_call)
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure one of TIMINGS on the GPU, and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("timing", choices=TIMINGS)
+    parser.add_argument("--report", type=Path, required=True, help="where to write the figures")
+    arguments = parser.parse_args(argv)
+    device = CudaDevice(0)
+    with device.activate(device.stream()):
+        figures = TIMINGS[arguments.timing](_Bench(device, Sizes()))
+    arguments.report.write_text(json.dumps(figures))
+
+
+def _large(bench: _Bench) -> tuple[list[DeviceArray], Layout, DeviceArray]:
+    """Return eight arrays of float32, how they lie in a bucket, and the bucket, of bfloat16."""
+    layout = Layout([bench.sizes.nbytes // 32] * 8)
+    return bench.floats([bench.sizes.nbytes // 32] * 8), layout, bench.device.allocate(2 * layout.count).view(BF16)
+
+
+def _exhaust(copy: DeviceCopyIn | DeviceCopyOut, arrays: Sequence[DeviceArray]) -> None:
+    for _ in copy.run(arrays):
+        pass
+
+
+if __name__ == "__main__":
+    main()

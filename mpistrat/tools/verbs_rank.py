@@ -1,0 +1,100 @@
+"""Every verb of a replica context on this rank's arrays, compared with what NumPy makes of the arrays of all ranks.
+
+    mpistrat run -n 4 --nodes 2x2 -m mpistrat.tools.verbs_rank --report FILE
+
+Where ranks compute on GPUs the arrays are of their memory, and go the way through all layers: strategies, buckets, plans and
+transports. Values are whole numbers, of which every order of adding makes the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+import mpistrat
+from mpistrat.device.binding import bound_device
+from mpistrat.experimental import CommunicationOptions
+
+__all__ = ["main"]
+
+DTYPES = ("float32", "float64", "int32", "int64", "int16", "complex64", "float16", ml_dtypes.bfloat16)
+SHAPES = ((), (1,), (3, 5), (0, 4), (257, 129), (300_001,))
+OPS: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
+    "sum": lambda rows: rows.sum(axis=0, dtype=rows.dtype),
+    "mean": lambda rows: (rows.sum(axis=0, dtype=rows.dtype) / len(rows)).astype(rows.dtype),
+    "min": lambda rows: rows.min(axis=0),
+    "max": lambda rows: rows.max(axis=0),
+}
+LARGEST = 7  # sums of the narrowest dtype stay exact
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Try the verbs; let rank 0 write how many results were compared, and on what. A collective call."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--report", type=Path, help="where rank 0 writes what came of it")
+    arguments = parser.parse_args(argv)
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+    [compared] = strategy.experimental_local_results(strategy.run(_try_all, args=(strategy,)))
+    device = bound_device()
+    found = {"compared": compared, "replicas": strategy.num_replicas_in_sync, "on_gpu": int(device is not None)}
+    chief = strategy.extended.should_save_summary
+    strategy.close()
+    if chief:
+        print(json.dumps(found))
+        if arguments.report:
+            arguments.report.write_text(json.dumps(found))
+
+
+def _try_all(strategy: mpistrat.Strategy) -> int:
+    """Return how many results were compared."""
+    compared = 0
+    for what, found, expected in _results(strategy):
+        arrays = [np.asarray(array.get() if hasattr(array, "get") else array) for array in found]
+        for array, wanted in zip(arrays, expected, strict=True):
+            compared += 1
+            if array.shape != wanted.shape or array.dtype != wanted.dtype or array.tobytes() != wanted.tobytes():
+                raise AssertionError(f"{what}: got {array.dtype} {array.shape}, and not what NumPy makes of it")
+    return compared
+
+
+def _results(strategy: mpistrat.Strategy) -> Iterator[tuple[str, Sequence[Any], Sequence[NDArray[Any]]]]:
+    """Return what was called, what came, and what should have come, each as a list of arrays."""
+    context, device = mpistrat.get_replica_context(), bound_device()
+    module = device.array_module if device else np
+    size, me = strategy.num_replicas_in_sync, context.replica_id_in_sync_group
+    for seed, kind in enumerate(DTYPES):
+        dtype = np.dtype(kind)
+        every = [_rows(dtype, shape, size, seed) for shape in SHAPES]
+        mine = [module.asarray(rows[me]) for rows in every]
+        for op, combine in OPS.items():
+            if dtype.kind == "c" and op in ("min", "max"):
+                continue
+            expected = [combine(rows) for rows in every]
+            for turn in range(2):  # the second call finds its plan
+                yield f"all_reduce({op}, {dtype}), call {turn}", context.all_reduce(op, mine), expected
+            yield f"start_all_reduce({op}, {dtype})", context.start_all_reduce(op, mine).wait(), expected
+        last = size - 1
+        yield f"broadcast({dtype})", [context.broadcast(mine[4], last)], [every[4][last]]
+        yield f"all_gather({dtype})", [context.all_gather(mine[2], 0)], [np.concatenate(list(every[2]))]
+        part = np.array_split(OPS["sum"](every[4]), size)[me]
+        yield f"reduce_scatter({dtype})", [context.reduce_scatter("sum", mine[4])], [part]
+    options = CommunicationOptions(deterministic=True)
+    rows = _rows(np.dtype(np.float32), (1001,), size, 99)
+    found = context.all_reduce("sum", module.asarray(rows[me]), options)
+    yield "all_reduce, deterministic", [found], [OPS["sum"](rows)]
+
+
+def _rows(dtype: np.dtype[Any], shape: tuple[int, ...], size: int, seed: int) -> NDArray[Any]:
+    """Return whole numbers, a row for each replica."""
+    return np.random.default_rng(seed).integers(-LARGEST, LARGEST + 1, (size, *shape)).astype(dtype)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Everything that is known only of a real GPU: the probes of `python -m mpistrat.testing.gpu_evidence`, each one test.
+
+Each has a session of its own with a deadline. On one GPU several ranks share it, as virtual nodes.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from mpistrat.testing.gpu_evidence import FAILED, SKIPPED, run_probe
+from mpistrat.testing.gpu_machine import Machine, look
+from mpistrat.testing.gpu_probes import PROBES, Probe
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    return look()
+
+
+@pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
+def test_probe(machine: Machine, probe: Probe) -> None:
+    case = run_probe(probe, machine)
+    if case["outcome"] == SKIPPED:
+        pytest.skip(case["reason"])
+    assert case["outcome"] != FAILED, case["reason"]
+    missed = [goal for goal, reached in case["goals"].items() if not reached]
+    if missed:
+        pytest.skip(f"it works; {', '.join(missed)} is a goal that was missed: {case['figures']}")

@@ -1,0 +1,52 @@
+"""The programs that the evidence of a GPU starts, on CPUs: they run, and a wrong result ends them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pytest
+
+import mpistrat
+from mpistrat.launch.mpiexec import command
+from mpistrat.tools import training_pair, verbs_rank
+from tests.processes import run_bounded
+
+SECONDS = 120.0
+ON_CPU = {"MPISTRAT_DEVICE": "cpu"}
+
+
+def test_verbs_are_compared_on_several_ranks(tmp_path):
+    report = tmp_path / "report.json"
+    argv, extra = command(2, [sys.executable, "-m", "mpistrat.tools.verbs_rank", "--report", str(report)], "2x1")
+    done = run_bounded(argv, SECONDS, {**os.environ, **extra, **ON_CPU})
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(report.read_text())
+    assert (found["replicas"], found["on_gpu"]) == (2, 0)
+    assert found["compared"] > 500
+
+
+def test_a_wrong_sum_is_told(monkeypatch):
+    monkeypatch.setitem(verbs_rank.OPS, "mean", lambda rows: rows.sum(axis=0) + rows.dtype.type(1))
+    strategy = mpistrat.OneDeviceStrategy("cpu:0")
+    with pytest.raises(AssertionError, match=r"all_reduce\(mean, float32\), call 0: got float32 \(\), and not what NumPy"):
+        strategy.run(verbs_rank._try_all, args=(strategy,))
+
+
+def test_two_trainings_are_compared(tmp_path):
+    report = tmp_path / "report.json"
+    argv = [sys.executable, "-m", "mpistrat.tools.training_pair", "--ranks", "2", "--nodes", "2x1", "--devices", "cpu,cpu"]
+    done = run_bounded([*argv, "--report", str(report)], SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(report.read_text())
+    assert figures["largest_difference"] < 1e-6
+    assert figures["accuracy"] == pytest.approx(figures["accuracy_of_other"], abs=0.02)
+
+
+def test_trainings_that_part_are_told():
+    one = {"losses": [2.0, 1.0], "accuracy": 0.9}
+    assert training_pair.compare(one, one)["largest_difference"] == 0
+    assert training_pair.compare({**one, "losses": [2.0, 1.5]}, one)["largest_difference"] == 0.5
+    with pytest.raises(ValueError, match="shorter"):
+        training_pair.compare(one, {**one, "losses": [2.0]})

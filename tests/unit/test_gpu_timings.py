@@ -1,0 +1,36 @@
+"""The timings of a GPU, on the stand-in device: they move what they say, and give every figure that has a goal."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpistrat.testing import gpu_timings
+from mpistrat.testing.gpu_probes import PROBES
+from mpistrat.testing.gpu_timings import TIMINGS, Sizes
+from tests.gpu import on_host
+from tests.gpu.stand_in import StandInDevice
+
+MOVES = ["move_segments<float, bfloat16>", "move_segments<bfloat16, float>", "move_segments<float, float>"]
+FOLDS = ["fold_peers<float, Sum>"]
+SMALL = Sizes(nbytes=1 << 13, shapes=((3, 5), (7,), ()), sets=2, runs=1, fillers=2, rounds=2)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    if on_host.missing():
+        pytest.skip(on_host.missing())
+    folder = tmp_path_factory.mktemp("kernels")
+    on_host.HostKernels.build(folder, MOVES, FOLDS)
+    return on_host.HostKernels(folder, MOVES, FOLDS)
+
+
+@pytest.mark.parametrize("name", TIMINGS)
+def test_a_timing_gives_the_figures_that_have_goals(kernels, name):
+    device = StandInDevice()
+    device.kernels = kernels
+    figures = TIMINGS[name](gpu_timings._Bench(device, SMALL))
+    [probe] = [probe for probe in PROBES if probe.command[:2] == ("mpistrat.testing.gpu_timings", name)]
+    assert probe.goals
+    assert {goal.figure for goal in probe.goals} <= figures.keys()
+    assert all(value >= 0 for value in figures.values())
+    device.close()
