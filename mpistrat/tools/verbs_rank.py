@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     strategy = mpistrat.MultiWorkerMirroredStrategy()
     [compared] = strategy.experimental_local_results(strategy.run(_try_all, args=(strategy,)))
-    device = bound_device()
-    found = {"compared": compared, "replicas": strategy.num_replicas_in_sync, "on_gpu": int(device is not None)}
+    on_gpu = int(bound_device() is not None)
+    found = {"compared": compared, "replicas": strategy.num_replicas_in_sync, "on_gpu": on_gpu}
     chief = strategy.extended.should_save_summary
     strategy.close()
     if chief:
@@ -66,8 +66,7 @@ def _try_all(strategy: mpistrat.Strategy) -> int:
 
 def _results(strategy: mpistrat.Strategy) -> Iterator[tuple[str, Sequence[Any], Sequence[NDArray[Any]]]]:
     """Return what was called, what came, and what should have come, each as a list of arrays."""
-    context, device = mpistrat.get_replica_context(), bound_device()
-    module = device.array_module if device else np
+    context, module = mpistrat.get_replica_context(), strategy.array_module
     size, me = strategy.num_replicas_in_sync, context.replica_id_in_sync_group
     for seed, kind in enumerate(DTYPES):
         dtype = np.dtype(kind)
