@@ -44,8 +44,8 @@ PLACES = (
     _Place("1x2", "block", "unlimited", (*SIZES, 32 * MIB), 0.6),
     _Place("1x4", "block", "unlimited", (*SIZES, 32 * MIB), 0.6),
     _Place("2x1", "block", "1gbit"),
-    _Place("4x2", "block", "1gbit"),
-    _Place("4x2", "cyclic", "1gbit"),
+    _Place("4x2", "block", "1gbit", SIZES[:-1]),
+    _Place("4x2", "cyclic", "1gbit", SIZES[:-1]),
 )
 QUICK = (_Place("1x2", "block", "unlimited", (8, 96 * KIB, 6 * MIB), 0.2), _Place("2x1", "block", "1gbit", (KIB, MIB), 0.2))
 
