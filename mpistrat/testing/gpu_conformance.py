@@ -22,6 +22,7 @@ from mpistrat.testing.transport_cases import VERBS
 from mpistrat.testing.transport_suite import check_transport
 from mpistrat.topology.discover import discover
 from mpistrat.transports.base import Transport
+from mpistrat.transports.cuda_aware import CudaAwareRing
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.mpi_ring import MpiRingTransport
@@ -63,6 +64,7 @@ SUBJECTS: dict[str, Subject] = {
         Subject(MpiRingTransport, RAILS, ("reduce", "broadcast")),
         Subject(StagedTransport, RAILS, ("reduce", "broadcast")),
         Subject(CudaIpcTransport, NODES),
+        Subject(CudaAwareRing, RAILS),
         Subject(NcclTransport, NODES),
     )
 }

@@ -167,6 +167,7 @@ PROBES: tuple[Probe, ...] = (
         )
         for shape, num_ranks in SHAPES.items()
     ),
+    *_conformance("cuda_aware", SHAPES, (_gpu,), _ON_GPU),
     Probe(
         "training",
         "the demo's training on GPUs and on CPUs, to the same losses",

@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import mpistrat
+from mpistrat.arrays import is_on_device
+from mpistrat.cross_device.on_device import DeviceCollectives
 from mpistrat.device.binding import bound_device
 from mpistrat.experimental import CommunicationOptions
 
@@ -42,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     strategy = mpistrat.MultiWorkerMirroredStrategy()
     [compared] = strategy.experimental_local_results(strategy.run(_try_all, args=(strategy,)))
-    on_gpu = int(bound_device() is not None)
-    found = {"compared": compared, "replicas": strategy.num_replicas_in_sync, "on_gpu": on_gpu}
+    found = {"compared": compared, "replicas": strategy.num_replicas_in_sync, "path": _path(strategy)}
     chief = strategy.extended.should_save_summary
     strategy.close()
     if chief:
@@ -52,12 +53,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             arguments.report.write_text(json.dumps(found))
 
 
+def _path(strategy: mpistrat.Strategy) -> str:
+    """Return which way the arrays took."""
+    collectives = strategy.extended.collectives
+    return collectives.path if isinstance(collectives, DeviceCollectives) else "arrays in host memory"
+
+
 def _try_all(strategy: mpistrat.Strategy) -> int:
     """Return how many results were compared."""
     compared = 0
     for what, found, expected in _results(strategy):
-        arrays = [np.asarray(array.get() if hasattr(array, "get") else array) for array in found]
-        for array, wanted in zip(arrays, expected, strict=True):
+        for array, wanted in zip(map(_on_host, found), expected, strict=True):
             compared += 1
             if array.shape != wanted.shape or array.dtype != wanted.dtype or array.tobytes() != wanted.tobytes():
                 raise AssertionError(f"{what}: got {array.dtype} {array.shape}, and not what NumPy makes of it")
@@ -88,6 +94,11 @@ def _results(strategy: mpistrat.Strategy) -> Iterator[tuple[str, Sequence[Any], 
     rows = _rows(np.dtype(np.float32), (1001,), size, 99)
     found = context.all_reduce("sum", module.asarray(rows[me]), options)
     yield "all_reduce, deterministic", [found], [OPS["sum"](rows)]
+
+
+def _on_host(array: Any) -> NDArray[Any]:
+    device = bound_device()
+    return device.get(array) if device and is_on_device(array) else np.asarray(array)
 
 
 def _rows(dtype: np.dtype[Any], shape: tuple[int, ...], size: int, seed: int) -> NDArray[Any]:

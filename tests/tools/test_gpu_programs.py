@@ -23,7 +23,7 @@ def test_verbs_are_compared_on_several_ranks(tmp_path):
     done = run_bounded(argv, SECONDS, {**os.environ, **extra, **ON_CPU})
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())
-    assert (found["replicas"], found["on_gpu"]) == (2, 0)
+    assert (found["replicas"], found["path"]) == (2, "arrays in host memory")
     assert found["compared"] > 500
 
 

@@ -51,13 +51,13 @@ def test_without_a_gpu_everything_says_why_it_is_left_out(tmp_path):
     assert min(ran.values()) > 1000
     # whoever adds a probe counts here: one that is lost is not missed by itself
     reasons = Counter(case["reason"] for case in evidence["cases"] if case["outcome"] == "skipped")
-    assert reasons == {why: 25}
+    assert reasons == {why: 28}
     assert not changed_since(evidence)
 
 
 def test_every_transport_of_a_gpu_is_tried_in_every_shape():
     tried = {probe.name for probe in PROBES if probe.command[0] == "mpistrat.testing.gpu_conformance"}
-    alone = {f"{name} {shape}" for name in ("staged", "cuda_ipc") for shape in ("1x2", "1x4", "2x2")}
+    alone = {f"{name} {shape}" for name in ("staged", "cuda_ipc", "cuda_aware") for shape in ("1x2", "1x4", "2x2")}
     shared = {f"nccl {way} {shape}" for way in (SEVERAL, HOST_IDS) for shape in ("1x2", "1x4", "2x2")}
     assert tried == {*ON_HOST, *alone, *shared, "nccl 1x1", "nccl 1x2", "nccl 1x4"}
     assert {name.split()[0] for name in tried} == set(SUBJECTS)

@@ -1,0 +1,26 @@
+"""The program that tries every verb on a GPU, on the stand-in: whole strategies, on arrays of device memory."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import pytest
+
+import mpistrat
+from mpistrat.tools import verbs_rank
+from mpistrat.topology.world import World
+from tests.gpu.bound import stand_in
+
+
+def test_every_verb_on_device_arrays(comm, monkeypatch):
+    if comm.size != 4:
+        pytest.skip("4 ranks on 2 nodes tell all")
+    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", "2x2")
+    monkeypatch.setenv("MPISTRAT_ALLOW_SHARED_GPU", "1")
+    monkeypatch.setattr(verbs_rank, "SHAPES", ((), (1,), (3, 5), (0, 4), (33, 17), (5001,)))
+    monkeypatch.setattr(verbs_rank, "DTYPES", ("float32", "int16", ml_dtypes.bfloat16))
+    with stand_in(comm, World.from_shape("2x2")):
+        strategy = mpistrat.MultiWorkerMirroredStrategy()
+        assert "staged" in verbs_rank._path(strategy)
+        [compared] = strategy.experimental_local_results(strategy.run(verbs_rank._try_all, args=(strategy,)))
+        strategy.close()
+    assert compared > 200
