@@ -42,14 +42,14 @@ class DistributedDataset:
     policy : AutoShardPolicy or None
         DATA takes this replica's share of each batch, OFF all its rows in pieces, None the batches as they are.
     options : InputOptions
-        How far to read ahead.
+        How far to read ahead, and whether to bring what is read to the replica's GPU, if it has one.
     """
 
     def __init__(self, strategy: Strategy, dataset: Dataset, policy: AutoShardPolicy | None, options: InputOptions) -> None:
         self._strategy = strategy
         self._dataset = dataset
         self._policy = policy
-        self._buffer_size = options.experimental_per_replica_buffer_size
+        self._options = options
         self._epoch = 0
 
     @property
@@ -67,7 +67,7 @@ class DistributedDataset:
         epoch, self._epoch = self._epoch, self._epoch + 1
         is_agreed = self._policy is DATA and self._length is not None
         feed = Feed(self._batches(epoch), self._length, is_agreed, epoch)
-        return DistributedIterator(self._strategy, feed, self._buffer_size)
+        return DistributedIterator(self._strategy, feed, self._options)
 
     def __len__(self) -> int:
         """Return the number of elements of an epoch.

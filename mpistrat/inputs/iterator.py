@@ -11,7 +11,10 @@ import numpy as np
 
 from mpistrat.context.values import regroup
 from mpistrat.cross_device.collectives import Collectives
+from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, OutOfRangeError
+from mpistrat.inputs.fetch import Fetcher
+from mpistrat.inputs.options import InputOptions
 from mpistrat.inputs.prefetch import Prefetcher
 from mpistrat.inputs.spec import empty_like, spec_of
 from mpistrat.reduction import ReduceOp
@@ -92,13 +95,13 @@ class DistributedIterator(Iterator[Any]):
         Whose replicas come to the end together.
     feed : Feed
         What comes to this one.
-    buffer_size : int
-        How many elements are made ahead.
+    options : InputOptions
+        How many elements are made ahead, and whether they are brought to the replica's GPU.
     """
 
-    def __init__(self, strategy: Strategy, feed: Feed, buffer_size: int) -> None:
+    def __init__(self, strategy: Strategy, feed: Feed, options: InputOptions) -> None:
         self._strategy = strategy
-        self._batches = Prefetcher(feed.batches, buffer_size) if buffer_size else feed.batches
+        self._batches = _made_ahead(feed.batches, options)
         self._length, self._epoch = feed.length, feed.epoch
         # how many elements every replica takes: known from the start, from the first exchange on, or never
         self._steps = feed.length if feed.is_agreed else None
@@ -154,7 +157,7 @@ class DistributedIterator(Iterator[Any]):
     def close(self) -> None:
         """End the iteration on this replica, and the thread that makes elements ahead. The others must do it too."""
         self._is_over = True
-        if isinstance(self._batches, Prefetcher):
+        if isinstance(self._batches, (Fetcher, Prefetcher)):
             self._batches.close()
         self._batches, self._ahead = iter(()), None
 
@@ -225,3 +228,10 @@ class DistributedIterator(Iterator[Any]):
     @property
     def _call(self) -> str:
         return f"the next element of a DistributedIterator (number {self._taken} of epoch {self._epoch})"
+
+
+def _made_ahead(batches: Iterator[Any], options: InputOptions) -> Iterator[Any]:
+    device, buffer_size = bound_device(), options.experimental_per_replica_buffer_size
+    if device is not None:
+        return Fetcher(batches, buffer_size, device, lifts=options.experimental_fetch_to_device is not False)
+    return Prefetcher(batches, buffer_size) if buffer_size else batches

@@ -50,8 +50,9 @@ class InputOptions:
     Attributes
     ----------
     experimental_fetch_to_device : bool, optional
-        Whether elements are brought to the replica's device ahead of their use; None means True. Replicas on CPUs work in
-        host memory, where elements are anyway.
+        Whether elements are brought to the replica's device ahead of their use; None means True. On a GPU arrays of the host
+        become arrays of CuPy there, tensors of PyTorch tensors there; False leaves all where they are. Replicas on CPUs work
+        in host memory, where elements are anyway.
     experimental_replication_mode : InputReplicationMode
         PER_REPLICA is accepted by ``MirroredStrategy.distribute_datasets_from_function`` only.
     experimental_place_dataset_on_device : bool

@@ -34,7 +34,7 @@ def shard_bounds(num_rows: int, replica: int, num_replicas: int) -> tuple[int, i
 
 
 def readable(leaf: Any) -> Array:
-    """Return what is fed as a NumPy array: what `as_array` reads, and text and dates, which no collective carries.
+    """Return what is fed as an array: what `as_array` reads, and text and dates, which no collective carries.
 
     Raises
     ------
@@ -109,7 +109,7 @@ def batched(parts: Iterable[Any], batch_size: int, drop_remainder: bool) -> Iter
             yield _join([*kept, _cut(part, first, first + missing)])
             kept, first, missing = [], first + missing, batch_size
         if first < end:
-            kept.append(map_leaves(np.array, _cut(part, first, end)))
+            kept.append(map_leaves(lambda leaf: readable(leaf).copy(), _cut(part, first, end)))
             missing -= end - first
     if kept and not drop_remainder:
         yield _join(kept)
@@ -120,7 +120,7 @@ def _cut(batch: Any, start: int, stop: int) -> Any:
 
 
 def _copy(leaf: Any) -> Any:
-    return like(np.array(readable(leaf)), leaf)
+    return like(readable(leaf).copy(), leaf)
 
 
 def _join(parts: list[Any]) -> Any:
