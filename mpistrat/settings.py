@@ -169,7 +169,8 @@ INTER_TRANSPORT = Setting(
     "MPISTRAT_INTER_TRANSPORT",
     _one_of("auto", "mpi_ring", "mpi"),
     "auto",
-    "How bytes move between nodes; those of GPUs by way of the host.",
+    "How bytes move between nodes. Memory of GPUs goes there by way of the host where this names a transport; auto asks "
+    "MPISTRAT_MPI_GPU.",
 )
 MPI_GPU = Setting(
     "MPISTRAT_MPI_GPU",

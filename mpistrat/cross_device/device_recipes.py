@@ -42,7 +42,10 @@ class DeviceRecipes(RecipeBook):
     def memory(self) -> MemoryReport:
         """Return what the executor and the recipes hold."""
         held = super().memory()
-        return replace(held, window_bytes=0, device_bytes=held.window_bytes, pinned_bytes=self._device_executor.pinned_bytes)
+        on_device = held.window_bytes + held.rail_bytes
+        return replace(
+            held, window_bytes=0, rail_bytes=0, device_bytes=on_device, pinned_bytes=self._device_executor.pinned_bytes
+        )
 
     def _best(self, count: int, itemsize: int, algorithm: str, wire_itemsize: int) -> Choice:
         # inside a node NCCL knows better than we do which way an all-reduce goes

@@ -105,8 +105,8 @@ class DeviceExecutor(Executor):
 
     @property
     def rail_bytes(self) -> int:
-        """None beside what is pinned: host transports land where they always do."""
-        return 0
+        """Memory of the device where segments land; of what is staged the host's transports count it."""
+        return sum(rail.scratch_bytes for rail in self.rails.values() if not isinstance(rail, StagedTransport))
 
     def abort(self, reason: str) -> None:
         """Give up what NCCL has under way: its kernels would wait for peers for ever. The peers must do likewise."""

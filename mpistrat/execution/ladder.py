@@ -13,6 +13,7 @@ from mpistrat import settings
 from mpistrat.device.base import Device
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import TransportError
+from mpistrat.execution.device_rails import device_rails, staged
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.transports.base import Transport
@@ -125,7 +126,8 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
     Raises
     ------
     TransportError
-        On all ranks, if the settings name a transport that does not serve on one node.
+        On all ranks, if the settings name a transport that does not serve on one node, or MPI does not move memory of GPUs
+        as it was said to.
     """
     intra, refusals = _inside_node(hierarchy.intra, device)
     is_alone = hierarchy.intra.size == 1
@@ -140,16 +142,16 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
             f"Accepted are {accepted}"
         )
     assert intra is not None, "what is refused here was refused to all"
-    over = {shard: rail.name for shard, rail in host.rails.items()}
+    rails, between = device_rails(hierarchy, device, host.rails)
     taken = {name: transport for name, transport, alone, _ in answers if not alone}
     return DeviceTransports(
         intra,
         StagedTransport(hierarchy.world_group, device, lambda _: host.world),
-        {shard: _staged(hierarchy.rails[shard], device, rail) for shard, rail in host.rails.items()},
-        {shard: _staged(hierarchy.rails[shard], device, rail) for shard, rail in host.small_rails.items()},
-        _staged(hierarchy.leaders, device, host.leaders) if hierarchy.leaders and host.leaders else None,
+        rails,
+        {shard: staged(hierarchy.rails[shard], device, rail) for shard, rail in host.small_rails.items()},
+        staged(hierarchy.leaders, device, host.leaders) if hierarchy.leaders and host.leaders else None,
         StagedTransport(hierarchy.intra, device),
-        _path(taken, f"staged over {next(iter(over.values()))}" if over else ""),
+        _path(taken, between),
         next((text for _, _, _, text in answers if text), ""),
         "; ".join(
             f"{name} uses {transport}{f' ({text})' if text else ''}"
@@ -191,17 +193,13 @@ def _try(name: str, group: Group, device: Device) -> tuple[Transport | None, str
     return transport, ""
 
 
-def _staged(group: Group, device: Device, host: Transport) -> Transport:
-    return StagedTransport(group, device, lambda _: host)
-
-
 def _path(taken: Mapping[str, str], between: str) -> str:
     """Return which transports were taken, in words."""
     kinds = set(taken.values())
     inside = (
         f"{kinds.pop()} inside nodes" if len(kinds) == 1 else ", ".join(f"{kind} in {node}" for node, kind in taken.items())
     )
-    return ", ".join(filter(None, (inside, f"{between} between nodes" if between else ""))) or "one rank: nothing is sent"
+    return ", ".join(filter(None, (inside, between))) or "one rank: nothing is sent"
 
 
 def _on_host(setting: settings.Setting[str], order: Sequence[str]) -> str:

@@ -88,11 +88,14 @@ class Verdict:
         Who said so.
     is_final : bool
         Whether the next job need not ask again.
+    is_setting : bool
+        Whether nobody was asked, because the user has said.
     """
 
     is_aware: bool
     reason: str
     is_final: bool = True
+    is_setting: bool = False
 
 
 def agreed_verdict(comm: MPI.Intracomm) -> Verdict:
@@ -120,7 +123,7 @@ def find_verdict() -> Verdict:
     """Return whether the MPI that runs in this process is to be handed device memory. Needs a GPU to be bound."""
     wanted = settings.MPI_GPU.read()
     if wanted != "auto":
-        return Verdict(wanted == "on", f"{settings.MPI_GPU.name}={wanted}")
+        return Verdict(wanted == "on", f"{settings.MPI_GPU.name}={wanted}", is_setting=True)
     library = present_library()
     kept = _kept(library)
     if kept is not None:

@@ -65,7 +65,22 @@ class CudaAwareRing(Transport):
     def probe(cls, group: Group) -> str:
         """Return why MPI is not to be handed device memory, or an empty text: also where it should do well, and did not."""
         verdict = agreed_verdict(group.comm)
-        return _first_exchange(cls(group, bound_device())) if verdict.is_aware else verdict.reason
+        return cls(group, bound_device()).first_exchange() if verdict.is_aware else verdict.reason
+
+    def first_exchange(self) -> str:
+        """Return what was wrong with a first sum of known values, or an empty text. A collective call.
+
+        Raises
+        ------
+        DeadlineExceededError
+            If that does not end within a minute.
+        """
+        rank, size = self.group.rank, self.group.size
+        buffer, values = self.allocate(_FIRST_COUNT * 4).view(np.int32), np.arange(_FIRST_COUNT, dtype=np.int32)
+        self._device.put(buffer, values + rank)
+        drive(self.all_reduce(buffer, ReduceOp.SUM).run(), lambda: "the first exchange of device memory", _FIRST_SECONDS)
+        is_right = np.array_equal(self._device.get(buffer), values * size + sum(range(size)))
+        return "" if all(self.group.comm.allgather(is_right)) else "a first sum of device memory gave wrong values"
 
     def allocate(self, nbytes: int) -> DeviceArray:
         """Return memory of the device."""
@@ -196,18 +211,6 @@ class _DeviceRing:
         kernel, num_blocks, arguments = fold
         self._stream.launch(kernel, num_blocks, arguments)
         return self._stream.record()
-
-
-def _first_exchange(transport: CudaAwareRing) -> str:
-    """Return what was wrong with a first sum of known values, or an empty text. A collective call."""
-    device, group = transport.device, transport.group
-    assert device is not None, "it is made with one"
-    buffer = transport.allocate(_FIRST_COUNT * 4).view(np.int32)
-    values = np.arange(_FIRST_COUNT, dtype=np.int32)
-    device.put(buffer, values + group.rank)
-    drive(transport.all_reduce(buffer, ReduceOp.SUM).run(), lambda: "the first exchange of device memory", _FIRST_SECONDS)
-    is_right = np.array_equal(device.get(buffer), values * group.size + sum(range(group.size)))
-    return "" if all(group.comm.allgather(is_right)) else "a first sum of device memory gave wrong values"
 
 
 def _is_over(event: Event | None) -> bool:

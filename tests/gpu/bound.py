@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mpistrat.device import binding
-from mpistrat.device.kernels import TYPES, fold_kernel, move_kernel
+from mpistrat.device.kernels import TYPES, fold_into_kernel, fold_kernel, move_kernel
 from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
 from mpistrat.topology.world import World
@@ -77,7 +77,7 @@ def _names() -> tuple[list[str], list[str]]:
             except UnsupportedDtypeError:
                 continue
             wide = accumulation_dtype(op, dtype)
-            folds.add(fold_kernel(wide, op))
+            folds |= {fold_kernel(wide, op), fold_into_kernel(wide, op)}
             pair = [np.dtype(f"f{dtype.itemsize // 2}")] * 2 if dtype.kind == "c" else [dtype, wide]
             moves |= {move_kernel(*pair), move_kernel(*reversed(pair))}
     return sorted(moves), sorted(folds)

@@ -111,7 +111,8 @@ def test_a_cache_that_cannot_be_written_stops_nobody(ask, folder):
 def test_the_setting_beats_all_questions(ask, monkeypatch):
     for value, is_aware in (("on", True), ("off", False)):
         monkeypatch.setenv("MPISTRAT_MPI_GPU", value)
-        assert ask(NO if is_aware else YES, None, PROVED) == (Verdict(is_aware, f"MPISTRAT_MPI_GPU={value}"), [])
+        told = Verdict(is_aware, f"MPISTRAT_MPI_GPU={value}", is_setting=True)
+        assert ask(NO if is_aware else YES, None, PROVED) == (told, [])
 
 
 def test_rank_0_finds_it_for_all(comm, monkeypatch):

@@ -1,0 +1,86 @@
+"""Between nodes on device memory: MPI takes it where it can, and it goes through memory of the host where not.
+
+File law: all rails of a job go one way; what is wrong with one of them is wrong with all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from mpistrat import settings
+from mpistrat.device.base import Device
+from mpistrat.errors import TransportError
+from mpistrat.groups.group import Group
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.launch.cuda_awareness import agreed_verdict
+from mpistrat.transports.base import Transport
+from mpistrat.transports.cuda_aware import CudaAwareRing
+from mpistrat.transports.staged import StagedTransport
+
+__all__ = ["device_rails", "staged"]
+
+_said: set[str] = set()
+
+
+def device_rails(hierarchy: Hierarchy, device: Device, host: Mapping[int, Transport]) -> tuple[Mapping[int, Transport], str]:
+    """Return what moves large buffers of device memory between nodes, and how in words. A collective call.
+
+    Where MPI is asked whether it takes device memory, and does not, rank 0 says so once.
+
+    Parameters
+    ----------
+    hierarchy : Hierarchy
+        The groups.
+    device : Device
+        Of this rank.
+    host : mapping of int to Transport
+        What each rail takes in memory of the host.
+
+    Raises
+    ------
+    TransportError
+        On all ranks, if MPISTRAT_MPI_GPU is on and MPI delivers wrong values.
+    """
+    if not host:
+        return {}, ""
+    rails, refusal = _cuda_aware(hierarchy, device)
+    if rails:
+        return rails, f"{CudaAwareRing.name} between nodes"
+    by_host = {shard: staged(hierarchy.rails[shard], device, rail) for shard, rail in host.items()}
+    return by_host, f"staged over {next(iter(host.values())).name} between nodes ({refusal})"
+
+
+def staged(group: Group, device: Device, host: Transport) -> Transport:
+    """Return what moves device memory by way of a transport of host memory."""
+    return StagedTransport(group, device, lambda _: host)
+
+
+def _cuda_aware(hierarchy: Hierarchy, device: Device) -> tuple[Mapping[int, Transport], str]:
+    """Return rails that hand device memory to MPI, or why there are none."""
+    inter = settings.INTER_TRANSPORT.read()
+    if inter != "auto":
+        return {}, f"{settings.INTER_TRANSPORT.name}={inter}"
+    comm = hierarchy.world_group.comm
+    verdict = agreed_verdict(comm)
+    if not verdict.is_aware:
+        if not verdict.is_setting:
+            _say(hierarchy, verdict.reason)
+        return {}, verdict.reason
+    rails = {shard: CudaAwareRing(rail, device) for shard, rail in hierarchy.rails.items()}
+    # each rank has its rails in rising order, so no two ranks wait for each other crosswise
+    found = [rail.first_exchange() for rail in rails.values()]
+    wrong = next(filter(None, comm.allgather(next(filter(None, found), ""))), "")
+    if not wrong:
+        return rails, ""
+    if verdict.is_setting:
+        raise TransportError(f"{wrong}, and {verdict.reason} was set: unset it, or set it to off")
+    _say(hierarchy, wrong)
+    return {}, wrong
+
+
+def _say(hierarchy: Hierarchy, reason: str) -> None:
+    if hierarchy.rank == 0 and reason not in _said:
+        _said.add(reason)
+        text = f"memory of GPUs goes between nodes by way of the host: {reason}; {settings.MPI_GPU.name}=off accepts that"
+        print(f"mpistrat: {text}", file=sys.stderr, flush=True)
