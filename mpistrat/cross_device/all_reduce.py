@@ -13,6 +13,7 @@ from mpistrat.cross_device.destinations import deliver, resolve
 from mpistrat.cross_device.ops import CrossDeviceOps, current_collectives
 from mpistrat.cross_device.options import CommunicationOptions, check_options
 from mpistrat.cross_device.sparse import IndexedSlices, all_reduce_slices
+from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, TransportError
 from mpistrat.reduction import ReduceOp
 
@@ -141,17 +142,20 @@ class NcclAllReduce(HierarchicalAllReduce):
     InvalidArgumentError
         If `num_packs` is negative.
     TransportError
-        When it is used, on all replicas, if these compute in host memory.
+        When it is used, on all replicas, if these compute in host memory, if NCCL does not serve on one of their nodes, or if
+        it does not combine such values.
     """
 
     def __init__(self, num_packs: int = 1) -> None:
         super().__init__(num_packs)
 
     def _preference(self, collectives: Collectives) -> CommunicationOptions:
-        raise TransportError(
-            "NcclAllReduce combines arrays in the memory of GPUs, and these replicas compute in host memory: use "
-            "HierarchicalAllReduce(), the default, or ReductionToOneDevice()"
-        )
+        if bound_device() is None:
+            raise TransportError(
+                "NcclAllReduce combines arrays in the memory of GPUs, and these replicas compute in host memory: use "
+                "HierarchicalAllReduce(), the default, or ReductionToOneDevice()"
+            )
+        return CommunicationOptions(implementation="NCCL")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
 from mpistrat.algorithms.cost import ON_DEVICE
 from mpistrat.arrays import Array, is_on_device
 from mpistrat.cross_device.explanation import Explanation, Pack
-from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.cross_device.recipe import Bucket, Recipe
 from mpistrat.cross_device.recipe_book import RecipeBook
 from mpistrat.execution.device_executor import DeviceExecutor
@@ -73,7 +73,7 @@ class MixedRecipes:
         """Return the recipe for arrays like these: see `RecipeBook.find`. A collective call where there is none yet."""
         found = Recipe()
         for book, indices in self._split(arrays):
-            recipe = book.find(op, [arrays[index] for index in indices], options, num_packs)
+            recipe = book.find(op, [arrays[index] for index in indices], self._options(book, options), num_packs)
             if len(indices) == len(arrays):
                 return recipe
             found += [Bucket(tuple(indices[index] for index in bucket.indices), bucket.bound) for bucket in recipe]
@@ -82,7 +82,7 @@ class MixedRecipes:
     def explain(self, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Explanation:
         """Return what a sum of arrays like these does: see `RecipeBook.explain`."""
         parts = [
-            (book.explain([arrays[index] for index in indices], options, num_packs), indices)
+            (book.explain([arrays[index] for index in indices], self._options(book, options), num_packs), indices)
             for book, indices in self._split(arrays)
         ]
         if len(parts) == 1:
@@ -97,7 +97,7 @@ class MixedRecipes:
     def check(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> None:
         """Check that arrays can be combined as the options say: see `RecipeBook.check`."""
         for book, indices in self._split(arrays):
-            book.check(op, [arrays[index] for index in indices], options)
+            book.check(op, [arrays[index] for index in indices], self._options(book, options))
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
         """Return the plan, and why, for an all-reduce of `count` elements on the GPU: a sum."""
@@ -119,6 +119,11 @@ class MixedRecipes:
         """Forget all recipes."""
         self._host.clear()
         self._device.clear()
+
+    def _options(self, book: RecipeBook, options: CommunicationOptions) -> CommunicationOptions:
+        """Return what holds for one kind of memory: NCCL is asked for where it could be had."""
+        is_nccl = options.implementation is CommunicationImplementation.NCCL
+        return replace(options, implementation="AUTO") if is_nccl and book is self._host else options
 
     def _split(self, arrays: Sequence[Array]) -> list[tuple[RecipeBook, list[int]]]:
         """Return which arrays go by which book; where there are none, none by that of the GPU."""

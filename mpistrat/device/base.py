@@ -110,7 +110,13 @@ class Device(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int) -> DeviceArray:
-        """Return memory of the device (uint8) in an allocation of its own, which other processes can map."""
+        """Return memory of the device (uint8) in an allocation of its own, which other processes can map.
+
+        Raises
+        ------
+        TransportError
+            If the device has not so much left.
+        """
 
     @abstractmethod
     def export(self, memory: DeviceArray) -> bytes:

@@ -95,11 +95,27 @@ class CudaDevice(Device):
                     yield
 
     def allocate(self, nbytes: int) -> DeviceArray:
-        """Return memory from cudaMalloc: a handle of CUDA IPC names a whole allocation, which a pool would share out."""
+        """Return memory from cudaMalloc: a handle of CUDA IPC names a whole allocation, which a pool would share out.
+
+        Raises
+        ------
+        TransportError
+            If the GPU has not so much left.
+        """
         from cupy.cuda import runtime
 
         with self.activate():
-            return self._array(_Memory(runtime.malloc(max(nbytes, 1)), runtime.free), nbytes)
+            try:
+                start = runtime.malloc(max(nbytes, 1))
+            except runtime.CUDARuntimeError as error:
+                free, total = runtime.memGetInfo()
+                raise TransportError(
+                    f"GPU {self.index} has no {nbytes / 2**20:.3g} MiB more for collectives ({error}): {free / 2**20:.0f} of "
+                    f"{total / 2**20:.0f} MiB are free. CuPy's pool keeps what was freed: "
+                    "cupy.get_default_memory_pool().free_all_blocks(), or make it smaller from the beginning (set_limit); or "
+                    "set bytes_per_pack, which makes the buffers of collectives smaller"
+                ) from None
+            return self._array(_Memory(start, runtime.free), nbytes)
 
     def export(self, memory: DeviceArray) -> bytes:
         """Return the handle of the allocation."""

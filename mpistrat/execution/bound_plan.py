@@ -63,7 +63,7 @@ class BoundPlan:
         self._bound: dict[tuple[int, int, int], list[list[tuple[str, Operation]]]] = {}
         self._casters: dict[tuple[int, int, int], Cast] = {}
         # rails have a channel for each slot; the operations inside a node follow each other
-        self._abreast = plan.depth if any(phase.scope is Scope.INTER for phase in plan.phases) else 1
+        self._abreast = executor.abreast(plan.depth) if any(phase.scope is Scope.INTER for phase in plan.phases) else 1
         # what a plan without a phase inside the node works on no peer reads, nor need peers go this way too
         self._is_shown = any(phase.scope is Scope.INTRA for phase in plan.phases)
         # a plan of one chunk takes its two slots in turn

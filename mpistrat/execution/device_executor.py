@@ -76,6 +76,13 @@ class DeviceExecutor(Executor):
         self._bound.add(bound)
         return bound
 
+    def abreast(self, depth: int) -> int:
+        """Return how many of `depth` chunks may be between nodes: one where rails have no channels.
+
+        A copy to the host comes first, and which of several ends first differs between ranks.
+        """
+        return depth if self.transports.has_channels else 1
+
     def copy_in(self, layout: Layout, start: int, stop: int, buffer: Array) -> CopySteps:
         """Return what copies arrays into a range of a bucket, when it has been copied out to its end."""
         return _Before(self._follow, DeviceCopyIn(self._device, layout, start, stop, buffer))

@@ -109,6 +109,10 @@ class Executor:
         self._reserve(slots * slot_bytes)
         return BoundPlan(self, plan, layout, dtype, op, slots, slot_bytes, wire)
 
+    def abreast(self, depth: int) -> int:
+        """Return how many of `depth` chunks may be between nodes at a time: what starts at once starts in one order."""
+        return depth
+
     def copy_in(self, layout: Layout, start: int, stop: int, buffer: Array) -> CopySteps:
         """Return what copies arrays into a range of a bucket."""
         return CopyIn(layout, start, stop, buffer)

@@ -84,12 +84,15 @@ class DeviceTransports(Transports):
         Why nothing faster was.
     lacks_nccl : str
         Which nodes of several ranks do not use NCCL, and why; empty where all do. The same on all ranks.
+    has_channels : bool
+        Whether several operations of a rail may be under way together.
     """
 
     intra_by_host: Transport | None = None
     path: str = ""
     why: str = ""
     lacks_nccl: str = ""
+    has_channels: bool = True
 
 
 def host_transports(hierarchy: Hierarchy) -> Transports:
@@ -148,7 +151,7 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
         intra,
         StagedTransport(hierarchy.world_group, device, lambda _: host.world),
         rails,
-        {shard: staged(hierarchy.rails[shard], device, rail) for shard, rail in host.small_rails.items()},
+        rails,
         staged(hierarchy.leaders, device, host.leaders) if hierarchy.leaders and host.leaders else None,
         StagedTransport(hierarchy.intra, device),
         _path(taken, between),
@@ -158,6 +161,7 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
             for name, transport, text in dict.fromkeys((n, t, text) for n, t, alone, text in answers if not alone)
             if transport != NcclTransport.name
         ),
+        all(rail.name != StagedTransport.name or host.rails[shard].name != MpiTransport.name for shard, rail in rails.items()),
     )
 
 

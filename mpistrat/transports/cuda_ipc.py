@@ -63,23 +63,28 @@ class CudaIpcTransport(Transport):
         Raises
         ------
         TransportError
-            On all ranks, if one of them cannot map the arena of another.
+            On all ranks, if one of them has no memory, or cannot map the arena of another.
         """
         assert not self._arenas, "allocate was called twice without close"
         self._meeting.allocate(0)
-        arena = self._device.allocate(nbytes)
-        handles = self.group.comm.allgather(self._device.export(arena))
-        refusal = ""
+        try:
+            memory, refusal = [self._device.allocate(nbytes)], ""
+        except TransportError as error:
+            memory, refusal = [], self._told(error)
+        handles = self.group.comm.allgather((b"" if refusal else self._device.export(memory[0]), refusal))
         try:
             self._arenas = [
-                arena if rank == self.group.rank else self._device.map(handle, nbytes) for rank, handle in enumerate(handles)
+                memory[0] if rank == self.group.rank else self._device.map(handle, nbytes)
+                for rank, (handle, _) in enumerate(handles)
+                if not any(text for _, text in handles)
             ]
         except TransportError as error:
-            refusal = f"rank {self.group.ranks[self.group.rank]}: {error}"
+            refusal = self._told(error)
         refusals = [text for text in self.group.comm.allgather(refusal) if text]
         if refusals:
             self.close()
             raise TransportError(f"{self.group.name}: {refusals[0]}")
+        [arena] = memory
         self._table = self._device.allocate(8 * self.group.size)
         self._device.put(self._table, np.array([address(peer) for peer in self._arenas], np.uint64).view(np.uint8))
         return arena
@@ -135,6 +140,9 @@ class CudaIpcTransport(Transport):
         self.group.comm.Barrier()
         own.clear()
         self._meeting.close()
+
+    def _told(self, error: TransportError) -> str:
+        return f"rank {self.group.ranks[self.group.rank]}: {error}"
 
     def _offset(self, buffer: DeviceArray) -> int:
         arena = self._arenas[self.group.rank]

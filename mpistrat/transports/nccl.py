@@ -217,7 +217,7 @@ class NcclTransport(Transport):
 
     def _join(self) -> Any:
         """Make the communicator, on a thread of its own: NCCL waits for peers without an end."""
-        if os.environ.get("NCCL_COMM_BLOCKING") == "0":
+        if any(self.group.comm.allgather(os.environ.get("NCCL_COMM_BLOCKING") == "0")):
             raise TransportError("NCCL_COMM_BLOCKING=0 is set, which CuPy cannot handle; unset it")
         self._check_versions()
         identifier = self.group.comm.bcast(self._nccl.get_unique_id() if self.group.rank == 0 else None)

@@ -137,6 +137,7 @@ class StandInDevice(Device):
         self._paths: dict[int, str] = {}
         self.kernels: HostKernels | None = None
         self.is_isolated = False
+        self.most_bytes = 1 << 40
         self.namespace: ModuleType | None = None
 
     def identity(self) -> Identity:
@@ -144,6 +145,8 @@ class StandInDevice(Device):
         return Identity("stand-in", f"{os.getpid():032x}", "0000:00:00.0")
 
     def allocate(self, nbytes: int) -> StandInArray:
+        if nbytes > self.most_bytes:
+            raise TransportError(f"planted: no {nbytes} bytes are left")
         descriptor, path = tempfile.mkstemp(prefix="stand-in-device-", dir="/dev/shm")
         os.ftruncate(descriptor, max(nbytes, 1))
         self._memory.append(np.frombuffer(mmap.mmap(descriptor, max(nbytes, 1)), np.uint8)[:nbytes])
@@ -201,7 +204,9 @@ class StandInDevice(Device):
     def progress(self) -> None:
         with self._lock:  # the engine polls while the program does
             for _ in range(self._random.randrange(WORK_PER_POLL + 1)):
-                self._random.choice(self.streams).advance()
+                busy = [stream for stream in self.streams if stream.waiting]
+                if busy:
+                    self._random.choice(busy).advance()
 
     def keep(self, memory: np.ndarray) -> None:
         """Keep the memory of an array for as long as any stream may need it."""

@@ -2,86 +2,228 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from mpistrat.cross_device.hierarchical import HierarchicalCollectives
 from mpistrat.cross_device.on_device import DeviceCollectives
-from mpistrat.errors import TransportError
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.device.kernels import TYPES
+from mpistrat.errors import TransportError, UnsupportedDtypeError
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.reduction import ReduceOp
+from mpistrat.reduction import ReduceOp, check_dtype
+from mpistrat.topology.world import World
 from tests.gpu.bound import stand_in
 from tests.launches import needs_ranks
 
-SUM = ReduceOp.SUM
+SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Pair:
+    """The same collectives on a device and in host memory."""
+
+    def __init__(self, comm, world, has_nccl=True):
+        self.comm, self.world, self.has_nccl = comm, world, has_nccl
+
+    def __enter__(self):
+        self.bound = stand_in(self.comm, self.world, self.has_nccl)
+        self.device = self.bound.__enter__()
+        self.gpu = DeviceCollectives(Hierarchy(self.comm, self.world), self.device)
+        self.host = HierarchicalCollectives(Hierarchy(self.comm, self.world))
+        self.rank, self.size = self.gpu.rank, self.gpu.size
+        return self
+
+    def __exit__(self, *error):
+        if error[0] is None:
+            self.gpu.close()
+            self.host.close()
+        self.bound.__exit__(*error)
+
+    def up(self, array):
+        return self.device.array_module.asarray(array)
+
+    def reduce(self, op, arrays, *options, **out):
+        """Reduce copies on the device, and return what came of it in host memory."""
+        found = self.gpu.all_reduce(op, [self.up(array) for array in arrays], *options, **out)
+        return [self.device.get(array) for array in found]
+
+    def compare(self, op, arrays, *options):
+        """Reduce on the device and in host memory; the values are such that every order of combining gives the same bits."""
+        for found, expected in zip(self.reduce(op, arrays, *options), self.host.all_reduce(op, arrays, *options), strict=True):
+            assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+            np.testing.assert_array_equal(found, expected)
 
 
 @pytest.fixture
-def device(comm, world):
-    with stand_in(comm, world) as device:
-        yield device
+def pair(comm, world):
+    with Pair(comm, world) as pair:
+        yield pair
 
 
 @pytest.fixture
-def gpu(comm, world, device):
-    collectives = DeviceCollectives(Hierarchy(comm, world), device)
-    yield collectives
-    collectives.close()
+def mapped(comm, world):
+    """Give collectives that find no NCCL."""
+    with Pair(comm, world, has_nccl=False) as pair:
+        yield pair
 
 
 @pytest.fixture
-def host(comm, world, device):
-    collectives = HierarchicalCollectives(Hierarchy(comm, world))
-    yield collectives
-    collectives.close()
+def uneven(comm):
+    """Give collectives on two uneven nodes, for what does not depend on the shape."""
+    with Pair(comm, World.from_shape(f"{comm.size - 1}+1" if comm.size > 1 else "1x1")) as pair:
+        yield pair
 
 
-@pytest.fixture
-def aware(comm, world, device, monkeypatch):
-    """Give collectives whose MPI takes device memory: it can read the stand-in's."""
-    monkeypatch.setenv("MPISTRAT_MPI_GPU", "on")
-    monkeypatch.setattr("mpistrat.execution.executor.RING_FROM_BYTES", 64)
-    collectives = DeviceCollectives(Hierarchy(comm, world), device)
-    yield collectives
-    collectives.close()
+def values(shape, dtype, seed, op=SUM):
+    small = np.random.default_rng(seed).integers(1 if op is ReduceOp.PROD else -4, 3, shape)
+    return (np.abs(small) if np.dtype(dtype).kind == "u" else small).astype(dtype)
 
 
-def up(device, array):
-    return device.array_module.asarray(array)
+def all_cases():
+    for dtype in TYPES:
+        for op in ReduceOp:
+            try:
+                check_dtype(op, dtype)
+            except UnsupportedDtypeError:
+                continue
+            yield op, dtype
 
 
-def values(shape, dtype, seed):
-    return np.random.default_rng(seed).integers(-9, 9, shape).astype(dtype)
+@pytest.mark.parametrize("transport", ["nccl", "cuda_ipc", "staged"])
+def test_every_operation_on_every_dtype(comm, world, monkeypatch, transport):
+    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", transport)
+    with Pair(comm, world) as pair:
+        assert pair.gpu.hierarchy.intra.size == 1 or transport in pair.gpu.path
+        for op in ReduceOp:
+            arrays = [
+                values(shape, dtype, pair.rank, op) * np.array(pair.size if op is MEAN else 1).astype(dtype)
+                for one, dtype in all_cases()
+                if one is op
+                for shape in ((5, 3), (0,), (), (257,))
+            ]
+            pair.compare(op, arrays)
 
 
-def test_a_sum_of_device_arrays(gpu, host, device):
-    arrays = [values(shape, np.float32, gpu.rank) for shape in ((5, 3), (0,), (), (70_000,))]
-    expected = host.all_reduce(SUM, arrays)
+@pytest.mark.parametrize("algorithm", ["flat", "leader", "hierarchical", "pipelined"])
+def test_every_algorithm_in_many_chunks_again_and_again(comm, world, monkeypatch, algorithm):
+    if algorithm in ("leader", "pipelined") and (world.num_nodes == 1 or world.num_shards == 1):
+        return  # it declines, or is another one
+    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "4096")
+    options = CommunicationOptions(algorithm=algorithm)
+    with Pair(comm, world) as pair:
+        for turn in range(4):
+            pair.compare(SUM, [values(9000, np.float32, 5 * turn + pair.rank), values(77, BF16, turn)], options)
+            pair.compare(MEAN, [values(500, np.int32, turn + pair.rank)], options)  # truncated
+
+
+def test_what_is_inexact_stays_within_its_bound(mapped):
+    arrays = [np.random.default_rng(mapped.rank).standard_normal(3000).astype(dtype) for dtype in (np.float32, BF16)]
+    found, expected = mapped.reduce(SUM, arrays), mapped.host.all_reduce(SUM, arrays)
+    magnitudes = mapped.host.all_reduce(SUM, [np.abs(array).astype(np.float64) for array in arrays])
+    for one, other, magnitude, unit in zip(found, expected, magnitudes, (2.0**-24, 2.0**-8), strict=True):
+        bound = 2 * (mapped.size * 2.0**-24 + unit) * magnitude
+        assert (np.abs(one.astype(np.float64) - other.astype(np.float64)) <= bound).all()
+
+
+def test_arrays_in_host_memory_go_beside_those_on_the_gpu(pair):
+    arrays = [values(100, np.float32, pair.rank), values((), np.float64, 9 + pair.rank), values((3, 5), np.float32, pair.rank)]
+    expected = pair.host.all_reduce(SUM, arrays)
     for _ in range(3):
-        found = gpu.all_reduce(SUM, [up(device, array) for array in arrays])
-        for one, other in zip(found, expected, strict=True):
-            assert (one.shape, one.dtype) == (other.shape, other.dtype)
-            np.testing.assert_array_equal(device.get(one), other)
+        given = [pair.up(arrays[0]), arrays[1], pair.up(arrays[2])]
+        found = pair.gpu.all_reduce(SUM, given)
+        assert type(found[1]) is np.ndarray
+        for one, other in zip([pair.device.get(found[0]), found[1], pair.device.get(found[2])], expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+        # the short way of an array in host memory is none for one like it on the GPU
+        for _ in range(2):
+            np.testing.assert_array_equal(pair.gpu.all_reduce(SUM, [arrays[0]])[0], expected[0])
+        np.testing.assert_array_equal(pair.reduce(SUM, arrays[:1])[0], expected[0])
 
 
-def test_a_sum_by_an_mpi_that_takes_device_memory(aware, host, device, world):
-    arrays = [values(shape, np.float32, aware.rank) for shape in ((5, 3), (70_000,))]
-    expected = host.all_reduce(SUM, arrays)
-    for _ in range(2):
-        found = aware.all_reduce(SUM, [up(device, array) for array in arrays])
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(device.get(one), other)
-    assert ("cuda_aware between nodes" in aware.path) == (world.num_nodes > 1)
+def test_results_go_where_they_are_wanted(pair):
+    array = values(300, np.float32, pair.rank)
+    given, target = pair.up(array), pair.up(np.zeros_like(array))
+    expected = pair.host.all_reduce(SUM, [array])[0]
+    assert pair.gpu.all_reduce(SUM, [given], out=[target])[0] is target
+    np.testing.assert_array_equal(pair.device.get(target), expected)
+    pair.gpu.all_reduce(SUM, [given], out=[given])
+    np.testing.assert_array_equal(pair.device.get(given), expected)
 
 
-def test_what_goes_by_way_of_the_host_is_said_once(comm, world, device, monkeypatch, tmp_path, capsys):
+def test_packs(pair):
+    arrays = [values(shape, np.float32, pair.rank + shape) for shape in (10, 2000, 3, 700)]
+    expected = pair.host.all_reduce(SUM, arrays)
+    for num_packs, bytes_per_pack in ((None, 0), (0, 0), (2, 0), (3, 0), (None, 1024)):
+        pair.gpu.num_packs = num_packs
+        for one, other in zip(pair.reduce(SUM, arrays, CommunicationOptions(bytes_per_pack)), expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_what_was_started_goes_on_between_other_calls(pair):
+    gpu, device = pair.gpu, pair.device
+    arrays = [values(count, np.float32, pair.rank + count) for count in (10, 40_000, 7)]
+    expected = pair.host.all_reduce(SUM, arrays)
+    for _ in range(3):
+        works = [gpu.start_all_reduce(SUM, [pair.up(array)]) for array in arrays[:2]]
+        in_host = gpu.start_all_reduce(SUM, [arrays[0]])
+        at_once = pair.reduce(SUM, arrays[2:])
+        np.testing.assert_array_equal(at_once[0], expected[2])
+        np.testing.assert_array_equal(in_host.wait()[0], expected[0])
+        for work, other in zip(works, expected, strict=False):
+            [found] = work.wait()
+            # nothing needs to be waited for: whichever stream looks, it is there
+            with device.activate(device.stream()):
+                np.testing.assert_array_equal(device.get(found), other)
+
+
+def test_in_the_order_of_the_replicas_bits_are_those_of_the_host(pair):
+    arrays = [np.random.default_rng(pair.rank).standard_normal(count).astype(np.float32) for count in (1000, 1)]
+    pair.compare(SUM, arrays, CommunicationOptions(deterministic=True))
+    pair.compare(MEAN, arrays, CommunicationOptions(deterministic=True, algorithm="flat"))
+
+
+def test_values_are_cast_between_nodes(pair):
+    # small whole numbers are exact in bfloat16
+    for feedback in (False, True):
+        options = CommunicationOptions(wire_dtype="bfloat16", error_feedback=feedback, algorithm="hierarchical")
+        for _ in range(2):
+            pair.compare(SUM, [values(5000, np.float32, pair.rank)], options)
+
+
+def test_verbs_that_only_move_arrays(uneven):
+    gpu, host, up, get = uneven.gpu, uneven.host, uneven.up, uneven.device.get
+    array = values((2, 3), np.float32, uneven.rank)
+    np.testing.assert_array_equal(get(gpu.all_gather(up(array), 1)), host.all_gather(array, 1))
+    np.testing.assert_array_equal(get(gpu.broadcast(up(array))), host.broadcast(array))
+    gathered, expected = gpu.gather(up(array)), host.gather(array)
+    assert (gathered is None) == (expected is None)
+    for one, other in zip(gathered or [], expected or [], strict=True):
+        np.testing.assert_array_equal(get(one), other)
+    parts = [array + peer for peer in range(uneven.size)]
+    for one, other in zip(gpu.all_to_all(list(map(up, parts))), host.all_to_all(parts), strict=True):
+        np.testing.assert_array_equal(get(one), other)
+
+
+def test_a_sum_by_an_mpi_that_takes_device_memory(comm, world, monkeypatch):
+    """It can read the stand-in's."""
+    monkeypatch.setenv("MPISTRAT_MPI_GPU", "on")
+    with Pair(comm, world) as pair:
+        for _ in range(2):
+            pair.compare(SUM, [values(shape, np.float32, pair.rank) for shape in ((5, 3), (70_000,))])
+        assert ("cuda_aware between nodes" in pair.gpu.path) == (world.num_nodes > 1)
+
+
+def test_what_goes_by_way_of_the_host_is_said_once(comm, world, monkeypatch, tmp_path, capsys):
     """Nobody's MPI takes memory of GPUs here, and says so."""
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "auto")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("mpistrat.execution.device_rails._said", set())
-    for _ in range(2):
-        collectives = DeviceCollectives(Hierarchy(comm, world), device)
-        collectives.close()
+    with stand_in(comm, world) as device:
+        for _ in range(2):
+            collectives = DeviceCollectives(Hierarchy(comm, world), device)
+            collectives.close()
     said = capsys.readouterr().err
     assert said.count("memory of GPUs goes between nodes by way of the host: ") == (world.num_nodes > 1 and comm.rank == 0)
     if world.num_nodes > 1:
@@ -89,13 +231,16 @@ def test_what_goes_by_way_of_the_host_is_said_once(comm, world, device, monkeypa
 
 
 @needs_ranks(2)
-def test_wrong_values_from_an_mpi_that_was_named_are_raised_on_all(comm, world, device, monkeypatch):
+def test_wrong_values_from_an_mpi_that_was_named_are_raised_on_all(comm, world, monkeypatch):
     if world.num_nodes == 1:
         pytest.skip("nothing goes between nodes")
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "on")
     wrong = "planted: wrong values" if comm.rank == comm.size - 1 else ""
     monkeypatch.setattr("mpistrat.transports.cuda_aware.CudaAwareRing.first_exchange", lambda self: wrong)
     hierarchy = Hierarchy(comm, world)
-    with pytest.raises(TransportError, match="planted: wrong values, and MPISTRAT_MPI_GPU=on was set"):
+    with (
+        stand_in(comm, world) as device,
+        pytest.raises(TransportError, match="planted: wrong values, and MPISTRAT_MPI_GPU=on was set"),
+    ):
         DeviceCollectives(hierarchy, device)
     hierarchy.close()
