@@ -11,12 +11,14 @@ import ml_dtypes
 import numpy as np
 
 from mpistrat.algorithms.choose import PLANNERS, Choice, choose
-from mpistrat.algorithms.cost import DEFAULT, CostModel
+from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
+from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel
 from mpistrat.algorithms.report import alternatives_text, basis_text, phases_text, pieces_text
 from mpistrat.cross_device.tuning import Tuning
 from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_table
+from mpistrat.tools.gpu_paths import paths_text
 from mpistrat.tools.scale import scale_report
 from mpistrat.topology.world import World
 
@@ -35,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32", metavar="NAME", help="type of its elements (default: float32)")
     parser.add_argument("--algorithm", default="auto", metavar="NAME", help=f"auto (default), {', '.join(PLANNERS)}")
     parser.add_argument("--chunk-bytes", default="0", metavar="SIZE", help="largest chunk of a pipelined plan; 0: by rule")
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        choices=("cpu", "gpu"),
+        help="where the buffer lies (default: cpu); of gpu the ways are shown",
+    )
     parser.add_argument("--tuning", type=Path, metavar="FILE", help="predict by what mpistrat tune wrote there")
     parser.add_argument("--scale", action="store_true", help="predict what 1 to 10 000 nodes like these would take instead")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="with --scale: draw it to FILE (needs matplotlib)")
@@ -49,15 +57,20 @@ def execute(arguments: argparse.Namespace) -> int:
             raise InvalidArgumentError(
                 f"{num_bytes} bytes are no whole number of {arguments.dtype} elements; pass --bytes as a multiple of {itemsize}"
             )
-        model = _model(arguments.tuning, world)
+        on_gpu = arguments.device == "gpu"
+        if on_gpu and (arguments.tuning or arguments.scale or arguments.plot):
+            raise InvalidArgumentError("--device gpu goes with neither --tuning nor --scale: those are of host memory")
+        model = ON_DEVICE if on_gpu else _model(arguments.tuning, world)
         if arguments.scale or arguments.plot:
             print(scale_report(world, num_bytes, model, arguments.plot))
             return 0
-        choice = choose(world, num_bytes // itemsize, itemsize, arguments.algorithm, chunk_bytes, model)
+        chunk_bytes = chunk_bytes or DEVICE_CHUNK_BYTES * on_gpu
+        choice = choose(world, num_bytes // itemsize, itemsize, arguments.algorithm, chunk_bytes, model, is_whole_inside=on_gpu)
+        ways = [paths_text(world)] if on_gpu else []
     except (MpistratError, ValueError, OSError) as error:
         print(f"mpistrat plan: {error}", file=sys.stderr)
         return 2
-    print(_report(choice, arguments.world, arguments.dtype, model))
+    print("\n\n".join([_report(choice, arguments.world, arguments.dtype, model), *ways]))
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,45 @@ def test_scale_is_tabulated_and_drawn(capsys: pytest.CaptureFixture[str], tmp_pa
         2,
         "mpistrat plan: --scale needs nodes of equally many ranks, such as 1024x8; got 3+1\n",
     )
+
+
+def _ways(capsys: pytest.CaptureFixture[str], shape: str) -> list[str]:
+    code, out, err = run(capsys, "--world", shape, "--bytes", "64MiB", "--device", "gpu")
+    assert (code, err) == (0, "")
+    return [" ".join(line.split()) for line in out.splitlines() if line.startswith(("inside nodes", "between nodes"))]
+
+
+def test_on_gpus_it_says_which_ways_are_taken_and_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MPISTRAT_MPI_GPU", "auto")
+    nccl = "inside nodes nccl where the ranks of a node can use it, else cuda_ipc, else staged"
+    unknown = "cuda_aware if MPI takes memory of GPUs, else staged over mpi_ring: the first job on GPUs finds out"
+    assert _ways(capsys, "2x4") == [nccl, f"between nodes {unknown}"]
+    assert _ways(capsys, "1x4") == [nccl, "between nodes nothing: there is one node"]
+    assert _ways(capsys, "4x1")[0] == "inside nodes nothing: each node has one rank"
+    document = {
+        "library": {"path": "/mpi/libmpi.so", "version": "Open MPI v5.0.11", "modified": 1},
+        "verdict": {"is_aware": False, "reason": "Open MPI v5.0.11 says no (MPIX_Query_cuda_support)"},
+        "date": "2026-11-20",
+    }
+    (tmp_path / "mpistrat/cuda-aware").mkdir(parents=True)
+    (tmp_path / "mpistrat/cuda-aware/1.json").write_text(json.dumps(document))
+    assert _ways(capsys, "2x4")[1] == (
+        "between nodes staged over mpi_ring with Open MPI v5.0.11 in /mpi/libmpi.so: "
+        "Open MPI v5.0.11 says no (MPIX_Query_cuda_support) (2026-11-20)"
+    )
+    monkeypatch.setenv("MPISTRAT_MPI_GPU", "on")
+    assert _ways(capsys, "2x4")[1] == "between nodes cuda_aware: MPISTRAT_MPI_GPU=on"
+    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "mpi")
+    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "cuda_ipc")
+    assert _ways(capsys, "2x4") == [
+        "inside nodes cuda_ipc: MPISTRAT_INTRA_TRANSPORT names it",
+        "between nodes staged over mpi: MPISTRAT_INTER_TRANSPORT names it",
+    ]
+    code, _, err = run(capsys, "--world", "2x4", "--bytes", "64", "--device", "gpu", "--scale")
+    assert (code, err) == (2, "mpistrat plan: --device gpu goes with neither --tuning nor --scale: those are of host memory\n")
 
 
 def test_a_tuning_is_what_predictions_rest_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

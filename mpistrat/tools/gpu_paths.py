@@ -1,0 +1,49 @@
+"""Which ways arrays on GPUs take, as far as settings and earlier jobs tell. Needs neither MPI nor a GPU."""
+
+from __future__ import annotations
+
+from mpistrat import settings
+from mpistrat.launch.cuda_awareness import kept_verdicts
+from mpistrat.text import format_table
+from mpistrat.topology.world import World
+
+__all__ = ["paths_text"]
+
+
+def paths_text(world: World) -> str:
+    """Return a table of the ways inside nodes and between them, and why.
+
+    Raises
+    ------
+    SettingError
+        If a setting cannot be read.
+    """
+    return format_table([("inside nodes", _inside(world)), *(("between nodes", text) for text in _between(world))])
+
+
+def _inside(world: World) -> str:
+    wanted = settings.INTRA_TRANSPORT.read()
+    if world.num_shards == 1:
+        return "nothing: each node has one rank"
+    if wanted != "auto":
+        return f"{wanted}: {settings.INTRA_TRANSPORT.name} names it"
+    return "nccl where the ranks of a node can use it, else cuda_ipc, else staged"
+
+
+def _between(world: World) -> list[str]:
+    inter, mpi_gpu = settings.INTER_TRANSPORT.read(), settings.MPI_GPU.read()
+    if world.num_nodes == 1:
+        return ["nothing: there is one node"]
+    if inter != "auto":
+        return [f"staged over {inter}: {settings.INTER_TRANSPORT.name} names it"]
+    if mpi_gpu != "auto":
+        return [f"{_way(mpi_gpu == 'on')}: {settings.MPI_GPU.name}={mpi_gpu}"]
+    found = [
+        f"{_way(verdict.is_aware)} with {library.version} in {library.path}: {verdict.reason} ({date})"
+        for library, verdict, date in kept_verdicts()
+    ]
+    return found or [f"{_way(True)} if MPI takes memory of GPUs, else {_way(False)}: the first job on GPUs finds out"]
+
+
+def _way(is_aware: bool) -> str:
+    return "cuda_aware" if is_aware else "staged over mpi_ring"
