@@ -48,10 +48,7 @@ class SegmentTable:
         self.first_tile: NDArray[Any] = np.cumsum([0, *tiles[:-1]], dtype=np.uint32)[: len(tiles)]
         self.num_tiles = sum(tiles)
 
-    def point(self, sources: Sequence[int], targets: Sequence[int]) -> bool:
-        """Set the addresses of all arrays, empty ones included; return whether any has changed."""
-        addresses = [(sources[index], targets[index]) for index in self._kept]
-        if not addresses or np.array_equal(self.rows[:, :2], np.array(addresses, np.uint64)):
-            return False
-        self.rows[:, :2] = addresses
-        return True
+    def point(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Set the addresses of all arrays; those of empty ones do not matter."""
+        if self._kept:
+            self.rows[:, :2] = np.array([(sources[index], targets[index]) for index in self._kept], np.uint64)

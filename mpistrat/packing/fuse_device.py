@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.device.base import Device, DeviceArray, Event, address
+from mpistrat.device.base import Device, DeviceArray, Event, Stream, address
 from mpistrat.device.kernels import move_kernel
 from mpistrat.device.segments import SegmentTable
 from mpistrat.packing.layout import Layout, Piece
@@ -100,56 +100,67 @@ class _Mover:
     ) -> None:
         self._device, self._dtype, self._inwards, self._divisor = device, dtype, inwards, divisor
         self._pieces = [(piece, address(place)) for piece, place in pieces]
-        self._launches: dict[np.dtype[Any], _Launch] = {}
-        self._members: dict[np.dtype[Any], list[tuple[Piece, int]]] = {}
+        self._launches: list[tuple[_Launch, list[tuple[int, int]]]] = []
 
     def run(self, arrays: Sequence[DeviceArray]) -> None:
         if not self._launches:
             assert all(array.ndim == 1 and array.strides == (array.itemsize,) for array in arrays if array.size), "not flat"
-            for piece, place in self._pieces:
-                self._members.setdefault(arrays[piece.array].dtype, []).append((piece, place))
-            self._launches = {kind: self._bind(kind, members) for kind, members in self._members.items()}
-        for kind, launch in self._launches.items():
-            members = self._members[kind]
-            outside = [address(arrays[piece.array]) + piece.start * kind.itemsize for piece, _ in members]
-            inside = [place for _, place in members]
-            launch.run(*((outside, inside) if self._inwards else (inside, outside)))
+            self._bind([array.dtype for array in arrays])
+        for launch, spots in self._launches:
+            launch.run([address(arrays[index]) + start_bytes for index, start_bytes in spots])
 
-    def _bind(self, kind: np.dtype[Any], members: Sequence[tuple[Piece, int]]) -> _Launch:
-        counts = [piece.stop - piece.start for piece, _ in members]
-        dtypes = (kind, self._dtype) if self._inwards else (self._dtype, kind)
-        return _Launch(self._device, counts, *dtypes, self._divisor)
+    def _bind(self, dtypes: Sequence[np.dtype[Any]]) -> None:
+        """Prepare a launch for each dtype, with which array, and from which byte of it on, each of its pieces is."""
+        members: dict[np.dtype[Any], list[tuple[Piece, int]]] = {}
+        for piece, place in self._pieces:
+            members.setdefault(dtypes[piece.array], []).append((piece, place))
+        for kind, pieces in members.items():
+            counts, inside = [piece.stop - piece.start for piece, _ in pieces], [place for _, place in pieces]
+            launch = _Launch(self._device, counts, inside, kind, self._dtype, self._inwards, self._divisor)
+            self._launches.append((launch, [(piece.array, piece.start * kind.itemsize) for piece, _ in pieces]))
 
 
 class _Launch:
     """One launch of `move_segments`, and its table on the device."""
 
     def __init__(
-        self, device: Device, counts: Sequence[int], source: np.dtype[Any], target: np.dtype[Any], divisor: int
+        self,
+        device: Device,
+        counts: Sequence[int],
+        inside: list[int],
+        kind: np.dtype[Any],
+        dtype: np.dtype[Any],
+        inwards: bool,
+        divisor: int,
     ) -> None:
+        source, target = (kind, dtype) if inwards else (dtype, kind)
         if source.kind == "c":  # the two numbers of each value are moved, and divided, alike
             counts = [2 * count for count in counts]
             source = target = np.dtype(f"f{source.itemsize // 2}")
         wide = np.dtype(np.float32) if source.itemsize == 2 and source.kind not in "iu" else source
-        self._device, self._kernel = device, move_kernel(source, target)
+        self._device, self._kernel, self._inside, self._inwards = device, move_kernel(source, target), inside, inwards
         self._table = SegmentTable(counts, source, target)
         self._rows_bytes = self._table.rows.nbytes
         nbytes = self._rows_bytes + self._table.first_tile.nbytes
         self._host, self._memory = device.pinned(nbytes), device.allocate(nbytes)
         self._host[self._rows_bytes :] = self._table.first_tile.view(np.uint8)
-        self._used: Event | None = None
-        self._divisor = wide.type(divisor)
-
-    def run(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        if not self._table.num_tiles:
-            return
-        stream = self._device.current_stream()
         start = address(self._memory)
-        if self._table.point(sources, targets):
-            while self._used is not None and not self._used.done():
-                pass  # the launch before still needs its table: it was put on the stream a whole step ago
-            self._host[: self._rows_bytes] = self._table.rows.reshape(-1).view(np.uint8)
-            stream.copy(start, int(self._host.__array_interface__["data"][0]), self._host.nbytes)
-        arguments = start, start + self._rows_bytes, np.int32(len(self._table.rows)), self._divisor
-        stream.launch(self._kernel, self._table.num_tiles, arguments)
+        self._arguments = start, start + self._rows_bytes, np.int32(len(self._table.rows)), wide.type(divisor)
+        self._outside: list[int] = []
+        self._used: Event | None = None
+
+    def run(self, outside: list[int]) -> None:
+        """Move between the arrays that begin at these addresses and the buffer."""
+        stream = self._device.current_stream()
+        if outside != self._outside:
+            self._send(stream, outside)
+        stream.launch(self._kernel, self._table.num_tiles, self._arguments)
         self._used = stream.record()
+
+    def _send(self, stream: Stream, outside: list[int]) -> None:
+        while self._used is not None and not self._used.done():
+            pass  # the launch before still needs its table: it was put on the stream a whole step ago
+        self._table.point(*((outside, self._inside) if self._inwards else (self._inside, outside)))
+        self._host[: self._rows_bytes] = self._table.rows.reshape(-1).view(np.uint8)
+        stream.copy(self._arguments[0], int(self._host.__array_interface__["data"][0]), self._host.nbytes)
+        self._outside = outside
