@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.arrays import Array, as_operand, like
+from mpistrat.arrays import Array, as_array, as_operand, like
 from mpistrat.context.stack import current, misplaced
 from mpistrat.cross_device.options import CommunicationOptions, check_options
 from mpistrat.cross_device.sparse import IndexedSlices, gather_refused
@@ -211,8 +211,9 @@ class ReplicaExchange:
 
 def read_leaves(value: Any, leaves: list[Any]) -> list[Any]:
     """Return the leaves of a value as arrays; slices stay slices."""
+    read = as_array if bound_device() is None else as_operand  # the same, but for what is refused on GPUs
     try:
-        return [leaf if isinstance(leaf, IndexedSlices) else as_operand(leaf) for leaf in leaves]
+        return [leaf if isinstance(leaf, IndexedSlices) else read(leaf) for leaf in leaves]
     except MpistratError:
         for name, leaf in zip(leaf_names(value), leaves, strict=True):
             if not isinstance(leaf, IndexedSlices):

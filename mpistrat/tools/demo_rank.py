@@ -11,12 +11,15 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
 import mpistrat
 from mpistrat import settings
 from mpistrat.cross_device.collectives import Collectives
+from mpistrat.cross_device.on_device import DeviceCollectives
 from mpistrat.experimental import CommunicationOptions
+from mpistrat.launch.binding import what_is_bound
 from mpistrat.text import format_bytes, format_count, format_table
 from mpistrat.timeline import Timeline, write_chrome_trace
 from mpistrat.tools import train_digits
@@ -70,6 +73,7 @@ def _introduce(console: Console, ops: Collectives, options: CommunicationOptions
     kind = "virtual nodes on" if settings.VIRTUAL_NODES.read() else "real nodes, this is"
     plan, _, reason = ops.explain(count * dtype.itemsize, dtype).partition("\n")
     facts = [
+        ("computed", escape(_where(ops))),
         ("gradients", f"{format_bytes(count * dtype.itemsize)} of {dtype} on each rank, summed over all ranks in each step"),
         ("plan", plan),
         ("why", reason or "nobody else is there"),
@@ -79,6 +83,15 @@ def _introduce(console: Console, ops: Collectives, options: CommunicationOptions
         facts.append(("between nodes", f"sums are rounded to {options.wire_dtype}{later}"))
     console.print(f"[bold]A network learns handwritten digits on {_sizes(ops.world)}[/], {kind} {socket.gethostname()}\n")
     console.print(_topology(ops.world), "", format_table(facts), "", sep="\n")
+
+
+def _where(ops: Collectives) -> str:
+    """Return what this rank computes on and why, and on GPUs which way gradients take from one to the other."""
+    found = what_is_bound()
+    assert found is not None, "a strategy binds what it computes on"
+    if isinstance(ops, DeviceCollectives):
+        return f"on GPUs, with CuPy ({found.why}); arrays are combined by {ops.path}"
+    return f"in host memory, with NumPy: {found.why}"
 
 
 def _topology(world: World) -> str:

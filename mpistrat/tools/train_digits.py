@@ -1,7 +1,8 @@
 """Train a small neural network on handwritten digits, on however many replicas there are.
 
 ``python train_digits.py`` trains on one, ``mpiexec -n 4 python train_digits.py`` on four, to the same weights up to rounding:
-gradients, loss and number of examples are summed over all replicas before anything is divided.
+gradients, loss and number of examples are summed over all replicas before anything is divided. Where replicas have GPUs, all of
+it happens there: ``strategy.array_module`` is CuPy then, and NumPy elsewhere.
 """
 
 from __future__ import annotations
@@ -38,18 +39,20 @@ def first_weights(hidden: int) -> Arrays:
 
 def forward(weights: dict[str, Any], images: Array) -> tuple[Array, Array]:
     """Return the hidden layer and the logarithms of the ten probabilities of each image."""
-    hidden = np.maximum(images @ weights["w1"] + weights["b1"], 0)
+    xp = mpistrat.get_strategy().array_module
+    hidden = xp.maximum(images @ weights["w1"] + weights["b1"], 0)
     scores = hidden @ weights["w2"] + weights["b2"]
     scores -= scores.max(axis=1, keepdims=True)
-    return hidden, scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
+    return hidden, scores - xp.log(xp.exp(scores).sum(axis=1, keepdims=True))
 
 
 def loss_and_gradients(weights: dict[str, Any], images: Array, labels: Array) -> tuple[Array, Arrays]:
     """Return the cross-entropy and its gradients, summed over these images; there may be none."""
+    xp = mpistrat.get_strategy().array_module
     hidden, log_probabilities = forward(weights, images)
-    truth = np.eye(10, dtype=np.float32)[labels]
-    error = np.exp(log_probabilities) - truth
-    back = (error @ np.transpose(weights["w2"])) * (hidden > 0)
+    truth = xp.eye(10, dtype=xp.float32)[labels]
+    error = xp.exp(log_probabilities) - truth
+    back = (error @ weights["w2"].T) * (hidden > 0)
     gradients = {"w1": images.T @ back, "b1": back.sum(axis=0), "w2": hidden.T @ error, "b2": error.sum(axis=0)}
     return -(log_probabilities * truth).sum(), gradients
 
@@ -93,7 +96,9 @@ def train(
             history.append(float(loss))
             if on_step:
                 on_step(epoch, history[-1], int(examples))
-    accuracy = float(np.mean(forward(weights, test_images)[1].argmax(axis=1) == test_labels))
+    xp = strategy.array_module
+    found = forward(weights, xp.asarray(test_images))[1].argmax(axis=1)
+    accuracy = float((found == xp.asarray(test_labels)).mean())
     return {name: variable.numpy() for name, variable in weights.items()}, accuracy, history
 
 

@@ -54,6 +54,7 @@ def test_demo_as_it_comes(tmp_path):
         ["node0", "rank", "0", "rank", "1"],
         ["node1", "rank", "2", "rank", "3"],
     ]
+    assert re.search(r"^computed +in host memory, with NumPy: \w", done.stdout, re.MULTILINE)
     assert re.search(r"^gradients +1\.172 MiB of float32", done.stdout, re.MULTILINE)
     # large enough for our own hierarchical all-reduce, which is what the demo is there to show
     assert re.search(r"^plan +\w+: intra reduce_scatter -> inter all_reduce -> intra all_gather ", done.stdout, re.MULTILINE)

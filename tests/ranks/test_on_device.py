@@ -1,0 +1,208 @@
+"""Strategies of several replicas that compute on GPUs: stand-in devices whose streams dawdle; the host is the oracle."""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.context.values import PerReplica
+from mpistrat.cross_device.on_device import DeviceCollectives
+from mpistrat.device import binding
+from mpistrat.errors import AgreementError, InvalidArgumentError
+from mpistrat.tools.train_digits import train
+from mpistrat.topology.world import World
+from tests.gpu.bound import stand_in
+from tests.launches import needs_ranks
+from tests.variable_matrix import CELLS, check_cell
+
+SHAPES = {1: "1x1", 2: "1x2", 3: "2+1", 4: "2x2"}
+
+
+@contextmanager
+def bound(comm, shape):
+    """Bind stand-in devices of ranks on virtual nodes of a shape."""
+    if comm.size not in SHAPES:
+        pytest.skip("devices that dawdle take many cores; four of them show all there is")
+    with pytest.MonkeyPatch.context() as patch, stand_in(comm, World.from_shape(shape)) as device:
+        patch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
+        yield device
+
+
+@pytest.fixture
+def gpu(comm):
+    with bound(comm, SHAPES.get(comm.size, "")) as device:
+        yield device
+
+
+@pytest.fixture
+def xp(gpu):
+    return gpu.array_module
+
+
+@pytest.fixture
+def on_gpu(gpu):
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+    yield strategy
+    strategy.close()
+
+
+def test_training_on_gpus_gives_the_weights_of_the_host(comm, on_gpu, xp):
+    weights, accuracy, losses = train(on_gpu, epochs=1, hidden=16)
+    device = binding.bound_device()
+    binding.bind(None)
+    expected, expected_accuracy, expected_losses = train(mpistrat.OneDeviceStrategy("/cpu:0"), epochs=1, hidden=16)
+    binding.bind(device)
+    bound = len(losses) * np.finfo(np.float32).eps
+    for name, value in weights.items():
+        assert type(value) is np.ndarray
+        np.testing.assert_allclose(value, expected[name], rtol=0, atol=bound)
+        assert len(set(comm.allgather(value.tobytes()))) == 1, f"replicas hold different {name}"
+    np.testing.assert_allclose(losses, expected_losses, rtol=bound, atol=bound)
+    assert accuracy == expected_accuracy
+
+
+@needs_ranks(2)
+def test_the_demo_runs_on_gpus_and_says_so(comm, gpu, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("rich", reason="no rich: pip install 'mpistrat[demo]'")
+    from mpistrat.tools import demo_rank
+
+    monkeypatch.setattr(demo_rank, "HIDDEN", 64)
+    monkeypatch.setattr("mpistrat.tools.train_digits.TRAINING_IMAGES", 256)
+    demo_rank.main(["--epochs", "1", "--out", str(tmp_path), "--width", "0"])
+    if comm.rank == 0:
+        shown = capsys.readouterr().out
+        assert re.search(r"^computed   on GPUs, with CuPy \(.*\); arrays are combined by \w", shown, re.MULTILINE), shown
+        assert (tmp_path / "timeline.json").exists()
+
+
+def test_the_strategy_knows_where_it_computes(comm, on_gpu, xp):
+    assert isinstance(on_gpu.extended.collectives, DeviceCollectives)
+    assert on_gpu.array_module is xp
+    assert on_gpu.extended.worker_devices == (f"/job:worker/replica:0/task:{comm.rank}/device:GPU:0",)
+
+
+@pytest.mark.parametrize("where", ["run", "scope", "update"])
+def test_variables_do_on_gpus_what_they_do_on_the_host(on_gpu, where):
+    failures = []
+    for cell in (cell for cell in CELLS if cell.where == where):
+        try:
+            check_cell(on_gpu, cell)
+        except (Exception, pytest.fail.Exception) as error:
+            failures.append(f"{cell}: {error!r}")
+    assert not failures, "\n".join(failures)
+
+
+def test_initial_values_may_be_anywhere(comm, on_gpu, xp):
+    # each rank brings its own kind, and that of replica 0 counts
+    put = xp.asarray if comm.rank % 2 else np.asarray
+    with on_gpu.scope():
+        variable = mpistrat.Variable(put(np.arange(3.0) + comm.rank))
+    assert isinstance(variable.value, xp.ndarray)
+    assert variable.numpy().tolist() == [0, 1, 2]
+
+
+def test_a_nest_of_arrays_and_numbers_is_combined(comm, on_gpu, xp):
+    def step():
+        context = mpistrat.get_replica_context()
+        value = {"w": xp.full((3, 2), comm.rank, np.float32), "loss": 0.5, "rows": np.float32(comm.rank), "none": xp.zeros(0)}
+        started = context.start_all_reduce("sum", value)
+        return context.all_reduce("sum", value), context.all_reduce("mean", value, weight=comm.rank + 1), started.wait()
+
+    [(total, mean, started)] = on_gpu.experimental_local_results(on_gpu.run(step))
+    ranks, size = sum(range(comm.size)), comm.size
+    for found in (total, started):
+        assert isinstance(found["w"], xp.ndarray)
+        assert found["w"].tolist() == [[ranks] * 2] * 3
+        assert (found["loss"], found["rows"], found["none"].shape) == (0.5 * size, ranks, (0,))
+        assert (found["w"] / found["rows"]).dtype == np.float32
+    weighted = sum(rank * (rank + 1) for rank in range(size)) / sum(range(1, size + 1))
+    np.testing.assert_allclose(mean["w"].get(), np.full((3, 2), weighted), rtol=1e-6)
+    assert float(mean["loss"]) == 0.5
+
+
+def test_values_are_combined_outside_run(comm, on_gpu, xp):
+    rows = on_gpu.run(lambda: xp.full((comm.rank, 2), comm.rank, np.float64))
+    rows = rows if comm.size > 1 else PerReplica(rows)
+    ranks, squares = range(comm.size), sum(rank * rank for rank in range(comm.size))
+    total = on_gpu.reduce("sum", rows, axis=0)
+    assert isinstance(total, xp.ndarray)
+    assert total.tolist() == [squares] * 2
+    if comm.size > 1:
+        assert float(on_gpu.reduce("mean", rows, axis=(0, 1))) == squares / sum(ranks)
+    gathered = on_gpu.gather(rows, axis=0)
+    assert isinstance(gathered, xp.ndarray)
+    assert gathered[:, 0].tolist() == [rank for rank in ranks for _ in range(rank)]
+    root = comm.size - 1
+    assert on_gpu.broadcast(xp.full(2, comm.rank), root=root).tolist() == [root] * 2
+    with on_gpu.scope():
+        ops = mpistrat.ReductionToOneDevice()
+        value = PerReplica(xp.full(2, comm.rank))
+        found = ops.reduce("sum", value, f"rank:{root}")
+        copied = ops.broadcast(found, {"/gpu:0"}) if comm.size > 1 else found
+        [component] = on_gpu.experimental_local_results(copied)
+        assert isinstance(component, xp.ndarray)
+        assert component.tolist() == [sum(ranks) if comm.size > 1 else 0] * 2
+
+
+def test_slices_of_all_replicas_are_added_up(comm, on_gpu, xp):
+    def step():
+        slices = mpistrat.IndexedSlices(xp.full((2, 2), comm.rank + 1.0), xp.asarray(np.array([comm.rank, 0])), (comm.size, 2))
+        return mpistrat.get_replica_context().all_reduce("sum", slices)
+
+    [total] = on_gpu.experimental_local_results(on_gpu.run(step))
+    assert isinstance(total.values, xp.ndarray)
+    assert total.to_dense()[:, 0].tolist() == [
+        rank + 1 + (rank == 0) * comm.size * (comm.size + 1) / 2 for rank in range(comm.size)
+    ]
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_an_array_of_the_host_is_refused(comm, gpu, xp, monkeypatch, strict):
+    monkeypatch.setenv("MPISTRAT_STRICT", strict)
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+    culprits = {0} if strict == "1" else set(range(comm.size))  # alone, it can be told of in strict mode only
+    error = InvalidArgumentError if comm.rank in culprits else AgreementError
+    message = r"w'\] is in host memory, this replica computes on /gpu:0; copy it first, strategy\.array_module\.asarray"
+    for verb in ("all_reduce", "start_all_reduce"):
+
+        def step(verb=verb):
+            value = {"w": (np if comm.rank in culprits else xp).ones(3)}
+            result = getattr(mpistrat.get_replica_context(), verb)("sum", value)
+            return result if verb == "all_reduce" else result.wait()
+
+        with pytest.raises(error, match=message):
+            strategy.run(step)
+    with pytest.raises(error, match=message.removeprefix(r"w'\]")):
+        strategy.reduce("sum", PerReplica((np if comm.rank in culprits else xp).ones(3)), axis=None)
+    [total] = strategy.experimental_local_results(
+        strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", xp.ones(3)))
+    )
+    assert total.tolist() == [comm.size] * 3, "the strategy goes on"
+    strategy.close()
+
+
+def test_batches_come_to_the_gpu_of_each_replica(comm, on_gpu, xp):
+    dataset = on_gpu.experimental_distribute_dataset(
+        [np.arange(5.0), np.arange(5.0, 6.0)]
+    )  # a generator-like source: not all get rows
+    for _ in range(2):
+        rows = [on_gpu.experimental_local_results(batch)[0] for batch in dataset]
+        assert all(isinstance(part, xp.ndarray) for part in rows)
+        gathered = [on_gpu.gather(PerReplica(part), axis=0).tolist() for part in rows]
+        assert gathered == [list(range(5)), [5]]
+
+
+def test_central_storage_keeps_variables_on_a_gpu(comm):
+    with bound(comm, f"1x{comm.size}") as device:
+        strategy = mpistrat.experimental.CentralStorageStrategy()
+        with strategy.scope():
+            variable = mpistrat.Variable(np.zeros(2), aggregation=mpistrat.VariableAggregation.SUM)
+        strategy.run(lambda: variable.assign_add(np.full(2, comm.rank + 1.0)))
+        assert isinstance(variable.value, device.array_module.ndarray)
+        assert variable.numpy().tolist() == [comm.size * (comm.size + 1) / 2] * 2
+        strategy.close()
