@@ -26,6 +26,7 @@ _NCCL = {
     "NCCL_RAS_ENABLE": "0",
     "NCCL_DEBUG": "WARN",
 }
+_SHARED_BY_RANKS = {**_NCCL, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,19 @@ def _conformance(
     ]
 
 
+def _strategy(shape: str, transport: str = "auto", needs: Sequence[Need] = ()) -> Probe:
+    by = "" if transport == "auto" else f", by {transport} inside nodes"
+    environ = {**_ON_GPU, "MPISTRAT_VIRTUAL_NODES": shape, "MPISTRAT_INTRA_TRANSPORT": transport}
+    return Probe(
+        f"strategy {shape}{by}",
+        "every verb of a strategy on device arrays, through all layers, against NumPy",
+        ("mpistrat.tools.verbs_rank",),
+        (_mpi, _gpu, *needs),
+        SHAPES[shape],
+        {**environ, **(_SHARED_BY_RANKS if transport == "nccl" else {})},
+    )
+
+
 PROBES: tuple[Probe, ...] = (
     _timing("pack", "float32 fused and cast to bfloat16, 512 MiB", Goal("fraction", 0.85)),
     _timing("unpack", "a bucket of bfloat16 taken apart into float32, and divided", Goal("fraction", 0.85)),
@@ -156,17 +170,8 @@ PROBES: tuple[Probe, ...] = (
         _conformance(transport, {"1x2": 2}, (), _ON_CPU) for transport in ("shared_memory", "mpi", "mpi_ring")
     ),
     *chain.from_iterable(_conformance(transport, SHAPES, (_gpu,), _ON_GPU) for transport in ("staged", "cuda_ipc")),
-    *(
-        Probe(
-            f"strategy {shape}",
-            "every verb of a strategy on device arrays, through all layers, against NumPy",
-            ("mpistrat.tools.verbs_rank",),
-            (_mpi, _gpu),
-            num_ranks,
-            {**_ON_GPU, "MPISTRAT_VIRTUAL_NODES": shape},
-        )
-        for shape, num_ranks in SHAPES.items()
-    ),
+    *(_strategy(shape) for shape in SHAPES),
+    _strategy("2x2", "staged"),
     *_conformance("cuda_aware", SHAPES, (_gpu,), _ON_GPU),
     Probe(
         "training",
@@ -184,8 +189,18 @@ PROBES: tuple[Probe, ...] = (
         "nccl",
         SHAPES,
         (_gpu, _nccl, _several_ranks_per_gpu),
-        {**_ON_GPU, **_NCCL, "NCCL_MULTI_RANK_GPU_ENABLE": "1"},
+        {**_ON_GPU, **_SHARED_BY_RANKS},
         "with several ranks on a GPU",
+    ),
+    _strategy("2x2", "nccl", (_nccl, _several_ranks_per_gpu)),
+    Probe(
+        "nccl deadline",
+        "a collective of NCCL that one rank alone enters is ended by its deadline, and the GPU is free again",
+        ("mpistrat.testing.gpu_deadline",),
+        (_mpi, _gpu, _nccl, _several_ranks_per_gpu),
+        2,
+        {**_ON_GPU, **_SHARED_BY_RANKS},
+        (Goal("seconds_late", 5.0, is_upper=True),),
     ),
     *_conformance("nccl", SHAPES, (_gpu, _nccl), {**_ON_GPU, **_NCCL}, "with a host id for every rank", "--host-id-per-rank"),
 )

@@ -13,6 +13,7 @@ from mpistrat.device.kernels import fold_into_kernel, fold_kernel
 from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
+from mpistrat.testing import gpu_deadline
 from mpistrat.testing.transport_cases import DTYPES, operations
 from mpistrat.testing.transport_suite import check_transport
 from mpistrat.transports import base, cuda_aware
@@ -120,6 +121,14 @@ def test_a_deadline_aborts_nccl_so_that_no_kernel_is_left_waiting(group, device,
             drive(operation.run(), lambda: "a sum", 0.05)
         assert library.aborted == 1
     comm.Barrier()
+
+
+@needs_ranks(2)
+def test_the_probe_of_a_deadline_sees_nccl_aborted_and_the_gpu_free(group, device, comm):
+    library = StandInNccl(device, comm)
+    found = gpu_deadline.check(group, partial(NcclTransport, device=device, library=library), 0.05)
+    assert 0 <= found["seconds_late"] < 5
+    assert library.aborted == 1
 
 
 def test_nccl_that_does_not_block_is_refused(group, device, comm, monkeypatch):
