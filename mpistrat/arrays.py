@@ -46,6 +46,14 @@ _COPIES = {
 }
 
 
+# … and to the GPU; to CuPy all others.
+_LIFTS = {
+    "torch": "{name}.cuda()",
+    "jax": 'jax.device_put({name}, jax.devices("gpu")[0])',
+    "jaxlib": 'jax.device_put({name}, jax.devices("gpu")[0])',
+}
+
+
 class Readable:
     """A value of ours that reads as an array. NumPy reads it by ``__array__``, and then in host memory only."""
 
@@ -130,9 +138,10 @@ def as_operand(value: Any, name: str = "value") -> Array:
     """
     array = as_array(value, name)
     if array.ndim and bound_device() is not None and not is_on_device(array):
+        lifted = _LIFTS.get(_library(value), "strategy.array_module.asarray({name})").format(name=name)
         raise InvalidArgumentError(
-            f"{name} is in host memory, this replica computes on {own_device()}; copy it first, "
-            f"strategy.array_module.asarray({name}), or compute in host memory with MPISTRAT_DEVICE=cpu"
+            f"{name} is in host memory, this replica computes on {own_device()}; copy it first, {lifted}, or compute in host "
+            "memory with MPISTRAT_DEVICE=cpu"
         )
     return array
 
@@ -220,11 +229,15 @@ def _tensor(array: Array) -> Any:
     return torch.from_numpy(array)
 
 
+def _library(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
 def _check_device(value: Any, name: str) -> None:
     device = _foreign_device(value)
     if not device:
         return
-    copied = _COPIES.get(type(value).__module__.partition(".")[0])
+    copied = _COPIES.get(_library(value))
     advice = f"copy it first, {copied.format(name=name)}" if copied else "copy it to host memory first"
     raise InvalidArgumentError(f"{name} is on {device}, this replica computes on {own_device()}; {advice}")
 

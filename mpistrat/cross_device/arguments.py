@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, is_on_device
+from mpistrat.device.base import address
 from mpistrat.errors import InvalidArgumentError
 
 __all__ = ["apart", "check_gather", "check_out", "check_parts", "check_root", "is_fit"]
@@ -87,20 +88,10 @@ def check_out(out: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
     return list(out)
 
 
-def apart(
-    arrays: Sequence[Array], out: Sequence[Array], bounds: Callable[[Array], tuple[int, int]] = byte_bounds
-) -> list[Array]:
-    """Return `arrays`, copied where one shares memory with the result of another: results are written before all are read.
-
-    Parameters
-    ----------
-    arrays, out : sequence of ndarray
-        Sources, and where the result of each goes.
-    bounds : callable
-        Returns where the memory of an array begins and ends.
-    """
-    spans = [(*bounds(target), index) for index, target in enumerate(out) if target.size]
-    spans += [(*bounds(array), index) for index, array in enumerate(arrays) if array.size and array is not out[index]]
+def apart(arrays: Sequence[Array], out: Sequence[Array]) -> list[Array]:
+    """Return `arrays`, copied where one shares memory with the result of another: results are written before all are read."""
+    spans = [(*_bounds(target), index) for index, target in enumerate(out) if target.size]
+    spans += [(*_bounds(array), index) for index, array in enumerate(arrays) if array.size and array is not out[index]]
     # sorted by where they begin, memory overlaps only where a span begins before all earlier ones have ended
     reach, crossing = 0, False
     for first, end, _ in sorted(spans):
@@ -118,6 +109,14 @@ def is_fit(target: Array, source: Array) -> bool:
     # arrays that own their memory do not overlap, unless they are one
     owners = source.base is None and target.base is None and source is not target
     return owners or not np.may_share_memory(source, target)
+
+
+def _bounds(array: Array) -> tuple[int, int]:
+    """Return where the memory of an array begins and ends."""
+    if not is_on_device(array):
+        return byte_bounds(array)
+    first, reach = address(array), [(extent - 1) * step for extent, step in zip(array.shape, array.strides, strict=True)]
+    return first + sum(min(step, 0) for step in reach), first + sum(max(step, 0) for step in reach) + array.itemsize
 
 
 def _index(value: int, argument: str) -> int:

@@ -19,7 +19,7 @@ from mpistrat.cross_device.hierarchical import HierarchicalCollectives
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.cross_device.recipe import Recipe
 from mpistrat.cross_device.recipe_book import RecipeBook
-from mpistrat.device.base import Device, Event, address
+from mpistrat.device.base import Device, Event
 from mpistrat.errors import InvalidArgumentError, TransportError, UnavailableError
 from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.work import Work
@@ -148,7 +148,7 @@ class DeviceCollectives(HierarchicalCollectives):
     def _landing(self, arrays: Sequence[Array], out: Sequence[Array] | None) -> tuple[list[Array], Sequence[Array]]:
         if out is not None:
             results = self._check_out(out, arrays)
-            return results, apart(arrays, results, _span)
+            return results, apart(arrays, results)
         try:
             return [self._empty(array) for array in arrays], arrays
         except MemoryError as error:
@@ -239,10 +239,3 @@ class DeviceCollectives(HierarchicalCollectives):
 def _until(event: Event) -> Steps:
     while not event.done():
         yield WAITING
-
-
-def _span(array: Array) -> tuple[int, int]:
-    """Return where the memory of an array begins and ends, wherever it is."""
-    first = address(array) if is_on_device(array) else int(array.__array_interface__["data"][0])
-    reach = [(extent - 1) * stride for extent, stride in zip(array.shape, array.strides, strict=True)]
-    return first + sum(min(step, 0) for step in reach), first + sum(max(step, 0) for step in reach) + array.itemsize

@@ -124,7 +124,9 @@ def _mean_over(axes: list[tuple[int, ...]], arrays: list[Array], is_shared: list
 
 def _added(array: Array, axes: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Return the sum over some axes, as an array even where that is all of them."""
-    return array.sum(axes, dtype) if is_on_device(array) else np.asarray(np.add.reduce(array, axes, dtype=dtype))
+    if is_on_device(array):
+        return array.sum(axes, dtype) if axes else array.astype(dtype)
+    return np.asarray(np.add.reduce(array, axes, dtype=dtype))
 
 
 def _rows(component: Array | IndexedSlices) -> Array:

@@ -124,6 +124,15 @@ def test_arrays_of_the_host_are_read_but_are_no_operands(gpu, kind):
         as_operand(value, "grads['w']")
 
 
+def test_how_to_copy_to_the_gpu_is_said_in_the_words_of_the_library(gpu, torch, monkeypatch):
+    monkeypatch.setattr(Tensor, "__module__", "torch")
+    tensor = Tensor(np.zeros(2))
+    tensor.device = SimpleNamespace(type="cpu", index=None)
+    monkeypatch.setattr(Tensor, "numpy", lambda self, force: self.array, raising=False)
+    with pytest.raises(InvalidArgumentError, match=r"this replica computes on /gpu:0; copy it first, x\.cuda\(\), or compute"):
+        as_operand(tensor, "x")
+
+
 @pytest.mark.parametrize("number", [1, 2.5, True, 1j, np.float32(3), BFLOAT16.type(2), np.array(4.0)])
 def test_numbers_pass_and_come_back_as_what_cupy_computes_with(xp, number):
     array = as_operand(number)

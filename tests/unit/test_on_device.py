@@ -223,6 +223,12 @@ def test_every_verb_takes_arrays_of_the_gpu_and_refuses_those_of_the_host(strate
         run(args=({"w": np.arange(3.0)},))
 
 
+def test_results_go_where_they_are_wanted(strategy, xp):
+    collectives, both = strategy.extended.collectives, xp.asarray(np.arange(6.0))
+    found = collectives.all_reduce(mpistrat.ReduceOp.SUM, [both[:3], both[2:5]], out=[both[1:4], both[::-1][:3].copy()])
+    assert [array.tolist() for array in found] == [[0, 1, 2], [2, 3, 4]], "what is read before it is written, is as it was"
+
+
 def test_what_combines_outside_run_refuses_arrays_of_the_host_too(strategy):
     ops = mpistrat.HierarchicalAllReduce()
     with strategy.scope():
