@@ -7,33 +7,27 @@ it have been seen to crash. What was found is kept in a file for each library, a
 from __future__ import annotations
 
 import ctypes
-import datetime
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpistrat import cache, settings
+from mpistrat import settings
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import SettingError
 from mpistrat.launch.cuda_probe import AWARE, WRONG_VALUES
+from mpistrat.launch.cuda_verdicts import Library, Verdict, keep, kept_for
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = [
-    "Library",
-    "Verdict",
     "agreed_verdict",
     "find_verdict",
-    "kept_verdicts",
     "present_library",
     "probe",
     "without_launcher",
@@ -49,53 +43,6 @@ _OF_LAUNCHERS = re.compile(
 )
 _SHAPING = re.compile(r"OMPI_MCA_|UCX_|I_MPI_OFFLOAD|MPICH_|MPIR_CVAR_|MV2_|FI_")
 _CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
-
-
-@dataclass(frozen=True)
-class Library:
-    """An MPI library, as far as an answer depends on it.
-
-    Attributes
-    ----------
-    path, version : str
-        Where it lies, and what it calls itself.
-    modified : int
-        When it was installed: nanoseconds of its file.
-    shaped_by : str
-        Variables of the environment that change how it moves bytes.
-    """
-
-    path: str
-    version: str
-    modified: int
-    shaped_by: str = ""
-
-    @property
-    def file_name(self) -> str:
-        """A name of its own for each."""
-        return f"{zlib.crc32(json.dumps(asdict(self)).encode()):08x}.json"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether MPI is handed device memory, and why.
-
-    Attributes
-    ----------
-    is_aware : bool
-        Whether it is.
-    reason : str
-        Who said so.
-    is_final : bool
-        Whether the next job need not ask again.
-    is_setting : bool
-        Whether nobody was asked, because the user has said.
-    """
-
-    is_aware: bool
-    reason: str
-    is_final: bool = True
-    is_setting: bool = False
 
 
 def agreed_verdict(comm: MPI.Intracomm) -> Verdict:
@@ -125,37 +72,26 @@ def find_verdict() -> Verdict:
     if wanted != "auto":
         return Verdict(wanted == "on", f"{settings.MPI_GPU.name}={wanted}", is_setting=True)
     library = present_library()
-    kept = _kept(library)
+    kept = kept_for(library)
     if kept is not None:
         return kept
     verdict = _ask(library)
     if verdict.is_final:
-        _keep(library, verdict)
+        keep(library, verdict)
     return verdict
 
 
-def kept_verdicts() -> Iterator[tuple[Library, Verdict, str]]:
-    """Yield what earlier jobs of this user have found: the library, the verdict and the date."""
-    try:
-        files = sorted(_folder().glob("*.json"))
-    except RuntimeError:  # there is no home folder
-        return
-    for path in files:
-        found = _read(path)
-        if found is not None:
-            yield found
-
-
 def present_library() -> Library:
-    """Return which MPI runs in this process."""
+    """Return which MPI runs in this process, beside which GPU."""
     from mpi4py import MPI
 
     mapped = re.findall(r"(/\S*/libmpi[^/\s]*\.so[^/\s]*)$", Path("/proc/self/maps").read_text(), re.MULTILINE)
     path = Path(mapped[0] if mapped else MPI.__file__)
     version = str(MPI.Get_library_version()).split("\n")[0].split(",")[0].strip("\0 ")
+    device = bound_device()
     shaping = {name: value for name, value in without_launcher(os.environ).items() if _SHAPING.match(name)}
     shaped_by = " ".join(f"{name}={value}" for name, value in sorted(shaping.items()))
-    return Library(str(path), version, path.stat().st_mtime_ns, shaped_by)
+    return Library(str(path), version, path.stat().st_mtime_ns, shaped_by, device.identity().name if device else "")
 
 
 def probe(device_index: int, seconds: float = PROBE_SECONDS) -> Verdict:
@@ -245,31 +181,3 @@ def _judged(code: int, said: str) -> Verdict:
         return Verdict(False, f"a probe died of {signal.Signals(-code).name}")
     lines = said.strip().splitlines() or ["it said nothing"]
     return Verdict(False, f"a probe failed: {lines[-1].strip()}", is_final=False)
-
-
-def _kept(library: Library) -> Verdict | None:
-    try:
-        found = _read(_folder() / library.file_name)
-    except RuntimeError:  # there is no home folder
-        return None
-    return found[1] if found is not None and found[0] == library else None
-
-
-def _read(path: Path) -> tuple[Library, Verdict, str] | None:
-    try:
-        document = json.loads(path.read_text())
-        return Library(**document["library"]), Verdict(**document["verdict"]), str(document["date"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # it is asked again, and written anew
-
-
-def _keep(library: Library, verdict: Verdict) -> None:
-    document = {"library": asdict(library), "verdict": asdict(verdict), "date": datetime.date.today().isoformat()}
-    try:
-        cache.write(json.dumps(document, indent=1) + "\n", _folder() / library.file_name)
-    except (OSError, RuntimeError):
-        return  # the next job asks again
-
-
-def _folder() -> Path:
-    return cache.folder() / "cuda-aware"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpistrat import settings
-from mpistrat.launch.cuda_awareness import kept_verdicts
+from mpistrat.launch.cuda_verdicts import kept_verdicts
 from mpistrat.text import format_table
 from mpistrat.topology.world import World
 

@@ -58,6 +58,8 @@ def roll_call(comm: MPI.Intracomm) -> None:
     """
     bound = what_is_bound()
     if not any(comm.allgather(bound_device() is not None or bool(bound and bound.problem))):
+        if comm.Get_rank() == 0 and bound is not None and settings.VERBOSE.read():
+            _say(f"computing on CPUs: {bound.why}")
         return
     answers = comm.allgather(_answer(comm))
     try:
@@ -159,4 +161,8 @@ def _tell(answers: Sequence[Answer]) -> None:
             for rank, answer in enumerate(answers)
         ]
     for text in filter(None, told):
-        print(f"mpistrat: {text}", file=sys.stderr, flush=True)
+        _say(text)
+
+
+def _say(text: str) -> None:
+    print(f"mpistrat: {text}", file=sys.stderr, flush=True)

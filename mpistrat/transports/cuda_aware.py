@@ -76,10 +76,12 @@ class CudaAwareRing(Transport):
             If that does not end within a minute.
         """
         rank, size = self.group.rank, self.group.size
-        buffer, values = self.allocate(_FIRST_COUNT * 4).view(np.int32), np.arange(_FIRST_COUNT, dtype=np.int32)
-        self._device.put(buffer, values + rank)
-        drive(self.all_reduce(buffer, ReduceOp.SUM).run(), lambda: "the first exchange of device memory", _FIRST_SECONDS)
-        is_right = np.array_equal(self._device.get(buffer), values * size + sum(range(size)))
+        values = np.arange(_FIRST_COUNT, dtype=np.int32)
+        with self._device.activate():
+            buffer = self.allocate(values.nbytes).view(np.int32)
+            self._device.put(buffer, values + rank)
+            drive(self.all_reduce(buffer, ReduceOp.SUM).run(), lambda: "the first exchange of device memory", _FIRST_SECONDS)
+            is_right = np.array_equal(self._device.get(buffer), values * size + sum(range(size)))
         return "" if all(self.group.comm.allgather(is_right)) else "a first sum of device memory gave wrong values"
 
     def allocate(self, nbytes: int) -> DeviceArray:

@@ -12,7 +12,8 @@ from mpistrat.device.base import Identity
 from mpistrat.device.binding import bind
 from mpistrat.errors import SettingError
 from mpistrat.launch import cuda_awareness
-from mpistrat.launch.cuda_awareness import Verdict, agreed_verdict, find_verdict, kept_verdicts, present_library, probe
+from mpistrat.launch.cuda_awareness import agreed_verdict, find_verdict, present_library, probe
+from mpistrat.launch.cuda_verdicts import Verdict, kept_verdicts
 from tests.gpu.stand_in import StandInDevice
 from tests.launches import needs_ranks
 

@@ -41,10 +41,14 @@ def test_each_rank_drives_a_gpu_of_its_own(fake, comm, capsys, monkeypatch):
         assert told[1].endswith(f"; local rank 1 of {comm.size} on a node with {comm.size} GPUs")
 
 
-def test_ranks_without_gpus_have_nothing_to_say(fake, comm, capsys):
+def test_ranks_without_gpus_have_nothing_to_say_but_why_when_asked(fake, comm, capsys, monkeypatch):
     bind_device(_view(comm))
     roll_call(comm)
     assert capsys.readouterr().err == ""
+    monkeypatch.setenv("MPISTRAT_VERBOSE", "1")
+    roll_call(comm)
+    said = "mpistrat: computing on CPUs: CuPy is not installed\n"
+    assert capsys.readouterr().err == (said if comm.rank == 0 else "")
 
 
 def test_a_device_that_was_bound_by_hand_takes_part(fake, comm):
