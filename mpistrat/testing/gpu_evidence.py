@@ -34,6 +34,7 @@ BUDGET_SECONDS = 570.0
 SHOWN_LINES = 12
 
 _PACKAGE = Path(__file__).parents[1]
+_SHAPING = ("CUDA_", "FI_", "I_MPI_", "MPICH_", "MPIR_", "MPISTRAT_", "NCCL_", "OMPI_MCA_", "UCX_")
 _SOURCES = (
     "device/*.*",
     "packing/fuse_device.py",
@@ -79,6 +80,7 @@ def collect(machine: Machine, probes: Sequence[Probe], write: Callable[[Mapping[
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "commit": _commit(),
         "machine": asdict(machine),
+        "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_SHAPING)},
         "sources": _digests(_PACKAGE),
         "seconds": 0,
         "is_complete": False,

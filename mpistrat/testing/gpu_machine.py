@@ -8,18 +8,23 @@ It is asked in a process of its own: whoever has touched CUDA once cannot let go
 from __future__ import annotations
 
 import json
+import platform
+import re
 import sys
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 
 from mpistrat.device.cuda import count_visible
 from mpistrat.errors import LaunchError
 from mpistrat.launch.mpiexec import find_mpi
 from mpistrat.testing.processes import run_bounded
 
-__all__ = ["Machine", "look"]
+__all__ = ["Machine", "driver_version", "look"]
 
 LOOK_SECONDS = 60.0
+
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class Machine:
     gpus : list of str
         Their names, as CUDA counts them.
     versions : dict
-        Of MPI, and where there is a GPU of CuPy, CUDA's driver and run time, and NCCL.
+        Of Python and MPI, and where there is a GPU of NVIDIA's driver, CuPy, CUDA's driver and run time, and NCCL.
     missing : dict
         ``GPU``, ``NCCL``, ``MPI`` or ``scikit-learn`` -> why there is none.
     """
@@ -55,9 +60,15 @@ def look() -> Machine:
     return Machine(**json.loads(done.stdout.splitlines()[-1]))
 
 
+def driver_version(text: str) -> dict[str, str]:
+    """Return the version of NVIDIA's driver in what the kernel says of it; nothing where it says nothing."""
+    match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
+    return {"NVIDIA driver": match[1]} if match else {}
+
+
 def main() -> None:
     """Print what this machine has."""
-    machine = Machine()
+    machine = Machine(versions={"Python": platform.python_version()})
     count, why = count_visible()
     if count:
         _ask_cuda(machine, count)
@@ -82,6 +93,7 @@ def _ask_cuda(machine: Machine, count: int) -> None:
     machine.versions.update(
         {"CuPy": cupy.__version__} | {name: f"{number // 1000}.{number // 10 % 100}" for name, number in numbers.items()}
     )
+    machine.versions.update(driver_version(_DRIVER.read_text() if _DRIVER.exists() else ""))
     if nccl.available:
         number = nccl.get_version()
         machine.versions["NCCL"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"

@@ -165,7 +165,14 @@ PROBES: tuple[Probe, ...] = (
     _timing("gradients", "ResNet-50's 161 gradients packed in one launch", Goal("fraction", 0.75)),
     _timing("sum_of_peers", "the sum of four arenas in one pass, as cuda_ipc does it", Goal("fraction", 0.80)),
     _timing("staged", "the staged path against the slower direction of pinned copies", Goal("fraction", 0.85)),
-    _timing("python_per_call", "what Python takes to copy in and out with a cached plan", Goal("python_us", 30, is_upper=True)),
+    Probe(
+        "timing call",
+        "what Python takes for an all-reduce whose plan is known, of one array and of 161, on a rank alone",
+        ("mpistrat.tools.call_time",),
+        (_gpu, _mpi),
+        environ=_ON_GPU,
+        goals=(Goal("python_us", 30, is_upper=True),),
+    ),
     *chain.from_iterable(
         _conformance(transport, {"1x2": 2}, (), _ON_CPU) for transport in ("shared_memory", "mpi", "mpi_ring")
     ),

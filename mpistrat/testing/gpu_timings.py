@@ -220,27 +220,8 @@ def staged(bench: _Bench) -> dict[str, float]:
     return {name: round(rate / GIGA, 2) for name, rate in rates.items()} | {"fraction": round(both / min(down, up), 3)}
 
 
-def python_per_call(bench: _Bench) -> dict[str, float]:
-    """Copy a small array into a bucket and out of it, with every table in place: Python's time alone."""
-    [array] = bench.floats([1000])
-    layout = Layout([array.size])
-    bucket = bench.device.allocate(4 * layout.count).view(F32)
-    copies = (
-        DeviceCopyIn(bench.device, layout, 0, layout.count, bucket),
-        DeviceCopyOut(bench.device, layout, 0, layout.count, [(0, layout.count, bucket)], 1),
-    )
-
-    def run(turn: int) -> None:
-        for copy in copies:
-            _exhaust(copy, [array])
-
-    run(0)
-    bench.settle()
-    return {"python_us": bench.python_us(run)}
-
-
 TIMINGS: dict[str, Callable[[_Bench], dict[str, float]]] = {
-    function.__name__: function for function in (pack, unpack, gradients, sum_of_peers, staged, python_per_call)
+    function.__name__: function for function in (pack, unpack, gradients, sum_of_peers, staged)
 }
 
 

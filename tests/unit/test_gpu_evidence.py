@@ -14,7 +14,7 @@ from mpistrat.device.cuda import count_visible
 from mpistrat.testing import gpu_evidence
 from mpistrat.testing.gpu_conformance import SUBJECTS
 from mpistrat.testing.gpu_evidence import changed_since, collect, run_probe
-from mpistrat.testing.gpu_machine import Machine
+from mpistrat.testing.gpu_machine import Machine, driver_version
 from mpistrat.testing.gpu_probes import PROBES, Goal, Probe
 from tests.processes import run_bounded
 
@@ -58,6 +58,7 @@ def test_without_a_gpu_everything_says_why_it_is_left_out(tmp_path):
     reasons = Counter(case["reason"] for case in evidence["cases"] if case["outcome"] == "skipped")
     assert reasons == {why: 31}
     assert not changed_since(evidence)
+    assert evidence["environment"]["MPISTRAT_STRICT"] == "1"
 
 
 def test_every_transport_of_a_gpu_is_tried_in_every_shape():
@@ -86,7 +87,7 @@ def test_every_transport_of_a_gpu_is_tried_in_every_shape():
         ),
         (
             Machine(["NVIDIA H200"] * 4, {"NCCL": "2.30.7"}, {"MPI": "no MPI", "scikit-learn": "no images"}),
-            {probe.name: "no MPI" for probe in PROBES if not probe.name.startswith("timing")},
+            {probe.name: "no MPI" for probe in PROBES if not probe.name.startswith("timing") or probe.name == "timing call"},
         ),
     ],
     ids=["one GPU", "an old NCCL", "no NCCL", "no MPI"],
@@ -96,6 +97,15 @@ def test_a_machine_that_lacks_something_runs_the_rest(machine, expected):
     assert refusals.keys() == expected.keys()
     for name, refusal in refusals.items():
         assert refusal.startswith(expected[name])
+
+
+def test_the_version_of_the_driver_is_read():
+    text = (
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build  (root)  Tue\nGCC version: 12.3.0\n"
+    )
+    assert driver_version(text) == {"NVIDIA driver": "580.159.03"}
+    assert driver_version("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54  Tue Jun") == {"NVIDIA driver": "535.54"}
+    assert driver_version("") == {}
 
 
 def test_a_probe_is_judged_by_what_it_writes(program):

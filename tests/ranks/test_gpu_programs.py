@@ -1,4 +1,4 @@
-"""The program that tries every verb on a GPU, on the stand-in: whole strategies, on arrays of device memory."""
+"""The programs that the evidence of a GPU starts, on the stand-in: whole strategies and calls, on arrays of device memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import ml_dtypes
 import pytest
 
 import mpistrat
-from mpistrat.tools import verbs_rank
+from mpistrat.cross_device.on_device import DeviceCollectives
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.tools import call_time, verbs_rank
 from mpistrat.topology.world import World
 from tests.gpu.bound import stand_in
 
@@ -24,3 +26,15 @@ def test_every_verb_on_device_arrays(comm, monkeypatch):
         [compared] = strategy.experimental_local_results(strategy.run(verbs_rank._try_all, args=(strategy,)))
         strategy.close()
     assert compared > 200
+
+
+def test_a_call_of_a_rank_alone_is_timed(comm):
+    if comm.size > 1:
+        pytest.skip("one rank is meant")
+    world = World.from_shape("1x1")
+    with stand_in(comm, world) as device:
+        collectives = DeviceCollectives(Hierarchy(comm, world), device)
+        figures = call_time.measure(collectives, device, calls=1)
+        collectives.close()
+    assert figures.keys() == {"python_us", "python_us_of_gradients"}
+    assert min(figures.values()) > 0
