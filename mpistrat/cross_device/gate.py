@@ -183,6 +183,12 @@ class Gate:
         self._drive(call, steps, call.rest_seconds)
         self.refusal = ""
 
+    def run_at_once(self, verb: str, act: Callable[..., None], *arguments: object) -> None:
+        """Do what has no deadline and was let in without a call of its own; what it raises is left to `fail`."""
+        self.refusal = _under_way(verb)
+        act(*arguments)
+        self.refusal = ""
+
     def overdue(self, call: Call) -> DeadlineExceededError:
         """Tell all ranks that the call is given up here, and return the error that says who does not answer."""
         return self._arrival.overdue(str(call), call.seconds)

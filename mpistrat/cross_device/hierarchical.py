@@ -79,7 +79,7 @@ class HierarchicalCollectives(ExchangeVerbs):
         self.num_packs = num_packs
         super().__init__(hierarchy, options)
         self._executor = Executor(hierarchy)
-        self._short = ShortWays(self._executor, self._bytes.native_op)
+        self._short = ShortWays(self._executor, self._gate, self._bytes.native_op)
         self._quick = self._short.known
         self.timeline = self._executor.timeline
         self._verbose = self.rank == 0 and settings.VERBOSE.read()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from mpistrat import settings
 from mpistrat.arrays import Array
+from mpistrat.cross_device.gate import Gate
 from mpistrat.cross_device.recipe import Recipe
 from mpistrat.cross_device.recipe_book import RECIPES_KEPT
 from mpistrat.cross_device.small_batch import SMALL_BATCH_BYTES, OneArray, SmallBatch
@@ -32,6 +34,8 @@ class ShortWays:
     ----------
     executor : Executor
         Has the communicator of all ranks.
+    gate : Gate
+        Lets nothing else in meanwhile.
     native_op : callable
         Returns what MPI calls an operation on a dtype.
 
@@ -41,8 +45,8 @@ class ShortWays:
         The ways, by the name of the operation and `LIKENESS` of each array.
     """
 
-    def __init__(self, executor: Executor, native_op: Callable[[ReduceOp, Any], MPI.Op]) -> None:
-        self._executor, self._native_op = executor, native_op
+    def __init__(self, executor: Executor, gate: Gate, native_op: Callable[[ReduceOp, Any], MPI.Op]) -> None:
+        self._executor, self._gate, self._native_op = executor, gate, native_op
         self.known: dict[tuple[Any, ...], OneArray | SmallBatch] = {}
 
     def learn(self, op: ReduceOp, arrays: Sequence[Array], recipe: Recipe) -> None:
@@ -59,7 +63,7 @@ class ShortWays:
         signature = (op._value_, *map(LIKENESS, arrays))
         native, size = self._native_op(op, dtype), self._executor.hierarchy.world.size
         if at_once is not None:
-            self.known[signature] = OneArray(op, 1, native, _called_as_mpi(at_once))  # divided already
+            self.known[signature] = OneArray(op, 1, native, self._called_as_mpi(at_once, recipe))  # divided already
             return
         world = self._executor.world
         assert isinstance(world, WorldTransport), "only MPI works on arrays of the caller"
@@ -69,7 +73,12 @@ class ShortWays:
         elif sum(array.nbytes for array in arrays) <= SMALL_BATCH_BYTES and len({array.dtype for array in arrays}) == 1:
             self.known[signature] = SmallBatch(op, arrays, recipe[0], size, native, allreduce)
 
+    def _called_as_mpi(self, at_once: Callable[[Array, Array], None], recipe: Recipe) -> Callable[..., None]:
+        """Return the same, called as MPI's is."""
 
-def _called_as_mpi(at_once: Callable[[Array, Array], None]) -> Callable[..., None]:
-    """Return the same, called as MPI's is."""
-    return lambda source, target, _: at_once(source, target)
+        def run(source: Array, target: Array, _: MPI.Op) -> None:
+            started = time.perf_counter()
+            self._gate.run_at_once("all_reduce", at_once, source, target)
+            recipe.seconds = time.perf_counter() - started
+
+        return run

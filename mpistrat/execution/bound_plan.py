@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +20,8 @@ from mpistrat.execution.lanes import overlap, side_by_side
 from mpistrat.packing.layout import Layout
 from mpistrat.packing.wire import Cast, Wire
 from mpistrat.reduction import Fold, ReduceOp
-from mpistrat.transports.base import Operation, Steps
-from mpistrat.transports.parts import Lists
+from mpistrat.transports.base import Operation, Steps, drive
+from mpistrat.transports.parts import Cuts, Lists
 
 if TYPE_CHECKING:
     from mpistrat.execution.executor import CopySteps, Executor
@@ -205,7 +205,7 @@ class DirectPlan:
     fold : Fold
         How to combine.
     at_once : callable or None
-        Does the same with one small source and target, C-contiguous, and returns when it is done.
+        Does the same with one source and target, C-contiguous, and returns when it is done.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class DirectPlan:
         self._between = between
         self._executor = executor
         self._count = layout.count
-        self._pieces = cache(partial(layout.pieces, longest=max(layout.count, 1)))
+        self._cuts = Cuts(partial(layout.pieces, longest=max(layout.count, 1)))
         self.fold = Fold(op, dtype, plan.world.size if op is ReduceOp.MEAN else 1)
         self.at_once: Callable[[Array, Array], None] | None = None
 
@@ -240,11 +240,15 @@ class DirectPlan:
         """Return the steps that reduce `sources` into C-contiguous `targets`. A collective call."""
         started = time.perf_counter()
         flat = [np.ascontiguousarray(source).reshape(-1) for source in sources]
-        lists = Lists(flat, [target.reshape(-1) for target in targets], self._count, self._pieces)
+        lists = Lists(flat, [target.reshape(-1) for target in targets], self._count, self._cuts)
         yield from self._between(lists, self.fold)
         if self._executor.timeline.enabled:
             scope = self.plan.phases[0].scope.value if self.plan.phases else Scope.WORLD.value
             self._executor.timeline.record(f"{scope} all_reduce", scope, started, lists.nbytes)
+
+    def run_at_once(self, source: Array, target: Array) -> None:
+        """Reduce one array, and return when it is done. A collective call."""
+        drive(self.run([source], [target]), lambda: "all_reduce")
 
 
 @dataclass

@@ -227,9 +227,9 @@ class Executor:
             return None
         self._reserve(exchange_bytes(self.intra.group.size))
         direct = DirectPlan(self, plan, self.exchange, layout, held, op)
-        is_small = layout.is_one_array and 0 < plan.num_bytes <= WHOLE_SLOT_BYTES
-        if is_small and self.intra.group.size == 2 and held == dtype:
-            direct.at_once = self._at_once(held, plan.count, direct.fold)
+        if layout.is_one_array and plan.count and held == dtype:
+            is_small = self.intra.group.size == 2 and plan.num_bytes <= WHOLE_SLOT_BYTES
+            direct.at_once = self._at_once(held, plan.count, direct.fold) if is_small else direct.run_at_once
         return direct
 
     def _inside(self, verb: Verb, dtype: np.dtype[Any], op: ReduceOp) -> Transport:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from operator import eq
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpistrat.arrays import Array
 from mpistrat.transports.base import WORKED, Steps, address, leave_to_peers
 from mpistrat.transports.parts import Parts, Piece
-from mpistrat.transports.peer_memory import Spans, spans
+from mpistrat.transports.peer_memory import Spans
 
 __all__ = ["TABLE_ARRAYS", "TABLE_BYTES", "Attached"]
 
@@ -26,53 +29,102 @@ class Attached(Parts):
 
     def run(self) -> Steps:
         """Return the steps. A collective call."""
-        lists, transport, (first, last) = self.lists, self.transport, self.bounds[self.rank : self.rank + 2]
-        self.tables = [arena[: 16 * len(lists.sources)].view(np.uint64).reshape(2, -1) for arena in transport.arenas]
-        self.tables[self.rank][:] = [[address(array) for array in arrays] for arrays in (lists.sources, lists.targets)]
+        lists, transport = self.lists, self.transport
+        sources, targets = ([address(array) for array in arrays] for arrays in (lists.sources, lists.targets))
+        self.tables = [arena[: 16 * len(sources)].view(np.uint64).reshape(2, -1) for arena in transport.arenas]
+        self.tables[self.rank][:] = sources, targets
         try:
             yield from transport.meet()
             # all have left earlier exchanges, so that this rank's arena is free for what arrives
-            step = self._make_room()
-            for start in transport.walk(range(first, last, step)):
-                pieces = lists.pieces(start, min(start + step, last))
-                places = np.array([(one.array, one.start, one.stop - one.start, one.offset) for one in pieces]).T
-                self._sum(pieces, places)
-                yield WORKED
-                self._spread(places)
-                yield WORKED
+            yield from self._walk(any(map(eq, sources, targets)))
             # the caller may change its arrays once nobody reads or writes them
             yield from transport.meet()
         except BaseException:
             leave_to_peers((lists.sources, lists.targets))
             raise
 
-    def _make_room(self) -> int:
-        """Settle where the arrays of peers arrive, and return how many elements at a time."""
-        sources, targets = self.tables[self.rank]
-        if self.size == 2 and not (sources == targets).any():
-            # what comes from a single peer can go straight to the targets, where the sources are not
-            self.arrived = []
-            return BLOCK_BYTES // self.itemsize
+    def _walk(self, is_in_place: bool) -> Steps:
+        """Read, sum and write, block after block."""
+        # what comes from a single peer can go straight to the targets, where the sources are not
+        arrived = self._room() if is_in_place or self.size > 2 else []
+        # while this lasts the caches hold arrays, and each line of Python takes long: what can be done before is
+        blocks = self._blocks(arrived[0].size if arrived else BLOCK_BYTES // self.itemsize)
+        blocks.locate(self.tables, [address(one) for one in arrived])
+        sums = [
+            [(target, [source, *(others or [target])]) for source, target, others in self.views(pieces, arrived)]
+            for pieces in blocks.pieces
+        ]
+        peers = self.transport.peers
+        for index in self.transport.walk(range(len(sums))):
+            for peer, remote, local in blocks.reads[index]:
+                peers.read(peer, remote, local)
+            for target, addends in sums[index]:
+                self.fold.into(target, addends)
+            for peer, remote, local in blocks.writes[index]:
+                peers.write(peer, remote, local)
+            yield WORKED
+
+    def _room(self) -> list[Array]:
+        """Return where blocks of the peers arrive."""
         room = self.transport.arenas[self.rank][TABLE_BYTES : TABLE_BYTES + ARRIVED_BYTES].view(self.lists.dtype)
         count = room.size // len(self.others)
-        self.arrived = [room[index * count : (index + 1) * count] for index in range(len(self.others))]
-        return count
+        return [room[index * count : (index + 1) * count] for index in range(len(self.others))]
 
-    def _sum(self, pieces: Sequence[Piece], places: NDArray[np.intp]) -> None:
-        """Sum pieces over all ranks into this rank's targets."""
-        into = [spans(address(one) + places[3] * self.itemsize, places[2] * self.itemsize) for one in self.arrived]
-        for peer, local in zip(self.others, into or [self._spans(self.rank, TARGETS, places)], strict=True):
-            self.transport.peers.read(peer, self._spans(peer, SOURCES, places), local)
-        for source, target, arrived in self.views(pieces, self.arrived):
-            self.fold.into(target, [source, *(arrived or [target])])
+    def _blocks(self, count: int) -> _Blocks:
+        """Return this rank's part in blocks of so many elements, made once for all calls with arrays like these."""
+        kept, (first, last) = self.lists.cuts.kept, self.bounds[self.rank : self.rank + 2]
+        if count not in kept:
+            pieces = [self.lists.cuts.pieces(start, min(start + count, last)) for start in range(first, last, count)]
+            kept[count] = _Blocks(pieces, self.itemsize, self.rank, self.others)
+        found: _Blocks = kept[count]
+        return found
 
-    def _spread(self, places: NDArray[np.intp]) -> None:
-        """Write pieces of this rank's targets to the targets of all others."""
-        local = self._spans(self.rank, TARGETS, places)
-        for peer in self.others:
-            self.transport.peers.write(peer, self._spans(peer, TARGETS, places), local)
 
-    def _spans(self, rank: int, which: int, places: NDArray[np.intp]) -> Spans:
-        """Return where pieces lie in the sources or the targets of a rank."""
-        arrays, starts, counts, _ = places
-        return spans(self.tables[rank][which][arrays] + (starts * self.itemsize).astype(np.uint64), counts * self.itemsize)
+class _Blocks:
+    """What is read and written with each block. Where the arrays lie is told anew in each call.
+
+    Parameters
+    ----------
+    pieces : sequence of sequence of Piece
+        Of each block.
+    itemsize : int
+        Bytes of an element.
+    rank : int
+        This rank.
+    others : sequence of int
+        Its peers.
+
+    Attributes
+    ----------
+    reads, writes : list of list of (int, Spans, Spans)
+        For each block and peer: the peer, what lies there, and where here.
+    """
+
+    def __init__(self, pieces: Sequence[Sequence[Piece]], itemsize: int, rank: int, others: Sequence[int]) -> None:
+        self.pieces, self._rank, self._others = pieces, rank, others
+        rows = [(one.array, one.start, one.offset, one.stop - one.start) for block in pieces for one in block]
+        columns = np.array(rows, np.uint64).reshape(-1, 4).T
+        self._arrays = columns[0].astype(np.intp)
+        self._starts, self._offsets, nbytes = columns[1:] * np.uint64(itemsize)
+        self._totals = Spans(0, nbytes)
+        self._sources, self._targets, self._arrived = ([Spans(0, nbytes) for _ in others] for _ in range(3))
+        ends = list(pairwise(accumulate(map(len, pieces), initial=0)))
+        reads = list(zip(others, self._sources, self._arrived, strict=True))
+        writes = [(peer, there, self._totals) for peer, there in zip(others, self._targets, strict=True)]
+        self.reads, self.writes = (
+            [[(peer, there.part(*end), here.part(*end)) for peer, there, here in moves] for end in ends]
+            for moves in (reads, writes)
+        )
+
+    def locate(self, tables: Sequence[NDArray[np.uint64]], arrived: Sequence[int]) -> None:
+        """Note where the arrays of all ranks begin, and where blocks of the peers arrive; without room: in the targets."""
+        totals = self._places(tables[self._rank][TARGETS])
+        self._totals.move(totals)
+        for index, peer in enumerate(self._others):
+            self._sources[index].move(self._places(tables[peer][SOURCES]))
+            self._targets[index].move(self._places(tables[peer][TARGETS]))
+            self._arrived[index].move(self._offsets + np.uint64(arrived[index]) if arrived else totals)
+
+    def _places(self, begins: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        places: NDArray[np.uint64] = begins[self._arrays] + self._starts
+        return places

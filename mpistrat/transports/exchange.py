@@ -77,7 +77,7 @@ class _Whole(Parts):
         starts = range(0, count, step)
         if len(starts) > 1:  # one block is no walk: `OneBlock`, by which a peer may go, takes none
             starts = transport.walk(starts)
-        blocks = [self.lists.pieces(start, min(start + step, count)) for start in starts]
+        blocks = [self.lists.cuts.pieces(start, min(start + step, count)) for start in starts]
         slots: list[list[Array]] = []
         for block in blocks[:1]:
             slots.append(self._put(block))
@@ -87,7 +87,9 @@ class _Whole(Parts):
             for following in blocks[index + 1 : index + 2]:
                 slots.append(self._put(following))
                 met = transport.meet()
-            for _, target, addends in self.views(block, slots[index]):
+            for source, target, addends in self.views(block, slots[index]):
+                # what the peer reads is left to it: its cache has it by now
+                addends[self.rank] = source
                 self.fold.into(target, addends)
             yield WORKED
 
@@ -121,9 +123,11 @@ class OneBlock:
     def run(self, source: Array, target: Array) -> None:
         """Combine `source` of both ranks into `target`; C-contiguous arrays. A collective call."""
         slots = self._turns[self._transport.next_turn() % EXCHANGE_SLOTS]
-        np.copyto(slots[self._rank], source.reshape(-1))
+        addends = [*slots]
+        addends[self._rank] = flat = source.reshape(-1)
+        np.copyto(slots[self._rank], flat)
         drive(self._transport.meet(), lambda: "all_reduce")
-        self._fold.into(target.reshape(-1), slots)
+        self._fold.into(target.reshape(-1), addends)
 
 
 def _slots(transport: SharedMemoryTransport, turn: int, nbytes: int, dtype: np.dtype[Any]) -> list[Array]:
@@ -159,7 +163,7 @@ class _Window(Parts):
         """Copy what others sum into this rank's arena."""
         for part in self.others if chunk < self.num_chunks else ():
             start, stop, place = self._span(chunk, part)
-            for source, _, (shown,) in self.views(self.lists.pieces(start, stop), [self.arenas[self.rank][place:]]):
+            for source, _, (shown,) in self.views(self.lists.cuts.pieces(start, stop), [self.arenas[self.rank][place:]]):
                 np.copyto(shown, source)
 
     def _sum(self, chunk: int) -> None:
@@ -168,7 +172,7 @@ class _Window(Parts):
             return
         start, stop, place = self._span(chunk, self.rank)
         arenas = [self.arenas[peer][place:] for peer in (self.rank, *self.others)]
-        for source, target, (shown, *addends) in self.views(self.lists.pieces(start, stop), arenas):
+        for source, target, (shown, *addends) in self.views(self.lists.cuts.pieces(start, stop), arenas):
             self.fold.into(target, [source, *addends])
             np.copyto(shown, target)
 
@@ -176,7 +180,7 @@ class _Window(Parts):
         """Copy the parts that others have summed to the targets."""
         for part in self.others if chunk >= 0 else ():
             start, stop, place = self._span(chunk, part)
-            for _, target, (shown,) in self.views(self.lists.pieces(start, stop), [self.arenas[part][place:]]):
+            for _, target, (shown,) in self.views(self.lists.cuts.pieces(start, stop), [self.arenas[part][place:]]):
                 np.copyto(target, shown)
 
     def _span(self, chunk: int, part: int) -> tuple[int, int, int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mpistrat.arrays import Array
 from mpistrat.reduction import Fold
@@ -11,7 +12,7 @@ from mpistrat.reduction import Fold
 if TYPE_CHECKING:
     from mpistrat.transports.shared_memory import SharedMemoryTransport
 
-__all__ = ["Lists", "Parts", "Piece"]
+__all__ = ["Cuts", "Lists", "Parts", "Piece"]
 
 
 class Piece(Protocol):
@@ -27,6 +28,27 @@ class Piece(Protocol):
     def offset(self) -> int: ...  # noqa: D102
 
 
+class Cuts:
+    """The pieces of ranges of some arrays, found once: what is cut does not depend on where the arrays lie.
+
+    Parameters
+    ----------
+    find : callable
+        Returns what lies in elements [start, stop) of all of them, in order.
+
+    Attributes
+    ----------
+    pieces : callable
+        Returns what `find` does, and remembers it.
+    kept : dict
+        What else has been made of them.
+    """
+
+    def __init__(self, find: Callable[[int, int], Sequence[Piece]]) -> None:
+        self.pieces = cache(find)
+        self.kept: dict[Hashable, Any] = {}
+
+
 class Lists:
     """Arrays of the caller, C-contiguous, one-dimensional and of one dtype; sources and targets may be the same.
 
@@ -36,18 +58,12 @@ class Lists:
         What is combined, and where the results go.
     count : int
         Elements of all arrays, or of the range of them that is combined.
-    pieces : callable
-        Returns what lies in elements [start, stop) of them, in order.
+    cuts : Cuts
+        What lies where in them.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[Array],
-        targets: Sequence[Array],
-        count: int,
-        pieces: Callable[[int, int], Sequence[Piece]],
-    ) -> None:
-        self.sources, self.targets, self.count, self.pieces = sources, targets, count, pieces
+    def __init__(self, sources: Sequence[Array], targets: Sequence[Array], count: int, cuts: Cuts) -> None:
+        self.sources, self.targets, self.count, self.cuts = sources, targets, count, cuts
         self.dtype = targets[0].dtype
         self.nbytes = count * self.dtype.itemsize
 

@@ -19,24 +19,45 @@ from mpistrat.errors import UnavailableError
 from mpistrat.groups.group import Group
 from mpistrat.transports.base import address
 
-__all__ = ["PeerMemory", "Spans", "spans"]
-
-Spans = NDArray[np.uint64]
-"""Rows of ``struct iovec``: an address and a length in bytes."""
+__all__ = ["PeerMemory", "Spans"]
 
 # Yama lets siblings attach only to a process that has asked for it; the same call is made by MPI libraries
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _PROOF = 0x6D70697374726174
 _READ, _WRITE = 0, 1
-_MOST_SPANS = 1024  # IOV_MAX: what one call takes
+_MOST_SPANS, _ROW_BYTES = 1024, 16  # IOV_MAX: what one call takes
 
 
-def spans(addresses: int | NDArray[Any], sizes_bytes: int | NDArray[Any]) -> Spans:
-    """Return the spans that begin at addresses and have these sizes: one of each, or as many of both."""
-    rows = np.empty((np.size(sizes_bytes), 2), np.uint64)
-    rows[:, 0], rows[:, 1] = addresses, sizes_bytes
-    return rows
+class Spans:
+    """Pieces of memory that are copied in one go, as the kernel wants them: rows of ``struct iovec``.
+
+    Parameters
+    ----------
+    addresses, sizes_bytes : int or ndarray
+        Where the pieces begin, and how long they are: one of each, or as many of both.
+    """
+
+    __slots__ = ("_rows", "at", "count", "nbytes")
+
+    def __init__(self, addresses: int | NDArray[Any], sizes_bytes: int | NDArray[Any]) -> None:
+        self._rows = np.empty((np.size(sizes_bytes), 2), np.uint64)
+        self._rows[:, 0], self._rows[:, 1] = addresses, sizes_bytes
+        self._note()
+
+    def part(self, first: int, last: int) -> Spans:
+        """Return those from `first` to before `last`; they move with these."""
+        part = Spans.__new__(Spans)
+        part._rows = self._rows[first:last]
+        part._note()
+        return part
+
+    def move(self, addresses: NDArray[np.uint64]) -> None:
+        """Let the pieces begin elsewhere."""
+        self._rows[:, 0] = addresses
+
+    def _note(self) -> None:
+        self.at, self.count, self.nbytes = address(self._rows), len(self._rows), int(self._rows[:, 1].sum())
 
 
 class PeerMemory:
@@ -75,7 +96,7 @@ class PeerMemory:
         """
         problem = self._copy(_READ, rank, remote, into)
         if problem:
-            self._fail(f"reading {into[:, 1].sum()} bytes of", rank, problem)
+            self._fail(f"reading {into.nbytes} bytes of", rank, problem)
 
     def write(self, rank: int, remote: Spans, values: Spans) -> None:
         """Copy what lies in our spans to as many spans of a rank of the group, each as long as that one.
@@ -87,7 +108,7 @@ class PeerMemory:
         """
         problem = self._copy(_WRITE, rank, remote, values)
         if problem:
-            self._fail(f"writing {values[:, 1].sum()} bytes to", rank, problem)
+            self._fail(f"writing {values.nbytes} bytes to", rank, problem)
 
     def _fail(self, act: str, rank: int, problem: str) -> NoReturn:
         ranks = self._group.ranks
@@ -100,20 +121,20 @@ class PeerMemory:
         """Copy, and return what went wrong or an empty text."""
         move = self._move[way]
         assert move is not None, "the C library does not have it"
-        for first in range(0, len(local), _MOST_SPANS):
-            here, there = local[first : first + _MOST_SPANS], remote[first : first + _MOST_SPANS]
-            count = move(self._pids[rank], address(here), len(here), address(there), len(there), 0)
+        moved = 0
+        for first in range(0, local.count, _MOST_SPANS):
+            rows, skipped = min(local.count - first, _MOST_SPANS), first * _ROW_BYTES
+            count = move(self._pids[rank], local.at + skipped, rows, remote.at + skipped, rows, 0)
             if count < 0:
                 return os.strerror(ctypes.get_errno())
-            if count != here[:, 1].sum():
-                return f"only {count} bytes can be reached"
-        return ""
+            moved += count
+        return "" if moved == local.nbytes else f"only {moved} bytes can be reached"
 
     def _try(self) -> str:
         """Read a number from every peer and write it back; return, on all ranks alike, why that fails somewhere."""
         proof = np.array([_PROOF], np.uint64)
         seen = np.empty_like(proof)
-        here = spans(address(seen), seen.nbytes)
+        here = Spans(address(seen), seen.nbytes)
         is_wanted = settings.PEER_MEMORY.read() and None not in self._move
         facts = self._group.comm.allgather((os.getpid(), address(proof), is_wanted))
         self._pids = [pid for pid, _, _ in facts]
@@ -122,7 +143,7 @@ class PeerMemory:
         problems = []
         for rank, (_, remote, _) in enumerate(facts):
             seen[0] = 0
-            there = spans(remote, proof.nbytes)
+            there = Spans(remote, proof.nbytes)
             problem = self._copy(_READ, rank, there, here)
             if not problem and seen[0] != _PROOF:
                 problem = "another process answered"

@@ -6,12 +6,12 @@ import pytest
 from mpistrat.errors import UnavailableError
 from mpistrat.groups.group import Group
 from mpistrat.transports.base import address
-from mpistrat.transports.peer_memory import PeerMemory, spans
+from mpistrat.transports.peer_memory import PeerMemory, Spans
 from tests.launches import needs_ranks
 
 
 def whole(array):
-    return spans(address(array), array.nbytes)
+    return Spans(address(array), array.nbytes)
 
 
 @pytest.fixture
@@ -34,9 +34,9 @@ def test_every_rank_reads_every_rank(peers, group):
     addresses = group.comm.allgather(address(mine))
     for rank in range(group.size):
         seen = np.zeros(1000, mine.dtype)
-        peers.read(rank, spans(addresses[rank] + 5000 * mine.itemsize, seen.nbytes), whole(seen))
+        peers.read(rank, Spans(addresses[rank] + 5000 * mine.itemsize, seen.nbytes), whole(seen))
         assert (seen == np.arange(5000, 6000) + rank * 10**6).all()
-        peers.read(rank, spans(addresses[rank], 0), whole(np.empty(0, mine.dtype)))
+        peers.read(rank, Spans(addresses[rank], 0), whole(np.empty(0, mine.dtype)))
     group.comm.Barrier()
 
 
@@ -46,7 +46,7 @@ def test_every_rank_writes_to_every_rank(peers, group):
     group.comm.Barrier()
     for rank in range(group.size):
         values = np.full(50, group.rank + 1.0)
-        peers.write(rank, spans(addresses[rank] + 100 * group.rank * mine.itemsize, values.nbytes), whole(values))
+        peers.write(rank, Spans(addresses[rank] + 100 * group.rank * mine.itemsize, values.nbytes), whole(values))
     group.comm.Barrier()
     assert (
         mine.reshape(-1, 50) == [[rank + 1] * 50 if half == 0 else [0] * 50 for rank in range(group.size) for half in (0, 1)]
@@ -61,7 +61,7 @@ def test_many_pieces_are_read_in_few_calls(peers, group):
     for rank in range(group.size):
         seen = np.zeros(3000, mine.dtype)
         sizes = np.full(3000, mine.itemsize)
-        remote, into = spans(addresses[rank] + places * 8, sizes), spans(address(seen) + np.arange(3000) * 8, sizes)
+        remote, into = Spans(addresses[rank] + places * 8, sizes), Spans(address(seen) + np.arange(3000) * 8, sizes)
         peers.read(rank, remote, into)
         assert (seen == places + rank * 10**6).all()
     group.comm.Barrier()
@@ -74,7 +74,7 @@ def test_memory_that_is_not_there_is_an_error_that_says_whose(peers, group):
         r"or its array is no ordinary memory: MPISTRAT_PEER_MEMORY=0 goes through shared memory instead"
     )
     with pytest.raises(UnavailableError, match=message):
-        peers.read(peer, spans(4096, 24), whole(np.empty(3)))
+        peers.read(peer, Spans(4096, 24), whole(np.empty(3)))
 
 
 @needs_ranks(2)

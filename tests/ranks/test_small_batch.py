@@ -15,6 +15,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
 from mpistrat.testing.transport_cases import DTYPES, operations
 from mpistrat.topology.world import World
+from mpistrat.transports.shared_memory import SharedMemoryTransport
 from tests.launches import needs_ranks
 
 SHAPES = [(3,), (), (2, 2), (0,), (5, 1)]
@@ -95,13 +96,17 @@ def test_a_rank_may_go_the_long_way_in_shared_memory(comm, monkeypatch, reads):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     monkeypatch.setenv("MPISTRAT_PEER_MEMORY", reads)
     ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    refusals, meet = [], SharedMemoryTransport.meet
+    monkeypatch.setattr(SharedMemoryTransport, "meet", lambda self: refusals.append(ops._gate.refusal) or meet(self))
     # of one block, of one block that is worth attaching to, and of several: what follows must find the ranks in step
     for kib in (128, 1536, 3 * 1024, 3 * 1024):
         array = np.arange(kib << 8, dtype=np.float32)
         for turn in range(3):
             ops.timeline.enabled = turn == 2 and ops.rank == 1
-            [total] = ops.all_reduce(ReduceOp.SUM, [array])
-            assert (total == ops.size * array).all(), (kib, turn)
+            [total] = ops.all_reduce(ReduceOp.SUM, [array + ops.rank])
+            assert (total == ops.size * array + sum(range(ops.size))).all(), (kib, turn)
+    assert refusals, "shared memory was not used"
+    assert all("under way" in refusal for refusal in refusals), "another thread may come in between"
     ops.close()
 
 

@@ -19,7 +19,7 @@ from mpistrat.transports.base import Operation, Part, drive
 from mpistrat.transports.exchange import exchange_bytes
 from mpistrat.transports.mpi import MpiTransport, mpi_op
 from mpistrat.transports.mpi_ring import MpiRingTransport
-from mpistrat.transports.parts import Lists
+from mpistrat.transports.parts import Cuts, Lists
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 from tests.launches import needs_ranks
 
@@ -65,7 +65,7 @@ def test_arrays_of_the_caller_are_reduced_where_they_lie(group, transport):
 
     def run(source, target, op, divisor=1):
         pieces = partial(Layout([source.size]).pieces, longest=max(source.size, 1))
-        lists = Lists([source], [target], source.size, pieces)
+        lists = Lists([source], [target], source.size, Cuts(pieces))
         drive(between.all_reduce_between(lists, Fold(op, source.dtype, divisor)), lambda: "between", 30.0)
 
     calls = [(np.dtype(np.float32), ReduceOp.SUM, count) for count in (0, 1, 3, 300_001)]

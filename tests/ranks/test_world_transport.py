@@ -12,7 +12,7 @@ from mpistrat.testing.transport_cases import DTYPES, inputs, operations, poison
 from mpistrat.transports import mpi_world
 from mpistrat.transports.base import drive
 from mpistrat.transports.mpi_world import Route, WorldTransport
-from mpistrat.transports.parts import Lists
+from mpistrat.transports.parts import Cuts, Lists
 
 ROUTES = [Route(False), Route(True), Route(True, in_turn=True)]
 
@@ -30,7 +30,7 @@ def reduced(transport: WorldTransport, mine: np.ndarray, op: ReduceOp, in_place:
         drive(transport.all_reduce(target, op).run(), lambda: "all_reduce", 30.0)
         return target
     poison(target)
-    lists = Lists([mine], [target], mine.size, lambda start, stop: Layout([mine.size]).pieces(start, stop, mine.size))
+    lists = Lists([mine], [target], mine.size, Cuts(lambda start, stop: Layout([mine.size]).pieces(start, stop, mine.size)))
     drive(transport.all_reduce_between(lists, Fold(op, mine.dtype)), lambda: "between", 30.0)
     return target
 
