@@ -10,7 +10,7 @@ from mpistrat.device.binding import bind, bound_device
 from mpistrat.errors import LaunchError, TopologyError
 from mpistrat.groups.meeting import meeting
 from mpistrat.launch.binding import bind_device
-from mpistrat.launch.environment import LauncherView
+from mpistrat.launch.environment import LauncherView, detect
 from mpistrat.topology.roll_call import roll_call
 from tests.gpu.fake_cuda import FakeCuda
 from tests.gpu.stand_in import StandInDevice
@@ -39,6 +39,13 @@ def test_each_rank_drives_a_gpu_of_its_own(fake, comm, capsys, monkeypatch):
     if comm.size > 1 and comm.rank == 0:
         assert told[1].startswith("mpistrat: rank 1: NVIDIA H200 0000:18:00.0 on ")
         assert told[1].endswith(f"; local rank 1 of {comm.size} on a node with {comm.size} GPUs")
+
+
+def test_the_launcher_of_this_very_job_tells_each_rank_its_gpu(fake, comm):
+    fake.show(*range(comm.size))
+    bind_device(detect())
+    roll_call(comm)
+    assert bound_device().index == comm.rank
 
 
 def test_ranks_without_gpus_have_nothing_to_say_but_why_when_asked(fake, comm, capsys, monkeypatch):
