@@ -122,20 +122,41 @@ def fake_torch() -> Any:
             self.device = _Device(device)
             self.dtype = next((name for name, dtype in numpy_dtypes.items() if dtype == self.array.dtype), self.array.dtype)
 
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]:
+            if self.device.type == "cpu":
+                raise AttributeError("PyTorch has it on GPUs only")
+            raise RuntimeError("PyTorch refuses it of a tensor that requires a gradient")
+
+        def detach(self) -> Tensor:
+            return Tensor(self.array, str(self.device))
+
+        resolve_conj = resolve_neg = detach
+
         def view(self, dtype: str) -> Tensor:
-            return Tensor(self.array.view(numpy_dtypes[dtype]))
+            return Tensor(self.array.view(numpy_dtypes[dtype]), str(self.device))
+
+        def on_stand_in(self, device: Any) -> Any:
+            """Return what a stand-in for CuPy makes of it."""
+            assert not self.requires_grad, "PyTorch refuses"
+            assert self.dtype != bfloat16, "not every CuPy has it"
+            return device.array_module.asarray(self.array)
 
         def numpy(self, *, force: bool = False) -> Any:
             assert self.dtype != bfloat16, "PyTorch refuses"
             assert force or not self.requires_grad, "PyTorch refuses"
             return self.array
 
-    return SimpleNamespace(Tensor=Tensor, bfloat16=bfloat16, int16=int16, from_numpy=Tensor)
+    def from_dlpack(array: Any) -> Tensor:
+        return Tensor(array.get(), "cuda:0")
+
+    return SimpleNamespace(Tensor=Tensor, bfloat16=bfloat16, int16=int16, from_numpy=Tensor, from_dlpack=from_dlpack)
 
 
 class _Device:
     def __init__(self, name: str) -> None:
         self.name, self.type = name, name.partition(":")[0]
+        self.index = int(name.partition(":")[2] or 0)
 
     def __str__(self) -> str:
         return self.name

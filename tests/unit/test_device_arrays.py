@@ -16,7 +16,7 @@ from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from tests.gpu.stand_in import UNFINISHED, StandInDevice
 from tests.gpu.stand_in_arrays import Namespace, stand_in_gpu
-from tests.other_arrays import CUDA, SpeaksDlpack, StandardArray
+from tests.other_arrays import CUDA, SpeaksDlpack, StandardArray, fake_torch
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -47,34 +47,10 @@ class OnGpu(SpeaksDlpack):
         return device.array_module.asarray(self._array)
 
 
-class Tensor(OnGpu):
-    """A tensor of PyTorch on a GPU."""
-
-    def __init__(self, array: Any, index: int = 0) -> None:
-        super().__init__(array, CUDA, index)
-        self.array, self.dtype = self._array, "torch.bfloat16" if self._array.dtype == BFLOAT16 else self._array.dtype
-        self.device, self.steps = SimpleNamespace(type="cuda", index=index), []
-
-    @property
-    def __cuda_array_interface__(self) -> Any:
-        raise RuntimeError("Can't get __cuda_array_interface__ on Variable that requires grad.")
-
-    def detach(self) -> Tensor:
-        return self
-
-    resolve_conj = resolve_neg = detach
-
-    def view(self, dtype: str) -> Tensor:
-        return Tensor(self.array.view(np.int16 if dtype == "torch.int16" else BFLOAT16))
-
-
 @pytest.fixture
 def torch(monkeypatch):
-    module = SimpleNamespace(
-        Tensor=Tensor, bfloat16="torch.bfloat16", int16="torch.int16", from_dlpack=lambda array: Tensor(array.get())
-    )
-    monkeypatch.setitem(sys.modules, "torch", module)
-    return module
+    monkeypatch.setitem(sys.modules, "torch", fake_torch())
+    return sys.modules["torch"]
 
 
 def test_an_array_of_this_gpu_is_itself(xp):
@@ -124,13 +100,10 @@ def test_arrays_of_the_host_are_read_but_are_no_operands(gpu, kind):
         as_operand(value, "grads['w']")
 
 
-def test_how_to_copy_to_the_gpu_is_said_in_the_words_of_the_library(gpu, torch, monkeypatch):
-    monkeypatch.setattr(Tensor, "__module__", "torch")
-    tensor = Tensor(np.zeros(2))
-    tensor.device = SimpleNamespace(type="cpu", index=None)
-    monkeypatch.setattr(Tensor, "numpy", lambda self, force: self.array, raising=False)
+def test_how_to_copy_to_the_gpu_is_said_in_the_words_of_the_library(gpu, torch):
+    torch.Tensor.__module__ = "torch"
     with pytest.raises(InvalidArgumentError, match=r"this replica computes on /gpu:0; copy it first, x\.cuda\(\), or compute"):
-        as_operand(tensor, "x")
+        as_operand(torch.Tensor(np.zeros(2)), "x")
 
 
 @pytest.mark.parametrize("number", [1, 2.5, True, 1j, np.float32(3), BFLOAT16.type(2), np.array(4.0)])
@@ -150,17 +123,17 @@ def test_what_holds_no_numbers_is_refused_on_the_gpu_too(xp):
 
 @pytest.mark.parametrize("dtype", ["f4", BFLOAT16])
 def test_a_tensor_of_the_gpu_comes_in_and_goes_out(xp, torch, dtype):
-    array = as_operand(Tensor(np.arange(3).astype(dtype)))
+    array = as_operand(torch.Tensor(np.arange(3).astype(dtype), "cuda:0", requires_grad=True))
     assert isinstance(array, xp.ndarray)
     assert array.dtype == dtype
-    result = like(array * array.dtype.type(2), Tensor(0))
-    assert type(result) is Tensor
-    assert (result.array.dtype, result.array.tolist()) == (np.dtype(dtype), [0, 2, 4])
+    result = like(array * array.dtype.type(2), torch.Tensor(0, "cuda:0"))
+    assert type(result) is torch.Tensor
+    assert (str(result.device), result.array.dtype, result.array.tolist()) == ("cuda:0", np.dtype(dtype), [0, 2, 4])
 
 
 def test_a_tensor_of_another_gpu_is_refused(gpu, torch):
     with pytest.raises(InvalidArgumentError, match="^x is on GPU 1, this replica computes on GPU 0"):
-        as_array(Tensor(np.zeros(2), 1), "x")
+        as_array(torch.Tensor(np.zeros(2), "cuda:1"), "x")
 
 
 def test_a_jax_array_of_the_gpu_comes_in_and_goes_out(xp, monkeypatch):

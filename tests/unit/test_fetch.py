@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 
 import ml_dtypes
@@ -12,8 +13,8 @@ import pytest
 import mpistrat
 from mpistrat.inputs.fetch import Fetcher
 from mpistrat.inputs.spec import ArraySpec
-from tests.gpu.stand_in_arrays import ndarray, stand_in_gpu
-from tests.other_arrays import StandardArray
+from tests.gpu.stand_in_arrays import stand_in_gpu
+from tests.other_arrays import StandardArray, fake_torch
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 BUFFERS = pytest.mark.parametrize("buffer_size", [0, 1, 3])
@@ -50,7 +51,7 @@ def test_every_batch_arrives_and_stays_as_it_was(gpu, buffer_size):
             assert batch["text"].tolist() == sent["text"].tolist()
             assert type(batch["text"]) is np.ndarray
             for name in ("x", "y", "half", "none"):
-                assert isinstance(batch[name], ndarray)
+                assert isinstance(batch[name], gpu.array_module.ndarray)
                 assert (batch[name].dtype, batch[name].shape) == (sent[name].dtype, sent[name].shape)
                 np.testing.assert_array_equal(batch[name].get(), sent[name] + (name == "x"))
 
@@ -129,14 +130,14 @@ def test_a_dataset_feeds_the_gpu(gpu):
         assert [[leaf.tolist() for leaf in batch] for batch in found] == [
             [x[rows].tolist(), (2 * x)[rows].tolist()] for rows in (slice(4), slice(4, 8), slice(8, 10))
         ]
-        assert all(isinstance(leaf, ndarray) for batch in found for leaf in batch)
+        assert all(isinstance(leaf, gpu.array_module.ndarray) for batch in found for leaf in batch)
 
 
 def test_rows_may_be_on_the_gpu_from_the_start(gpu):
     x = gpu.array_module.asarray(np.arange(10.0))
     for options in (None, mpistrat.InputOptions(experimental_fetch_to_device=False)):
         found = list(_fed(mpistrat.ArrayDataset(x, 4, shuffle=True), options))
-        assert all(isinstance(batch, ndarray) for batch in found)
+        assert all(isinstance(batch, gpu.array_module.ndarray) for batch in found)
         assert sorted(row for batch in found for row in batch.tolist()) == list(range(10))
     for source in ([x[:3], x[3:6]], mpistrat.MapDataset(x, 3, drop_remainder=True)):
         assert [batch.tolist() for batch in _fed(source)][:2] == [[0, 1, 2], [3, 4, 5]]
@@ -149,8 +150,16 @@ def test_batches_stay_in_host_memory_where_that_is_asked_for(gpu):
 
 def test_arrays_of_the_standard_become_arrays_of_the_gpu(gpu):
     [batch] = Fetcher(iter([StandardArray(np.ones(2))]), 0, gpu)
-    assert isinstance(batch, ndarray)
+    assert isinstance(batch, gpu.array_module.ndarray)
     assert batch.tolist() == [1, 1]
+
+
+def test_tensors_become_tensors_of_the_gpu(gpu, monkeypatch):
+    torch = fake_torch()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    [batch] = Fetcher(iter([torch.Tensor(np.ones(2))]), 0, gpu)
+    assert type(batch) is torch.Tensor
+    assert (str(batch.device), batch.array.tolist()) == ("cuda:0", [1, 1])
 
 
 def test_without_a_gpu_nothing_changes():

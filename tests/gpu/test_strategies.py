@@ -1,0 +1,22 @@
+"""Strategies and datasets on a real GPU: the tests that run on a stand-in elsewhere, with CuPy in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from mpistrat.device import binding
+from mpistrat.device.cuda import CudaDevice
+from tests.unit.test_fetch import *  # noqa: F403
+from tests.unit.test_on_device import *  # noqa: F403
+
+
+@pytest.fixture
+def gpu() -> Iterator[CudaDevice]:
+    """Take the place of the fixture that binds a stand-in."""
+    device = CudaDevice()
+    device.use()
+    binding.bind(device)
+    yield device
+    binding.bind(None)
