@@ -39,6 +39,10 @@ class DeviceRecipes(RecipeBook):
         self._device_executor = executor
         self._chunk_bytes = self._chunk_bytes or DEVICE_CHUNK_BYTES
 
+    def explain(self, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Explanation:
+        """Return what a sum of arrays like these does: see `RecipeBook.explain`."""
+        return replace(super().explain(arrays, options, num_packs), path=str(self._device_executor.transports))
+
     def memory(self) -> MemoryReport:
         """Return what the executor and the recipes hold."""
         held = super().memory()
@@ -92,7 +96,7 @@ class MixedRecipes:
             for part, indices in parts
             for pack in part.packs
         ]
-        return Explanation(parts[0][0].world, tuple(packs), self.model)
+        return Explanation(parts[0][0].world, tuple(packs), self.model, path=parts[-1][0].path)
 
     def check(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> None:
         """Check that arrays can be combined as the options say: see `RecipeBook.check`."""

@@ -50,12 +50,15 @@ class Explanation:
     last_seconds : float or None
         What such a call took last on this replica, without what surrounds its packs. None where there was none, or where it is
         one call of MPI, which is not timed.
+    path : str
+        How arrays on GPUs go, where some are; else empty.
     """
 
     world: World
     packs: tuple[Pack, ...] = ()
     model: CostModel = DEFAULT
     last_seconds: float | None = None
+    path: str = ""
 
     @property
     def predicted_seconds(self) -> float:
@@ -72,6 +75,7 @@ class Explanation:
             ("packs", f"{len(self.packs)}, {format_bytes(num_bytes)} in all"),
             ("predicted", format_seconds(self.predicted_seconds)),
             ("last call", last),
+            *([("GPUs", self.path)] if self.path else []),
         ]
         texts = [self._describe(number, pack) for number, pack in enumerate(self.packs)]
         return "\n\n".join([format_table(summary), *texts, basis_text(self.model)])

@@ -181,7 +181,9 @@ class HierarchicalCollectives(ExchangeVerbs):
 
         call = self._enter("reduce_scatter", lambda _: f"({op.name}, {_described([array])}, axis={axis})", options, check)
         total = self._empty(array)
-        self._gate.run(call, self._steps(self._recipes.find(op, [array], call.options, self._num_packs), [array], [total]))
+        self._gate.run(
+            call, self._steps(call, self._recipes.find(op, [array], call.options, self._num_packs), [array], [total])
+        )
         return self._part(total, axis)
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions | None = None) -> Choice:
@@ -229,7 +231,7 @@ class HierarchicalCollectives(ExchangeVerbs):
         if call.options is self._options and not (self.is_strict or call.ends):
             self._short.learn(op, arrays, recipe)
         results, sources = self._landing(arrays, out)
-        return call, self._steps(recipe, sources, results), results
+        return call, self._steps(call, recipe, sources, results), results
 
     def _landing(self, arrays: Sequence[Array], out: Sequence[Array] | None) -> tuple[list[Array], Sequence[Array]]:
         """Return where results go, and what to combine."""
@@ -250,7 +252,7 @@ class HierarchicalCollectives(ExchangeVerbs):
     def _check_out(self, out: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
         return check_out(out, arrays)
 
-    def _steps(self, recipe: Recipe, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
+    def _steps(self, call: Call, recipe: Recipe, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
         """Return the steps that combine `sources` into `results`."""
         return run_recipe(recipe, sources, results)
 
@@ -273,7 +275,7 @@ class HierarchicalCollectives(ExchangeVerbs):
         self._meet(call)
         if not (self.is_strict or call.ends) and sum(array.nbytes for array in arrays) <= MEET_UP_TO_BYTES:
             self._gate.arrive(call)
-        self._gate.run(call, self._steps(self._recipes.find(op, arrays, call.options, num_packs), arrays, results))
+        self._gate.run(call, self._steps(call, self._recipes.find(op, arrays, call.options, num_packs), arrays, results))
         return results
 
     def _again_into(self, op: ReduceOp, arrays: Sequence[Array], out: Sequence[Array]) -> list[Array] | None:

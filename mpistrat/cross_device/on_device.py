@@ -73,8 +73,7 @@ class DeviceCollectives(HierarchicalCollectives):
     @property
     def path(self) -> str:
         """Which transports arrays on GPUs take, and why not faster ones."""
-        transports = self._on_device.transports
-        return transports.path + (f" ({transports.why})" if transports.why else "")
+        return str(self._on_device.transports)
 
     def all_reduce(
         self,
@@ -140,7 +139,9 @@ class DeviceCollectives(HierarchicalCollectives):
     def close(self) -> None:
         """Free the scratch memory and the communicators: see `HierarchicalCollectives.close`. A collective call."""
         self._gate.settle()
-        if not self._gate.is_broken():
+        if self._gate.is_broken():
+            self._on_device.abort("a collective has failed")  # to give NCCL's communicator up properly takes all its ranks
+        else:
             self._recipes.clear()
             self._on_device.close()
         super().close()
@@ -182,9 +183,9 @@ class DeviceCollectives(HierarchicalCollectives):
                 raise InvalidArgumentError(f"out must lie where the array does: the array is {where[0]}, out {where[1]}")
         return results
 
-    def _steps(self, recipe: Recipe, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
-        steps = super()._steps(recipe, sources, results)
-        return self._watched(steps) if any(map(is_on_device, results)) else steps
+    def _steps(self, call: Call, recipe: Recipe, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
+        steps = super()._steps(call, recipe, sources, results)
+        return self._watched(call, steps) if any(map(is_on_device, results)) else steps
 
     def _job(
         self, call: Call, op: ReduceOp, arrays: list[Array], results: list[Array], num_packs: int | None
@@ -198,18 +199,21 @@ class DeviceCollectives(HierarchicalCollectives):
             with self._device.activate(self._stream):
                 self._stream.wait(given)
                 carry_out()
-                self._gate.run(call, self._watched(_until(self._stream.record())))
+                self._gate.run(call, self._watched(call, _until(self._stream.record())))
             return results
 
         return after_given
 
-    def _watched(self, steps: Steps) -> Steps:
-        """Go through steps on GPUs; no rank is left with a kernel that waits for another one that has failed."""
+    def _watched(self, call: Call, steps: Steps) -> Steps:
+        """Go through steps on GPUs; no rank is left with a kernel that waits for another one that has failed.
+
+        Under a deadline all give up by themselves, and say so.
+        """
         waits = 0
         try:
             for worked in steps:
                 waits = 0 if worked else waits + 1
-                if waits and waits % _POLLS_PER_LOOK == 0 and self._gate.is_broken():
+                if waits and waits % _POLLS_PER_LOOK == 0 and not call.ends and self._gate.is_broken():
                     raise UnavailableError(f"rank {self.rank}: {self._gate.who_gave_up} gave up a collective on GPUs")
                 yield worked
         except GeneratorExit:  # the deadline has passed: who gives up tells the others by itself

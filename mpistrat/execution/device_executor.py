@@ -25,7 +25,7 @@ from mpistrat.packing.wire import Wire
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import WAITING, Operation, Part, Steps, Transport
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
-from mpistrat.transports.nccl import NcclTransport
+from mpistrat.transports.nccl import NcclTransport, nccl_refusal
 from mpistrat.transports.ordered import Caster, ordered_all_reduce
 from mpistrat.transports.staged import StagedTransport
 
@@ -100,8 +100,8 @@ class DeviceExecutor(Executor):
         return address(buffer) <= address(array) < address(buffer) + buffer.nbytes
 
     def nccl_refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
-        """Return which nodes do not use NCCL, and why, or what it does not combine, or an empty text."""
-        return self.transports.lacks_nccl or self.intra.refusal(dtype, op)
+        """Return which nodes do not use NCCL, and why, or what it does not combine, or an empty text: alike on all ranks."""
+        return self.transports.lacks_nccl or nccl_refusal(dtype, op)
 
     @property
     def pinned_bytes(self) -> int:

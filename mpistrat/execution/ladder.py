@@ -94,6 +94,9 @@ class DeviceTransports(Transports):
     lacks_nccl: str = ""
     has_channels: bool = True
 
+    def __str__(self) -> str:
+        return f"{self.path} ({self.why})" if self.why else self.path
+
 
 def host_transports(hierarchy: Hierarchy) -> Transports:
     """Return what moves memory of the host. A collective call.

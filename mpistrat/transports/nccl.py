@@ -25,7 +25,7 @@ from mpistrat.groups.group import Group, ranks_text
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import WAITING, Operation, Part, Steps, Transport
 
-__all__ = ["NcclTransport", "native_type"]
+__all__ = ["NcclTransport", "native_type", "nccl_refusal"]
 
 JOIN_SECONDS = 120.0
 POLLS_PER_CHECK = 64
@@ -61,6 +61,11 @@ def native_type(dtype: np.dtype[Any], op: ReduceOp) -> tuple[str, int, str] | No
     # NCCL's minimum and maximum pass NaN over
     loses_nan = dtype.kind == "f" and op in (ReduceOp.MIN, ReduceOp.MAX)
     return None if loses_nan or dtype.name not in _TYPES else (_TYPES[dtype.name], 1, _OPS[op])
+
+
+def nccl_refusal(dtype: np.dtype[Any], op: ReduceOp) -> str:
+    """Return why NCCL does not combine such values, or an empty text."""
+    return "" if native_type(dtype, op) else f"NCCL does not combine {dtype} by {op.name} as this library defines it"
 
 
 class NcclTransport(Transport):
@@ -106,9 +111,7 @@ class NcclTransport(Transport):
 
     def refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
         """Return what NCCL lacks to combine such values, or an empty text."""
-        if native_type(dtype, op) is not None:
-            return ""
-        return f"NCCL does not combine {dtype} by {op.name} as this library defines it"
+        return nccl_refusal(dtype, op)
 
     def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind ncclAllReduce, in place."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from itertools import repeat
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,7 +13,15 @@ from mpistrat.cross_device.hierarchical import HierarchicalCollectives
 from mpistrat.cross_device.on_device import DeviceCollectives
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.device.kernels import TYPES
-from mpistrat.errors import TransportError, UnsupportedDtypeError
+from mpistrat.errors import (
+    AgreementError,
+    CollectiveError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    TransportError,
+    UnavailableError,
+    UnsupportedDtypeError,
+)
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.topology.world import World
@@ -33,6 +44,7 @@ class Pair:
         self.gpu = DeviceCollectives(Hierarchy(self.comm, self.world), self.device)
         self.host = HierarchicalCollectives(Hierarchy(self.comm, self.world))
         self.rank, self.size = self.gpu.rank, self.gpu.size
+        self.library = getattr(self.gpu._on_device.intra, "_nccl", None)
         return self
 
     def __exit__(self, *error):
@@ -244,3 +256,149 @@ def test_wrong_values_from_an_mpi_that_was_named_are_raised_on_all(comm, world, 
     ):
         DeviceCollectives(hierarchy, device)
     hierarchy.close()
+
+
+def test_a_part_of_the_sum_for_each_replica(uneven):
+    array = values((2 * uneven.size + 1, 3), np.float32, uneven.rank)
+    for axis in (0, 1):
+        found = uneven.gpu.reduce_scatter(SUM, uneven.up(array), axis)
+        np.testing.assert_array_equal(uneven.device.get(found), uneven.host.reduce_scatter(SUM, array, axis))
+
+
+def test_rails_that_keep_no_channels_apart(comm, world, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "mpi")
+    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "4096")
+    options = CommunicationOptions(algorithm="pipelined" if world.size > 1 else "auto")
+    with Pair(comm, world) as pair:
+        assert ("staged over mpi between nodes" in pair.gpu.path) == (world.num_nodes > 1)
+        for turn in range(3):
+            pair.compare(SUM, [values(9000, np.float32, turn + pair.rank)], options)
+
+
+def test_nccl_may_be_asked_for_where_it_is(uneven):
+    options = CommunicationOptions(implementation="nccl")
+    np.testing.assert_array_equal(uneven.reduce(SUM, [np.ones(10, np.float32)], options)[0], uneven.size)
+    numbers = np.array(1.5), uneven.up(values(10, np.float32, 0))
+    assert uneven.gpu.all_reduce(SUM, numbers, options)[0] == 1.5 * uneven.size
+    with pytest.raises(TransportError, match=r"NCCL was asked for, but NCCL does not combine float32 by MAX"):
+        uneven.reduce(ReduceOp.MAX, [values(10, np.float32, 0)], options)
+
+
+@needs_ranks(2)
+def test_nccl_is_refused_where_a_node_has_none(comm):
+    with Pair(comm, World.from_shape(f"1x{comm.size}"), has_nccl=False) as pair:
+        assert "cuda_ipc inside nodes (nccl: CuPy finds no libnccl.so.2" in pair.gpu.path
+        with pytest.raises(TransportError, match="NCCL was asked for, but node0 uses cuda_ipc .*implementation AUTO"):
+            pair.reduce(SUM, [values(10, np.float32, 0)], CommunicationOptions(implementation="nccl"))
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("named", ["nccl", "shared_memory"])
+def test_a_transport_that_is_named_and_does_not_serve_is_refused_on_all(comm, monkeypatch, named):
+    world = World.from_shape(f"1x{comm.size}")
+    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", named)
+    hierarchy = Hierarchy(comm, world)
+    reason = {"nccl": "nccl: CuPy finds no libnccl", "shared_memory": "shared_memory moves memory of the host"}[named]
+    with (
+        stand_in(comm, world, has_nccl=False) as device,
+        pytest.raises(TransportError, match=f"={named} cannot move memory of GPUs here: node0: {reason}.*Accepted are auto"),
+    ):
+        DeviceCollectives(hierarchy, device)
+    hierarchy.close()
+
+
+@needs_ranks(2)
+def test_a_transport_of_gpus_is_refused_where_ranks_compute_on_cpus(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "nccl")
+    hierarchy = Hierarchy(comm, World.from_shape(f"1x{comm.size}"))
+    with pytest.raises(TransportError, match="=nccl moves memory of GPUs, and these ranks compute on CPUs; accepted are auto"):
+        HierarchicalCollectives(hierarchy)
+    hierarchy.close()
+
+
+def test_out_must_lie_where_the_array_does(pair):
+    array = values(10, np.float32, pair.rank)
+    with pytest.raises(InvalidArgumentError, match="the array is on a GPU, out in host memory"):
+        pair.gpu.all_reduce(SUM, [pair.up(array)], out=[array])
+    with pytest.raises(InvalidArgumentError, match="the array is in host memory, out on a GPU"):
+        pair.gpu.all_reduce(SUM, [array, pair.up(array)], out=[pair.up(array), pair.up(array)])
+
+
+@needs_ranks(2)
+def test_ranks_that_pass_arrays_of_different_memory_are_told(pair, monkeypatch):
+    assert pair.gpu.is_strict
+    array = values(10, np.float32, 0)
+    with pytest.raises(AgreementError, match=r"float32 \(10,\) on a GPU"):
+        pair.gpu.all_reduce(SUM, [array if pair.rank else pair.up(array)])
+
+
+@needs_ranks(2)
+def test_a_gpu_without_memory_is_an_error_on_all_ranks(uneven):
+    uneven.compare(SUM, [values(10, np.float32, 0)])
+    before = uneven.device.most_bytes
+    if uneven.rank == 0:
+        uneven.device.most_bytes = 1 << 20
+    large = uneven.up(values(250_000, np.float32, 0))
+    with pytest.raises(TransportError, match=r"planted: no \d+ bytes are left|another node has too little memory"):
+        uneven.gpu.all_reduce(SUM, [large])
+    uneven.device.most_bytes = before
+    # nothing is out of step
+    uneven.compare(SUM, [values(10, np.float32, 0), values(250_000, np.float32, 0)])
+
+
+@needs_ranks(2)
+def test_no_mapped_memory_is_kept_when_its_owner_frees_it(mapped):
+    mapped.compare(SUM, [values(10, np.float32, 0)])
+    arenas = [weakref.ref(arena) for arena in getattr(mapped.gpu._on_device.intra, "_arenas", [])]
+    mapped.compare(SUM, [values(100_000, np.float32, 0)])
+    if mapped.gpu.hierarchy.intra.size > 1:
+        assert arenas
+        assert not any(arena() for arena in arenas)
+
+
+def test_what_is_held_and_done_is_told(pair):
+    arrays = [pair.up(values(50_000, np.float32, 0)), values((), np.float64, 0)]
+    pair.gpu.all_reduce(SUM, arrays)
+    report = pair.gpu.memory_report()
+    assert report.device_bytes >= 200_000
+    assert report.num_recipes == 2
+    assert (report.pinned_bytes > 0) == (pair.world.num_nodes > 1)
+    assert "GPU " in str(report)
+    explained = pair.gpu.explain_batch(arrays)
+    assert [pack.dtype for pack in explained.packs] == ["float64", "float32"]
+    if pair.world.size > 1:
+        assert pair.gpu.path in str(explained)
+    assert "constants for GPUs that were never measured" in str(pair.gpu.explain_batch(arrays[:1]))
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("is_one_node", [True, False])
+def test_a_deadline_ends_a_collective_on_gpus_on_all_ranks(comm, is_one_node):
+    world = World.from_shape(f"1x{comm.size}" if is_one_node else f"{comm.size - 1}+1")
+    with Pair(comm, world) as pair:
+        late = pair.size - 1
+        given = pair.up(values(3000, np.float32, pair.rank))
+        options = CommunicationOptions(timeout_seconds=0.3, algorithm="hierarchical")  # MPI's own all-reduce has no deadline
+        pair.gpu.all_reduce(SUM, [given], options)
+        if pair.rank == late:  # it has come, and then goes no further
+            pair.gpu._steps = lambda *_: repeat(False)
+        with pytest.raises(DeadlineExceededError, match=r"did not end within 0\.3 s"):
+            pair.gpu.all_reduce(SUM, [given], options)
+        comm.Barrier()
+        with pytest.raises(UnavailableError):
+            pair.gpu.all_reduce(SUM, [given])
+        assert pair.rank == late or pair.gpu.hierarchy.intra.size == 1 or pair.library.aborted == 1
+
+
+@needs_ranks(2)
+def test_no_rank_is_left_waiting_for_one_that_has_failed(comm):
+    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
+        given = pair.up(values(3000, np.float32, pair.rank))
+        pair.gpu.all_reduce(SUM, [given])
+        if pair.rank == 0:
+            pair.library.error = "planted: a GPU fell off the bus"
+        with pytest.raises((TransportError, CollectiveError), match=r"planted|gave up a collective on GPUs|given up by rank"):
+            pair.gpu.all_reduce(SUM, [given])
+        pair.gpu.close()
+        assert pair.library.aborted == 1
+        comm.Barrier()
