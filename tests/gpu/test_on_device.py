@@ -18,7 +18,8 @@ def machine() -> Machine:
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
-def test_probe(machine: Machine, probe: Probe) -> None:
+def test_probe(machine: Machine, probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MPISTRAT_MPI_GPU")  # here MPI is asked
     case = run_probe(probe, machine)
     if case["outcome"] == SKIPPED:
         pytest.skip(case["reason"])
