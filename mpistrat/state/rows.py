@@ -87,7 +87,7 @@ def gathered_rows(rows: Rows, aggregation: VariableAggregation, strategy: Strate
         Whose replicas they are.
     """
     collectives = strategy.extended.collectives
-    rows = to_host(rows[0]), to_host(rows[1])
+    rows = to_host(rows[0]), to_host(rows[1])  # where they are applied
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         return collectives.broadcast(rows[0]), collectives.broadcast(rows[1])
     values, indices = (collectives.all_gather(part) for part in rows)

@@ -78,6 +78,22 @@ def test_what_a_dataset_computes_with_is_there_by_then(gpu, buffer_size):
         assert next(Fetcher((data + 1 for _ in range(1)), buffer_size, gpu)).tolist() == [2] * 4
 
 
+@BUFFERS
+@pytest.mark.parametrize("lifts", [True, False])
+def test_what_a_dataset_leaves_on_its_stream_is_there_when_it_is_taken(gpu, buffer_size, lifts):
+    xp = gpu.array_module
+
+    def source():
+        array, late = xp.zeros(4), xp.ones(4)
+        target, source = (one.__cuda_array_interface__["data"][0] for one in (array, late))
+        for first in (*[source] * 50, target):  # much to do before
+            gpu.current_stream().copy(first, source, 32)
+        yield array
+
+    with gpu.activate(gpu.stream()):
+        assert next(Fetcher(source(), buffer_size, gpu, lifts)).tolist() == [1] * 4
+
+
 def test_the_second_epoch_allocates_nothing_on_the_gpu(gpu, monkeypatch):
     sizes = []
     for verb in ("allocate", "pinned"):
