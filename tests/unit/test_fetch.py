@@ -63,9 +63,9 @@ def test_arrays_that_are_on_the_gpu_are_copied_there(gpu, buffer_size):
         made = [xp.asarray(np.full(4, number)) for number in range(6)]
         found = list(Fetcher((made[number] + 0 for number in range(6)), buffer_size, gpu))
         assert [array.tolist() for array in found] == [[number] * 4 for number in range(6)]
-        kept = list(Fetcher(iter(made), buffer_size, gpu))
+        kept = [list(Fetcher(iter(made), buffer_size, gpu, lifts)) for lifts in (True, False)]
         made[2][...] = 77
-        assert kept[2].tolist() == [2] * 4
+        assert [arrays[2].tolist() for arrays in kept] == [[2] * 4] * 2
 
 
 @BUFFERS
