@@ -47,7 +47,8 @@ class Fetcher(Iterator[Any]):
     def __init__(self, source: Iterator[Any], buffer_size: int, device: Device, lifts: bool = True) -> None:
         self._device = device
         stream = device.stream()
-        stream.wait(device.current_stream().record())  # arrays of a dataset that are on the GPU are there by then
+        with device.activate():
+            stream.wait(device.current_stream().record())  # arrays of a dataset that are on the GPU are there by then
         # as many are on their way as are made ahead, and one is being made, or taken
         fetched = _fetched(source, lifts, stream, [_Slot(device, stream) for _ in range(buffer_size + 1)])
         self._fetched = Prefetcher(fetched, buffer_size) if buffer_size else fetched

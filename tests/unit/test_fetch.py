@@ -94,6 +94,14 @@ def test_what_a_dataset_leaves_on_its_stream_is_there_when_it_is_taken(gpu, buff
         assert next(Fetcher(source(), buffer_size, gpu, lifts)).tolist() == [1] * 4
 
 
+def test_any_thread_may_take_batches(gpu):
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(Fetcher(iter([np.ones(2)] * 3), 1, gpu)))
+    thread.start()
+    thread.join(10)
+    assert [batch.tolist() for batch in found] == [[1, 1]] * 3
+
+
 def test_the_second_epoch_allocates_nothing_on_the_gpu(gpu, monkeypatch):
     sizes = []
     for verb in ("allocate", "pinned"):
