@@ -45,12 +45,10 @@ class Fetcher(Iterator[Any]):
     """
 
     def __init__(self, source: Iterator[Any], buffer_size: int, device: Device, lifts: bool = True) -> None:
-        self._device = device
-        stream = device.stream()
-        with device.activate():
-            stream.wait(device.current_stream().record())  # arrays of a dataset that are on the GPU are there by then
+        self._device, self._stream = device, device.stream()
+        self._follow()  # arrays of a dataset that are on the GPU are there by then
         # as many are on their way as are made ahead, and one is being made, or taken
-        fetched = _fetched(source, lifts, stream, [_Slot(device, stream) for _ in range(buffer_size + 1)])
+        fetched = _fetched(source, lifts, self._stream, [_Slot(device, self._stream) for _ in range(buffer_size + 1)])
         self._fetched = Prefetcher(fetched, buffer_size) if buffer_size else fetched
 
     def close(self) -> None:
@@ -60,9 +58,16 @@ class Fetcher(Iterator[Any]):
         self._fetched = iter(())
 
     def __next__(self) -> Any:
+        if not isinstance(self._fetched, Prefetcher):
+            self._follow()  # what is made in turn with the program may use what the program has just computed
         batch = next(self._fetched)
         with self._device.activate():
             return batch.take()
+
+    def _follow(self) -> None:
+        """Let what is made from here on come after what the calling thread has put on its current stream."""
+        with self._device.activate():
+            self._stream.wait(self._device.current_stream().record())
 
 
 class _Part(NamedTuple):
@@ -143,8 +148,8 @@ class _Fetched(NamedTuple):
 
 def _fetched(source: Iterator[Any], lifts: bool, stream: Stream, slots: Sequence[_Slot]) -> Iterator[_Fetched]:
     for slot in cycle(slots):
-        slot.clear()
         with slot.device.activate(stream):
+            slot.clear()
             try:
                 batch = next(source)
             except StopIteration:

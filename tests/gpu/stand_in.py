@@ -65,6 +65,7 @@ class _Event(Event):
         return self.stream.finished >= self.position
 
     def done(self) -> bool:
+        assert self._device.is_active(), "an event was asked for by a thread that computes on another GPU"
         self._device.progress()
         return self.passed()
 
@@ -80,6 +81,7 @@ class _Stream(Stream):
         return self._device.streams.index(self)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
+        assert self._device.is_active(), "a copy by a thread that computes on another GPU"
         self.put(lambda: ctypes.memmove(target, source, nbytes))
 
     def record(self) -> Event:
@@ -88,6 +90,7 @@ class _Stream(Stream):
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, _Event)
+        assert self._device.is_active(), "a stream was told to wait by a thread that computes on another GPU"
         self.put(event)
 
     def launch(self, kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:

@@ -102,6 +102,19 @@ def test_any_thread_may_take_batches(gpu):
     assert [batch.tolist() for batch in found] == [[1, 1]] * 3
 
 
+def test_a_dataset_that_is_asked_in_turn_sees_what_the_program_computed_before(gpu):
+    xp = gpu.array_module
+    with gpu.activate(gpu.stream()):
+        state, late = xp.zeros(4), xp.zeros(4)
+        target, source = (array.__cuda_array_interface__["data"][0] for array in (state, late))
+        fetcher = Fetcher((state + 0 for _ in range(3)), 0, gpu)
+        for step in range(3):
+            late += 1
+            for first in (*[target] * 50, source):  # much to do before
+                gpu.current_stream().copy(target, first, 32)
+            assert next(fetcher).tolist() == [step + 1] * 4
+
+
 def test_the_second_epoch_allocates_nothing_on_the_gpu(gpu, monkeypatch):
     sizes = []
     for verb in ("allocate", "pinned"):
