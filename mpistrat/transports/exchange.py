@@ -87,9 +87,7 @@ class _Whole(Parts):
             for following in blocks[index + 1 : index + 2]:
                 slots.append(self._put(following))
                 met = transport.meet()
-            for source, target, addends in self.views(block, slots[index]):
-                # what the peer reads is left to it: its cache has it by now
-                addends[self.rank] = source
+            for _, target, addends in self.views(block, slots[index]):
                 self.fold.into(target, addends)
             yield WORKED
 
@@ -123,6 +121,7 @@ class OneBlock:
     def run(self, source: Array, target: Array) -> None:
         """Combine `source` of both ranks into `target`; C-contiguous arrays. A collective call."""
         slots = self._turns[self._transport.next_turn() % EXCHANGE_SLOTS]
+        # what the peer reads is left to its cache
         addends = [*slots]
         addends[self._rank] = flat = source.reshape(-1)
         np.copyto(slots[self._rank], flat)
