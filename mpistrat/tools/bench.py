@@ -23,14 +23,13 @@ from mpistrat.arrays import Array
 from mpistrat.cross_device.hierarchical import HierarchicalCollectives
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, LaunchError
-from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes
+from mpistrat.tools.bench_memory import DEVICES, collectives, filled, place_text, prefer, timed
 from mpistrat.tools.compare import COMPARED_BYTES, compare
 from mpistrat.tools.turns import check_sum, take_turns
-from mpistrat.topology.discover import discover
 
 __all__ = ["Row", "add_arguments", "execute", "measure"]
 
@@ -79,6 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-bytes", default="64MiB", metavar="SIZE", help="largest array (default: 64MiB)")
     parser.add_argument("--step-factor", type=int, default=4, metavar="N", help="each size is so many times the one before")
     parser.add_argument("--algorithm", default="auto", choices=ALGORITHMS, help="default: auto; mpi: bare MPI")
+    parser.add_argument(
+        "--device", default="auto", choices=DEVICES, help="where arrays lie: gpu, cpu, or auto (default), what ranks compute on"
+    )
     parser.add_argument("--compare", action="store_true", help="all algorithms and MPI at a few sizes, beside what is possible")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the bandwidths to FILE (needs matplotlib)")
@@ -96,10 +98,10 @@ def execute(arguments: argparse.Namespace) -> int:
     """
     sizes = _compared_sizes(arguments) if arguments.compare else _sizes(arguments)
     _check_files(arguments)
-    comm = start()
-    ops = HierarchicalCollectives(Hierarchy(comm, discover(comm)))
+    prefer(arguments.device)
+    ops = collectives(start())
     if ops.rank == 0:
-        print(f"all_reduce of float32, SUM, {ops.world}, {_mpi_version()}", flush=True)
+        print(f"all_reduce of float32, SUM, {ops.world}, {_mpi_version()}; {place_text(ops)}", flush=True)
     if arguments.compare:
         _compare(arguments, ops, sizes)
     else:
@@ -117,12 +119,17 @@ def measure(ops: HierarchicalCollectives, nbytes: int, algorithm: str) -> Row:
         On every rank, if a result is wrong.
     """
     comm = ops.hierarchy.world_group.comm
-    source = np.full(nbytes // ITEM_BYTES, ops.rank + 1, np.float32)
-    target = np.empty_like(source)
-    ours, plan = _ours(ops, source, target, algorithm)
-    contenders: list[Callable[[], object]] = [ours, lambda: comm.Allreduce(source, target)]
-    for run in contenders:
-        check_sum(comm, run, target)
+    count = nbytes // ITEM_BYTES
+    in_host = np.full(count, ops.rank + 1, np.float32), np.empty(count, np.float32)
+    source, target = filled(count, ops.rank + 1, ops), filled(count, 0, ops)
+
+    def bare() -> None:
+        comm.Allreduce(*in_host)
+
+    ours, plan = (bare, "mpi") if algorithm == "mpi" else _ours(ops, source, target, algorithm)
+    contenders: list[Callable[[], object]] = [timed(ours, ops), bare]
+    for run, result in zip(contenders, (in_host[1] if algorithm == "mpi" else target, in_host[1]), strict=True):
+        check_sum(comm, run, result)
     (seconds, mpi_seconds), rounds = take_turns(comm, contenders)
     algorithm_gbs = nbytes / seconds / 1e9
     bus_gbs = algorithm_gbs * 2 * (ops.size - 1) / ops.size
@@ -155,9 +162,6 @@ def _tabulate(arguments: argparse.Namespace, ops: HierarchicalCollectives, sizes
 
 
 def _ours(ops: HierarchicalCollectives, source: Array, target: Array, algorithm: str) -> tuple[Callable[[], object], str]:
-    if algorithm == "mpi":
-        comm = ops.hierarchy.world_group.comm
-        return lambda: comm.Allreduce(source, target), "mpi"
     # auto is what a call that says nothing gets
     options = None if algorithm == "auto" else CommunicationOptions(algorithm=algorithm)
     plan = ops.choose(source.size, source.dtype, options).plan
@@ -182,6 +186,9 @@ def _sizes(arguments: argparse.Namespace) -> list[int]:
 
 def _compared_sizes(arguments: argparse.Namespace) -> list[int]:
     """Return the sizes that are compared, between the least and the most that were asked for."""
+    if arguments.device == "gpu":
+        raise InvalidArgumentError("--compare measures arrays in host memory, as bare MPI does: leave out --device gpu")
+    arguments.device = "cpu"
     if arguments.algorithm != "auto" or arguments.plot:
         raise InvalidArgumentError("--compare measures every algorithm, and draws nothing: leave out --algorithm and --plot")
     every = _sizes(arguments)
@@ -240,6 +247,7 @@ def _write_json(path: Path, ops: HierarchicalCollectives, figures: dict[str, Any
         "python": platform.python_version(),
         "world": ops.world.shape,
         "ranks": ops.size,
+        "arrays": place_text(ops),
         **figures,
     }
     path.write_text(json.dumps(document, indent=1) + "\n")

@@ -24,6 +24,7 @@ from mpistrat.errors import (
 )
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp, check_dtype
+from mpistrat.tools import bench, bench_memory
 from mpistrat.topology.world import World
 from tests.gpu.bound import stand_in
 from tests.launches import needs_ranks
@@ -402,3 +403,12 @@ def test_no_rank_is_left_waiting_for_one_that_has_failed(comm):
         pair.gpu.close()
         assert pair.library.aborted == 1
         comm.Barrier()
+
+
+def test_arrays_on_gpus_are_measured(comm, world):
+    with Pair(comm, world) as pair:
+        row = bench.measure(pair.gpu, 1024, "auto")
+        assert row.seconds > 0
+        assert row.rounds > 0
+        assert bench.measure(pair.gpu, 1024, "mpi").plan == "mpi"
+        assert pair.gpu.path in bench_memory.place_text(pair.gpu)

@@ -1,0 +1,68 @@
+"""Where the arrays of a benchmark lie: in host memory, or on the GPUs of the ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrat import settings
+from mpistrat.arrays import Array, array_module
+from mpistrat.cross_device.hierarchical import HierarchicalCollectives
+from mpistrat.cross_device.on_device import DeviceCollectives
+from mpistrat.device.binding import bound_device
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.launch.binding import what_is_bound
+from mpistrat.topology.discover import discover
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["DEVICES", "collectives", "filled", "place_text", "prefer", "timed"]
+
+DEVICES = ("auto", "gpu", "cpu")
+
+
+def prefer(device: str) -> None:
+    """Let ranks compute on what is asked for, before MPI starts; auto: on what MPISTRAT_DEVICE says."""
+    if device != "auto":
+        os.environ[settings.DEVICE.name] = device
+
+
+def collectives(comm: MPI.Intracomm) -> HierarchicalCollectives:
+    """Return collectives over all ranks, for arrays where they compute. A collective call."""
+    hierarchy, device = Hierarchy(comm, discover(comm)), bound_device()
+    return HierarchicalCollectives(hierarchy) if device is None else DeviceCollectives(hierarchy, device)
+
+
+def place_text(ops: HierarchicalCollectives) -> str:
+    """Return where arrays lie, why, and on GPUs which way they take."""
+    bound = what_is_bound()
+    why = f" ({bound.why})" if bound is not None and bound.why else ""
+    if isinstance(ops, DeviceCollectives):
+        return f"on GPUs{why}: {ops.path}; bare MPI on arrays in host memory"
+    return f"in host memory{why}"
+
+
+def filled(count: int, value: float, ops: HierarchicalCollectives) -> Array:
+    """Return an array of float32 where these collectives work."""
+    module: Any = array_module() if isinstance(ops, DeviceCollectives) else np
+    array: Array = module.full(count, value, np.float32)
+    return array
+
+
+def timed(run: Callable[[], object], ops: HierarchicalCollectives) -> Callable[[], object]:
+    """Return a call that ends when its results are there: on GPUs, when an event behind them has passed."""
+    device = bound_device()
+    if device is None or not isinstance(ops, DeviceCollectives):
+        return run
+
+    def until_there() -> None:
+        run()
+        event = device.current_stream().record()
+        while not event.done():
+            pass
+
+    return until_there
