@@ -16,6 +16,7 @@ from mpistrat.device.binding import bound_device
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.binding import what_is_bound
 from mpistrat.topology.discover import discover
+from mpistrat.topology.roll_call import roll_call
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -32,7 +33,14 @@ def prefer(device: str) -> None:
 
 
 def collectives(comm: MPI.Intracomm) -> HierarchicalCollectives:
-    """Return collectives over all ranks, for arrays where they compute. A collective call."""
+    """Return collectives over all ranks, for arrays where they compute. A collective call.
+
+    Raises
+    ------
+    LaunchError, TopologyError
+        As `topology.roll_call`, if the devices of the ranks do not go together.
+    """
+    roll_call(comm)
     hierarchy, device = Hierarchy(comm, discover(comm)), bound_device()
     return HierarchicalCollectives(hierarchy) if device is None else DeviceCollectives(hierarchy, device)
 

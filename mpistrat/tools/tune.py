@@ -12,6 +12,7 @@ from mpistrat.algorithms.fit import ITEM_BYTES, Measurement, modelled_seconds
 from mpistrat.cross_device.measuring import MAX_BYTES, measure
 from mpistrat.cross_device.tuning import Tuning, present_conditions
 from mpistrat.cross_device.tuning_file import tuning_path
+from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch.bootstrap import start
 from mpistrat.launch.environment import detect
@@ -72,6 +73,8 @@ def execute(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise LaunchError(f"{path} cannot be written: {error}; set MPISTRAT_TUNING or XDG_CACHE_HOME") from None
         print(f"\n{describe(tuning, path)}\n\nWrote {path}. {_ADVICE}")
+        if bound_device() is not None:
+            print("That holds for arrays in host memory; those on GPUs go by constants that were never measured.")
     return 0
 
 

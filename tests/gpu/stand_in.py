@@ -141,6 +141,7 @@ class StandInDevice(Device):
         self.kernels: HostKernels | None = None
         self.is_isolated = False
         self.most_bytes = 1 << 40
+        self.held: Stream | None = None  # gets on no further
         self.namespace: ModuleType | None = None
 
     def identity(self) -> Identity:
@@ -207,7 +208,7 @@ class StandInDevice(Device):
     def progress(self) -> None:
         with self._lock:  # the engine polls while the program does
             for _ in range(self._random.randrange(WORK_PER_POLL + 1)):
-                busy = [stream for stream in self.streams if stream.waiting]
+                busy = [stream for stream in self.streams if stream.waiting and stream is not self.held]
                 if busy:
                     self._random.choice(busy).advance()
 
