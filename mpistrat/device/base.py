@@ -120,7 +120,13 @@ class Device(ABC):
 
     @abstractmethod
     def export(self, memory: DeviceArray) -> bytes:
-        """Return what another process of this machine maps memory from `allocate` by."""
+        """Return what another process of this machine maps memory from `allocate` by.
+
+        Raises
+        ------
+        TransportError
+            If no other process can.
+        """
 
     @abstractmethod
     def map(self, handle: bytes, nbytes: int) -> DeviceArray:

@@ -118,10 +118,19 @@ class CudaDevice(Device):
             return self._array(_Memory(start, runtime.free), nbytes)
 
     def export(self, memory: DeviceArray) -> bytes:
-        """Return the handle of the allocation."""
+        """Return the handle of the allocation.
+
+        Raises
+        ------
+        TransportError
+            If this machine shares no memory of GPUs between processes.
+        """
         from cupy.cuda import runtime
 
-        handle: bytes = runtime.ipcGetMemHandle(address(memory))
+        try:
+            handle: bytes = runtime.ipcGetMemHandle(address(memory))
+        except runtime.CUDARuntimeError as error:
+            raise TransportError(f"memory of GPU {self.index} cannot be shown to other processes ({error})") from None
         return handle
 
     def map(self, handle: bytes, nbytes: int) -> DeviceArray:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from itertools import chain
 
 from mpistrat import settings
 from mpistrat.device.base import Device
@@ -40,7 +41,7 @@ def device_rails(hierarchy: Hierarchy, device: Device, host: Mapping[int, Transp
     Raises
     ------
     TransportError
-        On all ranks, if MPISTRAT_MPI_GPU is on and MPI delivers wrong values.
+        On all ranks, if MPISTRAT_MPI_GPU is on and MPI delivers wrong values, or if it delivers nothing within a minute.
     """
     if not host:
         return {}, ""
@@ -69,14 +70,24 @@ def _cuda_aware(hierarchy: Hierarchy, device: Device) -> tuple[Mapping[int, Tran
         return {}, verdict.reason
     rails = {shard: CudaAwareRing(rail, device) for shard, rail in hierarchy.rails.items()}
     # each rank has its rails in rising order, so no two ranks wait for each other crosswise
-    found = [rail.first_exchange() for rail in rails.values()]
-    wrong = next(filter(None, comm.allgather(next(filter(None, found), ""))), "")
+    found = [_first_exchange(rail) for rail in rails.values()]
+    wrong, failed = (next(filter(None, texts), "") for texts in zip(*chain.from_iterable(comm.allgather(found)), strict=True))
+    if failed:
+        raise TransportError(failed)
     if not wrong:
         return rails, ""
     if verdict.is_setting:
         raise TransportError(f"{wrong}, and {verdict.reason} was set: unset it, or set it to off")
     _say(hierarchy, wrong)
     return {}, wrong
+
+
+def _first_exchange(rail: CudaAwareRing) -> tuple[str, str]:
+    """Return what was wrong, and what failed: other rails wait to hear of it."""
+    try:
+        return rail.first_exchange(), ""
+    except TransportError as error:
+        return "", str(error)
 
 
 def _say(hierarchy: Hierarchy, reason: str) -> None:

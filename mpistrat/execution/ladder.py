@@ -191,13 +191,15 @@ def _try(name: str, group: Group, device: Device) -> tuple[Transport | None, str
     reason = next(filter(None, group.comm.allgather(kind.probe(group))), "")
     if reason:
         return None, reason
+    transport: Transport | None = None
     try:
         transport = kind(group, device)
         transport.allocate(_TRIAL_BYTES)
         transport.close()
-    except TransportError as error:
-        return None, str(error)
-    return transport, ""
+    except RuntimeError as error:  # a TransportError, or CUDA's own
+        reason = str(error)
+    reason = next(filter(None, group.comm.allgather(reason)), "")
+    return (None, reason) if reason else (transport, "")
 
 
 def _path(taken: Mapping[str, str], between: str) -> str:

@@ -59,6 +59,8 @@ def agreed_verdict(comm: MPI.Intracomm) -> Verdict:
             answer = find_verdict()
         except SettingError as error:
             answer = error
+        except Exception as error:  # whatever it is: the others wait for an answer
+            answer = Verdict(False, f"it could not be asked ({type(error).__name__}: {error})", is_final=False)
     answer = comm.bcast(answer)
     if isinstance(answer, SettingError):
         raise answer

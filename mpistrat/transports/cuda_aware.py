@@ -21,6 +21,7 @@ from mpistrat.device.binding import bound_device
 from mpistrat.device.cuda import CudaDevice
 from mpistrat.device.kernels import fold_into_kernel
 from mpistrat.device.segments import PACKET_BYTES, THREADS
+from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups.group import Group
 from mpistrat.launch.cuda_awareness import agreed_verdict
 from mpistrat.reduction import ReduceOp
@@ -72,17 +73,18 @@ class CudaAwareRing(Transport):
 
         Raises
         ------
-        DeadlineExceededError
-            If that does not end within a minute.
+        TransportError
+            On all ranks of the group, if it did not end within a minute on one of them, or one has no memory for it.
         """
-        rank, size = self.group.rank, self.group.size
-        values = np.arange(_FIRST_COUNT, dtype=np.int32)
-        with self._device.activate():
-            buffer = self.allocate(values.nbytes).view(np.int32)
-            self._device.put(buffer, values + rank)
-            drive(self.all_reduce(buffer, ReduceOp.SUM).run(), lambda: "the first exchange of device memory", _FIRST_SECONDS)
-            is_right = np.array_equal(self._device.get(buffer), values * size + sum(range(size)))
-        return "" if all(self.group.comm.allgather(is_right)) else "a first sum of device memory gave wrong values"
+        try:
+            is_right, failure = self._sums_rightly(), ""
+        except (DeadlineExceededError, TransportError) as error:
+            is_right, failure = False, str(error)
+        answers = self.group.comm.allgather((is_right, failure))
+        failure = next((text for _, text in answers if text), "")
+        if failure:  # what is under way would be taken for messages of others
+            raise TransportError(f"{self.group.name}: {failure}; {settings.MPI_GPU.name}=off goes through memory of the host")
+        return "" if all(right for right, _ in answers) else "a first sum of device memory gave wrong values"
 
     def allocate(self, nbytes: int) -> DeviceArray:
         """Return memory of the device."""
@@ -115,6 +117,15 @@ class CudaAwareRing(Transport):
     def scratch_bytes(self) -> int:
         """Where segments land: as many for each channel as are received ahead."""
         return sum(memory.nbytes for memory in self._landings.values())
+
+    def _sums_rightly(self) -> bool:
+        rank, size = self.group.rank, self.group.size
+        values = np.arange(_FIRST_COUNT, dtype=np.int32)
+        with self._device.activate():
+            buffer = self.allocate(values.nbytes).view(np.int32)
+            self._device.put(buffer, values + rank)
+            drive(self.all_reduce(buffer, ReduceOp.SUM).run(), lambda: "the first exchange of device memory", _FIRST_SECONDS)
+            return np.array_equal(self._device.get(buffer), values * size + sum(range(size)))
 
     def _all_of(self, root: int, buffer: DeviceArray) -> list[int]:
         return [0 if rank <= root else buffer.size for rank in range(self.group.size + 1)]

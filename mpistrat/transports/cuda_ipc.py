@@ -67,11 +67,13 @@ class CudaIpcTransport(Transport):
         """
         assert not self._arenas, "allocate was called twice without close"
         self._meeting.allocate(0)
+        memory: list[DeviceArray] = []
         try:
-            memory, refusal = [self._device.allocate(nbytes)], ""
+            memory = [self._device.allocate(nbytes)]
+            handle, refusal = self._device.export(memory[0]), ""
         except TransportError as error:
-            memory, refusal = [], self._told(error)
-        handles = self.group.comm.allgather((b"" if refusal else self._device.export(memory[0]), refusal))
+            handle, refusal = b"", self._told(error)
+        handles = self.group.comm.allgather((handle, refusal))
         try:
             self._arenas = [
                 memory[0] if rank == self.group.rank else self._device.map(handle, nbytes)

@@ -83,7 +83,8 @@ class NcclTransport(Transport):
     Raises
     ------
     TransportError
-        On all ranks, if their versions differ, NCCL_COMM_BLOCKING is 0, or not all have joined after two minutes.
+        On all ranks, if their versions differ, NCCL_COMM_BLOCKING is 0, NCCL finds no network, or not all have joined after two
+        minutes.
     """
 
     name = "nccl"
@@ -223,7 +224,7 @@ class NcclTransport(Transport):
         if any(self.group.comm.allgather(os.environ.get("NCCL_COMM_BLOCKING") == "0")):
             raise TransportError("NCCL_COMM_BLOCKING=0 is set, which CuPy cannot handle; unset it")
         self._check_versions()
-        identifier = self.group.comm.bcast(self._nccl.get_unique_id() if self.group.rank == 0 else None)
+        identifier = self._identifier()
         found: list[Any] = []
 
         def join() -> None:
@@ -247,6 +248,22 @@ class NcclTransport(Transport):
                 "MPISTRAT_INTRA_TRANSPORT=cuda_ipc works without NCCL"
             )
         return found[0]
+
+    def _identifier(self) -> Any:
+        """Return what names the communicator on all ranks; the first one has NCCL make it, which looks for a network then."""
+        identifier, problem = None, ""
+        if self.group.rank == 0:
+            try:
+                identifier = self._nccl.get_unique_id()
+            except Exception as error:  # the others wait for an answer
+                problem = f"{error}"
+        identifier, problem = self.group.comm.bcast((identifier, problem))
+        if problem:
+            raise TransportError(
+                f"{self.group.name}: NCCL could not begin on rank {self.group.ranks[0]}: {problem}. NCCL_DEBUG=WARN shows "
+                "more, NCCL_SOCKET_IFNAME names the network interface; MPISTRAT_INTRA_TRANSPORT=cuda_ipc works without NCCL"
+            )
+        return identifier
 
     def _check_versions(self) -> None:
         versions = self.group.comm.allgather(int(self._nccl.get_version()))

@@ -126,6 +126,16 @@ def test_rank_0_finds_it_for_all(comm, monkeypatch):
         agreed_verdict(comm)
 
 
+def test_what_keeps_rank_0_from_asking_is_told_to_all(comm, monkeypatch):
+    def fail():
+        raise OSError("planted: no more processes")
+
+    monkeypatch.setattr(cuda_awareness, "find_verdict", fail)
+    verdict = agreed_verdict(comm)
+    assert (verdict.is_aware, verdict.is_final) == (False, False)
+    assert verdict.reason == "it could not be asked (OSError: planted: no more processes)"
+
+
 def test_this_library_is_recognised_and_asked():
     library = present_library()
     assert Path(library.path).name.startswith("libmpi")

@@ -304,6 +304,23 @@ def test_wrong_values_from_an_mpi_that_was_named_are_raised_on_all(comm, world, 
     hierarchy.close()
 
 
+def test_a_rail_that_delivers_nothing_is_raised_on_all(comm, world, monkeypatch):
+    if world.num_nodes == 1:
+        pytest.skip("nothing goes between nodes")
+    monkeypatch.setenv("MPISTRAT_MPI_GPU", "on")
+
+    def first_exchange(rail):
+        if rail.group.name == "rail 0":
+            raise TransportError("planted: rail 0 is late")
+        return ""
+
+    monkeypatch.setattr("mpistrat.transports.cuda_aware.CudaAwareRing.first_exchange", first_exchange)
+    hierarchy = Hierarchy(comm, world)
+    with stand_in(comm, world) as device, pytest.raises(TransportError, match="planted: rail 0 is late"):
+        DeviceCollectives(hierarchy, device)
+    hierarchy.close()
+
+
 def test_a_part_of_the_sum_for_each_replica(uneven):
     array = values((2 * uneven.size + 1, 3), np.float32, uneven.rank)
     for axis in (0, 1):
@@ -336,6 +353,24 @@ def test_nccl_is_refused_where_a_node_has_none(comm):
         assert "cuda_ipc inside nodes (nccl: CuPy finds no libnccl.so.2" in pair.gpu.path
         with pytest.raises(TransportError, match="NCCL was asked for, but node0 uses cuda_ipc .*implementation AUTO"):
             pair.reduce(SUM, [values(10, np.float32, 0)], CommunicationOptions(implementation="nccl"))
+
+
+@needs_ranks(2)
+def test_a_transport_that_one_rank_cannot_make_nobody_takes(comm, monkeypatch):
+    world = World.from_shape(f"1x{comm.size}")
+    with stand_in(comm, world) as device:
+        allocate, failed = device.allocate, []
+
+        def fail_once(nbytes):
+            if comm.rank == 1 and not failed:
+                failed.append(nbytes)
+                raise RuntimeError("planted: an error of CUDA's")
+            return allocate(nbytes)
+
+        monkeypatch.setattr(device, "allocate", fail_once)
+        collectives = DeviceCollectives(Hierarchy(comm, world), device)
+        assert collectives.path.startswith("cuda_ipc inside nodes (nccl: planted: an error of CUDA's")
+        collectives.close()
 
 
 @needs_ranks(2)

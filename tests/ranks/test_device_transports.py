@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +132,18 @@ def test_the_probe_of_a_deadline_sees_nccl_aborted_and_the_gpu_free(group, devic
     assert library.aborted == 1
 
 
+def test_nccl_that_finds_no_network_is_told_to_all(group, device, comm):
+    def fail():
+        raise RuntimeError("NCCL_ERROR_INTERNAL: planted")
+
+    library = StandInNccl(device, comm)
+    library.get_unique_id = fail
+    with pytest.raises(
+        TransportError, match="world: NCCL could not begin on rank 0: NCCL_ERROR_INTERNAL: planted.*SOCKET_IFNAME"
+    ):
+        NcclTransport(group, device, library)
+
+
 def test_nccl_that_does_not_block_is_refused(group, device, comm, monkeypatch):
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "0")
     with pytest.raises(TransportError, match="NCCL_COMM_BLOCKING=0 is set"):
@@ -146,6 +159,17 @@ def test_cuda_ipc_passes_the_kit(group, device, kernels):
 def test_memory_that_one_rank_cannot_reach_is_refused_on_all(group, device):
     device.is_isolated = group.rank == group.size - 1
     with pytest.raises(TransportError, match=f"world: rank {group.size - 1}: planted: no way to the peer"):
+        CudaIpcTransport(group, device).allocate(64)
+
+
+@needs_ranks(2)
+def test_memory_that_one_rank_cannot_show_is_refused_on_all(group, device, monkeypatch):
+    def export(memory):
+        raise TransportError("planted: no handle")
+
+    if group.rank == 1:
+        monkeypatch.setattr(device, "export", export)
+    with pytest.raises(TransportError, match="world: rank 1: planted: no handle"):
         CudaIpcTransport(group, device).allocate(64)
 
 
@@ -186,6 +210,16 @@ def test_an_mpi_that_delivers_wrong_values_is_not_used_by_anybody(group, bound, 
         message = partial(cuda_aware._message, elsewhere.ctypes.data)
         monkeypatch.setattr(cuda_aware, "_message", lambda _, part, itemsize: message(part, itemsize))
     assert CudaAwareRing.probe(group) == "a first sum of device memory gave wrong values"
+
+
+@needs_ranks(2)
+def test_an_mpi_that_delivers_nothing_is_told_to_all(group, bound, monkeypatch):
+    monkeypatch.setattr(cuda_aware, "_FIRST_SECONDS", 0.05)
+    if group.rank == 1:
+        monkeypatch.setattr(cuda_aware._DeviceRing, "run", lambda self: repeat(base.WAITING))
+    late = "world: the first exchange of device memory did not end within 0.05 s; .*MPISTRAT_MPI_GPU=off goes through memory"
+    with pytest.raises(TransportError, match=late):
+        CudaAwareRing(group, bound).first_exchange()
 
 
 @needs_ranks(2)
