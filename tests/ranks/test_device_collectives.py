@@ -115,6 +115,8 @@ def all_cases():
 
 @pytest.mark.parametrize("transport", ["nccl", "cuda_ipc", "staged"])
 def test_every_operation_on_every_dtype(comm, world, monkeypatch, transport):
+    if world.num_shards == 1 and transport != "nccl":
+        pytest.skip("nothing is combined inside nodes")
     monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", transport)
     with Pair(comm, world) as pair:
         assert pair.gpu.hierarchy.intra.size == 1 or transport in pair.gpu.path
@@ -478,17 +480,16 @@ def test_no_rank_is_left_waiting_for_one_that_has_failed(comm):
         pair.gpu.all_reduce(SUM, [given])
         if pair.rank == 0:
             pair.library.error = "planted: a GPU fell off the bus"
-        with pytest.raises((TransportError, CollectiveError), match=r"planted|gave up a collective on GPUs|given up by rank"):
+        with pytest.raises((TransportError, CollectiveError), match=r"planted|gave up|given up by rank"):
             pair.gpu.all_reduce(SUM, [given])
         pair.gpu.close()
         assert pair.library.aborted == 1
         comm.Barrier()
 
 
-def test_arrays_on_gpus_are_measured(comm, world):
-    with Pair(comm, world) as pair:
-        row = bench.measure(pair.gpu, 1024, "auto")
-        assert row.seconds > 0
-        assert row.rounds > 0
-        assert bench.measure(pair.gpu, 1024, "mpi").plan == "mpi"
-        assert pair.gpu.path in bench_memory.place_text(pair.gpu)
+def test_arrays_on_gpus_are_measured(uneven):
+    row = bench.measure(uneven.gpu, 1024, "auto")
+    assert row.seconds > 0
+    assert row.rounds > 0
+    assert bench.measure(uneven.gpu, 1024, "mpi").plan == "mpi"
+    assert uneven.gpu.path in bench_memory.place_text(uneven.gpu)
