@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from mpistrat import settings
@@ -53,22 +53,16 @@ def roll_call(comm: MPI.Intracomm) -> None:
     ------
     LaunchError
         On all ranks, if one of them cannot have the device it wants, or chose it by a local rank that is not its own.
+    SettingError
+        On all ranks, if MPISTRAT_VERBOSE cannot be read on one of them.
     TopologyError
         On all ranks, if some drive a GPU and others none, or several the same without MPISTRAT_ALLOW_SHARED_GPU.
     """
-    bound = what_is_bound()
-    if not any(comm.allgather(bound_device() is not None or bool(bound and bound.problem))):
-        if comm.Get_rank() == 0 and bound is not None and settings.VERBOSE.read():
-            _say(f"computing on CPUs: {bound.why}")
-        return
-    answers = comm.allgather(_answer(comm))
     try:
-        check_answers(answers, comm.bcast(_allows_shared()))
+        _roll_call(comm)
     except MpistratError as error:
         error.raised_everywhere = True
         raise
-    if comm.Get_rank() == 0:
-        _tell(answers)
 
 
 def check_answers(answers: Sequence[Answer], allow_shared: bool | str) -> None:
@@ -118,6 +112,28 @@ def isolation(answers: Sequence[Answer]) -> str:
     )
 
 
+def _roll_call(comm: MPI.Intracomm) -> None:
+    bound, verbose = what_is_bound(), _read(settings.VERBOSE)
+    drive_gpus, verbosities = zip(
+        *comm.allgather((bound_device() is not None or bool(bound and bound.problem), verbose)), strict=True
+    )
+    for rank, problem in enumerate(verbosities):
+        if isinstance(problem, str):
+            raise SettingError(f"rank {rank}: {problem}")
+    speaks = verbose is True and comm.Get_rank() == 0
+    if not any(drive_gpus):
+        if speaks and bound is not None:
+            _say(f"computing on CPUs: {bound.why}")
+        return
+    answers = comm.allgather(_answer(comm))
+    check_answers(answers, comm.bcast(_read(settings.ALLOW_SHARED_GPU)))
+    if comm.Get_rank() == 0:
+        _say(isolation(answers))
+    if speaks:
+        for rank, answer in enumerate(answers):
+            _say(f"rank {rank}: {'; '.join(filter(None, (str(answer.gpu), answer.bound.why, answer.near)))}")
+
+
 def _check_place(rank: int, answer: Answer) -> None:
     bound, local_rank = answer.bound, answer.place[0]
     if bound.place is None or bound.num_visible < 2 or bound.place[0] == local_rank:
@@ -139,30 +155,24 @@ def _answer(comm: MPI.Intracomm) -> Answer:
     bound = what_is_bound()
     if bound is not None and bound.place is not None and not bound.told_by and bound.place != place:
         bind_again(*place)
-    node, device = MPI.Get_processor_name(), bound_device()
+    node, device, bound = MPI.Get_processor_name(), bound_device(), what_is_bound() or Bound("")
     if device is None:
-        return Answer(node, place, what_is_bound() or Bound(""))
-    gpu = Gpu(node, index=device.index, **asdict(device.identity()))
-    return Answer(node, place, what_is_bound() or Bound(""), gpu, str(neighbours(gpu.pci_bus_id)))
-
-
-def _allows_shared() -> bool | str:
+        return Answer(node, place, bound)
     try:
-        return settings.ALLOW_SHARED_GPU.read()
+        gpu = Gpu(node, index=device.index, **asdict(device.identity()))
+    except RuntimeError as error:  # CUDA's own
+        return Answer(node, place, replace(bound, problem=f"device {device.index} does not say which GPU it is: {error}"))
+    return Answer(node, place, bound, gpu, str(neighbours(gpu.pci_bus_id)))
+
+
+def _read(setting: settings.Setting[bool]) -> bool | str:
+    """Return a setting, or why it cannot be read."""
+    try:
+        return setting.read()
     except SettingError as error:
         return str(error)
 
 
-def _tell(answers: Sequence[Answer]) -> None:
-    told = [isolation(answers)]
-    if settings.VERBOSE.read():
-        told += [
-            f"rank {rank}: {'; '.join(filter(None, (str(answer.gpu), answer.bound.why, answer.near)))}"
-            for rank, answer in enumerate(answers)
-        ]
-    for text in filter(None, told):
-        _say(text)
-
-
 def _say(text: str) -> None:
-    print(f"mpistrat: {text}", file=sys.stderr, flush=True)
+    if text:
+        print(f"mpistrat: {text}", file=sys.stderr, flush=True)

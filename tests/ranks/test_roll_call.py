@@ -7,7 +7,7 @@ import os
 import pytest
 
 from mpistrat.device.binding import bind, bound_device
-from mpistrat.errors import LaunchError, TopologyError
+from mpistrat.errors import LaunchError, SettingError, TopologyError
 from mpistrat.groups.meeting import meeting
 from mpistrat.launch.binding import bind_device
 from mpistrat.launch.environment import LauncherView, detect
@@ -61,6 +61,26 @@ def test_ranks_without_gpus_have_nothing_to_say_but_why_when_asked(fake, comm, c
 def test_a_device_that_was_bound_by_hand_takes_part(fake, comm):
     bind(StandInDevice())
     roll_call(comm)
+
+
+def test_a_setting_that_rank_0_alone_cannot_read_is_told_to_all(fake, comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_VERBOSE", "maybe" if comm.rank == 0 else "")
+    bind_device(_view(comm))
+    with pytest.raises(SettingError, match="rank 0: MPISTRAT_VERBOSE='maybe'") as raised, meeting("a test"):
+        pass
+    assert raised.value.raised_everywhere
+
+
+def test_a_gpu_that_one_rank_cannot_ask_is_told_to_all(fake, comm, monkeypatch):
+    def fail():
+        raise RuntimeError("cudaErrorECCUncorrectable: planted")
+
+    fake.show(*range(comm.size))
+    bind_device(_view(comm))
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(bound_device(), "identity", fail)
+    with pytest.raises(LaunchError, match=f"rank {comm.size - 1} on .*: device .* which GPU it is: cudaErrorECCUncorrectable"):
+        roll_call(comm)
 
 
 @needs_ranks(2)
