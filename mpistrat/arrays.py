@@ -159,11 +159,12 @@ def like(result: Array, original: Any) -> Any:
     Returns
     -------
     array
-        For PyTorch, a tensor that shares the memory of `result`, without a gradient. For JAX an array on the device of
-        `original`, which shares the memory where its address suits JAX and else is a copy; JAX without 64-bit types keeps
-        32 bits. For CuPy, an array on this replica's GPU. For other arrays of the array API standard, what the ``asarray`` of
-        their namespace makes. For everything else, numbers and lists too, `result` itself; but for a number, where this
-        process computes on a GPU, a NumPy scalar: CuPy computes with these, and not with NumPy arrays of no axes.
+        For PyTorch, a tensor without a gradient on the device of `original`, which shares the memory of `result` where that is
+        there. For JAX an array on the device of `original`, which shares the memory where its address suits JAX and else is a
+        copy; JAX without 64-bit types keeps 32 bits. For CuPy, an array on this replica's GPU. For other arrays of the array
+        API standard, what the ``asarray`` of their namespace makes. For everything else, numbers and lists too, `result`
+        itself; but for a number, where this process computes on a GPU, a NumPy scalar: CuPy computes with these, and not with
+        NumPy arrays of no axes.
     """
     if type(original) is np.ndarray:
         return result
@@ -173,7 +174,7 @@ def like(result: Array, original: Any) -> Any:
     if is_on_device(result):
         return interop.export(result, original)
     if is_a(original, "torch", "Tensor"):
-        return _tensor(result)
+        return _tensor(result) if original.device.type == "cpu" else _tensor(result).to(original.device)
     if is_a(original, "jax", "Array"):
         return sys.modules["jax"].device_put(result, original.device, may_alias=True)
     if device is not None and type(result) is np.ndarray and not result.ndim:

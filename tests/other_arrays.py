@@ -133,6 +133,9 @@ def fake_torch() -> Any:
 
         resolve_conj = resolve_neg = detach
 
+        def to(self, device: Any) -> Tensor:
+            return Tensor(self.array, str(device))
+
         def view(self, dtype: str) -> Tensor:
             return Tensor(self.array.view(numpy_dtypes[dtype]), str(self.device))
 

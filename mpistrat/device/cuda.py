@@ -37,7 +37,10 @@ def count_visible() -> tuple[int, str]:
     try:
         from cupy.cuda import runtime
     except ImportError as error:
-        return 0, f"CuPy cannot be imported: {str(error).strip().splitlines()[0]}"
+        return (
+            0,
+            f"CuPy cannot be imported: {_first_words(error.__cause__ or error)}",
+        )  # CuPy's own text begins with a line of ='s
     try:
         count = int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as error:
@@ -257,6 +260,11 @@ def _kernel(name: str) -> Any:
     source = (files("mpistrat.device") / "kernels.cu").read_text()
     module = cupy.RawModule(code=source, options=("-std=c++17",), name_expressions=[name])
     return module.get_function(name)
+
+
+def _first_words(error: BaseException) -> str:
+    """Return the first line of an error that says something."""
+    return next(filter(None, map(str.strip, f"{error}".splitlines())), type(error).__name__)
 
 
 def _has_driver() -> bool:

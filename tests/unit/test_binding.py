@@ -143,6 +143,23 @@ def test_cupy_that_cannot_be_imported(monkeypatch):
     assert why.startswith("CuPy cannot be imported: cannot import name 'runtime'")
 
 
+def test_what_keeps_cupy_from_being_imported_is_said_not_the_frame_around_it(monkeypatch):
+    class Finder:
+        @staticmethod
+        def find_spec(name, *_):
+            if name == "cupy":
+                try:
+                    raise ImportError("libnvrtc.so.12: cannot open shared object file")
+                except ImportError as error:
+                    raise ImportError("\n=====\nFailed to import CuPy.\n=====\n") from error
+
+    _cupy(monkeypatch, None)
+    for name in ("cupy", "cupy.cuda"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    assert cuda.count_visible() == (0, "CuPy cannot be imported: libnvrtc.so.12: cannot open shared object file")
+
+
 def test_without_cupy_or_a_driver_cupy_is_not_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)  # importing it would raise
     monkeypatch.setattr(cuda, "find_spec", lambda name: None)

@@ -62,6 +62,13 @@ def test_an_array_of_this_gpu_is_itself(xp):
     assert like(array, array) is array
 
 
+def test_what_comes_from_the_host_for_a_tensor_of_the_gpu_is_brought_there(torch):
+    """Such as the batch of no rows that a replica gets at the end of its data."""
+    for device in ("cpu", "cuda:0"):
+        made = like(np.zeros((0, 3)), torch.Tensor(np.ones((2, 3)), device))
+        assert (str(made.device), made.array.shape) == (device, (0, 3))
+
+
 def test_without_a_gpu_all_is_in_host_memory():
     array = np.zeros(3)
     assert array_module() is np
