@@ -14,7 +14,7 @@ import numpy as np
 
 from mpistrat.algorithms.plan import Plan, Verb
 from mpistrat.arrays import Array
-from mpistrat.device.base import Device, Event, address
+from mpistrat.device.base import Device, Event, Stream, address
 from mpistrat.execution.bound_plan import BoundPlan, DirectPlan
 from mpistrat.execution.executor import CopySteps, Executor
 from mpistrat.execution.ladder import DeviceTransports, device_transports
@@ -58,8 +58,8 @@ class DeviceExecutor(Executor):
         # memory of peers must not be mapped any more when they free it
         self._bound: WeakSet[BoundPlan] = WeakSet()
         self._peers_read = isinstance(self.intra, CudaIpcTransport)
-        self._copied_out: Event | None = None
-        self._copied_on = 0
+        # the stream is held: CUDA gives the handle of one that is gone to the next
+        self._copied_out: tuple[Event, Stream] | None = None
 
     def bind(
         self,
@@ -151,14 +151,18 @@ class DeviceExecutor(Executor):
 
     def _follow(self) -> None:
         """Let the current stream wait for the last copies out, if another one made them."""
+        if self._copied_out is None:
+            return
+        event, before = self._copied_out
         stream = self._device.current_stream()
-        if self._copied_out is not None and stream.pointer != self._copied_on:
-            stream.wait(self._copied_out)
+        if stream.pointer != before.pointer:
+            stream.wait(event)
 
     def _note_copied(self) -> Steps:
         stream = self._device.current_stream()
-        self._copied_out, self._copied_on = stream.record(), stream.pointer
-        while self._peers_read and not self._copied_out.done():
+        event = stream.record()
+        self._copied_out = event, stream
+        while self._peers_read and not event.done():
             yield WAITING
 
 
