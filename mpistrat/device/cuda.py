@@ -36,11 +36,8 @@ def count_visible() -> tuple[int, str]:
         return 0, "this machine has no driver of NVIDIA's (libcuda.so.1)"
     try:
         from cupy.cuda import runtime
-    except ImportError as error:
-        return (
-            0,
-            f"CuPy cannot be imported: {_first_words(error.__cause__ or error)}",
-        )  # CuPy's own text begins with a line of ='s
+    except Exception as error:  # one that was built for another NumPy raises a ValueError, for example
+        return 0, f"CuPy cannot be imported: {_first_words(error.__cause__ or error)}"
     try:
         count = int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as error:
@@ -263,7 +260,7 @@ def _kernel(name: str) -> Any:
 
 
 def _first_words(error: BaseException) -> str:
-    """Return the first line of an error that says something."""
+    """Return the first line of an error that says something; CuPy puts a frame of ='s around what caused its own."""
     return next(filter(None, map(str.strip, f"{error}".splitlines())), type(error).__name__)
 
 

@@ -118,7 +118,7 @@ def run_probe(probe: Probe, machine: Machine, seconds_left: float = BUDGET_SECON
         argv = [sys.executable, "-m", *probe.command, "--report", str(report)]
         argv, extra = command(probe.num_ranks, argv) if probe.num_ranks else (argv, {})
         done = run_bounded(argv, probe.seconds, {**os.environ, **extra, **probe.environ})
-        figures = json.loads(report.read_text()) if report.exists() else {}
+        figures = json.loads(report.read_text()) if report.exists() and not done.returncode else {}  # else it may be cut off
     seconds = round(time.monotonic() - begun, 1)
     if done.returncode == TIMED_OUT:
         return _case(probe, FAILED, f"it was killed after {probe.seconds:g} s\n{_tail(done)}", seconds)

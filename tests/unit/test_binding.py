@@ -143,21 +143,27 @@ def test_cupy_that_cannot_be_imported(monkeypatch):
     assert why.startswith("CuPy cannot be imported: cannot import name 'runtime'")
 
 
-def test_what_keeps_cupy_from_being_imported_is_said_not_the_frame_around_it(monkeypatch):
+@pytest.mark.parametrize(
+    ("cause", "framed"),
+    [
+        (ImportError("libnvrtc.so.12: cannot open shared object file"), True),
+        (ValueError("numpy.dtype size changed, may indicate binary incompatibility"), False),
+    ],
+)
+def test_what_keeps_cupy_from_being_imported_is_said_not_the_frame_around_it(monkeypatch, cause, framed):
     class Finder:
         @staticmethod
         def find_spec(name, *_):
+            if name == "cupy" and framed:
+                raise ImportError("\n=====\nFailed to import CuPy.\n=====\n") from cause
             if name == "cupy":
-                try:
-                    raise ImportError("libnvrtc.so.12: cannot open shared object file")
-                except ImportError as error:
-                    raise ImportError("\n=====\nFailed to import CuPy.\n=====\n") from error
+                raise cause
 
     _cupy(monkeypatch, None)
     for name in ("cupy", "cupy.cuda"):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
-    assert cuda.count_visible() == (0, "CuPy cannot be imported: libnvrtc.so.12: cannot open shared object file")
+    assert cuda.count_visible() == (0, f"CuPy cannot be imported: {cause}")
 
 
 def test_without_cupy_or_a_driver_cupy_is_not_imported(monkeypatch):

@@ -126,7 +126,7 @@ def test_a_probe_that_fails_is_told_with_its_last_words(program):
 
 
 def test_a_probe_that_hangs_is_killed_and_the_rest_goes_on(program, capsys):
-    hangs = program("print('joining', flush=True); time.sleep(60)", seconds=0.7)
+    hangs = program("report.write_text('{\"cut'); print('joining', flush=True); time.sleep(60)", seconds=0.7)
     written = []
     begun = time.monotonic()
     collect(H200, [hangs, program("report.write_text('{\"checks\": 1}')")], lambda found: written.append(json.dumps(found)))
