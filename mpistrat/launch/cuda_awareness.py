@@ -38,8 +38,9 @@ PROBE_SECONDS = 60.0
 # What a launcher tells its ranks: a process that finds it would take itself for one of them. What shapes the library, such as
 # OMPI_MCA_pml, UCX_TLS or I_MPI_OFFLOAD, holds for the probe too.
 _OF_LAUNCHERS = re.compile(
-    r"PMI_|PMIX_|PRTE_|ORTE_|OMPI_(?!MCA_)|OMPI_MCA_(ess|orte|plm|ras|rmaps|pmix|prte|initial)|HYD|MPI_LOCAL|SLURM_|PALS_|MV2_COMM|"
-    r"I_MPI_(HYDRA|PMI|JOB|PIN|INFO)|FLUX_|JSM_"
+    r"PMI_|PMIX_|PRTE_|ORTE_|OMPI_(?!MCA_)|"
+    r"OMPI_MCA_(ess|orte|plm|ras|rmaps|pmix|prte|initial|num_procs|cpu_type|PREFIXES)|"
+    r"HYD|MPI_LOCAL|SLURM_|PALS_|MV2_COMM|I_MPI_(HYDRA|PMI|JOB|PIN|INFO)|FLUX_|JSM_"
 )
 _SHAPING = re.compile(r"OMPI_MCA_|UCX_|I_MPI_OFFLOAD|MPICH_|MPIR_CVAR_|MV2_|FI_")
 _CUDA = 0  # MPIX_GPU_SUPPORT_CUDA

@@ -170,6 +170,7 @@ def test_a_probe_runs_beside_a_job_whatever_becomes_of_it(comm, monkeypatch, fau
 
 def test_a_probe_finds_no_launcher_but_what_shapes_the_library():
     dropped = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_MCA_ess_base_jobid", "PRTE_MCA_x", "HYDI_CONTROL_FD")
+    dropped += ("OMPI_MCA_num_procs", "OMPI_MCA_cpu_type", "OMPI_MCA_PREFIXES")  # a job of another size need not ask again
     dropped += ("SLURM_PROCID", "MPI_LOCALRANKID", "I_MPI_HYDRA_ENV", "PALS_RANKID", "MV2_COMM_WORLD_RANK")
     kept = ("OMPI_MCA_pml", "UCX_TLS", "I_MPI_OFFLOAD", "PATH", "CUDA_VISIBLE_DEVICES", "OMPI_MCA_btl")
     environ = dict.fromkeys((*dropped, *kept), "1")
