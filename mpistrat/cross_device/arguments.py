@@ -1,4 +1,4 @@
-"""What a collective call accepts: the checks that need no other replica, and which results may lie where."""
+"""What a collective call accepts: the checks that need no other replica, which results may lie where, and what it is called."""
 
 from __future__ import annotations
 
@@ -9,10 +9,22 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from mpistrat.arrays import Array, is_on_device
+from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.device.base import address
 from mpistrat.errors import InvalidArgumentError
+from mpistrat.reduction import ReduceOp
 
-__all__ = ["apart", "check_gather", "check_out", "check_parts", "check_root", "is_fit"]
+__all__ = [
+    "apart",
+    "check_gather",
+    "check_num_packs",
+    "check_out",
+    "check_parts",
+    "check_root",
+    "describe",
+    "describe_all_reduce",
+    "is_fit",
+]
 
 
 def check_gather(array: Array, axis: int, verb: str = "all_gather") -> int:
@@ -32,6 +44,19 @@ def check_gather(array: Array, axis: int, verb: str = "all_gather") -> int:
         accepted = f"-{array.ndim} to {array.ndim - 1} are accepted"
         raise InvalidArgumentError(f"axis {axis} is out of range for an array of shape {array.shape}: {accepted}")
     return axis % array.ndim
+
+
+def check_num_packs(num_packs: int | None) -> int | None:
+    """Return `num_packs`.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If it is negative.
+    """
+    if num_packs is not None and num_packs < 0:
+        raise InvalidArgumentError(f"num_packs must be None, 0 (each array by itself) or positive; got {num_packs}")
+    return num_packs
 
 
 def check_root(root: int, num_replicas: int) -> None:
@@ -109,6 +134,20 @@ def is_fit(target: Array, source: Array) -> bool:
     # arrays that own their memory do not overlap, unless they are one
     owners = source.base is None and target.base is None and source is not target
     return owners or not np.may_share_memory(source, target)
+
+
+def describe(arrays: Sequence[Array]) -> str:
+    """Return the dtypes and shapes of arrays, and which are on a GPU."""
+    return ", ".join(f"{array.dtype} {array.shape}{' on a GPU' if is_on_device(array) else ''}" for array in arrays)
+
+
+def describe_all_reduce(op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> str:
+    """Return the arguments of an all-reduce, as far as they must be the same on all replicas."""
+    shaping = {name: getattr(options, name) for name in ("wire_dtype", "error_feedback", "deterministic")}
+    shaping["num_packs"] = num_packs
+    others = "".join(f", {name}={value}" for name, value in shaping.items() if value not in (None, False))
+    always = f"algorithm={options.algorithm}, bytes_per_pack={options.bytes_per_pack}"
+    return f"({op.name}, [{describe(arrays)}], {always}{others})"
 
 
 def _bounds(array: Array) -> tuple[int, int]:

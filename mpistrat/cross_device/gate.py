@@ -127,6 +127,18 @@ class Gate:
         if self._failure:
             raise self._refused(self._failure) from self._cause
 
+    def require_startable(self) -> None:
+        """Check that a collective can be started: after others that were, but not beside one that another thread is in.
+
+        Raises
+        ------
+        UnavailableError
+            If one is under way there, or has failed.
+        """
+        self.require_sound()
+        if self.refusal and self._last is None:
+            raise self._refused(self.refusal)
+
     def settle(self) -> None:
         """Wait until all that was started has ended, well or not."""
         if self._last is not None:

@@ -16,8 +16,8 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.algorithms.choose import Choice
 from mpistrat.algorithms.cost import CostModel
-from mpistrat.arrays import Array, is_on_device
-from mpistrat.cross_device.arguments import apart, check_gather, check_out, is_fit
+from mpistrat.arrays import Array
+from mpistrat.cross_device.arguments import apart, check_gather, check_num_packs, check_out, describe, describe_all_reduce
 from mpistrat.cross_device.exchange_verbs import ExchangeVerbs
 from mpistrat.cross_device.explanation import Explanation
 from mpistrat.cross_device.gate import Call
@@ -25,9 +25,7 @@ from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.cross_device.recipe import Recipe, run_recipe
 from mpistrat.cross_device.recipe_book import RecipeBook
 from mpistrat.cross_device.short_ways import LIKENESS, ShortWays
-from mpistrat.cross_device.small_batch import OneArray, SmallBatch
 from mpistrat.cross_device.tuning_file import shared_model
-from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.work import Work
@@ -72,14 +70,11 @@ class HierarchicalCollectives(ExchangeVerbs):
         num_packs: int | None = None,
         model: CostModel | None = None,
     ) -> None:
-        # one small array by MPI's own all-reduce is the commonest call: where ranks share cores each line of ours counts
-        # the arrays of the last such call with `out`: what was checked once holds as long as they are the same objects
-        self._last: tuple[Array, Array, ReduceOp, OneArray] | None = None
-        self._quick: dict[tuple[Any, ...], OneArray | SmallBatch] = {}
-        self.num_packs = num_packs
+        self._num_packs = check_num_packs(num_packs)
         super().__init__(hierarchy, options)
         self._executor = Executor(hierarchy)
         self._short = ShortWays(self._executor, self._gate, self._bytes.native_op)
+        # one small array by MPI's own all-reduce is the commonest call: where ranks share cores each line of ours counts
         self._quick = self._short.known
         self.timeline = self._executor.timeline
         self._verbose = self.rank == 0 and settings.VERBOSE.read()
@@ -95,10 +90,8 @@ class HierarchicalCollectives(ExchangeVerbs):
 
     @num_packs.setter
     def num_packs(self, num_packs: int | None) -> None:
-        if num_packs is not None and num_packs < 0:
-            raise InvalidArgumentError(f"num_packs must be None, 0 (each array by itself) or positive; got {num_packs}")
-        self._num_packs = num_packs
-        self._forget_quick()
+        self._num_packs = check_num_packs(num_packs)
+        self._short.forget()
 
     @property
     def model(self) -> CostModel:
@@ -161,9 +154,9 @@ class HierarchicalCollectives(ExchangeVerbs):
                 self._check_out(out, given)
 
         def arguments(wanted: CommunicationOptions) -> str:
-            return self._arguments(op, given, wanted, num_packs) + ("" if structure is None else f" of {structure}")
+            return describe_all_reduce(op, given, wanted, num_packs) + ("" if structure is None else f" of {structure}")
 
-        self._gate.require_sound()
+        self._gate.require_startable()
         call, refused = self._announce("start_all_reduce", arguments, options, check)
         if refused is not None:
             self._gate.require_open()  # in strict mode the others hear of it when the turn of their call comes
@@ -179,7 +172,7 @@ class HierarchicalCollectives(ExchangeVerbs):
             check_gather(array, axis, "reduce_scatter")
             self._recipes.check(op, [array], wanted)
 
-        call = self._enter("reduce_scatter", lambda _: f"({op.name}, {_described([array])}, axis={axis})", options, check)
+        call = self._enter("reduce_scatter", lambda _: f"({op.name}, {describe([array])}, axis={axis})", options, check)
         total = self._empty(array)
         self._gate.run(
             call, self._steps(call, self._recipes.find(op, [array], call.options, self._num_packs), [array], [total])
@@ -206,7 +199,7 @@ class HierarchicalCollectives(ExchangeVerbs):
 
         Where a collective has failed, here or on a peer, nothing is freed and nobody waited for: others may still use it.
         """
-        self._forget_quick()
+        self._short.forget()
         self._gate.settle()
         if self._gate.is_broken():
             return
@@ -226,7 +219,9 @@ class HierarchicalCollectives(ExchangeVerbs):
                 if out is not None:
                     self._check_out(out, arrays)
 
-        call = self._enter("all_reduce", lambda wanted: self._arguments(op, arrays, wanted, self._num_packs), options, check)
+        call = self._enter(
+            "all_reduce", lambda wanted: describe_all_reduce(op, arrays, wanted, self._num_packs), options, check
+        )
         recipe = self._recipes.find(op, arrays, call.options, self._num_packs)
         if call.options is self._options and not (self.is_strict or call.ends):
             self._short.learn(op, arrays, recipe)
@@ -282,35 +277,18 @@ class HierarchicalCollectives(ExchangeVerbs):
         """Do what `all_reduce_again` does for one array, which is not to be divided, into memory of the caller."""
         if len(arrays) != 1 or len(out) != 1 or op is ReduceOp.MEAN or self.timeline.enabled or self._gate.refusal:
             return None
-        source, target, last = arrays[0], out[0], self._last
-        if last is None or source is not last[0] or target is not last[1] or op is not last[2]:
-            quick = self._quick.get((op._value_, (source.shape, source.dtype)))
-            if not isinstance(quick, OneArray) or not source.flags.c_contiguous or not is_fit(target, source):
-                return None
-            self._last = last = (source, target, op, quick)
+        source, target = arrays[0], out[0]
+        quick = self._short.into(op, source, target)
+        if quick is None:
+            return None
         self.num_collectives += 1
         try:
-            last[3].allreduce(source, target, last[3].native)
+            quick.allreduce(source, target, quick.native)
         except BaseException as error:
             self._gate.fail("all_reduce", error)
             raise
         return [target]
 
-    def _forget_quick(self) -> None:
-        self._quick.clear()
-        self._last = None
-
-    def _arguments(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> str:
-        shaping = {name: getattr(options, name) for name in ("wire_dtype", "error_feedback", "deterministic")}
-        shaping["num_packs"] = num_packs
-        others = "".join(f", {name}={value}" for name, value in shaping.items() if value not in (None, False))
-        always = f"algorithm={options.algorithm}, bytes_per_pack={options.bytes_per_pack}"
-        return f"({op.name}, [{_described(arrays)}], {always}{others})"
-
     def _say(self, text: str) -> None:
         if self._verbose:
             print(f"mpistrat: {text}", file=sys.stderr, flush=True)
-
-
-def _described(arrays: Sequence[Array]) -> str:
-    return ", ".join(f"{array.dtype} {array.shape}{' on a GPU' if is_on_device(array) else ''}" for array in arrays)

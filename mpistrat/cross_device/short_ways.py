@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrat import settings
 from mpistrat.arrays import Array
+from mpistrat.cross_device.arguments import is_fit
 from mpistrat.cross_device.gate import Gate
 from mpistrat.cross_device.recipe import Recipe
 from mpistrat.cross_device.recipe_book import RECIPES_KEPT
@@ -48,6 +49,8 @@ class ShortWays:
     def __init__(self, executor: Executor, gate: Gate, native_op: Callable[[ReduceOp, Any], MPI.Op]) -> None:
         self._executor, self._gate, self._native_op = executor, gate, native_op
         self.known: dict[tuple[Any, ...], OneArray | SmallBatch] = {}
+        # of the last call with `out`: what was checked once holds as long as the arrays are the same objects
+        self._last: tuple[Array, Array, ReduceOp, OneArray] | None = None
 
     def learn(self, op: ReduceOp, arrays: Sequence[Array], recipe: Recipe) -> None:
         """Note how arrays like these go straight through MPI or shared memory, where one call of it is all there is to do."""
@@ -72,6 +75,24 @@ class ShortWays:
             self.known[signature] = OneArray(op, size, native, allreduce)
         elif sum(array.nbytes for array in arrays) <= SMALL_BATCH_BYTES and len({array.dtype for array in arrays}) == 1:
             self.known[signature] = SmallBatch(op, arrays, recipe[0], size, native, allreduce)
+
+    def into(self, op: ReduceOp, source: Array, target: Array) -> OneArray | None:
+        """Return the way of one array into memory of the caller, if there is one; for operations that do not divide."""
+        last = self._last
+        if last is not None and source is last[0] and target is last[1] and op is last[2]:
+            return last[3]
+        way = self.known.get((op._value_, (source.shape, source.dtype)))
+        if not isinstance(way, OneArray) or not source.flags.c_contiguous or not is_fit(target, source):
+            return None
+        # larger ones must not be kept alive, and to look at them again takes little of their time
+        if source.nbytes <= SMALL_BATCH_BYTES:
+            self._last = source, target, op, way
+        return way
+
+    def forget(self) -> None:
+        """Forget all ways."""
+        self.known.clear()
+        self._last = None
 
     def _called_as_mpi(self, at_once: Callable[[Array, Array], None], recipe: Recipe) -> Callable[..., None]:
         """Return the same, called as MPI's is."""

@@ -41,6 +41,30 @@ def test_several_are_under_way_and_each_has_its_own_result(ops):
             assert work.done()
 
 
+@needs_ranks(2)
+def test_nothing_is_started_beside_a_collective_of_another_thread(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    ops = one_node(comm)
+    array, found = given(comm.rank, 400_000, 0), []
+    in_memory = CommunicationOptions(algorithm="hierarchical")
+    ops.all_reduce(SUM, [array], in_memory)
+    if comm.rank == 0:
+        beside = threading.Thread(target=lambda: found.extend(ops.all_reduce(SUM, [array], in_memory)))
+        beside.start()
+        while not ops._gate.refusal:
+            time.sleep(0.0001)
+        with pytest.raises(UnavailableError, match="an earlier all_reduce is still under way"):
+            ops.start_all_reduce(SUM, [array])
+        comm.Barrier()
+        beside.join()
+    else:
+        comm.Barrier()
+        found = ops.all_reduce(SUM, [array], in_memory)
+    np.testing.assert_array_equal(found[0], expected(comm.size, 400_000, 0))
+    np.testing.assert_array_equal(ops.start_all_reduce(SUM, [array]).wait()[0], found[0])
+    ops.close()
+
+
 def test_other_collectives_come_after_what_was_started(ops):
     verbs = {
         "all_reduce": lambda: ops.all_reduce(SUM, [np.ones(3)])[0].tolist() == [ops.size] * 3,

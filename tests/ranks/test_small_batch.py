@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import optree
 import pytest
@@ -107,6 +109,21 @@ def test_a_rank_may_go_the_long_way_in_shared_memory(comm, monkeypatch, reads):
             assert (total == ops.size * array + sum(range(ops.size))).all(), (kib, turn)
     assert refusals, "shared memory was not used"
     assert all("under way" in refusal for refusal in refusals), "another thread may come in between"
+    ops.close()
+
+
+@needs_ranks(2)
+def test_large_arrays_of_the_caller_are_not_kept(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    for count in (1 << 17, 3 << 18):
+        source, target = np.ones(count), np.zeros(count)
+        for _ in range(3):
+            ops.all_reduce(ReduceOp.SUM, [source], out=[target])
+        assert (target == comm.size).all()
+        kept = weakref.ref(source), weakref.ref(target)
+        del source, target
+        assert [one() for one in kept] == [None, None], count
     ops.close()
 
 
