@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -24,9 +24,16 @@ from mpistrat.transports.base import Operation, Steps, drive
 from mpistrat.transports.parts import Cuts, Lists
 
 if TYPE_CHECKING:
-    from mpistrat.execution.executor import CopySteps, Executor
+    from mpistrat.execution.executor import Executor
 
-__all__ = ["BoundPlan", "DirectPlan"]
+__all__ = ["BoundPlan", "CopySteps", "DirectPlan"]
+
+
+class CopySteps(Protocol):
+    """What copies between arrays and a bucket."""
+
+    def run(self, arrays: Sequence[Array]) -> Steps:
+        """Return the steps."""
 
 
 class BoundPlan:

@@ -14,9 +14,9 @@ import numpy as np
 
 from mpistrat.algorithms.plan import Plan, Verb
 from mpistrat.arrays import Array
-from mpistrat.device.base import Device, Event, Stream, address
-from mpistrat.execution.bound_plan import BoundPlan, DirectPlan
-from mpistrat.execution.executor import CopySteps, Executor
+from mpistrat.device.base import Device, Event, address
+from mpistrat.execution.bound_plan import BoundPlan, CopySteps, DirectPlan
+from mpistrat.execution.executor import Executor
 from mpistrat.execution.ladder import DeviceTransports, device_transports
 from mpistrat.groups.group import Group
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
@@ -58,8 +58,7 @@ class DeviceExecutor(Executor):
         # memory of peers must not be mapped any more when they free it
         self._bound: WeakSet[BoundPlan] = WeakSet()
         self._peers_read = isinstance(self.intra, CudaIpcTransport)
-        # the stream is held: CUDA gives the handle of one that is gone to the next
-        self._copied_out: tuple[Event, Stream] | None = None
+        self._copied_out: Event | None = None
 
     def bind(
         self,
@@ -150,19 +149,14 @@ class DeviceExecutor(Executor):
         self._bound.clear()
 
     def _follow(self) -> None:
-        """Let the current stream wait for the last copies out, if another one made them."""
-        if self._copied_out is None:
-            return
-        event, before = self._copied_out
-        stream = self._device.current_stream()
-        if stream.pointer != before.pointer:
-            stream.wait(event)
+        """Let the current stream wait for the last copies out; where they are its own, that takes no time."""
+        # handles do not tell streams apart: CUDA gives that of one that is gone to the next, and threads' default ones share one
+        if self._copied_out is not None:
+            self._device.current_stream().wait(self._copied_out)
 
     def _note_copied(self) -> Steps:
-        stream = self._device.current_stream()
-        event = stream.record()
-        self._copied_out = event, stream
-        while self._peers_read and not event.done():
+        self._copied_out = self._device.current_stream().record()
+        while self._peers_read and not self._copied_out.done():
             yield WAITING
 
 

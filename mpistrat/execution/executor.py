@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
 from mpistrat.device.base import Device
 from mpistrat.errors import TransportError
-from mpistrat.execution.bound_plan import BoundPlan, DirectPlan
+from mpistrat.execution.bound_plan import BoundPlan, CopySteps, DirectPlan
 from mpistrat.execution.ladder import Transports, host_transports
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
@@ -27,15 +27,7 @@ from mpistrat.transports.ordered import Caster, ordered_all_reduce
 from mpistrat.transports.parts import Lists
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 
-__all__ = ["CopySteps", "Executor"]
-
-
-class CopySteps(Protocol):
-    """What copies between arrays and a bucket."""
-
-    def run(self, arrays: Sequence[Array]) -> Steps:
-        """Return the steps."""
-
+__all__ = ["Executor"]
 
 Casters = Callable[[int, int], Caster]
 """What casts the parts of a chunk that this rank sends beyond its node: (index of the part, elements) -> caster."""
@@ -263,7 +255,7 @@ class Executor:
             return
         self.hierarchy.intra.comm.Barrier()
         self.intra.close()
-        self._arena = np.empty(0, np.uint8)
+        held_bytes, self._arena = self._arena.nbytes, np.empty(0, np.uint8)
         self._geometry, self._marks, self._last_mark = (0, 0), {}, 0
         self.generation += 1
         refusal: TransportError | None = None
@@ -271,16 +263,16 @@ class Executor:
             self._arena = self.intra.allocate(nbytes)
         except TransportError as error:
             refusal = error
-        self._raise_together(refusal)
+        self._raise_together(refusal, held_bytes)
 
-    def _raise_together(self, refusal: TransportError | None) -> None:
-        """Raise on all ranks what the ranks of one node found."""
+    def _raise_together(self, refusal: TransportError | None, held_bytes: int) -> None:
+        """Raise on all ranks what the ranks of one node found; what was bound to the memory held before finds as much again."""
         from mpi4py import MPI
 
         if not self.hierarchy.world_group.comm.allreduce(refusal is not None, MPI.LOR):
             return
         self.intra.close()
-        self._arena = np.empty(0, np.uint8)
+        self._arena = self.intra.allocate(held_bytes) if held_bytes else np.empty(0, np.uint8)
         raise refusal or TransportError("another node has too little memory; its ranks say how much")
 
     def close(self) -> None:

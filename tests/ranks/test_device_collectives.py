@@ -228,7 +228,6 @@ def test_calls_on_different_streams_follow_each_other(pair):
         found = gpu.all_reduce(SUM, given[:1])
         device.held = device.current_stream()
         first = device.current_stream()
-        assert gpu._on_device._copied_out[1] is first, "it is held: CUDA gives the handle of a stream that is gone to the next"
     with device.activate(device.stream()):
         copies = threading.Timer(0.05, lambda: setattr(device, "held", None))
         copies.start()

@@ -8,11 +8,16 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.cross_device.hierarchical import HierarchicalCollectives
 from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.errors import TransportError
 from mpistrat.execution.executor import SLOT_ALIGNMENT_BYTES
+from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
+from mpistrat.topology.world import World
 from mpistrat.transports.exchange import exchange_bytes
 from mpistrat.transports.mpi_ring import RECEIVES_AHEAD, SEGMENT_BYTES
+from mpistrat.transports.shared_memory import SharedMemoryTransport
 from tests.launches import needs_ranks
 
 SUM = ReduceOp.SUM
@@ -98,3 +103,27 @@ def test_a_strategy_tells_what_it_holds(strategy):
     later = strategy.memory_report()
     assert later.largest_pack_bytes == 8 * 300_003
     assert later.total_bytes >= report.total_bytes
+
+
+@needs_ranks(2)
+def test_where_more_memory_is_refused_what_went_before_goes_on(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    arrays = [np.arange(50_000, dtype=np.float32) + ops.rank]
+    mixed = [np.ones(100, np.float32), np.ones(10, np.float16)]
+    expected = ops.all_reduce(SUM, arrays)[0], ops.all_reduce(SUM, mixed)[1]
+    check, most_bytes = SharedMemoryTransport._check_space, ops.memory_report().window_bytes
+
+    def little(transport, nbytes):
+        if nbytes > most_bytes:
+            raise TransportError("planted: no more shared memory")
+        check(transport, nbytes)
+
+    monkeypatch.setattr(SharedMemoryTransport, "_check_space", little)
+    large = [np.ones(1 << 22, np.float32), np.ones(10, np.float16)]
+    with pytest.raises(TransportError, match="planted"):
+        ops.all_reduce(SUM, large, CommunicationOptions(algorithm="hierarchical"))
+    for _ in range(2):
+        assert (ops.all_reduce(SUM, arrays)[0] == expected[0]).all()
+        assert (ops.all_reduce(SUM, mixed)[1] == expected[1]).all()
+    ops.close()
