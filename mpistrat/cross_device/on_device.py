@@ -86,7 +86,7 @@ class DeviceCollectives(HierarchicalCollectives):
 
         Results on the GPU are there when the caller's current stream gets to what is put on it next.
         """
-        if not any(map(is_on_device, arrays)):
+        if not any(map(is_on_device, arrays if out is None else (*arrays, *out))):
             return super().all_reduce(op, arrays, options, out)
         with self._device.activate():
             call, steps, results = self._begin(op, arrays, options, out)
@@ -154,6 +154,7 @@ class DeviceCollectives(HierarchicalCollectives):
             return [self._empty(array) for array in arrays], arrays
         except MemoryError as error:
             self._gate.give_up()
+            self._gate.fail("all_reduce", error)
             raise TransportError(
                 f"rank {self.rank}: no memory for the results ({error}); pass out=, or smaller arrays, or free some of CuPy's: "
                 "cupy.get_default_memory_pool().free_all_blocks()"

@@ -150,7 +150,7 @@ class DeviceExecutor(Executor):
 
     def _follow(self) -> None:
         """Let the current stream wait for the last copies out; where they are its own, that takes no time."""
-        # handles do not tell streams apart: CUDA gives that of one that is gone to the next, and threads' default ones share one
+        # handles do not tell streams apart: CUDA gives that of one gone to the next, and threads' default ones share one
         if self._copied_out is not None:
             self._device.current_stream().wait(self._copied_out)
 

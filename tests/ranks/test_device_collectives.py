@@ -220,6 +220,18 @@ def test_what_is_started_comes_after_what_its_stream_was_given(pair):
 
 
 def test_calls_on_different_streams_follow_each_other(pair):
+    check_that_streams_follow_each_other(pair)
+
+
+def test_so_do_streams_that_are_called_alike(comm, monkeypatch):
+    """Each thread has a default stream of its own, and all of them have one pointer."""
+    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "staged")
+    monkeypatch.setattr("tests.gpu.stand_in._Stream.pointer", 2)
+    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
+        check_that_streams_follow_each_other(pair)
+
+
+def check_that_streams_follow_each_other(pair):
     gpu, device = pair.gpu, pair.device
     arrays = [values(1000, np.float32, 10 * turn + pair.rank) for turn in range(4)]
     given = [pair.up(array) for array in arrays]
@@ -405,6 +417,37 @@ def test_out_must_lie_where_the_array_does(pair):
         pair.gpu.all_reduce(SUM, [pair.up(array)], out=[array])
     with pytest.raises(InvalidArgumentError, match="the array is in host memory, out on a GPU"):
         pair.gpu.all_reduce(SUM, [array, pair.up(array)], out=[pair.up(array), pair.up(array)])
+
+
+def test_out_must_lie_there_on_a_short_way_too(comm, world, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    with Pair(comm, world) as pair:
+        array = values(10, np.float32, pair.rank)
+        for _ in range(2):
+            pair.gpu.all_reduce(SUM, [array])
+            with pytest.raises(InvalidArgumentError, match="the array is in host memory, out on a GPU"):
+                pair.gpu.all_reduce(SUM, [array], out=[pair.up(array)])
+
+
+@needs_ranks(2)
+def test_a_rank_without_memory_for_results_makes_no_other_collective(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+
+    def full(*_):
+        raise MemoryError("planted")
+
+    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
+        given = pair.up(values(10, np.float32, 0))
+        pair.gpu.all_reduce(SUM, [given])
+        if pair.rank == 0:
+            monkeypatch.setattr(pair.device.array_module, "empty", full)
+        with pytest.raises(
+            (TransportError, UnavailableError), match=r"no memory for the results \(planted\)|gave up a collective on GPUs"
+        ):
+            pair.gpu.all_reduce(SUM, [given])
+        assert pair.gpu._gate.refusal
+        with pytest.raises(UnavailableError, match="an earlier all_reduce did not end"):
+            pair.gpu.all_reduce(SUM, [np.ones(1)])
 
 
 @needs_ranks(2)
