@@ -128,6 +128,9 @@ def as_array(value: Any, name: str = "value") -> Array:
 def as_operand(value: Any, name: str = "value") -> Array:
     """Return what `as_array` does, of a value that is to be combined with those of other replicas.
 
+    An array whose elements do not lie at multiples of their alignment, as in a view of packed bytes, is copied: neither MPI
+    nor mpi4py works on such memory.
+
     Raises
     ------
     InvalidArgumentError
@@ -137,6 +140,8 @@ def as_operand(value: Any, name: str = "value") -> Array:
         As for `as_array`.
     """
     array = as_array(value, name)
+    if type(array) is np.ndarray and not array.flags.aligned:
+        array = array.copy()
     if array.ndim and bound_device() is not None and not is_on_device(array):
         lifted = _LIFTS.get(_library(value), "strategy.array_module.asarray({name})").format(name=name)
         raise InvalidArgumentError(

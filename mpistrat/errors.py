@@ -41,9 +41,12 @@ class MpistratError(Exception):
     ----------
     raised_everywhere : bool
         True where every rank of the job raises the same error together, so that one traceback tells the story.
+    failed_ranks : tuple of int
+        The ranks whose own errors have led to this one: their tracebacks tell the story.
     """
 
     raised_everywhere: bool = False
+    failed_ranks: tuple[int, ...] = ()
 
 
 class LaunchError(MpistratError, RuntimeError):

@@ -1,9 +1,9 @@
-"""ReduceOp, and what each operation means for each dtype.
+"""ReduceOp, and what each operation on values of replicas means for each dtype.
 
 ======  =======  ==============  =======================  =============================  ========
 op      bool     integers        float32, float64         float16, bfloat16              complex
 ======  =======  ==============  =======================  =============================  ========
-SUM     or       wraps around    IEEE sum                 summed in float32              sum
+SUM     refused  wraps around    IEEE sum                 summed in float32              sum
 MEAN    refused  64 bits, trunc  SUM, then one division   the same in float32            the same
 MIN     and      minimum         minimum, NaN wins        minimum, NaN wins              refused
 MAX     or       maximum         maximum, NaN wins        maximum, NaN wins              refused
@@ -23,7 +23,16 @@ from numpy.typing import NDArray
 
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 
-__all__ = ["HALF_DTYPES", "Fold", "ReduceOp", "accumulation_dtype", "check_dtype", "combine", "divide"]
+__all__ = [
+    "HALF_DTYPES",
+    "Fold",
+    "ReduceOp",
+    "accumulation_dtype",
+    "check_dtype",
+    "check_meaning",
+    "combine",
+    "divide",
+]
 
 Array = NDArray[Any]
 
@@ -98,6 +107,24 @@ def check_dtype(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None
         raise UnsupportedDtypeError(f"{op.name} is not defined for {name} of dtype {dtype}: complex numbers have no order")
     if op is ReduceOp.MEAN and dtype.kind == "b":
         raise UnsupportedDtypeError(f"MEAN is not defined for {name} of dtype bool; cast it to float32 first")
+
+
+def check_meaning(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None:
+    """Check that it is clear what `op` makes of values of `dtype` that replicas pass: the sum of booleans is not.
+
+    Transports combine booleans by SUM as MPI does, by OR; NumPy counts. A program may mean either.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        If it is not clear, or `op` is not defined for `dtype`.
+    """
+    check_dtype(op, dtype, name)
+    if op is ReduceOp.SUM and dtype.kind == "b":
+        raise UnsupportedDtypeError(
+            f"SUM is not defined for {name} of dtype bool across replicas: is it a count, or whether any is true? Use MAX for "
+            "whether any is true, MIN for whether all are, or to count cast it first, value.astype(np.int64)"
+        )
 
 
 def accumulation_dtype(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -5,6 +5,7 @@ File law: nothing is read at import; a setting is read when it is asked for.
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ __all__ = [
     "ABORT",
     "ALGORITHM",
     "ALLOW_SHARED_GPU",
+    "CHECK",
     "CHUNK_BYTES",
     "DEVICE",
     "INTER_TRANSPORT",
@@ -25,16 +27,23 @@ __all__ = [
     "PEER_MEMORY",
     "SETTINGS",
     "SHARED",
+    "STALL_SECONDS",
     "STRICT",
+    "TIMELINE",
     "TIMEOUT_SECONDS",
     "TUNING",
     "VERBOSE",
     "VIRTUAL_NODES",
     "Setting",
+    "misspelt",
+    "misspelt_text",
     "parse_bytes",
 ]
 
 T = TypeVar("T")
+
+_PREFIX = "MPISTRAT_"
+_OUR_OWN = ("RANK_PID",)  # set by ranks for what they start
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -80,6 +89,26 @@ class Setting(Generic[T]):
             return self.parse(text)
         except ValueError as error:
             raise SettingError(f"{self.name}={text!r} was found; {error}. Meaning: {self.meaning}") from error
+
+
+def misspelt(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables ``MPISTRAT_…`` that this library does not know, each with the nearest known name, or an empty text.
+
+    Parameters
+    ----------
+    environ : mapping, optional
+        Where to look; the process's environment by default.
+    """
+    wanted = [setting.name.removeprefix(_PREFIX) for setting in SETTINGS]
+    names = sorted(name for name in (os.environ if environ is None else environ) if name.upper().startswith(_PREFIX))
+    strange = [name for name in names if name not in {_PREFIX + known for known in (*wanted, *_OUR_OWN)}]
+    near = {name: difflib.get_close_matches(name[len(_PREFIX) :].upper(), wanted, 1) for name in strange}
+    return {name: "".join(_PREFIX + match for match in matches) for name, matches in near.items()}
+
+
+def misspelt_text(name: str, near: str) -> str:
+    """Return what to tell a user of a variable that this library does not know; `near` is what `misspelt` says of it."""
+    return f"{name} is set, and is not a setting of mpistrat" + (f"; {near} is meant?" if near else "")
 
 
 def parse_bytes(text: str) -> int:
@@ -144,7 +173,18 @@ DEVICE = Setting(
     "(nobody looks for one).",
 )
 ALLOW_SHARED_GPU = Setting("MPISTRAT_ALLOW_SHARED_GPU", _parse_bool, False, "Several ranks may drive one GPU: for tests.")
-STRICT = Setting("MPISTRAT_STRICT", _parse_bool, False, "Check before each collective that all ranks make the same call.")
+CHECK = Setting(
+    "MPISTRAT_CHECK",
+    _parse_bool,
+    True,
+    "Compare the calls of all ranks. Off: ranks that make different calls get wrong results, or wait for ever.",
+)
+STRICT = Setting(
+    "MPISTRAT_STRICT",
+    _parse_bool,
+    False,
+    "Compare everything before a result is handed out, also what could be compared with a later call.",
+)
 ABORT = Setting("MPISTRAT_ABORT", _parse_bool, True, "An uncaught exception on one rank ends the whole job.")
 ALGORITHM = Setting(
     "MPISTRAT_ALGORITHM",
@@ -196,12 +236,26 @@ TUNING = Setting(
 TIMEOUT_SECONDS = Setting(
     "MPISTRAT_TIMEOUT_SECONDS", _parse_seconds, 0.0, "Deadline of each collective that names none, in seconds. 0: none."
 )
+STALL_SECONDS = Setting(
+    "MPISTRAT_STALL_SECONDS",
+    _parse_seconds,
+    30.0,
+    "When a rank has waited so long in a collective, one rank prints which ranks are missing, and what they are doing; again "
+    "after twice as long. 0: never.",
+)
+TIMELINE = Setting(
+    "MPISTRAT_TIMELINE",
+    str,
+    "",
+    "A file, trace.json for example, that rank 0 writes at the end: what each rank did when, for ui.perfetto.dev. Empty: none.",
+)
 VERBOSE = Setting("MPISTRAT_VERBOSE", _parse_bool, False, "Rank 0 prints the nodes it found and each plan it chooses, and why.")
 
 SETTINGS: tuple[Setting[Any], ...] = (
     VIRTUAL_NODES,
     DEVICE,
     ALLOW_SHARED_GPU,
+    CHECK,
     STRICT,
     ABORT,
     ALGORITHM,
@@ -213,8 +267,10 @@ SETTINGS: tuple[Setting[Any], ...] = (
     PEER_MEMORY,
     TUNING,
     TIMEOUT_SECONDS,
+    STALL_SECONDS,
+    TIMELINE,
     VERBOSE,
 )
 
 # what must be the same on all ranks, or they would plan and send differently
-SHARED: tuple[Setting[Any], ...] = (STRICT, ALGORITHM, CHUNK_BYTES, MAX_MESSAGE_BYTES, INTRA_TRANSPORT, INTER_TRANSPORT)
+SHARED: tuple[Setting[Any], ...] = (CHECK, STRICT, ALGORITHM, CHUNK_BYTES, MAX_MESSAGE_BYTES, INTRA_TRANSPORT, INTER_TRANSPORT)

@@ -1,11 +1,17 @@
 """Nested values: flatten, map, rebuild, and name a leaf in an error.
 
-A nested value is any combination of dict, list, tuple, namedtuple and registered classes; None is an empty nest.
+A nested value is any combination of dict and other Mappings, list, tuple, namedtuple and registered classes; None is an empty
+nest.
+
+What is of a subclass of dict is put together again as a copy with other values, which keeps its attributes; any other Mapping
+by calling its class with a dict. A Mapping that does not hold then what it was given, an open file for example, is a leaf.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -13,19 +19,29 @@ from typing import Any
 import numpy as np
 import optree
 
-__all__ = ["Structure", "flatten", "flatten_arrays", "leaf_names", "map_leaves", "rebuild"]
+__all__ = ["ONE_LEAF", "OUTLINES_KEPT", "Structure", "flatten", "flatten_arrays", "leaf_names", "map_leaves", "rebuild"]
 
 Structure = optree.PyTreeSpec
 
+ONE_LEAF: Structure = optree.tree_structure(0)  # type: ignore[arg-type]
+"""Of a value that is an array itself."""
 OUTLINES_KEPT = 64
 _MOST_LEVELS = 16  # a list that contains itself has no end
+
+_NAMESPACE = "mpistrat"  # of optree's registry, where the Mappings that were met are known
+_lock = threading.Lock()
+_leaf_types: set[type] = set()
+_nest_types: set[type] = set()
 
 _structures: dict[tuple[Any, ...], tuple[Structure, Callable[[list[Any]], tuple[Any, ...]] | None]] = {}
 
 
 def flatten(value: Any) -> tuple[list[Any], Structure]:
     """Return the leaves of a nested value in a fixed order, and the structure that `rebuild` takes."""
-    return optree.tree_flatten(value)
+    leaves, structure = optree.tree_flatten(value, namespace=_NAMESPACE)
+    while not _leaf_types.issuperset(map(type, leaves)) and _learn(leaves):
+        leaves, structure = optree.tree_flatten(value, namespace=_NAMESPACE)
+    return leaves, structure
 
 
 def flatten_arrays(value: Any) -> tuple[list[Any], Structure] | None:
@@ -52,12 +68,96 @@ def rebuild(structure: Structure, leaves: list[Any]) -> Any:
 
 def map_leaves(function: Callable[..., Any], value: Any, *others: Any) -> Any:
     """Return the nested value whose leaves are ``function(leaf, *other_leaves)``; all must have one structure."""
-    return optree.tree_map(function, value, *others)
+    leaves, structure = flatten(value)
+    return structure.unflatten(map(function, leaves, *(_flattened_like(structure, other) for other in others)))
 
 
 def leaf_names(value: Any, root: str = "value") -> list[str]:
     """Return one name for each leaf, as a user would write it: ``value['w'][0]``."""
-    return [root + accessor.codify("") for accessor in optree.tree_accessors(value)]
+    flatten(value)  # learns which Mappings there are
+    return [root + accessor.codify("") for accessor in optree.tree_accessors(value, namespace=_NAMESPACE)]
+
+
+def _flattened_like(structure: Structure, value: Any) -> list[Any]:
+    flatten(value)
+    return structure.flatten_up_to(value)
+
+
+class _Like:
+    """How a Mapping is put together again; equal to that of any other with the same keys."""
+
+    def __init__(self, mapping: Mapping[Any, Any]) -> None:
+        self._mapping = mapping
+        self.keys = _in_order(mapping)
+
+    def rebuild(self, values: Iterable[Any]) -> Mapping[Any, Any]:
+        """Return a Mapping like the one that was taken apart, with other values."""
+        found = dict(zip(self.keys, values, strict=True))
+        return _made_like(self._mapping, {key: found[key] for key in self._mapping})  # in the order that they had
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Like) and self.keys == other.keys
+
+    def __hash__(self) -> int:
+        return hash(self.keys)
+
+    def __repr__(self) -> str:
+        return repr(list(self.keys))
+
+
+def _learn(leaves: Iterable[Any]) -> bool:
+    """Register the types of leaves that are Mappings, so that these are taken apart; return whether there are any."""
+    with _lock:
+        unknown = {type(leaf): leaf for leaf in leaves if type(leaf) not in _leaf_types}
+        nests = {kind for kind, leaf in unknown.items() if isinstance(leaf, Mapping) and _comes_back(leaf)}
+        _leaf_types.update(unknown.keys() - nests)
+        for kind in nests - _nest_types:  # another thread may have met it meanwhile
+            optree.register_pytree_node(
+                kind, _taken_apart, _put_together, path_entry_type=optree.MappingEntry, namespace=_NAMESPACE
+            )
+        _nest_types.update(nests)
+        return bool(nests)
+
+
+def _comes_back(mapping: Mapping[Any, Any]) -> bool:
+    """Return whether a Mapping like this can be made with any values, and holds what it was given."""
+    values = {key: object() for key in mapping} or {"key": object()}
+    try:
+        again = _made_like(mapping, values)
+        return type(again) is type(mapping) and all(again[key] is value for key, value in values.items())
+    except Exception:  # whatever a class of the user's raises that is made in another way
+        return False
+
+
+def _made_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    if not isinstance(mapping, dict):
+        made: Mapping[Any, Any] = type(mapping)(items)  # type: ignore[call-arg]
+        return made
+    copied = copy.copy(mapping)
+    dict.update(copied, items)  # a subclass may accept certain values only
+    attributes = getattr(copied, "__dict__", {})
+    for key in attributes.keys() & mapping.keys():  # some keep their items as attributes too
+        if attributes[key] is mapping[key]:
+            attributes[key] = items[key]
+    return copied
+
+
+def _taken_apart(mapping: Any) -> tuple[list[Any], _Like, tuple[Any, ...]]:
+    like = _Like(mapping)
+    return [mapping[key] for key in like.keys], like, like.keys
+
+
+def _put_together(like: Any, values: Iterable[Any]) -> Mapping[Any, Any]:
+    rebuilt: Mapping[Any, Any] = like.rebuild(values)
+    return rebuilt
+
+
+def _in_order(mapping: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """Return the keys in an order that does not depend on how the Mapping was filled, where they have one."""
+    try:
+        return tuple(sorted(mapping))
+    except TypeError:
+        return tuple(mapping)
 
 
 def _walk(value: Any, leaf: type) -> tuple[tuple[Any, ...] | None, list[Any]]:

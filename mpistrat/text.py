@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["format_bytes", "format_count", "format_seconds", "format_table"]
+__all__ = ["format_bytes", "format_count", "format_elapsed", "format_seconds", "format_table", "ranks_text"]
 
 _BINARY = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -24,6 +24,17 @@ def format_seconds(seconds: float) -> str:
         if seconds >= 0.9995 * unit:  # what three digits would show as 1000 of the smaller unit
             return f"{seconds / unit:.3g} {name}"
     return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+
+
+def format_elapsed(seconds: float) -> str:
+    """Return how long something has taken so far, such as ``0.4 s``, ``31 s`` or ``2 h 5 min``."""
+    if seconds < 9.95:
+        return f"{max(seconds, 0.0):.1f} s"
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    minutes = whole // 60
+    return f"{minutes} min {whole % 60} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def format_count(count: int, noun: str) -> str:
@@ -50,3 +61,15 @@ def format_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> st
         for row in rows
     ]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0-2, 5``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

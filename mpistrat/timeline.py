@@ -1,17 +1,23 @@
 """What happened when on this rank: phase, bytes, start, end.
 
-Recording is off until somebody asks for it; an idle timeline costs one attribute look-up per phase.
+Recording is off until somebody asks for it, or MPISTRAT_TIMELINE does; an idle timeline costs one attribute look-up per phase.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Event", "Timeline", "write_chrome_trace"]
+from mpistrat import settings
+
+__all__ = ["Event", "Timeline", "kept", "leave_to_others", "write_chrome_trace", "write_trace"]
+
+_kept: list[Timeline] = []
 
 
 class Event(NamedTuple):
@@ -37,10 +43,14 @@ class Event(NamedTuple):
 
 
 class Timeline:
-    """A list of events, recorded while `enabled`."""
+    """A list of events, recorded while `enabled`: from the beginning where MPISTRAT_TIMELINE is set."""
 
     def __init__(self) -> None:
-        self.enabled = False
+        self.enabled = bool(settings.TIMELINE.read())
+        if self.enabled:
+            if not _kept:
+                atexit.register(_write_alone)
+            _kept.append(self)
         self.events: list[Event] = []
         # perf_counter has no common origin between processes; the wall clock of this moment aligns the ranks of one host
         self.epoch_seconds = time.time() - time.perf_counter()
@@ -59,6 +69,33 @@ class Timeline:
             total += max(0.0, end - max(start, reached))
             reached = max(reached, end)
         return total
+
+
+def kept() -> Timeline:
+    """Return one timeline with the events of all that were recorded because MPISTRAT_TIMELINE is set."""
+    whole = Timeline.__new__(Timeline)
+    whole.enabled, whole.events, whole.epoch_seconds = False, [], time.time() - time.perf_counter()
+    for timeline in _kept:
+        whole.events += timeline.events
+    return whole
+
+
+def leave_to_others() -> None:
+    """Write nothing at exit: whoever calls this sees to it, for several ranks."""
+    atexit.unregister(_write_alone)
+
+
+def _write_alone() -> None:
+    write_trace({0: kept()})
+
+
+def write_trace(timelines: dict[int, Timeline]) -> None:
+    """Write the file that MPISTRAT_TIMELINE names, or say why it cannot be written; at the end of a program nobody can help."""
+    path = settings.TIMELINE.read()
+    try:
+        write_chrome_trace(path, timelines)
+    except OSError as error:
+        print(f"mpistrat: {settings.TIMELINE.name}={path} cannot be written: {error.strerror}", file=sys.stderr)
 
 
 def write_chrome_trace(path: str | Path, timelines: dict[int, Timeline]) -> None:

@@ -29,7 +29,7 @@ _GATES = {
     "contracts": ["lint-imports", "--no-cache"],
     "docstrings": ["numpydoc", "lint", *map(str, _MODULES)],
 }
-_MAX_LINES = 300
+_MAX_LINES = 500  # most files stay under 300; more is fine where the subject is one
 _BANNED = {"common", "core", "helper", "helpers", "lib", "manager", "misc", "util", "utils"}
 _TOP = {
     *(".ci", ".gitignore", "CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "setup.cfg"),

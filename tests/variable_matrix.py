@@ -1,14 +1,15 @@
 """The behaviour of variables as a table: one row for an operation in a context, one cell for each aggregation.
 
-The array of a variable starts as START. In ``run`` replica r passes r + 6, elsewhere all ranks pass 6; scatter updates pass it
-twice, for TOUCHED. A cell says what becomes of an element x of replica r of n, or what is raised.
+The array of a variable starts as START. In ``run`` replica r passes r + 6, elsewhere all ranks pass 6, and so they do where an
+aggregation of NONE asks for equal values; scatter updates pass it twice, for TOUCHED. A cell says what becomes of an element x
+of replica r of n, or what is raised.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,22 @@ def _prod(n: int, divisor: float) -> float:
     return math.prod((r + 6.0) / divisor for r in range(n))
 
 
+def _plus(x: float, n: int, r: int) -> float:
+    return x + 6
+
+
+def _minus(x: float, n: int, r: int) -> float:
+    return x - 6
+
+
+def _times(x: float, n: int, r: int) -> float:
+    return x * 6
+
+
+def _over(x: float, n: int, r: int) -> float:
+    return x / 6
+
+
 def _same(outcome: Outcome) -> tuple[Outcome, ...]:
     return (outcome,) * 4
 
@@ -103,41 +120,40 @@ TABLE: list[tuple[str, VariableSynchronization, str, tuple[Outcome, ...]]] = [
     ("read", R, "update", _same(lambda x, n, r: x)),
     ("read", R, "scope", (UNREADABLE, lambda x, n, r: n * x, lambda x, n, r: x, lambda x, n, r: x)),
 
-    ("assign", W, "run", (NEEDS, lambda x, n, r: _sum(n), lambda x, n, r: _sum(n) / n, lambda x, n, r: 6)),
+    ("assign", W, "run", (lambda x, n, r: 6, lambda x, n, r: _sum(n), lambda x, n, r: _sum(n) / n, lambda x, n, r: 6)),
     ("assign", W, "scope", _same(lambda x, n, r: 6)),
     ("assign", W, "update", _same(lambda x, n, r: 6)),
     ("assign", R, "run", _same(lambda x, n, r: r + 6)),
     ("assign", R, "scope", (lambda x, n, r: 6, lambda x, n, r: 6 / n, lambda x, n, r: 6, lambda x, n, r: 6)),
     ("assign", R, "update", _same(lambda x, n, r: 6)),
 
-    ("assign_add", W, "run", (NEEDS, lambda x, n, r: x + _sum(n), lambda x, n, r: x + _sum(n) / n, lambda x, n, r: x + 6)),
+    ("assign_add", W, "run", (_plus, lambda x, n, r: x + _sum(n), lambda x, n, r: x + _sum(n) / n, _plus)),
     ("assign_add", W, "scope", _same(lambda x, n, r: x + 6)),
     ("assign_add", W, "update", _same(lambda x, n, r: x + 6)),
     ("assign_add", R, "run", _same(lambda x, n, r: x + r + 6)),
     ("assign_add", R, "scope", (lambda x, n, r: x + 6, SUMMED, lambda x, n, r: x + 6, lambda x, n, r: x + 6)),
     ("assign_add", R, "update", _same(lambda x, n, r: x + 6)),
 
-    ("assign_sub", W, "run", (NEEDS, lambda x, n, r: x - _sum(n), lambda x, n, r: x - _sum(n) / n, lambda x, n, r: x - 6)),
+    ("assign_sub", W, "run", (_minus, lambda x, n, r: x - _sum(n), lambda x, n, r: x - _sum(n) / n, _minus)),
     ("assign_sub", W, "scope", _same(lambda x, n, r: x - 6)),
     ("assign_sub", W, "update", _same(lambda x, n, r: x - 6)),
     ("assign_sub", R, "run", _same(lambda x, n, r: x - r - 6)),
     ("assign_sub", R, "scope", (lambda x, n, r: x - 6, SUMMED, lambda x, n, r: x - 6, lambda x, n, r: x - 6)),
     ("assign_sub", R, "update", _same(lambda x, n, r: x - 6)),
 
-    ("scatter_add", W, "run", (NEEDS, lambda x, n, r: x + _sum(n), lambda x, n, r: x + _sum(n) / n, lambda x, n, r: x + 6)),
+    ("scatter_add", W, "run", (_plus, lambda x, n, r: x + _sum(n), lambda x, n, r: x + _sum(n) / n, _plus)),
     ("scatter_add", W, "scope", _same(lambda x, n, r: x + 6)),
     ("scatter_add", W, "update", _same(lambda x, n, r: x + 6)),
-    ("scatter_sub", W, "run", (NEEDS, lambda x, n, r: x - _sum(n), lambda x, n, r: x - _sum(n) / n, lambda x, n, r: x - 6)),
+    ("scatter_sub", W, "run", (_minus, lambda x, n, r: x - _sum(n), lambda x, n, r: x - _sum(n) / n, _minus)),
     ("scatter_sub", W, "scope", _same(lambda x, n, r: x - 6)),
     ("scatter_sub", W, "update", _same(lambda x, n, r: x - 6)),
-    ("scatter_mul", W, "run", (NEEDS, lambda x, n, r: x * _prod(n, 1), lambda x, n, r: x * _prod(n, n), lambda x, n, r: x * 6)),
+    ("scatter_mul", W, "run", (_times, lambda x, n, r: x * _prod(n, 1), lambda x, n, r: x * _prod(n, n), _times)),
     ("scatter_mul", W, "scope", _same(lambda x, n, r: x * 6)),
     ("scatter_mul", W, "update", _same(lambda x, n, r: x * 6)),
-    ("scatter_div", W, "run", (NEEDS, lambda x, n, r: x / _prod(n, 1), lambda x, n, r: x / _prod(n, n), lambda x, n, r: x / 6)),
+    ("scatter_div", W, "run", (_over, lambda x, n, r: x / _prod(n, 1), lambda x, n, r: x / _prod(n, n), _over)),
     ("scatter_div", W, "scope", _same(lambda x, n, r: x / 6)),
     ("scatter_div", W, "update", _same(lambda x, n, r: x / 6)),
 
-    # with NONE the rows of all replicas must be equal: here they pass 6, like everywhere outside run
     ("scatter_min", W, "run", (lambda x, n, r: min(x, 6), COMPARES, COMPARES, lambda x, n, r: min(x, 6))),
     ("scatter_min", W, "scope", _same(lambda x, n, r: min(x, 6))),
     ("scatter_min", W, "update", _same(lambda x, n, r: min(x, 6))),
@@ -178,6 +194,12 @@ PLAIN: dict[str, Callable[[float], float]] = {
 }
 
 
+def of_central_storage(cell: Cell) -> Cell:
+    """Return what a cell says under central storage, where one array cannot be what each replica assigns."""
+    is_compared = cell.operation in ("read", "scatter_min", "scatter_max", "scatter_update")
+    return replace(cell, outcome=NEEDS) if cell.where == "run" and _is_none(cell) and not is_compared else cell
+
+
 def declared(strategy: Any, synchronization: VariableSynchronization, aggregation: VariableAggregation) -> Any:
     """Return a variable of `strategy` that starts as START."""
     with strategy.scope():
@@ -188,7 +210,7 @@ def check_cell(strategy: Any, cell: Cell) -> None:
     """Do what a cell says, and compare the array of this replica, and what is read in all contexts."""
     size, rank = strategy.num_replicas_in_sync, strategy.extended.collectives.rank
     variable = declared(strategy, cell.synchronization, cell.aggregation)
-    is_own = cell.where == "run" and not (cell.operation in ("scatter_min", "scatter_max", "scatter_update") and _is_none(cell))
+    is_own = cell.where == "run" and not (cell.synchronization is W and _is_none(cell))
     number = 6.0 + rank if is_own else 6.0
 
     def act() -> Any:

@@ -44,9 +44,9 @@ class TFConfigClusterResolver(ClusterResolver):
     ) -> None:
         config = _read()
         task = _part(config, "task")
-        self.task_type = task.get("type") if task_type is None else task_type
+        self.task_type = _text(task.get("type")) if task_type is None else task_type
         self.task_id = _index(task.get("index") if task_id is None else task_id)
-        self.rpc_layer = config.get("rpc_layer") if rpc_layer is None else rpc_layer
+        self.rpc_layer = _text(config.get("rpc_layer")) if rpc_layer is None else rpc_layer
         self._environment = environment
 
     def cluster_spec(self) -> ClusterSpec:
@@ -99,8 +99,18 @@ def _part(config: dict[str, Any], key: str) -> dict[str, Any]:
     return part
 
 
+def _text(value: Any) -> str | None:
+    """Return a name that may have been written as a number."""
+    return None if value is None else str(value)
+
+
 def _index(value: Any) -> int | None:
+    if value is None:
+        return None
     try:
-        return None if value is None else int(value)
-    except (TypeError, ValueError):
+        number = int(value)
+        if isinstance(value, float) and value != number:
+            raise ValueError("a fraction")
+        return number
+    except (TypeError, ValueError, OverflowError):
         raise InvalidArgumentError(f"the task index must be a number; got {value!r}; TF_CONFIG is as in {_EXAMPLE}") from None

@@ -38,6 +38,7 @@ __all__ = [
     "pop",
     "push",
     "register_default",
+    "require_no_default_scope",
     "updating",
 ]
 
@@ -220,6 +221,24 @@ def in_replica_context_of(strategy: Any, call: str) -> bool:
     return found.replica_context is not None
 
 
+def require_no_default_scope(call: str) -> None:
+    """Check that the scope of the default strategy is not entered around that of the current one.
+
+    Raises
+    ------
+    RuntimeError
+        If it is, which is how TensorFlow refuses to make variables there; `call` is what the message says was asked for.
+    """
+    found = current()
+    if found.strategy is not default_mode().strategy and default_mode() in _thread.modes:
+        raise RuntimeError(
+            f"{call} was called in the scope of {found.strategy!r}, which was entered inside that of the default strategy: two "
+            "strategies cannot be mixed.\n"
+            "    incorrect:  with mpistrat.get_strategy().scope(): with strategy.scope(): mpistrat.Variable(0.0)\n"
+            "    correct:    with strategy.scope(): mpistrat.Variable(0.0), outside all other scopes"
+        )
+
+
 def misplaced(call: str, wanted: str, incorrect: str, correct: str) -> RuntimeError:
     """Return the error of a call in the wrong context, with the line as it was written and as it should be."""
     return RuntimeError(
@@ -228,10 +247,24 @@ def misplaced(call: str, wanted: str, incorrect: str, correct: str) -> RuntimeEr
 
 
 def _mixed(call: str, wanted: Any, found: Mode) -> RuntimeError:
+    if wanted is default_mode().strategy:
+        return _outside_scope(call, found)
     return RuntimeError(
         f"{call} was called on {wanted!r}, but {_where(found)}: two strategies cannot be mixed.\n"
         "    incorrect:  with first.scope(): second.run(fn)\n"
         "    correct:    leave the scope of the first strategy, then call the second one"
+    )
+
+
+def _outside_scope(call: str, found: Mode) -> RuntimeError:
+    """Return the error of using, under a strategy, what was made outside all scopes."""
+    return RuntimeError(
+        f"{call}: the variable or strategy was made outside every scope, so it belongs to the default strategy, "
+        f"of this rank alone, but {_where(found)}: two strategies cannot be mixed.\n"
+        "    incorrect:  variable = mpistrat.Variable(value); strategy.run(lambda: variable.assign(value))\n"
+        "    correct:    with strategy.scope(): variable = mpistrat.Variable(value)\n"
+        "    incorrect:  default = mpistrat.get_strategy(); with strategy.scope(): default.run(fn)\n"
+        "    correct:    with strategy.scope(): mpistrat.get_strategy().run(fn)"
     )
 
 

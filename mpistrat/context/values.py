@@ -88,6 +88,38 @@ class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
             _check_targets((written, kwargs.get("out")))
         return func(*map_leaves(_read, args), **(map_leaves(_read, kwargs) if kwargs else {}))
 
+    # what a program asks of one number or one array is answered where this reads as one, and nowhere else
+
+    def __len__(self) -> int:
+        return len(self.read())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.read())
+
+    def __contains__(self, item: Any) -> bool:
+        return item in to_host(self.read())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.read()[index]
+
+    def __float__(self) -> float:
+        return float(self.read())
+
+    def __int__(self) -> int:
+        return int(self.read())
+
+    def __complex__(self) -> complex:
+        return complex(self.read())
+
+    def __index__(self) -> int:
+        return to_host(self.read()).__index__()
+
+    def __bool__(self) -> bool:
+        return bool(self.read())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.read(), spec) if spec else str(self)
+
     def __setitem__(self, index: Any, value: Any) -> None:
         _check_targets(self)
 
@@ -109,10 +141,11 @@ class PerReplica(DistributedValues):
         mode = current()
         if mode.replica_context is None or mode is default_mode():
             raise InvalidArgumentError(
-                "a per-replica value was read as one array outside strategy.run, where it has a component on every replica.\n"
-                "    incorrect:  np.sum(value)\n"
+                "a per-replica value was read as one array or number outside strategy.run, where it has a component on every "
+                "replica.\n"
+                "    incorrect:  np.sum(value); float(value); if value > limit: …\n"
                 '    correct:    strategy.reduce("sum", value, axis=None), or strategy.gather(value, axis=0), or for the '
-                "component of this rank strategy.experimental_local_results(value)"
+                "component of this rank strategy.local(value), which is strategy.experimental_local_results(value)[0]"
             )
         return as_array(self._component)
 
@@ -171,33 +204,6 @@ class Mirrored(DistributedValues):
 
     def __len__(self) -> int:
         return len(as_array(self._component))  # the length is no secret of the other replicas: nothing is read
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.read())
-
-    def __contains__(self, item: Any) -> bool:
-        return item in to_host(self.read())
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.read()[index]
-
-    def __float__(self) -> float:
-        return float(self.read())
-
-    def __int__(self) -> int:
-        return int(self.read())
-
-    def __complex__(self) -> complex:
-        return complex(self.read())
-
-    def __index__(self) -> int:
-        return to_host(self.read()).__index__()
-
-    def __bool__(self) -> bool:
-        return bool(self.read())
-
-    def __format__(self, spec: str) -> str:
-        return format(self.read(), spec) if spec else str(self)
 
 
 def select_replica(value: Any) -> Any:

@@ -129,7 +129,7 @@ def apart(arrays: Sequence[Array], out: Sequence[Array]) -> list[Array]:
 
 def is_fit(target: Array, source: Array) -> bool:
     """Return whether MPI can write to `target` what it makes of `source`; else the longer way says why not, or copies."""
-    if target.shape != source.shape or target.dtype is not source.dtype or not target.flags.carray:
+    if target.shape != source.shape or target.dtype is not source.dtype or not (target.flags.carray and source.flags.aligned):
         return False
     # arrays that own their memory do not overlap, unless they are one
     owners = source.base is None and target.base is None and source is not target

@@ -32,7 +32,7 @@ class ClosedCollectives(Collectives):
 
     def all_reduce(
         self,
-        op: ReduceOp,
+        op: ReduceOp | str,
         arrays: Sequence[Array],
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
@@ -42,7 +42,7 @@ class ClosedCollectives(Collectives):
 
     def start_all_reduce(
         self,
-        op: ReduceOp,
+        op: ReduceOp | str,
         arrays: Sequence[Array],
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
@@ -52,7 +52,7 @@ class ClosedCollectives(Collectives):
         self._stop()
 
     def reduce_scatter(
-        self, op: ReduceOp, array: Array, axis: int = 0, options: CommunicationOptions | None = None
+        self, op: ReduceOp | str, array: Array, axis: int = 0, options: CommunicationOptions | None = None
     ) -> NoReturn:
         """Raise."""
         self._stop()
@@ -77,7 +77,7 @@ class ClosedCollectives(Collectives):
         """Raise."""
         self._stop()
 
-    def agree(self, call: str, error: Exception | None = None) -> NoReturn:
+    def agree(self, call: str, error: Exception | None = None, options: CommunicationOptions | None = None) -> NoReturn:
         """Raise."""
         self._stop()
 

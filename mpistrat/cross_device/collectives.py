@@ -27,6 +27,9 @@ class Collectives(ABC):
     Every verb takes options that win over those these collectives were made with. With a deadline (`timeout_seconds`) a verb
     raises DeadlineExceededError on every replica that has come, naming those that have not, and no collective is made any more.
 
+    Replicas compare their calls. Every verb raises AgreementError on all of them if they make different ones, or pass different
+    operations, shapes, dtypes or options that must agree: before a result is handed out, but for what `confirm` compares.
+
     Attributes
     ----------
     world : World
@@ -36,7 +39,7 @@ class Collectives(ABC):
     timeline : Timeline
         Records the phases of each collective while it is enabled.
     is_strict : bool
-        Whether replicas compare their calls before each collective.
+        Whether everything is compared before a result is handed out, also what `note` and `confirm` leave for later.
     num_collectives : int
         Collective calls made so far: the sequence number of the last one.
     num_packs : int or None
@@ -55,7 +58,7 @@ class Collectives(ABC):
     @abstractmethod
     def all_reduce(
         self,
-        op: ReduceOp,
+        op: ReduceOp | str,
         arrays: Sequence[Array],
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
@@ -64,7 +67,7 @@ class Collectives(ABC):
 
         Parameters
         ----------
-        op : ReduceOp
+        op : ReduceOp or str
             How to combine; MEAN is SUM and one division by the number of replicas.
         arrays : sequence of ndarray
             Any shapes and dtypes that `reduction` accepts, contiguous or not; the same on all replicas.
@@ -79,17 +82,24 @@ class Collectives(ABC):
             `out`, or new arrays; never the arrays that came in.
         """
 
-    def all_reduce_again(self, op: ReduceOp, arrays: Sequence[Array]) -> list[Array] | None:
+    def all_reduce_again(self, op: ReduceOp, arrays: Sequence[Array], noted: int = 0) -> list[Array] | None:
         """Do what `all_reduce` does if arrays like these have a short way already; else do nothing, and return None.
 
         A collective call. It is for callers that can spare looking at the arrays where these collectives have seen their like.
+
+        Parameters
+        ----------
+        op, arrays : ReduceOp, sequence of ndarray
+            As for `all_reduce`.
+        noted : int
+            The word of what would be noted before (see `note`), as `groups.agreement.word_of` returns it.
         """
         return None
 
     @abstractmethod
     def start_all_reduce(
         self,
-        op: ReduceOp,
+        op: ReduceOp | str,
         arrays: Sequence[Array],
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
@@ -100,7 +110,7 @@ class Collectives(ABC):
         What was started goes on while the program computes, one after the other in the order of the calls; any other
         collective begins when all that was started before has ended. Until then `arrays` and `out` must be left alone. A
         deadline counts from when the turn of the operation comes. What is refused by one replica alone is raised here; all
-        that is found out together with the others, such as that calls differ in strict mode, is raised by the handle.
+        that is found out together with the others, such as that calls differ, is raised by the handle.
 
         Parameters
         ----------
@@ -113,11 +123,13 @@ class Collectives(ABC):
         out : sequence of ndarray, optional
             Likewise.
         structure : object, optional
-            Of the value whose leaves the arrays are: in strict mode its text must be the same on all replicas.
+            Of the value whose leaves the arrays are: its text must be the same on all replicas.
         """
 
     @abstractmethod
-    def reduce_scatter(self, op: ReduceOp, array: Array, axis: int = 0, options: CommunicationOptions | None = None) -> Array:
+    def reduce_scatter(
+        self, op: ReduceOp | str, array: Array, axis: int = 0, options: CommunicationOptions | None = None
+    ) -> Array:
         """Combine arrays of one shape across replicas; each replica gets its part along `axis`. A collective call.
 
         Parts are in replica order, as equal as can be, the first ones longer by one.
@@ -179,8 +191,10 @@ class Collectives(ABC):
         """Wait until all replicas have come here. A collective call."""
 
     @abstractmethod
-    def agree(self, call: str, error: Exception | None = None) -> None:
-        """Check, strict mode or not, that all replicas pass the same text. A collective call.
+    def agree(self, call: str, error: Exception | None = None, options: CommunicationOptions | None = None) -> None:
+        """Check at once that all replicas pass the same text. A collective call.
+
+        It has the deadline of `options`, which are those of the call that replicas agree on, checked or not.
 
         Raises
         ------
@@ -188,10 +202,30 @@ class Collectives(ABC):
             On every replica, if they do not; on one that passes an `error`, that error.
         """
 
-    def refuse(self, call: str, error: Exception) -> NoReturn:
-        """Raise `error`, of a replica that cannot make the call; in strict mode the others, which make it, are told."""
-        if self.is_strict:
-            self.agree(call, error)
+    def note(self, text: str, options: CommunicationOptions | None = None) -> None:  # noqa: B027 - one replica agrees with itself
+        """Have a text compared with the next collective, which replicas make alike only if all have noted the same.
+
+        With MPISTRAT_STRICT it is compared at once, as by `agree`: a collective call, with the deadline of `options`.
+        """
+
+    def confirm(self) -> None:  # noqa: B027 - as for `note`
+        """Compare the calls that were not compared when they were made: those in which MPI combined arrays between nodes.
+
+        A collective call where there are such. Every 64 small calls it is made by itself, more often after long ones, and by
+        `close` and at the end of the program; with MPISTRAT_STRICT after each.
+
+        Raises
+        ------
+        AgreementError
+            On every replica, if they differ.
+        """
+
+    def refuse(self, call: str, error: Exception, options: CommunicationOptions | None = None) -> NoReturn:
+        """Raise `error`, of a replica that cannot make the call, and let the others know, which make it.
+
+        They raise AgreementError. With MPISTRAT_STRICT a collective call, in which all raise together, with the deadline of
+        `options`, as for `agree`.
+        """
         raise error
 
     @abstractmethod

@@ -12,6 +12,7 @@ from mpistrat.algorithms.choose import Choice, choose
 from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
 from mpistrat.algorithms.cost import ON_DEVICE
 from mpistrat.arrays import Array, is_on_device
+from mpistrat.cross_device.arguments import describe_all_reduce
 from mpistrat.cross_device.explanation import Explanation, Pack
 from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.cross_device.recipe import Bucket, Recipe
@@ -75,13 +76,20 @@ class MixedRecipes:
 
     def find(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Recipe:
         """Return the recipe for arrays like these: see `RecipeBook.find`. A collective call where there is none yet."""
-        found = Recipe()
+        found = Recipe(text=describe_all_reduce(op, arrays, options, num_packs))
         for book, indices in self._split(arrays):
             recipe = book.find(op, [arrays[index] for index in indices], self._options(book, options), num_packs)
             if len(indices) == len(arrays):
                 return recipe
             found += [Bucket(tuple(indices[index] for index in bucket.indices), bucket.bound) for bucket in recipe]
         return found
+
+    def has(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> bool:
+        """Return whether there is a recipe for arrays like these: see `RecipeBook.has`."""
+        return all(
+            book.has(op, [arrays[index] for index in indices], self._options(book, options), num_packs)
+            for book, indices in self._split(arrays)
+        )
 
     def explain(self, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Explanation:
         """Return what a sum of arrays like these does: see `RecipeBook.explain`."""

@@ -7,24 +7,29 @@ does not fit is refused on all of them before anything moves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 
 from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.cross_device.arguments import check_gather, check_parts, check_root
+from mpistrat.cross_device.call import Call
 from mpistrat.cross_device.collectives import Collectives
-from mpistrat.cross_device.gate import Call, Gate
-from mpistrat.cross_device.gather import check_equal, gather_extents, incoming_extents
+from mpistrat.cross_device.gather import require_equal, shape_header, shape_of, shape_word
+from mpistrat.cross_device.guard import CollectiveGuard
 from mpistrat.cross_device.options import CommunicationOptions, check_options, shared_defaults
 from mpistrat.errors import MpistratError
+from mpistrat.execution.executor import Executor
 from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp, check_dtype
-from mpistrat.transports.mpi import MpiTransport
+from mpistrat.transports.mpi import MpiTransport, until_complete
 from mpistrat.transports.pairwise import Pairwise
 
 __all__ = ["ExchangeVerbs"]
+
+Facts = np.ndarray[Any, np.dtype[np.int64]]
 
 _MERGED_KEPT = 64
 
@@ -48,7 +53,10 @@ class ExchangeVerbs(Collectives):
         agreement = Agreement(self._group)
         self._options = shared_defaults(agreement).merge(options)
         self._merged: dict[CommunicationOptions, CommunicationOptions] = {}
-        self._gate = Gate(hierarchy, agreement, self)
+        self._executor = Executor(hierarchy)
+        self._guard = CollectiveGuard(
+            hierarchy, agreement, self._executor.window, self._options, lambda: self.num_collectives, self
+        )
         self._bytes = MpiTransport(self._group)
 
     def all_gather(self, array: Array, axis: int = 0, options: CommunicationOptions | None = None) -> Array:
@@ -58,18 +66,25 @@ class ExchangeVerbs(Collectives):
             check_gather(array, axis)
             check_dtype(ReduceOp.SUM, array.dtype)
 
-        call = self._enter("all_gather", lambda _: f"({array.dtype}, {array.ndim} axes, axis={axis})", options, check)
-        axis %= array.ndim
-        extents = gather_extents(self._group, array, axis)
-        front = np.moveaxis(array, axis, 0)
-        whole = np.empty((sum(extents), *front.shape[1:]), array.dtype)
-        starts = np.cumsum([0, *extents])
-        whole[starts[self.rank] : starts[self.rank + 1]] = front
-        if whole.nbytes:
-            row_bytes = whole.nbytes // whole.shape[0]
-            bounds = [int(start) * row_bytes for start in starts]
-            self._gate.run(call, self._bytes.all_gather(_bytes(whole), bounds).run())
-        return np.ascontiguousarray(np.moveaxis(whole, 0, axis))
+        def facts() -> tuple[int, int]:
+            return shape_word(array, axis % array.ndim), array.shape[axis]
+
+        with self._guard:
+            text = lambda _: f"({array.dtype}, {array.ndim} axes, axis={axis})"  # noqa: E731 - a name would say no more
+            call, found = self._enter("all_gather", text, options, check, facts)
+            axis %= array.ndim
+            needed = f"all_gather along axis {axis} needs one axis, one dtype and equal extents on all other axes"
+            require_equal(found[:, 0], needed, self._group, array)
+            extents = [int(extent) for extent in found[:, 1]]
+            front = np.moveaxis(array, axis, 0)
+            whole = np.empty((sum(extents), *front.shape[1:]), array.dtype)
+            starts = np.cumsum([0, *extents])
+            whole[starts[self.rank] : starts[self.rank + 1]] = front
+            if whole.nbytes:
+                row_bytes = whole.nbytes // whole.shape[0]
+                bounds = [int(start) * row_bytes for start in starts]
+                self._guard.run(call, self._bytes.all_gather(_bytes(whole), bounds).run())
+            return np.ascontiguousarray(np.moveaxis(whole, 0, axis))
 
     def gather(self, array: Array, root: int = 0, options: CommunicationOptions | None = None) -> list[Array] | None:
         """Collect the arrays of all replicas on one: see `Collectives.gather`. A collective call."""
@@ -78,14 +93,16 @@ class ExchangeVerbs(Collectives):
             check_root(root, self.size)
             check_dtype(ReduceOp.SUM, array.dtype)
 
-        call = self._enter("gather", lambda _: f"({array.dtype} {array.shape}, root={root})", options, check)
-        check_equal(self._group, array, root)
-        mine, nothing = np.array(array, order="C"), np.empty(0, np.uint8)
-        is_root = self.rank == root
-        arrived = [np.empty(mine.shape, mine.dtype) if is_root and rank != root else mine for rank in range(self.size)]
-        sends = [mine if rank == root else nothing for rank in range(self.size)]
-        self._gate.run(call, Pairwise(self._group, sends, arrived if is_root else [nothing] * self.size).run())
-        return arrived if is_root else None
+        with self._guard:
+            text = lambda _: f"({array.dtype}, root={root})"  # noqa: E731
+            call, found = self._enter("gather", text, options, check, lambda: (shape_word(array), 0))
+            require_equal(found[:, 0], "gather needs equal shapes, one dtype and one root", self._group, array)
+            mine, nothing = np.array(array, order="C"), np.empty(0, np.uint8)
+            is_root = self.rank == root
+            arrived = [np.empty(mine.shape, mine.dtype) if is_root and rank != root else mine for rank in range(self.size)]
+            sends = [mine if rank == root else nothing for rank in range(self.size)]
+            self._guard.run(call, Pairwise(self._group, sends, arrived if is_root else [nothing] * self.size).run())
+            return arrived if is_root else None
 
     def all_to_all(self, arrays: Sequence[Array], options: CommunicationOptions | None = None) -> list[Array]:
         """Send an array to each replica: see `Collectives.all_to_all`. A collective call."""
@@ -94,38 +111,59 @@ class ExchangeVerbs(Collectives):
             check_parts(arrays, self.size)
             check_dtype(ReduceOp.SUM, arrays[0].dtype)
 
-        call = self._enter(
-            "all_to_all", lambda _: f"({', '.join(sorted({str(array.dtype) for array in arrays}))})", options, check
-        )
-        mine = arrays[self.rank]
-        arrived = [
-            np.empty((extent, *mine.shape[1:])[: mine.ndim], mine.dtype) for extent in incoming_extents(self._group, arrays)
-        ]
-        np.copyto(arrived[self.rank], mine)
-        self._gate.run(call, Pairwise(self._group, [np.ascontiguousarray(array) for array in arrays], arrived).run())
-        return arrived
+        def facts() -> tuple[int, int]:
+            return shape_word(arrays[0], 0 if arrays[0].ndim else None), 0
+
+        with self._guard:
+            text = lambda _: f"({', '.join(sorted({str(array.dtype) for array in arrays}))})"  # noqa: E731
+            call, found = self._enter("all_to_all", text, options, check, facts)
+            mine = arrays[self.rank]
+            needed = "all_to_all needs one dtype, and equal extents on all axes but the first"
+            require_equal(found[:, 0], needed, self._group, mine)
+            extents = self._exchange_extents(call, arrays)
+            arrived = [np.empty((extent, *mine.shape[1:])[: mine.ndim], mine.dtype) for extent in extents]
+            np.copyto(arrived[self.rank], mine)
+            self._guard.run(call, Pairwise(self._group, [np.ascontiguousarray(array) for array in arrays], arrived).run())
+            return arrived
 
     def broadcast(self, array: Array, root: int = 0, options: CommunicationOptions | None = None) -> Array:
         """Return the array of replica `root`: see `Collectives.broadcast`. A collective call."""
-        call = self._enter("broadcast", lambda _: f"(root={root})", options, lambda _: check_root(root, self.size))
-        shape, dtype = self._group.comm.bcast((array.shape, array.dtype), root)
-        check_dtype(ReduceOp.SUM, dtype, f"the array of replica {root}")
-        result = np.array(array, order="C") if self.rank == root else np.empty(shape, dtype)
-        if result.nbytes:
-            self._gate.run(call, self._bytes.broadcast(_bytes(result), root).run())
-        return result
+        with self._guard:
+            call, _ = self._enter("broadcast", lambda _: f"(root={root})", options, lambda _: check_root(root, self.size))
+            header = shape_header(array)
+            self._guard.run(call, self._bytes.broadcast(header, root).run())
+            shape, dtype = shape_of(header)
+            check_dtype(ReduceOp.SUM, dtype, f"the array of replica {root}")
+            result = np.array(array, order="C") if self.rank == root else np.empty(shape, dtype)
+            if result.nbytes:
+                self._guard.run(call, self._bytes.broadcast(_bytes(result), root).run())
+            return result
 
     def barrier(self, options: CommunicationOptions | None = None) -> None:
         """Wait until all replicas have come here. A collective call."""
-        call = self._enter("barrier", lambda _: "()", options)
-        # in strict mode and under a deadline all have met already
-        if not (self.is_strict or call.ends):
-            self._group.comm.Barrier()
+        with self._guard:
+            self._enter("barrier", lambda _: "()", options)
 
-    def agree(self, call: str, error: Exception | None = None) -> None:
+    def agree(self, call: str, error: Exception | None = None, options: CommunicationOptions | None = None) -> None:
         """Check that all replicas pass the same text: see `Collectives.agree`. A collective call."""
-        self._gate.require_open()
-        self._gate.agree(self._call(call.partition("(")[0], lambda: call, self._options), error)
+        with self._guard:
+            entered = self._call(call.partition("(")[0], lambda: call, self._within(options))
+            entered.begin()
+            self._guard.agree(entered, error)
+
+    def note(self, text: str, options: CommunicationOptions | None = None) -> None:
+        """Have a text compared with the next collective, or at once with MPISTRAT_STRICT: see `Collectives.note`."""
+        if self.is_strict:
+            self.agree(text, None, options)
+        else:
+            self._guard.note(text)
+
+    def refuse(self, call: str, error: Exception, options: CommunicationOptions | None = None) -> NoReturn:
+        """Raise `error`, and let the others know: see `Collectives.refuse`."""
+        with self._guard:
+            entered = self._call(call, lambda: call, self._within(options))
+            entered.begin()
+            self._refuse(entered, error)
 
     def _enter(
         self,
@@ -133,12 +171,14 @@ class ExchangeVerbs(Collectives):
         arguments: Callable[[CommunicationOptions], str],
         options: CommunicationOptions | None,
         check: Callable[[CommunicationOptions], None] | None = None,
-    ) -> Call:
-        """Begin a collective call: check it here, meet the others, and compare the calls of all, as far as is asked for."""
-        self._gate.require_open()
+        facts: Callable[[], tuple[int, int]] | None = None,
+    ) -> tuple[Call, Facts]:
+        """Begin a collective call: check it here, meet the others, compare the calls of all, and learn their facts."""
         call, refused = self._announce(verb, arguments, options, check)
-        self._meet(call, refused)
-        return call
+        call.begin()
+        if refused is not None:
+            self._refuse(call, refused)
+        return call, self._guard.agree(call, None, (0, 0) if facts is None else facts())
 
     def _announce(
         self,
@@ -158,19 +198,30 @@ class ExchangeVerbs(Collectives):
             refused = error
         return self._call(verb, lambda: verb + arguments(wanted), wanted), refused
 
-    def _meet(self, call: Call, refused: Exception | None = None) -> None:
-        """Let the time of a call run, meet the other ranks, and compare the calls of all, as far as is asked for."""
-        call.begin()
+    def _refuse(self, call: Call, error: Exception) -> NoReturn:
+        """Raise the error of a call that this rank cannot make; with MPISTRAT_STRICT all ranks raise together."""
         if self.is_strict:
-            self._gate.agree(call, refused)
-        if refused is not None:
-            raise refused
-        if call.ends and not self.is_strict:
-            self._gate.arrive(call)
+            self._guard.agree(call, error)
+        self.num_collectives -= 1  # the others have made none, or wait for this rank to make it
+        self._guard.refuse(call, error)
 
     def _call(self, verb: str, describe: Callable[[], str], options: CommunicationOptions) -> Call:
         self.num_collectives += 1
-        return Call(self.num_collectives, verb, describe, options)
+        call = Call(self.num_collectives, verb, describe, options)
+        self._guard.take_notes(call)
+        return call
+
+    def _exchange_extents(self, call: Call, arrays: Sequence[Array]) -> list[int]:
+        """Return the first extent of the array that each rank sends to this one; 1 for scalars."""
+        mine = np.array([array.shape[0] if array.ndim else 1 for array in arrays], np.int64)
+        arriving = np.empty_like(mine)
+        request = self._group.comm.Ialltoall(mine, arriving)
+        self._guard.run(call, until_complete(request, (mine, arriving)))
+        return [int(extent) for extent in arriving]
+
+    def _within(self, options: object) -> CommunicationOptions:
+        """Return the options of a call, which may not have been checked: what are none the call itself refuses."""
+        return self._merge(options) if isinstance(options, CommunicationOptions) else self._options
 
     def _merge(self, options: CommunicationOptions) -> CommunicationOptions:
         """Return options merged over ours; merging is slow, so the last few are kept."""

@@ -49,7 +49,7 @@ class Explanation:
         What times are predicted by, and its `source`.
     last_seconds : float or None
         What such a call took last on this replica, without what surrounds its packs. None where there was none, or where it is
-        one call of MPI, which is not timed.
+        one all-reduce over all ranks at once, which is not timed.
     path : str
         How arrays on GPUs go, where some are; else empty.
     """

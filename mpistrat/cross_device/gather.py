@@ -2,84 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from zlib import crc32
+from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.errors import InvalidArgumentError
+from mpistrat.groups.agreement import word_of
 from mpistrat.groups.group import Group
+from mpistrat.reduction import HALF_DTYPES
 
-__all__ = ["check_equal", "gather_extents", "incoming_extents"]
+__all__ = ["require_equal", "shape_header", "shape_of", "shape_word"]
 
-_FIRST, _MAX_NDIM = 2, 64
-
-
-def gather_extents(group: Group, array: Array, axis: int) -> list[int]:
-    """Return every rank's extent along `axis`. A collective call.
-
-    Raises
-    ------
-    InvalidArgumentError
-        On every rank, if numbers of axes, other extents or dtypes differ.
-    """
-    rows = _gathered(group, array, axis)
-    needed = f"all_gather along axis {axis} needs one axis, one dtype and equal extents on all other axes"
-    _require_equal(rows, axis, needed, group, array)
-    return [int(extent) for extent in rows[:, _FIRST + axis]]
+_MAX_NDIM, _NAME_BYTES = 64, 32
 
 
-def check_equal(group: Group, array: Array, root: int) -> None:
-    """Check that the arrays of all ranks have one shape and dtype, and are meant for one rank. A collective call.
+def shape_word(array: Array, free_axis: int | None = None) -> int:
+    """Return a number that is the same for arrays of one dtype and of equal extents, but for those along `free_axis`."""
+    extents = tuple(-1 if axis == free_axis else extent for axis, extent in enumerate(array.shape))
+    return word_of(f"{array.dtype.name} {extents} {free_axis}")
+
+
+def require_equal(words: np.ndarray[Any, np.dtype[np.int64]], needed: str, group: Group, array: Array) -> None:
+    """Check that the arrays of all ranks have one `shape_word`. A collective call where they do not.
 
     Raises
     ------
     InvalidArgumentError
-        On every rank, if shapes, dtypes or roots differ.
+        On every rank, if they do not.
     """
-    _require_equal(_gathered(group, array, root), None, "gather needs equal shapes, one dtype and one root", group, array)
+    if (words == words[0]).all():
+        return
+    found = group.comm.allgather(f"{array.dtype} {array.shape}")
+    shapes = ", ".join(f"replica {rank}: {text}" for rank, text in enumerate(found))
+    raise InvalidArgumentError(f"{needed}; got {shapes}")
 
 
-def incoming_extents(group: Group, arrays: Sequence[Array]) -> list[int]:
-    """Return the first extent of the array that each rank sends to this one; 1 for scalars. A collective call.
-
-    Raises
-    ------
-    InvalidArgumentError
-        On every rank, if numbers of axes, other extents or dtypes differ.
-    """
-    mine = np.stack([_header(array, 0) for array in arrays])
-    rows = np.empty_like(mine)
-    group.comm.Alltoall(mine, rows)
-    axis = 0 if arrays[0].ndim else None
-    needed = "all_to_all needs one dtype, and equal extents on all axes but the first"
-    # every rank hears of every other one, so what does not fit is seen by all
-    _require_equal(rows, axis, needed, group, arrays[group.rank])
-    return [1 if axis is None else int(extent) for extent in rows[:, _FIRST]]
-
-
-def _gathered(group: Group, array: Array, number: int) -> Array:
-    mine = _header(array, number)
-    rows = np.empty((group.size, mine.size), np.int64)
-    group.comm.Allgather(mine, rows)
-    return rows
-
-
-def _header(array: Array, number: int) -> Array:
-    """Return the shape and dtype as numbers, with the axis or root in the last place."""
-    header = np.zeros(_FIRST + _MAX_NDIM + 1, np.int64)
-    # the checksum differs between dtypes and is the same on all ranks
-    header[:_FIRST] = array.ndim, crc32(array.dtype.name.encode())
-    header[_FIRST : _FIRST + array.ndim] = array.shape
-    header[-1] = number
+def shape_header(array: Array) -> Array:
+    """Return the shape and dtype of an array in a fixed number of bytes."""
+    header = np.zeros(1 + _MAX_NDIM + _NAME_BYTES // 8, np.int64)
+    header[0] = array.ndim
+    header[1 : 1 + array.ndim] = array.shape
+    name = (array.dtype.name if array.dtype in HALF_DTYPES else array.dtype.str).encode()
+    header[1 + _MAX_NDIM :].view(np.uint8)[: len(name)] = np.frombuffer(name[:_NAME_BYTES], np.uint8)
     return header
 
 
-def _require_equal(rows: Array, free_axis: int | None, needed: str, group: Group, array: Array) -> None:
-    others = rows.copy()
-    if free_axis is not None:
-        others[:, _FIRST + free_axis] = 0
-    if (others != others[0]).any():
-        shapes = [f"replica {rank}: {tuple(row[_FIRST : _FIRST + row[0]].tolist())}" for rank, row in enumerate(rows)]
-        raise InvalidArgumentError(f"{needed}; got {', '.join(shapes)}, {array.dtype} on replica {group.rank}")
+def shape_of(header: Array) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return the shape and dtype that a header says."""
+    name = header[1 + _MAX_NDIM :].view(np.uint8).tobytes().rstrip(b"\0").decode()
+    return tuple(int(extent) for extent in header[1 : 1 + header[0]]), np.dtype(name)

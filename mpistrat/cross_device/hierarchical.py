@@ -18,28 +18,28 @@ from mpistrat.algorithms.choose import Choice
 from mpistrat.algorithms.cost import CostModel
 from mpistrat.arrays import Array
 from mpistrat.cross_device.arguments import apart, check_gather, check_num_packs, check_out, describe, describe_all_reduce
+from mpistrat.cross_device.call import Call
 from mpistrat.cross_device.exchange_verbs import ExchangeVerbs
 from mpistrat.cross_device.explanation import Explanation
-from mpistrat.cross_device.gate import Call
+from mpistrat.cross_device.guard import FRAMES
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.cross_device.recipe import Recipe, run_recipe
 from mpistrat.cross_device.recipe_book import RecipeBook
 from mpistrat.cross_device.short_ways import LIKENESS, ShortWays
 from mpistrat.cross_device.tuning_file import shared_model
-from mpistrat.execution.executor import Executor
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.work import Work
+from mpistrat.groups.agreement import Signature
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import Steps
+from mpistrat.transports.mpi_world import WorldTransport
+from mpistrat.watch.recorder import recorder
 
 if TYPE_CHECKING:
     from mpistrat.cross_device.device_recipes import MixedRecipes
 
 __all__ = ["HierarchicalCollectives"]
-
-# what is started up to here goes through calls of MPI that block, and keep the program's core while a rank is late
-MEET_UP_TO_BYTES = 1 << 20
 
 
 class HierarchicalCollectives(ExchangeVerbs):
@@ -72,10 +72,14 @@ class HierarchicalCollectives(ExchangeVerbs):
     ) -> None:
         self._num_packs = check_num_packs(num_packs)
         super().__init__(hierarchy, options)
-        self._executor = Executor(hierarchy)
-        self._short = ShortWays(self._executor, self._gate, self._bytes.native_op)
-        # one small array by MPI's own all-reduce is the commonest call: where ranks share cores each line of ours counts
+        world = self._executor.world
+        assert isinstance(world, WorldTransport), "all ranks are joined by MPI"
+        world.small.drive = self._executor.drive = self._guard.drive_present
+        self._short = ShortWays(self._executor)
+        # one small array in one all-reduce over all ranks is the commonest call: where ranks share cores each line counts
         self._quick = self._short.known
+        self._recorder = recorder()
+        self._present, self._window = hierarchy.call, self._executor.window if hierarchy.intra.size > 1 else None
         self.timeline = self._executor.timeline
         self._verbose = self.rank == 0 and settings.VERBOSE.read()
         self._recipes: RecipeBook | MixedRecipes = RecipeBook(
@@ -100,7 +104,7 @@ class HierarchicalCollectives(ExchangeVerbs):
 
     def all_reduce(
         self,
-        op: ReduceOp,
+        op: ReduceOp | str,
         arrays: Sequence[Array],
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
@@ -112,39 +116,56 @@ class HierarchicalCollectives(ExchangeVerbs):
         UnsupportedDtypeError
             If `op` is not defined for a dtype.
         AgreementError
-            In strict mode, on every replica, if replicas pass different things.
+            On every replica, if replicas pass different operations, shapes, dtypes or options; see also `confirm`.
         DeadlineExceededError
             If the options have a deadline and it passes.
         """
+        op = op if type(op) is ReduceOp else ReduceOp.parse(op)
         if options is None:
             results = self.all_reduce_again(op, arrays) if out is None else self._again_into(op, arrays, out)
             if results is not None:
                 return results
-        call, steps, results = self._begin(op, arrays, options, out)
-        self._gate.run(call, steps)
-        return results
+        with self._guard:
+            call, steps, results = self._begin(op, arrays, options, out)
+            self._guard.run(call, steps)
+            self._settle()
+            return results
 
-    def all_reduce_again(self, op: ReduceOp, arrays: Sequence[Array]) -> list[Array] | None:
-        """Combine arrays like earlier ones that took one call of MPI: see `Collectives.all_reduce_again`. A collective call."""
-        quick = self._quick.get((op._value_, *map(LIKENESS, arrays)))
-        if quick is None or self.timeline.enabled or self._gate.refusal:
+    def all_reduce_again(self, op: ReduceOp, arrays: Sequence[Array], noted: int = 0) -> list[Array] | None:
+        """Combine arrays like earlier ones, which go at once: see `Collectives.all_reduce_again`. A collective call."""
+        guard = self._guard
+        if len(arrays) == 1:
+            [array] = arrays
+            quick = self._quick.get((op._value_, (array.shape, array.dtype)))
+        else:
+            quick = self._quick.get((op._value_, *map(LIKENESS, arrays)))
+        if quick is None or self.timeline.enabled or guard.refusal or not guard.lock.acquire(False):
             return None
-        self.num_collectives += 1
         try:
-            return quick.run(arrays)
+            self.num_collectives = number = self.num_collectives + 1
+            guard.signature = signature = quick.signature
+            self._present.word = word = quick.word ^ (guard.noted_before(noted) if guard.noted else noted)
+            index = guard.indexes.get(word) or guard.index(word, "all_reduce", signature.text, signature.details)
+            slot = self._recorder.enter(guard.communicator, number, index, FRAMES)
+            results = quick.run(arrays)
+            self._recorder.leave(slot)
+            return results
         except BaseException as error:
-            self._gate.fail("all_reduce", error)
-            raise
+            self._recorder.fail(slot)
+            raise guard.explain(error) from None
+        finally:
+            guard.lock.release()
 
     def start_all_reduce(
         self,
-        op: ReduceOp,
+        op: ReduceOp | str,
         arrays: Sequence[Array],
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
         structure: object = None,
     ) -> Work[list[Array]]:
         """Start what `all_reduce` does: see `Collectives.start_all_reduce`. A collective call."""
+        op = ReduceOp.parse(op)
         # as they are now: what the program does with its list and with `num_packs` afterwards is none of this call
         given, num_packs = list(arrays), self._num_packs
 
@@ -154,30 +175,43 @@ class HierarchicalCollectives(ExchangeVerbs):
                 self._check_out(out, given)
 
         def arguments(wanted: CommunicationOptions) -> str:
-            return describe_all_reduce(op, given, wanted, num_packs) + ("" if structure is None else f" of {structure}")
+            return describe_all_reduce(op, given, wanted, num_packs)
 
-        self._gate.require_startable()
+        self._guard.require_startable()
+        if structure is not None:
+            self._guard.note(f"start_all_reduce of {structure}")
         call, refused = self._announce("start_all_reduce", arguments, options, check)
         if refused is not None:
-            self._gate.require_open()  # in strict mode the others hear of it when the turn of their call comes
-            self._meet(call, refused)
+            with self._guard:  # the others hear of it when the turn of their call comes
+                call.begin()
+                self._refuse(call, refused)
         call.is_started = True
         results, sources = self._landing(given, out)
-        return self._gate.start(call, self._job(call, op, list(sources), results, num_packs))
+        return self._guard.start(call, self._job(call, op, list(sources), results, num_packs))
 
-    def reduce_scatter(self, op: ReduceOp, array: Array, axis: int = 0, options: CommunicationOptions | None = None) -> Array:
+    def reduce_scatter(
+        self, op: ReduceOp | str, array: Array, axis: int = 0, options: CommunicationOptions | None = None
+    ) -> Array:
         """Combine arrays, and take this replica's part: see `Collectives.reduce_scatter`. A collective call."""
+        op = ReduceOp.parse(op)
 
         def check(wanted: CommunicationOptions) -> None:
             check_gather(array, axis, "reduce_scatter")
             self._recipes.check(op, [array], wanted)
 
-        call = self._enter("reduce_scatter", lambda _: f"({op.name}, {describe([array])}, axis={axis})", options, check)
-        total = self._empty(array)
-        self._gate.run(
-            call, self._steps(call, self._recipes.find(op, [array], call.options, self._num_packs), [array], [total])
-        )
-        return self._part(total, axis)
+        with self._guard:
+            arguments = lambda _: f"({op.name}, {describe([array])}, axis={axis})"  # noqa: E731 - a name would say no more
+            call, refused = self._announce("reduce_scatter", arguments, options, check)
+            steps, [total] = self._let_in(call, refused, op, [array], None)
+            self._guard.run(call, steps)
+            self._settle()
+            return self._part(total, axis)
+
+    def confirm(self) -> None:
+        """Compare the calls that were not compared when they were made: see `Collectives.confirm`. A collective call."""
+        if self._present.is_unconfirmed:
+            with self._guard:
+                self._present.settle()
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions | None = None) -> Choice:
         """Return the plan, and why, for an all-reduce of `count` elements."""
@@ -191,7 +225,7 @@ class HierarchicalCollectives(ExchangeVerbs):
 
     def memory_report(self) -> MemoryReport:
         """Return what this rank holds to communicate."""
-        self._gate.settle()
+        self._guard.settle()
         return self._recipes.memory()
 
     def close(self) -> None:
@@ -200,9 +234,20 @@ class HierarchicalCollectives(ExchangeVerbs):
         Where a collective has failed, here or on a peer, nothing is freed and nobody waited for: others may still use it.
         """
         self._short.forget()
-        self._gate.settle()
-        if self._gate.is_broken():
+        self._guard.settle()
+        if self._guard.is_broken():
+            self._abandon()
             return
+        with self._guard:
+            self._enter("close", lambda _: "()", None)  # what is freed is freed by all
+        self.confirm()
+        self._free()
+
+    def _abandon(self) -> None:
+        """Leave all as it is, since other ranks may still use it."""
+
+    def _free(self) -> None:
+        """Free the scratch memory and the communicators. A collective call."""
         self._recipes.clear()
         self._executor.close()
         self.hierarchy.close()
@@ -213,20 +258,48 @@ class HierarchicalCollectives(ExchangeVerbs):
         """Enter an all-reduce; return its steps, and the results as they will be afterwards."""
 
         def check(wanted: CommunicationOptions) -> None:
-            # without strict mode and a deadline an array is looked at only where there is no recipe for it yet
-            if self.is_strict or wanted.timeout_seconds:
+            if not self._recipes.has(op, arrays, wanted, self._num_packs):
                 self._recipes.check(op, arrays, wanted)
-                if out is not None:
-                    self._check_out(out, arrays)
+            if out is not None:
+                self._check_out(out, arrays)
 
-        call = self._enter(
+        call, refused = self._announce(
             "all_reduce", lambda wanted: describe_all_reduce(op, arrays, wanted, self._num_packs), options, check
         )
-        recipe = self._recipes.find(op, arrays, call.options, self._num_packs)
-        if call.options is self._options and not (self.is_strict or call.ends):
+        steps, results = self._let_in(call, refused, op, arrays, out)
+        return call, steps, results
+
+    def _let_in(
+        self,
+        call: Call,
+        refused: Exception | None,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        out: Sequence[Array] | None,
+    ) -> tuple[Steps, list[Array]]:
+        """Meet the other ranks in a call that combines arrays; return its steps, and the results as they will be."""
+        call.begin()
+        if refused is not None:
+            self._refuse(call, refused)
+        recipe = self._recipe(call, op, arrays, self._num_packs)
+        if call.verb == "all_reduce" and call.options is self._options:
             self._short.learn(op, arrays, recipe)
+        # a call of another verb has arguments that its recipe does not know
+        self._guard.begin(call, recipe.signature(call.verb) if call.verb == "all_reduce" else Signature(call.describe()))
         results, sources = self._landing(arrays, out)
-        return call, self._steps(call, recipe, sources, results), results
+        return self._steps(call, recipe, sources, results), results
+
+    def _recipe(self, call: Call, op: ReduceOp, arrays: Sequence[Array], num_packs: int | None) -> Recipe:
+        """Return the recipe of a call, after ranks have compared it if they bind memory for it or it has a deadline."""
+        is_new = not self._recipes.has(op, arrays, call.options, num_packs)
+        if call.ends or self.is_strict or (is_new and self._guard.checks):
+            self._guard.agree(call)
+        return self._recipes.find(op, arrays, call.options, num_packs)
+
+    def _settle(self) -> None:
+        """With MPISTRAT_STRICT compare at once what could wait for a later call."""
+        if self.is_strict:
+            self._present.settle()
 
     def _landing(self, arrays: Sequence[Array], out: Sequence[Array] | None) -> tuple[list[Array], Sequence[Array]]:
         """Return where results go, and what to combine."""
@@ -248,8 +321,12 @@ class HierarchicalCollectives(ExchangeVerbs):
         return check_out(out, arrays)
 
     def _steps(self, call: Call, recipe: Recipe, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
-        """Return the steps that combine `sources` into `results`."""
-        return run_recipe(recipe, sources, results)
+        """Return the steps that combine `sources` into `results`, after a meeting of the node if they begin otherwise."""
+        if self._window is not None and not recipe.begins_with_meeting:
+            yield from self._window.meet()
+        yield from run_recipe(recipe, sources, results)
+        if not recipe.is_compared:
+            self._present.add_unconfirmed(sum(array.nbytes for array in sources))
 
     def _job(
         self, call: Call, op: ReduceOp, arrays: list[Array], results: list[Array], num_packs: int | None
@@ -266,27 +343,36 @@ class HierarchicalCollectives(ExchangeVerbs):
         num_packs: int | None,
     ) -> list[Array]:
         """Do what was started, on the engine, and return the results."""
-        self._gate.require_sound()
-        self._meet(call)
-        if not (self.is_strict or call.ends) and sum(array.nbytes for array in arrays) <= MEET_UP_TO_BYTES:
-            self._gate.arrive(call)
-        self._gate.run(call, self._steps(call, self._recipes.find(op, arrays, call.options, num_packs), arrays, results))
+        self._guard.require_sound()
+        call.begin()
+        recipe = self._recipe(call, op, arrays, num_packs)
+        self._guard.begin(call, recipe.signature("start_all_reduce"))
+        self._guard.run(call, self._steps(call, recipe, arrays, results))
+        self._settle()
         return results
 
     def _again_into(self, op: ReduceOp, arrays: Sequence[Array], out: Sequence[Array]) -> list[Array] | None:
         """Do what `all_reduce_again` does for one array, which is not to be divided, into memory of the caller."""
-        if len(arrays) != 1 or len(out) != 1 or op is ReduceOp.MEAN or self.timeline.enabled or self._gate.refusal:
+        guard = self._guard
+        if len(arrays) != 1 or len(out) != 1 or op is ReduceOp.MEAN or self.timeline.enabled or guard.refusal:
             return None
         source, target = arrays[0], out[0]
         quick = self._short.into(op, source, target)
-        if quick is None:
+        if quick is None or not guard.lock.acquire(False):
             return None
-        self.num_collectives += 1
         try:
-            quick.allreduce(source, target, quick.native)
+            self.num_collectives = number = self.num_collectives + 1
+            guard.signature = signature = quick.signature
+            self._present.word = word = quick.word ^ guard.noted_before(0)
+            index = guard.indexes.get(word) or guard.index(word, "all_reduce", signature.text, signature.details)
+            slot = self._recorder.enter(guard.communicator, number, index, FRAMES)
+            quick.combine(source, target)
+            self._recorder.leave(slot)
         except BaseException as error:
-            self._gate.fail("all_reduce", error)
-            raise
+            self._recorder.fail(slot)
+            raise guard.explain(error) from None
+        finally:
+            guard.lock.release()
         return [target]
 
     def _say(self, text: str) -> None:

@@ -29,13 +29,14 @@ class LocalCollectives(Collectives):
 
     def all_reduce(
         self,
-        op: ReduceOp,
+        op: ReduceOp | str,
         arrays: Sequence[Array],
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
     ) -> list[Array]:
         """Copy: the combination of one component is the component."""
         self.num_collectives += 1
+        op = ReduceOp.parse(op)
         for array in arrays:
             check_dtype(op, array.dtype)
         if out is None:
@@ -47,7 +48,7 @@ class LocalCollectives(Collectives):
 
     def start_all_reduce(
         self,
-        op: ReduceOp,
+        op: ReduceOp | str,
         arrays: Sequence[Array],
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
@@ -56,7 +57,9 @@ class LocalCollectives(Collectives):
         """Return a handle that has ended."""
         return Work.ended(self.all_reduce(op, arrays, options, out))
 
-    def reduce_scatter(self, op: ReduceOp, array: Array, axis: int = 0, options: CommunicationOptions | None = None) -> Array:
+    def reduce_scatter(
+        self, op: ReduceOp | str, array: Array, axis: int = 0, options: CommunicationOptions | None = None
+    ) -> Array:
         """Return a copy: the one part is all."""
         check_gather(array, axis, "reduce_scatter")
         return self.all_reduce(op, [array], options)[0]
@@ -85,7 +88,7 @@ class LocalCollectives(Collectives):
         """Count the call and return at once."""
         self.num_collectives += 1
 
-    def agree(self, call: str, error: Exception | None = None) -> None:
+    def agree(self, call: str, error: Exception | None = None, options: CommunicationOptions | None = None) -> None:
         """Agree with nobody else."""
         if error is not None:
             raise error

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 
 from mpistrat.arrays import Array, is_on_device
 from mpistrat.cross_device.arguments import apart, check_out
+from mpistrat.cross_device.call import Call
 from mpistrat.cross_device.device_recipes import DeviceRecipes, MixedRecipes
-from mpistrat.cross_device.gate import Call
 from mpistrat.cross_device.hierarchical import HierarchicalCollectives
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.cross_device.recipe import Recipe
 from mpistrat.cross_device.recipe_book import RecipeBook
 from mpistrat.device.base import Device, Event
-from mpistrat.errors import InvalidArgumentError, TransportError, UnavailableError
+from mpistrat.errors import InvalidArgumentError, TransportError
 from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.work import Work
 from mpistrat.groups.hierarchy import Hierarchy
@@ -28,8 +28,6 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import WAITING, Steps
 
 __all__ = ["DeviceCollectives"]
-
-_POLLS_PER_LOOK = 256
 
 
 class DeviceCollectives(HierarchicalCollectives):
@@ -77,7 +75,7 @@ class DeviceCollectives(HierarchicalCollectives):
 
     def all_reduce(
         self,
-        op: ReduceOp,
+        op: ReduceOp | str,
         arrays: Sequence[Array],
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
@@ -86,20 +84,21 @@ class DeviceCollectives(HierarchicalCollectives):
 
         Results on the GPU are there when the caller's current stream gets to what is put on it next.
         """
+        op = ReduceOp.parse(op)
         if not any(map(is_on_device, arrays if out is None else (*arrays, *out))):
             return super().all_reduce(op, arrays, options, out)
-        with self._device.activate():
+        with self._device.activate(), self._guard:
             call, steps, results = self._begin(op, arrays, options, out)
-            self._gate.run(call, steps)
+            self._guard.run(call, steps)
             return results
 
-    def all_reduce_again(self, op: ReduceOp, arrays: Sequence[Array]) -> list[Array] | None:
+    def all_reduce_again(self, op: ReduceOp, arrays: Sequence[Array], noted: int = 0) -> list[Array] | None:
         """Combine arrays in host memory like earlier ones: see `Collectives.all_reduce_again`. A collective call."""
-        return None if any(map(is_on_device, arrays)) else super().all_reduce_again(op, arrays)
+        return None if any(map(is_on_device, arrays)) else super().all_reduce_again(op, arrays, noted)
 
     def start_all_reduce(
         self,
-        op: ReduceOp,
+        op: ReduceOp | str,
         arrays: Sequence[Array],
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
@@ -113,7 +112,9 @@ class DeviceCollectives(HierarchicalCollectives):
         with self._device.activate():
             return super().start_all_reduce(op, arrays, options, out, structure)
 
-    def reduce_scatter(self, op: ReduceOp, array: Array, axis: int = 0, options: CommunicationOptions | None = None) -> Array:
+    def reduce_scatter(
+        self, op: ReduceOp | str, array: Array, axis: int = 0, options: CommunicationOptions | None = None
+    ) -> Array:
         """Combine arrays, and take this replica's part: see `Collectives.reduce_scatter`. A collective call."""
         with self._device.activate():
             return super().reduce_scatter(op, array, axis, options)
@@ -136,15 +137,13 @@ class DeviceCollectives(HierarchicalCollectives):
         """Return the array of replica `root`: see `Collectives.broadcast`. A collective call."""
         return self._up(array, super().broadcast(self._down(array), root, options))
 
-    def close(self) -> None:
-        """Free the scratch memory and the communicators: see `HierarchicalCollectives.close`. A collective call."""
-        self._gate.settle()
-        if self._gate.is_broken():
-            self._on_device.abort("a collective has failed")  # to give NCCL's communicator up properly takes all its ranks
-        else:
-            self._recipes.clear()
-            self._on_device.close()
-        super().close()
+    def _abandon(self) -> None:
+        self._on_device.abort("a collective has failed")  # to give NCCL's communicator up properly takes all its ranks
+
+    def _free(self) -> None:
+        self._recipes.clear()
+        self._on_device.close()
+        super()._free()
 
     def _landing(self, arrays: Sequence[Array], out: Sequence[Array] | None) -> tuple[list[Array], Sequence[Array]]:
         if out is not None:
@@ -153,8 +152,8 @@ class DeviceCollectives(HierarchicalCollectives):
         try:
             return [self._empty(array) for array in arrays], arrays
         except MemoryError as error:
-            self._gate.give_up()
-            self._gate.fail("all_reduce", error)
+            self._guard.give_up()
+            self._guard.fail("all_reduce", error)
             raise TransportError(
                 f"rank {self.rank}: no memory for the results ({error}); pass out=, or smaller arrays, or free some of CuPy's: "
                 "cupy.get_default_memory_pool().free_all_blocks()"
@@ -186,7 +185,7 @@ class DeviceCollectives(HierarchicalCollectives):
 
     def _steps(self, call: Call, recipe: Recipe, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
         steps = super()._steps(call, recipe, sources, results)
-        return self._watched(call, steps) if any(map(is_on_device, results)) else steps
+        return self._watched(steps) if any(map(is_on_device, results)) else steps
 
     def _job(
         self, call: Call, op: ReduceOp, arrays: list[Array], results: list[Array], num_packs: int | None
@@ -200,29 +199,21 @@ class DeviceCollectives(HierarchicalCollectives):
             with self._device.activate(self._stream):
                 self._stream.wait(given)
                 carry_out()
-                self._gate.run(call, self._watched(call, _until(self._stream.record())))
+                self._guard.run(call, self._watched(_until(self._stream.record())))
             return results
 
         return after_given
 
-    def _watched(self, call: Call, steps: Steps) -> Steps:
-        """Go through steps on GPUs; no rank is left with a kernel that waits for another one that has failed.
-
-        Under a deadline all give up by themselves, and say so.
-        """
-        waits = 0
+    def _watched(self, steps: Steps) -> Steps:
+        """Go through steps on GPUs; no rank is left with a kernel that waits for another one that has failed."""
         try:
-            for worked in steps:
-                waits = 0 if worked else waits + 1
-                if waits and waits % _POLLS_PER_LOOK == 0 and not call.ends and self._gate.is_broken():
-                    raise UnavailableError(f"rank {self.rank}: {self._gate.who_gave_up} gave up a collective on GPUs")
-                yield worked
-        except GeneratorExit:  # the deadline has passed: who gives up tells the others by itself
-            self._on_device.abort("a deadline has passed")
+            yield from steps
+        except GeneratorExit:  # this rank or another has given up, and told the others
+            self._on_device.abort("the collective was given up")
             raise
         except Exception as error:
             self._on_device.abort(f"{type(error).__name__}: {error}")
-            self._gate.give_up()
+            self._guard.give_up()
             raise
 
     def _down(self, array: Array) -> Array:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mpistrat.arrays import like
+from mpistrat.arrays import as_array, like
 from mpistrat.context.stack import current, default_mode, get_strategy, in_cross_replica_context, misplaced, pop, push
-from mpistrat.context.values import DistributedValues, PerReplica, select_replica
+from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, select_replica
 from mpistrat.cross_device.collectives import Collectives
 from mpistrat.cross_device.destinations import OnSomeReplicas, deliver, resolve
 from mpistrat.cross_device.options import CommunicationOptions, check_options
@@ -81,7 +81,7 @@ class CrossDeviceOps:
         -------
         Mirrored, OnSomeReplicas or ndarray
             A mirrored value where all replicas are destinations, else a value that only the destinations can read; with one
-            replica, its component as it is.
+            replica, its component as it is. Of a variable a copy: what is assigned later does not change a result.
 
         Raises
         ------
@@ -155,8 +155,7 @@ class CrossDeviceOps:
             ranks = resolve(destinations, collectives)
         except (TypeError, ValueError) as error:
             collectives.refuse("broadcast", error)
-        if collectives.is_strict:
-            collectives.agree(f"broadcast of a {type(tensor).__name__} to ranks {ranks}")
+        collectives.note(f"broadcast of a {type(tensor).__name__} to ranks {ranks}")
         return self.broadcast_implementation(tensor, destinations)
 
     def all_reduce_in_replica(
@@ -217,7 +216,7 @@ class CrossDeviceOps:
         collectives = current_collectives()
         component = checked_component(per_replica_value)
         if isinstance(component, IndexedSlices):
-            collectives.refuse("gather", gather_refused(component))
+            collectives.refuse("gather", gather_refused(component), options)
         whole = like(collectives.all_gather(component, axis, options), select_replica(per_replica_value))
         return deliver(whole, resolve(destinations, collectives), collectives)
 
@@ -232,11 +231,11 @@ class CrossDeviceOps:
             checked = checked_pairs(op, pairs, collectives)
             check_options(options)
         except (TypeError, ValueError, NotImplementedError) as error:
-            collectives.refuse(method, error)
-        if collectives.is_strict:
-            asked = ", ".join(map(str, checked))
-            # a repr of the user's own might differ between ranks
-            collectives.agree(f"{type(self).__name__}(num_packs={self.num_packs}).{method}({op.name}, [{asked}])")
+            collectives.refuse(method, error, options)
+        asked = ", ".join(map(str, checked))
+        # a repr of the user's own might differ between ranks
+        call = f"{type(self).__name__}(num_packs={self.num_packs}).{method}({op.name}, [{asked}])"
+        collectives.note(call, options)
         waiting = [(pair.value, pair.destinations) for pair in checked if is_open(pair, collectives)]
         results = iter(self._reduce_each(op, waiting, options or CommunicationOptions()) if waiting else ())
         return [next(results) if is_open(pair, collectives) else self._settled(pair, collectives) for pair in checked]
@@ -253,8 +252,11 @@ class CrossDeviceOps:
         """Return the result of a value whose components need not be combined."""
         if isinstance(pair.value, OnSomeReplicas) and not set(pair.ranks) <= set(pair.value.ranks):
             return self.broadcast_implementation(pair.value, pair.destinations)
-        alone = collectives.size == 1 and isinstance(pair.value, DistributedValues)
-        return pair.value.in_replica() if alone else pair.value
+        value = pair.value
+        if hasattr(value, "distribute_strategy"):  # a variable changes, a result does not
+            value = Mirrored(as_array(value).copy())
+        alone = collectives.size == 1 and isinstance(value, DistributedValues)
+        return value.in_replica() if alone else value
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_packs={self.num_packs})"

@@ -12,12 +12,12 @@ from mpistrat.cross_device.collectives import Collectives
 from mpistrat.cross_device.destinations import OnSomeReplicas, resolve
 from mpistrat.cross_device.sparse import IndexedSlices, check_slices
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.reduction import ReduceOp, check_dtype
+from mpistrat.reduction import ReduceOp, check_meaning
 
-__all__ = ["Pair", "broadcast_source", "check_unambiguous", "checked_component", "checked_pairs", "is_open"]
+__all__ = ["IDEMPOTENT", "Pair", "broadcast_source", "check_unambiguous", "checked_component", "checked_pairs", "is_open"]
 
 # combining equal components with these gives the component again
-_IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
+IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 
 
 class Pair(NamedTuple):
@@ -106,7 +106,7 @@ def check_unambiguous(op: ReduceOp, num_components: int) -> None:
     InvalidArgumentError
         If there are several of them, and `op` is SUM or PROD.
     """
-    if op not in _IDEMPOTENT and num_components > 1:
+    if op not in IDEMPOTENT and num_components > 1:
         raise InvalidArgumentError(
             f"{op.name} of a value that is no per-replica value is ambiguous with {num_components} replicas: does it count "
             f"once, or {num_components} times?\n"
@@ -134,7 +134,7 @@ def _checked(op: ReduceOp, value: Any, destinations: Any, collectives: Collectiv
         check_slices(op, component)
         rows = component.values
     else:
-        check_dtype(op, component.dtype)
+        check_meaning(op, component.dtype)
         rows = component
     if not isinstance(value, PerReplica) and rows.any():
         check_unambiguous(op, collectives.size)

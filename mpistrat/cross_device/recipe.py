@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from mpistrat.algorithms.plan import Plan
 from mpistrat.arrays import Array
 from mpistrat.execution.bound_plan import BoundPlan, DirectPlan
 from mpistrat.execution.executor import Executor
+from mpistrat.groups.agreement import Signature
 from mpistrat.packing.buckets import pack_by_bytes, split_evenly
 from mpistrat.packing.layout import Layout
 from mpistrat.packing.wire import Wire
@@ -33,6 +34,15 @@ class Bucket:
 class Recipe(list[Bucket]):
     """The buckets, in the order in which they are reduced.
 
+    Parameters
+    ----------
+    buckets : iterable of Bucket
+        As they come.
+    text : str
+        Describes the arguments of the calls that take it.
+    details : tuple of (str, str, int)
+        What is recorded of such calls: the operation, the dtypes, and how many bytes this rank passes.
+
     Attributes
     ----------
     seconds : float or None
@@ -40,6 +50,28 @@ class Recipe(list[Bucket]):
     """
 
     seconds: float | None = None
+
+    def __init__(self, buckets: Iterable[Bucket] = (), text: str = "", details: tuple[str, str, int] = ("", "", 0)) -> None:
+        super().__init__(buckets)
+        self._text, self._details = text, details
+        self._signatures: dict[str, Signature] = {}
+
+    @property
+    def begins_with_meeting(self) -> bool:
+        """Whether ranks of a node meet in shared memory before anything else."""
+        return bool(self) and self[0].bound.begins_with_meeting
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether ranks in another call cannot take part in this one; else calls are to be compared afterwards."""
+        return all(bucket.bound.is_compared for bucket in self)
+
+    def signature(self, verb: str) -> Signature:
+        """Return the signature of a call of `verb` that takes this recipe."""
+        if verb not in self._signatures:
+            plans = ", ".join(dict.fromkeys(bucket.bound.plan.algorithm for bucket in self))
+            self._signatures[verb] = Signature(verb + self._text, (*self._details, plans))
+        return self._signatures[verb]
 
 
 @dataclass(frozen=True)
@@ -65,6 +97,7 @@ def make_recipe(
     arrays: Sequence[Array],
     packing: Packing,
     choose: Callable[[int, np.dtype[Any]], tuple[Plan, Wire | None]],
+    text: str = "",
 ) -> Recipe:
     """Pack arrays like these, choose a plan for each bucket, and bind it. A collective call.
 
@@ -80,8 +113,11 @@ def make_recipe(
         How arrays share buckets.
     choose : callable
         Returns the plan for so many elements of a dtype, and what they are cast to between nodes.
+    text : str
+        Describes the arguments of the calls that take it.
     """
-    recipe = Recipe()
+    dtypes = ", ".join(sorted({array.dtype.name for array in arrays}))
+    recipe = Recipe(text=text, details=(op.name, dtypes, sum(array.nbytes for array in arrays)))
     for dtype, members, layout in lay_out(op, arrays, packing):
         given = {arrays[index].dtype for index in members}
         plan, wire = choose(layout.count, dtype)
@@ -89,7 +125,7 @@ def make_recipe(
     if is_current(recipe, executor):
         return recipe
     # enlarging the scratch memory for a later bucket unbound the earlier ones; now it is large enough for all
-    return make_recipe(executor, op, arrays, packing, choose)
+    return make_recipe(executor, op, arrays, packing, choose, text)
 
 
 def lay_out(op: ReduceOp, arrays: Sequence[Array], packing: Packing) -> Iterator[tuple[np.dtype[Any], tuple[int, ...], Layout]]:

@@ -15,6 +15,7 @@ from mpistrat.algorithms.choose import Choice, choose
 from mpistrat.algorithms.cost import DEFAULT, CostModel
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
+from mpistrat.cross_device.arguments import describe_all_reduce
 from mpistrat.cross_device.explanation import Explanation, Pack
 from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.cross_device.recipe import Packing, Recipe, is_current, lay_out, make_recipe
@@ -66,11 +67,17 @@ class RecipeBook:
         if recipe is None or not is_current(recipe, self._executor):
             self.check(op, arrays, options)
             packing = Packing(options.bytes_per_pack, num_packs)
-            recipe = make_recipe(self._executor, op, arrays, packing, lambda n, t: self._chosen(op, n, t, options))
+            text = describe_all_reduce(op, arrays, options, num_packs)
+            recipe = make_recipe(self._executor, op, arrays, packing, lambda n, t: self._chosen(op, n, t, options), text)
             self._recipes[signature] = recipe
             if len(self._recipes) > RECIPES_KEPT:
                 self._recipes.popitem(last=False)
         return recipe
+
+    def has(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> bool:
+        """Return whether there is a recipe for arrays like these, so that to find it is no collective call."""
+        recipe = self._recipes.get(_signature(op, arrays, options, num_packs))
+        return recipe is not None and is_current(recipe, self._executor)
 
     def explain(self, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Explanation:
         """Return what a sum of arrays like these does, and what it took last, or a mean of them."""

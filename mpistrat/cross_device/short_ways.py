@@ -1,16 +1,17 @@
-"""ShortWays: which arrays take one call of MPI or of shared memory, and how, from the second call with their like on."""
+"""ShortWays: how arrays like earlier ones are combined at once: those of one bucket, past the recipe."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.cross_device.arguments import is_fit
-from mpistrat.cross_device.gate import Gate
 from mpistrat.cross_device.recipe import Recipe
 from mpistrat.cross_device.recipe_book import RECIPES_KEPT
 from mpistrat.cross_device.small_batch import SMALL_BATCH_BYTES, OneArray, SmallBatch
@@ -18,9 +19,6 @@ from mpistrat.execution.bound_plan import DirectPlan
 from mpistrat.execution.executor import Executor
 from mpistrat.reduction import ReduceOp, accumulation_dtype
 from mpistrat.transports.mpi_world import WorldTransport
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 __all__ = ["LIKENESS", "ShortWays"]
 
@@ -34,11 +32,7 @@ class ShortWays:
     Parameters
     ----------
     executor : Executor
-        Has the communicator of all ranks.
-    gate : Gate
-        Lets nothing else in meanwhile.
-    native_op : callable
-        Returns what MPI calls an operation on a dtype.
+        Has the transport of all ranks.
 
     Attributes
     ----------
@@ -46,14 +40,14 @@ class ShortWays:
         The ways, by the name of the operation and `LIKENESS` of each array.
     """
 
-    def __init__(self, executor: Executor, gate: Gate, native_op: Callable[[ReduceOp, Any], MPI.Op]) -> None:
-        self._executor, self._gate, self._native_op = executor, gate, native_op
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
         self.known: dict[tuple[Any, ...], OneArray | SmallBatch] = {}
         # of the last call with `out`: what was checked once holds as long as the arrays are the same objects
         self._last: tuple[Array, Array, ReduceOp, OneArray] | None = None
 
     def learn(self, op: ReduceOp, arrays: Sequence[Array], recipe: Recipe) -> None:
-        """Note how arrays like these go straight through MPI or shared memory, where one call of it is all there is to do."""
+        """Note how arrays like these go straight through MPI or shared memory, where one all-reduce is all there is to do."""
         if len(recipe) != 1:
             return
         bound, dtype = recipe[0].bound, accumulation_dtype(op, arrays[0].dtype)
@@ -63,18 +57,18 @@ class ShortWays:
             return
         if len(self.known) >= RECIPES_KEPT:
             self.known.clear()
-        signature = (op._value_, *map(LIKENESS, arrays))
-        native, size = self._native_op(op, dtype), self._executor.hierarchy.world.size
+        likeness = (op._value_, *map(LIKENESS, arrays))
+        size, signature = self._executor.hierarchy.world.size, recipe.signature("all_reduce")
         if at_once is not None:
-            self.known[signature] = OneArray(op, 1, native, self._called_as_mpi(at_once, recipe))  # divided already
+            self.known[likeness] = OneArray(op, 1, _into_new(at_once, recipe), signature)  # divided already
             return
         world = self._executor.world
         assert isinstance(world, WorldTransport), "only MPI works on arrays of the caller"
-        allreduce = world.call(nbytes)
         if len(arrays) == 1 and dtype == arrays[0].dtype:
-            self.known[signature] = OneArray(op, size, native, allreduce)
+            self.known[likeness] = OneArray(op, size, world.at_once(op, dtype, arrays[0].shape), signature)
         elif sum(array.nbytes for array in arrays) <= SMALL_BATCH_BYTES and len({array.dtype for array in arrays}) == 1:
-            self.known[signature] = SmallBatch(op, arrays, recipe[0], size, native, allreduce)
+            combine = world.at_once(op, dtype, (bound.flat_count,))
+            self.known[likeness] = SmallBatch(op, arrays, recipe[0], size, combine, signature)
 
     def into(self, op: ReduceOp, source: Array, target: Array) -> OneArray | None:
         """Return the way of one array into memory of the caller, if there is one; for operations that do not divide."""
@@ -94,12 +88,16 @@ class ShortWays:
         self.known.clear()
         self._last = None
 
-    def _called_as_mpi(self, at_once: Callable[[Array, Array], None], recipe: Recipe) -> Callable[..., None]:
-        """Return the same, called as MPI's is."""
 
-        def run(source: Array, target: Array, _: MPI.Op) -> None:
-            started = time.perf_counter()
-            self._gate.run_at_once("all_reduce", at_once, source, target)
-            recipe.seconds = time.perf_counter() - started
+def _into_new(at_once: Callable[[Array, Array], None], recipe: Recipe) -> Callable[[Array, Array | None], Array]:
+    """Return what does the same, with a new array where no target is given, and notes what it takes."""
 
-        return run
+    def run(source: Array, target: Array | None = None) -> Array:
+        if target is None:
+            target = np.empty(source.shape, source.dtype)
+        started = time.perf_counter()
+        at_once(np.ascontiguousarray(source), target)
+        recipe.seconds = time.perf_counter() - started
+        return target
+
+    return run

@@ -1,4 +1,4 @@
-"""What takes one call of MPI: an array, or a batch of small ones, from the second call with arrays like these on.
+"""What takes one all-reduce over all ranks: an array, or a batch of small ones, from the second call with arrays like these on.
 
 A batch that takes a recipe of one bucket and the plan `flat` sends the same bytes either way; these ways spend less time in
 Python. So ranks may go different ways, one because its timeline is on, say.
@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.cross_device.recipe import Bucket
+from mpistrat.groups.agreement import Signature
 from mpistrat.reduction import ReduceOp, accumulation_dtype, divide
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 __all__ = ["SMALL_BATCH_BYTES", "OneArray", "SmallBatch"]
 
@@ -34,21 +32,21 @@ class OneArray:
         How to combine.
     num_replicas : int
         Divides the sum, where `op` is MEAN.
-    native : MPI.Op
-        What MPI calls the operation.
-    allreduce : callable
-        ``MPI_Allreduce`` of the communicator of all replicas.
+    combine : callable
+        Combines an array of all replicas: into its second argument, or into a new array where that is None.
+    signature : Signature
+        Of the call.
     """
 
-    def __init__(self, op: ReduceOp, num_replicas: int, native: MPI.Op, allreduce: Callable[..., None]) -> None:
+    def __init__(
+        self, op: ReduceOp, num_replicas: int, combine: Callable[[Array, Array | None], Array], signature: Signature
+    ) -> None:
         self._divisor = num_replicas if op is ReduceOp.MEAN else 1
-        self.allreduce, self.native = allreduce, native
+        self.combine, self.signature, self.word = combine, signature, signature.word
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
         """Return the one array combined. A collective call."""
-        source = arrays[0]
-        target = np.empty(source.shape, source.dtype)
-        self.allreduce(np.ascontiguousarray(source), target, self.native)
+        target = self.combine(arrays[0], None)
         if self._divisor > 1:
             divide(target, self._divisor, out=target)
         return [target]
@@ -65,7 +63,7 @@ class SmallBatch:
         Only their shapes and their dtype count.
     bucket : Bucket
         The order in which they are sent, and in how long a message.
-    num_replicas, native, allreduce : int, MPI.Op, callable
+    num_replicas, combine, signature : int, callable, Signature
         As for `OneArray`.
     """
 
@@ -75,14 +73,14 @@ class SmallBatch:
         arrays: Sequence[Array],
         bucket: Bucket,
         num_replicas: int,
-        native: MPI.Op,
-        allreduce: Callable[..., None],
+        combine: Callable[[Array, Array | None], Array],
+        signature: Signature,
     ) -> None:
         assert bucket.indices == tuple(reversed(range(len(arrays)))), "arrays are packed from the last to the first"
         self._dtype = arrays[0].dtype
         self._sent_dtype = accumulation_dtype(op, self._dtype)
         self._divisor = num_replicas if op is ReduceOp.MEAN else 1
-        self._native, self._allreduce = native, allreduce
+        self._combine, self.signature, self.word = combine, signature, signature.word
         self._padding = bytes((bucket.bound.flat_count - sum(array.size for array in arrays)) * self._dtype.itemsize)
         self._record = _record([array.shape for array in arrays], self._dtype)
         self._scalars = [index for index, array in enumerate(arrays) if not array.ndim]
@@ -90,8 +88,7 @@ class SmallBatch:
     def run(self, arrays: Sequence[Array]) -> list[Array]:
         """Return the arrays combined: views of one new array, apart from each other. A collective call."""
         given = np.frombuffer(_joined(arrays[::-1], self._padding), self._dtype).astype(self._sent_dtype, copy=False)
-        total = np.empty_like(given)
-        self._allreduce(given, total, self._native)
+        total = self._combine(given, None)
         if self._divisor > 1:
             divide(total, self._divisor, out=total)
         # the fields of a record come out as views, all in one call

@@ -12,7 +12,7 @@ from mpistrat.arrays import Array, as_array, like, to_host
 from mpistrat.cross_device.collectives import Collectives
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, divide
+from mpistrat.reduction import ReduceOp, accumulation_dtype, check_meaning, divide
 
 __all__ = ["IndexedSlices", "all_reduce_slices", "broadcast_slices", "check_slices", "gather_refused"]
 
@@ -127,7 +127,7 @@ def all_reduce_slices(
     NotImplementedError, UnsupportedDtypeError
         As `check_slices`.
     AgreementError
-        On every replica, strict mode or not, if dtypes, row shapes or dense shapes differ; on the others where one raises.
+        On every replica, if dtypes, row shapes or dense shapes differ; on the others where one raises.
     """
     error: Exception | None = None
     try:
@@ -135,7 +135,7 @@ def all_reduce_slices(
     except (TypeError, NotImplementedError) as refused:
         error = refused
     kind = f"{slices.dtype} rows of shape {slices.values.shape[1:]}, dense_shape={slices.dense_shape}"
-    collectives.agree(f"all_reduce({op.name}) of IndexedSlices with {kind}", error)
+    collectives.agree(f"all_reduce({op.name}) of IndexedSlices with {kind}", error, options)
     indices = collectives.all_gather(to_host(slices.indices), 0, options)
     totals, rows = _totals(op, collectives.all_gather(to_host(slices.values), 0, options), indices)
     results = np.empty(totals.shape, slices.dtype)
@@ -174,7 +174,7 @@ def check_slices(op: ReduceOp, slices: IndexedSlices) -> None:
             f"{op.name} of {slices!r} is not supported: the rows that it does not name are zero, and would have to be compared "
             f"or multiplied too. Reduce slices.to_dense() with {op.name}, or the slices with SUM or MEAN."
         )
-    check_dtype(op, slices.dtype, "the rows of IndexedSlices")
+    check_meaning(op, slices.dtype, "the rows of IndexedSlices")
 
 
 def gather_refused(slices: IndexedSlices) -> NotImplementedError:

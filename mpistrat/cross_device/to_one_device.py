@@ -72,8 +72,8 @@ class ReductionToOneDevice(CrossDeviceOps):
             check_dtype(reduce_op, array.dtype)
             root = ranks[0] if self._reduce_to_device is None else self._root(collectives)
         except (TypeError, ValueError) as error:
-            collectives.refuse("ReductionToOneDevice", error)
-        result = self._combined(reduce_op, array, collectives.gather(array, root, options), collectives)
+            collectives.refuse("ReductionToOneDevice", error, options)
+        result = self._combined(reduce_op, array, collectives.gather(array, root, options), collectives, options)
         if ranks != (root,):
             result = collectives.broadcast(result, root, options)
         return deliver(like(result, component), ranks, collectives)
@@ -87,7 +87,14 @@ class ReductionToOneDevice(CrossDeviceOps):
             )
         return ranks[0]
 
-    def _combined(self, op: ReduceOp, array: Array, parts: list[Array] | None, collectives: Collectives) -> Array:
+    def _combined(
+        self,
+        op: ReduceOp,
+        array: Array,
+        parts: list[Array] | None,
+        collectives: Collectives,
+        options: CommunicationOptions,
+    ) -> Array:
         """Return the combination of `parts` on the rank that has them; elsewhere just an array."""
         if self._accumulation_fn is None:
             return array if parts is None else _finished(op, _folded(op, parts), array, len(parts))
@@ -97,7 +104,7 @@ class ReductionToOneDevice(CrossDeviceOps):
                 array = _finished(op, self._accumulated(op, parts), array, len(parts))
         except Exception as refused:  # whatever the user's function raises, the other ranks must learn of it
             error = refused
-        collectives.agree(f"{op.name} by ReductionToOneDevice with an accumulation_fn", error)
+        collectives.agree(f"{op.name} by ReductionToOneDevice with an accumulation_fn", error, options)
         return array
 
     def _accumulated(self, op: ReduceOp, parts: list[Array]) -> Array:

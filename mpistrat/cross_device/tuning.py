@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mpistrat import settings
+from mpistrat import cache, settings
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.algorithms.cost import DEFAULT, CostModel
 from mpistrat.algorithms.fit import CONSTANTS, Measurement, corrected, fit
@@ -121,10 +121,10 @@ class Tuning:
             If the text is no tuning, or one of another version; says what was expected.
         """
         try:
-            document = json.loads(text)
+            document = cache.parse(text)
             if document["format"] != FORMAT:
                 raise ValueError(f"it has format {document['format']!r}, and this version of mpistrat reads format {FORMAT}")
-            conditions = Conditions(**document["conditions"])
+            conditions = cache.record(Conditions, document["conditions"])
             constants: dict[str, Any] = {name: _positive(document["constants"][name]) for name in CONSTANTS}
             world = world or _world(conditions)
             unknown = sorted(set(document["seconds"]) - set(PLANNERS))
@@ -158,7 +158,7 @@ def present_conditions(world: World) -> Conditions:
 
 
 def _positive(number: Any) -> float:
-    if not (isinstance(number, (int, float)) and 0 < number < float("inf")):
+    if not (type(number) in (int, float) and 0 < number < float("inf")):
         raise ValueError(f"it is no file of mpistrat tune ({number!r} is no positive number)")
     return float(number)
 

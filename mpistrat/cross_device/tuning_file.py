@@ -30,7 +30,7 @@ def tuning_path(conditions: Conditions) -> Path:
 def read(path: Path, world: World, conditions: Conditions) -> CostModel | None:
     """Return the model that a file gives, or None where there is none, or none that holds: the reason is said on stderr."""
     try:
-        tuning = Tuning.from_json(path.read_text(), world)
+        tuning = Tuning.from_json(cache.read(path), world)
         if tuning.conditions != conditions:
             raise ValueError(f"it was measured under other conditions: {_difference(tuning.conditions, conditions)}")
         return tuning.model(str(path))

@@ -20,7 +20,7 @@ from mpistrat.execution.lanes import overlap, side_by_side
 from mpistrat.packing.layout import Layout
 from mpistrat.packing.wire import Cast, Wire
 from mpistrat.reduction import Fold, ReduceOp
-from mpistrat.transports.base import Operation, Steps, drive
+from mpistrat.transports.base import Operation, Steps
 from mpistrat.transports.parts import Cuts, Lists
 
 if TYPE_CHECKING:
@@ -86,6 +86,20 @@ class BoundPlan:
         operations = (operation for phases in self._bound.values() for phase in phases for _, operation in phase)
         casts = self._casters.values()
         return sum(operation.scratch_bytes for operation in operations) + sum(cast.scratch_bytes for cast in casts)
+
+    @property
+    def begins_with_meeting(self) -> bool:
+        """Whether ranks of a node meet in shared memory before anything else."""
+        if not self.plan.phases or not self.plan.count:
+            return False
+        is_ordered = self.plan.in_order or self._wire is not None
+        return self._executor.begins_with_meeting(self.plan.phases[0].scope, is_ordered)
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether ranks that run another plan cannot take part in this one."""
+        count = self.plan.padded(min(self.plan.chunk_count, self.plan.count)) // max(self.plan.world.num_shards, 1)
+        return self._executor.is_compared(self.plan, count * self._dtype.itemsize, self.plan.in_order or self._wire is not None)
 
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
         """Return the steps that reduce `sources` into C-contiguous `targets`. A collective call."""
@@ -234,6 +248,16 @@ class DirectPlan:
         self.at_once: Callable[[Array, Array], None] | None = None
 
     @property
+    def begins_with_meeting(self) -> bool:
+        """Whether ranks of a node meet in shared memory before anything else, if they share some."""
+        return self.plan.count > 0
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether ranks that run another plan cannot take part in this one: transports of arrays of the caller see to it."""
+        return True
+
+    @property
     def generation(self) -> int:
         """Always the present one: no scratch memory is bound."""
         return self._executor.generation
@@ -255,7 +279,7 @@ class DirectPlan:
 
     def run_at_once(self, source: Array, target: Array) -> None:
         """Reduce one array, and return when it is done. A collective call."""
-        drive(self.run([source], [target]), lambda: "all_reduce")
+        self._executor.drive(self.run([source], [target]))
 
 
 @dataclass

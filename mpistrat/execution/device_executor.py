@@ -55,6 +55,7 @@ class DeviceExecutor(Executor):
     def __init__(self, host: Executor, device: Device) -> None:
         super().__init__(host.hierarchy, device_transports(host.hierarchy, device, host.transports))
         self.device, self._device, self.timeline = device, device, host.timeline
+        self._shares_memory = host._shares_memory  # where ranks meet before each call
         # memory of peers must not be mapped any more when they free it
         self._bound: WeakSet[BoundPlan] = WeakSet()
         self._peers_read = isinstance(self.intra, CudaIpcTransport)
@@ -120,9 +121,9 @@ class DeviceExecutor(Executor):
             self.intra.abort(reason)
 
     def close(self) -> None:
-        """Free the scratch memory. A collective call."""
+        """Free the scratch memory and what transports made. A collective call."""
         self._unbind()
-        self.intra.close()
+        self.intra.dispose()
 
     def _direct(self, *_: object) -> None:
         """Return None: all goes through buckets."""

@@ -6,6 +6,9 @@ of a job until the end of the last one of its communicators no other thread uses
 (`cross_device.gate`). Nothing is locked while a job runs, and a job's end is told last, so that who sees it sees all that the
 job wrote.
 
+A job's failure belongs to who waits for it. One that nobody has waited for is raised by the next collective call, or when the
+program ends: `raise_unclaimed_failure`.
+
 The program needs the core and Python's lock that the engine takes. So an engine that waits sleeps, longer each time, and only
 as long as a program thread waits for it does it look without a pause.
 """
@@ -14,16 +17,17 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 
 from mpistrat.errors import UnavailableError
+from mpistrat.launch import abort, exit_code
 from mpistrat.transports.base import give_way
 
-__all__ = ["Job", "rest", "submit"]
+__all__ = ["Job", "raise_unclaimed_failure", "rest", "submit"]
 
 # how much longer each sleep is than the one before, and the longest: it delays a message, but costs little of a core
 _LONGER_SECONDS, _LONGEST_SECONDS = 2e-5, 5e-4
@@ -42,19 +46,27 @@ class Job:
         Does it, and returns the result.
     what : callable
         Says, for an error, what it is.
+    owner : object, optional
+        Who raises its failure where nobody waits for it.
 
     Attributes
     ----------
+    owner : object
+        As given.
     failure : BaseException or None
         What `carry_out` raised.
+    is_claimed : bool
+        Whether the program has been told of the failure.
     """
 
-    def __init__(self, carry_out: Callable[[], object], what: Callable[[], str]) -> None:
+    def __init__(self, carry_out: Callable[[], object], what: Callable[[], str], owner: object = None) -> None:
         self._carry_out: Callable[[], object] | None = carry_out
+        self.owner = owner
         self._what = what
         self._ended = threading.Event()
         self._result: object = None
         self.failure: BaseException | None = None
+        self.is_claimed = False
 
     def has_ended(self) -> bool:
         """Return whether it has ended, well or not."""
@@ -67,6 +79,7 @@ class Job:
             self._result = self._carry_out()
         except BaseException as failure:  # it is raised where the program waits
             self.failure = failure
+            _engine.note_failure(self)
         self._carry_out = None  # and with it what it worked on
         self._ended.set()
 
@@ -93,6 +106,7 @@ class Job:
     def result(self) -> object:
         """Return the result of a job that has ended, or raise what made it fail."""
         if self.failure is not None:
+            self.is_claimed = True
             raise self.failure
         return self._result
 
@@ -100,6 +114,21 @@ class Job:
 def submit(job: Job) -> None:
     """Have a job carried out when all that were submitted before have ended; the first one starts the engine."""
     _engine.submit(job)
+
+
+def raise_unclaimed_failure(owner: object) -> None:
+    """Raise the first failure of an owner's jobs that have ended, if the program has not been told of it.
+
+    It is not raised here again, and neither are those of its later jobs, which may be consequences.
+
+    Parameters
+    ----------
+    owner : object
+        What the jobs were made with.
+    """
+    failure = _engine.take_unclaimed_failure(owner)
+    if failure is not None:
+        raise failure
 
 
 def rest(waits: int) -> None:
@@ -121,6 +150,7 @@ class _Engine:
         self._starting = threading.Lock()
         self.num_waiting = 0
         self.is_leaving = False
+        self._failed: deque[Job] = deque()
 
     def submit(self, job: Job) -> None:
         with self._starting:
@@ -134,17 +164,32 @@ class _Engine:
     def is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
+    def note_failure(self, job: Job) -> None:
+        while self._failed and self._failed[0].is_claimed:
+            self._failed.popleft()
+        self._failed.append(job)
+
+    def take_unclaimed_failure(self, *owners: object) -> BaseException | None:
+        """Return the first of these owners, or of all where none is given."""
+        unclaimed = [job for job in tuple(self._failed) if not job.is_claimed and (not owners or job.owner in owners)]
+        for job in unclaimed:
+            job.is_claimed = True
+        return unclaimed[0].failure if unclaimed else None
+
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job.run()
             del job  # nothing is kept while there is nothing to do
 
     def _leave(self) -> None:
-        """End before MPI does: after the last job, or at once where the program ended by an exception."""
+        """End before MPI does: after the last job, or at once where the program ended by an exception or with a code."""
         assert self._thread is not None, "nothing is registered before the thread is"
-        self.is_leaving = getattr(sys, "last_value", None) is not None
+        self.is_leaving = exit_code.ending_code() != 0
         self._jobs.put(None)
         self._thread.join(_LEAVE_SECONDS if self.is_leaving else None)
+        failure = self.take_unclaimed_failure()
+        if failure is not None and not self.is_leaving:
+            abort.end(failure)
 
 
 _engine = _Engine()

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat import settings
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
 from mpistrat.device.base import Device
@@ -47,6 +48,11 @@ class Executor:
         The groups of this rank.
     transports : Transports, optional
         What moves their bytes; by default what `ladder.host_transports` finds.
+
+    Attributes
+    ----------
+    drive : callable
+        Goes through the steps of what is done at once, under the deadline of the call that is under way.
     """
 
     device: Device | None = None
@@ -63,6 +69,8 @@ class Executor:
         self._last_mark = 0
         self._turn = -1
         self.generation = 0
+        self._shares_memory = hierarchy.all_agree(self.window is not None or hierarchy.intra.size == 1)
+        self.drive: Callable[[Steps], None] = _drive
         self.largest_pack_bytes = 0
 
     def bind(
@@ -161,6 +169,30 @@ class Executor:
         elif self.hierarchy.leaders:
             yield str(phase), self.hierarchy.leaders, buffer
 
+    def begins_with_meeting(self, scope: Scope, in_order: bool) -> bool:
+        """Return whether ranks of a node meet in shared memory before they do anything in a phase."""
+        if scope is Scope.INTRA:
+            return self.window is not None
+        return scope is Scope.WORLD and not in_order and self.device is None
+
+    def is_compared(self, plan: Plan, shard_bytes: int, is_ordered: bool) -> bool:
+        """Return whether ranks that run another plan cannot take part in this one: the same on all ranks.
+
+        Ranks compare their calls in shared memory, and messages carry them. Collectives of MPI do neither; those over all ranks
+        see to it themselves.
+        """
+        for phase in plan.phases:
+            if phase.scope is Scope.INTRA and not self._shares_memory:
+                return False
+            if phase.scope is Scope.LEADERS and not is_ordered:
+                return False
+            if phase.scope is Scope.INTER and not is_ordered and self._rails_by_mpi(shard_bytes):
+                return False
+        return True
+
+    def _rails_by_mpi(self, shard_bytes: int) -> bool:
+        return shard_bytes < RING_FROM_BYTES or settings.INTER_TRANSPORT.read() == "mpi"
+
     def enter(self, slots: int, slot_bytes: int) -> int:
         """Note which slots the next chunks use; return how often in a row slots cut like these were used before.
 
@@ -194,6 +226,11 @@ class Executor:
     def nccl_refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
         """Return why NCCL does not combine such values here, or an empty text."""
         return "these are host arrays"
+
+    @property
+    def window(self) -> SharedMemoryTransport | None:
+        """In which ranks of this node meet, where they share memory."""
+        return self.intra if isinstance(self.intra, SharedMemoryTransport) else None
 
     @property
     def window_bytes(self) -> int:
@@ -236,14 +273,14 @@ class Executor:
         """Return what does the same at once with one small array."""
         intra, generation = self.intra, self.generation
         assert isinstance(intra, SharedMemoryTransport), "only shared memory works on arrays of the caller"
-        block = OneBlock(intra, dtype, count, fold)
+        block = OneBlock(intra, dtype, count, fold, self.drive)
 
         def run(source: Array, target: Array) -> None:
             nonlocal block, generation
             if generation != self.generation:
-                block, generation = OneBlock(intra, dtype, count, fold), self.generation
+                block, generation = OneBlock(intra, dtype, count, fold, self.drive), self.generation
             if self.enter(*_EXCHANGE_GEOMETRY) == 0:
-                drive(self.acquire(0), lambda: "all_reduce")
+                self.drive(self.acquire(0))
             block.run(source, target)
             self._last_mark = intra.release()
 
@@ -277,8 +314,12 @@ class Executor:
 
     def close(self) -> None:
         """Free the scratch memory and what transports made. A collective call."""
-        self.intra.close()
         self.world.close()
+        self.intra.dispose()
+
+
+def _drive(steps: Steps) -> None:
+    drive(steps, lambda: "all_reduce")
 
 
 def _bind(transport: Transport, verb: Verb, buffer: Array, bounds: list[int], op: ReduceOp) -> Operation:

@@ -108,9 +108,10 @@ def host_transports(hierarchy: Hierarchy) -> Transports:
     """
     intra = _on_host(settings.INTRA_TRANSPORT, _INTRA)
     inter = _on_host(settings.INTER_TRANSPORT, _INTER)
+    inside = _make(intra, _INTRA, hierarchy.intra)
     return Transports(
-        _make(intra, _INTRA, hierarchy.intra),
-        WorldTransport(hierarchy),
+        inside,
+        WorldTransport(hierarchy, inside if isinstance(inside, SharedMemoryTransport) else None),
         {shard: _make(inter, _INTER, rail) for shard, rail in hierarchy.rails.items()},
         {shard: MpiTransport(rail) for shard, rail in hierarchy.rails.items()},
         MpiTransport(hierarchy.leaders) if hierarchy.leaders else None,

@@ -58,7 +58,7 @@ class Work(Generic[T]):
         UnavailableError
             If one that was started before it has failed so that no further collective can be made.
         AgreementError
-            In strict mode, if replicas started different things.
+            On every replica, if replicas started different things.
         """
         self._job.join()
         if not self._finished:

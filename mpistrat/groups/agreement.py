@@ -1,32 +1,93 @@
-"""Agreement: check that every rank is making the same call, before the call can hang."""
+"""Agreement: check that every rank is making the same call, and tell all ranks where one is not.
+
+A call is described by its text. What ranks compare is a word of 64 bits made of it; texts are exchanged only where words
+differ.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from mpistrat.errors import AgreementError
 from mpistrat.groups.group import Group, ranks_text
+from mpistrat.watch.watcher import watcher
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Agreement"]
+__all__ = ["COMPARED", "Agreement", "CallsDifferError", "Signature", "calls_differ", "chained", "word_of"]
 
-Enter = Callable[[], "MPI.Request"]
+Meet = Callable[[Callable[[], "MPI.Request"]], None]
+
+COMPARED = 1
+"""The bit of a word that says that its rank compares calls before it does anything else, and exchanges texts if they differ."""
+
+ROW = 3
+_WORD_MASK = (1 << 63) - 2
+_POLL_SECONDS = 50e-6
+_WORDS_KEPT = 4096
 
 
-def _wait(enter: Enter) -> None:
-    enter().Wait()
+class Signature:
+    """What all ranks must pass alike in a call.
+
+    Parameters
+    ----------
+    text : str
+        The call with its arguments.
+    details : tuple of (str, str, int, str)
+        For the record: the operation, the dtype, how many bytes this rank passes, and the plan.
+
+    Attributes
+    ----------
+    word : int
+        What ranks compare: see `word_of`.
+    """
+
+    __slots__ = ("details", "text", "word")
+
+    def __init__(self, text: str, details: tuple[str, str, int, str] = ("", "", 0, "")) -> None:
+        self.text, self.word, self.details = text, word_of(text), details
+
+
+class CallsDifferError(Exception):
+    """Ranks of a node have met in different calls.
+
+    Parameters
+    ----------
+    words : list of int
+        What each of them is in.
+    """
+
+    def __init__(self, words: list[int]) -> None:
+        super().__init__("ranks of a node have met in different calls")
+        self.words = words
+
+    @property
+    def all_compare(self) -> bool:
+        """Whether every rank has done nothing yet but compare, so that they can exchange texts."""
+        return all(word & COMPARED for word in self.words)
+
+
+@lru_cache(_WORDS_KEPT)
+def word_of(text: str) -> int:
+    """Return the word of a text: the same in every process, even, and below 2**63."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") & _WORD_MASK
+
+
+def chained(word: int, following: int) -> int:
+    """Return the word of a series of texts, of which the last one has the word `following`."""
+    return (word * 0x9E3779B97F4A7C15 + following) & _WORD_MASK
 
 
 class Agreement:
-    """Compares calls across the ranks of a group.
-
-    One all-reduce of 16 bytes where all agree; texts are exchanged only where they do not.
+    """Compares calls across the ranks of a group, before they do anything else.
 
     Parameters
     ----------
@@ -37,12 +98,18 @@ class Agreement:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._sequence = 0
-        self._digests: dict[str, int] = {}
-        self._mine = np.empty(2, np.int64)
-        self._least = np.empty(2, np.int64)
+        self._row = np.zeros(ROW, np.int64)
+        self._rows = np.zeros((group.size, ROW), np.int64)
 
-    def check(self, call: str, error: Exception | None = None, meet: Callable[[Enter], None] = _wait) -> None:
-        """Check that all ranks pass the same text. A collective call.
+    def check(
+        self,
+        call: str,
+        error: Exception | None = None,
+        meet: Meet | None = None,
+        facts: Sequence[int] = (0, 0),
+        number: int = 0,
+    ) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Check that all ranks pass the same text; return two numbers that each passes with it. A collective call.
 
         Parameters
         ----------
@@ -50,46 +117,72 @@ class Agreement:
             Describes the call: verb, op, dtypes and shapes.
         error : Exception, optional
             Why this rank cannot make the call; it is raised here, and the other ranks are told.
-        meet : callable
-            Starts the all-reduce that it is given, and returns when that has ended; by default it waits without a deadline.
+        meet : callable, optional
+            Starts the exchange that it is given, and returns when that has ended; by default it polls without a deadline.
+        facts : sequence of two int
+            What the other ranks must know of this one.
+        number : int
+            What to call the collective; by default it is counted here.
+
+        Returns
+        -------
+        ndarray
+            int64, (ranks, 2): the facts of every rank; valid until the next call.
 
         Raises
         ------
         AgreementError
             On every rank where the texts differ, naming who passed what.
         """
-        from mpi4py import MPI
-
         self._sequence += 1
-        digest = self._digest(call if error is None else f"{call} {error!r}")
-        # one MIN of (h, -h) gives the least and the greatest digest
-        self._mine[0], self._mine[1] = digest, -digest
-        meet(lambda: self._group.comm.Iallreduce(self._mine, self._least, MPI.MIN))
-        if self._least[0] != digest or self._least[1] != -digest:
-            self._tell(call, error)
+        word = word_of(call if error is None else f"{call} {error!r}")
+        self._row[0], self._row[1], self._row[2] = word, *facts
+        (meet or _poll)(lambda: self._group.comm.Iallgather(self._row, self._rows))
+        if (self._rows[:, 0] != word).any():
+            self.tell(call, error, number)
         if error is not None:
             raise error
+        return self._rows[:, 1:]
 
-    def _digest(self, text: str) -> int:
-        digest = self._digests.get(text)
-        if digest is None:
-            digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
-            self._digests[text] = digest
-        return digest
+    def tell(self, call: str, error: Exception | None = None, number: int = 0) -> NoReturn:
+        """Exchange what every rank did, and raise on all. A collective call of ranks that know that calls differ.
 
-    def _tell(self, call: str, error: Exception | None) -> None:
-        """Exchange what every rank did, and raise on all."""
+        Parameters
+        ----------
+        call, error : str, Exception
+            As for `check`.
+        number : int
+            What to call it; by default it is counted here.
+        """
         mine = call if error is None else f"{call}, which failed: {type(error).__name__}: {error}"
-        texts: list[str] = self._group.comm.allgather(mine)
+        told: list[tuple[str, bool]] = self._group.comm.allgather((mine, error is not None))
         if error is not None:
             raise error
-        variants: dict[str, list[int]] = {}
-        for rank, text in zip(self._group.ranks, texts, strict=True):
-            variants.setdefault(text, []).append(rank)
-        lines = [f"  {ranks_text(ranks)}: {text}" for text, ranks in variants.items()]
-        raise AgreementError(
-            f"ranks made different calls (collective {self._sequence} of group {self._group.name}):\n"
-            + "\n".join(lines)
-            + "\nEvery rank must make the same collective calls in the same order, with the same operation, structure, "
-            "dtypes and shapes."
+        texts = {rank: text for rank, (text, _) in zip(self._group.ranks, told, strict=True)}
+        disagreement = calls_differ(number or self._sequence, texts, self._group.name)
+        disagreement.failed_ranks = tuple(
+            rank for rank, (_, has_failed) in zip(self._group.ranks, told, strict=True) if has_failed
         )
+        raise disagreement
+
+
+def calls_differ(number: int, texts: Mapping[int, str], group: str = "world") -> AgreementError:
+    """Return the error that says which rank made which call."""
+    variants: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        variants.setdefault(text, []).append(rank)
+    lines = [f"  {ranks_text(ranks)}: {text}" for text, ranks in variants.items()]
+    return AgreementError(
+        f"ranks made different calls (collective {number} of group {group}):\n"
+        + "\n".join(lines)
+        + "\nEvery rank must make the same collective calls in the same order, with the same operation, structure, "
+        "dtypes and shapes."
+    )
+
+
+def _poll(enter: Callable[[], MPI.Request]) -> None:
+    request, watching = enter(), watcher()
+    while not request.Test():
+        if watching is not None:
+            watching.raise_verdict()
+        time.sleep(_POLL_SECONDS)

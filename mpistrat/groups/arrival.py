@@ -12,25 +12,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpistrat.errors import DeadlineExceededError
+from mpistrat.errors import CollectiveError, DeadlineExceededError, UnavailableError
 from mpistrat.groups.group import Group, ranks_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["NOTICE_TAG", "Arrival"]
+__all__ = ["LONGEST_GRACE_SECONDS", "NOTICE_TAG", "Arrival"]
 
 NOTICE_TAG = 32_767  # the largest that every MPI accepts
 SHORTEST_GRACE_SECONDS, LONGEST_GRACE_SECONDS = 0.2, 1.0
 
-# what a notice says: "my time is up, and I am here"; "another's time is up, and I am here"; "I come to no call any more"
-_OVERDUE, _HERE, _GONE = 1, 2, 3
+# what a notice says: "my time is up, and I am here"; "another's time is up, and I am here"; "I come to no call any more", for
+# that reason; the same, because a call has failed here
+_OVERDUE, _HERE, _GONE, _FAILED = 1, 2, 3, 4
 _WAITING = False
 
 # a look makes MPI take in messages, and only a later one may show them
@@ -59,10 +60,17 @@ class Arrival:
         self._overdue: dict[int, int] = {}
         self._here: dict[int, int] = {}
         self._gone: dict[int, tuple[int, bool]] = {}
+        self._failed: set[int] = set()
         self._notice = np.empty(3, np.int64)
         self._sent: list[MPI.Request] = []
 
-    def steps(self, enter: Callable[[], MPI.Request], what: Callable[[], str], seconds: float) -> Iterator[bool]:
+    def steps(
+        self,
+        enter: Callable[[], MPI.Request],
+        what: Callable[[], str],
+        seconds: float,
+        absent: Callable[[], Collection[int]] = frozenset,
+    ) -> Iterator[bool]:
         """Yield (False) until all ranks have entered. A collective call.
 
         Parameters
@@ -73,6 +81,8 @@ class Arrival:
             Says, for an error, what the ranks were to meet for.
         seconds : float
             Deadline in seconds from now; 0 means none of its own: the deadlines of others hold all the same.
+        absent : callable
+            Returns which ranks are known not to be in this call; others that have not entered may wait for those.
 
         Raises
         ------
@@ -93,31 +103,47 @@ class Arrival:
             if grace_ends < math.inf:
                 if now > grace_ends or (self._gone and not self._silent()):
                     self._tell(_GONE, came=True)
-                    raise self._not_all_came(what, seconds, is_own=now > deadline)
+                    raise self._not_all_came(what, seconds, now > deadline, absent())
             elif now > deadline or self._gone or self._turn in self._here.values():
                 self._tell(_OVERDUE if now > deadline else _HERE, came=True)
                 grace_ends = now + _grace(seconds)
             yield _WAITING
         if grace_ends < math.inf and self._listen():
             self._tell(_GONE, came=True)
-            raise self._not_all_came(what, seconds, is_own=time.monotonic() > deadline)
+            raise self._not_all_came(what, seconds, time.monotonic() > deadline, absent())
 
     def is_given_up(self) -> bool:
         """Return whether a rank has told that it comes to no call any more."""
         return self._listen()
 
     def give_up(self) -> None:
-        """Tell all that this rank comes to no call any more."""
-        self._tell(_GONE, came=True)
+        """Tell all that this rank comes to no call any more, because one has failed here."""
+        self._tell(_FAILED, came=True)
 
     @property
     def who_gave_up(self) -> str:
         """The ranks that have told so, by name."""
         return self._names(sorted(self._gone))
 
-    def overdue(self, what: str, seconds: float) -> DeadlineExceededError:
-        """Tell all that this rank gives up a call that all have entered; return the error, with who does not answer."""
+    def given_up(self, what: str, missing: Sequence[int] = ()) -> CollectiveError:
+        """Return the error of a call that another rank has given up, with the ranks that are known not to have come."""
+        if self._failed:
+            self._tell(_FAILED, came=True)
+            return UnavailableError(
+                f"{self._where}: {what} cannot end: {self._names(sorted(self._failed))} gave up, for it failed there"
+            )
         self._tell(_GONE, came=True)
+        late = f"; not all ranks have arrived: missing {self._names(missing)}" if missing else ""
+        return DeadlineExceededError(f"{self._where}: {what} was given up by {self.who_gave_up}, whose time was up{late}")
+
+    def overdue(self, what: str, seconds: float, missing: Sequence[int] = ()) -> DeadlineExceededError:
+        """Tell all that this rank gives up a call; return the error, with who has not come, or else who does not answer."""
+        self._tell(_GONE, came=True)
+        if missing:
+            return DeadlineExceededError(
+                f"{self._where}: {what} did not end within {seconds:g} s; not all ranks have arrived: missing "
+                f"{self._names(missing)}"
+            )
         grace_ends = time.monotonic() + _grace(seconds)
         while self._silent() and time.monotonic() < grace_ends:
             self._listen()
@@ -135,8 +161,9 @@ class Arrival:
             source = self._status.Get_source()
             comm.Recv(self._notice, source, NOTICE_TAG)
             kind, turn, came = (int(word) for word in self._notice)
-            if kind == _GONE:
+            if kind in (_GONE, _FAILED):
                 self._gone[source] = turn, bool(came)
+                self._failed |= {source} if kind == _FAILED else set()
             else:
                 self._here[source] = turn
                 if kind == _OVERDUE:
@@ -157,11 +184,14 @@ class Arrival:
         late = [rank for rank, (turn, came) in self._gone.items() if not came or turn != self._turn]
         return sorted({*self._silent(), *late})
 
-    def _not_all_came(self, what: Callable[[], str], seconds: float, is_own: bool) -> DeadlineExceededError:
+    def _not_all_came(
+        self, what: Callable[[], str], seconds: float, is_own: bool, absent: Collection[int]
+    ) -> DeadlineExceededError:
+        missing = [rank for rank in self._missing() if rank in absent] or self._missing()
         impatient = [rank for rank, turn in self._overdue.items() if turn == self._turn] or list(self._gone)
         end = f"did not end within {seconds:g} s" if is_own else f"was given up by {self._names(impatient)}, whose time was up"
         return DeadlineExceededError(
-            f"{self._where}: {what()} {end}; not all ranks have arrived: missing {self._names(self._missing())}"
+            f"{self._where}: {what()} {end}; not all ranks have arrived: missing {self._names(missing)}"
         )
 
     def _too_late(self, what: Callable[[], str]) -> DeadlineExceededError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpistrat.groups.group import Group
+from mpistrat.groups.group import Group, PresentCall
 from mpistrat.topology.world import World
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class Hierarchy:
         Shard -> the group of its owners, for each shard that this rank owns; empty where there is one node.
     leaders : Group or None
         The lowest ranks of all nodes; None on other ranks.
+    call : PresentCall
+        What is under way in all of them.
     """
 
     def __init__(self, comm: MPI.Intracomm, world: World) -> None:
@@ -45,9 +47,10 @@ class Hierarchy:
         self.world = world
         self.rank = comm.Get_rank()
         self.place = world.place(self.rank)
-        self.world_group = Group(comm.Dup(), "world", tuple(range(world.size)))
+        self.call = PresentCall()
+        self.world_group = Group(comm.Dup(), "world", tuple(range(world.size)), self.call)
         node = world.nodes[self.place.node_index]
-        self.intra = _own(self.world_group.comm.Split(node.index, self.rank), f"intra {node.name}", node.ranks)
+        self.intra = _own(self.world_group.comm.Split(node.index, self.rank), f"intra {node.name}", node.ranks, self.call)
         several = world.num_nodes > 1
         # each rank joins its rails in rising order, so no two ranks wait for each other crosswise
         self.rails = {
@@ -63,7 +66,13 @@ class Hierarchy:
         joined = comm.Create_group(members, tag)
         members.Free()
         whole.Free()
-        return _own(joined, name, ranks)
+        return _own(joined, name, ranks, self.call)
+
+    def all_agree(self, yes: bool) -> bool:
+        """Return whether all ranks say yes. A collective call."""
+        from mpi4py import MPI
+
+        return bool(self.world_group.comm.allreduce(yes, MPI.LAND))
 
     def groups(self) -> list[Group]:
         """Return all groups of this rank, the world last."""
@@ -79,9 +88,9 @@ class Hierarchy:
         return f"Hierarchy({self.world}, {self.place})"
 
 
-def _own(comm: MPI.Comm, name: str, ranks: tuple[int, ...]) -> Group:
+def _own(comm: MPI.Comm, name: str, ranks: tuple[int, ...], call: PresentCall) -> Group:
     """Return the group of a communicator that was split off an intracommunicator, and so is one."""
     from mpi4py import MPI
 
     assert isinstance(comm, MPI.Intracomm), f"{name}: {comm!r} is no intracommunicator"
-    return Group(comm, name, ranks)
+    return Group(comm, name, ranks, call)

@@ -17,6 +17,7 @@ from mpistrat.launch import bootstrap
 from mpistrat.topology.discover import discover
 from mpistrat.topology.roll_call import roll_call
 from mpistrat.topology.world import World
+from mpistrat.watch import watcher
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -89,20 +90,37 @@ def meeting(call: str, timeout_seconds: float = 0.0) -> Iterator[Meeting]:
     DeadlineExceededError
         If not all ranks come in time.
     """
-    world = bootstrap.start()
-    group = Group(_own(world, call, timeout_seconds), "world", tuple(range(world.Get_size())))
-    try:
-        roll_call(group.comm)
-        yield Meeting(group, discover(group.comm))
-    finally:
-        group.close()
+    early = watcher.start()  # before MPI, which waits for ranks that have not come, too
+    if early is not None:
+        early.begin()
+    with watcher.watched(call):
+        world = bootstrap.start()
+        group = Group(_own(world, call, timeout_seconds), "world", tuple(range(world.Get_size())))
+        try:
+            _watch(world, call, timeout_seconds)
+            roll_call(group.comm)
+            found = discover(group.comm)
+            watcher.introduce(found.nodes[found.place(group.rank).node_index].name)
+            yield Meeting(group, found)
+        finally:
+            group.close()
+
+
+def _watch(world: MPI.Intracomm, call: str, timeout_seconds: float) -> None:
+    """Have the watchers of all ranks talk to each other; all have met."""
+    found = watcher.start(world.Get_size())
+    if found is not None and not found.has_joined:
+        found.join(_own(world, call, timeout_seconds))
 
 
 def _own(world: MPI.Intracomm, call: str, timeout_seconds: float) -> MPI.Intracomm:
     """Return a duplicate of the world; it comes to be when all ranks have asked for it."""
     own, request = world.Idup()
     deadline = time.monotonic() + (timeout_seconds or float("inf"))
+    watching = watcher.watcher()
     while not request.Test():
+        if watching is not None:
+            watching.raise_verdict()
         if time.monotonic() > deadline:
             raise DeadlineExceededError(
                 f"rank {world.Get_rank()}: timeout waiting for the cluster: after {timeout_seconds} s some of the "

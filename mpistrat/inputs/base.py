@@ -50,6 +50,16 @@ class Dataset(ABC):
         """How many batches an epoch has; None where only iterating tells."""
 
     @property
+    def batch_size(self) -> int | None:
+        """Rows of a global batch, but for the last ones; None where a batch may have any number."""
+        return None
+
+    @property
+    def num_rows(self) -> int | None:
+        """How many rows the batches of an epoch have; None where only iterating tells."""
+        return None
+
+    @property
     @abstractmethod
     def element_spec(self) -> Any:
         """The nest of `ArraySpec` that describes every batch."""

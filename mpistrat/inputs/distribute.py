@@ -12,7 +12,7 @@ from mpistrat.inputs.base import Dataset
 from mpistrat.inputs.iterable import as_dataset
 from mpistrat.inputs.iterator import DistributedIterator, Feed
 from mpistrat.inputs.options import AutoShardPolicy, InputOptions, InputReplicationMode, read_options
-from mpistrat.inputs.rebatch import pieces
+from mpistrat.inputs.rebatch import batched, num_pieces, piece_sizes, pieces
 from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.feeding import register_inputs
 from mpistrat.strategy.mirrored import MirroredStrategy
@@ -40,7 +40,8 @@ class DistributedDataset:
     dataset : Dataset
         What this rank reads.
     policy : AutoShardPolicy or None
-        DATA takes this replica's share of each batch, OFF all its rows in pieces, None the batches as they are.
+        DATA takes this replica's share of each batch, OFF all rows in batches of the size of a share, None the batches as they
+        are.
     options : InputOptions
         How far to read ahead, and whether to bring what is read to the replica's GPU, if it has one.
     """
@@ -91,7 +92,17 @@ class DistributedDataset:
         count = self._dataset.num_batches
         if count is None or self._policy is not OFF:
             return count
-        return count * self._strategy.num_replicas_in_sync
+        sizes = self._sizes
+        if sizes is None:
+            return count * self._strategy.num_replicas_in_sync
+        rows = self._dataset.num_rows
+        return None if rows is None else num_pieces(rows, sizes)
+
+    @property
+    def _sizes(self) -> list[int] | None:
+        """How many rows this replica takes step by step, again and again; None where batches may have any number."""
+        batch_size, collectives = self._dataset.batch_size, self._strategy.extended.collectives
+        return None if batch_size is None else piece_sizes(batch_size, collectives.rank, collectives.size)
 
     def _batches(self, epoch: int) -> Iterator[Any]:
         collectives = self._strategy.extended.collectives
@@ -100,6 +111,9 @@ class DistributedDataset:
         whole = self._dataset.batches(epoch)
         if self._policy is None:
             return whole
+        sizes = self._sizes
+        if sizes is not None:
+            return batched(whole, sizes, drop_remainder=False)
         return (piece for batch in whole for piece in pieces(batch, collectives.rank, collectives.size))
 
 
@@ -194,7 +208,7 @@ def _check_replication(strategy: Strategy, call: str, options: InputOptions) -> 
 
 
 def _part_of(dataset: Dataset, policy: AutoShardPolicy, pipeline: int, num_pipelines: int) -> tuple[Dataset, AutoShardPolicy]:
-    """Return what an input pipeline reads, and whether it takes its share of each batch (DATA) or all its rows (OFF).
+    """Return what an input pipeline reads, and whether it takes its share of each batch (DATA) or all rows (OFF).
 
     Raises
     ------

@@ -106,7 +106,7 @@ class FileDataset(Dataset):
 
     def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
         """Yield a replica's share of each global batch of an epoch; all files are read for it."""
-        for batch in batched(self._parts(epoch), self._batch_size, self._drop_remainder):
+        for batch in batched(self._parts(epoch), [self._batch_size], self._drop_remainder):
             yield share(batch, replica, num_replicas)
 
     def describe(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpistrat.context.stack import in_replica_context_of
 from mpistrat.context.values import regroup
 from mpistrat.cross_device.collectives import Collectives
 from mpistrat.device.binding import bound_device
@@ -86,8 +87,8 @@ class DistributedIterator(Iterator[Any]):
     Made by iterating over a `DistributedDataset`. Taking an element is a collective call. Where all replicas know how many
     batches they have, they tell each other with the first element, or not at all where they compared it before; else a few
     numbers are exchanged for each element, while the next one is being made. An error of one replica ends the iteration on all
-    of them where numbers are exchanged, and in strict mode always. So does a replica that is at another element, or in another
-    epoch, because it left the loop and the others did not.
+    of them, and so does a replica that is at another element, or in another epoch, because it left the loop and the others did
+    not: at once where numbers are exchanged or MPISTRAT_STRICT is on, else with the next collective.
 
     Parameters
     ----------
@@ -137,6 +138,10 @@ class DistributedIterator(Iterator[Any]):
             At the end of the data of all replicas. It is a StopIteration.
         AgreementError
             If another replica could not make its element.
+        InvalidArgumentError
+            If called inside ``strategy.run``.
+        RuntimeError
+            If called in the scope of another strategy.
         """
         for element in self._step():
             return element
@@ -145,12 +150,7 @@ class DistributedIterator(Iterator[Any]):
     def get_next_as_optional(self) -> OptionalElement:
         """Return the next element, or at the end of the data of all replicas an OptionalElement without one.
 
-        A collective call.
-
-        Raises
-        ------
-        AgreementError
-            If another replica could not make its element.
+        A collective call. It raises what `get_next` does, but for the end of the data.
         """
         return OptionalElement(*self._step())
 
@@ -166,6 +166,7 @@ class DistributedIterator(Iterator[Any]):
 
     def _step(self) -> list[Any]:
         """Return the next element in a list, or an empty list at the end."""
+        self._require_cross_replica()
         if self._is_over:
             return []
         (shares, error), self._ahead = self._ahead or self._attempt(), None
@@ -179,6 +180,16 @@ class DistributedIterator(Iterator[Any]):
             return []
         self._taken += 1
         return [regroup(share, self._strategy.num_replicas_in_sync) for share in shares or [self._empty]]
+
+    def _require_cross_replica(self) -> None:
+        """Check that this is not inside ``strategy.run``, which is called with an element that was taken before."""
+        if in_replica_context_of(self._strategy, "next(iterator)"):
+            error = InvalidArgumentError(
+                "next(iterator) must be called outside strategy.run, which hands each replica its part of an element.\n"
+                "    incorrect:  def step(): batch = next(iterator)\n"
+                "    correct:    def step(batch): …, then strategy.run(step, args=(next(iterator),))"
+            )
+            self._strategy.extended.collectives.refuse(self._call, error)
 
     def _attempt(self) -> tuple[list[Any], Exception | None]:
         """Return the next share in a list, or an empty list at the end; or what went wrong."""
@@ -198,7 +209,9 @@ class DistributedIterator(Iterator[Any]):
         if self._steps is None and collectives.size > 1:
             return self._exchange(collectives, has_share, error)
         if error is not None:
-            raise error
+            collectives.refuse(self._call, error)
+        if not collectives.is_strict:
+            collectives.note(self._call)
         return not has_share if self._steps is None else self._taken >= self._steps
 
     def _exchange(self, collectives: Collectives, has_share: bool, error: Exception | None) -> bool:

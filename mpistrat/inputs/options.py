@@ -23,10 +23,13 @@ class AutoShardPolicy(Enum):
     ======  ==============================================================================================================
     AUTO    as FILE where the dataset is a `FileDataset`, else as DATA
     DATA    its share of every global batch: all ranks must iterate over the same batches
-    FILE    every num_replicas_in_sync-th file, whose batches it takes in pieces of its share's size
-    OFF     every batch, in pieces of its share's size: what the ranks iterate over is the program's own business
-    HINT    what ``dataset.shard(SHARD_HINT, SHARD_HINT)`` says, with its numbers put in; its batches as with OFF
+    FILE    every num_replicas_in_sync-th file, whose rows it takes as with OFF
+    OFF     every row, in batches of its share's size: what the ranks iterate over is the program's own business
+    HINT    what ``dataset.shard(SHARD_HINT, SHARD_HINT)`` says, with its numbers put in; its rows as with OFF
     ======  ==============================================================================================================
+
+    With OFF, FILE and HINT the batches of an `ArrayDataset`, `MapDataset` or `FileDataset` are cut anew across their bounds, so
+    that only an epoch's last one is short. Those of any other iterable, whose size is not known before, are cut one by one.
     """
 
     OFF = -1

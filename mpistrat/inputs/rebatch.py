@@ -1,13 +1,12 @@
 """Cut batches: a global batch into the replicas' shares, or into pieces for one replica; and parts into batches.
 
-Shares are the ceiling split. Rows keep their order. Every replica but the last ones has the same number; the last may have
-fewer, or none:
+Rows keep their order. Shares are as equal as whole numbers allow, the first ones longer by one row:
 
 ==============  ========  ==================================
 rows            replicas  handed out
 ==============  ========  ==================================
 0 1 2 3         2         0 1 | 2 3
-0 1 2 3         3         0 1 | 2 3 | nothing
+0 1 2 3         3         0 1 | 2 | 3
 0 1 2 3         5         0 | 1 | 2 | 3 | nothing
 ==============  ========  ==================================
 """
@@ -15,7 +14,7 @@ rows            replicas  handed out
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import accumulate
+from itertools import accumulate, cycle
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,13 +23,37 @@ from mpistrat.arrays import Array, as_array, like
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.structures import flatten, leaf_names, map_leaves
 
-__all__ = ["batched", "num_rows", "pieces", "readable", "shard_bounds", "share"]
+__all__ = ["batched", "num_pieces", "num_rows", "piece_sizes", "pieces", "readable", "shard_bounds", "share"]
 
 
 def shard_bounds(num_rows: int, replica: int, num_replicas: int) -> tuple[int, int]:
     """Return the first row of a replica's share of a batch, and the row after its last."""
-    share = -(-num_rows // num_replicas)
-    return min(replica * share, num_rows), min((replica + 1) * share, num_rows)
+    least, rest = divmod(num_rows, num_replicas)
+    start = replica * least + min(replica, rest)
+    return start, start + least + (replica < rest)
+
+
+def piece_sizes(num_rows: int, replica: int, num_replicas: int) -> list[int]:
+    """Return the sizes of the shares of a batch, beginning with that of a replica, the first one following the last.
+
+    Replicas that cut rows of their own by these sizes, again and again, take as many rows together in each step as a batch has.
+    """
+    bounds = [shard_bounds(num_rows, index, num_replicas) for index in range(num_replicas)]
+    sizes = [stop - start for start, stop in bounds]
+    return sizes[replica:] + sizes[:replica]
+
+
+def num_pieces(num_rows: int, sizes: list[int]) -> int:
+    """Return how many batches `batched` cuts so many rows into by these sizes, again and again."""
+    if not num_rows:
+        return 0
+    whole, rest = divmod(num_rows, sum(sizes))
+    count = whole * len(sizes)
+    for size in sizes:
+        if rest < size:
+            break
+        count, rest = count + 1, rest - size
+    return count + (rest > 0)
 
 
 def readable(leaf: Any) -> Array:
@@ -66,7 +89,7 @@ def num_rows(batch: Any) -> int:
 
 
 def share(batch: Any, replica: int, num_replicas: int) -> Any:
-    """Return a replica's rows of a global batch, by the ceiling split, in arrays of their own.
+    """Return a replica's rows of a global batch, in arrays of their own.
 
     Sources may use the memory of a batch again, and replicas may write to their rows.
 
@@ -79,37 +102,33 @@ def share(batch: Any, replica: int, num_replicas: int) -> Any:
 
 
 def pieces(batch: Any, replica: int, num_replicas: int) -> Iterator[Any]:
-    """Yield all rows of a batch in as many pieces as there are replicas, of the sizes of the ceiling split.
-
-    Replicas that cut batches of their own step by step see as many rows together in each step as a batch has: each begins
-    with the size of its own share.
+    """Yield all rows of a batch in as many pieces as there are replicas, of the sizes that `piece_sizes` says.
 
     Raises
     ------
     InvalidArgumentError
         If it is no batch: see `num_rows`.
     """
-    rows = num_rows(batch)
-    bounds = [shard_bounds(rows, index, num_replicas) for index in range(num_replicas)]
-    sizes = [stop - start for start, stop in bounds[replica:] + bounds[:replica]]
+    sizes = piece_sizes(num_rows(batch), replica, num_replicas)
     for size, stop in zip(sizes, accumulate(sizes), strict=True):
         yield _cut(batch, stop - size, stop)
 
 
-def batched(parts: Iterable[Any], batch_size: int, drop_remainder: bool) -> Iterator[Any]:
-    """Yield the rows of `parts`, nests of NumPy arrays, in batches of `batch_size`; the last may have fewer, or is dropped.
+def batched(parts: Iterable[Any], sizes: Iterable[int], drop_remainder: bool) -> Iterator[Any]:
+    """Yield the rows of `parts` in batches of these sizes, again and again; the last may have fewer rows, or is dropped.
 
     A batch within one part is a view of it. Of a part nothing is held when the next one is asked for: it may use its memory.
     """
     kept: list[Any] = []
-    missing = batch_size
+    coming = cycle(sizes)
+    missing = next(coming)
     for part in parts:
         first, end = 0, num_rows(part)
         while end - first >= missing:
             yield _join([*kept, _cut(part, first, first + missing)])
-            kept, first, missing = [], first + missing, batch_size
+            kept, first, missing = [], first + missing, next(coming)
         if first < end:
-            kept.append(map_leaves(lambda leaf: readable(leaf).copy(), _cut(part, first, end)))
+            kept.append(map_leaves(_copy, _cut(part, first, end)))
             missing -= end - first
     if kept and not drop_remainder:
         yield _join(kept)
@@ -124,7 +143,9 @@ def _copy(leaf: Any) -> Any:
 
 
 def _join(parts: list[Any]) -> Any:
-    return parts[0] if len(parts) == 1 else map_leaves(lambda *leaves: np.concatenate(leaves), *parts)
+    if len(parts) == 1:
+        return parts[0]
+    return map_leaves(lambda *leaves: like(np.concatenate([*map(readable, leaves)]), leaves[0]), *parts)
 
 
 def _refuse_unbatched(batch: Any) -> NoReturn:

@@ -63,6 +63,11 @@ class RowDataset(Dataset):
         """How many global batches an epoch has."""
         return len(self)
 
+    @property
+    def num_rows(self) -> int:
+        """How many rows the batches of an epoch have."""
+        return min(len(self) * self._batch_size, len(self._rows))
+
     def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
         """Yield a replica's share of each global batch of an epoch; only these rows are read."""
         order = np.random.default_rng((self._seed, epoch)).permutation(len(self._rows)) if self._shuffle else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpistrat import settings
 from mpistrat.errors import LaunchError
-from mpistrat.launch import abort, binding, environment, openmpi
+from mpistrat.launch import abort, binding, environment, exit_code, forks, launcher_process, nested, openmpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -94,11 +94,13 @@ def no_library(found: str) -> str:
 
 
 def _start() -> MPI.Intracomm:
+    nested.forget_launcher(os.environ)
     view = environment.detect()
+    launcher = launcher_process.find_launcher(os.environ)
     binding.bind_device(view)
     if "mpi4py.MPI" not in sys.modules:
         crowded = view is not None and (view.local_size or 1) > openmpi.num_cores()
-        os.environ.update(openmpi.parameters(os.environ, crowded))
+        os.environ.update(openmpi.parameters(os.environ, crowded, alone=view is None))
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py raises the one or the other, by where its search ends
@@ -106,9 +108,19 @@ def _start() -> MPI.Intracomm:
     _check_running()
     vendor, version = MPI.get_vendor()
     check_promise(view, MPI.COMM_WORLD.size, vendor, ".".join(map(str, version)))
-    if settings.ABORT.read():
-        abort.install(MPI.COMM_WORLD)
+    _see_to_the_end(MPI.COMM_WORLD, launcher)
     return MPI.COMM_WORLD
+
+
+def _see_to_the_end(comm: MPI.Intracomm, launcher: launcher_process.LauncherProcess | None) -> None:
+    """Have this process end well: together with its job, and its children apart from it."""
+    exit_code.watch()
+    forks.watch(comm.rank)
+    nested.mark(os.environ)
+    if settings.ABORT.read():
+        abort.install(comm)
+    if launcher is not None and comm.size > 1:
+        launcher_process.watch(launcher, comm.rank)
 
 
 def _check_running() -> None:

@@ -12,7 +12,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from mpistrat.device.binding import bound_device
 from mpistrat.errors import SettingError
 from mpistrat.launch.cuda_probe import AWARE, WRONG_VALUES
 from mpistrat.launch.cuda_verdicts import Library, Verdict, keep, kept_for
+from mpistrat.launch.environment import without_launcher
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -30,18 +31,10 @@ __all__ = [
     "find_verdict",
     "present_library",
     "probe",
-    "without_launcher",
 ]
 
 PROBE_SECONDS = 60.0
 
-# What a launcher tells its ranks: a process that finds it would take itself for one of them. What shapes the library, such as
-# OMPI_MCA_pml, UCX_TLS or I_MPI_OFFLOAD, holds for the probe too.
-_OF_LAUNCHERS = re.compile(
-    r"PMI_|PMIX_|PRTE_|ORTE_|OMPI_(?!MCA_)|"
-    r"OMPI_MCA_(ess|orte|plm|ras|rmaps|pmix|prte|initial|num_procs|cpu_type|PREFIXES)|"
-    r"HYD|MPI_LOCAL|SLURM_|PALS_|MV2_COMM|I_MPI_(HYDRA|PMI|JOB|PIN|INFO)|FLUX_|JSM_"
-)
 _SHAPING = re.compile(r"OMPI_MCA_|UCX_|I_MPI_OFFLOAD|MPICH_|MPIR_CVAR_|MV2_|FI_")
 _CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 
@@ -124,11 +117,6 @@ def probe(device_index: int, seconds: float = PROBE_SECONDS) -> Verdict:
         process.communicate()
         return Verdict(False, f"a probe did not end within {seconds:g} s", is_final=False)
     return _judged(process.returncode, said)
-
-
-def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which MPI starts alone, and is shaped as before."""
-    return {name: value for name, value in environ.items() if not _OF_LAUNCHERS.match(name)}
 
 
 def _ask(library: Library) -> Verdict:

@@ -96,8 +96,9 @@ def keep(library: Library, verdict: Verdict) -> None:
 
 def _read(path: Path) -> tuple[Library, Verdict, str] | None:
     try:
-        document = json.loads(path.read_text())
-        return Library(**document["library"]), Verdict(**document["verdict"]), str(document["date"])
+        document = cache.parse(cache.read(path))
+        library, verdict = cache.record(Library, document["library"]), cache.record(Verdict, document["verdict"])
+        return library, verdict, str(document["date"])
     except (OSError, ValueError, KeyError, TypeError):
         return None  # it is asked again, and written anew
 

@@ -6,12 +6,13 @@ File law: no MPI here, so that what the launcher promised is known before MPI st
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mpistrat.errors import LaunchError
 
-__all__ = ["LAUNCHERS", "Launcher", "LauncherView", "detect", "in_slurm_allocation"]
+__all__ = ["LAUNCHERS", "Launcher", "LauncherView", "detect", "identity", "in_slurm_allocation", "without_launcher"]
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,17 @@ LAUNCHERS: tuple[Launcher, ...] = (
     Launcher("a PMIx launcher", rank="PMIX_RANK"),
 )
 
+# Which job, beside which rank: what tells the ranks of a job from those of a job that one of them starts.
+_OF_JOB = ("PMIX_NAMESPACE", "PMI_FD", "PMI_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+
+# What a launcher tells its ranks: a process that finds it takes itself for one of them. What shapes the MPI library, such as
+# OMPI_MCA_pml, UCX_TLS or I_MPI_OFFLOAD, is not part of it.
+_OF_LAUNCHERS = re.compile(
+    r"PMI_|PMIX_|PRTE_|ORTE_|OMPI_(?!MCA_)|"
+    r"OMPI_MCA_(ess|orte|plm|ras|rmaps|pmix|prte|initial|num_procs|cpu_type|PREFIXES)|"
+    r"HYD|MPI_LOCAL|SLURM_|PALS_|MV2_COMM|I_MPI_(HYDRA|PMI|JOB|PIN|INFO)|FLUX_|JSM_"
+)
+
 # A batch script's shell has SLURM_PROCID=0 too, but no step. The steps that are no srun of the user's (batch, external,
 # interactive shell) are numbered downwards from 2^32.
 _FIRST_SPECIAL_STEP = 2**32 - 16
@@ -144,15 +156,35 @@ def detect(environ: Mapping[str, str] | None = None) -> LauncherView | None:
         If a launcher's variable holds no number.
     """
     environ = os.environ if environ is None else environ
-    for launcher in LAUNCHERS:
-        if launcher.started(environ) and (launcher.name != SRUN or _is_task_of_srun(environ)):
-            return launcher.view(environ)
-    return None
+    return next((launcher.view(environ) for launcher in _which_started(environ)), None)
+
+
+def identity(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that say which rank of which job a process is; none where it is not a rank.
+
+    Parameters
+    ----------
+    environ : mapping
+        The environment of the process.
+    """
+    ranks = {launcher.rank for launcher in _which_started(environ)}
+    return {name: environ[name] for name in sorted({*ranks, *_OF_JOB}) if name in environ} if ranks else {}
+
+
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which MPI starts alone, and is shaped as before."""
+    return {name: value for name, value in environ.items() if not _OF_LAUNCHERS.match(name)}
 
 
 def in_slurm_allocation(environ: Mapping[str, str]) -> bool:
     """Return whether this environment is that of a SLURM job, where the hosts are SLURM's to name."""
     return bool(environ.get("SLURM_JOB_ID"))
+
+
+def _which_started(environ: Mapping[str, str]) -> Iterator[Launcher]:
+    for launcher in LAUNCHERS:
+        if launcher.started(environ) and (launcher.name != SRUN or _is_task_of_srun(environ)):
+            yield launcher
 
 
 def _is_task_of_srun(environ: Mapping[str, str]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -207,7 +208,7 @@ def belongs(flavour: MpiFlavour, version: str, said: str) -> bool:
 def _candidates(flavour: MpiFlavour, library: Path) -> Iterator[Path]:
     # Nearest to the library first: <prefix>/lib/libmpi.so has <prefix>/bin/mpiexec, for a wheel, a module or a distribution.
     # A distribution may reach it by a link, from a folder that says nothing.
-    folders = [parent / "bin" for path in (library, library.resolve()) for parent in path.parents]
+    folders = [parent / "bin" for path in (library, library.resolve()) for parent in path.parents if not _is_anyones(parent)]
     for folder in dict.fromkeys(folders):
         for name in flavour.programs:
             if os.access(folder / name, os.X_OK):
@@ -216,6 +217,18 @@ def _candidates(flavour: MpiFlavour, library: Path) -> Iterator[Path]:
         found = shutil.which(name)
         if found and Path(found).parent not in folders:
             yield Path(found)
+
+
+def _is_anyones(folder: Path) -> bool:
+    """Return whether any user can put a ``bin`` into a folder, as into ``/tmp``, or whatever he likes into its ``bin``."""
+    return any(_mode(path) & stat.S_IWOTH for path in (folder, folder / "bin"))
+
+
+def _mode(path: Path) -> int:
+    try:
+        return path.stat().st_mode
+    except OSError:  # nothing is taken from there
+        return 0
 
 
 def _ask_mpi4py(question: str) -> str:

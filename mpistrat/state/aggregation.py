@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,6 +24,7 @@ __all__ = [
     "check_equal",
     "checked_aggregation",
     "checked_synchronization",
+    "checksum",
     "share",
 ]
 
@@ -45,11 +47,8 @@ class VariableAggregation(Enum):
     ONLY_FIRST_REPLICA = 3
 
 
-_E = TypeVar("_E", bound=Enum)
-
-
 def checked_synchronization(synchronization: object) -> VariableSynchronization:
-    """Return ON_WRITE or ON_READ.
+    """Return ON_WRITE or ON_READ; None means AUTO, as it does in TensorFlow.
 
     Raises
     ------
@@ -57,20 +56,26 @@ def checked_synchronization(synchronization: object) -> VariableSynchronization:
         If `synchronization` is NONE or no member.
     """
     kinds = VariableSynchronization
-    accepted = (kinds.AUTO, kinds.ON_WRITE, kinds.ON_READ)
-    given = _member(kinds, None if synchronization is kinds.NONE else synchronization, "synchronization", accepted)
-    return kinds.ON_WRITE if given is kinds.AUTO else given
+    if synchronization in (None, kinds.AUTO, kinds.ON_WRITE):
+        return kinds.ON_WRITE
+    if synchronization is kinds.ON_READ:
+        return kinds.ON_READ
+    raise _unknown("synchronization", synchronization, (kinds.AUTO, kinds.ON_WRITE, kinds.ON_READ))
 
 
 def checked_aggregation(aggregation: object) -> VariableAggregation:
-    """Return `aggregation`.
+    """Return `aggregation`; None means NONE, as it does in TensorFlow.
 
     Raises
     ------
     InvalidArgumentError
         If it is no member.
     """
-    return _member(VariableAggregation, aggregation, "aggregation", VariableAggregation)
+    if aggregation is None:
+        return VariableAggregation.NONE
+    if isinstance(aggregation, VariableAggregation):
+        return aggregation
+    raise _unknown("aggregation", aggregation, VariableAggregation)
 
 
 def aggregated(aggregation: VariableAggregation, array: Array, strategy: Strategy) -> Array:
@@ -102,7 +107,7 @@ def share(total: Array, collectives: Collectives) -> Array:
 
 
 def check_equal(call: str, arrays: tuple[Array, ...], collectives: Collectives) -> None:
-    """Check, strict mode or not, that all replicas pass the same arrays, bit by bit. A collective call.
+    """Check at once that all replicas pass the same arrays, bit by bit. A collective call.
 
     Raises
     ------
@@ -110,20 +115,24 @@ def check_equal(call: str, arrays: tuple[Array, ...], collectives: Collectives) 
         On every replica, if they do not; `call` is what the message says they were passed to.
     """
     arrays = tuple(map(to_host, arrays))
-    digest = blake2b(b"".join(np.ascontiguousarray(array).tobytes() for array in arrays), digest_size=8)
-    mine = int.from_bytes(digest.digest(), "little") >> 2
+    mine = checksum(arrays)
     least = collectives.all_reduce(ReduceOp.MIN, [np.array([mine, -mine])])[0]
     if least.tolist() != [mine, -mine]:
         shown = ", ".join(f"{array.dtype} {array.shape} {_shown(array)}" for array in arrays)
         collectives.agree(f"{call} of {shown} (checksum {mine:x})")
 
 
+def checksum(arrays: tuple[Array, ...]) -> int:
+    """Return a number below 2**62 that tells arrays from others, bit by bit."""
+    digest = blake2b(digest_size=8)
+    for array in arrays:
+        digest.update(np.ascontiguousarray(to_host(array)).view(np.uint8).data)
+    return int.from_bytes(digest.digest(), "little") >> 2
+
+
 def _shown(array: Array) -> str:
     return np.array2string(array, threshold=6, edgeitems=2, separator=", ").replace("\n", "")
 
 
-def _member(enum: type[_E], value: object, argument: str, accepted: Any) -> _E:
-    if isinstance(value, enum):
-        return value
-    names = ", ".join(str(member) for member in accepted)
-    raise InvalidArgumentError(f"{argument} must be one of {names}; got {value!r}")
+def _unknown(argument: str, value: object, accepted: Iterable[Enum]) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{argument} must be one of {', '.join(map(str, accepted))}; got {value!r}")

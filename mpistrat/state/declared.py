@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, is_on_device, to_device, to_host
 from mpistrat.context.fitting import converted
-from mpistrat.context.stack import get_strategy, in_replica_context_of
+from mpistrat.context.stack import get_strategy, in_replica_context_of, require_no_default_scope
 from mpistrat.context.values import Mirrored
 from mpistrat.errors import InvalidArgumentError
+from mpistrat.state import refusals
 from mpistrat.state.aggregation import (
     VariableAggregation,
     VariableSynchronization,
@@ -33,24 +34,28 @@ class Declared(Mirrored):
         trainable: bool | None = None,
         name: str | None = None,
         dtype: Any = None,
-        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
-        aggregation: VariableAggregation = VariableAggregation.NONE,
+        constraint: Callable[[Any], Any] | None = None,
+        synchronization: VariableSynchronization | None = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation | None = VariableAggregation.NONE,
         shape: Sequence[int] | None = None,
     ) -> None:
         self._strategy: Strategy = get_strategy()
         self._name = name or "Variable"
         collectives = self._strategy.extended.collectives
         try:
+            require_no_default_scope("mpistrat.Variable")
             self._synchronization = checked_synchronization(synchronization)
             self._aggregation = checked_aggregation(aggregation)
-            self._trainable = self._checked_trainable(trainable)
+            self._trainable = (
+                self._synchronization is not VariableSynchronization.ON_READ if trainable is None else bool(trainable)
+            )
+            self._constraint = _checked_constraint(constraint, self._name)
             value = _initial(initial_value, dtype, shape, self._name)
         except Exception as error:
             collectives.refuse(f"Variable(name={self._name!r})", error)
-        if collectives.is_strict:
-            kind = f"{self._synchronization.name}, {self._aggregation.name}, trainable={self._trainable}"
-            collectives.agree(f"Variable({self._name!r}, {value.dtype} {value.shape}, {kind})")
-        self._hold(to_device(np.array(collectives.broadcast(value))))
+        kind = f"{self._synchronization.name}, {self._aggregation.name}, trainable={self._trainable}"
+        collectives.note(f"Variable({self._name!r}, {value.dtype} {value.shape}, {kind})")
+        self._hold(to_device(np.array(collectives.broadcast(value), order="C")))
         if self._aggregation is VariableAggregation.MEAN and self.dtype.kind in "biu":
             raise InvalidArgumentError(
                 f"{self._name} has dtype {self.dtype}, whose mean it cannot hold: use aggregation SUM or a float dtype"
@@ -65,6 +70,26 @@ class Declared(Mirrored):
     def trainable(self) -> bool:
         """Whether an optimiser should change it."""
         return self._trainable
+
+    @property
+    def constraint(self) -> Callable[[Any], Any] | None:
+        """What an optimiser should call with a new value, to put its result in the place of it; the variable never calls it."""
+        return self._constraint
+
+    @property
+    def initial_value(self) -> NoReturn:
+        """Not kept, as in TensorFlow without graphs: read the variable right after making it.
+
+        Raises
+        ------
+        RuntimeError
+            Always, and says how to keep it.
+        """
+        raise refusals.not_kept(self)
+
+    def is_initialized(self, name: str | None = None) -> bool:
+        """Return True: a variable has its initial value from the start. `name` is for programs for TensorFlow."""
+        return True
 
     @property
     def synchronization(self) -> VariableSynchronization:
@@ -102,11 +127,12 @@ class Declared(Mirrored):
             self._view.flags.writeable = False
         self._component = self._view
 
-    def _checked_trainable(self, trainable: bool | None) -> bool:
-        on_read = self._synchronization is VariableSynchronization.ON_READ
-        if on_read and trainable:
-            raise InvalidArgumentError(f"{self._name}: a variable that is synchronized ON_READ cannot be trainable")
-        return not on_read if trainable is None else bool(trainable)
+
+def _checked_constraint(constraint: Any, name: str) -> Callable[[Any], Any] | None:
+    if constraint is None or callable(constraint):
+        checked: Callable[[Any], Any] | None = constraint
+        return checked
+    raise InvalidArgumentError(f"{name}: constraint must be None or a function of the new value; got {constraint!r}")
 
 
 def _initial(given: Any, dtype: Any, shape: Sequence[int] | None, name: str) -> Array:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from mpistrat.errors import InvalidArgumentError
+from mpistrat.errors import AgreementError, InvalidArgumentError
 
-__all__ = ["no_aggregation", "no_scatter", "no_such_aggregation", "sum_outside_run", "unreadable", "varies"]
+__all__ = [
+    "differing",
+    "no_aggregation",
+    "no_scatter",
+    "no_such_aggregation",
+    "not_kept",
+    "sum_outside_run",
+    "unreadable",
+    "varies",
+]
 
 _WITH_AGGREGATION = (
     "    correct:    mpistrat.Variable(…, aggregation=mpistrat.VariableAggregation.MEAN); SUM, ONLY_FIRST_REPLICA too"
@@ -21,13 +30,21 @@ def varies(variable: object, method: str) -> TypeError:
 
 
 def no_aggregation(variable: object, method: str, num_replicas: int) -> InvalidArgumentError:
-    """Return the error of assigning inside ``strategy.run`` where the aggregation is NONE."""
-    return InvalidArgumentError(
-        f"{_undefined(variable, num_replicas)}\n"
-        f"    incorrect:  def step(): variable.{method}(value)\n"
-        f"{_WITH_AGGREGATION}\n"
-        '    correct:    def step(): ctx.update(variable, lambda old, new: new, (ctx.all_reduce("mean", value),))\n'
-        f"    correct:    variable.{method}(value) outside strategy.run"
+    """Return the error of assigning inside ``strategy.run``, under central storage, where the aggregation is NONE."""
+    return InvalidArgumentError(f"{_undefined(variable, num_replicas)}\n{_ways_out(method)}")
+
+
+def differing(variable: object, method: str, num_replicas: int, found: AgreementError) -> AgreementError:
+    """Return the error of replicas that change a variable by different values where the aggregation is NONE."""
+    return AgreementError(f"{_undefined(variable, num_replicas)} Equal values are accepted; {found}\n{_ways_out(method)}")
+
+
+def not_kept(variable: object) -> RuntimeError:
+    """Return the error of asking for the initial value, which would take as much memory as the variable."""
+    return RuntimeError(
+        f"{variable!r} does not keep its initial value.\n"
+        "    incorrect:  variable.initial_value\n"
+        "    correct:    initial_value = variable.numpy(), right after making the variable"
     )
 
 
@@ -69,6 +86,15 @@ def no_such_aggregation(variable: object, method: str) -> NotImplementedError:
         f"    incorrect:  def step(): variable.{method}(slices)\n"
         f"    correct:    mpistrat.Variable(…, aggregation=mpistrat.VariableAggregation.ONLY_FIRST_REPLICA).{method}(slices)\n"
         f"    correct:    variable.{method}(slices) outside strategy.run"
+    )
+
+
+def _ways_out(method: str) -> str:
+    return (
+        f"    incorrect:  def step(): variable.{method}(value)\n"
+        f"{_WITH_AGGREGATION}\n"
+        '    correct:    def step(): ctx.update(variable, lambda old, new: new, (ctx.all_reduce("mean", value),))\n'
+        f"    correct:    variable.{method}(value) outside strategy.run"
     )
 
 

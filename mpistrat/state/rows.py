@@ -25,7 +25,7 @@ from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
 from mpistrat.state.aggregation import VariableAggregation
 from mpistrat.strategy.base import Strategy
 
-__all__ = ["COMPARING", "Rows", "apply", "checked_rows", "gathered_rows"]
+__all__ = ["COMPARING", "Rows", "apply", "by_rows", "checked_rows", "gathered_rows"]
 
 # the rows, and where each belongs
 Rows = tuple[Array, Array]
@@ -42,6 +42,11 @@ _UFUNCS = {
     "scatter_max": np.maximum,
 }
 _ORDERED = {"scatter_min": ReduceOp.MIN, "scatter_max": ReduceOp.MAX}
+
+
+def by_rows(method: str) -> str:
+    """Return the method that does to rows what ``scatter_nd_…`` does to single entries."""
+    return method.replace("_nd_", "_")
 
 
 def checked_rows(method: str, delta: object, target: Array, owner: object) -> Rows:

@@ -1,10 +1,10 @@
-"""What was probably written where a call is in the wrong context, and what should be: method -> (incorrect, correct)."""
+"""What was probably written where a call is in the wrong context, and what should be."""
 
 from __future__ import annotations
 
-__all__ = ["ADVICE"]
+__all__ = ["ADVICE", "OUTSIDE_RUN"]
 
-# methods of a strategy and of its extended part, called inside strategy.run
+# method -> (incorrect, correct): methods of a strategy and of its extended part, called inside strategy.run
 ADVICE = {
     "reduce": (
         'def step(): return strategy.reduce("sum", value, axis=None)',
@@ -76,4 +76,15 @@ ADVICE = {
     "ctx.merge_call": ("def merge_fn(strategy): ctx.merge_call(other_fn)", "def merge_fn(strategy): other_fn(strategy)"),
     "ctx.update": ("with strategy.scope(): ctx.update(variable, fn)", "with strategy.scope(): variable.assign(value)"),
     "ctx.__enter__": ("strategy.run(fn), where fn calls strategy.run(other)", "strategy.run(fn), where fn calls other()"),
+}
+
+# collectives of a replica context, as they are written
+OUTSIDE_RUN = {
+    "all_reduce": 'all_reduce("sum", value)',
+    "start_all_reduce": 'start_all_reduce("sum", value)',
+    "all_gather": "all_gather(value, axis=0)",
+    "broadcast": "broadcast(value)",
+    "reduce_scatter": 'reduce_scatter("sum", value)',
+    "all_to_all": "all_to_all(values)",
+    "barrier": "barrier()",
 }

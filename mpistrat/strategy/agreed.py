@@ -11,6 +11,7 @@ from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, SettingError
 from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.watch.watcher import watched
 
 __all__ = ["agreed_collectives", "check_communication", "described", "time_to_meet"]
 
@@ -81,10 +82,11 @@ def agreed_collectives(
         On all ranks, if the settings name a transport that does not serve on one node.
     """
     try:
-        device = bound_device()
-        if device is not None:
-            return DeviceCollectives(hierarchy, device, options, num_packs)
-        return HierarchicalCollectives(hierarchy, options, num_packs)
+        with watched("making a strategy: what it communicates through"):
+            device = bound_device()
+            if device is not None:
+                return DeviceCollectives(hierarchy, device, options, num_packs)
+            return HierarchicalCollectives(hierarchy, options, num_packs)
     except Exception:
         hierarchy.close()
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 from mpistrat.arrays import array_module, as_array
@@ -16,6 +17,7 @@ from mpistrat.cross_device.options import CommunicationOptions, check_options
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.strategy.combining import Combining
+from mpistrat.strategy.default_context import DefaultReplicaContext
 from mpistrat.strategy.deprecated import DeprecatedNames
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.feeding import Feeding
@@ -23,6 +25,7 @@ from mpistrat.strategy.feeding import register_inputs as register_inputs
 from mpistrat.strategy.replica_context import ReplicaContext
 from mpistrat.strategy.run_options import RunOptions
 from mpistrat.structures import flatten
+from mpistrat.watch.watcher import watched
 
 __all__ = ["Strategy", "register_inputs"]
 
@@ -51,6 +54,26 @@ class Strategy(Combining, Feeding, DeprecatedNames):
     def num_replicas_in_sync(self) -> int:
         """Number of replicas whose values are combined."""
         return self._extended.collectives.size
+
+    @property
+    def rank(self) -> int:
+        """The number of this replica, 0 … `num_replicas_in_sync` - 1 over all nodes. Not in TensorFlow."""
+        return self._extended.collectives.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The position of this replica among those of its node, from 0. Not in TensorFlow."""
+        return self._extended.collectives.world.place(self.rank).local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The number of the node of this replica, from 0; virtual nodes count. Not in TensorFlow."""
+        return self._extended.collectives.world.place(self.rank).node_index
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is the replica that prints, logs and saves, one of all. Not in TensorFlow."""
+        return self._extended.should_checkpoint
 
     @property
     def array_module(self) -> Any:
@@ -127,6 +150,14 @@ class Strategy(Combining, Feeding, DeprecatedNames):
         self._extended.require_cross_replica("strategy.experimental_local_results")
         return (select_replica(across_replicas(value)),)
 
+    def local(self, value: Any) -> Any:
+        """Return the component of this replica, of each leaf of a nest; a plain value is its own. Not in TensorFlow.
+
+        Sends nothing, so one rank may ask alone. Inside `run` too; of a variable synchronized ON_READ it is the array of this
+        replica, any other variable is returned as it is.
+        """
+        return select_replica(across_replicas(value))
+
     def explain(self, value: Any, options: CommunicationOptions | None = None) -> Explanation:
         """Explain what an all-reduce of a value does: packs, plans, bytes, predicted times and the last one measured.
 
@@ -189,7 +220,8 @@ class Strategy(Combining, Feeding, DeprecatedNames):
         ops = self._extended.collectives
         if default_mode().strategy is self or isinstance(ops, ClosedCollectives):
             return
-        ops.close()
+        with watched(f"{type(self).__name__}.close()") if ops.size > 1 else nullcontext():
+            ops.close()
         self._extended.collectives = ClosedCollectives(repr(self), ops)
         # the replica context keeps the operations at hand: a new one, with those that are closed
         self.replica_context = ReplicaContext(self, ops.rank)
@@ -223,4 +255,5 @@ class Strategy(Combining, Feeding, DeprecatedNames):
 @register_default
 def _default_mode() -> Mode:
     strategy = Strategy(StrategyExtended(LocalCollectives()))
+    strategy.replica_context = DefaultReplicaContext(strategy)
     return strategy.replica_context.mode

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.arrays import Array, as_operand, like
-from mpistrat.context.values import DistributedValues, across_replicas, select_replica
+from mpistrat.context.values import across_replicas, select_replica
 from mpistrat.cross_device.arguments import check_gather
 from mpistrat.cross_device.options import CommunicationOptions, check_options
 from mpistrat.cross_device.sparse import IndexedSlices, gather_refused
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy.deprecated import hinted
-from mpistrat.strategy.reducing import local_part
+from mpistrat.strategy.reducing import check_doubtful, local_part
 from mpistrat.structures import flatten, rebuild
 
 if TYPE_CHECKING:
@@ -51,11 +51,13 @@ class Combining:
         reduce_op : ReduceOp or str
             SUM or MEAN, and with ``axis=None`` also MIN, MAX or PROD; in any case.
         value : nest of per-replica values
-            The leaves are reduced together. A leaf that is no per-replica value is equal on all replicas: its mean is
-            itself, its sum is refused unless it is zero.
+            The leaves are reduced together. A leaf that is not a distributed value is what this rank passes: MEAN, MIN and MAX
+            combine the ranks' values; SUM and PROD are refused on every rank, unless it is zero on all. Of a mirrored value
+            the mean, minimum and maximum are itself, and sums are refused likewise.
         axis : int, sequence of int, or None
             Axes to reduce each component over first. The mean is exact then: the sum over all replicas divided by the
-            number of elements on all replicas, so replicas with fewer or no rows weigh as they should.
+            number of elements on all replicas, so replicas with fewer or no rows weigh as they should. Booleans are counted,
+            as NumPy does; across replicas, with ``axis=None``, they have neither sum nor mean.
         options : CommunicationOptions, optional
             Merged over those of the strategy. Not in TensorFlow.
         experimental_hints : CommunicationOptions, optional
@@ -79,7 +81,7 @@ class Combining:
         NotImplementedError
             If slices are to be reduced over axes, or otherwise than by SUM or MEAN.
         AgreementError
-            In strict mode, on every rank, if the replicas' values have different structures, shapes or dtypes.
+            On every rank, if ranks pass different structures, shapes, dtypes, axes or operations, or did so in an earlier call.
         """
         self.extended.require_cross_replica("strategy.reduce")
         collectives = self.extended.collectives
@@ -90,10 +92,12 @@ class Combining:
             op = ReduceOp.parse(reduce_op)
             part = local_part(op, leaves, axis, collectives.size)
         except Exception as error:  # whatever the user's arrays raise when they are read, the other ranks must learn of it
-            collectives.refuse("reduce", error)
-        if collectives.is_strict:
-            collectives.agree(f"reduce({op.name}, axis={axis!r}) of {structure}, {len(part.sent)} arrays to combine")
+            collectives.refuse("reduce", error, wanted)
+        call = f"reduce({op.name}, axis={axis!r}) of {structure}, {len(part.sent)} arrays to combine"
+        collectives.note(call, wanted)
+        check_doubtful(part, collectives, wanted)
         totals = part.finish(self.extended.all_reduce(part.op, part.sent, wanted))
+        collectives.confirm()
         return rebuild(structure, [like(*pair) for pair in zip(totals, select_replica(leaves), strict=True)])
 
     def gather(
@@ -111,7 +115,8 @@ class Combining:
         Parameters
         ----------
         value : nest of per-replica values
-            Components have at least one axis, and agree in all extents but that of `axis`.
+            Components have at least one axis, and agree in all extents but that of `axis`. The component of a leaf that is
+            not a distributed value is what this rank passes.
         axis : int
             Where to concatenate.
         options : CommunicationOptions, optional
@@ -128,7 +133,7 @@ class Combining:
         NotImplementedError
             If a component is IndexedSlices.
         AgreementError
-            In strict mode, on every rank, if the replicas' values have different structures.
+            On every rank, if ranks pass different structures, dtypes or axes.
         """
         self.extended.require_cross_replica("strategy.gather")
         collectives = self.extended.collectives
@@ -138,14 +143,9 @@ class Combining:
             check_options(wanted)
             arrays = [_gatherable(leaf, axis) for leaf in leaves]
         except Exception as error:  # as in `reduce`
-            collectives.refuse("gather", error)
-        is_open = [isinstance(leaf, DistributedValues) for leaf in leaves]
-        if collectives.is_strict:
-            collectives.agree(f"gather(axis={axis}) of {structure}, {sum(is_open)} arrays to concatenate")
-        results = [
-            self.extended.all_gather(array, axis, wanted) if open_ else array.copy()
-            for array, open_ in zip(arrays, is_open, strict=True)
-        ]
+            collectives.refuse("gather", error, wanted)
+        collectives.note(f"gather(axis={axis}) of {structure}", wanted)
+        results = [self.extended.all_gather(array, axis, wanted) for array in arrays]
         return rebuild(structure, [like(*pair) for pair in zip(results, select_replica(leaves), strict=True)])
 
     def broadcast(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:

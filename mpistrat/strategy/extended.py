@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
+
+import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.context.stack import default_mode, enter_or_assert_strategy
@@ -14,12 +17,15 @@ from mpistrat.cross_device.ops import CrossDeviceOps
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.device.binding import own_device
+from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.execution.work import Work
-from mpistrat.reduction import ReduceOp
+from mpistrat.reduction import ReduceOp, check_meaning
 from mpistrat.strategy.deprecated import hinted
 from mpistrat.strategy.variable_updates import VariableUpdates
 
 __all__ = ["StrategyExtended"]
+
+_BOOL, _DTYPE = np.dtype(bool), attrgetter("dtype")
 
 
 class StrategyExtended(VariableUpdates):
@@ -168,7 +174,15 @@ class StrategyExtended(VariableUpdates):
             return self._cross_device_ops.broadcast(tensor, destinations)
 
     def all_reduce(self, op: ReduceOp, arrays: list[Any], options: CommunicationOptions | None = None) -> list[Any]:
-        """Combine arrays and slices of this rank with those of the others, in either context. A collective call."""
+        """Combine arrays and slices of this rank with those of the others, in either context. A collective call.
+
+        Raises
+        ------
+        UnsupportedDtypeError
+            If booleans are to be summed.
+        """
+        if op is ReduceOp.SUM and _BOOL in map(_DTYPE, arrays):
+            self._refuse_booleans(op, arrays, options)
         if self.is_stock and not any(isinstance(array, IndexedSlices) for array in arrays):
             return self.collectives.all_reduce(op, arrays, options)
         with enter_or_assert_strategy(self._strategy):
@@ -180,8 +194,7 @@ class StrategyExtended(VariableUpdates):
         """Start what `all_reduce` does, unless that is for cross-device ops: then the handle has ended. A collective call."""
         if self.is_stock and not any(isinstance(array, IndexedSlices) for array in arrays):
             return self.collectives.start_all_reduce(op, arrays, options, structure=structure)
-        if self.collectives.is_strict:
-            self.collectives.agree(f"start_all_reduce({op.name}) of {structure}")
+        self.collectives.note(f"start_all_reduce({op.name}) of {structure}", options)
         return Work.ended(self.all_reduce(op, arrays, options))
 
     def all_gather(self, array: Array, axis: int, options: CommunicationOptions | None = None) -> Any:
@@ -198,6 +211,13 @@ class StrategyExtended(VariableUpdates):
     ) -> Any:
         """Return ``strategy.run(fn, args, kwargs)``: the name that it once had."""
         return self._strategy.run(fn, args, kwargs)
+
+    def _refuse_booleans(self, op: ReduceOp, arrays: list[Any], options: CommunicationOptions | None) -> None:
+        try:
+            for index, array in enumerate(arrays):
+                check_meaning(op, array.dtype, f"array {index}")
+        except UnsupportedDtypeError as error:
+            self.collectives.refuse("all_reduce", error, options)
 
     def _require_devices(self, name: str) -> None:
         if default_mode().strategy is self._strategy:

@@ -90,10 +90,19 @@ class MultiWorkerMirroredStrategy(Strategy):
         return self._cluster_resolver
 
 
-class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
+class _AlsoOfTheNewName(type):
+    """Makes each multi-worker strategy an instance of the deprecated name too, as in TensorFlow: libraries ask for that one."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        if cls is ExperimentalMultiWorkerMirroredStrategy:
+            return isinstance(instance, MultiWorkerMirroredStrategy)
+        return super().__instancecheck__(instance)
+
+
+class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy, metaclass=_AlsoOfTheNewName):
     """TensorFlow's deprecated ``experimental.MultiWorkerMirroredStrategy``; use `MultiWorkerMirroredStrategy`.
 
-    Making one is a collective call of all ranks of the job.
+    Making one is a collective call of all ranks of the job. For ``isinstance`` every `MultiWorkerMirroredStrategy` is one.
 
     Parameters
     ----------

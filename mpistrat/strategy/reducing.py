@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpistrat.arrays import Array, as_operand, in_dtype, is_on_device
-from mpistrat.context.values import PerReplica, select_replica
-from mpistrat.cross_device.pairs import check_unambiguous
+from mpistrat.context.values import DistributedValues, PerReplica, select_replica
+from mpistrat.cross_device.collectives import Collectives
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.cross_device.pairs import IDEMPOTENT, check_unambiguous
 from mpistrat.cross_device.sparse import IndexedSlices, check_slices
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
+from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, check_meaning
 
-__all__ = ["LocalPart", "local_part"]
+__all__ = ["LocalPart", "check_doubtful", "local_part"]
+
+
+class _Origin(Enum):
+    """What is known of the components of a value on the other replicas."""
+
+    REPLICAS = 0  # each has its own
+    MIRRORED = 1  # they are equal by construction
+    PLAIN = 2  # nothing: most often they are equal
 
 
 class LocalPart(NamedTuple):
@@ -29,11 +40,14 @@ class LocalPart(NamedTuple):
         The arrays of this replica.
     finish : callable
         Makes the results, one for each value, of the combined arrays.
+    doubtful : list of ndarray or IndexedSlices
+        Those of this replica that count once or once for each replica, nobody knows; `check_doubtful` is for them.
     """
 
     op: ReduceOp
     sent: list[Any]
     finish: Callable[[list[Any]], list[Any]]
+    doubtful: list[Any]
 
 
 def local_part(op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int] | None, num_replicas: int) -> LocalPart:
@@ -43,8 +57,9 @@ def local_part(op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int] | 
     ----------
     op : ReduceOp
         SUM or MEAN; without axes any.
-    values : sequence of per-replica values or array_like
-        One that is no per-replica value is equal on all replicas, and its own result.
+    values : sequence of per-replica values, mirrored values or array_like
+        A mirrored value is its own result. One that is not distributed is combined by MEAN, MIN and MAX; its sum and product
+        are refused on all replicas, unless it is zero on all.
     axis : int, list or tuple of int, or None
         Which axes of each component to reduce over first.
     num_replicas : int
@@ -55,22 +70,50 @@ def local_part(op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int] | 
     TypeError
         If `axis` is of another type.
     InvalidArgumentError
-        If an axis is out of range, `op` is not defined over axes, or a sum is ambiguous.
+        If an axis is out of range, `op` is not defined over axes, or the sum of a mirrored value is ambiguous.
     UnsupportedDtypeError
-        If a component is no array, or `op` is not defined for its dtype.
+        If a component is no array, or `op` is not defined for its dtype. Over axes booleans are counted; across replicas they
+        have no sum and no mean.
     NotImplementedError
         If slices are to be reduced over axes, or otherwise than by SUM or MEAN.
     """
-    is_shared = [num_replicas == 1 or isinstance(value, PerReplica) for value in values]
     components = [_component(value) for value in values]
+    origins = [_origin(value, num_replicas) for value in values]
     if axis is None:
-        return _across(op, components, is_shared, num_replicas)
+        return _across(op, components, origins, num_replicas)
     axes = [_normalized(axis, component) for component in components]
     if op is ReduceOp.SUM:
-        return _sum_over(axes, components, is_shared, num_replicas)
+        return _sum_over(axes, components, origins, num_replicas)
     if op is ReduceOp.MEAN:
-        return _mean_over(axes, components, is_shared)
+        return _mean_over(axes, components, origins)
     raise InvalidArgumentError(f"reduce over axis={axis!r} takes SUM or MEAN, got {op.name}; use axis=None for {op.name}")
+
+
+def check_doubtful(part: LocalPart, collectives: Collectives, options: CommunicationOptions | None = None) -> None:
+    """Check that all `doubtful` arrays are zero on all replicas. A collective call, if there are any.
+
+    Whether they are zero may differ between replicas, which must all be refused together.
+
+    Raises
+    ------
+    InvalidArgumentError
+        On every replica, if one is not zero on any.
+    """
+    if not part.doubtful:
+        return
+    mine = np.asarray(any(_rows(component).any() for component in part.doubtful), np.int64)
+    if collectives.all_reduce(ReduceOp.MAX, [mine], options)[0]:
+        try:
+            check_unambiguous(part.op, collectives.size)
+        except InvalidArgumentError as error:
+            error.raised_everywhere = True
+            raise
+
+
+def _origin(value: Any, num_replicas: int) -> _Origin:
+    if num_replicas == 1 or isinstance(value, PerReplica):
+        return _Origin.REPLICAS
+    return _Origin.MIRRORED if isinstance(value, DistributedValues) else _Origin.PLAIN
 
 
 def _component(value: Any) -> Any:
@@ -78,48 +121,63 @@ def _component(value: Any) -> Any:
     return component if isinstance(component, IndexedSlices) else as_operand(component)
 
 
-def _across(op: ReduceOp, components: list[Any], is_shared: list[bool], num_replicas: int) -> LocalPart:
-    for component, shared in zip(components, is_shared, strict=True):
+def _across(op: ReduceOp, components: list[Any], origins: list[_Origin], num_replicas: int) -> LocalPart:
+    for component, origin in zip(components, origins, strict=True):
         if isinstance(component, IndexedSlices):
             check_slices(op, component)
         else:
-            check_dtype(op, component.dtype)
-        if not shared and _rows(component).any():
+            check_meaning(op, component.dtype)
+        if origin is _Origin.MIRRORED and _rows(component).any():
             check_unambiguous(op, num_replicas)
+    combines_plain = op in IDEMPOTENT
+    is_sent = [origin is _Origin.REPLICAS or (origin is _Origin.PLAIN and combines_plain) for origin in origins]
+    doubtful = [] if combines_plain else [c for c, origin in zip(components, origins, strict=True) if origin is _Origin.PLAIN]
 
     def finish(totals: list[Any]) -> list[Any]:
         reduced = iter(totals)
-        return [
-            next(reduced) if shared else _copied(component) for component, shared in zip(components, is_shared, strict=True)
-        ]
+        return [next(reduced) if sent else _copied(component) for component, sent in zip(components, is_sent, strict=True)]
 
-    return LocalPart(op, [component for component, shared in zip(components, is_shared, strict=True) if shared], finish)
+    sent = [component for component, is_sent_ in zip(components, is_sent, strict=True) if is_sent_]
+    return LocalPart(op, sent, finish, doubtful)
 
 
-def _sum_over(axes: list[tuple[int, ...]], arrays: list[Array], is_shared: list[bool], num_replicas: int) -> LocalPart:
+def _sum_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_Origin], num_replicas: int) -> LocalPart:
     wide = [
-        _added(array, over, accumulation_dtype(ReduceOp.SUM, array.dtype)) for array, over in zip(arrays, axes, strict=True)
+        _added(array, over, accumulation_dtype(ReduceOp.SUM, _counted(array.dtype)))
+        for array, over in zip(arrays, axes, strict=True)
     ]
-    op, sent, finish = _across(ReduceOp.SUM, wide, is_shared, num_replicas)
-    dtypes = [array.dtype for array in arrays]
-    return LocalPart(op, sent, lambda totals: [t.astype(d, copy=False) for t, d in zip(finish(totals), dtypes, strict=True)])
+    part = _across(ReduceOp.SUM, wide, origins, num_replicas)
+    dtypes = [_counted(array.dtype) for array in arrays]
+
+    def finish(totals: list[Array]) -> list[Array]:
+        return [total.astype(dtype, copy=False) for total, dtype in zip(part.finish(totals), dtypes, strict=True)]
+
+    return part._replace(finish=finish)
 
 
-def _mean_over(axes: list[tuple[int, ...]], arrays: list[Array], is_shared: list[bool]) -> LocalPart:
+def _mean_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_Origin]) -> LocalPart:
     """Divide sums by counts only after both were added up, so that replicas with few or no rows weigh as they should."""
     sums, counts = [], []
     for array, over in zip(arrays, axes, strict=True):
-        check_dtype(ReduceOp.MEAN, array.dtype)
-        sums.append(_added(array, over, accumulation_dtype(ReduceOp.MEAN, array.dtype)))
+        dtype = _counted(array.dtype)
+        check_dtype(ReduceOp.MEAN, dtype)
+        sums.append(_added(array, over, accumulation_dtype(ReduceOp.MEAN, dtype)))
         counts.append(np.asarray(np.prod([array.shape[axis] for axis in over], dtype=np.int64)))
-    picked = [index for index, shared in enumerate(is_shared) if shared]
+    picked = [index for index, origin in enumerate(origins) if origin is not _Origin.MIRRORED]
 
     def finish(totals: list[Array]) -> list[Array]:
         for position, index in enumerate(picked):
             sums[index], counts[index] = totals[position], totals[position + len(picked)]
-        return [_quotient(*parts) for parts in zip(sums, counts, arrays, strict=True)]
+        return [
+            _quotient(total, count, _counted(array.dtype)) for total, count, array in zip(sums, counts, arrays, strict=True)
+        ]
 
-    return LocalPart(ReduceOp.SUM, [group[index] for group in (sums, counts) for index in picked], finish)
+    return LocalPart(ReduceOp.SUM, [group[index] for group in (sums, counts) for index in picked], finish, [])
+
+
+def _counted(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype that elements of `dtype` are added up as along axes: booleans are counted, as NumPy does."""
+    return np.dtype(np.int64) if dtype.kind == "b" else dtype
 
 
 def _added(array: Array, axes: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -159,10 +217,10 @@ def _normalized(axis: int | Iterable[int], component: Any) -> tuple[int, ...]:
     return tuple(sorted({item % ndim for item in axes}))
 
 
-def _quotient(total: Array, count: Array, like: Array) -> Array:
+def _quotient(total: Array, count: Array, dtype: np.dtype[Any]) -> Array:
     """Return total / count: in the dtype of the values where that is a float, in float64 where it is an integer."""
-    if like.dtype.kind in "iu":
+    if dtype.kind in "iu":
         total = total.astype(np.float64)
     with np.errstate(invalid="ignore"):  # no rows on any replica: the mean of nothing is NaN
         mean = total / total.dtype.type(count)
-    return in_dtype(mean, mean.dtype if like.dtype.kind in "iu" else like.dtype)
+    return in_dtype(mean, mean.dtype if dtype.kind in "iu" else dtype)

@@ -99,13 +99,12 @@ class ReplicaContext(ReplicaReduction):
         RuntimeError
             If this replica context is not the current one: in cross-replica context, or on another thread.
         AgreementError
-            In strict mode, on every replica, if some make another call instead, or pass another structure.
+            On every replica, if some make another call instead, or pass another structure: from the next collective.
         """
         self._require_current("merge_call")
         outside = self._strategy.cross_replica_mode
         passed = (tuple(args), dict(kwargs or {}))
-        if self._ops.is_strict:
-            self._ops.agree(f"merge_call with {flatten(passed)[1]}")
+        self._ops.note(f"merge_call with {flatten(passed)[1]}")
         grouped_args, grouped_kwargs = regroup(passed, self.num_replicas_in_sync)
         push(outside)
         try:

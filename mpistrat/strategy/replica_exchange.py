@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.arrays import Array, as_array, as_operand, like
+from mpistrat.arrays import Array, as_operand, like
 from mpistrat.context.stack import current, misplaced
 from mpistrat.cross_device.options import CommunicationOptions, check_options
 from mpistrat.cross_device.sparse import IndexedSlices, gather_refused
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import MpistratError
-from mpistrat.reduction import ReduceOp
+from mpistrat.reduction import ReduceOp, check_meaning
 from mpistrat.strategy.advice import ADVICE
 from mpistrat.strategy.deprecated import hinted
 from mpistrat.structures import flatten, leaf_names, rebuild
@@ -131,7 +131,7 @@ class ReplicaExchange:
         InvalidArgumentError
             If the operation is unknown, or a leaf has no such axis.
         UnsupportedDtypeError
-            If a leaf is no array, or the operation is not defined for its dtype.
+            If a leaf is no array, or the operation is not defined for its dtype, as the sum of booleans.
         NotImplementedError
             If a leaf is IndexedSlices.
         """
@@ -139,10 +139,14 @@ class ReplicaExchange:
         try:
             op = ReduceOp.parse(reduce_op)
         except (TypeError, ValueError) as error:
-            self._ops.refuse("reduce_scatter", error)
-        what = f"{op.name}, axis={axis}"
+            self._ops.refuse("reduce_scatter", error, options)
         return self._each(
-            "reduce_scatter", what, value, options, lambda array: self._ops.reduce_scatter(op, array, axis, options)
+            "reduce_scatter",
+            f"{op.name}, axis={axis}",
+            value,
+            options,
+            lambda array: self._ops.reduce_scatter(op, array, axis, options),
+            lambda array: check_meaning(op, array.dtype),
         )
 
     def all_to_all(self, values: Sequence[Any], options: CommunicationOptions | None = None) -> list[Any]:
@@ -172,7 +176,7 @@ class ReplicaExchange:
             check_options(options)
             arrays = [as_operand(leaf, f"values[{index}]") for index, leaf in enumerate(leaves)]
         except Exception as error:  # as in `_each`
-            self._ops.refuse("all_to_all", error)
+            self._ops.refuse("all_to_all", error, options)
         return list(map(like, self._ops.all_to_all(arrays, options), leaves))
 
     def barrier(self, options: CommunicationOptions | None = None) -> None:
@@ -187,9 +191,15 @@ class ReplicaExchange:
         self._ops.barrier(options)
 
     def _each(
-        self, method: str, what: str, value: Any, options: CommunicationOptions | None, collective: Callable[[Array], Array]
+        self,
+        method: str,
+        what: str,
+        value: Any,
+        options: CommunicationOptions | None,
+        collective: Callable[[Array], Array],
+        check: Callable[[Array], None] | None = None,
     ) -> Any:
-        """Make a collective call for each leaf of a nest."""
+        """Make a collective call for each leaf of a nest, after a check of each."""
         self._require_current(method)
         leaves, structure = flatten(value)
         try:
@@ -198,10 +208,11 @@ class ReplicaExchange:
             for array in arrays:
                 if isinstance(array, IndexedSlices):
                     raise gather_refused(array)
+                if check is not None:
+                    check(array)
         except Exception as error:  # whatever the user's arrays raise when they are read, the other replicas must learn of it
-            self._ops.refuse(method, error)
-        if self._ops.is_strict:
-            self._ops.agree(f"{method}({what}) of {structure}")
+            self._ops.refuse(method, error, options)
+        self._ops.note(f"{method}({what}) of {structure}", options)
         return rebuild(structure, [like(collective(array), leaf) for array, leaf in zip(arrays, leaves, strict=True)])
 
     def _require_current(self, method: str) -> None:
@@ -211,9 +222,8 @@ class ReplicaExchange:
 
 def read_leaves(value: Any, leaves: list[Any]) -> list[Any]:
     """Return the leaves of a value as arrays; slices stay slices."""
-    read = as_array if bound_device() is None else as_operand  # the same, but for what is refused on GPUs
     try:
-        return [leaf if isinstance(leaf, IndexedSlices) else read(leaf) for leaf in leaves]
+        return [leaf if isinstance(leaf, IndexedSlices) else as_operand(leaf) for leaf in leaves]
     except MpistratError:
         for name, leaf in zip(leaf_names(value), leaves, strict=True):
             if not isinstance(leaf, IndexedSlices):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from mpistrat.arrays import like
 from mpistrat.cross_device.options import CommunicationOptions, check_options
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
-from mpistrat.reduction import ReduceOp, check_dtype
+from mpistrat.groups.agreement import word_of
+from mpistrat.reduction import ReduceOp, check_meaning
 from mpistrat.strategy.deprecated import hinted
 from mpistrat.strategy.replica_exchange import ReplicaExchange, read_leaves
 from mpistrat.strategy.weighting import weighted_part
-from mpistrat.structures import flatten, flatten_arrays, leaf_names, rebuild
+from mpistrat.structures import ONE_LEAF, OUTLINES_KEPT, Structure, flatten, flatten_arrays, leaf_names, rebuild
 
 __all__ = ["ReplicaReduction"]
 
@@ -63,11 +66,12 @@ class ReplicaReduction(ReplicaExchange):
             If the operation is unknown, `options` are of another type, or `weight` is negative, no number, out of the range of
             a leaf's dtype, or passed with another operation than MEAN.
         UnsupportedDtypeError
-            If a leaf is no array, or the operation is not defined for its dtype.
+            If a leaf is no array, or the operation is not defined for its dtype, as the sum of booleans.
         NotImplementedError
             If slices are to be combined otherwise than by SUM or MEAN without weight.
         AgreementError
-            In strict mode, on every replica, if replicas passed different structures, shapes or dtypes.
+            On every replica, if replicas pass different structures, shapes, dtypes or operations. Where MPI combines the arrays
+            between nodes one of the next calls raises it, and this one if MPISTRAT_STRICT is on.
         """
         self._require_current("all_reduce")
         if options is None and weight is None and experimental_hints is None:
@@ -85,9 +89,9 @@ class ReplicaReduction(ReplicaExchange):
             if weight is not None:
                 sent, finish = weighted_part(op, arrays, weight)
         except Exception as error:  # whatever the user's arrays raise when they are read, the other replicas must learn of it
-            self._ops.refuse("all_reduce", error)
-        if self._ops.is_strict:
-            self._ops.agree(f"all_reduce({op.name}{'' if weight is None else ', weighted'}) of {structure}")
+            self._ops.refuse("all_reduce", error, options)
+        call = _call(op, structure) if weight is None else f"all_reduce({op.name}, weighted) of {structure}"
+        self._ops.note(call, options)
         if weight is not None:
             results = finish(self._extended.all_reduce(ReduceOp.SUM, sent, options))
         else:
@@ -100,15 +104,22 @@ class ReplicaReduction(ReplicaExchange):
 
     def _again(self, reduce_op: ReduceOp | str, value: Any) -> Any:
         """Combine a nest of arrays like an earlier one, in little time. None, and nothing done, where all must be looked at."""
-        nest = flatten_arrays(value) if self._is_quick else None
-        if nest is None:
+        if not self._is_quick:
             return None
         try:
+            if type(value) is np.ndarray:
+                known = _of_one_array.get(reduce_op) or _parsed(reduce_op)
+                results = self._ops.all_reduce_again(known[0], (value,), known[1])
+                return None if results is None else results[0]
             op = ReduceOp.parse(reduce_op)
         except (TypeError, InvalidArgumentError):
             return None  # the other replicas must learn of it
-        results = self._ops.all_reduce_again(op, nest[0])
-        return None if results is None else rebuild(nest[1], results)
+        nest = flatten_arrays(value)
+        if nest is None:
+            return None
+        leaves, structure = nest
+        results = self._ops.all_reduce_again(op, leaves, _noted(op, structure))
+        return None if results is None else rebuild(structure, results)
 
     def start_all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Work[Any]:
         """Start what `all_reduce` does, and return its handle. Not in TensorFlow.
@@ -140,12 +151,37 @@ class ReplicaReduction(ReplicaExchange):
             arrays = read_leaves(value, leaves)
             _check_dtypes(op, value, arrays)
         except Exception as error:  # as in `all_reduce`
-            self._ops.refuse("start_all_reduce", error)
+            self._ops.refuse("start_all_reduce", error, options)
         work = self._extended.start_all_reduce(op, arrays, options, structure)
         return work.then(lambda results: rebuild(structure, list(map(like, results, leaves))))
 
 
+def _call(op: ReduceOp, structure: Structure) -> str:
+    return f"all_reduce({op.name}) of {structure}"
+
+
+def _noted(op: ReduceOp, structure: Structure) -> int:
+    """Return the word of such a call, found once for each object that is a structure."""
+    key = op._value_, id(structure)
+    found = _words.get(key)
+    if found is None or found[1] is not structure:
+        if len(_words) >= OUTLINES_KEPT:
+            _words.clear()
+        found = _words[key] = word_of(_call(op, structure)), structure
+    return found[0]
+
+
+def _parsed(reduce_op: ReduceOp | str) -> tuple[ReduceOp, int]:
+    """Return the operation, and the word of a call that combines one array so, found once for each spelling."""
+    op = ReduceOp.parse(reduce_op)
+    return _of_one_array.setdefault(reduce_op, (op, word_of(_call(op, ONE_LEAF))))
+
+
+_of_one_array: dict[ReduceOp | str, tuple[ReduceOp, int]] = {}
+_words: dict[tuple[str, int], tuple[int, Structure]] = {}
+
+
 def _check_dtypes(op: ReduceOp, value: Any, arrays: list[Any]) -> None:
-    """Check that `op` is defined for each leaf of a value, and say for which it is not."""
+    """Check that it is clear what `op` makes of each leaf of a value, and say of which it is not."""
     for name, array in zip(leaf_names(value), arrays, strict=True):
-        check_dtype(op, array.dtype, name)
+        check_meaning(op, array.dtype, name)

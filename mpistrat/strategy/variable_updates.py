@@ -43,7 +43,7 @@ class VariableUpdates:
 
         In `fn` the variable is its component: what is assigned changes this rank's array, without communication, so the
         arguments must be equal on all replicas for the variable to stay mirrored. Inside ``strategy.run`` this is a
-        `merge_call`. All ranks make the call; in strict mode they compare it.
+        `merge_call`. All ranks make the call, which is compared with the next collective.
 
         Parameters
         ----------
@@ -52,7 +52,8 @@ class VariableUpdates:
         fn : callable
             What to do to it.
         args, kwargs : sequence, mapping
-            Mirrored values in them are replaced by their component, plain values are passed as they are.
+            Mirrored values in them are replaced by their component, plain values are passed as they are. So are per-replica
+            values, for a variable that is synchronized ON_READ.
         group : bool
             Whether the results are of no interest: then None is returned.
 
@@ -64,9 +65,10 @@ class VariableUpdates:
         Raises
         ------
         TypeError
-            If `var` is no variable, or an argument is a per-replica value, or one that only some replicas have.
+            If `var` is no variable, or an argument is a per-replica value and the arrays of `var` are to stay equal, or an
+            argument is a value that only some replicas have.
         AgreementError
-            In strict mode, on the other ranks where one rank is refused.
+            On the other ranks where one rank is refused: from the next collective.
         RuntimeError
             If the variable belongs to another strategy.
         """
@@ -76,8 +78,7 @@ class VariableUpdates:
             _check_update(var, args, kwargs)
         except TypeError as error:
             self.collectives.refuse("extended.update", error)
-        if self.collectives.is_strict:
-            self.collectives.agree(f"extended.update of {var!r}")
+        self.collectives.note(f"extended.update of {var!r}")
         with enter_or_assert_strategy(self._strategy):
             in_replica_context_of(var.distribute_strategy, "strategy.extended.update")  # refused under another strategy
             with updating(self.collectives.rank):
@@ -111,15 +112,14 @@ class VariableUpdates:
         TypeError
             If an argument is a per-replica value, or one that only some replicas have.
         AgreementError
-            In strict mode, on the other ranks where one rank is refused.
+            On the other ranks where one rank is refused: from the next collective.
         """
         with self.in_scope("update_non_slot"):
             try:
                 _check_mirrored(args, kwargs)
             except TypeError as error:
                 self.collectives.refuse("extended.update_non_slot", error)
-            if self.collectives.is_strict:
-                self.collectives.agree("extended.update_non_slot")
+            self.collectives.note("extended.update_non_slot")
             with updating(self.collectives.rank):
                 return _results(fn(*select_replica(tuple(args)), **select_replica(dict(kwargs or {}))), group)
 
@@ -128,7 +128,7 @@ class VariableUpdates:
         return self._parameter_devices
 
     def read_var(self, v: Any) -> Any:
-        """Return the array of a variable, combined where it is synchronized on reading. A collective call then.
+        """Return a copy of the array of a variable, combined where it is synchronized on reading. A collective call then.
 
         Raises
         ------
@@ -136,7 +136,7 @@ class VariableUpdates:
             If called inside ``strategy.run``.
         """
         with self.in_scope("read_var"):
-            return v.read()
+            return v.read().copy()  # what is assigned later does not change it
 
     def value_container(self, value: Any) -> Any:
         """Return the distributed value, a variable for example, whose `values` `value` came from; else `value` itself."""
@@ -189,10 +189,11 @@ class VariableUpdates:
 def _check_update(var: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
     if not hasattr(var, "update_component"):
         raise TypeError(f"extended.update changes a mpistrat.Variable; got {var!r}")
-    _check_mirrored(args, kwargs)
+    # what is combined when it is read may be changed by what differs
+    _check_mirrored(args, kwargs, may_differ=isinstance(var.across_replicas(), PerReplica))
 
 
-def _check_mirrored(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+def _check_mirrored(args: Sequence[Any], kwargs: Mapping[str, Any] | None, *, may_differ: bool = False) -> None:
     for leaf in flatten((tuple(args), dict(kwargs or {})))[0]:
         if isinstance(leaf, OnSomeReplicas):
             raise TypeError(
@@ -200,7 +201,7 @@ def _check_mirrored(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> No
                 '    incorrect:  extended.update(variable, fn, args=(extended.reduce_to("sum", value, "rank:0"),))\n'
                 '    correct:    extended.update(variable, fn, args=(extended.reduce_to("sum", value, variable),))'
             )
-        if isinstance(leaf, PerReplica):
+        if isinstance(leaf, PerReplica) and not may_differ:
             raise TypeError(
                 f"extended.update got {leaf!r}, which differs between replicas, and so would the variable: reduce it first.\n"
                 "    incorrect:  strategy.extended.update(variable, fn, args=(strategy.run(gradient),))\n"

@@ -10,7 +10,7 @@ import numpy as np
 from mpistrat.arrays import Array, as_array, in_dtype
 from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
+from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_dtype
 
 __all__ = ["weighted_part"]
 
@@ -77,6 +77,7 @@ def _check_dtype(array: Any) -> None:
         raise UnsupportedDtypeError(
             f"the weighted mean is not defined for dtype {array.dtype}, which cannot hold it: cast to float32 or float64 first"
         )
+    check_dtype(ReduceOp.MEAN, array.dtype)  # of a foreign byte order: NumPy would refuse it here, and with weight 0 not
 
 
 def _check_range(dtype: np.dtype[Any], weight: float) -> None:

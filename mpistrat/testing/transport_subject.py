@@ -187,7 +187,7 @@ class Subject:
 
     def close(self) -> None:
         """Give back the transport's memory."""
-        self.transport.close()
+        self.transport.dispose()
         self.comm.Free()
 
     def _guards(self, buffer: Array, slot: int) -> Iterable[Array]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
 import mpistrat
 from mpistrat.errors import MpistratError
+from mpistrat.launch.environment import detect
 
 __all__ = ["COMMANDS", "main", "make_parser"]
 
@@ -17,6 +20,8 @@ COMMANDS = {
     "demo": ("mpistrat.tools.demo", "train a small network on four ranks and show what happens"),
     "plan": ("mpistrat.tools.plan", "show how an all-reduce would run on any world; needs no MPI"),
     "bench": ("mpistrat.tools.bench", "measure collectives against bare MPI, under any launcher"),
+    "doctor": ("mpistrat.tools.doctor", "show what each rank of a job on this host is doing, and which wait for which"),
+    "info": ("mpistrat.tools.info", "show versions, the MPI that is found, GPUs, settings in force; starts no MPI"),
     "tune": ("mpistrat.tools.tune", "measure what auto chooses algorithms by, and keep it, under any launcher"),
 }
 
@@ -34,6 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     try:
         code: int = importlib.import_module(COMMANDS[arguments.command][0]).execute(arguments)
+        sys.stdout.flush()  # a reader that has gone is noticed here, not when the interpreter ends
+    except BrokenPipeError:
+        if _is_one_of_several():
+            raise  # others may wait for this rank: an exception ends them, too
+        return _without_reader()
     except MpistratError as error:
         if error.raised_everywhere:
             raise
@@ -42,6 +52,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _is_one_of_several() -> bool:
+    view = detect()
+    return view is not None and view.size != 1
+
+
+def _without_reader() -> int:
+    """Send what is left to be printed nowhere, and return what a shell says of a command that a closed pipe has ended."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    return 128 + signal.SIGPIPE
 
 
 def make_parser(needed: str = "") -> argparse.ArgumentParser:

@@ -62,15 +62,18 @@ def execute(arguments: argparse.Namespace) -> int:
             raise InvalidArgumentError("--device gpu goes with neither --tuning nor --scale: those are of host memory")
         model = ON_DEVICE if on_gpu else _model(arguments.tuning, world)
         if arguments.scale or arguments.plot:
-            print(scale_report(world, num_bytes, model, arguments.plot))
-            return 0
-        chunk_bytes = chunk_bytes or DEVICE_CHUNK_BYTES * on_gpu
-        choice = choose(world, num_bytes // itemsize, itemsize, arguments.algorithm, chunk_bytes, model, is_whole_inside=on_gpu)
-        ways = [paths_text(world)] if on_gpu else []
+            text = scale_report(world, num_bytes, model, arguments.plot)
+        else:
+            chunk_bytes = chunk_bytes or DEVICE_CHUNK_BYTES * on_gpu
+            choice = choose(
+                world, num_bytes // itemsize, itemsize, arguments.algorithm, chunk_bytes, model, is_whole_inside=on_gpu
+            )
+            ways = [paths_text(world)] if on_gpu else []
+            text = "\n\n".join([_report(choice, arguments.world, arguments.dtype, model), *ways])
     except (MpistratError, ValueError, OSError) as error:
         print(f"mpistrat plan: {error}", file=sys.stderr)
         return 2
-    print("\n\n".join([_report(choice, arguments.world, arguments.dtype, model), *ways]))
+    print(text)  # not above: a closed pipe is not an argument that cannot be used
     return 0
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch import environment, mpiexec
+from mpistrat.launch.job import follow
 from mpistrat.topology.world import World
 
 __all__ = ["add_arguments", "execute", "start"]
@@ -19,7 +20,8 @@ __all__ = ["add_arguments", "execute", "start"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what this command takes."""
     parser.usage = "mpistrat run [-n N] [--nodes SHAPE] [--dry-run] (script.py | -m module) [argument ...]"
-    parser.add_argument("-n", "--ranks", type=int, metavar="N", help="how many ranks; as many as --nodes has by default")
+    # -np is what mpiexec calls it, and what fingers type
+    parser.add_argument("-n", "-np", "--ranks", type=int, metavar="N", help="how many ranks; as many as --nodes has by default")
     parser.add_argument("--nodes", default="", metavar="SHAPE", help="pretend these nodes: 2x2, 3+1, 2x2:cyclic")
     parser.add_argument("--dry-run", action="store_true", help="print the command and start nothing")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="run a module instead of a script")
@@ -27,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Start the job, or print its command; return 0 after a dry run.
+    """Start the job, or print its command; return the exit code.
 
     Raises
     ------
@@ -45,7 +47,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def start(program: Sequence[str], num_ranks: int, nodes: str = "", dry_run: bool = False) -> int:
-    """Start a job in place of this process, so that its signals, Ctrl-C and exit code are mpiexec's own.
+    """Start a job, and wait for its end. Signals to this process are mpiexec's, and mpiexec's exit code is its own.
 
     Parameters
     ----------
@@ -61,7 +63,7 @@ def start(program: Sequence[str], num_ranks: int, nodes: str = "", dry_run: bool
     Returns
     -------
     int
-        0 after a dry run; otherwise it does not return.
+        0 after a dry run; 130 where Ctrl-C ended the job; otherwise what mpiexec says.
 
     Raises
     ------
@@ -69,11 +71,11 @@ def start(program: Sequence[str], num_ranks: int, nodes: str = "", dry_run: bool
         If there is no MPI, or this process is one of several ranks itself.
     """
     _check_alone()
-    # python -m mpi4py: a rank that ends with sys.exit(1) ends the job, too (see launch.abort)
+    # python -m mpi4py: a rank that fails before it has made a strategy ends the job, too (afterwards see launch.abort)
     python = [sys.executable, "-m", "mpi4py", *program]
     command, extra_environ = mpiexec.command(num_ranks, python, nodes)
     if not dry_run:
-        os.execve(command[0], command, {**os.environ, **extra_environ})
+        return follow(command, {**os.environ, **extra_environ})
     print(_as_shell_line(command, extra_environ))
     return 0
 

@@ -141,7 +141,7 @@ def _for_each_file(delete: bool) -> None:
             continue
         print(path)
         try:
-            print(f"\n{describe(Tuning.from_json(path.read_text()), path)}\n")
+            print(f"\n{describe(Tuning.from_json(cache.read(path)), path)}\n")
         except (OSError, ValueError) as error:
             print(f"is ignored: {error}\n")
     if not delete or not paths:

@@ -112,7 +112,7 @@ class Transport(ABC):
         op : ReduceOp
             How to combine; MEAN combines as SUM.
         channel : int
-            Operations between nodes that are bound to different channels may be under way together.
+            Operations between nodes that are bound to different channels may be under way together. See `tag_of`.
         """
 
     @abstractmethod
@@ -151,6 +151,10 @@ class Transport(ABC):
     def close(self) -> None:  # noqa: B027 - most transports have nothing to give back
         """Give back what `allocate` made. A collective call."""
 
+    def dispose(self) -> None:
+        """Give back everything; the transport cannot be used any more. A collective call."""
+        self.close()
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.group!r})"
 
@@ -161,6 +165,7 @@ def drive(
     timeout_seconds: float = 0.0,
     overdue: Callable[[], DeadlineExceededError] | None = None,
     rest: Callable[[int], None] | None = None,
+    look: Callable[[], None] | None = None,
 ) -> None:
     """Advance `steps` to the end, giving the core away whenever they wait.
 
@@ -176,6 +181,8 @@ def drive(
         Returns the error to raise once the deadline has passed; by default it says what did not end.
     rest : callable, optional
         Called with how often in a row the steps waited before, to give the core away; by default just for a moment.
+    look : callable, optional
+        Called now and then while the steps wait; it raises if they will not end.
 
     Raises
     ------
@@ -193,12 +200,21 @@ def drive(
         give(waits)
         waits += 1
         polls += 1
-        if deadline and polls % polls_per_clock == 0 and time.monotonic() > deadline:
+        if polls % polls_per_clock:
+            continue
+        try:
+            if look is not None:
+                look()
+            if deadline and time.monotonic() > deadline:
+                raise (
+                    DeadlineExceededError(f"{what()} did not end within {timeout_seconds:g} s; not all ranks have arrived")
+                    if overdue is None
+                    else overdue()
+                )
+        except BaseException:
             if isinstance(steps, Generator):
                 steps.close()  # what is cut off here must not go on later
-            if overdue is not None:
-                raise overdue()
-            raise DeadlineExceededError(f"{what()} did not end within {timeout_seconds:g} s; not all ranks have arrived")
+            raise
 
 
 def give_way(waits: int = 0) -> None:

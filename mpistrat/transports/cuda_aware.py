@@ -154,7 +154,7 @@ class _DeviceRing:
         landing: DeviceArray,
         channel: int,
     ) -> None:
-        self._comm, self._tag, self._device, self._stream = group.comm, channel, device, stream
+        self._comm, self._call, self._channel, self._device, self._stream = group.comm, group.call, channel, device, stream
         self._left, self._right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
         self._memory = (buffer, landing)  # held as long as MPI may write there
         self._segments, self._sent_before = ring.segments, ring.sent_before()
@@ -181,6 +181,7 @@ class _DeviceRing:
         before = self._device.current_stream().record()
         while not before.done():  # the buffer is written, and nobody reads what will be overwritten
             yield WAITING
+        self._tag = self._call.tag(self._channel)
         sent = [self._comm.Isend(message, self._right, self._tag) for message in self._sends[: self._segments]]
         arriving: list[MPI.Request] = []
         folding: list[Event | None] = []  # of each message that has arrived, until it is there

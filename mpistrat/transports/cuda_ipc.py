@@ -66,7 +66,6 @@ class CudaIpcTransport(Transport):
             On all ranks, if one of them has no memory, or cannot map the arena of another.
         """
         assert not self._arenas, "allocate was called twice without close"
-        self._meeting.allocate(0)
         memory: list[DeviceArray] = []
         try:
             memory = [self._device.allocate(nbytes)]
@@ -141,7 +140,11 @@ class CudaIpcTransport(Transport):
         self._arenas, self._table = [], None
         self.group.comm.Barrier()
         own.clear()
-        self._meeting.close()
+
+    def dispose(self) -> None:
+        """Free what peers meet in, too; the transport cannot be used any more. A collective call."""
+        self.close()
+        self._meeting.dispose()
 
     def _told(self, error: TransportError) -> str:
         return f"rank {self.group.ranks[self.group.rank]}: {error}"

@@ -14,7 +14,7 @@ system call per block and peer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ import numpy as np
 from mpistrat.arrays import Array
 from mpistrat.reduction import Fold
 from mpistrat.transports.attached import TABLE_ARRAYS, TABLE_BYTES, Attached
-from mpistrat.transports.base import WORKED, Steps, drive
+from mpistrat.transports.base import WORKED, Steps
 from mpistrat.transports.parts import Lists, Parts, Piece
 
 if TYPE_CHECKING:
@@ -112,10 +112,19 @@ class OneBlock:
         Its elements; at most WHOLE_SLOT_BYTES of them in bytes.
     fold : Fold
         How to combine.
+    drive : callable
+        Goes through the steps of a wait.
     """
 
-    def __init__(self, transport: SharedMemoryTransport, dtype: np.dtype[Any], count: int, fold: Fold) -> None:
-        self._transport, self._rank, self._fold = transport, transport.group.rank, fold
+    def __init__(
+        self,
+        transport: SharedMemoryTransport,
+        dtype: np.dtype[Any],
+        count: int,
+        fold: Fold,
+        drive: Callable[[Steps], None],
+    ) -> None:
+        self._transport, self._rank, self._fold, self._drive = transport, transport.group.rank, fold, drive
         self._turns = [_slots(transport, turn, count * dtype.itemsize, dtype) for turn in range(EXCHANGE_SLOTS)]
 
     def run(self, source: Array, target: Array) -> None:
@@ -125,7 +134,7 @@ class OneBlock:
         addends = [*slots]
         addends[self._rank] = flat = source.reshape(-1)
         np.copyto(slots[self._rank], flat)
-        drive(self._transport.meet(), lambda: "all_reduce")
+        self._drive(self._transport.meet())
         self._fold.into(target.reshape(-1), addends)
 
 

@@ -1,4 +1,8 @@
-"""mpi: buffers handed straight to MPI's own collectives."""
+"""mpi: buffers handed straight to MPI's own collectives.
+
+Operations start collectives that do not block, so that every wait has its deadline and ends when ranks turn out to be in
+different calls.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,13 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.groups.group import Group
-from mpistrat.reduction import Fold, ReduceOp, combine, divide
-from mpistrat.transports.base import Operation, Part, Steps, Transport, address
-from mpistrat.transports.parts import Lists
+from mpistrat.reduction import ReduceOp, combine
+from mpistrat.transports.base import WAITING, Operation, Part, Steps, Transport, leave_to_peers
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["AllReduce", "MpiTransport", "mpi_datatype", "mpi_op"]
-
-AllReduce = Callable[[Any, Any, "MPI.Op"], None]
+__all__ = ["MpiTransport", "mpi_datatype", "mpi_op", "until_complete"]
 
 
 class MpiTransport(Transport):
@@ -42,34 +43,15 @@ class MpiTransport(Transport):
         """Return ordinary memory."""
         return np.empty(nbytes, np.uint8)
 
-    def call(self, nbytes: int) -> AllReduce:
-        """Return what combines a buffer of `nbytes` bytes: MPI_Allreduce, called with source, target and operation."""
-        return self.group.comm.Allreduce
-
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
-        """Bind MPI_Allreduce, in place."""
+        """Bind MPI_Iallreduce, in place."""
         from mpi4py import MPI
 
-        native = self.native_op(op, buffer.dtype)
-        return _operation(
-            buffer,
-            [partial(self.call(piece.nbytes), MPI.IN_PLACE, _message(piece), native) for piece in self._pieces(buffer)],
-        )
-
-    def all_reduce_between(self, lists: Lists, fold: Fold) -> Steps:
-        """Combine the one array of the caller of all ranks, as `fold` does, if that does not widen it."""
-        from mpi4py import MPI
-
-        [source], [target] = lists.sources, lists.targets
-        native, in_place = self.native_op(fold.op, source.dtype), address(source) == address(target)
-        for part, result in zip(self._pieces(source), self._pieces(target), strict=True):
-            self.call(part.nbytes)(MPI.IN_PLACE if in_place else part, result, native)
-        if fold.divisor > 1:
-            divide(target, fold.divisor, out=target)
-        return iter(())
+        start, native = self.group.comm.Iallreduce, self.native_op(op, buffer.dtype)
+        return _operation(buffer, [partial(start, MPI.IN_PLACE, _message(piece), native) for piece in self._pieces(buffer)])
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
-        """Bind one MPI_Reduce per part, each to the rank that owns it."""
+        """Bind one MPI_Ireduce per part, each to the rank that owns it."""
         reductions = [
             self._reduction(piece, op, root)
             for root in range(self.group.size)
@@ -78,29 +60,29 @@ class MpiTransport(Transport):
         return _operation(buffer, reductions)
 
     def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
-        """Bind MPI_Allgatherv in place, or one MPI_Bcast per part where that would exceed the message limit."""
+        """Bind MPI_Iallgatherv in place, or one MPI_Ibcast per part where that would exceed the message limit."""
         from mpi4py import MPI
 
         comm = self.group.comm
         if buffer.nbytes <= self._limit_bytes:
             counts = [bounds[rank + 1] - bounds[rank] for rank in range(self.group.size)]
             message = [buffer, counts, list(bounds[:-1]), mpi_datatype(buffer.dtype)]
-            return _operation(buffer, [partial(comm.Allgatherv, MPI.IN_PLACE, message)])
+            return _operation(buffer, [partial(comm.Iallgatherv, MPI.IN_PLACE, message)])
         calls = [
-            partial(comm.Bcast, _message(piece), root)
+            partial(comm.Ibcast, _message(piece), root)
             for root in range(self.group.size)
             for piece in self._pieces(buffer[bounds[root] : bounds[root + 1]])
         ]
         return _operation(buffer, calls)
 
     def reduce(self, buffer: Array, op: ReduceOp, root: int = 0) -> Operation:
-        """Bind MPI_Reduce, in place at the root."""
+        """Bind MPI_Ireduce, in place at the root."""
         return _operation(buffer, [self._reduction(piece, op, root) for piece in self._pieces(buffer)])
 
     def broadcast(self, buffer: Array, root: int = 0) -> Operation:
-        """Bind MPI_Bcast."""
+        """Bind MPI_Ibcast."""
         comm = self.group.comm
-        return _operation(buffer, [partial(comm.Bcast, _message(piece), root) for piece in self._pieces(buffer)])
+        return _operation(buffer, [partial(comm.Ibcast, _message(piece), root) for piece in self._pieces(buffer)])
 
     def _pieces(self, buffer: Array) -> list[Array]:
         """Return views that tile the buffer, each at most as long as a message may be."""
@@ -109,13 +91,13 @@ class MpiTransport(Transport):
         step = max(1, self._limit_bytes // buffer.itemsize)
         return [buffer[start : start + step] for start in range(0, buffer.size, step)]
 
-    def _reduction(self, piece: Array, op: ReduceOp, root: int) -> Callable[[], None]:
+    def _reduction(self, piece: Array, op: ReduceOp, root: int) -> Callable[[], MPI.Request]:
         from mpi4py import MPI
 
         comm, native, message = self.group.comm, self.native_op(op, piece.dtype), _message(piece)
         if self.group.rank == root:
-            return partial(comm.Reduce, MPI.IN_PLACE, message, native, root)
-        return partial(comm.Reduce, message, None, native, root)
+            return partial(comm.Ireduce, MPI.IN_PLACE, message, native, root)
+        return partial(comm.Ireduce, message, None, native, root)
 
     def native_op(self, op: ReduceOp, dtype: np.dtype[Any]) -> MPI.Op:
         """Return the MPI operation for `op` on `dtype`, made once."""
@@ -163,10 +145,19 @@ def _message(piece: Array) -> list[Any]:
     return [piece, piece.size, mpi_datatype(piece.dtype)]
 
 
-def _operation(buffer: Array, calls: Sequence[Callable[[], None]]) -> Operation:
+def until_complete(request: MPI.Request, memory: object) -> Steps:
+    """Wait for a request, which works on some memory."""
+    try:
+        while not request.Test():
+            yield WAITING
+    except BaseException:  # MPI may go on reading and writing there
+        leave_to_peers((request, memory))
+        raise
+
+
+def _operation(buffer: Array, starts: Sequence[Callable[[], MPI.Request]]) -> Operation:
     def run() -> Steps:
-        for call in calls:
-            call()
-        return iter(())
+        for start in starts:
+            yield from until_complete(start(), buffer)
 
     return Operation(run, [Part(0, buffer.size, (buffer,))])

@@ -84,7 +84,7 @@ class _Ring:
     """A ring bound to its buffer."""
 
     def __init__(self, group: Group, buffer: Array, ring: Ring, op: ReduceOp, landing: Array, channel: int = 0) -> None:
-        self.group, self.buffer, self.fold, self.tag = group, buffer, combine(op), channel
+        self.group, self.buffer, self.fold, self.channel = group, buffer, combine(op), channel
         self.segments, self.reduces, self.sent_before = ring.segments, ring.reduces, ring.sent_before()
         self.datatype = mpi_datatype(buffer.dtype)
         self.scratch = landing.view(buffer.dtype)[: RECEIVES_AHEAD * ring.width].reshape(RECEIVES_AHEAD, ring.width)
@@ -114,7 +114,7 @@ class _Ring:
         landings: list[Array],
         sent_before: list[int | None],
     ) -> Steps:
-        comm, fold, segments, tag = self.group.comm, self.fold, self.segments, self.tag
+        comm, fold, segments, tag = self.group.comm, self.fold, self.segments, self.group.call.tag(self.channel)
         left, right = (self.group.rank - 1) % self.group.size, (self.group.rank + 1) % self.group.size
         arriving: list[MPI.Request] = []
         sent = [comm.Isend(sends[index], right, tag) for index in range(min(segments, count))]

@@ -1,4 +1,6 @@
-"""All-reduce over all ranks by MPI's own collectives: one call, or three by way of a leader of each node.
+"""All-reduce over all ranks at once: small arrays by way of `small`, others by MPI's own collectives.
+
+MPI is called once, or three times by way of a leader of each node. Ranks of a node compare their calls before.
 
 Open MPI as it comes hands an all-reduce over several nodes to its component han, which other components of it beat nearly
 everywhere. Which component serves a communicator can be said when that is made, so this transport makes its own ones.
@@ -7,21 +9,36 @@ everywhere. Which component serves a communicator can be said when that is made,
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from mpistrat.arrays import Array
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import openmpi
+from mpistrat.reduction import Fold, ReduceOp, divide
 from mpistrat.topology.world import World
-from mpistrat.transports.mpi import AllReduce, MpiTransport
+from mpistrat.transports.base import Operation, Part, Steps, address
+from mpistrat.transports.mpi import MpiTransport, until_complete
+from mpistrat.transports.parts import Lists
+from mpistrat.transports.shared_memory import SharedMemoryTransport
+from mpistrat.transports.small import SmallAllReduce, SmallExchange
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["Route", "WorldTransport", "route"]
 
+AllReduce = Callable[[Any, Any, "MPI.Op"], None]
+
 KIB = 1 << 10
+POLL_FROM_BYTES = 64 * KIB
+"""Between nodes: from here on a collective that does not block takes no longer than one that does."""
+_KEPT = 64
 LINEAR_UP_TO = 4  # beyond, Open MPI's component basic climbs trees instead of serving each rank in turn
 
 
@@ -80,24 +97,86 @@ class WorldTransport(MpiTransport):
     ----------
     hierarchy : Hierarchy
         Its communicators are duplicated, and given what we ask of Open MPI on the way.
+    window : SharedMemoryTransport, optional
+        Of the ranks of this node, where they share memory.
+
+    Attributes
+    ----------
+    small : SmallExchange
+        What small arrays go by.
     """
 
-    def __init__(self, hierarchy: Hierarchy) -> None:
-        self._world = hierarchy.world
+    def __init__(self, hierarchy: Hierarchy, window: SharedMemoryTransport | None = None) -> None:
+        self._world, self._call = hierarchy.world, hierarchy.call
+        self._window = window if hierarchy.intra.size > 1 else None
+        self.small = SmallExchange(hierarchy, self._window)
         several = self._world.num_nodes > 1
         self._own: list[MPI.Intracomm] = []
+        self._small: dict[tuple[ReduceOp, np.dtype[Any], tuple[int, ...]], SmallAllReduce] = {}
         self._advises = several and _may_advise(hierarchy)
         super().__init__(self._in_order_of_nodes(hierarchy) if several else hierarchy.world_group)
         self._through_leaders: dict[bool, AllReduce] = {}
         if self._advises and self._world.num_shards > 1:
             self._join_leaders(hierarchy)
 
-    def call(self, nbytes: int) -> AllReduce:
+    def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
+        """Bind an all-reduce, in place."""
+        steps = self.steps_of(op, buffer.dtype, buffer.shape)
+        return Operation(lambda: steps(buffer, buffer), [Part(0, buffer.size, (buffer,))])
+
+    def all_reduce_between(self, lists: Lists, fold: Fold) -> Steps:
+        """Combine the one array of the caller of all ranks, as `fold` does, if that does not widen it."""
+        [source], [target] = lists.sources, lists.targets
+        yield from self.steps_of(fold.op, source.dtype, source.shape)(source, target)
+        if fold.divisor > 1:
+            divide(target, fold.divisor, out=target)
+
+    def steps_of(self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Callable[[Array, Array], Steps]:
+        """Return what combines a C-contiguous array of this shape and dtype on all ranks, step by step."""
+        key = op, dtype, shape
+        if self.small.serves(_nbytes(dtype, shape)):
+            if key not in self._small:
+                if len(self._small) == _KEPT:
+                    self._small.clear()
+                self._small[key] = SmallAllReduce(self.small, op, dtype, shape)
+            return self._small[key].steps
+        return lambda source, target: self._by_mpi(op, source, target)
+
+    def at_once(self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Callable[[Array, Array | None], Array]:
+        """Return what does the same at once, and returns the target: a new array where it is None."""
+        if self.small.serves(_nbytes(dtype, shape)):
+            return SmallAllReduce(self.small, op, dtype, shape).at_once()
+
+        def run(source: Array, target: Array | None = None) -> Array:
+            if target is None:
+                target = np.empty(shape, source.dtype)  # dtypes that are equal may have names of their own in MPI
+            self.small.drive(self._by_mpi(op, np.require(source, requirements=["C", "A"]), target))
+            return target
+
+        return run
+
+    def _by_mpi(self, op: ReduceOp, source: Array, target: Array) -> Steps:
+        """Let the ranks of this node meet, then combine the arrays by MPI."""
+        from mpi4py import MPI
+
+        if self._window is not None:
+            yield from self._window.meet()
+        native, in_place = self.native_op(op, source.dtype), address(source) == address(target)
+        for part, result in zip(self._pieces(source.reshape(-1)), self._pieces(target.reshape(-1)), strict=True):
+            given: Any = MPI.IN_PLACE if in_place else part
+            if self._call.has_deadline or (self._world.num_nodes > 1 and part.nbytes >= POLL_FROM_BYTES):
+                yield from until_complete(self.group.comm.Iallreduce(given, result, native), (part, result))
+            else:
+                self._blocking(part.nbytes)(given, result, native)
+        if self._world.num_nodes > 1 or self._window is None:
+            self._call.add_unconfirmed(source.nbytes)
+
+    def _blocking(self, nbytes: int) -> AllReduce:
         """Return what combines a buffer of `nbytes` bytes: called as MPI_Allreduce is."""
         way = route(self._world, nbytes)
         if self._through_leaders and way.through_leaders:
             return self._through_leaders[way.in_turn]
-        return super().call(nbytes)
+        return self.group.comm.Allreduce
 
     def close(self) -> None:
         """Free the communicators."""
@@ -131,6 +210,10 @@ class WorldTransport(MpiTransport):
         self._own.append(comm.Dup_with_info(info))
         info.Free()
         return self._own[-1]
+
+
+def _nbytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+    return prod(shape) * dtype.itemsize
 
 
 def _through(inside: MPI.Intracomm, leaders: MPI.Intracomm | None) -> AllReduce:

@@ -111,6 +111,7 @@ class _Ordered:
 
     def run(self) -> Steps:
         """Return the steps of one all-reduce."""
+        self.tag = self.group.call.tag(self.channel)
         requests: list[MPI.Request] = []
         try:
             yield from self._run(requests)
@@ -195,10 +196,10 @@ class _Ordered:
             self.caster.widen(sent, values)
 
     def _send(self, array: Array, peer: int) -> MPI.Request:
-        return self.group.comm.Isend(_message(array), peer, self.channel)
+        return self.group.comm.Isend(_message(array), peer, self.tag)
 
     def _receive(self, array: Array, peer: int) -> MPI.Request:
-        return self.group.comm.Irecv(_message(array), peer, self.channel)
+        return self.group.comm.Irecv(_message(array), peer, self.tag)
 
 
 def _spans(count: int, parts: int, step: int) -> list[list[tuple[int, int]]]:

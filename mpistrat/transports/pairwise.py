@@ -30,7 +30,7 @@ class Pairwise:
     """
 
     def __init__(self, group: Group, sends: Sequence[Array], landings: Sequence[Array], channel: int = 0) -> None:
-        self._comm, self._channel = group.comm, channel
+        self._comm, self._call, self._channel = group.comm, group.call, channel
         limit = settings.MAX_MESSAGE_BYTES.read()
         # each rank begins with the next one, so that not all send to one rank at first
         peers = [(group.rank + distance) % group.size for distance in range(1, group.size)]
@@ -39,9 +39,9 @@ class Pairwise:
 
     def run(self) -> Steps:
         """Return the steps of one exchange. A collective call."""
-        comm, channel = self._comm, self._channel
-        requests = [comm.Irecv(piece, peer, channel) for piece, peer in self._landings]
-        requests += [comm.Isend(piece, peer, channel) for piece, peer in self._sends]
+        comm, tag = self._comm, self._call.tag(self._channel)
+        requests = [comm.Irecv(piece, peer, tag) for piece, peer in self._landings]
+        requests += [comm.Isend(piece, peer, tag) for piece, peer in self._sends]
         try:
             for request in requests:
                 while not request.Test():

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from mpistrat import settings
 from mpistrat.errors import UnavailableError
 from mpistrat.groups.group import Group
+from mpistrat.launch import launcher_process
 from mpistrat.transports.base import address
 
 __all__ = ["PeerMemory", "Spans"]
 
-# Yama lets siblings attach only to a process that has asked for it; the same call is made by MPI libraries
+# Yama lets siblings attach only to a process that has admitted them, or one of their ancestors
 _PR_SET_PTRACER = 0x59616D61
-_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _PROOF = 0x6D70697374726174
 _READ, _WRITE = 0, 1
 _MOST_SPANS, _ROW_BYTES = 1024, 16  # IOV_MAX: what one call takes
@@ -83,7 +83,7 @@ class PeerMemory:
                 move.restype = ctypes.c_ssize_t
                 move.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
         if settings.PEER_MEMORY.read():
-            library.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+            _admit_ranks(library)
         self.refusal = self._try()
 
     def read(self, rank: int, remote: Spans, into: Spans) -> None:
@@ -153,3 +153,13 @@ class PeerMemory:
         # nobody may drop its proof before all have read it
         found: list[list[str]] = self._group.comm.allgather(problems)
         return "; ".join(chain.from_iterable(found))
+
+
+def _admit_ranks(library: Any) -> None:
+    """Let the descendants of this node's launcher attach to this process, and no other processes of the user.
+
+    This takes the place of what the MPI library may have asked for, which is all processes.
+    """
+    launcher = launcher_process.watched()
+    if launcher is not None:
+        library.prctl(_PR_SET_PTRACER, ctypes.c_ulong(launcher.pid), 0, 0, 0)

@@ -23,6 +23,7 @@ EXPERIMENTS = (
     "memory",
     "choosing",
     "scale",
+    "safety",
 )
 
 

@@ -83,16 +83,19 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "Strategy.reduce(reduce_op, value, axis)",
             READING,
-            "Takes nests, and MIN, MAX and PROD too; a collective call of all ranks.",
+            "Takes nests, and MIN, MAX and PROD too; a collective call of all ranks, whose plain values are combined "
+            "too. Booleans are counted along axes.",
         ),
-        Row("Strategy.gather(value, axis)", READING, "Takes nests; a collective call of all ranks."),
+        Row("Strategy.gather(value, axis)", READING, "Takes nests and plain values; a collective call of all ranks."),
         Row(
             "Strategy.experimental_distribute_dataset(dataset, options=None)",
             READING,
             "Global batches are split over all replicas, each of which is a rank of its own.",
         ),
         Row(
-            "Strategy.distribute_datasets_from_function(dataset_fn, options=None)", READING, "Every rank is an input pipeline."
+            "Strategy.distribute_datasets_from_function(dataset_fn, options=None)",
+            READING,
+            "Every rank is an input pipeline and calls it, not every worker.",
         ),
         Row("Strategy.experimental_distribute_datasets_from_function(dataset_fn, options=None)", SAME, _OLD),
         Row("Strategy.experimental_distribute_values_from_function(value_fn)", SAME),
@@ -136,7 +139,11 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             READING,
             "Takes MIN, MAX and PROD too.",
         ),
-        Row("StrategyExtended.update(var, fn, args=(), kwargs=None, group=True)", SAME),
+        Row(
+            "StrategyExtended.update(var, fn, args=(), kwargs=None, group=True)",
+            READING,
+            "A per-replica value is taken for a variable that is synchronized ON_READ, and refused for one that is mirrored.",
+        ),
         Row("StrategyExtended.value_container(value)", SAME),
         Row("StrategyExtended.variable_created_in_scope(v)", SAME),
         Row("StrategyExtended.colocate_vars_with(colocate_with_variable)", SAME),
@@ -168,7 +175,8 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "ReplicaContext.all_reduce(reduce_op, value, options=None)",
             READING,
-            "Takes MIN, MAX and PROD too, and `weight`; where replicas differ, all raise in strict mode.",
+            "Takes MIN, MAX and PROD too, and `weight`; where replicas differ, all raise. Outside `run`, in a "
+            "job of several ranks, it warns that it combines nothing.",
         ),
         Row("ReplicaContext.all_gather(value, axis, options=None)", SAME),
         Row("ReplicaContext.merge_call(merge_fn, args=(), kwargs=None)", READING, "`merge_fn` runs once on every rank."),
@@ -196,8 +204,12 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row("VariableSynchronization.ON_WRITE", SAME),
         Row("VariableSynchronization.ON_READ", SAME),
         Row("VariableAggregation", SAME),
-        Row("VariableAggregation.NONE", SAME),
-        Row("VariableAggregation.SUM", SAME),
+        Row(
+            "VariableAggregation.NONE",
+            READING,
+            "Replicas may assign what is equal on all of them, which is compared; TensorFlow changes each copy by itself.",
+        ),
+        Row("VariableAggregation.SUM", READING, "One value that all replicas assign in `run` counts N times."),
         Row("VariableAggregation.MEAN", SAME),
         Row("VariableAggregation.ONLY_FIRST_REPLICA", SAME),
         Row("experimental.CommunicationImplementation", SAME),
@@ -217,10 +229,18 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             "A rank is a replica, so that both modes come to one pipeline for each rank.",
         ),
         Row("AutoShardPolicy", SAME, "In TensorFlow below `tf.data.experimental`."),
-        Row("AutoShardPolicy.OFF", SAME, "In TensorFlow below `tf.data.experimental`."),
+        Row(
+            "AutoShardPolicy.OFF",
+            SAME,
+            "In TensorFlow below `tf.data.experimental`; batches are cut anew across their bounds, as there.",
+        ),
         Row("AutoShardPolicy.AUTO", SAME, "In TensorFlow below `tf.data.experimental`."),
         Row("AutoShardPolicy.FILE", SAME, "In TensorFlow below `tf.data.experimental`."),
-        Row("AutoShardPolicy.DATA", READING, "A replica takes its rows of every global batch."),
+        Row(
+            "AutoShardPolicy.DATA",
+            READING,
+            "A replica takes its rows of every global batch, as many as any other or one more or less.",
+        ),
         Row("AutoShardPolicy.HINT", SAME, "In TensorFlow below `tf.data.experimental`."),
     ),
     "Communication options": (
@@ -242,7 +262,11 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
     ),
     "Cross-device operations": (
         Row("CrossDeviceOps()", SAME),
-        Row("CrossDeviceOps.reduce(reduce_op, per_replica_value, destinations, options=None)", SAME),
+        Row(
+            "CrossDeviceOps.reduce(reduce_op, per_replica_value, destinations, options=None)",
+            SAME,
+            "Of a variable the result is a snapshot, as there.",
+        ),
         Row("CrossDeviceOps.batch_reduce(reduce_op, value_destination_pairs, options=None)", SAME),
         Row("CrossDeviceOps.broadcast(tensor, destinations)", SAME),
         Row("CrossDeviceOps.reduce_implementation(reduce_op, per_replica_value, destinations, options)", SAME),
@@ -275,7 +299,11 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             READING,
             "All ranks of the job; a resolver only says who plays which role.",
         ),
-        Row("experimental.MultiWorkerMirroredStrategy(communication=AUTO, cluster_resolver=None)", SAME, _OLD),
+        Row(
+            "experimental.MultiWorkerMirroredStrategy(communication=AUTO, cluster_resolver=None)",
+            SAME,
+            "Deprecated in TensorFlow; warns, and every `MultiWorkerMirroredStrategy` is an instance of it, as there.",
+        ),
         Row("OneDeviceStrategy(device)", READING, "This rank alone; it ignores the others."),
         Row(
             "experimental.CentralStorageStrategy(compute_devices=None, parameter_device=None)",
@@ -292,7 +320,11 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
     ),
     "Input": (
         Row("InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=1)", SAME),
-        Row("InputContext.num_input_pipelines", READING, "The number of ranks."),
+        Row(
+            "InputContext.num_input_pipelines",
+            READING,
+            "The number of ranks: every rank is an input pipeline, where TensorFlow has one for the replicas of a worker.",
+        ),
         Row("InputContext.input_pipeline_id", READING, "The number of this rank."),
         Row("InputContext.num_replicas_in_sync", SAME),
         Row("InputContext.get_per_replica_batch_size(global_batch_size)", SAME),
@@ -312,7 +344,12 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row("DistributedDataset", SAME),
         Row("DistributedDataset.element_spec", SAME),
         Row("DistributedIterator", SAME),
-        Row("DistributedIterator.next()", READING, "`next(iterator)`.", "DistributedIterator.__next__"),
+        Row(
+            "DistributedIterator.next()",
+            READING,
+            "`next(iterator)`; inside `run` it raises `ValueError`, as there.",
+            "DistributedIterator.__next__",
+        ),
         Row("DistributedIterator.get_next()", SAME),
         Row("DistributedIterator.get_next_as_optional()", SAME),
         Row("DistributedIterator.element_spec", SAME),
@@ -324,9 +361,10 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row("Mirrored", READING, "Internal in TensorFlow."),
         Row("PerWorkerValues", LATER, _SERVERS, "experimental.PerWorkerValues"),
         Row(
-            "Variable(initial_value, trainable, name, dtype, synchronization, aggregation, shape)",
+            "Variable(initial_value, trainable, name, dtype, constraint, synchronization, aggregation, shape)",
             READING,
-            "Below `tf` in TensorFlow, where a scope changes what it makes.",
+            "Below `tf` in TensorFlow, where a scope changes what it makes; inside the scope of the default strategy no other "
+            "strategy's are made, in either.",
         ),
         Row("Variable.name", SAME),
         Row("Variable.dtype", SAME),
@@ -336,12 +374,42 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row("Variable.trainable", SAME),
         Row("Variable.distribute_strategy", SAME),
         Row("Variable.values", READING, "A tuple of one: a rank holds one replica."),
-        Row("Variable.value", READING, "A property, not a method."),
+        Row("Variable.value", READING, "A property, not a method, and a view that changes with the variable."),
+        Row("Variable.read_value()", SAME),
         Row("Variable.numpy()", SAME),
-        Row("Variable.assign(value)", READING, "In `run` without an aggregation the error shows the right ways."),
-        Row("Variable.assign_add(delta)", SAME),
-        Row("Variable.assign_sub(delta)", SAME),
-        *(Row(f"Variable.scatter_{name}(sparse_delta)", SAME) for name in ("add", "sub", "div", "mul", "min", "max", "update")),
+        Row("Variable.sparse_read(indices, name=None)", SAME),
+        Row("Variable.gather_nd(indices, name=None)", SAME),
+        Row("Variable.constraint", SAME),
+        Row("Variable.is_initialized()", SAME),
+        Row("Variable.initial_value", READING, "Raises, as in TensorFlow without graphs, and says how to keep it."),
+        Row("Variable.initialized_value()", NOT_PLANNED, _GRAPHS),
+        Row("Variable.initializer", NOT_PLANNED, _GRAPHS),
+        Row("Variable.eval(session=None)", NOT_PLANNED, _GRAPHS),
+        Row("Variable.load(value, session=None)", NOT_PLANNED, _GRAPHS),
+        Row("Variable.count_up_to(limit)", NOT_PLANNED, "Deprecated in TensorFlow; `assign_add(1)` counts."),
+        Row("Variable.ref()", NOT_PLANNED, "`id(variable)` is a key of dicts as long as the variable is kept."),
+        Row("Variable.set_shape(shape)", NOT_PLANNED, "A variable has the shape of its initial value, and keeps it."),
+        Row(
+            "Variable.assign(value, use_locking=False, name=None, read_value=True)",
+            READING,
+            "In `run`, one value that all replicas assign counts N times with SUM; with NONE it is assigned once, and values "
+            "that differ are refused on all replicas, where TensorFlow lets the copies drift apart.",
+        ),
+        Row("Variable.assign_add(delta, use_locking=False, name=None, read_value=True)", READING, "As `assign`."),
+        Row("Variable.assign_sub(delta, use_locking=False, name=None, read_value=True)", READING, "As `assign`."),
+        *(
+            Row(f"Variable.scatter_{name}(sparse_delta, use_locking=False, name=None)", SAME)
+            for name in ("add", "sub", "div", "mul", "min", "max", "update")
+        ),
+        *(
+            Row(
+                f"Variable.scatter_nd_{name}(indices, updates, name=None)",
+                READING,
+                "Under every strategy, in `run` too; TensorFlow has it outside strategies alone.",
+            )
+            for name in ("add", "sub", "min", "max", "update")
+        ),
+        Row("Variable.batch_scatter_update(sparse_delta)", NOT_PLANNED, "`scatter_nd_update` takes indices of several axes."),
         Row("IndexedSlices(values, indices, dense_shape=None)", SAME, "Below `tf` in TensorFlow."),
         Row("IndexedSlices.values", SAME),
         Row("IndexedSlices.indices", SAME),

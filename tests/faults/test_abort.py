@@ -107,7 +107,7 @@ def test_exception_that_is_caught_ends_nothing(job: Job) -> None:
             raise ValueError("handled")
         except ValueError:
             pass
-        thread = threading.Thread(target=sys.exit, args=(1,))
+        thread = threading.Thread(target=sys.exit, args=(0,))
         thread.start(), thread.join()
         mine.Barrier()
         print("still here")

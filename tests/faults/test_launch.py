@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.faults.jobs import PROLOGUE, ended
-from tests.processes import run_bounded
+from tests.processes import kill_session, run_bounded
 
 SECONDS = 40.0
 MPISTRAT_RUN = [sys.executable, "-m", "mpistrat", "run"]
@@ -40,7 +41,8 @@ def test_run_takes_a_module(folder: Path) -> None:
     assert done.stdout.split("\n") == ["__main__ ['--rate', '1']", "__main__ ['--rate', '1']", ""], done.stderr
 
 
-def test_ctrl_c_ends_the_job(folder: Path) -> None:
+@pytest.mark.parametrize("kill", [os.killpg, os.kill], ids=["the group", "one process"])
+def test_ctrl_c_ends_the_job(folder: Path, kill: Callable[[int, int], None]) -> None:
     (folder / "job.py").write_text(PROLOGUE + "print('up', flush=True)\nwhile True: mine.Barrier(); time.sleep(0.01)")
     process = subprocess.Popen(
         [*MPISTRAT_RUN, "-n", "3", "job.py"],
@@ -54,15 +56,35 @@ def test_ctrl_c_ends_the_job(folder: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.read(2) == "up"
         started = time.monotonic()
-        os.killpg(process.pid, signal.SIGINT)  # the terminal sends it to the whole foreground group
+        kill(process.pid, signal.SIGINT)  # the terminal sends it to the whole foreground group
         out, err = process.communicate(timeout=SECONDS)
         assert time.monotonic() - started < 5
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode != 0
+    assert process.returncode == 130
+    assert "mpistrat run: interrupted" in err.splitlines()
     assert "Traceback" not in err
     assert not ended(subprocess.CompletedProcess([], process.returncode, out, err), folder).leftovers()
+
+
+def test_a_run_that_is_killed_takes_the_job_with_it(folder: Path) -> None:
+    (folder / "job.py").write_text(PROLOGUE + "print('up', flush=True)\ntime.sleep(30)")
+    process = subprocess.Popen(
+        [*MPISTRAT_RUN, "-n", "2", "job.py"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.read(2) == "up"
+        process.kill()
+        assert not ended(subprocess.CompletedProcess([], process.wait(), "", ""), folder).leftovers()
+    finally:
+        kill_session(process.pid)
+        process.stdout.close()
 
 
 def test_srun_that_mpi_does_not_see_is_an_error() -> None:

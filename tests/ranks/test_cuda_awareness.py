@@ -11,7 +11,7 @@ import pytest
 from mpistrat.device.base import Identity
 from mpistrat.device.binding import bind
 from mpistrat.errors import SettingError
-from mpistrat.launch import cuda_awareness
+from mpistrat.launch import cuda_awareness, environment
 from mpistrat.launch.cuda_awareness import agreed_verdict, find_verdict, present_library, probe
 from mpistrat.launch.cuda_verdicts import Verdict, kept_verdicts
 from tests.gpu.stand_in import StandInDevice
@@ -99,6 +99,15 @@ def test_a_file_that_cannot_be_read_is_written_anew(ask, folder, text):
     assert json.loads(file.read_text())["verdict"]["is_aware"] is False
 
 
+def test_a_verdict_in_words_is_not_believed(ask, folder):
+    ask(NO)
+    file = folder / present_library().file_name
+    document = json.loads(file.read_text())
+    document["verdict"]["is_aware"] = "no"  # which is true
+    file.write_text(json.dumps(document))
+    assert list(kept_verdicts()) == []
+
+
 def test_what_is_not_final_is_asked_again(ask, folder):
     for _ in range(2):
         assert ask(None, None, Verdict(False, "a probe did not end", is_final=False))[1][-1] == "probe"
@@ -174,7 +183,7 @@ def test_a_probe_finds_no_launcher_but_what_shapes_the_library():
     dropped += ("SLURM_PROCID", "MPI_LOCALRANKID", "I_MPI_HYDRA_ENV", "PALS_RANKID", "MV2_COMM_WORLD_RANK")
     kept = ("OMPI_MCA_pml", "UCX_TLS", "I_MPI_OFFLOAD", "PATH", "CUDA_VISIBLE_DEVICES", "OMPI_MCA_btl")
     environ = dict.fromkeys((*dropped, *kept), "1")
-    assert set(cuda_awareness.without_launcher(environ)) == set(kept)
+    assert set(environment.without_launcher(environ)) == set(kept)
 
 
 def test_which_gpu_is_probed_is_the_one_that_is_bound(monkeypatch):

@@ -442,10 +442,10 @@ def test_a_rank_without_memory_for_results_makes_no_other_collective(comm, monke
         if pair.rank == 0:
             monkeypatch.setattr(pair.device.array_module, "empty", full)
         with pytest.raises(
-            (TransportError, UnavailableError), match=r"no memory for the results \(planted\)|gave up a collective on GPUs"
+            (TransportError, UnavailableError), match=r"no memory for the results \(planted\)|gave up, for it failed there"
         ):
             pair.gpu.all_reduce(SUM, [given])
-        assert pair.gpu._gate.refusal
+        assert pair.gpu._guard.refusal
         with pytest.raises(UnavailableError, match="an earlier all_reduce did not end"):
             pair.gpu.all_reduce(SUM, [np.ones(1)])
 
@@ -508,7 +508,7 @@ def test_a_deadline_ends_a_collective_on_gpus_on_all_ranks(comm, is_one_node):
         pair.gpu.all_reduce(SUM, [given], options)
         if pair.rank == late:  # it has come, and then goes no further
             pair.gpu._steps = lambda *_: repeat(False)
-        with pytest.raises(DeadlineExceededError, match=r"did not end within 0\.3 s"):
+        with pytest.raises(DeadlineExceededError, match=r"did not end within 0\.3 s|was given up by rank"):
             pair.gpu.all_reduce(SUM, [given], options)
         comm.Barrier()
         with pytest.raises(UnavailableError):

@@ -1,5 +1,6 @@
 """Distributed datasets: what the ranks get, seen together."""
 
+import itertools
 import threading
 import time
 
@@ -102,7 +103,7 @@ def test_all_ranks_take_the_same_number_of_steps(comm, strategy):
     [
         (6, 2, [[[0, 1], [4]], [[2, 3], [5]]]),
         (4, 5, None),
-        (8, 3, [[[0, 1], [4, 5]], [[2, 3], [6, 7]], [[], []]]),
+        (8, 3, [[[0, 1], [4, 5]], [[2], [6]], [[3], [7]]]),
     ],
 )
 @pytest.mark.parametrize("make", [ArrayDataset, batches_of, lambda rows, size: iter(batches_of(rows, size))])
@@ -131,7 +132,11 @@ def test_without_sharding_every_rank_has_all_rows(comm, either):
     batches = either.experimental_distribute_dataset(ArrayDataset(np.arange(20), 8), options)
     shares = [local(either, element).tolist() for element in batches]
     assert [row for share in shares for row in share] == list(range(20))
-    assert len(shares) == 3 * comm.size
+    sizes = [shard_bounds(8, replica, comm.size) for replica in range(comm.size)]
+    coming = itertools.cycle([stop - start for start, stop in sizes[comm.rank :] + sizes[: comm.rank]])
+    assert [len(share) for share in shares[:-1]] == [next(coming) for _ in shares[:-1]], "batches are cut anew"
+    if comm.size == 2:
+        assert [len(share) for share in shares] == [4] * 5
 
 
 def test_ranks_may_read_other_things_without_sharding(comm, either):

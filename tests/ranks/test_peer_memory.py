@@ -1,10 +1,14 @@
 """Peer memory: every rank of a node reads every other one's, or none does, and says why."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from mpistrat.errors import UnavailableError
 from mpistrat.groups.group import Group
+from mpistrat.launch import launcher_process
+from mpistrat.transports import peer_memory
 from mpistrat.transports.base import address
 from mpistrat.transports.peer_memory import PeerMemory, Spans
 from tests.launches import needs_ranks
@@ -92,3 +96,17 @@ def test_a_kernel_that_refuses_is_quoted_on_every_rank(group, monkeypatch):
     refusal = PeerMemory(group).refusal
     assert "rank 0: Operation not permitted" in refusal
     assert refusal == group.comm.bcast(refusal)
+
+
+@needs_ranks(2)
+def test_only_descendants_of_the_launcher_are_admitted(group, monkeypatch):
+    admitted = []
+    library = SimpleNamespace(prctl=lambda option, pid, *_: admitted.append((option, pid.value)))
+    peer_memory._admit_ranks(library)
+    [(option, launcher)] = admitted
+    assert option == 0x59616D61
+    assert launcher in {stat.pid for stat in launcher_process.ancestors()} - {1}
+    assert len(set(group.comm.allgather(launcher))) == 1, "all ranks of a node have one launcher"
+    monkeypatch.setattr(launcher_process, "_launcher", None)
+    peer_memory._admit_ranks(library)
+    assert len(admitted) == 1, "without one nobody is admitted"

@@ -28,7 +28,7 @@ from mpistrat.topology.world import World
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = (np.dtype(np.float16), BFLOAT16)
 DTYPES = (*(np.dtype(code) for code in "?bBhHiIqQefdFD"), BFLOAT16)
-NO_OPS = {"b": ("MEAN",), "c": ("MIN", "MAX")}  # by kind of dtype: what is not defined
+NO_OPS = {"b": ("SUM", "MEAN"), "c": ("MIN", "MAX")}  # by kind of dtype: what is not defined
 UFUNCS = {"SUM": np.add, "MEAN": np.add, "MIN": np.minimum, "MAX": np.maximum, "PROD": np.multiply}
 NUM_PACKS = [None, 0, 1, 3]
 NAMES = [dtype.name for dtype in DTYPES]
@@ -207,7 +207,7 @@ def reference(op: str, parts: list[np.ndarray], exact: bool) -> tuple[np.ndarray
     """Return what the parts combine to, and by how much a result may differ; None: not at all."""
     dtype = parts[0].dtype
     if dtype.kind == "b":
-        return reduce(np.logical_or if op in ("SUM", "MAX") else np.logical_and, parts), None
+        return reduce(np.logical_or if op == "MAX" else np.logical_and, parts), None
     if dtype.kind in "iu":
         return _integers(op, parts), None
     wide = np.dtype(np.complex128 if dtype.kind == "c" else np.float64)
@@ -330,27 +330,29 @@ def test_reducing_over_rows_is_exact(comm, shape, strategy):
         parts = [leaf.of(rank, "MEAN", True) for rank, leaf in enumerate(leaves)]
         rows = np.concatenate(parts)
         axis = tuple(range(rows.ndim)) if everything else 0
-        wide = {"i": np.int64, "u": np.uint64, "f": np.float64, "c": np.complex128}[dtype.kind]
+        wide = {"b": np.int64, "i": np.int64, "u": np.uint64, "f": np.float64, "c": np.complex128}[dtype.kind]
         total = np.asarray(np.add.reduce(rows, axis, dtype=wide))
         mine = PerReplica(parts[comm.rank])
-        check(np.asarray(strategy.reduce("sum", mine, axis=axis)), total.astype(dtype), None, dtype)
+        summed = np.dtype(np.int64) if dtype.kind == "b" else dtype
+        check(np.asarray(strategy.reduce("sum", mine, axis=axis)), total.astype(summed), None, summed)
         mean = np.asarray(strategy.reduce("mean", mine, axis=axis))
-        assert mean.dtype == (np.float64 if dtype.kind in "iu" else dtype)
+        assert mean.dtype == (np.float64 if dtype.kind in "biu" else dtype)
         with np.errstate(invalid="ignore"):  # no rows at all
             wanted = total.astype(np.promote_types(wide, np.float64)) / (rows.size if everything else len(rows))
         eps = np.finfo(mean.dtype).eps
         assert np.allclose(mean.astype(wanted.dtype), wanted, rtol=2 * eps, atol=0, equal_nan=True), (mean, wanted)
 
-    check_examples(comm, shape, check_one, st.sampled_from("bBhHiIqQefdFD"), LENGTHS, EXTENTS, st.booleans(), SEEDS)
+    check_examples(comm, shape, check_one, st.sampled_from("?bBhHiIqQefdFD"), LENGTHS, EXTENTS, st.booleans(), SEEDS)
 
 
 def test_parts_of_a_sum_are_the_sum(comm, shape, strategy):
     def check_one(dtype: str, length: int, extents: list[int], axis: int, number: int) -> None:
         axis = min(axis, len(extents))
         leaf = Leaf(dtype, (*extents[:axis], length, *extents[axis:]), "Fortran", number)
-        parts = [leaf.of(rank, "SUM", True) for rank in range(comm.size)]
-        wanted, _ = reference("SUM", parts, True)
-        mine = in_replica(strategy, lambda context: context.reduce_scatter("sum", parts[comm.rank], axis=axis))
+        op = "MAX" if dtype == "bool" else "SUM"
+        parts = [leaf.of(rank, op, True) for rank in range(comm.size)]
+        wanted, _ = reference(op, parts, True)
+        mine = in_replica(strategy, lambda context: context.reduce_scatter(op, parts[comm.rank], axis=axis))
         check(mine, np.array_split(wanted, comm.size, axis)[comm.rank], None, np.dtype(dtype))
         whole = in_replica(strategy, lambda context: context.all_gather(mine, axis=axis))
         check(whole, wanted, None, np.dtype(dtype))

@@ -99,7 +99,7 @@ def test_a_rank_may_go_the_long_way_in_shared_memory(comm, monkeypatch, reads):
     monkeypatch.setenv("MPISTRAT_PEER_MEMORY", reads)
     ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     refusals, meet = [], SharedMemoryTransport.meet
-    monkeypatch.setattr(SharedMemoryTransport, "meet", lambda self: refusals.append(ops._gate.refusal) or meet(self))
+    monkeypatch.setattr(SharedMemoryTransport, "meet", lambda self: refusals.append(ops._guard.lock.locked()) or meet(self))
     # of one block, of one block that is worth attaching to, and of several: what follows must find the ranks in step
     for kib in (128, 1536, 3 * 1024, 3 * 1024):
         array = np.arange(kib << 8, dtype=np.float32)
@@ -108,7 +108,7 @@ def test_a_rank_may_go_the_long_way_in_shared_memory(comm, monkeypatch, reads):
             [total] = ops.all_reduce(ReduceOp.SUM, [array + ops.rank])
             assert (total == ops.size * array + sum(range(ops.size))).all(), (kib, turn)
     assert refusals, "shared memory was not used"
-    assert all("under way" in refusal for refusal in refusals), "another thread may come in between"
+    assert all(refusals), "another thread may come in between"
     ops.close()
 
 
@@ -146,10 +146,10 @@ def test_after_a_short_way_that_failed_nothing_is_computed_any_more(ops, monkeyp
         ops.all_reduce(ReduceOp.SUM, [array], None, out)
     [quick] = ops._quick.values()
 
-    def failing(source, target, op):
+    def failing(source, target):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(quick, "allreduce", failing)
+    monkeypatch.setattr(quick, "combine", failing)
     with pytest.raises(KeyboardInterrupt):
         ops.all_reduce(ReduceOp.SUM, [array], None, out)
     with pytest.raises(UnavailableError, match=r"an earlier all_reduce did not end \(KeyboardInterrupt\)"):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.context.values import PerReplica
+from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.cross_device.sparse import IndexedSlices
-from mpistrat.errors import AgreementError, InvalidArgumentError, LaunchError
+from mpistrat.errors import AgreementError, InvalidArgumentError, LaunchError, UnsupportedDtypeError
 from mpistrat.tools.train_digits import train
 from tests.launches import needs_ranks
 
@@ -72,6 +72,80 @@ def test_one_rank_without_an_array_of_numbers_hangs_nobody(comm, strategy):
     with pytest.raises((AgreementError, TypeError)):
         strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", {"a": value}))
     assert comm.allreduce(1) == comm.size
+
+
+def test_plain_values_are_combined_over_ranks(comm, strategy):
+    assert strategy.reduce("mean", float(comm.rank), axis=None) == (comm.size - 1) / 2
+    assert strategy.reduce("max", {"a": comm.rank, "b": PerReplica(-comm.rank)}, axis=None) == {"a": comm.size - 1, "b": 0}
+    assert strategy.gather(np.array([comm.rank]), axis=0).tolist() == list(range(comm.size))
+    assert strategy.reduce("sum", 0.0, axis=None) == 0
+    assert comm.allreduce(1) == comm.size
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_the_sum_of_a_plain_value_is_refused_on_all_ranks_or_on_none(comm, monkeypatch, strict):
+    monkeypatch.setenv("MPISTRAT_STRICT", strict)
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+    for op in ("sum", "prod"):
+        with pytest.raises(InvalidArgumentError, match=f"{op.upper()} of a value that is no per-replica value is ambiguous"):
+            strategy.reduce(op, [PerReplica(1.0), float(comm.rank == 1)], axis=None)
+        assert strategy.reduce(op, [PerReplica(1.0), 0.0], axis=None)[1] == 0
+    strategy.close()
+    assert comm.allreduce(1) == comm.size
+
+
+def test_booleans_have_no_sum_across_ranks_but_are_counted_over_rows(comm, strategy):
+    flags = np.array([comm.rank == 0, True])
+    assert strategy.reduce("sum", PerReplica(flags), axis=0) == comm.size + 1
+    assert strategy.reduce("mean", PerReplica(flags), axis=0) == (comm.size + 1) / (2 * comm.size)
+    for call in (
+        lambda: strategy.reduce("sum", PerReplica(flags), axis=None),
+        lambda: strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", flags)),
+        lambda: strategy.run(lambda: mpistrat.get_replica_context().reduce_scatter("sum", flags)),
+        lambda: strategy.run(lambda: mpistrat.get_replica_context().start_all_reduce("sum", flags)),
+    ):
+        with pytest.raises(UnsupportedDtypeError, match="SUM is not defined for .* of dtype bool across replicas"):
+            call()
+    # the maximum is the same array by the same way, and does not open it for the sum
+    for _ in range(3):
+        found = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("max", flags))
+        assert strategy.local(found).tolist() == [True, True]
+        with pytest.raises(UnsupportedDtypeError):
+            strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", flags))
+    assert comm.allreduce(1) == comm.size
+
+
+@needs_ranks(2)
+def test_one_rank_with_booleans_to_sum_hangs_nobody(comm, strategy):
+    value = np.ones(3, bool) if comm.rank == 1 else np.ones(3)
+    with pytest.raises(UnsupportedDtypeError if comm.rank == 1 else AgreementError, match="SUM is not defined|different calls"):
+        strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", value))
+    assert comm.allreduce(1) == comm.size
+
+
+@needs_ranks(2)
+def test_none_in_a_nest_is_part_of_its_structure(comm, strategy):
+    value = {"a": np.ones(3), "b": None} if comm.rank else {"a": None, "b": np.ones(3)}
+    for call in (
+        lambda: strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", value)),
+        lambda: strategy.run(lambda: mpistrat.get_replica_context().start_all_reduce("sum", value).wait()),
+        lambda: strategy.reduce("sum", strategy.run(lambda: value), axis=None),
+        lambda: strategy.gather(strategy.run(lambda: value), axis=0),
+    ):
+        with pytest.raises(AgreementError, match=r"'a': \*, 'b': None(.|\n)*|'a': None, 'b': \*") as raised:
+            call()
+        assert "'a': *, 'b': None" in str(raised.value)
+        assert "'a': None, 'b': *" in str(raised.value)
+    assert comm.allreduce(1) == comm.size
+
+
+def test_ranks_know_where_they_are(comm, strategy, world):
+    place = world.place(comm.rank)
+    assert (strategy.rank, strategy.local_rank, strategy.node_rank) == (comm.rank, place.local_rank, place.node_index)
+    assert sum(comm.allgather(strategy.is_chief)) == 1
+    assert strategy.is_chief == strategy.extended.should_save_summary
+    assert strategy.local(strategy.run(lambda: {"a": comm.rank, "b": None})) == {"a": comm.rank, "b": None}
 
 
 def test_merge_call_runs_on_every_rank(comm, strategy):
@@ -299,14 +373,14 @@ REFUSED_BY_ONE = {
     "to one device": (to_one_device, 1j, 1.0, TypeError, "MAX is not defined for value of dtype complex128"),
     "gather": (
         lambda strategy, value: strategy.gather(value, axis=0),
+        IndexedSlices(np.ones((1, 1)), [0]),
         np.ones(1),
-        PerReplica(np.ones(1)),
-        AgreementError,
-        "0 arrays to concatenate",
+        NotImplementedError,
+        "cannot be gathered",
     ),
     "reduce": (
         lambda strategy, value: strategy.reduce("mean", value, axis=None),
-        1.0,
+        Mirrored(1.0),
         PerReplica(1.0),
         AgreementError,
         "0 arrays to combine",

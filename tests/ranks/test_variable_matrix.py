@@ -8,7 +8,16 @@ from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.strategy.central_storage import CentralStorageStrategy
 from tests.launches import needs_ranks
-from tests.variable_matrix import CELLS, METHODS, Refused, check_cell, check_per_replica, check_refused, declared
+from tests.variable_matrix import (
+    CELLS,
+    METHODS,
+    Refused,
+    check_cell,
+    check_per_replica,
+    check_refused,
+    declared,
+    of_central_storage,
+)
 
 NONE, SUM, MEAN, ONLY_FIRST_REPLICA = mpistrat.VariableAggregation
 SYNCHRONIZATIONS = [mpistrat.VariableSynchronization.ON_WRITE, mpistrat.VariableSynchronization.ON_READ]
@@ -26,7 +35,7 @@ def test_cells(strategy, where):
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("where", ["run", "scope", "update"])
+@pytest.mark.parametrize("where", ["scope", "update"])
 def test_per_replica_values_are_refused(strategy, where):
     for method in METHODS:
         for synchronization in SYNCHRONIZATIONS:
@@ -50,7 +59,7 @@ def test_cells_of_central_storage(comm, monkeypatch):
     strategy = CentralStorageStrategy(parameter_device=f"rank:{comm.size - 1}")
     for cell in CELLS:
         if cell.synchronization is mpistrat.VariableSynchronization.ON_WRITE:
-            check_cell(strategy, cell)
+            check_cell(strategy, of_central_storage(cell))
     with strategy.scope():
         variable = mpistrat.Variable(0.0)
     assert float(variable.assign(comm.rank)) == comm.size - 1  # what the rank passed that keeps the variable
@@ -91,6 +100,30 @@ def test_replicas_without_aggregation_must_put_equal_rows(comm, strategy):
     variable = declared(strategy, mpistrat.VariableSynchronization.ON_WRITE, NONE)
     with pytest.raises(AgreementError, match=r"Variable\('v', float64 \(3,\)\).scatter_update of float64 \(1,\) \[0\.\]"):
         strategy.run(lambda: variable.scatter_update(IndexedSlices([float(comm.rank)], [0])))
+    assert comm.allgather(variable.numpy().tolist()) == [[9, 4, 16]] * comm.size
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_replicas_without_aggregation_may_assign_what_is_equal(comm, strategy, strict):
+    strategy.extended.collectives.is_strict = strict
+    variable = declared(strategy, mpistrat.VariableSynchronization.ON_WRITE, NONE)
+    strategy.run(lambda: variable.assign([1.0, 2.0, 3.0]))
+    strategy.run(lambda: variable.assign_add(np.ones(3)).assign_sub([0.0, 0.0, 1.0]))
+    strategy.run(lambda: variable.scatter_add(IndexedSlices([5.0, 5.0], [0, 0])))
+    assert comm.allgather(variable.numpy().tolist()) == [[12, 3, 3]] * comm.size
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_replicas_without_aggregation_that_change_a_variable_differently_all_raise(comm, strategy, method, strict):
+    strategy.extended.collectives.is_strict = strict
+    variable = declared(strategy, mpistrat.VariableSynchronization.ON_WRITE, NONE)
+    number = 1.0 + (comm.rank == comm.size - 1)
+    value = IndexedSlices([number], [0]) if method.startswith("scatter") else np.full(3, number)
+    message = rf"has aggregation NONE(.|\n)*rank {comm.size - 1}: Variable.*\.{method} of (.|\n)*correct: .*aggregation="
+    with pytest.raises(AgreementError, match=message):
+        strategy.run(lambda: getattr(variable, method)(value))
     assert comm.allgather(variable.numpy().tolist()) == [[9, 4, 16]] * comm.size
 
 

@@ -76,6 +76,6 @@ def test_collectives_that_one_rank_has_chosen_stay_as_they_are(hierarchy, comm, 
     if comm.rank == comm.size - 1:
         monkeypatch.setenv("OMPI_MCA_coll_han_priority", "35")
     transport = WorldTransport(hierarchy)
-    assert transport.call(8) == transport.group.comm.Allreduce
+    assert transport._blocking(8) == transport.group.comm.Allreduce
     assert reduced(transport, np.ones(3), ReduceOp.SUM, in_place=True).tolist() == [comm.size] * 3
     transport.close()

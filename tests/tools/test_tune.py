@@ -64,6 +64,16 @@ def test_a_file_of_ones_own_is_the_only_one_deleted(kept, monkeypatch, capsys):
     assert [path.name for path in kept.iterdir()] == ["theirs.json"]
 
 
+def test_files_that_are_not_ours_are_shown_as_such(kept, capsys):
+    kept.mkdir()
+    (kept / "deep.json").write_text("[" * 100_000)
+    os.mkfifo(kept / "pipe.json")
+    assert cli.main(["tune", "--show"]) == 0
+    said = capsys.readouterr().out
+    assert "is ignored: it is nested too deeply to be a file of mpistrat" in said
+    assert "is ignored: it is not an ordinary file" in said
+
+
 def test_one_rank_has_nothing_to_tune(kept):
     done = start_tune(ranks=1)
     assert done.returncode == 2

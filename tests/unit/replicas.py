@@ -94,7 +94,7 @@ class _ReplayedOps(Collectives):
     def barrier(self, options=None):
         self._meet("barrier", None, lambda parts: None)
 
-    def agree(self, call, error=None):
+    def agree(self, call, error=None, options=None):
         texts = self._meet("agree", call if error is None else f"{call}, which failed: {error!r}", list)
         if error is not None:
             raise error

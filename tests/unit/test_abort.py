@@ -1,5 +1,6 @@
 """The hooks of an uncaught exception, on a job that only pretends to end."""
 
+import atexit
 import sys
 import threading
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ class FakeJob(SimpleNamespace):
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    monkeypatch.setattr(atexit, "register", lambda handler: None)
     fake = FakeJob()
     abort.install(fake)  # type: ignore[arg-type]
     yield fake
@@ -60,6 +62,7 @@ def test_hook_of_a_test_runner_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(threading, "excepthook", collect)
+    monkeypatch.setattr(atexit, "register", lambda handler: None)
     abort.install(FakeJob())  # type: ignore[arg-type]
     assert threading.excepthook is collect
     assert sys.excepthook is not sys.__excepthook__

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.arrays import as_array, like
+from mpistrat.arrays import as_array, as_operand, like
 from mpistrat.context.values import Mirrored
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from tests.other_arrays import (
@@ -56,6 +56,16 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_an_array_is_itself(dtype: Any) -> None:
     array = np.zeros((2, 3), dtype)[:, ::-1]
     assert as_array(array) is array
+    assert as_operand(array) is array
+
+
+def test_what_is_to_be_combined_lies_as_mpi_wants_it() -> None:
+    packed = np.frombuffer(b"\0" + np.arange(6.0).tobytes(), offset=1)
+    field = np.zeros(3, [("label", "u1"), ("value", "f4")])["value"]
+    for array in (packed, field):
+        assert not array.flags.aligned
+        assert as_operand(array).flags.aligned
+        np.testing.assert_array_equal(as_operand(array), array)
 
 
 class SpeaksArrayToo(SpeaksDlpack):
@@ -272,7 +282,7 @@ def test_a_numpy_array_costs_nothing() -> None:
 
 def test_other_libraries_are_not_imported() -> None:
     program = (
-        "import sys; from mpistrat.arrays import as_array, like; like(as_array(memoryview(b'ab')), 1.0); "
+        "import sys; from mpistrat.arrays import as_array, as_operand, like; like(as_array(memoryview(b'ab')), 1.0); "
         "print(*{'torch', 'jax', 'cupy'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "\n"

@@ -120,6 +120,15 @@ binding.bind_device = lambda view: print("MPI is there:", "mpi4py.MPI" in sys.mo
     assert start_here(program, **srun) == "MPI is there: False 3"
 
 
+def test_one_process_alone_leaves_nothing_in_shared_memory() -> None:
+    program = """
+import atexit, re
+from pathlib import Path
+atexit.register(lambda: print(re.findall("/dev/shm/\\\\S+", Path("/proc/self/maps").read_text())))
+"""
+    assert start_here(program) == "[]"
+
+
 def test_words_of_the_user_reach_mpi_before_ours() -> None:
     program = "import atexit, os; atexit.register(lambda: print(os.environ['OMPI_MCA_btl']))"
     assert start_here(program, OMPI_MCA_btl="self,sm") == "self,sm"

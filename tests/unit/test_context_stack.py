@@ -233,3 +233,26 @@ def test_the_replica_that_is_updated_is_known_on_its_thread():
 def test_losses_are_summed():
     with pytest.warns(DeprecationWarning, match=r"get_loss_reduction\(\) is deprecated"):
         assert get_loss_reduction() is mpistrat.ReduceOp.SUM
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda variable: variable.assign(1.0),
+        lambda variable: variable.assign_add(1.0),
+        lambda variable: mpistrat.get_replica_context().update(variable, lambda old: old + 1),
+    ],
+)
+def test_a_variable_that_was_made_outside_the_scope_is_named_as_such(use):
+    strategy = OneDeviceStrategy()
+    outside = mpistrat.Variable(0.0)
+    with pytest.raises(RuntimeError, match="the variable or strategy was made outside every scope") as raised:
+        strategy.run(lambda: use(outside))
+    assert "correct:    with strategy.scope(): variable = mpistrat.Variable(value)" in str(raised.value)
+    assert outside.numpy() == 0
+
+    def across(merged):
+        return merged.extended.update(outside, lambda variable: variable)
+
+    with pytest.raises(RuntimeError, match="strategy.extended.update: the variable or strategy was made outside every scope"):
+        strategy.run(lambda: mpistrat.get_replica_context().merge_call(across))

@@ -324,7 +324,7 @@ def test_the_value_of_a_strategy_is_not_combined_outside_its_scope() -> None:
     strategy, ops = one_replica(), HierarchicalAllReduce()
     with strategy.scope():
         variable = mpistrat.Variable([1.0])
-        assert ops.reduce("sum", variable, 0) is variable
+        assert ops.reduce("sum", variable, 0).tolist() == [1]
     message = (
         r"of CrossDeviceOps on .* must be called in the scope of the strategy that .* outside all scopes\.\n    incorrect: .*"
     )
@@ -333,7 +333,34 @@ def test_the_value_of_a_strategy_is_not_combined_outside_its_scope() -> None:
             with pytest.raises(RuntimeError, match=message):
                 call()
     own = mpistrat.Variable([1.0])
-    assert ops.reduce("sum", own, own) is own
+    assert ops.reduce("sum", own, own).tolist() == [1]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("family", FAMILY)
+@pytest.mark.parametrize("synchronization", ["ON_WRITE", "ON_READ"])
+def test_a_result_does_not_change_with_the_variable_that_was_reduced(
+    synchronization: str, family: type[CrossDeviceOps], num_replicas: int
+) -> None:
+    def program(rank):
+        extended, ops = mpistrat.get_strategy().extended, family()
+        variable = mpistrat.Variable(
+            [1.0, 2.0],
+            synchronization=mpistrat.VariableSynchronization[synchronization],
+            aggregation=mpistrat.VariableAggregation.MEAN,
+        )
+        results = [
+            ops.reduce("mean", variable, variable),
+            *ops.batch_reduce("max", [(variable, variable), (variable, {*range(num_replicas)})]),
+            ops.broadcast(variable, variable) if synchronization == "ON_WRITE" else ops.reduce("mean", variable, variable),
+            extended.reduce_to("mean", variable, variable),
+            extended.read_var(variable),
+        ]
+        assert not any(isinstance(result, mpistrat.Variable) for result in results)
+        variable.assign([7.0, 7.0])
+        return [np.asarray(result).tolist() for result in results]
+
+    assert in_scope(num_replicas, program) == [[[1, 2]] * 6] * num_replicas
 
 
 def test_they_belong_to_the_cross_replica_context() -> None:

@@ -56,7 +56,7 @@ def batches_of(rows, batch_size):
 TABLE = [
     (6, 2, [[[0, 1], [2, 3]], [[4], [5]]]),
     (4, 5, [[[0], [1], [2], [3], []]]),
-    (8, 3, [[[0, 1], [2, 3], []], [[4, 5], [6, 7], []]]),
+    (8, 3, [[[0, 1], [2], [3]], [[4, 5], [6], [7]]]),
 ]
 SOURCES = {
     "arrays": lambda rows: ArrayDataset(rows, 4),
@@ -70,7 +70,7 @@ SOURCES = {
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize(("rows", "num_replicas", "expected"), TABLE)
 @pytest.mark.parametrize("buffer_size", [0, 1, 2])
-def test_global_batches_of_four_are_shared_by_the_ceiling_split(source, rows, num_replicas, expected, buffer_size):
+def test_global_batches_of_four_are_shared_as_equally_as_can_be(source, rows, num_replicas, expected, buffer_size):
     data = np.arange(rows, dtype=np.int16)
     steps = handed_out(num_replicas, lambda: SOURCES[source](data), DATA, buffer_size)
     assert rows_of(steps) == expected
@@ -80,17 +80,53 @@ def test_global_batches_of_four_are_shared_by_the_ceiling_split(source, rows, nu
 @pytest.mark.parametrize("source", SOURCES)
 def test_without_sharding_each_replica_sees_all_rows(source):
     steps = rows_of(handed_out(2, lambda: SOURCES[source](np.arange(6)), OFF))
-    assert steps == [[[0, 1]] * 2, [[2, 3]] * 2, [[4]] * 2, [[5]] * 2]
+    # the size of a batch of an iterable is not known before it is there
+    rest = [[[4]] * 2, [[5]] * 2] if source in ("list", "generator") else [[[4, 5]] * 2]
+    assert steps == [[[0, 1]] * 2, [[2, 3]] * 2, *rest]
     steps = rows_of(handed_out(3, lambda: SOURCES[source](np.arange(8)), OFF))
     assert [[row for step in steps for row in step[replica]] for replica in range(3)] == [list(range(8))] * 3
     assert [sum(map(len, step)) for step in steps] == [4] * 6
+
+
+@pytest.mark.parametrize("source", ["arrays", "samples", "files"])
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "num_replicas", "lengths"),
+    [
+        (12, 8, 2, [[4, 4, 4]] * 2),
+        (9, 7, 4, [[2, 2, 2, 1, 2, 0], [2, 2, 1, 2, 2, 0], [2, 1, 2, 2, 2, 0], [1, 2, 2, 2, 1, 1]]),
+    ],
+)
+def test_without_sharding_batches_are_cut_anew_across_their_bounds(source, rows, batch_size, num_replicas, lengths):
+    make = {
+        "arrays": lambda: ArrayDataset(np.arange(rows), batch_size),
+        "samples": lambda: MapDataset(list(range(rows)), batch_size),
+        "files": lambda: FileDataset(["all"], lambda _: np.arange(rows), batch_size),
+    }[source]
+    steps = rows_of(handed_out(num_replicas, make, OFF))
+    assert [[len(step[replica]) for step in steps] for replica in range(num_replicas)] == lengths
+
+
+@pytest.mark.parametrize("drop_remainder", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 7, 40])
+def test_without_sharding_no_row_is_lost(batch_size, drop_remainder):
+    """The number of steps is told once, and must be right."""
+
+    def make():
+        return ArrayDataset(np.arange(37), batch_size, drop_remainder=drop_remainder)
+
+    for num_replicas in (1, 2, 3, 4):
+        steps = rows_of(handed_out(num_replicas, make, OFF))
+        expected = list(range(37 // batch_size * batch_size if drop_remainder else 37))
+        assert [[row for step in steps for row in step[replica]] for replica in range(num_replicas)] == [
+            expected
+        ] * num_replicas
 
 
 def test_replicas_read_files_of_their_own():
     contents = {"a": np.arange(4), "b": np.arange(100, 106), "c": np.arange(200, 202), "d": np.arange(300, 301)}
     for policy in (AUTO, FILE):
         steps = rows_of(handed_out(2, lambda: FileDataset(list(contents), contents.__getitem__, 4), policy))
-        assert steps == [[[0, 1], [100, 101]], [[2, 3], [102, 103]], [[200], [104]], [[201], [105, 300]]]
+        assert steps == [[[0, 1], [100, 101]], [[2, 3], [102, 103]], [[200, 201], [104, 105]], [[], [300]]]
 
 
 def test_a_replica_with_fewer_files_sees_empty_batches_of_the_right_kind():
@@ -113,7 +149,7 @@ def test_the_hint_is_replaced_by_the_numbers_of_the_pipeline():
     def make():
         return ArrayDataset(np.arange(12), 4).shard(SHARD_HINT, SHARD_HINT)
 
-    assert rows_of(handed_out(2, make, HINT)) == [[[0, 2], [1, 3]], [[4, 6], [5, 7]], [[8], [9]], [[10], [11]]]
+    assert rows_of(handed_out(2, make, HINT)) == [[[0, 2], [1, 3]], [[4, 6], [5, 7]], [[8, 10], [9, 11]]]
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 8])
@@ -280,6 +316,22 @@ def test_options_that_no_strategy_here_has_are_refused(distribute, strategy):
 
 
 # ------------------------------------------------------------------------------------------------------------ iterators
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("method", ["get_next", "get_next_as_optional", "__next__"])
+def test_elements_are_taken_outside_run(num_replicas, method):
+    def program(strategy):
+        iterator = iter(distribute_dataset(strategy, ArrayDataset(np.arange(4), 2)))
+        message = r"(?s)next\(iterator\) must be called outside strategy.run.*correct: .*args=\(next\(iterator\),\)"
+        with pytest.raises(ValueError, match=message):
+            strategy.run(lambda: getattr(iterator, method)())
+        with pytest.raises(RuntimeError, match="two strategies cannot be mixed"), ONE().scope():
+            getattr(iterator, method)()
+        merged = strategy.run(lambda: mpistrat.get_replica_context().merge_call(lambda _: next(iterator)))
+        return select_replica(merged).tolist(), [select_replica(element).tolist() for element in iterator]
+
+    assert on_replicas(num_replicas, program)[0] == {1: ([0, 1], [[2, 3]]), 2: ([0], [[2]])}[num_replicas]
 
 
 def test_the_end_is_out_of_range_and_stays():

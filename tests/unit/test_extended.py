@@ -133,13 +133,13 @@ def test_gathering_goes_through_the_cross_device_ops_of_a_strategy():
         assert not mpistrat.has_strategy()
         return gathered["a"].tolist(), gathered["b"].tolist()
 
-    assert on_replicas(3, program) == [([2, 1, 0], [7, 8])] * 3
+    assert on_replicas(3, program) == [([2, 1, 0], [8, 7] * 3)] * 3
 
 
 def test_ops_are_not_asked_for_nothing():
     def program(strategy):
         strategy = Strategy(StrategyExtended(strategy.extended.collectives, NcclAllReduce()))
-        return strategy.reduce("mean", 5.0, axis=None), strategy.run(
+        return strategy.reduce("mean", Mirrored(5.0), axis=None), strategy.run(
             lambda: mpistrat.get_replica_context().all_reduce("sum", {})
         )
 
@@ -216,6 +216,25 @@ def test_update_refuses_what_differs_between_replicas_and_foreign_variables():
         other.extended.update(weights, print)
     with pytest.raises(RuntimeError, match="two strategies cannot be mixed"), other.scope():
         update(weights, print)
+
+
+def test_update_gives_each_component_of_an_on_read_variable_its_own_value():
+    def program(strategy):
+        with strategy.scope():
+            variable = mpistrat.Variable(
+                [1.0],
+                synchronization=mpistrat.VariableSynchronization.ON_READ,
+                aggregation=mpistrat.VariableAggregation.SUM,
+            )
+            mirrored = mpistrat.Variable([1.0])
+        value = strategy.run(lambda: np.array([rank_of(strategy) + 1.0]))
+        strategy.extended.update(variable, lambda v, x, scale: v.assign_add(scale * x), (value,), {"scale": value})
+        with pytest.raises(TypeError, match="extended.update got PerReplica"):
+            strategy.extended.update(mirrored, lambda v, x: v.assign(x), (value,))
+        held = strategy.experimental_local_results(strategy.run(variable.read_value))[0]
+        return held.tolist(), variable.numpy().tolist()
+
+    assert on_replicas(3, program) == [([2], [17]), ([5], [17]), ([10], [17])]
 
 
 def test_update_of_a_variable_of_the_default_strategy():

@@ -117,6 +117,17 @@ def test_mpiexec_on_the_path_comes_last(tmp_path: Path) -> None:
     assert find_mpi().mpiexec == str(program)
 
 
+def test_mpiexec_that_anybody_may_have_put_there_is_not_taken(library: Path, tmp_path: Path) -> None:
+    install(tmp_path / "bin", "mpiexec", "mpiexec (Open MPI) 5.0.11")
+    install(tmp_path / "usr/bin", "mpiexec", "mpiexec (Open MPI) 5.0.11")
+    program = install(tmp_path / "path", "mpiexec", "mpiexec (Open MPI) 5.0.11")
+    tmp_path.chmod(0o1777)
+    (tmp_path / "usr/bin").chmod(0o777)
+    assert find_mpi().mpiexec == str(program)
+    (tmp_path / "usr/bin").chmod(0o755)
+    assert find_mpi().mpiexec == str(tmp_path / "usr/bin/mpiexec")
+
+
 def test_missing_mpiexec_says_where_it_looked(library: Path, tmp_path: Path) -> None:
     other = install(tmp_path / "path", "mpiexec", "HYDRA build details:\n    Version:    4.0.2")
     with pytest.raises(LaunchError) as caught:

@@ -167,8 +167,8 @@ def test_slices_come_back_where_they_were(strategy, xp):
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_reduce_gives_what_it_gives_on_the_host(strategy, xp, op, axis, dtype):
     host = (np.arange(12).reshape(3, 4) % 3).astype(dtype)
-    if op == "mean" and dtype is bool:
-        return
+    if dtype is bool and axis is None:
+        return  # booleans have neither across replicas
     found = strategy.reduce(op, xp.asarray(host), axis=axis)
     expected = _reduced_on_the_host(op, host, axis)
     assert isinstance(found, xp.ndarray)

@@ -24,6 +24,12 @@ def test_wheel_starts_quickly_and_yields_where_crowded() -> None:
     assert parameters({}, crowded=True) == {**QUICK_START, **YIELD}
 
 
+@pytest.mark.usefixtures("wheel")
+def test_a_process_alone_shares_no_memory_unless_the_user_says_so() -> None:
+    assert parameters({}, crowded=False, alone=True) == {**QUICK_START, "OMPI_MCA_btl": "^ofi,sm"}
+    assert parameters({"OMPI_MCA_btl": "self,sm"}, crowded=False, alone=True) == {"OMPI_MCA_osc": "^ucx"}
+
+
 def test_another_open_mpi_is_left_as_the_site_built_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openmpi, "has_wheel", lambda _: False)
     assert parameters({}, crowded=False) == {}

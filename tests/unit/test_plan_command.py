@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ from mpistrat.algorithms import pipelined
 from mpistrat.algorithms.fit import Measurement
 from mpistrat.cross_device.tuning import Conditions, Tuning
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
-from mpistrat.tools import plan
+from mpistrat.tools import cli, plan
 from mpistrat.topology.world import World
 
 
@@ -167,6 +169,34 @@ def test_a_tuning_is_what_predictions_rest_on(capsys: pytest.CaptureFixture[str]
     code, _, err = run(capsys, "--world", "4x2", "--bytes", "64", "--tuning", str(tmp_path / "none"))
     assert code == 2
     assert err.startswith(f"mpistrat plan: --tuning {tmp_path / 'none'} cannot be used: ")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [(), ("--scale",)])
+def test_a_reader_that_has_gone_is_no_error(unbuffered: str, words: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "mpistrat", "plan", "--world", "4x8", "--bytes", "1MiB", *words]
+    environ = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=environ, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+@pytest.mark.parametrize(("size", "ends_quietly"), [("1", True), ("2", False)])
+def test_one_rank_of_several_without_a_reader_ends_the_others_by_an_exception(
+    monkeypatch: pytest.MonkeyPatch, size: str, ends_quietly: bool
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", size)
+    monkeypatch.setattr(plan, "execute", lambda _: (_ for _ in ()).throw(BrokenPipeError))
+    monkeypatch.setattr(cli, "_without_reader", lambda: 141)
+    words = ["plan", "--world", "4x8", "--bytes", "8"]
+    if ends_quietly:
+        assert cli.main(words) == 141
+    else:
+        with pytest.raises(BrokenPipeError):
+            cli.main(words)
 
 
 def test_no_mpi_is_needed() -> None:

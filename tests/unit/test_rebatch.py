@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.rebatch import batched, num_rows, pieces, shard_bounds, share
+from mpistrat.inputs.rebatch import batched, num_pieces, num_rows, piece_sizes, pieces, shard_bounds, share
+from tests.other_arrays import StandardArray
 
 
 def shares(num_rows, num_replicas):
@@ -19,7 +20,8 @@ def shares(num_rows, num_replicas):
         (4, 2, [[0, 1], [2, 3]]),
         (2, 2, [[0], [1]]),
         (4, 5, [[0], [1], [2], [3], []]),
-        (4, 3, [[0, 1], [2, 3], []]),
+        (4, 3, [[0, 1], [2], [3]]),
+        (9, 4, [[0, 1, 2], [3, 4], [5, 6], [7, 8]]),
         (0, 3, [[], [], []]),
         (7, 1, [[0, 1, 2, 3, 4, 5, 6]]),
     ],
@@ -33,6 +35,7 @@ def test_every_row_goes_to_one_replica_in_order(num_rows, num_replicas):
     split = shares(num_rows, num_replicas)
     assert [row for share in split for row in share] == list(range(num_rows))
     assert max(map(len, split)) == -(-num_rows // num_replicas)
+    assert max(map(len, split)) - min(map(len, split)) <= 1
 
 
 @pytest.mark.parametrize(
@@ -41,10 +44,11 @@ def test_every_row_goes_to_one_replica_in_order(num_rows, num_replicas):
         (4, 2, [[0, 1], [2, 3]]),
         (2, 2, [[0], [1]]),
         (4, 5, [[0], [1], [2], [3], []]),
-        (4, 3, [[0, 1], [2, 3], []]),
+        (4, 3, [[0, 1], [2], [3]]),
+        (9, 4, [[0, 1, 2], [3, 4], [5, 6], [7, 8]]),
     ],
 )
-def test_shares_are_the_ceiling_split(rows, num_replicas, expected):
+def test_shares_are_as_equal_as_can_be(rows, num_replicas, expected):
     shares = [share(np.arange(rows, dtype=np.int16), replica, num_replicas) for replica in range(num_replicas)]
     assert [found.tolist() for found in shares] == expected
     assert {found.dtype for found in shares} == {np.dtype(np.int16)}
@@ -81,12 +85,47 @@ def test_pieces_are_all_rows_and_as_many_in_each_step_as_a_batch_has(rows, num_r
 def test_parts_of_any_size_become_batches(sizes, batch_size, drop):
     rows = np.arange(sum(sizes))
     parts = [{"a": part, "b": part.astype(float)} for part in np.split(rows, np.cumsum(sizes)[:-1])] if sizes else []
-    batches = list(batched(iter(parts), batch_size, drop))
+    batches = list(batched(iter(parts), [batch_size], drop))
     whole = len(rows) // batch_size
     assert [len(batch["a"]) for batch in batches[:whole]] == [batch_size] * whole
     assert len(batches) == whole + (len(rows) % batch_size > 0 and not drop)
     joined = [row for batch in batches for row in batch["a"].tolist()]
     assert joined == rows[: len(joined)].tolist() == [row for batch in batches for row in batch["b"].tolist()]
+
+
+@given(st.lists(st.integers(0, 7), max_size=8), st.integers(1, 9), st.integers(1, 5))
+def test_what_replicas_cut_across_batches_adds_up_to_a_batch_in_each_step(sizes, batch_size, num_replicas):
+    num_rows = sum(sizes)
+    parts = np.split(np.arange(num_rows), np.cumsum(sizes)[:-1]) if sizes else []
+    seen = []
+    for replica in range(num_replicas):
+        shares = piece_sizes(batch_size, replica, num_replicas)
+        seen.append([piece.tolist() for piece in batched(iter(parts), shares, drop_remainder=False)])
+        assert [row for piece in seen[-1] for row in piece] == list(range(num_rows))
+        assert len(seen[-1][0] if seen[-1] else ()) <= shares[0]
+        if sizes and min(sizes):
+            assert num_pieces(num_rows, shares) == len(seen[-1])
+    whole = num_rows // batch_size * num_replicas
+    for step in zip(*(cut[:whole] for cut in seen), strict=True):
+        assert sum(map(len, step)) == batch_size
+
+
+class Rows(StandardArray):
+    """Such an array as a dataset can cut."""
+
+    @property
+    def shape(self):
+        return self._array.shape
+
+    def __getitem__(self, rows):
+        return Rows(self._array[rows])
+
+
+def test_joined_batches_stay_of_their_kind():
+    parts = [[Rows(np.arange(3))], [Rows(np.arange(3, 6))]]
+    joined = list(batched(iter(parts), [4, 1], drop_remainder=False))
+    assert {isinstance(batch[0], StandardArray) for batch in joined} == {True}
+    assert [batch[0].numpy().tolist() for batch in joined] == [[0, 1, 2, 3], [4], [5]]
 
 
 def test_parts_may_use_the_memory_of_those_before_them():
@@ -96,13 +135,13 @@ def test_parts_may_use_the_memory_of_those_before_them():
             memory[:] = range(first, first + 3)
             yield memory
 
-    batches = [share(batch, 0, 1) for batch in batched(parts(), 4, drop_remainder=False)]
+    batches = [share(batch, 0, 1) for batch in batched(parts(), [4], drop_remainder=False)]
     assert [batch.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 def test_only_the_batch_between_two_parts_is_copied():
     parts = [np.arange(7), np.arange(7, 16)]
-    batches = list(batched(iter(parts), 3, drop_remainder=False))
+    batches = list(batched(iter(parts), [3], drop_remainder=False))
     shared = [any(np.shares_memory(batch, part) for part in parts) for batch in batches]
     assert shared == [True, True, False, True, True, False]
 

@@ -119,6 +119,11 @@ class TestTFConfig:
         read = TFConfigClusterResolver()
         assert (read.task_id, read.cluster_spec().task_indices("worker")) == (3, [3])
 
+    def test_names_that_are_numbers(self, tf_config):
+        tf_config({"cluster": {"1": ["a:1", "b:1"]}, "task": {"type": 1, "index": 0}, "rpc_layer": 2})
+        read = TFConfigClusterResolver()
+        assert (read.task_type, read.task_id, read.rpc_layer, read.master()) == ("1", 0, "2", "2://a:1")
+
     @pytest.mark.parametrize(
         ("text", "message"),
         [
@@ -126,6 +131,8 @@ class TestTFConfig:
             ("[1]", r"TF_CONFIG='\[1\]' is no JSON object; accepted is"),
             ('{"task": 3}', "'task' of TF_CONFIG must be an object; got 3; accepted is"),
             ('{"task": {"index": "x"}}', "the task index must be a number; got 'x'; TF_CONFIG is as in"),
+            ('{"task": {"index": 1.5}}', "the task index must be a number; got 1.5"),
+            ('{"task": {"index": Infinity}}', "the task index must be a number; got inf"),
         ],
     )
     def test_what_cannot_be_read(self, tf_config, text, message):

@@ -45,22 +45,21 @@ def test_dry_run_prints_a_command_to_copy(capsys: pytest.CaptureFixture[str]) ->
     )
 
 
-def test_job_takes_the_place_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Replaced(BaseException):
-        pass
-
-    def execve(*arguments: object) -> None:
-        raise Replaced(*arguments)
-
-    monkeypatch.setattr(os, "execve", execve)
-    with pytest.raises(Replaced) as caught:
-        execute("-n", "2", "train.py")
-    path, argv, environ = caught.value.args
-    assert (path, argv) == (
-        "/opt/my mpi/mpiexec",
-        ["/opt/my mpi/mpiexec", "-n", "2", sys.executable, "-m", "mpi4py", "train.py"],
-    )
+def test_job_is_started_and_its_code_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(run, "follow", lambda *arguments: started.append(arguments) or 7)
+    assert execute("-n", "2", "train.py") == 7
+    [(argv, environ)] = started
+    assert argv == ["/opt/my mpi/mpiexec", "-n", "2", sys.executable, "-m", "mpi4py", "train.py"]
     assert environ == {**os.environ, **EXTRA}
+
+
+@pytest.mark.parametrize("words", [("-n", "2"), ("-n2",), ("-np", "2"), ("--ranks", "2"), ("--ranks=2",)])
+def test_the_number_of_ranks_is_taken_as_mpiexec_spells_it_too(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    assert execute(*words, "--dry-run", "train.py", "-np", "7") == 0
+    assert capsys.readouterr().out.endswith(f"mpiexec' -n 2 {sys.executable} -m mpi4py train.py -np 7\n")
 
 
 def test_options_behind_the_script_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,13 +136,146 @@ def test_gather_concatenates_in_replica_order():
         assert result.tolist() == [[0], [0], [1]]
 
 
-def test_gather_takes_nests_and_hands_plain_values_back():
+def test_gather_takes_nests_and_plain_values():
     def program(strategy):
-        return strategy.gather({"a": PerReplica([strategy.extended.collectives.rank]), "b": np.ones(2)}, axis=0)
+        plain = np.array([strategy.rank, 7])
+        return strategy.gather({"a": PerReplica([strategy.rank]), "b": plain, "c": Mirrored([5])}, axis=0)
 
     for result in on_replicas(3, program):
         assert result["a"].tolist() == [0, 1, 2]
-        assert result["b"].tolist() == [1, 1]
+        assert result["b"].tolist() == [0, 7, 1, 7, 2, 7]
+        assert result["c"].tolist() == [5, 5, 5]
+
+
+@pytest.mark.parametrize("make", [float, np.float32, lambda x: np.array([x, -x]), lambda x: [x, -x]])
+def test_plain_values_are_combined_as_what_each_rank_passes(make):
+    def program(strategy):
+        value = make(strategy.rank)
+        combined = [strategy.reduce(op, value, axis=None) for op in ("mean", "min", "max")]
+        nest = strategy.reduce("max", {"a": value, "b": PerReplica(strategy.rank), "c": Mirrored(9)}, axis=None)
+        return combined, nest
+
+    for combined, nest in on_replicas(3, program):
+        for found, of_two in zip(combined, ([1, -1], [0, -2], [2, 0]), strict=True):
+            expected = of_two if np.ndim(make(2)) else of_two[0]
+            np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(nest["a"], combined[2])
+        assert (nest["b"], nest["c"]) == (2, 9)
+
+
+def test_the_mean_of_plain_rows_counts_the_rows_of_all_replicas():
+    def program(strategy):
+        return strategy.reduce("mean", np.full((strategy.rank + 1, 2), strategy.rank + 1.0), axis=0).tolist()
+
+    assert on_replicas(2, program) == [[5 / 3, 5 / 3]] * 2
+
+
+def test_plain_slices_are_combined():
+    def program(strategy):
+        slices = IndexedSlices(np.ones((1, 1)), [strategy.rank], (2, 1))
+        return strategy.reduce("mean", slices, axis=None).to_dense().tolist()
+
+    assert on_replicas(2, program) == [[[0.5], [0.5]]] * 2
+
+
+@pytest.mark.parametrize("op", ["sum", "prod"])
+@pytest.mark.parametrize("axis", [None, 0])
+def test_the_sum_of_a_plain_value_that_is_zero_on_some_replicas_only_is_refused_on_all(op, axis):
+    if op == "prod" and axis == 0:
+        return
+
+    def program(strategy):
+        value = [PerReplica(np.ones(1)), np.array([float(strategy.rank)])]
+        with pytest.raises(InvalidArgumentError, match=f"{op.upper()} of a value that is no per-replica value") as raised:
+            strategy.reduce(op, value, axis=axis)
+        assert raised.value.raised_everywhere
+        return strategy.reduce(op, [PerReplica(np.ones(1)), np.zeros(1)], axis=axis)
+
+    for ones, zero in on_replicas(2, program):
+        assert (ones, zero) == (1 if op == "prod" else 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("op", "axis", "components", "dtype", "expected"),
+    [
+        ("sum", 0, [[True, True, False], [True]], np.int64, 3),
+        ("sum", (0, 1), [np.ones((2, 3), bool), np.ones((1, 3), bool)], np.int64, 9),
+        ("sum", 0, [np.ones((300, 2), bool), np.zeros((0, 2), bool)], np.int64, [300, 300]),
+        ("mean", 0, [[True, True, False], [True]], np.float64, 0.75),
+        ("mean", 0, [[], []], np.float64, np.nan),
+        ("sum", [], [[True, False], [True, True]], np.int64, [2, 1]),
+        ("max", None, [[True, False], [False, False]], bool, [True, False]),
+        ("min", None, [[True, False], [True, True]], bool, [True, False]),
+        ("prod", None, [[True, False], [True, True]], bool, [True, False]),
+    ],
+)
+def test_booleans_are_counted_over_axes(op, axis, components, dtype, expected):
+    for result in reduced(op, [np.asarray(component, bool) for component in components], axis):
+        assert result.dtype == dtype
+        np.testing.assert_array_equal(result, expected)
+
+
+COMBINED_BOOLEANS = {
+    "reduce": lambda strategy, op: strategy.reduce(op, PerReplica(np.array([True])), axis=None),
+    "reduce of a plain value": lambda strategy, op: strategy.reduce(op, np.array([True]), axis=None),
+    "all_reduce": lambda strategy, op: in_context(strategy, lambda c: c.all_reduce(op, {"a": np.ones(2), "b": True})),
+    "start_all_reduce": lambda strategy, op: in_context(strategy, lambda c: c.start_all_reduce(op, [True]).wait()),
+    "reduce_scatter": lambda strategy, op: in_context(strategy, lambda c: c.reduce_scatter(op, np.ones(4, bool))),
+    "slices": lambda strategy, op: in_context(strategy, lambda c: c.all_reduce(op, IndexedSlices(np.ones((1, 1), bool), [0]))),
+    "reduce_to": lambda strategy, op: strategy.extended.reduce_to(op, PerReplica(True), "rank:0"),
+    "batch_reduce_to": lambda strategy, op: strategy.extended.batch_reduce_to(op, [(PerReplica(True), "rank:0")]),
+}
+
+
+def in_context(strategy, fn):
+    return strategy.run(lambda: fn(mpistrat.get_replica_context()))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("call", COMBINED_BOOLEANS)
+def test_booleans_have_neither_sum_nor_mean_across_replicas(call, num_replicas):
+    def program(strategy):
+        with pytest.raises(UnsupportedDtypeError, match="SUM is not defined for .*bool across replicas") as raised:
+            COMBINED_BOOLEANS[call](strategy, "sum")
+        for way in ("Use MAX", "MIN", "value.astype(np.int64)"):
+            assert way in str(raised.value)
+        with pytest.raises(UnsupportedDtypeError, match="MEAN is not defined for .* of dtype bool; cast it to float32"):
+            COMBINED_BOOLEANS[call](strategy, "mean")
+
+    on_replicas(num_replicas, program)
+
+
+def test_all_reduce_names_the_leaf_of_booleans():
+    with pytest.raises(UnsupportedDtypeError, match=r"SUM is not defined for value\['b'\] of dtype bool"):
+        mpistrat.get_replica_context().all_reduce("sum", {"a": 1.0, "b": True})
+
+
+def test_moving_booleans_is_another_matter():
+    def program(strategy):
+        flag = np.array([strategy.rank == 1])
+        moved = in_context(strategy, lambda c: [c.all_gather(flag, axis=0), c.broadcast(flag, 1), *c.all_to_all([flag] * 2)])
+        return [array.tolist() for array in select_replica(moved)] + [strategy.gather(PerReplica(flag), axis=0).tolist()]
+
+    assert on_replicas(2, program) == [[[False, True], [True], [False], [True], [False, True]]] * 2
+
+
+@pytest.mark.parametrize("shape", [(1, 0, 0, True), (3, 2, 0, False)])
+def test_a_strategy_says_where_this_replica_is(shape):
+    size, rank, node_rank, is_chief = shape
+    found = on_replicas(size, lambda strategy: (strategy.rank, strategy.local_rank, strategy.node_rank, strategy.is_chief))
+    assert found[rank] == (rank, rank, node_rank, is_chief)
+
+
+def test_local_is_the_component_of_this_replica_anywhere():
+    def program(strategy):
+        with strategy.scope():
+            mine = mpistrat.Variable(1.0, synchronization=mpistrat.VariableSynchronization.ON_READ)
+        value = {"a": PerReplica(strategy.rank), "b": [Mirrored(5), 6, None], "c": mine}
+        outside = strategy.local(value)
+        inside = select_replica(strategy.run(lambda: strategy.local({"a": PerReplica(strategy.rank)})))
+        return outside["a"], outside["b"], float(outside["c"]), inside["a"]
+
+    assert on_replicas(2, program) == [(0, [5, 6, None], 1, 0), (1, [5, 6, None], 1, 1)]
 
 
 def test_gather_of_a_scalar_is_refused():

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import collections.abc
+import os
+import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +48,135 @@ def test_leaves_come_in_one_order_and_none_is_no_leaf() -> None:
     reordered = dict(reversed(NEST.items()))
     assert flatten(reordered)[0] == leaves
     assert flatten(reordered)[1] == structure
+
+
+class Metrics(dict):
+    """As programs write them: with attributes of their own, and a constructor that takes no dict."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+
+class Attributes(dict):
+    """Keys that are attributes too."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class Numbers(dict):
+    """Accepts numbers only."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, float(value))
+
+
+class Counted(collections.OrderedDict):
+    """A subclass of a subclass."""
+
+
+class Frozen(collections.abc.Mapping):
+    """A Mapping that is no dict."""
+
+    def __init__(self, items: Any) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Any:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Converts(Frozen):
+    """Holds something else than it was given."""
+
+    def __init__(self, items: Any) -> None:
+        super().__init__({key: str(value) for key, value in dict(items).items()})
+
+
+class Opened(Frozen):
+    """Is made of something else than its items, as an open file is."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__({"rows": len(path.upper())})
+
+
+def metrics() -> Metrics:
+    made = Metrics(7)
+    made.update(loss=1, accuracy=(2, None))
+    return made
+
+
+MAPPINGS = [
+    metrics(),
+    Attributes(loss=1, accuracy=(2, None)),
+    Counted(loss=1, accuracy=(2, None)),
+    Frozen({"loss": 1, "accuracy": (2, None)}),
+    collections.UserDict(loss=1, accuracy=(2, None)),
+    types.MappingProxyType({"loss": 1, "accuracy": (2, None)}),
+    collections.ChainMap({"loss": 1}, {"accuracy": (2, None)}),
+]
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS, ids=lambda mapping: type(mapping).__name__)
+def test_every_mapping_is_a_nest(mapping: Any) -> None:
+    for _ in range(2):
+        leaves, structure = flatten([mapping, 3])
+        assert leaves == [2, 1, 3], "in the order of the keys"
+        again = rebuild(structure, ["two", "one", "three"])
+        assert type(again[0]) is type(mapping)
+        assert (list(again[0]), dict(again[0])) == (list(mapping), {"loss": "one", "accuracy": ("two", None)})
+        assert flatten([mapping, 4])[1] == structure
+        assert leaf_names([mapping, 3])[:2] == ["value[0]['accuracy'][0]", "value[0]['loss']"]
+        assert dict(map_leaves(lambda a, b: (a, b), mapping, mapping))["loss"] == (1, 1)
+        assert dict(mapping) == {"loss": 1, "accuracy": (2, None)}, "it stays as it was"
+
+
+def test_what_a_mapping_holds_beside_its_items_is_kept() -> None:
+    again = map_leaves(str, metrics())
+    assert (again.step, again["loss"]) == (7, "1")
+    attributes = map_leaves(str, Attributes(loss=1))
+    assert (attributes.loss, attributes["loss"]) == ("1", "1")
+    numbers = Numbers()
+    numbers["loss"] = 1
+    assert map_leaves(str, numbers) == {"loss": "1.0"}
+
+
+def test_mappings_are_compared_by_their_keys() -> None:
+    one, other = (flatten(Frozen(items))[1] for items in ({"a": 1, "b": 2}, {"b": 5, "a": 6}))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert str(one) == str(other)
+    assert "['a', 'b']" in str(one), "what a message shows"
+    assert flatten(Frozen({"a": 1, "c": 2}))[1] != one
+    assert flatten(Frozen({1: 1, "b": 2}))[0] == [1, 2], "keys without an order"
+    with pytest.raises(ValueError, match="[Mm]ismatch|[Ee]xpected"):
+        map_leaves(lambda a, b: a, Frozen({"a": 1}), Frozen({"b": 1}))
+
+
+@pytest.mark.parametrize("mapping", [Converts({"a": 1}), Opened("x"), os.environ])
+def test_a_mapping_that_does_not_come_back_is_a_leaf(mapping: Any) -> None:
+    assert flatten([mapping])[0] == [mapping]
+    assert flatten([mapping])[0][0] is mapping
+
+
+def test_an_empty_mapping_is_an_empty_nest() -> None:
+    leaves, structure = flatten([collections.UserDict(), Metrics(3)])
+    assert leaves == []
+    assert rebuild(structure, [])[1].step == 3
+
+
+def test_threads_may_meet_a_mapping_at_once() -> None:
+    for _ in range(20):
+        kind = type("Fresh", (Frozen,), {})
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(lambda _, kind=kind: flatten(kind({"a": 1}))[0], range(8))) == [[1]] * 8
 
 
 @given(nests)
@@ -90,6 +224,34 @@ def test_which_nests_of_arrays_are_known() -> None:
     endless.append(endless)
     for nest in (*others, endless):
         assert flatten_arrays(nest) is None
+
+
+def test_none_shows_in_the_text_of_a_structure() -> None:
+    one = np.zeros(2)
+    texts = [str(flatten(nest)[1]) for nest in ({"a": one, "b": None}, {"a": None, "b": one}, {"a": one, "b": one}, {"a": one})]
+    assert "'a': *, 'b': None" in texts[0]
+    assert "'a': None, 'b': *" in texts[1]
+    assert len(set(texts)) == len(texts)
+
+
+def test_a_nest_that_changes_from_call_to_call_is_not_taken_for_the_one_before() -> None:
+    one = np.ones(2)
+    nests = [
+        {"a": one, "b": one},
+        {"a": one, "b": None},
+        {"a": None, "b": one},
+        {"a": one},
+        {"a": [one, None]},
+        {"a": [one, one]},
+        {"a": (one, one)},
+        [one, one],
+        [one, None, one],
+        {"b": one, "a": one},
+        {"a": {"b": one}, "b": one},
+    ]
+    for nest in nests * 3:
+        result = mpistrat.get_replica_context().all_reduce("sum", nest)
+        assert flatten(result)[1] == flatten(nest)[1]
 
 
 def reordered(nest: Any, turn: int) -> Any:

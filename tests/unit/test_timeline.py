@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,3 +67,20 @@ def test_nothing_recorded_is_a_valid_trace(tmp_path: Path, timelines: dict[int, 
     write_chrome_trace(tmp_path / "trace.json", timelines)
     rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert all(row["ph"] == "M" for row in rows)
+
+
+def test_a_program_of_one_process_writes_its_trace_at_exit(tmp_path: Path) -> None:
+    program = (
+        "import time; from mpistrat.timeline import Timeline\n"
+        "for name in 'ab': Timeline().record(name, 'intra', time.perf_counter(), 8)"
+    )
+    environ = {**os.environ, "MPISTRAT_TIMELINE": str(tmp_path / "trace.json")}
+    subprocess.run([sys.executable, "-c", program], timeout=60, env=environ, check=True)
+    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [row["name"] for row in rows if row["ph"] == "X"] == ["a", "b"]
+    environ["MPISTRAT_TIMELINE"] = str(tmp_path / "missing" / "trace.json")
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, env=environ, capture_output=True, text=True, check=True)
+    assert (
+        done.stderr
+        == f"mpistrat: MPISTRAT_TIMELINE={environ['MPISTRAT_TIMELINE']} cannot be written: No such file or directory\n"
+    )

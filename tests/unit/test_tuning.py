@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,9 @@ def test_the_model_says_where_it_comes_from() -> None:
         ("[]", "it is no file of mpistrat tune (TypeError"),
         ("{}", "it is no file of mpistrat tune (KeyError: 'format')"),
         (changed(format=0), "it has format 0, and this version of mpistrat reads format 1"),
+        ("[" * 100_000, "it is nested too deeply"),
+        (changed(conditions={**dataclasses.asdict(HERE), "mpi": 5}), "mpi must be of type str, not 5"),
+        (changed(seconds={"flat": {"16": True}}), "True is no positive number"),
         (changed(conditions={}), "it is no file of mpistrat tune (TypeError"),
         (changed(constants={}), "it is no file of mpistrat tune (KeyError"),
         (changed(seconds={"best": {"16": 1e-5}}), "it names unknown algorithms: best"),
@@ -66,6 +70,21 @@ def test_what_cannot_be_used_is_said_and_ignored(text: str, reason: str, tmp_pat
     assert said.startswith(f"mpistrat: {path} is ignored: ")
     assert reason in said
     assert said.endswith("; mpistrat tune writes it anew, mpistrat tune --delete removes it\n")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path, capsys) -> None:
+    path = tmp_path / HERE.file_name
+    os.mkfifo(path)
+    assert read(path, WORLD, HERE) is None
+    assert f"{path} is ignored: it is not an ordinary file" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_ours_is_not_read_whole(tmp_path: Path, capsys) -> None:
+    path = tmp_path / HERE.file_name
+    with path.open("w") as file:
+        file.truncate(1 << 30)
+    assert read(path, WORLD, HERE) is None
+    assert "it has 1073741824 bytes" in capsys.readouterr().err
 
 
 def test_an_algorithm_that_does_not_suit_the_world_is_ignored_too(tmp_path: Path, capsys) -> None:

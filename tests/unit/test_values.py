@@ -1,5 +1,7 @@
 """Values with one component per replica: how they are read, taken apart and put together."""
 
+import collections
+import types
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +40,55 @@ def test_a_per_replica_value_cannot_be_read_elsewhere(read):
         InvalidArgumentError, match=r'outside strategy.run(.|\n)*correct: +strategy.reduce\("sum", value, axis=None\)'
     ):
         read(value)
+
+
+NUMBER_USES = {
+    "bool": bool,
+    "float": float,
+    "int": int,
+    "complex": complex,
+    "index": lambda value: [0, 1, 2, 3][value],
+    "format": lambda value: f"{value:3d}",
+    "==": lambda value: value == 3,
+    "!=": lambda value: value != 3,
+    "== None": lambda value: value == None,  # noqa: E711
+    "<": lambda value: value < 4,
+    ">=": lambda value: value >= 4,
+    "max": lambda value: max(value, value),
+}
+ARRAY_USES = {
+    "len": len,
+    "iter": list,
+    "in": lambda value: 3 in value,
+    "[0]": lambda value: value[0],
+}
+
+
+@pytest.mark.parametrize("use", [*NUMBER_USES, *ARRAY_USES])
+def test_a_per_replica_value_is_no_number_and_no_sequence_outside_run(use):
+    value = PerReplica(np.array(3) if use in NUMBER_USES else np.array([3, 3]))
+    with pytest.raises(
+        InvalidArgumentError, match=r"per-replica value was read as one array or number(.|\n)*strategy\.reduce\("
+    ) as raised:
+        (NUMBER_USES | ARRAY_USES)[use](value)
+    assert "strategy.gather(" in str(raised.value)
+    assert "strategy.experimental_local_results(" in str(raised.value)
+
+
+@pytest.mark.parametrize("use", [*NUMBER_USES, *ARRAY_USES])
+def test_inside_run_it_is_the_number_or_sequence_of_this_replica(use):
+    component = np.array(3) if use in NUMBER_USES else np.array([3, 3])
+    function = (NUMBER_USES | ARRAY_USES)[use]
+
+    def program(strategy):
+        value = PerReplica(component)
+        return select_replica(strategy.run(lambda: function(value)))
+
+    assert on_replicas(2, program) == [function(component)] * 2
+
+
+def test_any_value_can_be_printed():
+    assert f"{PerReplica(3)} {PerReplica(3)!r}" == "PerReplica(3) PerReplica(3)"
 
 
 def test_a_mirrored_value_reads_as_an_array_everywhere():
@@ -125,6 +176,30 @@ def test_regroup_wraps_each_leaf():
     assert grouped["a"][1] is None
     assert isinstance(grouped["b"], Pair)
     assert select_replica(grouped) == {"a": [1, None], "b": Pair(2, 3)}
+
+
+class Metrics(dict):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Metrics, collections.UserDict, collections.ChainMap, types.MappingProxyType])
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_mappings_that_replicas_return_stay_what_they_are(kind, num_replicas):
+    def program(strategy):
+        def step(batch):
+            context = mpistrat.get_replica_context()
+            total = context.all_reduce("sum", kind({"rows": batch["x"] + context.replica_id_in_sync_group}))
+            return kind({"loss": batch["x"] * 2.0, "total": total})
+
+        batch = kind({"x": strategy.experimental_distribute_values_from_function(lambda context: np.ones(1))})
+        result = strategy.run(step, args=(batch,))
+        assert type(result) is type(result["total"]) is kind
+        assert [*result] == ["loss", "total"]
+        reduced = strategy.reduce("sum", result, axis=None)
+        assert type(reduced) is kind
+        return reduced["loss"].tolist(), strategy.gather(result["loss"], axis=0).tolist()
+
+    assert on_replicas(num_replicas, program) == [([2.0 * num_replicas], [2.0] * num_replicas)] * num_replicas
 
 
 def test_regroup_passes_distributed_values_through():

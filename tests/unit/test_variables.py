@@ -10,11 +10,11 @@ import pytest
 import mpistrat
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.sparse import IndexedSlices
-from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.errors import AgreementError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.strategy.extended import StrategyExtended
 from tests.other_arrays import installed, jax_array, tensor
 from tests.unit.replicas import on_replicas
-from tests.variable_matrix import CELLS, check_cell
+from tests.variable_matrix import CELLS, check_cell, of_central_storage
 
 AGGREGATION = mpistrat.VariableAggregation
 SYNCHRONIZATION = mpistrat.VariableSynchronization
@@ -164,17 +164,29 @@ def test_on_write_assigned_by_replicas(aggregation, op, expected):
     assert on_replicas(3, program) == [expected] * 3
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_on_write_without_aggregation_cannot_be_assigned_by_replicas(num_replicas):
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_on_write_without_aggregation_takes_what_all_replicas_assign(num_replicas):
+    def program(strategy):
+        variable = made(strategy, 10.0)
+        strategy.run(lambda: variable.assign(1.0).assign_add(2.0))
+        return float(variable)
+
+    assert on_replicas(num_replicas, program) == [3] * num_replicas
+
+
+def test_on_write_without_aggregation_refuses_values_that_differ():
     def program(strategy):
         variable = made(strategy, 10.0, name="w")
-        strategy.run(lambda: variable.assign(1.0))
+        message = (
+            r"Variable\('w', float64 \(\)\) has aggregation NONE, so nothing says how the values of 2 replicas become one. "
+            r"Equal values are accepted; ranks made different calls(.|\n)*correct: .*aggregation=mpistrat.VariableAggregation"
+            r".MEAN(.|\n)*correct: .*ctx.update\(variable(.|\n)*correct: .*variable.assign\(value\) outside strategy.run"
+        )
+        with pytest.raises(AgreementError, match=message):
+            strategy.run(lambda: variable.assign(mpistrat.get_replica_context().replica_id_in_sync_group))
+        return float(variable)
 
-    message = (
-        r"Variable\('w', float64 \(\)\) has aggregation NONE(.|\n)*correct: .*aggregation=mpistrat.VariableAggregation.MEAN"
-    )
-    with pytest.raises(InvalidArgumentError, match=message):
-        on_replicas(num_replicas, program)
+    assert on_replicas(2, program) == [10, 10]
 
 
 def test_on_write_assigned_outside_run():
@@ -236,7 +248,7 @@ def test_an_on_write_variable_is_equal_on_all_replicas_where_values_are_combined
     assert on_replicas(3, program) == [[2]] * 3
 
 
-@pytest.mark.parametrize(("value", "dtype"), [(6, np.float32), (7, np.int8), (-7, np.int64), (200, np.uint8), (True, np.bool_)])
+@pytest.mark.parametrize(("value", "dtype"), [(6, np.float32), (7, np.int8), (-7, np.int64), (200, np.uint8)])
 def test_on_read_sum_reads_back_what_was_assigned(value, dtype):
     def program(strategy):
         variable = made(strategy, np.zeros((), dtype), synchronization=SYNCHRONIZATION.ON_READ, aggregation=AGGREGATION.SUM)
@@ -247,6 +259,22 @@ def test_on_read_sum_reads_back_what_was_assigned(value, dtype):
     assert [total for _, total in results] == [value] * 3
     if value == 6:
         assert [part for part, _ in results] == [2, 2, 2]
+
+
+def test_booleans_of_replicas_are_not_summed_into_a_variable():
+    def program(strategy):
+        on_read = made(strategy, False, synchronization=SYNCHRONIZATION.ON_READ, aggregation=AGGREGATION.SUM)
+        on_write = made(strategy, False, aggregation=AGGREGATION.SUM)
+        message = "SUM is not defined for array 0 of dtype bool across replicas"
+        with pytest.raises(UnsupportedDtypeError, match=message):
+            on_read.numpy()
+        with pytest.raises(UnsupportedDtypeError, match=message):
+            strategy.run(lambda: on_write.assign(True))
+        first = made(strategy, False, aggregation=AGGREGATION.ONLY_FIRST_REPLICA)
+        strategy.run(lambda: first.assign(strategy.rank == 0))
+        return bool(first)
+
+    assert on_replicas(2, program) == [True, True]
 
 
 def test_on_read_outside_run():
@@ -276,7 +304,7 @@ def test_on_read_outside_run():
         ({"synchronization": SYNCHRONIZATION.NONE}, "synchronization must be one of .*AUTO, .*ON_WRITE, .*ON_READ; got"),
         ({"synchronization": "ON_READ"}, "synchronization must be one of"),
         ({"aggregation": "SUM"}, "aggregation must be one of .*NONE, .*SUM, .*MEAN, .*ONLY_FIRST_REPLICA; got 'SUM'"),
-        ({"synchronization": SYNCHRONIZATION.ON_READ, "trainable": True}, "Variable: .* cannot be trainable"),
+        ({"constraint": 3}, "Variable: constraint must be None or a function of the new value; got 3"),
         ({"aggregation": AGGREGATION.MEAN}, "has dtype int64, whose mean it cannot hold"),
     ],
 )
@@ -542,7 +570,7 @@ def central(monkeypatch):
 @pytest.mark.usefixtures("central")
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.synchronization is SYNCHRONIZATION.ON_WRITE], ids=str)
 def test_under_central_storage_cells_are_those_of_on_write(cell):
-    on_replicas(2, lambda strategy: check_cell(strategy, cell))
+    on_replicas(2, lambda strategy: check_cell(strategy, of_central_storage(cell)))
 
 
 @pytest.mark.usefixtures("central")
@@ -568,3 +596,205 @@ def test_under_central_storage_on_read_acts_as_on_write():
         return inside, float(variable)
 
     assert on_replicas(3, program) == [(7, 8)] * 3
+
+
+# -------------------------------------------------------------------------------------- names that programs for TensorFlow use
+
+
+def test_what_none_means_is_as_in_tensorflow():
+    variable = mpistrat.Variable(1.0, trainable=None, synchronization=None, aggregation=None)
+    assert (variable.synchronization, variable.aggregation) == (SYNCHRONIZATION.ON_WRITE, AGGREGATION.NONE)
+    assert variable.trainable
+
+
+def test_an_on_read_variable_may_be_trainable():
+    variable = mpistrat.Variable(1.0, trainable=True, synchronization=SYNCHRONIZATION.ON_READ)
+    assert variable.trainable
+    assert not mpistrat.Variable(1.0, synchronization=SYNCHRONIZATION.ON_READ).trainable
+
+
+def test_a_constraint_is_kept_for_optimisers():
+    variable = mpistrat.Variable([-1.0, 2.0], constraint=abs)
+    assert variable.constraint is abs
+    assert variable.numpy().tolist() == [-1, 2]
+    assert mpistrat.Variable(1.0).constraint is None
+
+
+def test_a_variable_is_initialized_and_does_not_keep_the_value_that_it_began_with():
+    variable = mpistrat.Variable(1.0)
+    assert variable.is_initialized()
+    with pytest.raises(RuntimeError, match=r"does not keep its initial value(.|\n)*correct: +initial_value = variable.numpy"):
+        _ = variable.initial_value
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("kind", ["ON_WRITE", "ON_READ"])
+def test_read_value_does_not_change_with_the_variable(num_replicas, kind):
+    def program(strategy):
+        variable = made(strategy, [1.0, 2.0], synchronization=SYNCHRONIZATION[kind], aggregation=AGGREGATION.MEAN)
+        before, inside = variable.read_value(), strategy.run(lambda: variable.read_value())
+        variable.assign([7.0, 7.0])
+        held = strategy.experimental_local_results(inside)[0]
+        held += 1  # it is the program's own
+        return before.tolist(), held.tolist(), variable.read_value().tolist()
+
+    assert on_replicas(num_replicas, program) == [([1, 2], [2, 3], [7, 7])] * num_replicas
+
+
+@pytest.mark.parametrize("kind", ["ON_WRITE", "ON_READ"])
+def test_rows_and_entries_are_read(kind):
+    def program(strategy):
+        table = made(
+            strategy, np.arange(12.0).reshape(3, 2, 2), synchronization=SYNCHRONIZATION[kind], aggregation=AGGREGATION.SUM
+        )
+        array = np.arange(12.0).reshape(3, 2, 2) * (strategy.num_replicas_in_sync if kind == "ON_READ" else 1)
+        for found, expected in (
+            (table.sparse_read([2, 0, 2], name="rows"), array[[2, 0, 2]]),
+            (table.sparse_read(1), array[1]),
+            (table.sparse_read([[0], [1]]), array[[[0], [1]]]),
+            (table.sparse_read([]), array[:0]),
+            (table.gather_nd([[2, 1], [0, 0]], name="entries"), array[[2, 0], [1, 0]]),
+            (table.gather_nd([1]), array[1]),
+            (table.gather_nd([[[1, 0, 1]]]), array[[[1]], [[0]], [[1]]]),
+            (table.gather_nd([1, 0, 1]), array[1, 0, 1]),
+            (table.gather_nd([]), array),
+        ):
+            assert isinstance(found, np.ndarray)
+            np.testing.assert_array_equal(found, expected)
+        taken = table.sparse_read([0])
+        taken += 1
+        held = strategy.experimental_local_results(strategy.run(lambda: table.sparse_read([1])))[0]
+        return held.tolist(), table.numpy().tolist() == array.tolist()
+
+    assert on_replicas(2, program) == [([[[4, 5], [6, 7]]], True)] * 2
+
+
+def test_a_variable_of_no_elements_is_read_and_scattered_into():
+    table = mpistrat.Variable(np.zeros((3, 0)))
+    assert table.sparse_read([2, 2]).shape == (2, 0)
+    assert table.gather_nd(np.zeros((0, 2), int)).shape == (0,)
+    table.scatter_nd_add([[1]], np.zeros((1, 0)))
+    scalar = mpistrat.Variable(2.0)
+    assert float(scalar.gather_nd(np.zeros(0, int))) == 2
+    assert float(scalar.scatter_nd_update(np.zeros((1, 0), int), [5.0])) == 5
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda v: v.sparse_read([3]),
+            InvalidArgumentError,
+            r"v.*\.sparse_read: indices along axis 0 must be 0 to 2; got 3 to 3",
+        ),
+        (lambda v: v.sparse_read([-1, 1]), InvalidArgumentError, "must be 0 to 2; got -1 to 1"),
+        (lambda v: v.sparse_read([0.5]), UnsupportedDtypeError, "indices must be integers; got dtype float64"),
+        (lambda v: v.gather_nd([[0, 2]]), InvalidArgumentError, "indices along axis 1 must be 0 to 1; got 2 to 2"),
+        (lambda v: v.gather_nd(0), InvalidArgumentError, r"holds up to 2 indices, .*; got indices of shape \(\)"),
+        (lambda v: v.gather_nd([[0, 1, 0]]), InvalidArgumentError, r"got indices of shape \(1, 3\)"),
+        (lambda v: v.scatter_nd_add([[0, 1]], [[1.0]]), InvalidArgumentError, r"need updates of shape \(1,\); got \(1, 1\)"),
+        (lambda v: v.scatter_nd_add([[9]], [[1.0, 1.0]]), InvalidArgumentError, "scatter_nd_add: indices along axis 0 must be"),
+        (lambda v: v.scatter_nd_update([[0]], [["a", "b"]]), UnsupportedDtypeError, "updates has dtype"),
+    ],
+)
+def test_indices_that_do_not_fit_are_refused(call, error, message):
+    variable = mpistrat.Variable(np.zeros((3, 2)), name="v")
+    with pytest.raises(error, match=message):
+        call(variable)
+    assert variable.numpy().tolist() == [[0, 0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("scatter_nd_add", [[6, 1], [2, 6]]),
+        ("scatter_nd_sub", [[-6, 1], [2, 0]]),
+        ("scatter_nd_min", [[0, 1], [2, 3]]),
+        ("scatter_nd_max", [[4, 1], [2, 3]]),
+        ("scatter_nd_update", [[4, 1], [2, 3]]),
+    ],
+)
+def test_entries_are_scattered(method, expected):
+    variable = mpistrat.Variable([[0.0, 1.0], [2.0, 3.0]])
+    indices, updates = [[0, 0], [1, 1], [0, 0]], [2.0, 3.0, 4.0]
+    assert getattr(variable, method)(indices, updates, name="update") is variable
+    assert variable.numpy().tolist() == expected
+
+
+def test_entries_of_all_replicas_are_scattered():
+    def program(strategy):
+        table = made(strategy, np.zeros((2, 2, 2)), aggregation=AGGREGATION.SUM)
+
+        def step():
+            replica = mpistrat.get_replica_context().replica_id_in_sync_group
+            table.scatter_nd_add([[0, replica], [1, 1]], [[1.0, 2.0], [10.0, 10.0]])
+
+        strategy.run(step)
+        return table.numpy().tolist()
+
+    assert on_replicas(2, program) == [[[[1, 2], [1, 2]], [[0, 0], [20, 20]]]] * 2
+
+
+def test_assignments_take_the_other_arguments_of_tensorflow():
+    variable = mpistrat.Variable([1.0, 2.0])
+    for method in (variable.assign, variable.assign_add, variable.assign_sub):
+        assert method([1.0, 1.0], use_locking=True, name="assign", read_value=True) is variable
+        assert method([1.0, 1.0], False, None, False) is None
+    assert variable.numpy().tolist() == [1 + 2 - 2 - 0, 1]
+    slices = IndexedSlices([2.0], [1])
+    for kind in ("add", "sub", "mul", "div", "min", "max", "update"):
+        assert getattr(variable, f"scatter_{kind}")(slices, use_locking=True, name="scatter") is variable
+        assert getattr(variable, f"scatter_{kind}")(slices, False, None) is variable
+
+
+# ------------------------------------------------------------------------------------------- per-replica values in ``run``
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize(
+    ("synchronization", "aggregation", "expected"),
+    [
+        ("ON_WRITE", AGGREGATION.SUM, lambda n: n * (n + 1) / 2),
+        ("ON_WRITE", AGGREGATION.MEAN, lambda n: (n + 1) / 2),
+        ("ON_WRITE", AGGREGATION.ONLY_FIRST_REPLICA, lambda n: 1),
+        ("ON_READ", AGGREGATION.SUM, lambda n: n * (n + 1) / 2),
+        ("ON_READ", AGGREGATION.MEAN, lambda n: (n + 1) / 2),
+    ],
+)
+def test_a_per_replica_value_from_outside_stands_for_the_part_of_this_replica(
+    num_replicas, synchronization, aggregation, expected
+):
+    def program(strategy):
+        value = strategy.run(lambda: np.array([mpistrat.get_replica_context().replica_id_in_sync_group + 1.0]))
+        rows = strategy.run(lambda: IndexedSlices([mpistrat.get_replica_context().replica_id_in_sync_group + 1.0], [0]))
+        variable = made(strategy, [0.0], synchronization=SYNCHRONIZATION[synchronization], aggregation=aggregation)
+        strategy.run(lambda: variable.assign(value))
+        assigned = variable.numpy().tolist()
+        strategy.run(lambda: variable.assign_add(value))
+        added = variable.numpy().tolist()
+        if synchronization == "ON_WRITE":
+            strategy.run(lambda: variable.assign_sub(value))
+            strategy.run(lambda: variable.scatter_add(rows))
+        return assigned, added, variable.numpy().tolist()
+
+    total = [expected(num_replicas)]
+    assert on_replicas(num_replicas, program) == [(total, [2 * total[0]], [2 * total[0]])] * num_replicas
+
+
+def test_a_per_replica_value_in_a_merge_call_is_refused_as_outside_run():
+    def program(strategy):
+        value, variable = PerReplica(1.0), made(strategy, 0.0, aggregation=AGGREGATION.SUM)
+        with pytest.raises(TypeError, match="got a per-replica value"):
+            strategy.run(lambda: mpistrat.get_replica_context().merge_call(lambda _: variable.assign(value)))
+
+    on_replicas(2, program)
+
+
+def test_no_variable_is_made_in_a_scope_inside_that_of_the_default_strategy():
+    strategy = mpistrat.OneDeviceStrategy()
+    for _ in range(2):
+        with mpistrat.get_strategy().scope():
+            assert float(mpistrat.Variable(1.0)) == 1
+            with strategy.scope(), pytest.raises(RuntimeError, match=r"two strategies cannot be mixed(.|\n)*correct: "):
+                mpistrat.Variable(1.0)
+    assert made(strategy, 1.0).distribute_strategy is strategy

@@ -29,8 +29,9 @@ strategy = mpistrat.MultiWorkerMirroredStrategy()
 
 
 def all_reduce(array: np.ndarray) -> np.ndarray:
-    """Sum over all ranks, as a user does."""
-    total = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", array))
+    """Sum over all ranks, as a user does; of booleans, which have no sum, take the maximum."""
+    op = "max" if array.dtype == bool else "sum"
+    total = strategy.run(lambda: mpistrat.get_replica_context().all_reduce(op, array))
     return strategy.experimental_local_results(total)[0]
 
 

@@ -1,0 +1,495 @@
+"""CollectiveGuard: what every collective call passes: none has failed before, all ranks come in time, and make the same call.
+
+How ranks learn that they are in different calls, before a result is handed to the program:
+
+- ranks of a node compare the words of their calls at every meeting in shared memory, before one reads what another wrote;
+- messages between nodes carry the word in their tags, so that those of different calls never meet: ranks then wait, and
+  `mpistrat.watch` finds out that they wait in different calls;
+- a call that is made for the first time, and every verb that must know of the other ranks' arrays, is compared on all ranks
+  first, by a small exchange;
+- what is not a collective by itself (a structure, an assignment outside run) is noted, and compared with the next call;
+- where MPI combines arrays between nodes, calls are compared afterwards, every 64 small calls, and before the end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+
+from mpistrat import settings
+from mpistrat.cross_device.call import Call
+from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.errors import CollectiveError, DeadlineExceededError, UnavailableError
+from mpistrat.execution.engine import Job, raise_unclaimed_failure, rest, submit
+from mpistrat.execution.work import Work
+from mpistrat.groups.agreement import (
+    COMPARED,
+    Agreement,
+    CallsDifferError,
+    Signature,
+    calls_differ,
+    chained,
+    word_of,
+)
+from mpistrat.groups.arrival import LONGEST_GRACE_SECONDS, Arrival
+from mpistrat.groups.group import MOST_UNCONFIRMED
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.launch import abort, exit_code
+from mpistrat.transports.base import Steps, drive, leave_to_peers
+from mpistrat.transports.shared_memory import SharedMemoryTransport
+from mpistrat.watch.reader import RankFile
+from mpistrat.watch.recorder import recorder
+from mpistrat.watch.watcher import start
+
+__all__ = ["FRAMES", "CollectiveGuard"]
+
+T = TypeVar("T")
+
+_INDEXES_KEPT, _NOTES_KEPT = 64, 64
+_OTHER_THREAD = "another thread is in a collective: make all collectives of a strategy on one thread"
+_ANSWER_SECONDS = 1.0  # for ranks to say what they are in, when time is up anyway
+FRAMES = 3  # at least so many frames of this library lie between the recorder's caller and the program
+
+_communicators = iter(range(1, 2**62))
+
+
+class CollectiveGuard:
+    """Lets collective calls through, one at a time, and no more of them once one has failed.
+
+    Parameters
+    ----------
+    hierarchy : Hierarchy
+        Whose ranks call.
+    agreement : Agreement
+        Compares the calls of all ranks.
+    window : SharedMemoryTransport or None
+        In which the ranks of this node meet, if there are several and they share memory.
+    options : CommunicationOptions
+        Hold for calls that are made without a call object.
+    count : callable
+        Returns how many collectives there were.
+    memory : object
+        What calls work on; kept for ever once one has failed.
+
+    Attributes
+    ----------
+    refusal : str
+        Why a collective cannot begin at once, or an empty text.
+    checks : bool
+        Whether calls are compared where nothing else has to be exchanged: unless MPISTRAT_CHECK is off.
+    lock : Lock
+        Held by the thread that is in a collective.
+    noted : int
+        The word of what was noted since the last collective.
+    signature : Signature
+        Of the call that is under way, or was last.
+    communicator : int
+        Tells the collectives of this hierarchy from others, on all ranks alike.
+    indexes : dict
+        Where the record of this process describes a call, by its word.
+    """
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        agreement: Agreement,
+        window: SharedMemoryTransport | None,
+        options: CommunicationOptions,
+        count: Callable[[], int],
+        memory: object,
+    ) -> None:
+        world = hierarchy.world
+        nodes = [world.nodes[world.place(rank).node_index].name for rank in range(world.size)]
+        self._arrival = Arrival(hierarchy.world_group, nodes)
+        self._agreement, self._comm, self._memory, self._rank = agreement, hierarchy.world_group.comm, memory, hierarchy.rank
+        self._present, self._one_node = hierarchy.call, world.num_nodes == 1
+        self._window = window if hierarchy.intra.size > 1 else None
+        self._options, self.checks, self._count = options, settings.CHECK.read(), count
+        self._present.confirm = self._confirm
+        self._present.has_deadline = bool(options.timeout_seconds)
+        self.lock = threading.Lock()
+        self.refusal = ""
+        self.noted = 0
+        self.communicator = next(_communicators)
+        self.indexes: dict[int, int] = {}
+        self._recorder, self._watcher, self._slot = recorder(), start(), 0
+        self.signature = Signature("")
+        self._notes: list[str] = []
+        self._last: Job | None = None
+        self._last_thread = 0
+        self._ends = 0.0
+        self._failure = ""
+        self._cause: BaseException | None = None
+        _guards.add(self)
+
+    def __enter__(self) -> None:
+        """Have the collectives: no other thread gets in until this one has left.
+
+        Raises
+        ------
+        UnavailableError
+            If another thread is in one, this process is a fork of a rank, or a collective has failed.
+        """
+        if self._last is not None:
+            self._require_same_thread()
+            self.settle()
+        if not self.lock.acquire(blocking=False):
+            raise self._refused(_OTHER_THREAD)
+        if self._failure:
+            self.lock.release()
+            raise self._refused(self._failure) from self._cause
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Let other threads in."""
+        if self._slot:
+            (self._recorder.leave if kind is None else self._recorder.fail)(self._slot)
+            self._slot = 0
+        self._present.has_deadline = bool(self._options.timeout_seconds)
+        if self._watcher is not None:
+            self._watcher.limit = None
+        self.lock.release()
+
+    def is_broken(self) -> bool:
+        """Return whether a collective has failed, here or on a rank that has told so."""
+        return bool(self._failure) or self._arrival.is_given_up()
+
+    def require_sound(self) -> None:
+        """Raise UnavailableError if a collective has failed."""
+        if self._failure:
+            raise self._refused(self._failure) from self._cause
+
+    def require_startable(self) -> None:
+        """Raise UnavailableError if a collective has failed, or another thread is in one: nothing is started beside that."""
+        self.require_sound()
+        self._require_same_thread()
+        if self._last is None and self.lock.locked():
+            raise self._refused(_OTHER_THREAD)
+
+    def settle(self) -> None:
+        """Wait until all that was started has ended, and raise what failed of it if the program has not been told yet."""
+        if self._last is not None:
+            self._last.join()
+            self._last, self.refusal = None, self._failure
+            raise_unclaimed_failure(self)
+
+    def start(self, call: Call, carry_out: Callable[[], T]) -> Work[T]:
+        """Have the engine carry out a call, after all that was started before; until it has ended the engine has the ranks."""
+        line, index = self._recorder.line(FRAMES), self.index(word_of(call.text), call.verb, call.text)
+
+        def alone() -> T:
+            with self.lock:
+                slot = self._recorder.enter_started(self.communicator, call.number, index, line)
+                try:
+                    result = carry_out()
+                except BaseException:
+                    self._recorder.fail(slot)
+                    raise
+                self._recorder.leave(slot)
+                return result
+
+        job = Job(alone, lambda: str(call), self)
+        self._last, self.refusal, self._last_thread = job, _under_way(call.verb), threading.get_ident()
+        submit(job)
+        return Work(job)
+
+    def note(self, text: str) -> None:
+        """Note what all ranks must do alike here; it is compared with the next collective."""
+        if self.checks:
+            self.noted = chained(self.noted, word_of(text))
+            self._notes.append(text)
+            if len(self._notes) > _NOTES_KEPT:
+                del self._notes[: _NOTES_KEPT // 2]
+
+    def index(self, word: int, verb: str, text: str, details: tuple[str, str, int, str] = ("", "", 0, "")) -> int:
+        """Return where the record of this process describes a call."""
+        index = self.indexes.get(word)
+        if index is None:
+            if len(self.indexes) >= _INDEXES_KEPT:
+                self.indexes.clear()
+            index = self.indexes[word] = self._recorder.intern(verb, *details, text, word)
+        return index
+
+    def enter(self, call: Call, word: int) -> None:
+        """Record that this rank has entered a call."""
+        if not (self._slot or call.is_started):
+            index = self.indexes.get(word) or self.index(word, call.verb, call.text, self.signature.details)
+            self._slot = self._recorder.enter(self.communicator, call.number, index, FRAMES)
+
+    def noted_before(self, noted: int) -> int:
+        """Return the word of all that was noted, and then of another note if that is not 0; begin anew."""
+        word = chained(self.noted, noted) if noted else self.noted
+        self.noted = 0
+        self._notes.clear()
+        return word
+
+    def take_notes(self, call: Call) -> None:
+        """Let a call carry what was noted before it."""
+        if self._notes:
+            call.noted, call.notes = self.noted, tuple(self._notes)
+            self.noted = 0
+            self._notes.clear()
+
+    def agree(
+        self, call: Call, error: Exception | None = None, facts: Sequence[int] = (0, 0)
+    ) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Wait until all ranks have come, check that they make the same call, and exchange two numbers. A collective call.
+
+        Returns
+        -------
+        ndarray
+            int64, (ranks, 2): the facts of every rank; valid until the next call.
+
+        Raises
+        ------
+        DeadlineExceededError
+            If they do not come in time.
+        AgreementError
+            On every rank, if the calls differ; on one that passes an `error`, that error.
+        """
+        text = call.text
+        self.signature = Signature(call.describe())
+        self.enter(call, self.signature.word ^ call.noted)
+        if self._watcher is not None and call.ends:
+            self._watcher.limit = call.ends, lambda: self._stuck(call)
+        # also where this rank meets nobody: messages of the call carry it
+        self._present.word = word_of(text if error is None else f"{text} {error!r}") | COMPARED
+        if self._window is not None:
+            try:
+                self._drive(call, self._window.meet_with((*facts, bool(call.ends))), call.rest_seconds)
+                found = np.array(self._window.facts())
+                # under a deadline, of whomever, all ranks learn together whether all have come in time
+                if self._one_node and error is None and not found[:, 2].any():
+                    return found[:, :2]
+                must_tell = False
+            except CallsDifferError as differ:
+                if not differ.all_compare:
+                    raise self._failed(call, self._different(text)) from None
+                must_tell = self._one_node
+            if must_tell:
+                self._agreement.tell(text, error, call.number)
+        return self._agreement.check(
+            text,
+            error,
+            lambda enter: self._drive(
+                call, self._arrival.steps(enter, lambda: str(call), call.seconds, self._absent), is_arriving=True
+            ),
+            facts,
+            call.number,
+        )
+
+    def refuse(self, call: Call, error: Exception) -> NoReturn:
+        """Raise the error of a call that this rank cannot make; ranks that make it learn so from the record of this one."""
+        text = f"{call.text}, which failed: {type(error).__name__}: {error}"
+        self.enter(replace(call, describe=lambda: text, notes=()), word_of(text))
+        raise error
+
+    def begin(self, call: Call, signature: Signature) -> None:
+        """Let a call be the present one: the signature describes it, but for what was noted."""
+        self.signature = signature
+        self._present.word = word = signature.word ^ call.noted
+        self.enter(call, word)
+        self._present.has_deadline = bool(call.seconds)
+
+    def run(self, call: Call, steps: Steps) -> None:
+        """Go through the steps of a call that has been let in, in what is left of its time.
+
+        Once they have failed no other collective can be made.
+
+        Raises
+        ------
+        DeadlineExceededError
+            If they do not end in time.
+        AgreementError
+            If ranks turn out to be in different calls.
+        """
+        self._drive(call, steps, call.rest_seconds)
+
+    def drive_present(self, steps: Steps) -> None:
+        """Go through steps of a call that was let in past this guard, under the deadline of calls that name none."""
+        seconds = self._options.timeout_seconds or 0.0
+        self._ends = time.monotonic() + seconds if seconds else 0.0
+        drive(steps, self._what, seconds, self._overdue, None, self._look)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return the error to raise for what a call raised that was let in past this guard; no other gets in."""
+        error = self._understood(error, self.signature.text)
+        self.fail("all_reduce", error)
+        return error
+
+    def overdue(self, call: Call) -> DeadlineExceededError:
+        """Tell all ranks that the call is given up here, and return the error that says who does not answer."""
+        return self._arrival.overdue(str(call), call.seconds, self._missing())
+
+    def give_up(self) -> None:
+        """Tell all ranks that this one comes to no collective any more."""
+        self._arrival.give_up()
+
+    def fail(self, verb: str, error: BaseException) -> None:
+        """Let no other collective through: one has failed here, and ranks may be out of step."""
+        name = type(error).__name__
+        self._cause = error
+        self._failure = f"an earlier {verb} did not end ({name}), and ranks may be out of step; make a new strategy"
+        self.refusal = self._failure
+        leave_to_peers(self._memory)
+
+    def refuse_in_child(self) -> None:
+        """Let no collective through in a process that was forked from a rank."""
+        self._failure = (
+            f"process {os.getpid()} was forked from rank {self._rank}, and is not a rank itself; compute there, and let the "
+            "parent communicate"
+        )
+        self.refusal, self._cause, self._last = self._failure, None, None
+        self.lock = threading.Lock()
+
+    def confirm_at_exit(self) -> None:
+        """Compare what has not been compared yet, at the end of the program. A collective call where there is something."""
+        if self._failure or not self._present.is_unconfirmed:
+            return
+        try:
+            with self:
+                self._present.settle()
+        except CollectiveError as error:
+            abort.end(error)
+
+    def _confirm(self, history: int) -> None:
+        """Compare the calls that MPI has carried out since the last time; name the first that differs. A collective call."""
+        call = Call(self._count(), "all_reduce", lambda: "the calls that MPI combined last", self._options)
+        found = self._agreement.check(
+            call.text,
+            None,
+            lambda enter: self._drive(call, self._arrival.steps(enter, call.describe, call.seconds), is_arriving=True),
+            (history, 0),
+        )
+        if (found[:, 0] == history).all():
+            return
+        records = RankFile(self._recorder.memory).records()
+        mine = {record.number: record.call.text for record in records if record.communicator == self.communicator}
+        recent = sorted(mine)[-MOST_UNCONFIRMED - 1 :]
+        every: list[dict[int, str]] = self._comm.allgather({number: mine[number] for number in recent})
+        number = next((n for n in recent if len({texts.get(n) for texts in every}) > 1), self._count())
+        error = calls_differ(number, {rank: texts.get(number, "another") for rank, texts in enumerate(every)})
+        raise self._failed(call, error)
+
+    def _drive(self, call: Call, steps: Steps, timeout_seconds: float = 0.0, is_arriving: bool = False) -> None:
+        """Go through steps; those of an arrival see to deadlines themselves, and to what others say of them."""
+        rests = rest if call.is_started else None
+        try:
+            if is_arriving:
+                drive(steps, call.describe, rest=rests, look=self._look_at_verdict)
+            else:
+                self._ends = call.ends
+                drive(steps, call.describe, timeout_seconds, lambda: self.overdue(call), rests, self._look)
+        except BaseException as error:
+            if isinstance(error, CallsDifferError) and self._present.word & COMPARED:
+                raise
+            understood = self._understood(error, call.text)
+            self.fail(call.verb, understood)
+            if understood is error:
+                raise
+            raise understood from None
+
+    def _look(self) -> None:
+        """Raise if it is known that the present call will not end."""
+        self._look_at_verdict()
+        # whose own time is all but up says by itself who is missing
+        is_last_moment = self._ends and self._ends - time.monotonic() < LONGEST_GRACE_SECONDS
+        if not is_last_moment and self._arrival.is_given_up():
+            raise self._arrival.given_up(self._what(), self._missing())
+
+    def _look_at_verdict(self) -> None:
+        if self._watcher is not None:
+            self._watcher.raise_verdict()
+
+    def _what(self) -> str:
+        """Return the call that is under way, in words."""
+        return f"collective {self._count()}, {self.signature.text}"
+
+    def _overdue(self) -> DeadlineExceededError:
+        return self._arrival.overdue(self._what(), self._options.timeout_seconds or 0.0, self._missing())
+
+    def _stuck(self, call: Call) -> DeadlineExceededError:
+        """Return the error of a call whose time is up while this rank is in a call of MPI that does not return."""
+        return DeadlineExceededError(
+            f"rank {self._rank}: {call} did not end within {call.seconds:g} s: this rank waits in a call of MPI that does not "
+            "return, for ranks that have stopped or ended"
+        )
+
+    def _missing(self) -> list[int]:
+        """Return which ranks have not come, as far as this node's memory and the records of all ranks tell."""
+        missing = set() if self._window is None else set(self._window.missing())
+        return sorted(missing | self._absent() if missing and not self._one_node else missing)
+
+    def _absent(self) -> set[int]:
+        """Return which ranks are known not to have entered the call that this one is in."""
+        if self._watcher is None:
+            return set()
+        key = self.communicator, self._count()
+        states = self._watcher.compare(_ANSWER_SECONDS)
+        return {state.rank for state in states if state.state != "unknown" and state.at(key) is None}
+
+    def _understood(self, error: BaseException, text: str) -> BaseException:
+        """Return what an error comes of: MPI's own, where messages do not fit, of ranks that are in different calls."""
+        from mpi4py import MPI
+
+        if isinstance(error, CallsDifferError):
+            return self._different(text)
+        if isinstance(error, MPI.Exception) and len(set(self._texts(text).values())) > 1:
+            return self._different(text)
+        return error
+
+    def _different(self, text: str) -> CollectiveError:
+        """Return the error that says which rank is in which call."""
+        return calls_differ(self._count(), self._texts(text))
+
+    def _texts(self, text: str) -> dict[int, str]:
+        """Return what each rank is in, in words; `text` says it of this one."""
+        texts = {self._rank: text}
+        for state in [] if self._watcher is None else self._watcher.compare():
+            found = state.at((self.communicator, self._count()))
+            texts.setdefault(state.rank, found.text if found else f"({state.doing()})")
+        return texts
+
+    def _failed(self, call: Call, error: CollectiveError) -> CollectiveError:
+        self.fail(call.verb, error)
+        return error
+
+    def _require_same_thread(self) -> None:
+        if self._last is not None and self._last_thread != threading.get_ident() and not self._last.has_ended():
+            raise self._refused(
+                "another thread has started a collective that has not ended: make all collectives of a strategy on one thread"
+            )
+
+    def _refused(self, why: str) -> UnavailableError:
+        return UnavailableError(f"rank {self._rank}: no further collective can be made: {why}")
+
+
+@cache
+def _under_way(verb: str) -> str:
+    return f"an earlier {verb} is still under way: wait for it first"
+
+
+def _confirm_at_exit() -> None:
+    if exit_code.ending_code() == 0:
+        for guard in sorted(_guards, key=lambda guard: guard.communicator):
+            guard.confirm_at_exit()
+
+
+_guards: weakref.WeakSet[CollectiveGuard] = weakref.WeakSet()
+
+
+def _refuse_in_child() -> None:
+    for guard in list(_guards):
+        guard.refuse_in_child()
+
+
+atexit.register(_confirm_at_exit)
+os.register_at_fork(after_in_child=_refuse_in_child)

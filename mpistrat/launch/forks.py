@@ -1,0 +1,60 @@
+"""Forked children of a rank: they own no place in the job, and end alone.
+
+A child has its parent's MPI in its memory, connections included. If it took part in a collective it would do so in the
+parent's place; if it finalized MPI at its end it would tell the launcher that the parent had.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+from mpistrat.errors import UnavailableError
+from mpistrat.launch import exit_code
+
+__all__ = ["in_child", "refused", "watch"]
+
+in_child = False
+"""Whether this process was forked from one in which MPI ran. Not to be imported by name: it changes."""
+
+_rank, _pid = 0, 0
+
+
+def watch(rank: int) -> None:
+    """Have children that are forked from now on know what they are, and end without MPI.
+
+    Parameters
+    ----------
+    rank : int
+        Of this process.
+    """
+    global _rank, _pid
+    _rank, _pid = rank, os.getpid()
+    os.register_at_fork(after_in_child=_begin_child)
+
+
+def refused(call: str) -> UnavailableError:
+    """Return the error for a collective call in a forked child.
+
+    Parameters
+    ----------
+    call : str
+        The call, as errors name it.
+    """
+    return UnavailableError(
+        f"process {os.getpid()}: {call} was called in a process that was forked from rank {_rank} (process {_pid}), and which "
+        "is not a rank itself; communicate in the process that made the strategy, and only compute or load data in its children"
+    )
+
+
+def _begin_child() -> None:
+    global in_child
+    if not in_child:
+        in_child = True
+        # registered last, called first: what the parent has registered is the parent's
+        atexit.register(_end_child)
+
+
+def _end_child() -> None:
+    exit_code.flush_output()
+    os._exit(exit_code.ending_code())

@@ -1,0 +1,78 @@
+"""Programs that a rank starts in a subprocess: they inherit the launcher's variables, but are not ranks.
+
+A rank marks its environment. A process that finds the mark of another process, and the same place in the same job, has
+inherited both.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import zlib
+from collections.abc import Mapping, MutableMapping
+from itertools import takewhile
+
+from mpistrat import settings
+from mpistrat.errors import LaunchError
+from mpistrat.launch.environment import identity, without_launcher
+from mpistrat.launch.launcher_process import ancestors
+
+__all__ = ["VARIABLE", "forget_launcher", "mark"]
+
+VARIABLE = "MPISTRAT_RANK_PID"
+"""Who the rank is: its process, and a checksum of its place in the job."""
+
+# A launcher that a rank has started may give its first rank the very variables that the rank has: hydra does.
+_LAUNCHERS = re.compile(r"hydra|mpiexec|mpirun|prte|orted|srun|slurmstepd|aprun|pals")
+
+
+def mark(environ: MutableMapping[str, str]) -> None:
+    """Let processes that this rank starts know that they are not ranks. Where nothing started it as a rank, nothing is done.
+
+    Parameters
+    ----------
+    environ : mapping
+        The environment of this process, which they inherit.
+    """
+    if checksum := _checksum(environ):
+        environ[VARIABLE] = f"{os.getpid()}:{checksum}"
+
+
+def forget_launcher(environ: MutableMapping[str, str]) -> None:
+    """Take the launcher's variables out of the environment of a process that has inherited them from a rank, and say so.
+
+    Parameters
+    ----------
+    environ : mapping
+        The environment of this process.
+
+    Raises
+    ------
+    LaunchError
+        If it has started MPI already, with these variables.
+    """
+    pid, _, checksum = environ.get(VARIABLE, "").partition(":")
+    if not pid.isdigit() or int(pid) == os.getpid() or checksum != _checksum(environ) or _is_launched_by(int(pid)):
+        return
+    who = f"process {os.getpid()} was started by a rank (process {pid}), whose launcher's variables it has inherited"
+    if "mpi4py.MPI" in sys.modules:
+        raise LaunchError(
+            f"{who}, and has started MPI with them. Import mpistrat and make the strategy before mpi4py.MPI is imported, or "
+            f"start the process without them: {', '.join(identity(environ))}."
+        )
+    kept = without_launcher(environ)
+    for name in [name for name in environ if name not in kept or name in (VARIABLE, settings.VIRTUAL_NODES.name)]:
+        del environ[name]
+    print(f"mpistrat: {who}; it is not a rank, and computes alone.", file=sys.stderr, flush=True)
+
+
+def _checksum(environ: Mapping[str, str]) -> str:
+    place = identity(environ)
+    return f"{zlib.crc32(repr(sorted(place.items())).encode()):08x}" if place else ""
+
+
+def _is_launched_by(pid: int) -> bool:
+    """Return whether a launcher stands between this process and one of its ancestors."""
+    chain = list(takewhile(lambda stat: stat.pid != pid, ancestors()))
+    return any(_LAUNCHERS.search(stat.name) for stat in chain) and chain[-1].parent == pid

@@ -1,0 +1,64 @@
+"""DefaultReplicaContext: the replica context outside all scopes, whose collectives warn in a job of several ranks."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+from mpistrat import settings
+from mpistrat.launch.environment import LauncherView, detect
+from mpistrat.strategy.advice import OUTSIDE_RUN
+from mpistrat.strategy.replica_context import ReplicaContext
+
+__all__ = ["DefaultReplicaContext"]
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+class DefaultReplicaContext(ReplicaContext):
+    """The single replica of the default strategy. As in TensorFlow, its collectives return the value of this rank.
+
+    In a job of several ranks that is hardly ever what was meant: the first collective warns, and with MPISTRAT_STRICT each
+    raises. The launcher's variables tell how many ranks there are, so that MPI is not started for the question.
+    """
+
+    _is_settled = False
+
+    def _require_current(self, method: str) -> None:
+        super()._require_current(method)
+        if not self._is_settled and method in OUTSIDE_RUN:
+            self._settle(method)
+
+    def _settle(self, method: str) -> None:
+        view = detect()
+        if view is None or not _has_peers(view):
+            self._is_settled = True
+            return
+        if settings.STRICT.read():
+            raise RuntimeError(_text(method, view))
+        self._is_settled = True
+        warnings.warn(_text(method, view), UserWarning, stacklevel=_levels_to_user())
+
+
+def _has_peers(view: LauncherView) -> bool:
+    return view.size > 1 if view.size is not None else bool(view.rank)
+
+
+def _text(method: str, view: LauncherView) -> str:
+    job = f"{view.size} ranks" if view.size else "several ranks"
+    return (
+        f"rank {view.rank}: ReplicaContext.{method} was called outside strategy.run, in a job of {job}. There it combines "
+        "nothing, as in TensorFlow: each rank gets its own value back.\n"
+        f"    incorrect:  mpistrat.get_replica_context().{OUTSIDE_RUN[method]}\n"
+        f"    correct:    strategy.run(lambda: mpistrat.get_replica_context().{OUTSIDE_RUN[method]}), of a strategy such as "
+        "mpistrat.MultiWorkerMirroredStrategy()"
+    )
+
+
+def _levels_to_user() -> int:
+    """Return the stacklevel, for a warning of the caller, of the innermost line that is not of this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -1,0 +1,212 @@
+"""mpistrat doctor: what is each rank of a job on this host doing? From its records, without touching its processes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.text import format_count, format_elapsed, format_table, ranks_text
+from mpistrat.watch import folder, process
+from mpistrat.watch.neighbours import Neighbours
+from mpistrat.watch.states import RankState, encode
+from mpistrat.watch.survey import here
+from mpistrat.watch.verdict import judge, waits_for
+
+__all__ = ["Examined", "add_arguments", "examine", "execute"]
+
+# what is found must be found again: ranks go on while their records are read
+_AGAIN_SECONDS = 0.3
+_MOST_ANCESTORS = 32
+_MOST_SHOWN = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``mpistrat doctor`` takes."""
+    parser.description = (
+        "Show what each rank of a job on this host is doing, which ranks wait for which, and whether that is in vain; of a job "
+        "that runs, or has ended with an error."
+    )
+    parser.add_argument(
+        "job",
+        nargs="?",
+        default="",
+        metavar="JOB|PID",
+        help="which job: its name, or a process of it; needed where there are several",
+    )
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Print what was found; return 0, or 1 where there is no such job.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If a job is asked for that there is not.
+    """
+    jobs = sorted(_all_jobs(), key=lambda job: (not job.is_running, -job.path.stat().st_mtime))
+    chosen = _chosen(jobs, arguments.job)
+    if arguments.json:
+        print(json.dumps([job.document() for job in chosen], indent=1))
+    elif not chosen:
+        print("no job of mpistrat of this user runs on this host, and none that was killed has left a record")
+    elif len(chosen) == 1:
+        print(_report(chosen[0]))
+    else:
+        rows = [("job", "ranks here", "state", "program"), *(_row(job) for job in chosen[:_MOST_SHOWN])]
+        more = f" of {len(chosen)}" if len(chosen) > _MOST_SHOWN else ""
+        print(f"{format_table(rows)}\n\nmpistrat doctor JOB shows one of them{more}")
+    return 0 if chosen else 1
+
+
+def _all_jobs() -> Iterator[Examined]:
+    for path in folder.jobs():
+        with suppress(OSError):  # it has just ended
+            found = examine(path)
+            if found is not None:
+                yield found
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What was found of a job.
+
+    Attributes
+    ----------
+    path : Path
+        Where its ranks keep their records.
+    size : int
+        How many ranks it has, on all hosts.
+    states : list of RankState
+        What those of this host do.
+    waits_for : dict
+        Rank -> the ranks of this host that have not entered the collective that it is in.
+    finding : str
+        Why ranks wait in vain, or an empty text.
+    """
+
+    path: Path
+    size: int
+    states: list[RankState]
+    waits_for: dict[int, list[int]]
+    finding: str
+
+    @property
+    def name(self) -> str:
+        """What the job is called."""
+        return self.path.name
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process of it is there."""
+        return any(state.state not in ("gone", "ended", "failed", "unknown") for state in self.states)
+
+    @property
+    def program(self) -> str:
+        """What it runs."""
+        return next((state.program for state in self.states if state.program), "")
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return {
+            "job": self.name,
+            "program": self.program,
+            "size": self.size,
+            "is_running": self.is_running,
+            "ranks": encode(self.states),
+            "waits_for": self.waits_for,
+            "finding": self.finding,
+        }
+
+
+def examine(job: Path) -> Examined | None:
+    """Return what the ranks of this host do that keep their records in a folder, or None where none does."""
+    neighbours = Neighbours(job)
+    files = neighbours.files()
+    if not files:
+        return None
+    size = max(file.size for file in files)
+    states, keys = here(neighbours, (), range(size))
+    finding = judge(states, keys)
+    if finding is not None and any(state.state in ("in", "out") for state in states):
+        time.sleep(_AGAIN_SECONDS)
+        states, keys = neighbours.states(keys)
+        again = judge(states, keys)
+        finding = again if again is not None and again.mark == finding.mark else None
+    return Examined(job, size, states, waits_for(states, keys), finding.text if finding else "")
+
+
+def _chosen(jobs: Sequence[Examined], wanted: str) -> list[Examined]:
+    if not wanted:
+        running = [job for job in jobs if job.is_running]
+        return running if len(running) == 1 else [*jobs]
+    pid = int(wanted) if wanted.isdigit() else 0
+    found = [job for job in jobs if job.name == wanted or (pid and _has_process(job, pid))]
+    found = found or [job for job in jobs if job.name.startswith(wanted)]
+    if not found:
+        known = ", ".join(job.name for job in jobs[:_MOST_SHOWN]) or "none"
+        raise InvalidArgumentError(f"no job of this user here is called {wanted!r}, or has such a process; jobs: {known}")
+    return found
+
+
+def _has_process(job: Examined, pid: int) -> bool:
+    """Return whether a process is a rank of a job, or has started one."""
+    for state in job.states:
+        found = state.pid
+        for _ in range(_MOST_ANCESTORS):
+            if found == pid:
+                return True
+            seen = process.find(found)
+            if seen is None:
+                break
+            found = seen.parent
+    return False
+
+
+def _row(job: Examined) -> tuple[str, str, str, str]:
+    return job.name, f"{len(job.states)} of {job.size}", "runs" if job.is_running else "has ended", job.program
+
+
+def _report(job: Examined) -> str:
+    state = "runs" if job.is_running else "has ended"
+    ranks = f"{format_count(job.size, 'rank')}, {len(job.states)} of them on this host"
+    head = f"job {job.name}: {ranks}; it {state}\n{job.program}"
+    rows: list[tuple[str, ...]] = [("rank", "node", "pid", "state", "collective", "since", "called at", "now at")]
+    rows += [_rank_row(state) for state in job.states]
+    parts = [head, format_table(rows, right=(0, 2)), *_waiting(job)]
+    return "\n\n".join([*parts, job.finding] if job.finding else parts)
+
+
+def _rank_row(state: RankState) -> tuple[str, ...]:
+    call = state.call
+    silent = ", held up in C" if state.is_silent else ""
+    beginning = (str(state.rank), state.node, str(state.pid), state.state + silent)
+    if call is None:
+        return *beginning, "none yet", "", "", state.now_at or "not known"
+    if call.left_seconds_ago is None:
+        since = f"in it for {format_elapsed(call.entered_seconds_ago)}"
+    else:
+        since = f"{'failed' if call.has_failed else 'left'} {format_elapsed(call.left_seconds_ago)} ago"
+    now_at = "" if state.state == "ended" else state.now_at or "not known"
+    return *beginning, f"{call.number}, {call.text}", since, call.line or "not known", now_at
+
+
+def _waiting(job: Examined) -> list[str]:
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, others in job.waits_for.items():
+        groups.setdefault(tuple(others), []).append(rank)
+    lines = []
+    for missing, ranks in groups.items():
+        wait = "waits" if len(ranks) == 1 else "wait"
+        if missing:
+            lines.append(f"{ranks_text(ranks)} {wait} for {ranks_text(missing)}")
+        else:
+            lines.append(f"{ranks_text(ranks)} {wait}; no rank of this host is missing")
+    return ["\n".join(lines)] if lines else []

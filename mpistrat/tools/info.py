@@ -1,0 +1,163 @@
+"""mpistrat info: versions, the MPI and how it was found, GPUs, settings in force, and what would be chosen. Starts no MPI."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from typing import Any
+
+import mpistrat
+from mpistrat import settings
+from mpistrat.algorithms.choose import choose
+from mpistrat.errors import LaunchError, MpistratError
+from mpistrat.launch import environment, mpiexec, openmpi
+from mpistrat.settings import SETTINGS
+from mpistrat.text import format_bytes, format_table
+from mpistrat.tools.gpu_paths import paths_text
+from mpistrat.topology.world import World
+
+__all__ = ["add_arguments", "execute", "gather"]
+
+_SIZES = (8, 1 << 20, 64 << 20)
+_SECONDS = 60.0
+
+# what only a process that loads the libraries can tell, and a broken one may not survive
+_GPU = """
+import json
+import cupy
+found = {"gpus": [cupy.cuda.runtime.getDeviceProperties(i)["name"].decode() for i in range(cupy.cuda.runtime.getDeviceCount())]}
+try:
+    from cupy.cuda import nccl
+    found["nccl"] = nccl.get_version()
+except ImportError as error:
+    found["nccl"] = str(error)
+print(json.dumps(found))
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``mpistrat info`` takes."""
+    parser.description = "Show versions, the MPI and how it was found, GPUs, the settings in force, and what would be chosen."
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Print what was found."""
+    found = gather()
+    print(json.dumps(found, indent=1) if arguments.json else _report(found))
+    return 0
+
+
+def gather() -> dict[str, Any]:
+    """Return what there is, as JSON has it."""
+    return {
+        "versions": _versions(),
+        "mpi": _mpi(),
+        "launcher": _launcher(),
+        "gpu": _gpu(),
+        "settings": [_setting(setting) for setting in SETTINGS],
+        "misspelt": settings.misspelt(),
+        "choices": _choices(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    packages = ("numpy", "mpi4py", "ml_dtypes", "cupy-cuda12x", "cupy-cuda11x", "cupy-cuda13x", "cupy")
+    found = {"mpistrat": mpistrat.__version__, "python": platform.python_version(), "system": platform.platform()}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _mpi() -> dict[str, str]:
+    try:
+        found = mpiexec.find_mpi()
+    except LaunchError as error:
+        return {"problem": str(error)}
+    named = os.environ.get("MPI4PY_LIBMPI") or os.environ.get("MPI4PY_MPIABI")
+    return {
+        "library": f"{found.flavour.name} {found.version}, {found.library}",
+        "mpiexec": found.mpiexec,
+        "found": f"MPI4PY_LIBMPI or MPI4PY_MPIABI names it: {named}" if named else "by mpi4py, in its own order",
+    }
+
+
+def _launcher() -> str:
+    try:
+        view = environment.detect()
+    except LaunchError as error:
+        return str(error)
+    return f"{view.launcher}: rank {view.rank} of {view.size}" if view else "none: this process is not a rank"
+
+
+def _gpu() -> dict[str, Any]:
+    if importlib.util.find_spec("cupy") is None:
+        return {"problem": "CuPy is not installed"}
+    try:
+        done = subprocess.run([sys.executable, "-c", _GPU], capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return {"problem": f"CuPy did not answer within {_SECONDS:g} s"}
+    if done.returncode:
+        return {"problem": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
+    found: dict[str, Any] = json.loads(done.stdout)
+    try:
+        return found | {"ways": paths_text(World.from_shape("2x2")).splitlines()}
+    except MpistratError as error:
+        return found | {"problem": str(error)}
+
+
+def _setting(setting: settings.Setting[Any]) -> dict[str, Any]:
+    is_set = bool(os.environ.get(setting.name, "").strip())
+    try:
+        return {"name": setting.name, "value": setting.read(), "origin": "environment" if is_set else "default"}
+    except MpistratError as error:
+        return {"name": setting.name, "value": os.environ[setting.name], "origin": "environment", "problem": str(error)}
+
+
+def _choices() -> list[dict[str, str]]:
+    """Return what a sum of float32 in host memory would take, on a world of this host's cores and on two such nodes."""
+    cores = openmpi.num_cores()
+    rows = []
+    for shape in (f"1x{cores}", f"2x{cores}"):
+        for nbytes in _SIZES:
+            choice = choose(World.from_shape(shape), nbytes // 4, 4)
+            rows.append(
+                {"world": shape, "bytes": format_bytes(nbytes), "algorithm": choice.plan.algorithm, "why": choice.reason}
+            )
+    return rows
+
+
+def _report(found: dict[str, Any]) -> str:
+    gpu = {name: ", ".join(map(str, value)) if isinstance(value, list) else value for name, value in found["gpu"].items()}
+    used = [("setting", "value", "origin")]
+    used += [
+        (row["name"], _shown(row["value"]), row["origin"] + (f": {row['problem']}" if "problem" in row else ""))
+        for row in found["settings"]
+    ]
+    parts = [
+        format_table([*found["versions"].items()]),
+        format_table([(f"MPI {name}", text) for name, text in found["mpi"].items()] + [("launcher", found["launcher"])]),
+        format_table([(f"GPU {name}", str(text)) for name, text in gpu.items()]),
+        format_table(used),
+        *([_warnings(found["misspelt"])] if found["misspelt"] else []),
+        "what auto would choose for a sum of float32 in host memory:\n"
+        + format_table([("world", "size", "algorithm", "why"), *(tuple(row.values()) for row in found["choices"])]),
+    ]
+    return "\n\n".join(parts)
+
+
+def _warnings(misspelt: dict[str, str]) -> str:
+    return "\n".join(settings.misspelt_text(name, near) for name, near in misspelt.items())
+
+
+def _shown(value: object) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else str(value) if value != "" else "empty"

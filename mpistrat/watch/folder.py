@@ -1,0 +1,159 @@
+"""Where the records of a job lie: a folder per user that is nobody else's, in it one per job, in it a file per rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from mpistrat.launch import environment
+from mpistrat.watch import process
+from mpistrat.watch.layout import FILE_BYTES, Field
+
+__all__ = ["bases", "has_owner", "job_name", "jobs", "make_job", "remove", "remove_old_jobs"]
+
+# what jobs leave that were killed: for so long, so much, and no larger a share of the memory that holds it
+KEEP_SECONDS, KEEP_BYTES, KEEP_SHARE = 24 * 3600.0, 32 << 20, 1 / 16
+
+_LAUNCHERS = {
+    "mpiexec",
+    "mpiexec.hydra",
+    "mpirun",
+    "orted",
+    "orterun",
+    "prted",
+    "prterun",
+    "hydra_pmi_proxy",
+    "hydra_bstrap_pr",
+    "mpispawn",
+    "palsd",
+    "slurmstepd",
+}
+_MOST_ANCESTORS = 32
+
+
+def bases() -> list[Path]:
+    """Return where the folder of this user may be, the best place first; it need not be there."""
+    places = dict.fromkeys([Path("/dev/shm"), Path(tempfile.gettempdir())])
+    return [place / f"mpistrat-{os.getuid()}" for place in places if place.is_dir()]
+
+
+def make_job(base: Path, job: str) -> Path:
+    """Make the folder of a job, unless another rank has, and return it.
+
+    Raises
+    ------
+    OSError
+        If it cannot be made, or somebody else has a hand in it.
+    """
+    for folder in (base, base / job):
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        _check_private(folder)
+    return base / job
+
+
+def jobs() -> Iterator[Path]:
+    """Yield the folders of the jobs of this user, those that have ended included."""
+    for base in bases():
+        with suppress(OSError):
+            _check_private(base)
+            yield from sorted(path for path in base.iterdir() if path.is_dir() and not path.is_symlink())
+
+
+def remove(file: Path) -> None:
+    """Remove the file of a rank, and with the last one its folder."""
+    with suppress(OSError):
+        file.unlink()
+    with suppress(OSError):
+        file.parent.rmdir()
+
+
+def remove_old_jobs(base: Path) -> None:
+    """Remove what jobs have left that did not end well: a day after, or where later ones have left much."""
+    left = []
+    with suppress(OSError):
+        for job in base.iterdir():
+            with suppress(OSError):
+                files = list(job.iterdir())
+                if not any(has_owner(path) for path in files):
+                    left.append((job.stat().st_mtime, job, files))
+    total, oldest, most = 0, time.time() - KEEP_SECONDS, min(KEEP_BYTES, KEEP_SHARE * shutil.disk_usage(base).total)
+    for changed, job, files in sorted(left, reverse=True):
+        total += FILE_BYTES * len(files)
+        if changed < oldest or total > most:
+            with suppress(OSError):
+                for path in files:
+                    path.unlink()
+                job.rmdir()
+
+
+def has_owner(path: Path) -> bool:
+    """Return whether the process that keeps a file as its record is there; also where that cannot be known from here."""
+    try:
+        with path.open("rb") as file:
+            words = memoryview(file.read(8 * len(Field))).cast("Q")
+        owner = process.find(words[Field.PID])
+        if words[Field.NAMESPACE] != process.pid_namespace():
+            return time.monotonic_ns() - words[Field.LOOKED] < KEEP_SECONDS * 1e9
+        return owner is not None and owner.started == words[Field.STARTED]
+    except (OSError, ValueError, TypeError, IndexError):
+        return False
+
+
+def job_name(environ: Mapping[str, str] | None = None, pid: int | None = None) -> str:
+    """Return what all ranks of a job on this node, and no others, call it; found without a word between them.
+
+    It is made of what the launcher calls the job, and of the launcher's process that started the ranks of this node.
+
+    Parameters
+    ----------
+    environ : mapping, optional
+        The variables of a rank; those of this process by default.
+    pid : int, optional
+        The process of that rank; this one by default.
+    """
+    environ, pid = os.environ if environ is None else environ, os.getpid() if pid is None else pid
+    own = process.find(pid)
+    launcher = next((row for row in environment.LAUNCHERS if row.started(environ)), None)
+    if own is None or launcher is None:
+        return _safe(f"process-{pid}-{own.started if own else 0}")
+    starter = _started_by(own, launcher.rank)
+    step = f"slurm-{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}" if environ.get("SLURM_JOB_ID") else ""
+    name = environ.get("PMIX_NAMESPACE") or step or launcher.rank.partition("_")[0].lower()
+    return _safe(f"{name}-{starter.pid}-{starter.started}" if starter else name)
+
+
+def _started_by(own: process.Process, rank: str) -> process.Process | None:
+    """Return the nearest process above this one that is a launcher's, or was not told a rank itself."""
+    pid = own.parent
+    for _ in range(_MOST_ANCESTORS):
+        found = process.find(pid)
+        if found is None or found.pid == 1:
+            return None
+        variables = {} if found.name in _LAUNCHERS else found.environment()
+        if variables is None:
+            return None
+        if rank not in variables:
+            return found
+        pid = found.parent
+    return None
+
+
+def _safe(name: str) -> str:
+    host = socket.gethostname().partition(".")[0]
+    return re.sub(r"[^\w.@+-]", "_", name.replace(f"-{host}-", "-"))[:150]
+
+
+def _check_private(folder: Path) -> None:
+    """Raise OSError unless a folder is one, and this user's alone."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise PermissionError(f"{folder} is not a folder of this user's alone (mode 0700)")

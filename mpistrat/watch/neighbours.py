@@ -1,0 +1,86 @@
+"""Neighbours: the ranks of this job on this host, by the files that they keep; and processes of the job that keep none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from mpistrat.launch import environment
+from mpistrat.watch import folder, process
+from mpistrat.watch.reader import RankFile
+from mpistrat.watch.states import Key, RankState, look
+
+__all__ = ["Neighbours", "absent"]
+
+
+class Neighbours:
+    """Reads the files of a job.
+
+    Parameters
+    ----------
+    job : Path
+        Its folder.
+    own : RankFile, optional
+        That of this process, which is there also where the folder is none.
+    """
+
+    def __init__(self, job: Path, own: RankFile | None = None) -> None:
+        self.job, self._own = job, own
+        self._files: dict[str, tuple[int, RankFile]] = {}
+
+    def files(self) -> list[RankFile]:
+        """Return the files of the ranks of this host, in their order."""
+        found: dict[str, tuple[int, RankFile]] = {}
+        with suppress(OSError):
+            for entry in os.scandir(self.job):
+                if not entry.name.startswith("rank-"):
+                    continue
+                known = self._files.get(entry.name)
+                with suppress(OSError, ValueError):
+                    same = known is not None and known[0] == entry.inode()
+                    found[entry.name] = known if known and same else (entry.inode(), RankFile.open(Path(entry.path)))
+        # a rank that has ended well has removed its file; what it said last is kept
+        self._files |= found
+        files = {file.rank: file for _, file in self._files.values()}
+        if self._own is not None:
+            files[self._own.rank] = self._own
+        return [files[rank] for rank in sorted(files)]
+
+    def states(self, wanted: Iterable[Key] = ()) -> tuple[list[RankState], set[Key]]:
+        """Return what the ranks of this host do, and which collectives were looked up: those they wait in, and the `wanted`."""
+        files = self.files()
+        keys = {*wanted}
+        for file in files:
+            keys |= {(record.communicator, record.number) for record in file.inside()}
+        return [look(file, keys) for file in files], keys
+
+
+def absent(job: Path, ranks: Collection[int]) -> list[RankState]:
+    """Return the processes of this host that were started as those ranks of the job, and keep no file.
+
+    Their launcher's variables tell; of several the last that was started is meant, for a script may stand before a program.
+    """
+    found: dict[int, RankState] = {}
+    for entry in Path("/proc").iterdir():
+        seen = process.find(int(entry.name)) if entry.name.isdigit() else None
+        variables = seen.environment() if seen else None
+        if seen is None or not variables:
+            continue
+        row = next((row for row in environment.LAUNCHERS if row.started(variables)), None)
+        text = variables[row.rank] if row else ""
+        if not text.isdigit() or int(text) not in ranks or folder.job_name(variables, seen.pid) != job.name:
+            continue
+        before = found.get(int(text))
+        if before is None or before.pid < seen.pid:
+            state = "stopped" if seen.is_stopped else "absent"
+            found[int(text)] = RankState(int(text), os.uname().nodename, seen.pid, state, program=_program(seen.pid))
+    return [found[rank] for rank in sorted(found)]
+
+
+def _program(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""

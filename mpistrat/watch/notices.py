@@ -1,0 +1,89 @@
+"""Notices: what one watching thread has found, the others of its host read: that ranks wait in vain."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mpistrat.errors import AgreementError, CollectiveError, UnavailableError
+
+__all__ = ["Notice", "Notices"]
+
+_PREFIX = "verdict-"
+
+
+@dataclass(frozen=True)
+class Notice:
+    """That ranks wait in vain.
+
+    Attributes
+    ----------
+    name : str
+        Names the collective: of several notices of one the first counts.
+    text : str
+        What to tell.
+    is_mismatch : bool
+        Whether ranks made different calls; otherwise one has ended.
+    """
+
+    name: str
+    text: str
+    is_mismatch: bool
+
+    def error(self) -> CollectiveError:
+        """Return the error to raise."""
+        return AgreementError(self.text) if self.is_mismatch else UnavailableError(self.text)
+
+    def encode(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return asdict(self)
+
+    @classmethod
+    def decode(cls, row: dict[str, Any]) -> Notice:
+        """Return the notice that `encode` was given."""
+        return cls(**row)
+
+
+class Notices:
+    """The notices of a job on one host.
+
+    Parameters
+    ----------
+    job : Path
+        Its folder; where it is none, a process has its notices for itself.
+    """
+
+    def __init__(self, job: Path) -> None:
+        self._job = job
+        self._own: list[Notice] = []
+        self._ignored: set[str] = set()
+
+    def post(self, notice: Notice) -> None:
+        """Tell the ranks of this host."""
+        self._own.append(notice)
+        path = self._job / f"{_PREFIX}{notice.name}"
+        new = path.with_name(f".{path.name}-{os.getpid()}")
+        with suppress(OSError):
+            new.write_text(json.dumps(notice.encode()))
+            with suppress(FileExistsError):
+                os.link(new, path)
+            new.unlink()
+
+    def first(self) -> Notice | None:
+        """Return a notice that is not ignored, or None."""
+        for path in self._paths():
+            with suppress(OSError, ValueError, TypeError):
+                return Notice.decode(json.loads(path.read_text()))
+        return next((notice for notice in self._own if notice.name not in self._ignored), None)
+
+    def ignore(self) -> None:
+        """Take no notice of those that there are."""
+        self._ignored |= {path.name.removeprefix(_PREFIX) for path in self._paths()} | {notice.name for notice in self._own}
+
+    def _paths(self) -> list[Path]:
+        found = sorted(self._job.glob(f"{_PREFIX}*"))
+        return [path for path in found if path.name.removeprefix(_PREFIX) not in self._ignored]

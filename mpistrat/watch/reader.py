@@ -1,0 +1,225 @@
+"""RankFile: read what a rank has recorded, while it writes, or after its end."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpistrat.watch import process
+from mpistrat.watch.layout import (
+    CALLS,
+    FAILED_BIT,
+    FILE_BYTES,
+    LINES,
+    MAGIC,
+    RING_RECORDS,
+    RING_START,
+    STARTED_BIT,
+    TEXTS,
+    VERSION,
+    WORDS,
+    Field,
+    State,
+)
+
+__all__ = ["Description", "RankFile", "Record", "seconds_since"]
+
+OVERWRITTEN = "(its description was overwritten)"
+_RING = slice(RING_START, RING_START + RING_RECORDS * WORDS * 8)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a collective was called with; `digest` stands for the whole text, of which a long one shows its beginning."""
+
+    verb: str = ""
+    op: str = ""
+    dtype: str = ""
+    nbytes: int = 0
+    plan: str = ""
+    text: str = OVERWRITTEN
+    digest: int = 0
+
+
+@dataclass(frozen=True)
+class Record:
+    """A collective that a rank has entered.
+
+    Attributes
+    ----------
+    number, communicator : int
+        As for `FlightRecorder.enter`.
+    call : Description
+        What it was called with.
+    line : str
+        The user's line, ``path:line (function)``, or an empty text.
+    entered, left : int
+        Nanoseconds of CLOCK_MONOTONIC; `left` is 0 while it is inside.
+    has_failed : bool
+        Whether it raised.
+    is_started : bool
+        Whether the program goes on meanwhile.
+    """
+
+    number: int
+    communicator: int
+    call: Description
+    line: str
+    entered: int
+    left: int
+    has_failed: bool
+    is_started: bool
+
+
+class RankFile:
+    """The file of a rank.
+
+    Parameters
+    ----------
+    memory : memoryview
+        Its bytes.
+
+    Raises
+    ------
+    ValueError
+        If that is not such a file, or one of another version.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        if len(memory) < FILE_BYTES or self._word(Field.MAGIC) != MAGIC or self._word(Field.VERSION) != VERSION:
+            raise ValueError(f"not the record of a rank by mpistrat, version {VERSION} of the format")
+        self._ring: NDArray[np.uint64] = np.frombuffer(memory[_RING], np.uint64).reshape(RING_RECORDS, WORDS)
+
+    @classmethod
+    def open(cls, path: Path) -> RankFile:
+        """Open a file; later reads see what is written meanwhile.
+
+        Raises
+        ------
+        OSError, ValueError
+            If there is none, or it is something else.
+        """
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            return cls(memoryview(mmap.mmap(descriptor, FILE_BYTES, prot=mmap.PROT_READ)))
+        finally:
+            os.close(descriptor)
+
+    @property
+    def rank(self) -> int:
+        """Which rank it is."""
+        return self._word(Field.RANK)
+
+    @property
+    def size(self) -> int:
+        """How many ranks its job has."""
+        return self._word(Field.SIZE)
+
+    @property
+    def pid(self) -> int:
+        """The number of its process."""
+        return self._word(Field.PID)
+
+    @property
+    def state(self) -> State:
+        """What it said of itself last."""
+        return State(self._word(Field.STATE))
+
+    @property
+    def looked(self) -> int:
+        """When its watching thread last woke, in nanoseconds of CLOCK_MONOTONIC; 0 before the first time."""
+        return self._word(Field.LOOKED)
+
+    @property
+    def wall_offset(self) -> int:
+        """What to add to its times to have nanoseconds since 1970."""
+        return self._word(Field.WALL_OFFSET)
+
+    @property
+    def now_at(self) -> tuple[str, int]:
+        """The line that its main thread was at, and when that was; empty where it was never looked at."""
+        return self._line(self._word(Field.NOW_AT)), self._word(Field.SAMPLED)
+
+    def text(self, name: str) -> str:
+        """Return its ``node``, ``host`` or ``program``."""
+        start, room = TEXTS[name]
+        length = min(int.from_bytes(self._memory[start : start + 8], sys.byteorder), room - 8)
+        return bytes(self._memory[start + 8 : start + 8 + length]).decode(errors="replace")
+
+    def process(self) -> process.Process | None:
+        """Return its process, or None where that has ended.
+
+        Raises
+        ------
+        LookupError
+            If that cannot be known from here: its number is that of another container.
+        """
+        if self._word(Field.NAMESPACE) != process.pid_namespace():
+            raise LookupError(f"process {self.pid} is in another container")
+        found = process.find(self.pid)
+        return found if found is not None and found.started == self._word(Field.STARTED) else None
+
+    def last(self) -> Record | None:
+        """Return the collective that it has entered last, or None before the first."""
+        newest = int(self._ring[:, 4].argmax())
+        return self._record(newest) if self._ring[newest, 4] else None
+
+    def inside(self) -> list[Record]:
+        """Return the collectives that it has entered and not left, the last one first."""
+        entered, left = self._ring[:, 4], self._ring[:, 5]
+        return self._records(np.flatnonzero(entered > left))
+
+    def records(self) -> list[Record]:
+        """Return all collectives that are still recorded, the last one first."""
+        return self._records(np.flatnonzero(self._ring[:, 4]))
+
+    def find(self, communicator: int, number: int) -> Record | None:
+        """Return a collective by its number, or None where it was not entered, or is overwritten."""
+        ring = self._ring
+        found = self._records(np.flatnonzero((ring[:, 0] == number) & (ring[:, 1] == communicator) & (ring[:, 4] > 0)))
+        return found[0] if found else None
+
+    def _records(self, rows: NDArray[np.intp]) -> list[Record]:
+        return sorted(map(self._record, rows.tolist()), key=lambda record: -record.entered)
+
+    def _record(self, row: int) -> Record:
+        number, communicator, index, line, entered, left = self._ring[row].tolist()
+        has_failed, left = bool(left & FAILED_BIT), left & ~FAILED_BIT
+        return Record(
+            number,
+            communicator,
+            self._description(index),
+            self._line(line & ~STARTED_BIT),
+            entered,
+            left if left >= entered else 0,
+            has_failed and left >= entered,
+            bool(line & STARTED_BIT),
+        )
+
+    def _description(self, index: int) -> Description:
+        found = CALLS.read(self._memory, index)
+        if found is None:
+            return Description()
+        encoded, nbytes, digest = found
+        verb, op, dtype, plan, text = encoded.decode(errors="replace").split("\0", 4)
+        return Description(verb, op, dtype, nbytes, plan, text, digest)
+
+    def _line(self, index: int) -> str:
+        found = LINES.read(self._memory, index)
+        return found[0].decode(errors="replace") if found else ""
+
+    def _word(self, field: Field) -> int:
+        return int.from_bytes(self._memory[8 * field : 8 * field + 8], sys.byteorder)
+
+
+def seconds_since(moment: int) -> float:
+    """Return how many seconds ago something was, from nanoseconds of CLOCK_MONOTONIC."""
+    return max(0.0, (time.monotonic_ns() - moment) / 1e9)

@@ -1,0 +1,332 @@
+"""FlightRecorder: the last collectives of this process, in a file that others can read while it runs and after it was killed.
+
+File law: nothing here communicates, and `enter` and `leave` together take half a microsecond.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import OrderedDict
+from contextlib import suppress
+from hashlib import blake2b
+from itertools import cycle
+from pathlib import Path
+from time import monotonic_ns
+from types import CodeType, FrameType
+
+from mpistrat.errors import LaunchError
+from mpistrat.launch import environment
+from mpistrat.watch import folder, process
+from mpistrat.watch.layout import (
+    CALLS,
+    FAILED_BIT,
+    FILE_BYTES,
+    LINES,
+    MAGIC,
+    RING_RECORDS,
+    RING_START,
+    STARTED_BIT,
+    TEXTS,
+    VERSION,
+    WORDS,
+    Field,
+    State,
+    Table,
+)
+
+__all__ = ["FlightRecorder", "digest", "recorder"]
+
+_MOST_PLACES = 16_384
+# modules of Python's that a call of ours goes through
+_BETWEEN = ("threading", "contextlib")
+_write_entry = struct.Struct("=5Q").pack_into
+_frame_at = sys._getframe
+
+_lock = threading.Lock()
+_recorder: FlightRecorder | None = None
+
+
+class FlightRecorder:
+    """Writes what collectives this process enters and leaves. One per process: see `recorder`.
+
+    Parameters
+    ----------
+    path : Path or None
+        The file to make; with None the record is this process's alone.
+    rank, size : int
+        Which rank of how many this is.
+
+    Attributes
+    ----------
+    path : Path or None
+        Where the file is.
+    memory : memoryview
+        Its bytes.
+    """
+
+    def __init__(self, path: Path | None, rank: int = 0, size: int = 1) -> None:
+        self.path = path
+        self.memory = memoryview(_anonymous() if path is None else _mapped(path))
+        self._words = self.memory.cast("Q")
+        # where a record begins, in bytes, and which word of the file says that it was left
+        starts = range(RING_START, RING_START + RING_RECORDS * WORDS * 8, WORDS * 8)
+        self._slots = cycle([(start, start // 8 + WORDS - 1) for start in starts])
+        self._calls = _Interned(CALLS, self.memory)
+        self._lines = _Interned(LINES, self.memory)
+        # where a program was -> its line; 0 for code of ours. Codes are kept, for an address is given out again
+        self._places: dict[tuple[int, int], int] = {}
+        self._codes: dict[int, CodeType] = {}
+        self._introduce(rank, size)
+
+    def intern(self, verb: str, op: str, dtype: str, nbytes: int, plan: str, text: str, word: int | None = None) -> int:
+        """Write the description of a call into the file, unless it is there, and return its index.
+
+        Of the descriptions there is room for the last 256 different ones.
+
+        Parameters
+        ----------
+        verb, op, dtype, plan : str
+            What the call does, with what; empty where that says nothing.
+        nbytes : int
+            How much this rank passes.
+        text : str
+            The call with its arguments, in the same words on all ranks.
+        word : int, optional
+            Tells the call from others, on all ranks alike; by default it is made of the text.
+        """
+        key = "\0".join((verb, op, dtype, plan, text))
+        told = digest(text) if word is None else word
+        return self._calls.index((key, nbytes, told), key, nbytes, told)
+
+    def line(self, depth: int = 1) -> int:
+        """Return the index of the line of the user's program that this was called from.
+
+        Parameters
+        ----------
+        depth : int
+            Where to begin to look: 1 is the caller, 2 the caller's caller; frames of this library are passed over.
+        """
+        return self._find_line(_frame_at(depth))
+
+    def enter(self, communicator: int, number: int, index: int, depth: int = 1) -> int:
+        """Note that a collective was entered, and return its slot, for `leave` or `fail`: one of them must follow.
+
+        Parameters
+        ----------
+        communicator : int
+            Whose collective, the same on all ranks.
+        number : int
+            How many that communicator had before, the same on all ranks.
+        index : int
+            What `intern` returned for it.
+        depth : int
+            Where to look for the line of the user: 1 is the caller of this; frames of this library are passed over, but each
+            costs a tenth of a microsecond.
+        """
+        frame = _frame_at(depth)
+        line = self._places.get((id(frame.f_code), frame.f_lasti)) or self._find_line(frame)
+        start, slot = next(self._slots)
+        _write_entry(self.memory, start, number, communicator, index, line, monotonic_ns())
+        return slot
+
+    def enter_started(self, communicator: int, number: int, index: int, line: int) -> int:
+        """Note that the turn of a collective that was started has come; `line` is where the program started it."""
+        start, slot = next(self._slots)
+        _write_entry(self.memory, start, number, communicator, index, line | STARTED_BIT, monotonic_ns())
+        return slot
+
+    def leave(self, slot: int) -> None:
+        """Note that the collective of a slot has returned."""
+        self._words[slot] = monotonic_ns()
+
+    def fail(self, slot: int) -> None:
+        """Note that the collective of a slot has raised."""
+        self._words[slot] = monotonic_ns() | FAILED_BIT
+
+    def set_node(self, name: str) -> None:
+        """Note what the node of this rank is called in errors."""
+        _write_text(self.memory, "node", name)
+
+    def set_place(self, rank: int, size: int) -> None:
+        """Note what MPI says which rank this is, of how many."""
+        self._put(Field.SIZE, size)
+        self._put(Field.RANK, rank)
+
+    def set_state(self, state: State) -> None:
+        """Note how this process does."""
+        self._put(Field.STATE, state)
+
+    def note_look(self, frame: FrameType | None) -> None:
+        """Note that the watching thread is awake, and with a `frame` of the main thread at which line that is."""
+        now = monotonic_ns()
+        if frame is not None:
+            self._put(Field.NOW_AT, self._lines_of(frame))
+            self._put(Field.SAMPLED, now)
+        self._put(Field.LOOKED, now)
+
+    def close(self) -> None:
+        """Remove the file, and with the last one the folder of the job; what is recorded further is nobody's to read."""
+        if self.path is not None:
+            folder.remove(self.path)
+            self.path = None
+
+    def leave_to_parent(self) -> None:
+        """Write elsewhere from here on: this process was forked, and the file is its parent's."""
+        self.path = None
+        memory = memoryview(_anonymous())
+        memory[:] = self.memory
+        self.memory = self._calls.memory = self._lines.memory = memory
+        self._words = memory.cast("Q")
+
+    def _introduce(self, rank: int, size: int) -> None:
+        own = process.find(os.getpid())
+        self._put(Field.VERSION, VERSION)
+        self._put(Field.PID, os.getpid())
+        self._put(Field.STARTED, own.started if own else 0)
+        self._put(Field.NAMESPACE, process.pid_namespace())
+        self.set_place(rank, size)
+        self._put(Field.WALL_OFFSET, time.time_ns() - monotonic_ns())
+        host = socket.gethostname()
+        for name, text in (("node", host), ("host", host), ("program", " ".join(sys.argv) or sys.executable)):
+            _write_text(self.memory, name, text)
+        self.set_state(State.RUNNING)
+        self._put(Field.MAGIC, MAGIC)  # who finds it here finds all the rest
+
+    def _put(self, field: Field, value: int) -> None:
+        self._words[field] = value
+
+    def _find_line(self, frame: FrameType | None) -> int:
+        """Return the line of the first frame that is not this library's; 0 where there is none."""
+        while frame is not None:
+            place = (id(frame.f_code), frame.f_lasti)
+            line = self._places.get(place)
+            if line is None:
+                line = 0 if _is_ours(frame) else self._lines_of(frame)
+                self._remember(place, frame.f_code, line)
+            if line:
+                return line
+            frame = frame.f_back
+        return 0
+
+    def _lines_of(self, frame: FrameType) -> int:
+        text = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+        # the end of a long path tells more than its beginning
+        return self._lines.index(text, text[-(LINES.entry_bytes - LINES.head.size) // 2 :])
+
+    def _remember(self, place: tuple[int, int], code: CodeType, line: int) -> None:
+        if len(self._places) >= _MOST_PLACES or self._lines.has_overwritten:
+            self._places.clear()
+            self._codes.clear()
+            self._lines.has_overwritten = False
+        self._places[place] = line
+        self._codes[id(code)] = code
+
+
+class _Interned:
+    """Which texts are in a table, and which of them was asked for longest ago."""
+
+    def __init__(self, table: Table, memory: memoryview) -> None:
+        self._table, self.memory = table, memory
+        self._known: OrderedDict[object, int] = OrderedDict()
+        self._lock = threading.Lock()
+        self.has_overwritten = False
+
+    def index(self, key: object, text: str, first: int = 0, second: int = 0) -> int:
+        """Return the index of a text."""
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None:
+                self._known.move_to_end(key)
+                return known
+            # 0 is the index of nothing
+            index = len(self._known) + self._table.entries
+            if len(self._known) == self._table.entries:
+                index = self._known.popitem(last=False)[1] + self._table.entries
+                self.has_overwritten = True
+            self._table.write(self.memory, index, text.encode("utf-8", "backslashreplace"), first, second)
+            self._known[key] = index
+            return index
+
+
+def recorder() -> FlightRecorder:
+    """Return the recorder of this process; it is made on first use, also where no launcher started the process."""
+    global _recorder
+    if _recorder is None:
+        with _lock:
+            if _recorder is None:
+                _recorder = _make()
+    return _recorder
+
+
+def digest(text: str) -> int:
+    """Return 8 bytes that tell a text from others."""
+    return int.from_bytes(blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).digest(), "little")
+
+
+def _make() -> FlightRecorder:
+    os.register_at_fork(after_in_child=_after_fork)
+    with suppress(LaunchError):
+        view = environment.detect()
+        rank, size = (view.rank or 0, view.size or 1) if view else (0, 1)
+        job = folder.job_name()
+        for base in folder.bases():
+            with suppress(OSError):
+                place = folder.make_job(base, job)
+                folder.remove_old_jobs(base)
+                return FlightRecorder(_free(place / f"rank-{rank}"), rank, size)
+    return FlightRecorder(None)
+
+
+def _free(path: Path) -> Path:
+    """Return a path, or another where a process that runs has it: this one was started by a rank, and has its variables."""
+    return path.with_name(f"process-{os.getpid()}") if folder.has_owner(path) else path
+
+
+def _after_fork() -> None:
+    if _recorder is not None:
+        _recorder.leave_to_parent()
+
+
+def _anonymous() -> mmap.mmap:
+    return mmap.mmap(-1, FILE_BYTES)
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    """Make a file, in place of what is there, and map it.
+
+    Raises
+    ------
+    OSError
+        If there is not room for it. Memory that is mapped without room would end the process when it is written.
+    """
+    new = path.with_name(f".new-{os.getpid()}")
+    descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, FILE_BYTES)
+        mapped = mmap.mmap(descriptor, FILE_BYTES)
+        new.replace(path)
+    except OSError:
+        new.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+    return mapped
+
+
+def _write_text(memory: memoryview, name: str, text: str) -> None:
+    start, room = TEXTS[name]
+    encoded = text.encode("utf-8", "backslashreplace")[: room - 8]
+    memory[start + 8 : start + 8 + len(encoded)] = encoded
+    memory[start : start + 8] = len(encoded).to_bytes(8, sys.byteorder)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Return whether a frame is this library's, or what Python puts between; its commands are programs that use it."""
+    name = str(frame.f_globals.get("__name__", ""))
+    return name in _BETWEEN or (name.partition(".")[0] == "mpistrat" and not name.startswith("mpistrat.tools."))

@@ -1,0 +1,98 @@
+"""The stall report: one block that says which collective has waited how long, who is in it, and what the others do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpistrat.text import format_elapsed, ranks_text
+from mpistrat.watch.states import Call, RankState
+
+__all__ = ["end_report", "stall_report"]
+
+_MOST_MISSING = 16
+
+
+def stall_report(own: RankState, states: Sequence[RankState]) -> str:
+    """Return the block, as lines.
+
+    Parameters
+    ----------
+    own : RankState
+        A rank that waits.
+    states : sequence of RankState
+        All ranks; what they called at the number that `own` waits at was looked up.
+    """
+    waiting = own.waits_in
+    assert waiting is not None, "only who waits has something to tell"
+    came = [(state, call) for state in states if (call := state.at(waiting.key)) is not None]
+    missing = [state for state in states if state.at(waiting.key) is None]
+    # those that have come, but do not run
+    held = [state for state, _ in came if state.state not in ("in", "out") or state.is_silent]
+    lines = [
+        f"rank {own.rank} ({own.node}) has waited {format_elapsed(waiting.entered_seconds_ago)} in collective "
+        f"{waiting.number}, {waiting.text}",
+        *_in_it(came),
+        *_each("missing", missing),
+        *_each("in it, but not running", held),
+    ]
+    if not missing:
+        lines.append("  no rank is missing: all have come, and what they exchange does not end")
+    lines.append(
+        "  The job waits on. `mpistrat doctor` on any of its hosts shows this at any time; MPISTRAT_TIMEOUT_SECONDS ends "
+        "such a wait with an error; MPISTRAT_STALL_SECONDS=0 turns this report off."
+    )
+    return _block(lines)
+
+
+def end_report(own: RankState, waited_seconds: float, states: Sequence[RankState]) -> str:
+    """Return the block of a rank whose program has ended, while others go on.
+
+    Parameters
+    ----------
+    own : RankState
+        That rank.
+    waited_seconds : float
+        How long ago its program has ended.
+    states : sequence of RankState
+        All ranks.
+    """
+    ended = [state.rank for state in states if state.state == "ended"]
+    return _block(
+        [
+            f"the program of rank {own.rank} ({own.node}) has ended {format_elapsed(waited_seconds)} ago; the job goes on",
+            f"  ended: {ranks_text(ended)}",
+            *_each("not ended", [state for state in states if state.state != "ended"]),
+            "  MPISTRAT_STALL_SECONDS=0 turns this report off.",
+        ]
+    )
+
+
+def _block(lines: Sequence[str]) -> str:
+    return "".join(f"mpistrat: {line}\n" for line in lines)
+
+
+def _each(what: str, states: Sequence[RankState]) -> list[str]:
+    """Return a line for each rank, but no more than a screen of them."""
+    lines = [f"  {what}: {_who(state)}: {state.doing()}" for state in states[:_MOST_MISSING]]
+    more = [state.rank for state in states[_MOST_MISSING:]]
+    return [*lines, f"  {what}, too: {ranks_text(more)}"] if more else lines
+
+
+def _in_it(came: Sequence[tuple[RankState, Call]]) -> list[str]:
+    groups: dict[tuple[str, str, bool], list[tuple[RankState, Call]]] = {}
+    for state, call in came:
+        groups.setdefault((call.text, call.line, call.left_seconds_ago is not None), []).append((state, call))
+    lines = []
+    for (text, line, has_left), members in groups.items():
+        ranks = ranks_text([state.rank for state, _ in members])
+        nodes = ", ".join(dict.fromkeys(state.node for state, _ in members))
+        since = format_elapsed(max(call.entered_seconds_ago for _, call in members))
+        what = "has left it" if has_left else "in it"
+        different = f", as {text}" if len({call.text for _, call in came}) > 1 else ""
+        lines.append(f"  {what}: {ranks} ({nodes}), since {since}{different}" + (f", from {line}" if line else ""))
+    return lines
+
+
+def _who(state: RankState) -> str:
+    place = ", ".join([*([state.node] if state.node else []), *([f"pid {state.pid}"] if state.pid else [])])
+    return f"rank {state.rank} ({place})" if place else f"rank {state.rank}"

@@ -1,0 +1,81 @@
+"""Talk: the watching threads of several nodes ask each other what their ranks do.
+
+File law: nothing here waits. A rank that is stopped takes no messages, so no rank is sent another before it has taken the last.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Message", "Talk"]
+
+Message = dict[str, Any]
+"""What one thread tells another, in terms of JSON."""
+
+_TAG = 1
+# messages to one rank that it has not taken yet
+_MOST_UNTAKEN = 4
+_ON_ITS_WAY_SECONDS = 1.0
+
+
+class Talk:
+    """Sends and receives messages.
+
+    Parameters
+    ----------
+    comm : Intracomm
+        All ranks of the job; nothing else is sent on it.
+    places : sequence of str
+        Of each rank, a name of the folder that its host's ranks share: who shares one needs no messages.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, places: Sequence[str]) -> None:
+        self.comm, self.rank, self.size = comm, comm.Get_rank(), comm.Get_size()
+        nodes: dict[str, list[int]] = {}
+        for rank, place in enumerate(places):
+            nodes.setdefault(place, []).append(rank)
+        self.own = nodes.pop(places[self.rank])
+        self.others = list(nodes.values())
+        self._untaken: dict[int, list[tuple[MPI.Request, bytes]]] = {}
+        self._arriving: list[tuple[MPI.Request, bytearray, int]] = []
+        self._sent = -math.inf
+
+    def send(self, message: Message, ranks: Iterable[int]) -> None:
+        """Send a message to some ranks, but for those that have not taken earlier ones."""
+        from mpi4py import MPI
+
+        data = json.dumps(message).encode()
+        for rank in ranks:
+            left = [(request, kept) for request, kept in self._untaken.get(rank, []) if not request.Test()]
+            if len(left) < _MOST_UNTAKEN:
+                self._sent = time.monotonic()
+                left.append((self.comm.Isend([data, MPI.BYTE], rank, _TAG), data))
+            self._untaken[rank] = left
+
+    def is_sending(self) -> bool:
+        """Return whether a message sent lately is on its way: a long one needs both ends to look after it."""
+        if time.monotonic() > self._sent + _ON_ITS_WAY_SECONDS:
+            return False
+        return any(not request.Test() for kept in self._untaken.values() for request, _ in kept)
+
+    def received(self) -> Iterator[tuple[int, Message]]:
+        """Yield the messages that have come, with their senders."""
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        while (message := self.comm.Improbe(MPI.ANY_SOURCE, _TAG, status)) is not None:
+            data = bytearray(status.Get_count(MPI.BYTE))
+            self._arriving.append((message.Irecv([data, MPI.BYTE]), data, status.Get_source()))
+        arriving, self._arriving = self._arriving, []
+        for request, data, source in arriving:
+            if request.Test():
+                yield source, json.loads(bytes(data))
+            else:
+                self._arriving.append((request, data, source))

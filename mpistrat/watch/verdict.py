@@ -1,0 +1,150 @@
+"""Is it certain that ranks can never leave the collectives that they are in? Found from what all are doing.
+
+A rank that waits in a collective waits for those that have not entered it. Where those wait themselves, for ranks that wait, or
+have ended, none of them goes on: that is certain, however fast the network is. A rank that computes, or is only slow, is none.
+
+File law: pure; what is found must be found again unchanged before anybody acts on it, for states are read one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from mpistrat.errors import AgreementError, CollectiveError, UnavailableError
+from mpistrat.text import ranks_text
+from mpistrat.watch.states import Call, Key, RankState
+
+__all__ = ["Finding", "judge", "waits_for"]
+
+_OVER = ("ended", "failed", "gone")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """That ranks wait in vain.
+
+    Attributes
+    ----------
+    key : Key
+        The collective that one of them waits in.
+    text : str
+        What to tell, on all ranks.
+    is_mismatch : bool
+        Whether ranks made different calls; otherwise one has ended.
+    mark : tuple
+        Who was where: it is found again where this is equal.
+    """
+
+    key: Key
+    text: str
+    is_mismatch: bool
+    mark: tuple[object, ...]
+
+    def error(self) -> CollectiveError:
+        """Return the error to raise."""
+        return AgreementError(self.text) if self.is_mismatch else UnavailableError(self.text)
+
+
+def judge(states: Sequence[RankState], looked_up: Collection[Key]) -> Finding | None:
+    """Return why ranks wait in vain, or None where that is not certain.
+
+    Parameters
+    ----------
+    states : sequence of RankState
+        What each rank is doing, in the order of the ranks.
+    looked_up : collection of Key
+        The collectives that were looked for in every rank's record: what is not in a state there, was not entered.
+    """
+    return _different(states) or _stuck(states, looked_up)
+
+
+def waits_for(states: Sequence[RankState], looked_up: Collection[Key]) -> dict[int, list[int]]:
+    """Return for each rank that waits which ranks have not entered the collective that it is in."""
+    waiting = {state.rank: state.waits_in for state in states}
+    return {
+        rank: [other.rank for other in states if other.state != "unknown" and other.at(call.key) is None]
+        for rank, call in waiting.items()
+        if call is not None and call.key in looked_up
+    }
+
+
+def _different(states: Sequence[RankState]) -> Finding | None:
+    """Find a collective that ranks entered with different calls, and one of them waits in."""
+    for key in sorted({call.key for state in states if (call := state.waits_in) is not None}):
+        calls = {state.rank: call for state in states if (call := state.at(key)) is not None}
+        if len({call.digest for call in calls.values()} - {0}) < 2:
+            continue
+        variants: dict[str, list[int]] = {}
+        for state in states:
+            call = calls.get(state.rank)
+            text = (call.text + (f" at {call.line}" if call.line else "")) if call else f"has not come to it: {state.doing()}"
+            variants.setdefault(text, []).append(state.rank)
+        return Finding(
+            key,
+            _told(f"collective {key[1]} of group world", variants),
+            True,
+            tuple((rank, call.digest, call.entered) for rank, call in calls.items()),
+        )
+    return None
+
+
+def _stuck(states: Sequence[RankState], looked_up: Collection[Key]) -> Finding | None:
+    """Find ranks that wait for each other, or for ranks that have ended."""
+    by_rank = {state.rank: state for state in states}
+    missing = {
+        rank: others
+        for rank, others in waits_for(states, looked_up).items()
+        if by_rank[rank].state == "in" and not _call(by_rank[rank]).is_started
+    }
+    over = {state.rank for state in states if state.state in _OVER}
+    held = {*missing, *over}
+    while True:
+        free = {rank for rank in held - over if not held.intersection(missing[rank])}
+        if not free:
+            break
+        held -= free
+    waiting = sorted(held - over)
+    if not waiting:
+        return None
+    mark = tuple((rank, _call(by_rank[rank]).key, _call(by_rank[rank]).entered) for rank in waiting)
+    reached = sorted(over.intersection(*[[other for rank in waiting for other in missing[rank]]]))
+    if reached:
+        return Finding(_call(by_rank[waiting[0]]).key, _ended(by_rank, waiting, reached), False, (*mark, *reached))
+    variants: dict[str, list[int]] = {}
+    for state in states:
+        call = state.waits_in
+        place = f"collective {call.number} of communicator {call.communicator}, {call.text}" if call else state.doing()
+        variants.setdefault(place + (f" at {call.line}" if call and call.line else ""), []).append(state.rank)
+    return Finding(_call(by_rank[waiting[0]]).key, _told("they wait for each other", variants), True, mark)
+
+
+def _told(what: str, variants: dict[str, list[int]]) -> str:
+    lines = [f"  {ranks_text(ranks)}: {text}" for text, ranks in variants.items()]
+    return (
+        f"ranks made different calls ({what}):\n"
+        + "\n".join(lines)
+        + "\nEvery rank must make the same collective calls in the same order, with the same operation, structure, "
+        "dtypes and shapes."
+    )
+
+
+def _ended(by_rank: dict[int, RankState], waiting: Sequence[int], reached: Sequence[int]) -> str:
+    calls: dict[str, list[int]] = {}
+    for rank in waiting:
+        call = _call(by_rank[rank])
+        calls.setdefault(f"collective {call.number}, {call.text}" + (f" at {call.line}" if call.line else ""), []).append(rank)
+    who = [f"  rank {rank} ({by_rank[rank].node}): {by_rank[rank].doing()}" for rank in reached]
+    where = [f"  {ranks_text(ranks)}: {text}" for text, ranks in calls.items()]
+    return (
+        f"{ranks_text(reached)} will not come to a collective that others wait in:\n"
+        + "\n".join([*who, *where])
+        + "\nEvery rank must make the same collective calls; a rank that has no data left must still take part in those of the "
+        "others."
+    )
+
+
+def _call(state: RankState) -> Call:
+    call = state.waits_in
+    assert call is not None, "it waits"
+    return call

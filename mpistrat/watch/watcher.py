@@ -1,0 +1,442 @@
+"""Watcher: a thread beside the program that knows what it waits for, tells when that takes long, and finds when it is in vain.
+
+File law: no call of MPI here blocks, and none is made before MPI runs or after it has begun to end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from mpistrat import settings, timeline
+from mpistrat.errors import CollectiveError, LaunchError, SettingError
+from mpistrat.launch import environment, exit_code
+from mpistrat.watch import takeover, trace, users
+from mpistrat.watch.layout import State
+from mpistrat.watch.neighbours import Neighbours
+from mpistrat.watch.notices import Notice, Notices
+from mpistrat.watch.reader import RankFile, Record, seconds_since
+from mpistrat.watch.recorder import FlightRecorder, recorder
+from mpistrat.watch.report import end_report, stall_report
+from mpistrat.watch.states import Key, RankState, encode, look
+from mpistrat.watch.survey import Survey, here
+from mpistrat.watch.talk import Message, Talk
+from mpistrat.watch.verdict import Finding, judge
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Watcher", "introduce", "start", "watched", "watcher"]
+
+WAKE_SECONDS = 0.25
+# a rank that waits so long looks around
+PATIENCE_SECONDS = 1.0
+LONGEST_BETWEEN_LOOKS_SECONDS = 2.0
+ANSWER_SECONDS = 0.9
+# how often to look for answers while some are missing
+POLL_SECONDS = 0.01
+# a program that has not taken the verdict, or raised what its deadline says, after so long is stuck in a call in C
+TAKE_SECONDS = 3.0
+
+LONGEST_GOODBYE_SECONDS = 5.0
+
+_WORLD = 0
+_lock = threading.Lock()
+_watcher: Watcher | None = None
+_warned: set[str] = set()
+_numbers = iter(range(2**62))
+
+
+class Watcher:
+    """The watching thread of this process. One per process, in jobs of several ranks: see `start`.
+
+    Parameters
+    ----------
+    size : int
+        How many ranks the job has.
+
+    Attributes
+    ----------
+    limit : tuple of float and callable, or None
+        When the time of the call that is under way is up, on the clock of `time.monotonic`, and what makes the error then. The
+        program raises it by itself; if it cannot, since it is in a call in C, the job is ended with it.
+    verdict : CollectiveError or None
+        Set once it is certain that ranks wait in vain: whoever waits in a collective, or enters one, is to raise it.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.verdict: CollectiveError | None = None
+        self.limit: tuple[float, Callable[[], CollectiveError]] | None = None
+        self._recorder: FlightRecorder = recorder()
+        self._own = RankFile(self._recorder.memory)
+        self._size, self._pid = size, os.getpid()
+        job = self._recorder.path.parent if self._recorder.path else Path(os.devnull)
+        self._neighbours, self._notices = Neighbours(job, self._own), Notices(job)
+        self._talk: Talk | None = None
+        self._keyval: int | None = None
+        self._wants_trace = False
+        self._main = threading.main_thread().ident
+        self._wake, self._stopping = threading.Event(), False
+        self._survey: Survey | None = None
+        self._asked: _Question | None = None
+        self._wanted: set[Key] = set()
+        self._next_look = 0.0
+        self._next_report = self._patience = _stall_seconds()
+        self._waiting: Record | None = None
+        self._suspicion: Finding | None = None
+        self._judged: tuple[float, Record] | None = None
+        self._thread = threading.Thread(target=self._run, name="mpistrat watcher", daemon=True)
+        self._thread.start()
+        atexit.register(self.end)
+
+    def raise_verdict(self) -> None:
+        """Raise the verdict, if there is one."""
+        if self.verdict is not None:
+            raise type(self.verdict)(*self.verdict.args)
+
+    def begin(self) -> None:
+        """Forget an earlier disagreement: a strategy is being made, and whoever makes it has learned of that."""
+        self._notices.ignore()
+        self._judged = None
+        self.verdict = None
+
+    def join(self, comm: MPI.Intracomm) -> None:
+        """Talk to the other nodes from here on. A collective call, the first time.
+
+        Parameters
+        ----------
+        comm : Intracomm
+            All ranks of the job; the watcher keeps it.
+        """
+        own = self._recorder
+        own.set_place(comm.Get_rank(), comm.Get_size())
+        self._size = comm.Get_size()
+        place = ""
+        if own.path is not None:
+            found = own.path.parent.stat()
+            place = f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {found.st_dev} {found.st_ino}"
+        told = comm.allgather((place or f"rank {comm.Get_rank()}", bool(settings.TIMELINE.read())))
+        self._talk = Talk(comm, [place for place, _ in told])
+        self._wants_trace = told[0][1]  # rank 0 writes it, and asks all
+        if self._wants_trace:
+            timeline.leave_to_others()
+        self._before_finalize()
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether it can talk to other nodes."""
+        return self._talk is not None
+
+    def compare(self, timeout_seconds: float = 2.0) -> list[RankState]:
+        """Ask all ranks which call they are in, and return the state of each, in their order.
+
+        Parameters
+        ----------
+        timeout_seconds : float
+            How long to wait for answers; of ranks whose node does not answer nothing is known.
+        """
+        own = self._own.last()
+        question = _Question({(own.communicator, own.number)} if own else set(), timeout_seconds)
+        self._asked = question
+        self._wake.set()
+        deadline = time.monotonic() + timeout_seconds + 1.0
+        while question.states is None and time.monotonic() < deadline:
+            question.done.wait(POLL_SECONDS)
+        return question.states or [RankState(rank) for rank in range(self._size)]
+
+    def end(self) -> None:
+        """Say that this program has ended, wait until all have, and stop; then MPI can end."""
+        if os.getpid() != self._pid or self._stopping:
+            return
+        has_failed = exit_code.ending_code() != 0
+        self._recorder.set_state(State.FAILED if has_failed else State.ENDED)
+        if self._talk is not None and _mpi_runs() and not has_failed:  # a job that fails ends now, with the code of this rank
+            self._wait_for_all(self._talk.comm)
+            if self._wants_trace:
+                trace.write_merged(self._talk.comm, self._own)
+        self._stopping = True
+        self._wake.set()
+        self._thread.join(LONGEST_GOODBYE_SECONDS)
+        if self._keyval is not None and _mpi_runs():
+            _delete(self._keyval)
+        if not has_failed:
+            self._recorder.close()
+
+    def _before_finalize(self) -> None:
+        """Have MPI call `end` first of all, where a program ends MPI itself."""
+        from mpi4py import MPI
+
+        self._keyval = MPI.Comm.Create_keyval(delete_fn=lambda comm, keyval, value: self.end())
+        MPI.COMM_SELF.Set_attr(self._keyval, None)
+
+    def _wait_for_all(self, comm: MPI.Intracomm) -> None:
+        request = comm.Ibarrier()
+        began, pause, patience = time.monotonic(), 0.0001, self._patience or math.inf
+        while not request.Test():
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
+            waited = time.monotonic() - began
+            if waited > patience:
+                patience *= 2
+                states = self.compare(ANSWER_SECONDS)
+                is_lowest = not any(state.state == "ended" for state in states[: self._own.rank])
+                if is_lowest and any(state.state != "ended" for state in states):
+                    _tell(end_report(states[self._own.rank], waited, states))
+
+    def _run(self) -> None:
+        """Watch; what goes wrong here must not end a job that may be well."""
+        try:
+            self._watch()
+        except Exception:
+            if not self._stopping and os.getpid() == self._pid:
+                print(f"mpistrat: rank {self._own.rank}: nobody watches any more:", file=sys.stderr)
+                traceback.print_exc()
+
+    def _watch(self) -> None:
+        self._recorder.note_look(users.innermost(self._program()))
+        while not self._stopping:
+            is_busy = self._survey is not None or (self._talk is not None and self._talk.is_sending())
+            self._wake.wait(POLL_SECONDS if is_busy else WAKE_SECONDS)
+            self._wake.clear()
+            if self._stopping or os.getpid() != self._pid:
+                return
+            if not is_busy:
+                self._recorder.note_look(users.innermost(self._program()))
+            self._step()
+
+    def _program(self) -> FrameType | None:
+        """Return where the main thread is."""
+        return sys._current_frames().get(self._main or 0)
+
+    def _step(self) -> None:
+        # here a process whose launcher is gone is to end itself
+        self._listen()
+        self._take_notices()
+        inside = self._own.inside()
+        waiting = next((record for record in inside if not record.is_started), inside[0] if inside else None)
+        self._follow(waiting)
+        if self._survey is not None:
+            if self._survey.is_done():
+                survey, self._survey = self._survey, None
+                self._conclude(survey, waiting)
+        elif self._asked is not None:
+            question = self._asked
+            self._survey = Survey(self._size, self._neighbours, self._talker(), question.wanted, question.seconds)
+            question.survey = self._survey
+        elif waiting is not None and time.monotonic() >= self._next_look:
+            self._look(waiting)
+
+    def _follow(self, waiting: Record | None) -> None:
+        """Note what this rank waits in now; judge, if it did not take the verdict."""
+        before, self._waiting = self._waiting, waiting
+        if waiting is None or before is None or waiting.entered != before.entered:
+            self._next_look = (waiting.entered / 1e9 if waiting else time.monotonic()) + PATIENCE_SECONDS
+            self._next_report = self._patience
+            self._suspicion, self._wanted = None, set()
+        limit = self.limit
+        if limit is not None and waiting is not None and time.monotonic() > limit[0] + TAKE_SECONDS:
+            self.limit = None
+            takeover.end_job(limit[1](), self._program(), self._own)
+        if self.verdict is None or waiting is None or waiting.is_started:
+            self._judged = None
+        elif self._judged is None or self._judged[1].entered != waiting.entered:
+            self._judged = time.monotonic(), waiting
+        elif time.monotonic() > self._judged[0] + TAKE_SECONDS:
+            self._judged = math.inf, waiting
+            takeover.end_job(self.verdict, self._program(), self._own)
+
+    def _look(self, waiting: Record) -> None:
+        """Begin to look around; of the ranks of a host that wait, one does."""
+        waited = seconds_since(waiting.entered)
+        self._next_look = time.monotonic() + min(max(WAKE_SECONDS, waited / 8), LONGEST_BETWEEN_LOOKS_SECONDS)
+        if self._patience and waited < self._next_report:
+            self._next_look = min(self._next_look, time.monotonic() + self._next_report - waited)
+        is_overdue = bool(self._patience) and waited >= self._next_report
+        wanted = {*self._wanted, (waiting.communicator, waiting.number)}
+        if self._speaks():
+            self._survey = Survey(self._size, self._neighbours, self._talker(), wanted, ANSWER_SECONDS, is_overdue)
+        elif is_overdue:
+            self._put_off_report(waited)
+
+    def _speaks(self) -> bool:
+        """Return whether this is the lowest rank of its host that waits."""
+        return not any(_tells(look(file)) for file in self._neighbours.files() if file.rank < self._own.rank)
+
+    def _talker(self) -> Talk | None:
+        return self._talk if self._talk is not None and _mpi_runs() else None
+
+    def _conclude(self, survey: Survey, waiting: Record | None) -> None:
+        states = survey.states()
+        question = self._asked
+        if question is not None and question.survey is survey:
+            self._asked = None
+            question.states = states
+            question.done.set()
+        known, self._wanted = survey.keys, {call.key for state in states if (call := state.waits_in) is not None}
+        if waiting is None or seconds_since(waiting.entered) < PATIENCE_SECONDS:
+            return
+        finding = judge(states, known)
+        if finding is not None and self._suspicion is not None and finding.mark == self._suspicion.mark:
+            if self.verdict is None:
+                self._post(finding)
+        elif finding is not None:
+            self._next_look = time.monotonic() + WAKE_SECONDS
+        self._suspicion = finding
+        waited = seconds_since(waiting.entered)
+        if self._patience and waited >= self._next_report:
+            self._put_off_report(waited)
+            # on other hosts others have waited as long
+            if not any(_tells(state) for state in states[: self._own.rank]):
+                _tell(stall_report(states[self._own.rank], states))
+
+    def _put_off_report(self, waited: float) -> None:
+        while self._next_report <= waited:
+            self._next_report *= 2
+
+    def _post(self, finding: Finding) -> None:
+        notice = Notice(f"{finding.key[0]}-{finding.key[1]}", finding.text, finding.is_mismatch)
+        self._notices.post(notice)
+        talk = self._talker()
+        if talk is not None:
+            talk.send({"notice": notice.encode()}, [rank for ranks in talk.others for rank in ranks])
+        self._take_notices()
+
+    def _take_notices(self) -> None:
+        if self.verdict is None:
+            notice = self._notices.first()
+            if notice is not None:
+                self.verdict = notice.error()
+
+    def _listen(self) -> None:
+        talk = self._talker()
+        if talk is None:
+            return
+        for source, message in talk.received():
+            if "ask" in message:
+                talk.send(self._answer(message), [source])
+            elif "tell" in message and self._survey is not None:
+                self._survey.take(message)
+            elif "notice" in message:
+                self._notices.post(Notice.decode(message["notice"]))
+
+    def _answer(self, question: Message) -> Message:
+        expected = self._talk.own if self._talk is not None and question["is_thorough"] else ()
+        states, _ = here(self._neighbours, [(first, second) for first, second in question["wanted"]], expected)
+        return {"tell": question["ask"], "states": encode(states)}
+
+
+class _Question:
+    """What the program asks its watching thread."""
+
+    def __init__(self, wanted: set[Key], seconds: float) -> None:
+        self.wanted, self.seconds = wanted, seconds
+        self.survey: Survey | None = None
+        self.states: list[RankState] | None = None
+        self.done = threading.Event()
+
+
+def watcher() -> Watcher | None:
+    """Return the watcher of this process, or None where there is none: in a process that is not one of several ranks."""
+    return _watcher
+
+
+def introduce(node: str) -> None:
+    """Note what the node of this rank is called; rank 0 warns of variables that look like settings, and are none. Once."""
+    mine = recorder()
+    mine.set_node(node)
+    if RankFile(mine.memory).rank == 0:
+        for name, near in settings.misspelt().items():
+            if near and name not in _warned:  # others may be a program's own
+                _warned.add(name)
+                _tell(f"mpistrat: {settings.misspelt_text(name, near)}\n")
+
+
+def start(size: int | None = None) -> Watcher | None:
+    """Start the watcher of this process in a job of several ranks, unless it runs, and return it.
+
+    Parameters
+    ----------
+    size : int, optional
+        How many ranks the job has; by default what the launcher says.
+    """
+    global _watcher
+    with _lock:
+        if size is None:
+            size = _promised_size()
+        if _watcher is None and size > 1:
+            _watcher = Watcher(size)
+            os.register_at_fork(after_in_child=_after_fork)
+        return _watcher
+
+
+def _after_fork() -> None:
+    """Forget the watcher: a forked child has no watching thread, and no place in the job."""
+    global _watcher
+    _watcher = None
+
+
+@contextmanager
+def watched(text: str) -> Iterator[None]:
+    """Record a collective of all ranks that belongs to no strategy, such as making one.
+
+    Parameters
+    ----------
+    text : str
+        The call, in the same words on all ranks.
+    """
+    mine = recorder()
+    slot = mine.enter(_WORLD, next(_numbers), mine.intern(text.partition("(")[0], "", "", 0, "", text))
+    try:
+        yield
+    except BaseException:
+        mine.fail(slot)
+        raise
+    mine.leave(slot)
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(text)  # at once, so that lines of several ranks do not mix
+    sys.stderr.flush()
+
+
+def _tells(state: RankState) -> bool:
+    """Return whether a rank waits, and its watching thread can tell so."""
+    return state.state == "in" and not state.is_silent and state.entered_seconds_ago > PATIENCE_SECONDS
+
+
+def _delete(keyval: int) -> None:
+    """Have MPI call nothing of ours when it ends: Python has by then."""
+    from mpi4py import MPI
+
+    MPI.COMM_SELF.Delete_attr(keyval)
+    MPI.Comm.Free_keyval(keyval)
+
+
+def _promised_size() -> int:
+    try:
+        view = environment.detect()
+    except LaunchError:
+        return 1
+    return view.size or 1 if view else 1
+
+
+def _stall_seconds() -> float:
+    try:
+        return settings.STALL_SECONDS.read()
+    except SettingError:
+        return settings.STALL_SECONDS.default
+
+
+def _mpi_runs() -> bool:
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()

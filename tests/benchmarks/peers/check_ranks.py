@@ -1,0 +1,40 @@
+"""Calls of one array, one after the other, as a program makes them that does nothing else: to see what a setting costs."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from turns import serve
+
+import mpistrat
+
+strategy = mpistrat.MultiWorkerMirroredStrategy()
+comm = strategy.extended.collectives.hierarchy.world_group.comm
+context = mpistrat.get_replica_context
+_LEAST_SECONDS, _MOST_CALLS = 0.03, 5000
+
+
+def seconds_of_a_call(nbytes: int) -> float:
+    """Return how long a call takes, as the mean of a block of calls, and as the slowest rank sees it."""
+    value = np.full(nbytes // 8, comm.rank + 1.0)
+    for _ in range(3):
+        total = context().all_reduce("sum", value)
+    if not (total == comm.size * (comm.size + 1) / 2).all():
+        raise AssertionError(f"a wrong sum of {nbytes} bytes")
+    each = comm.allreduce(_block(value, 2), max)
+    calls = min(max(int(_LEAST_SECONDS / each), 1), _MOST_CALLS)
+    _block(value, min(calls, 50))
+    return float(comm.allreduce(_block(value, calls), max))
+
+
+def _block(value: np.ndarray, calls: int) -> float:
+    comm.Barrier()
+    begun = time.perf_counter()
+    for _ in range(calls):
+        context().all_reduce("sum", value)
+    return (time.perf_counter() - begun) / calls
+
+
+if __name__ == "__main__":
+    strategy.run(lambda: serve(comm.rank, {"mpistrat": mpistrat.__version__}, {}, {"seconds_of_a_call": seconds_of_a_call}))

@@ -1,0 +1,17 @@
+"""Programs in which ranks disagree, run by the hundred: who is told, who computes on, and whose memory changes.
+
+A kind is a small function in which one rank, the odd one, does something else than the others. A case is a kind, a number of
+elements, and whether the same calls were made before without an odd rank (warm) or not. A job runs many cases, one after the
+other, each with a strategy of its own; one that dies or stands still is ended, and a new one takes the next case.
+
+From the command line, in the top folder of a checkout::
+
+    python -m tests.disagreements --list
+    python -m tests.disagreements --shape 2x2 --kind longer --size 300000 --warm
+    python -m tests.disagreements --shape 1x2 --kind 'dtype_*' --set MPISTRAT_CHECK=off
+    python -m tests.disagreements --shape hosts:2+2
+
+Without ``--kind``, ``--size``, ``--warm`` or ``--first`` all of them are run. Shapes are those of ``mpistrat run --nodes``,
+``1x2`` being this machine as it is, and ``hosts:2+2``: so many ranks on each host of a lab. Each case is printed with its class
+(see `verdicts`) and with what each rank did; an exclamation mark and the exit code 1 tell of one that is not as it must be.
+"""

@@ -1,0 +1,192 @@
+"""Twelve ways in which a rank does not come, as a user's program has them, and what the stall report must say of each."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tests.disagreements.places import Folder, Place, default_environment, script
+from tests.disagreements.verdicts import missing_in_report, ranks_named
+
+__all__ = ["HANGS", "ODD", "WAITS", "Found", "Hang", "find_report"]
+
+ODD = 1  # the rank that does not come
+_NAME = "job.py"
+_LIMIT_SECONDS = 12.0
+
+_PROLOGUE = """
+import os, signal, sys, threading, time
+import numpy as np
+from mpi4py import MPI
+import mpistrat
+
+strategy = mpistrat.MultiWorkerMirroredStrategy()
+is_odd = strategy.extended.collectives.rank == 1
+
+
+def step(count=10):
+    return mpistrat.get_replica_context().all_reduce("sum", np.ones(count))
+
+
+strategy.run(step)
+strategy.run(step, args=(300_000,))
+"""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A program in which the others wait for one rank.
+
+    Attributes
+    ----------
+    text : str
+        What comes after the first steps; the report must name one of the lines that end with ``# here``.
+    any_line : bool
+        Whether any line of the program will do: the rank cannot say any more where it is.
+    or_told : bool
+        Whether the calls can be compared: then an AgreementError that names the rank is as good.
+    """
+
+    text: str
+    any_line: bool = False
+    or_told: bool = False
+
+    @property
+    def program(self) -> str:
+        """The whole program."""
+        return _PROLOGUE + textwrap.dedent(self.text)
+
+    @property
+    def lines(self) -> set[str]:
+        """The lines that the report may name."""
+        lines = enumerate(self.program.splitlines(), 1)
+        return {f"{_NAME}:{number}" for number, line in lines if line.endswith("# here") or self.any_line}
+
+
+def _instead(text: str, **how: Any) -> Hang:
+    return Hang(f"if is_odd:\n{textwrap.indent(textwrap.dedent(text).strip(), '    ')}\nstrategy.run(step)\n", **how)
+
+
+HANGS: dict[str, Hang] = {
+    "computes": _instead("total = 0\nwhile True:  # here\n    total += 1  # here"),
+    "sleeps in C": _instead("time.sleep(3600)  # here"),
+    "reads a pipe": _instead("os.read(os.pipe()[0], 1)  # here"),
+    "stopped": _instead("os.kill(os.getpid(), signal.SIGSTOP)  # here", any_line=True),
+    "in a lock": _instead("lock = threading.Lock()\nlock.acquire()\nlock.acquire()  # here"),
+    "in a second strategy": Hang(
+        """
+        second = mpistrat.MultiWorkerMirroredStrategy()
+        if is_odd:
+            second.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.ones(3)))  # here
+        strategy.run(step)
+        """
+    ),
+    "in MPI's own barrier": _instead("MPI.COMM_WORLD.Barrier()  # here"),
+    "ended": _instead("sys.exit(0)  # here", any_line=True),
+    "makes a variable": _instead("with strategy.scope():\n    mpistrat.Variable(np.ones(10))  # here", or_told=True),
+    "makes a strategy": _instead("mpistrat.MultiWorkerMirroredStrategy()  # here", or_told=True),
+    "closes": _instead("strategy.close()  # here\nsys.exit(0)  # here", or_told=True),
+    "in a data generator": Hang(
+        """
+        def batches():
+            yield np.ones(2)
+            if is_odd:
+                time.sleep(3600)  # here
+            while True:
+                yield np.ones(2)
+
+
+        for batch in strategy.distribute_datasets_from_function(lambda context: batches()):  # here
+            strategy.run(step)
+        """
+    ),
+}
+
+
+def _waiting(text: str) -> Hang:
+    return Hang("if is_odd:\n    time.sleep(3600)  # here\n" + textwrap.dedent(text))
+
+
+# What the others can be in while a rank sleeps.
+WAITS: dict[str, Hang] = {
+    "large all_reduce": _waiting("strategy.run(step, args=(300_000,))"),
+    "first all_reduce of a shape": _waiting("strategy.run(step, args=(70_000,))"),
+    "all_gather": _waiting("strategy.run(lambda: mpistrat.get_replica_context().all_gather(np.ones(3), 0))"),
+    "barrier": _waiting("strategy.run(lambda: mpistrat.get_replica_context().barrier())"),
+    "strategy.reduce": _waiting("strategy.reduce('sum', strategy.run(lambda: np.ones(2)), axis=None)"),
+    "wait of a started all_reduce": _waiting(
+        """
+        def started():
+            mpistrat.get_replica_context().start_all_reduce("sum", np.ones(300_000)).wait()
+
+        strategy.run(started)
+        """
+    ),
+    "making a variable": _waiting("with strategy.scope():\n    mpistrat.Variable(np.ones(10))"),
+    "making a strategy": _waiting("mpistrat.MultiWorkerMirroredStrategy()"),
+    "close": _waiting("strategy.close()"),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found on stderr of a job.
+
+    Attributes
+    ----------
+    line : str
+        Which line the report named; empty where it did not name one that it may.
+    told : bool
+        Whether the ranks were told that their calls differ.
+    seconds : float
+        From the start of the job on.
+    output : str
+        All of it.
+    """
+
+    line: str
+    told: bool
+    seconds: float
+    output: str
+
+    def is_right(self, hang: Hang) -> bool:
+        """Return whether that is what it should be."""
+        return bool(self.line) or (self.told and hang.or_told)
+
+
+def find_report(place: Place, hang: Hang, settings: Mapping[str, str] | None = None) -> Found:
+    """Run a program, and return what it reports of the rank that does not come; then end it.
+
+    Parameters
+    ----------
+    place : Place
+        Where.
+    hang : Hang
+        The program.
+    settings : mapping, optional
+        Environment variables beside the default ones.
+    """
+    folder = Folder()
+    environment = default_environment({"MPISTRAT_STALL_SECONDS": "1", **(settings or {})})
+    program, begun = folder.path / _NAME, time.monotonic()
+    program.write_text(hang.program)
+    try:
+        with (folder.path / "output").open("wb") as stream:
+            process = place.start(script(program), environment, stream)
+        try:
+            while True:
+                ended = process.poll() is not None
+                output = (folder.path / "output").read_text(errors="replace")
+                line = next((line for line in missing_in_report(output, ODD) if line in hang.lines), "")
+                told = "AgreementError" in output and ODD in ranks_named(output)
+                seconds = time.monotonic() - begun
+                if line or ended or seconds > _LIMIT_SECONDS:
+                    return Found(line, told, seconds, output)
+                time.sleep(0.1)
+        finally:
+            place.end(process)
+    finally:
+        folder.remove()

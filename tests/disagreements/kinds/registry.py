@@ -1,0 +1,84 @@
+"""The kinds: what each is, which cases there are of it, and how its cases may end."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from tests.disagreements.case import Case
+
+__all__ = ["KINDS", "LARGE", "MAY_BE_RIGHT", "SIZES", "Kind", "kind", "legal"]
+
+SIZES = (1, 10, 20_000, 300_000)
+LARGE = (*SIZES, 4_000_000)
+TOLD = frozenset({"told"})
+MAY_BE_RIGHT = frozenset({"right", "told"})  # ranks differ in what need not change a result
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to disagree.
+
+    Attributes
+    ----------
+    name : str
+        Of the function.
+    family : str
+        What it belongs to, for tables.
+    run : callable
+        Makes the calls of one rank.
+    sizes : tuple of int
+        Numbers of elements it is tried with.
+    allowed : frozenset of str
+        Classes that a case may end in.
+    alone : bool
+        Whether the program ends in it: each case has a job of its own.
+    rewarm : bool
+        Whether a warm case makes the kind's own calls before; else it makes others.
+    min_ranks : int
+        How many ranks it takes.
+    says : str
+        A pattern of what must be on stderr where the program ends in it.
+    """
+
+    name: str
+    family: str
+    run: Callable[[Case], None]
+    sizes: tuple[int, ...]
+    allowed: frozenset[str]
+    alone: bool
+    rewarm: bool
+    min_ranks: int
+    says: str
+
+    @property
+    def text(self) -> str:
+        """What the function says of itself."""
+        return (self.run.__doc__ or "").strip()
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def kind(
+    family: str,
+    *,
+    sizes: tuple[int, ...] = SIZES,
+    allowed: Collection[str] = TOLD,
+    alone: bool = False,
+    rewarm: bool = True,
+    min_ranks: int = 2,
+    says: str = r"AgreementError|UnavailableError|DeadlineExceededError",
+) -> Callable[[Callable[[Case], None]], Callable[[Case], None]]:
+    """Enter a function as a kind under its name."""
+
+    def enter(run: Callable[[Case], None]) -> Callable[[Case], None]:
+        name = run.__name__
+        KINDS[name] = Kind(name, family, run, sizes, frozenset(allowed), alone, rewarm and not alone, min_ranks, says)
+        return run
+
+    return enter
+
+
+legal = functools.partial(kind, "legal", allowed={"right"})

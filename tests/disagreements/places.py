@@ -1,0 +1,113 @@
+"""Where a job runs: on this machine, in nodes of a shape that ranks pretend, or on the hosts of a lab."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from mpistrat.launch.mpiexec import command
+from mpistrat.topology.world import World
+from tests.hosts import lab
+from tests.processes import kill_session
+
+__all__ = ["HOSTS", "Folder", "Place", "default_environment", "rank_program", "script"]
+
+HOSTS = "hosts:"
+_ROOT = Path(__file__).parents[2]
+
+
+def default_environment(settings: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a program of which nobody has set anything, but for the settings given."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MPISTRAT_")}
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return {**kept, **threads, "PYTHONPATH": str(_ROOT), **settings}
+
+
+class Place:
+    """Ranks in a shape: ``2x2`` and ``3+1`` are nodes on this machine, ``1x4`` is the machine, ``hosts:2+2`` a lab's hosts.
+
+    Parameters
+    ----------
+    shape : str
+        The shape.
+
+    Attributes
+    ----------
+    size : int
+        How many ranks.
+    """
+
+    def __init__(self, shape: str) -> None:
+        self.shape = shape
+        self._hosts = shape.removeprefix(HOSTS).split("+") if shape.startswith(HOSTS) else []
+        world = World.from_shape(shape.removeprefix(HOSTS) if not self._hosts or "x" in shape else "+".join(self._hosts))
+        self.size, self._local_sizes = world.size, world.local_sizes
+        self._lab: lab.Lab | None = None
+
+    def missing(self) -> str:
+        """Return why jobs cannot run here, or an empty text."""
+        return lab.missing() if self._hosts else ""
+
+    def start(self, argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]) -> subprocess.Popen[bytes]:
+        """Start a program on all ranks; all it prints goes to `output`."""
+        if self._hosts:
+            started, variables = self._in_lab(argv)
+        else:
+            nodes = self.shape if len(self._local_sizes) > 1 else ""
+            started, variables = command(self.size, argv, nodes, environ=environment)
+        return subprocess.Popen(
+            started,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**environment, **variables},
+            start_new_session=True,
+        )
+
+    def end(self, process: subprocess.Popen[bytes]) -> None:
+        """End a job with all its processes."""
+        if self._lab is not None and process.poll() is None:
+            self.close()  # what runs on other hosts is not of the launcher's session
+        kill_session(process.pid)
+        process.wait()
+
+    def close(self) -> None:
+        """Give back what jobs ran on."""
+        if self._lab is not None:
+            self._lab.close()
+            self._lab = None
+
+    def _in_lab(self, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+        if self._lab is None:
+            self._lab = lab.Lab(len(self._local_sizes)).__enter__()
+        started, variables = self._lab.mpirun(self.size, "+".join(map(str, self._local_sizes)), argv)
+        inside = self._lab.environment(**variables)
+        added = {name: inside[name] for name in ("PATH", "LAB_FOLDER", *variables)}
+        return self._lab.on(self._lab.hosts[0], started), added
+
+
+def rank_program(module: str) -> list[str]:
+    """Return the command of a rank that runs a module of the tests."""
+    return [sys.executable, "-m", module]
+
+
+def script(path: Path) -> list[str]:
+    """Return the command of a rank that runs a script."""
+    return [sys.executable, str(path)]
+
+
+class Folder:
+    """A folder of a job, which is removed with it."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="disagree-"))
+
+    def remove(self) -> None:
+        """Remove it."""
+        shutil.rmtree(self.path, ignore_errors=True)

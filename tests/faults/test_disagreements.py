@@ -1,0 +1,49 @@
+"""Ranks disagree, with default settings: each is told, nothing is computed on, and nobody's memory changes.
+
+A selection of what ``python -m tests.benchmarks safety`` runs in full; ``python -m tests.disagreements`` runs single cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from tests.disagreements.case import Plan
+from tests.disagreements.job import run_cases
+from tests.disagreements.places import Place
+from tests.disagreements.plans import drawn_plans, quick_plans
+
+_PATIENCE_SECONDS = 8.0
+_ENOUGH = 12  # failures; each of them may have stood still for a while
+# which part of all kinds is tried in a shape, with one or two cases each
+_SHARES = {"1x2": 0.3, "2x2": 0.12, "1x4": 0.08, "3+1": 0.08, "hosts:2+2": 0.04}
+
+
+def check(shape: str, plans: Iterable[Plan]) -> None:
+    """Run cases, and fail with those that did not end as they must."""
+    wrong = []
+    # longer than it takes to find out that ranks differ, so that a report does not come first
+    for done in run_cases(shape, plans, {"MPISTRAT_STALL_SECONDS": "3"}, _PATIENCE_SECONDS):
+        if not done.is_allowed:
+            wrong.append(str(done))
+        if len(wrong) >= _ENOUGH:
+            break
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("shape", _SHARES)
+def test_ranks_that_disagree_are_told(shape: str) -> None:
+    place = Place(shape)
+    if place.missing():
+        pytest.skip(place.missing())
+    check(shape, quick_plans(place.size, share=_SHARES[shape]))
+
+
+@pytest.mark.parametrize("shape", ["1x2", "2+1", "2x2", "1x4"])
+def test_one_disagreement_in_a_random_program_is_told(shape: str) -> None:
+    check(shape, drawn_plans("drawn_program", Place(shape).size, 8, 100_000))
+
+
+def test_no_pair_of_calls_changes_memory_of_others() -> None:
+    check("1x2", drawn_plans("drawn_pair", 2, 100, 100_000))

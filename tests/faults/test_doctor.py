@@ -1,0 +1,134 @@
+"""`mpistrat doctor` from another shell: of a job that hangs, of one that was killed, and of none."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpistrat.launch.mpiexec import command
+from tests.processes import kill_session, run_bounded, until
+
+DOCTOR = (sys.executable, "-m", "mpistrat", "doctor")
+SECONDS = 60.0
+
+PROGRAM = """
+import os, sys, time
+from pathlib import Path
+import numpy as np
+import mpistrat
+
+strategy = mpistrat.MultiWorkerMirroredStrategy()
+
+def step():
+    return mpistrat.get_replica_context().all_reduce("sum", np.ones(3))
+
+def load():
+    time.sleep(1000)
+
+strategy.run(step)
+rank = strategy.extended.collectives.rank
+Path(f"pid{rank}").write_text(str(os.getpid()))
+if rank == 1:
+    load()
+strategy.run(step)
+"""
+LOAD, STEP = (
+    1 + PROGRAM.splitlines().index("    time.sleep(1000)"),
+    1 + PROGRAM.splitlines().index('    return mpistrat.get_replica_context().all_reduce("sum", np.ones(3))'),
+)
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a job of three ranks in which two wait for the other."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    argv, extra = command(3, [sys.executable, "train.py"])
+    process = subprocess.Popen(
+        argv, env={**os.environ, **extra}, cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        assert until(lambda: len(list(tmp_path.glob("pid*"))) == 3, SECONDS)
+        time.sleep(1.5)
+        yield process
+    finally:
+        kill_session(process.pid)
+        process.wait()
+
+
+def doctor(*words: str) -> dict[str, Any]:
+    done = run_bounded([*DOCTOR, *words, "--json"], SECONDS)
+    assert done.returncode == 0, done.stderr
+    [job] = json.loads(done.stdout)
+    return dict(job)
+
+
+def pids(folder: Path) -> list[int]:
+    return [int((folder / f"pid{rank}").read_text()) for rank in range(3)]
+
+
+def test_it_shows_who_waits_for_whom_and_where_they_are(hanging: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    job = doctor(str(hanging.pid))
+    assert (job["size"], job["is_running"], job["finding"]) == (3, True, "")
+    assert [(rank["rank"], rank["pid"], rank["state"]) for rank in job["ranks"]] == [
+        (rank, pid, state) for (rank, pid), state in zip(enumerate(pids(tmp_path)), ("in", "out", "in"), strict=True)
+    ]
+    assert job["waits_for"] == {"0": [1], "2": [1]}
+    assert f"train.py:{LOAD} (load)" in job["ranks"][1]["now_at"]
+    assert f"train.py:{STEP} (step)" in job["ranks"][0]["calls"][0]["line"]
+    assert doctor(str(pids(tmp_path)[1]))["job"] == doctor(job["job"])["job"] == job["job"]
+    report = run_bounded([*DOCTOR, job["job"]], SECONDS).stdout
+    assert "ranks 0, 2 wait for rank 1\n" in report + "\n"
+    assert f"train.py:{LOAD} (load)" in report
+
+
+def test_it_tells_a_rank_that_is_stopped(hanging: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    os.kill(pids(tmp_path)[1], signal.SIGSTOP)
+    assert until(lambda: doctor(str(hanging.pid))["ranks"][1]["state"] == "stopped", 10.0)
+
+
+def test_it_answers_within_two_seconds_of_its_own(hanging: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]) -> None:
+    started = time.monotonic()
+    doctor(str(hanging.pid))
+    seconds = time.monotonic() - started
+    with capsys.disabled():
+        print(f"\nmpistrat doctor: {seconds:.2f} s", end="")
+    assert seconds < 10  # a bound for a crowded machine
+
+
+def test_it_reads_what_a_job_has_left_that_was_killed(hanging: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    name = doctor(str(hanging.pid))["job"]
+    for pid in pids(tmp_path):
+        os.kill(pid, signal.SIGKILL)
+    hanging.wait(SECONDS)
+    job = doctor(name)
+    assert not job["is_running"]
+    assert [rank["state"] for rank in job["ranks"]] == ["gone"] * 3
+    assert f"train.py:{LOAD} (load)" in job["ranks"][1]["now_at"]
+    assert job["waits_for"] == {}  # nobody is left to wait
+    assert f"train.py:{LOAD} (load)" in run_bounded([*DOCTOR, name], SECONDS).stdout
+
+
+def test_a_job_that_there_is_not_is_an_error() -> None:
+    done = run_bounded([*DOCTOR, "no-such-job"], SECONDS)
+    assert done.returncode == 2
+    assert "no job of this user here is called 'no-such-job', or has such a process" in done.stderr
+
+
+def test_without_jobs_it_says_so(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from mpistrat.watch import folder; "
+        f"folder.bases = lambda: [Path({str(tmp_path / 'none')!r})]; "
+        "from mpistrat.tools.cli import main; sys.exit(main(['doctor']))"
+    )
+    done = run_bounded([sys.executable, "-c", program], SECONDS)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith("no job of mpistrat of this user runs on this host")

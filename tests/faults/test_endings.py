@@ -1,0 +1,266 @@
+"""Exits, killed launchers, forks and subprocesses: what ends, what does not, and with which code."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mpistrat.launch.mpiexec import command
+from mpistrat.testing.processes import kill_session
+from tests.faults.jobs import PROLOGUE, Ended, ended
+from tests.processes import until
+
+Job = Callable[..., Ended]
+
+LIMIT_SECONDS = 5.0
+QUIET_FORK = {"OMPI_MCA_mpi_warn_on_fork": "0"}
+
+EXIT_ON_RANK_1 = """
+    from sys import exit as leave
+    if comm.rank == 1:
+        note_fault()
+        {fault}
+    mine.Barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        ("sys.exit(3)", 3),
+        ("leave(4)", 4),
+        ("raise SystemExit(5)", 5),
+        ("exit(6)", 6),
+        ("sys.exit('no such file')", 1),
+        ("__import__('argparse').ArgumentParser().error('what?')", 2),
+        ("threading.Thread(target=sys.exit, args=(7,)).start(); time.sleep(20)", 7),
+    ],
+)
+def test_an_exit_of_one_rank_ends_the_job_with_its_code(job: Job, fault: str, code: int) -> None:
+    ended = job(2, EXIT_ON_RANK_1.format(fault=fault))
+    assert ended.code == code
+    assert ended.seconds < LIMIT_SECONDS
+    assert "Traceback" not in ended.stderr
+    assert not ended.leftovers()
+
+
+def test_an_exit_of_one_rank_runs_its_exit_handlers_and_prints_all_that_was_printed(job: Job) -> None:
+    program = """
+        import atexit
+        atexit.register(lambda: print("saved"))
+        print("x" * 100_000)
+        sys.exit(3 if comm.rank else 0)
+    """
+    ended = job(2, program)
+    assert (ended.code, ended.stdout.count("saved")) == (3, 2)
+    assert ended.stdout.count("x") == 200_000
+
+
+@pytest.mark.parametrize("end", ["sys.exit()", "sys.exit(0)", "raise SystemExit", "sys.exit(False)"])
+def test_an_exit_that_says_nothing_is_wrong_ends_normally(job: Job, end: str) -> None:
+    program = f"""
+        try:
+            sys.exit(4)
+        except SystemExit as caught:
+            assert caught.code == 4
+        thread = threading.Thread(target=sys.exit)
+        thread.start(), thread.join()
+        mine.Barrier()
+        {end}
+    """
+    ended = job(2, program)
+    assert (ended.code, ended.stderr) == (0, "")
+
+
+def test_ctrl_c_on_all_ranks_is_one_line(job: Job) -> None:
+    ended = job(3, "mine.Barrier(); note_fault(); signal.raise_signal(signal.SIGINT); time.sleep(20)")
+    assert ended.code == 130
+    assert ended.seconds < LIMIT_SECONDS
+    assert [line.partition("] ")[2] for line in ended.marked] == ["interrupted"]
+    assert "Traceback" not in ended.stderr
+
+
+def test_sigterm_of_one_rank_ends_the_job(job: Job) -> None:
+    ended = job(2, EXIT_ON_RANK_1.format(fault="os.kill(os.getpid(), signal.SIGTERM); time.sleep(20)"))
+    assert ended.code in (143, 15)  # Open MPI's, MPICH's
+    assert ended.seconds < LIMIT_SECONDS
+    assert not ended.leftovers()
+
+
+@pytest.mark.parametrize("wrapper", [[], ["sh", "-c", '"$@"; true', "sh"]], ids=["", "in a shell"])
+@pytest.mark.parametrize("occupation", ["time.sleep(30)", "while True: pass", "mine.Recv(bytearray(1), source=0)"])
+def test_where_the_launcher_is_killed_the_ranks_end(tmp_path: Path, wrapper: list[str], occupation: str) -> None:
+    (tmp_path / "pid").mkdir()
+    program = f"if comm.rank == 0: Path('up').touch()\n{occupation}"
+    (tmp_path / "job.py").write_text(PROLOGUE + program)
+    argv, extra = command(2, [*wrapper, sys.executable, "job.py"])
+    with (tmp_path / "out").open("w") as out:
+        launcher = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            cwd=tmp_path,
+            env={**os.environ, **extra},
+            start_new_session=True,
+        )
+        try:
+            assert until((tmp_path / "up").exists, 30)
+            launcher.kill()
+            launcher.wait()
+            done = subprocess.CompletedProcess(argv, -signal.SIGKILL, "", "")
+            assert not ended(done, tmp_path).leftovers()
+        finally:
+            kill_session(launcher.pid)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("end", "code"), [("sys.exit(7)", 7), ("sys.exit()", 0), ("1 // 0", 1), ("os.kill(os.getpid(), 9)", -9)]
+)
+def test_a_forked_child_ends_alone(job: Job, num_ranks: int, end: str, code: int) -> None:
+    program = f"""
+        import atexit
+        pid = os.getpid()
+        atexit.register(lambda: print("the rank's handler" if os.getpid() == pid else "no child's business"))
+        if not (child := os.fork()):
+            from mpistrat.launch import forks
+            assert forks.in_child
+            print(forks.refused("all_reduce(SUM)"))
+            atexit.register(lambda: print("the child's handler"))
+            {end}
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == {code}
+        time.sleep(0.2)
+        mine.Barrier()
+        total = mine.allreduce(1)
+        assert total == comm.size, total
+    """
+    ended = job(num_ranks, program, **QUIET_FORK)
+    assert ended.code == 0, ended.stderr
+    assert ended.stdout.count("the rank's handler") == num_ranks
+    assert "no child's business" not in ended.stdout
+    assert ended.stdout.count("the child's handler") == (num_ranks if code >= 0 else 0)
+    if code >= 0:
+        assert "all_reduce(SUM) was called in a process that was forked from rank 0 (process " in ended.stdout
+
+
+INNER = """
+import os
+{before}
+from mpistrat.launch.bootstrap import start
+from mpistrat.launch.environment import detect
+comm = start()
+print("inner", comm.allreduce(1), detect() is None, os.environ.get("MPISTRAT_VIRTUAL_NODES"))
+"""
+
+SUBPROCESS = """
+    import subprocess
+    Path(f"inner{{comm.rank}}.py").write_text({inner!r})
+    done = subprocess.run([{python}, f"inner{{comm.rank}}.py"], capture_output=True, text=True, timeout=30)
+    print(done.stdout, done.stderr)
+    mine.Barrier()
+"""
+
+
+@pytest.mark.parametrize("python", ["sys.executable", "'sh', '-c', '\"$@\"; true', 'sh', sys.executable"])
+def test_a_program_that_a_rank_starts_is_not_a_rank(job: Job, python: str) -> None:
+    ended = job(2, SUBPROCESS.format(python=python, inner=INNER.format(before="")), MPISTRAT_VIRTUAL_NODES="1+1")
+    assert ended.code == 0, ended.stderr
+    assert ended.stdout.count("inner 1 True None") == 2, ended.stdout
+    assert ended.stdout.count("whose launcher's variables it has inherited; it is not a rank, and computes alone.") == 2
+
+
+def test_a_program_that_a_rank_starts_and_that_starts_mpi_first_is_refused(job: Job) -> None:
+    before = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
+    ended = job(2, SUBPROCESS.format(python="sys.executable", inner=INNER.format(before=before)))
+    assert ended.stdout.count("LaunchError: process ") == 2, ended.stdout
+
+
+def test_a_job_that_a_rank_starts_is_a_job_of_its_own(job: Job) -> None:
+    program = f"""
+        if comm.rank == 0:
+            import subprocess
+            from mpistrat.launch.mpiexec import command
+            Path("inner.py").write_text({INNER.format(before="")!r})
+            argv, extra = command(2, [sys.executable, "inner.py"])
+            print(subprocess.run(argv, capture_output=True, text=True, timeout=30, env={{**os.environ, **extra}}).stdout)
+            run = [sys.executable, "-m", "mpistrat", "run", "-n", "2", "inner.py"]
+            print(subprocess.run(run, capture_output=True, text=True, timeout=30).stderr)
+        mine.Barrier()
+    """
+    ended = job(2, program)
+    assert ended.stdout.count("inner 2 False None") == 2, ended.stdout + ended.stderr
+    assert "this is rank 0 of 2 that " in ended.stdout
+
+
+STARTED = """
+    import numpy as np
+    import mpistrat
+    from mpistrat.cross_device.options import CommunicationOptions
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+
+    def start_sum():
+        return mpistrat.get_replica_context().start_all_reduce("sum", np.ones(3), CommunicationOptions(timeout_seconds=0.3))
+
+    def meet():
+        mpistrat.get_replica_context().barrier()
+
+    if comm.rank == 0:
+        handle = strategy.run(start_sum)
+        note_fault()
+        {then}
+    else:
+        time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize("then", ["pass", "strategy.close()", "strategy.run(meet)"])
+def test_a_failure_that_nobody_waits_for_is_told(job: Job, then: str) -> None:
+    ended = job(2, STARTED.format(then=then))
+    assert ended.code == 1
+    assert ended.seconds < LIMIT_SECONDS
+    assert "DeadlineExceededError: rank 0 " in ended.marked[-1]
+    assert ended.stderr.count("Traceback") == 1
+
+
+def test_a_failure_that_nobody_waits_for_is_told_without_the_hooks(job: Job) -> None:
+    ended = job(2, STARTED.format(then="pass"), MPISTRAT_ABORT="0")
+    assert ended.code == 1
+    assert "DeadlineExceededError: rank 0 " in ended.stderr
+
+
+def test_a_failure_that_was_raised_is_not_raised_again(job: Job) -> None:
+    then = "; ".join(["import contextlib", "caught = contextlib.suppress(mpistrat.errors.DeadlineExceededError)"])
+    program = (
+        STARTED.format(then=then)
+        + """
+    if comm.rank == 0:
+        with caught:
+            strategy.experimental_local_results(handle)[0].wait()
+            print("unexpected")
+        strategy.close()
+        print("closed")
+"""
+    )
+    ended = job(2, program)
+    assert (ended.stdout, ended.code) == ("closed\n", 0), ended.stderr
+
+
+def test_the_traceback_of_who_failed_is_the_one_that_is_printed(job: Job) -> None:
+    program = """
+        from mpistrat.errors import AgreementError
+        note_fault()
+        if comm.rank == 1:
+            raise ValueError("a bad file")
+        error = AgreementError("another rank has failed")
+        error.failed_ranks = (1,)
+        raise error
+    """
+    ended = job(3, program)
+    assert ended.seconds < LIMIT_SECONDS
+    assert ended.marked[-1].endswith("ValueError: a bad file")
+    assert ended.stderr.count("Traceback") == 1

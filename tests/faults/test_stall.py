@@ -1,0 +1,184 @@
+"""Ranks wait for one that does not come: one of them says for whom, where that is, and, where it is in vain, all end."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.jobs import PROLOGUE, Ended
+
+Job = Callable[..., Ended]
+
+HOST = socket.gethostname()
+
+# rank 1 does something else in `odd`; where nothing else would end the job, rank 0 does
+PROGRAM = """
+    import re
+    import numpy as np
+    import mpistrat
+
+    def give_up(seconds):
+        if comm.rank == 0:
+            timer = threading.Timer(seconds, os._exit, [9])
+            timer.daemon = True
+            timer.start()
+
+    def step():
+        return mpistrat.get_replica_context().all_reduce("sum", np.ones(3))
+
+    def odd():
+        {fault}
+
+    {before}
+    mine.Barrier()
+    give_up({seconds})
+    if comm.rank == 1:
+        note_fault()
+        odd()
+    {after}
+"""
+MADE = "strategy = mpistrat.MultiWorkerMirroredStrategy(); strategy.run(step); strategy.run(step)"
+# closing frees the window, which no rank does alone
+WINDOW = f"{MADE}; strategy.run(lambda: mpistrat.get_replica_context().all_reduce('sum', np.ones(300_000)))"
+MAKE = "strategy = mpistrat.MultiWorkerMirroredStrategy()"
+
+
+def program(fault: str, before: str = MADE, after: str = "strategy.run(step)", seconds: float = 5.0) -> str:
+    return PROGRAM.format(fault=fault, before=before, after=after, seconds=seconds)
+
+
+def reports(ended: Ended) -> list[list[str]]:
+    """Return the lines of each stall report."""
+    blocks: list[list[str]] = []
+    for line in ended.stderr.replace("\0", "").splitlines():
+        if re.match(r"mpistrat: rank \d+ \(.*\) has waited ", line):
+            blocks.append([line])
+        elif line.startswith("mpistrat:   "):
+            blocks[-1].append(line)
+    return blocks
+
+
+# what rank 1 does, what all have done before, what the others do; what is told of rank 1
+KINDS = {
+    "asleep": ("time.sleep(1000)", MADE, "strategy.run(step)", "alive; last collective .*; now at .*job.py:LINE (odd)"),
+    "stopped": (
+        "os.kill(os.getpid(), signal.SIGSTOP)",
+        MADE,
+        "strategy.run(step)",
+        "stopped .*; last collective .*; last seen ",
+    ),
+    "before its first strategy": ("time.sleep(1000)", "pass", MAKE, "alive, and has made no strategy yet"),
+    "before its second": ("time.sleep(1000)", MAKE, MAKE, "alive; last collective .*; now at .*job.py:LINE (odd)"),
+    "before close": ("time.sleep(1000)", WINDOW, "strategy.close()", "alive; last collective .*; now at .*job.py:LINE (odd)"),
+    "in C": ("re.match('(a+)+$', 40 * 'a' + 'b')", MADE, "strategy.run(step)", "alive, but its Python does not run"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_tells_who_is_missing(job: Job, kind: str) -> None:
+    fault, before, after, found = KINDS[kind]
+    text = program(fault, before, after, 7.5)
+    ended = job(3, text, MPISTRAT_STALL_SECONDS="2")
+    blocks = reports(ended)
+    assert len(blocks) == 2, ended.stderr  # after 2 and 4 seconds
+    for block, waited in zip(blocks, (2.0, 4.0), strict=True):
+        head = re.match(rf"mpistrat: rank [02] \({HOST}\) has waited (\d+\.\d) s in collective \d+, ", block[0])
+        assert head is not None, block
+        assert waited - 0.3 < float(head[1]) < waited + 1
+        assert block[1].startswith(f"mpistrat:   in it: ranks 0, 2 ({HOST}), since ")
+        assert re.search(r", from .*job\.py:\d+ \((step|<module>)\)$", block[1])
+    lines = (PROLOGUE + textwrap.dedent(text)).splitlines()
+    wanted = re.escape(found).replace(r"\.\*", ".*").replace("LINE", str(1 + lines.index(f"    {fault}")))
+    assert re.search(rf"missing: rank 1 \({HOST}, pid {ended.pids[1]}\): {wanted}", blocks[1][2]), blocks[1]
+
+
+def test_the_report_can_be_turned_off(job: Job) -> None:
+    assert reports(job(3, program("time.sleep(1000)", seconds=3.0), MPISTRAT_STALL_SECONDS="0")) == []
+
+
+def test_a_rank_that_is_late_is_reported_and_waited_for(job: Job) -> None:
+    ended = job(3, program("time.sleep(3)", after="strategy.run(step); print('done')", seconds=30), MPISTRAT_STALL_SECONDS="1")
+    assert (ended.code, ended.stdout.split()) == (0, ["done"] * 3), ended.stderr
+    assert len(reports(ended)) == 2
+
+
+def test_ranks_that_have_ended_tell_whom_mpi_waits_for(job: Job) -> None:
+    ended = job(3, program("time.sleep(4)", after="", seconds=30), MPISTRAT_STALL_SECONDS="2")
+    assert ended.code == 0, ended.stderr
+    assert len(re.findall(r"mpistrat: the program of rank [02] \(.*\) has ended \d\.\d s ago", ended.stderr)) == 1
+    assert re.search(rf"  not ended: rank 1 \({HOST}, pid \d+\): alive; .*; now at .*job\.py:\d+ \(odd\)", ended.stderr)
+
+
+def test_ranks_that_wait_for_each_other_end_with_the_reason(job: Job) -> None:
+    ended = job(3, program(MAKE, seconds=30))
+    assert ended.code == 1
+    assert ended.seconds < 8
+    told = [line for line in ended.marked if "AgreementError: ranks made different calls (they wait for each other):" in line]
+    assert told, ended.stderr
+    assert re.search(r"ranks 0, 2: collective \d+ of communicator \d+, all_reduce\(.*job\.py:\d+ \(step\)", ended.stderr)
+    assert re.search(r"rank 1: collective \d+ of communicator 0, MultiWorkerMirroredStrategy at .*\(odd\)", ended.stderr)
+    assert re.search(r'\[rank \d on .*\]   File ".*job\.py", line \d+, in (odd|step)', ended.stderr)
+    assert not ended.leftovers()
+
+
+def test_a_rank_that_ends_while_others_wait_ends_the_job(job: Job) -> None:
+    ended = job(3, program("sys.exit()", seconds=30))
+    assert ended.code == 1
+    assert ended.seconds < 8
+    assert re.search(r"\[rank 0 on .*UnavailableError: rank 1 will not come to a collective that others wait in:", ended.stderr)
+    assert f"rank 1 ({HOST}): its program has ended; last collective " in ended.stderr
+    assert not ended.leftovers()
+
+
+def test_without_abort_every_rank_that_waits_raises_and_ends(job: Job) -> None:
+    ended = job(3, program("sys.exit()", seconds=30), MPISTRAT_ABORT="0")
+    assert ended.code == 1
+    assert ended.stderr.count("UnavailableError: rank 1 will not come") == 2
+    assert not ended.leftovers()
+
+
+def test_a_program_that_ends_mpi_itself_ends_well(job: Job) -> None:
+    after = "strategy.run(step); from mpi4py import MPI; MPI.Finalize(); print('done')"
+    ended = job(3, program("pass", after=after, seconds=30))
+    assert (ended.code, ended.stdout.split()) == (0, ["done"] * 3), ended.stderr
+
+
+def test_nothing_is_left_of_a_job_that_ends_well(job: Job) -> None:
+    after = (
+        "strategy.run(step); from mpistrat.watch.recorder import recorder; path = recorder().path; "
+        "print(path if path.exists() else '')"
+    )
+    ended = job(3, program("pass", after=after, seconds=30))
+    paths = ended.stdout.split()
+    assert len(paths) == 3, ended.stderr
+    assert not any(Path(path).parent.exists() for path in paths)
+
+
+def test_one_rank_alone_has_no_thread(job: Job) -> None:
+    text = f"import numpy as np, mpistrat; {MAKE}; sys.exit(threading.active_count() - 1)"
+    assert job(1, text, (sys.executable,)).code == 0
+
+
+def test_a_variable_that_is_misspelt_is_named_once(job: Job) -> None:
+    after = f"{MAKE}; mpistrat.MultiWorkerMirroredStrategy()"
+    ended = job(2, program("pass", "pass", after, seconds=30), MPISTRAT_STALL_SECOND="7", MPISTRAT_WEATHER="fine")
+    assert (ended.code, ended.stderr.count("MPISTRAT_STALL_SECOND is set, and is not a setting")) == (0, 1), ended.stderr
+    assert "MPISTRAT_WEATHER" not in ended.stderr
+
+
+def test_a_trace_of_all_ranks_is_written_at_the_end(job: Job, tmp_path: Path) -> None:
+    ended = job(3, program("time.sleep(0.2)", seconds=30), MPISTRAT_TIMELINE="trace.json")
+    assert ended.code == 0, ended.stderr
+    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {row["args"]["name"] for row in rows if row["name"] == "process_name"} == {"rank 0", "rank 1", "rank 2"}
+    calls = [row for row in rows if row["ph"] == "X" and row["name"].startswith("all_reduce(SUM")]
+    assert {row["pid"] for row in calls} == {0, 1, 2}
+    for rank in (0, 2):  # rank 1 comes 0.2 s late
+        assert max(row["dur"] for row in calls if row["pid"] == rank) > 0.15e6

@@ -1,0 +1,156 @@
+"""What every collective passes: one thread at a time, the same call on all ranks, and nothing in a forked child."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.cross_device.hierarchical import HierarchicalCollectives
+from mpistrat.errors import AgreementError, UnavailableError
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.reduction import ReduceOp
+from mpistrat.topology.world import World
+from tests.launches import needs_ranks
+
+SUM = ReduceOp.SUM
+
+
+@pytest.fixture
+def one_node(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    yield ops
+    ops.close()
+
+
+def test_an_operation_may_be_named(ops):
+    for op in ("sum", "SUM", SUM):
+        assert (ops.all_reduce(op, [np.ones(3)])[0] == ops.size).all()
+        assert (ops.start_all_reduce(op, [np.ones(3)]).wait()[0] == ops.size).all()
+        assert ops.reduce_scatter(op, np.ones(ops.size)).tolist() == [ops.size]
+    with pytest.raises(ValueError, match="unknown reduce_op 'total'"):
+        ops.all_reduce("total", [np.ones(3)])
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("count", [1, 100_000])
+def test_a_second_thread_gets_the_error(one_node, comm, count):
+    found = []
+
+    def beside():
+        try:
+            found.append(one_node.all_reduce(SUM, [np.ones(count)]))
+        except UnavailableError as error:
+            found.append(error)
+
+    for _ in range(2):
+        one_node.all_reduce(SUM, [np.ones(count)])
+    with one_node._guard.lock:  # this thread is in a collective
+        thread = threading.Thread(target=beside)
+        thread.start()
+        thread.join()
+    assert isinstance(found[0], UnavailableError)
+    assert "another thread is in a collective" in str(found[0])
+    comm.Barrier()
+    assert (one_node.all_reduce(SUM, [np.ones(count)])[0] == comm.size).all(), "nothing has happened"
+
+
+@needs_ranks(2)
+def test_another_thread_starts_nothing_beside_what_was_started(one_node, comm):
+    errors = []
+
+    def beside():
+        try:
+            one_node.start_all_reduce(SUM, [np.ones(3)])
+        except UnavailableError as error:
+            errors.append(str(error))
+
+    work = one_node.start_all_reduce(SUM, [np.ones(3)])
+    if comm.rank == 0:
+        held, one_node._guard._last = one_node._guard._last, _Never()
+        thread = threading.Thread(target=beside)
+        thread.start()
+        thread.join()
+        one_node._guard._last = held
+        assert "another thread has started a collective that has not ended" in errors[0]
+    assert (work.wait()[0] == comm.size).all()
+
+
+class _Never:
+    def has_ended(self):
+        return False
+
+
+@needs_ranks(2)
+def test_a_forked_child_is_not_a_rank(one_node, comm):
+    one_node.all_reduce(SUM, [np.ones(3)])
+    one_node.all_reduce(SUM, [np.ones(3)])
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            one_node.all_reduce(SUM, [np.ones(3)])
+            text = "it took part"
+        except UnavailableError as error:
+            text = str(error)
+        os.write(writing, text.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    text = os.read(reading, 10_000).decode()
+    os.close(reading)
+    os.close(writing)
+    assert f"process {child} was forked from rank {comm.rank}" in text
+    assert (one_node.all_reduce(SUM, [np.ones(3)])[0] == comm.size).all()
+
+
+@needs_ranks(2)
+def test_what_was_noted_is_compared_with_the_next_collective(one_node, comm):
+    for _ in range(3):
+        one_node.note("a step")
+        one_node.all_reduce(SUM, [np.ones(3)])
+    one_node.note("a step" if comm.rank else "another step")
+    with pytest.raises(AgreementError, match=r"(?s)rank 0: barrier\(\), after another step.*after a step"):
+        one_node.barrier()
+    one_node.barrier()  # they have compared, and done nothing else
+    one_node.note("a step" if comm.rank else "another step")
+    with pytest.raises(AgreementError, match="ranks made different calls"):
+        one_node.all_reduce(SUM, [np.ones(3)])
+
+
+@needs_ranks(2)
+def test_a_call_that_all_ranks_make_wrongly_breaks_nothing(one_node):
+    for wrong in (np.array(["a"]), np.array([None])):
+        for _ in range(4):
+            with pytest.raises(TypeError, match="no collective can carry"):
+                one_node.all_reduce(SUM, [wrong])
+    assert (one_node.all_reduce(SUM, [np.ones(3)])[0] == one_node.size).all()
+
+
+@needs_ranks(2)
+def test_structures_are_compared_where_arrays_are_alike(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+    ones = np.ones(3)
+
+    def step(value):
+        return mpistrat.get_replica_context().all_reduce("sum", value)
+
+    for value in ({"a": ones, "b": None}, {"a": None, "b": ones}):
+        for _ in range(3):
+            strategy.run(step, (value,))
+    with pytest.raises(AgreementError, match="ranks made different calls"):
+        strategy.run(step, ({"a": ones, "b": None} if comm.rank else {"a": None, "b": ones},))
+
+
+@needs_ranks(2)
+def test_what_is_assigned_outside_run_is_compared(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        variable = mpistrat.Variable(np.zeros(3), name="w")
+        variable.assign(np.ones(3))
+        variable.assign(np.full(3, float(comm.rank)))
+    with pytest.raises(AgreementError, match=r"Variable\('w', float64 \(3,\)\).assign"):
+        strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.ones(2)))

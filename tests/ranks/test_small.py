@@ -1,0 +1,122 @@
+"""Small arrays through control windows and leaders: right for every dtype and shape, and never those of another call."""
+
+import time
+
+import numpy as np
+import pytest
+
+from mpistrat.errors import AgreementError, UnavailableError
+from mpistrat.groups.agreement import CallsDifferError, word_of
+from mpistrat.reduction import combine
+from mpistrat.testing.transport_cases import DTYPES, inputs, operations
+from mpistrat.transports.base import drive
+from mpistrat.transports.mpi_world import WorldTransport
+from mpistrat.transports.shared_memory import SMALL_BYTES, SharedMemoryTransport
+from mpistrat.transports.small import MOST_NODES, SmallAllReduce
+from tests.launches import needs_ranks
+
+pytestmark = needs_ranks(2)
+
+
+@pytest.fixture
+def transport(hierarchy):
+    window = SharedMemoryTransport(hierarchy.intra) if hierarchy.intra.size > 1 else None
+    transport = WorldTransport(hierarchy, window)
+    yield transport
+    transport.close()
+    if window is not None:
+        window.dispose()
+
+
+@pytest.fixture
+def small(transport, world):
+    assert transport.small.serves(8) == (world.num_nodes <= MOST_NODES)
+    if not transport.small.serves(8):
+        pytest.skip("so many nodes are joined by MPI")
+    return transport.small
+
+
+def test_every_dtype_operation_and_shape(small, comm):
+    shapes = [(), (1,), (3,), (2, 3), (17, 5, 2)]
+    cases = [(dtype, op) for dtype in DTYPES if dtype.kind != "V" for op in operations(dtype)]
+    for seed, (dtype, op) in enumerate(cases):
+        shape = shapes[seed % len(shapes)]
+        given = inputs(dtype, op, int(np.prod(shape, dtype=int)), comm.size, seed)
+        total = combine(op).reduce(given, axis=0, dtype=given.dtype).reshape(shape)
+        bound, mine = SmallAllReduce(small, op, dtype, shape), given[comm.rank].reshape(shape)
+        small.call.word = word_of(str(seed))
+        for run in (bound.at_once(), bound.run, bound.at_once()):
+            found = run(mine, None)
+            assert isinstance(found, np.ndarray)
+            assert found.shape == shape
+            assert (found == total).all(), (dtype, op, shape)
+            target = np.empty(shape, dtype)
+            assert run(mine, target) is target
+            assert (target == total).all(), (dtype, op, shape)
+
+
+def test_ranks_may_take_the_long_way_and_the_short_way_together(small, comm):
+    bound = SmallAllReduce(small, *_sum_of(100))
+    short = bound.at_once()
+    for turn in range(20):
+        mine, target = np.full(100, comm.rank + turn), np.empty(100)
+        if (turn + comm.rank) % 2:
+            short(mine, target)
+        else:
+            drive(bound.steps(mine, target), lambda: "small", 30.0)
+        assert (target == sum(range(comm.size)) + turn * comm.size).all()
+
+
+def test_a_result_stays_as_it_is_while_peers_are_late(small, comm):
+    run = SmallAllReduce(small, *_sum_of(SMALL_BYTES // 8)).at_once()
+    results = []
+    for turn in range(6):
+        time.sleep(0.01 * ((comm.rank + turn) % comm.size))
+        results.append(run(np.full(SMALL_BYTES // 8, turn * (comm.rank + 1.0)), None))
+    ranks = sum(range(1, comm.size + 1))
+    assert all((result == turn * ranks).all() for turn, result in enumerate(results))
+
+
+def test_ranks_of_a_node_in_different_calls_are_told_before_anything_is_read(small, hierarchy):
+    if all(len(node.ranks) == 1 for node in hierarchy.world.nodes):
+        pytest.skip("no ranks share memory")
+    if hierarchy.intra.size == 1:
+        return  # and the ranks of other nodes find out among themselves
+    run = SmallAllReduce(small, *_sum_of(5)).at_once()
+    target = np.full(5, -1.0)
+    small.call.word = word_of("odd" if hierarchy.intra.rank == 1 else "even")
+    with pytest.raises(CallsDifferError) as caught:
+        run(np.ones(5), target)
+    assert len(set(caught.value.words)) == 2
+    assert (target == -1).all()
+
+
+def test_what_is_too_long_or_empty_goes_by_mpi(transport):
+    assert not transport.small.serves(SMALL_BYTES + 1)
+    assert not transport.small.serves(0)
+
+
+@pytest.mark.parametrize("count", [1, 5000, 300_000])
+@pytest.mark.parametrize("warm", [False, True])
+def test_another_length_is_told_on_every_rank(ops, monkeypatch, count, warm, comm):
+    ops.is_strict = False
+    sizes = (count, count + 1)
+    for size in sizes if warm else ():
+        for _ in range(3):
+            ops.all_reduce(_sum_of(1)[0], [np.ones(size)])
+    odd = comm.rank == comm.size - 1
+    if ops.world.num_nodes > 1 and (ops.world.nodes[-1].ranks == (comm.size - 1,) or ops.world.num_nodes > MOST_NODES):
+        pytest.skip("between nodes the watcher tells, which tests/disagreements sees")
+    if ops.world.num_nodes > 1 and warm:
+        pytest.skip("ranks of other nodes are told by the watcher")
+    with pytest.raises(AgreementError, match="ranks made different calls"):
+        ops.all_reduce(_sum_of(1)[0], [np.ones(sizes[odd])])
+    if warm:
+        with pytest.raises(UnavailableError, match="an earlier all_reduce did not end"):
+            ops.all_reduce(_sum_of(1)[0], [np.ones(count)])
+
+
+def _sum_of(count):
+    from mpistrat.reduction import ReduceOp
+
+    return ReduceOp.SUM, np.dtype(np.float64), (count,)

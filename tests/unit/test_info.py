@@ -1,0 +1,66 @@
+"""mpistrat info: what it gathers, which settings it names, and that it starts no MPI."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+
+import pytest
+
+import mpistrat
+from mpistrat import settings
+from mpistrat.settings import SETTINGS
+from mpistrat.tools import info
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    parser = argparse.ArgumentParser(prog="mpistrat info")
+    info.add_arguments(parser)
+    assert info.execute(parser.parse_args(words)) == 0
+    return capsys.readouterr().out
+
+
+def test_it_tells_versions_the_mpi_and_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(run(capsys, "--json"))
+    assert found["versions"]["mpistrat"] == mpistrat.__version__
+    assert found["mpi"]["library"].split(" ")[0] in ("Open", "MPICH", "Intel")
+    assert found["mpi"]["mpiexec"].startswith("/")
+    assert [row["name"] for row in found["settings"]] == [setting.name for setting in SETTINGS]
+    assert {row["algorithm"] for row in found["choices"]} <= {"flat", "leader", "hierarchical", "pipelined"}
+
+
+def test_a_setting_says_where_it_comes_from(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", "7")
+    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "many")
+    monkeypatch.delenv("MPISTRAT_STALL_SECONDS", raising=False)
+    rows = {row["name"]: row for row in json.loads(run(capsys, "--json"))["settings"]}
+    assert (rows["MPISTRAT_TIMEOUT_SECONDS"]["value"], rows["MPISTRAT_TIMEOUT_SECONDS"]["origin"]) == (7.0, "environment")
+    assert (rows["MPISTRAT_STALL_SECONDS"]["value"], rows["MPISTRAT_STALL_SECONDS"]["origin"]) == (30.0, "default")
+    assert "'many' is no size" in rows["MPISTRAT_CHUNK_BYTES"]["problem"]
+
+
+def test_a_misspelt_variable_is_named_with_the_one_that_is_meant(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPISTRAT_TIMEOUT", "7")
+    assert "MPISTRAT_TIMEOUT is set, and is not a setting of mpistrat; MPISTRAT_TIMEOUT_SECONDS is meant?\n" in run(capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("MPISTRAT_STRICKT", "MPISTRAT_STRICT"),
+        ("mpistrat_strict", "MPISTRAT_STRICT"),
+        ("MPISTRAT_WEATHER", ""),
+    ],
+)
+def test_the_nearest_name_is_found(name: str, near: str) -> None:
+    assert settings.misspelt({name: "1", "MPISTRAT_STRICT": "1", "PATH": "", "MPISTRAT_RANK_PID": "7"}) == {name: near}
+
+
+def test_mpi_is_not_started() -> None:
+    program = "import sys; from mpistrat.tools.cli import main; main(['info', '--json']); sys.exit('mpi4py.MPI' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr

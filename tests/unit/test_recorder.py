@@ -1,0 +1,318 @@
+"""The flight recorder: what is written can be read, by others, while it runs and after kill -9."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+import timeit
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpistrat.watch import folder, layout, process
+from mpistrat.watch.layout import State
+from mpistrat.watch.reader import OVERWRITTEN, RankFile
+from mpistrat.watch.recorder import FlightRecorder, digest
+
+TEXT = "all_reduce(SUM, [float64 (10,)])"
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Iterator[FlightRecorder]:
+    (tmp_path / "job").mkdir(mode=0o700)
+    made = FlightRecorder(tmp_path / "job/rank-3", 3, 4)
+    yield made
+    made.close()
+
+
+def read(recorder: FlightRecorder) -> RankFile:
+    assert recorder.path is not None
+    return RankFile.open(recorder.path)
+
+
+def call(recorder: FlightRecorder, text: str = TEXT) -> int:
+    return recorder.intern("all_reduce", "SUM", "float64", 80, "flat", text)
+
+
+def test_the_header_tells_whose_file_it_is(written: FlightRecorder) -> None:
+    file = read(written)
+    assert (file.rank, file.size, file.pid, file.state) == (3, 4, os.getpid(), State.RUNNING)
+    assert file.text("program").split()[0] == sys.argv[0]
+    assert abs(time.monotonic_ns() + file.wall_offset - time.time_ns()) < 1e9
+    assert file.last() is None
+    written.set_node("node7")
+    written.set_state(State.ENDED)
+    assert (file.text("node"), file.state) == ("node7", State.ENDED)
+
+
+def test_a_call_is_seen_while_it_is_inside_and_when_it_has_left(written: FlightRecorder) -> None:
+    file, before = read(written), time.monotonic_ns()
+    slot = written.enter(2, 17, call(written))
+    [record] = file.inside()
+    assert record == file.last()
+    assert (record.communicator, record.number, record.left, record.has_failed, record.is_started) == (2, 17, 0, False, False)
+    assert before <= record.entered <= time.monotonic_ns()
+    found = record.call
+    assert (found.verb, found.op, found.dtype, found.nbytes, found.plan, found.text) == (
+        "all_reduce", "SUM", "float64", 80, "flat", TEXT,
+    )  # fmt: skip
+    assert found.digest == digest(TEXT)
+    assert record.line.startswith(f"{__file__}:")
+    assert record.line.endswith("(test_a_call_is_seen_while_it_is_inside_and_when_it_has_left)")
+    written.leave(slot)
+    assert file.inside() == []
+    last = file.last()
+    assert last is not None
+    assert last.left >= last.entered
+
+
+def test_a_call_that_raised_is_told_from_one_that_returned(written: FlightRecorder) -> None:
+    written.fail(written.enter(0, 1, call(written)))
+    last = read(written).last()
+    assert last is not None
+    assert last.has_failed
+    assert last.left >= last.entered
+    assert read(written).inside() == []
+
+
+def test_calls_of_two_threads_end_each_for_itself(written: FlightRecorder) -> None:
+    first = written.enter_started(0, 1, call(written), written.line())
+    second = written.enter(0, 2, call(written, "barrier()"))
+    assert [(record.number, record.is_started) for record in read(written).inside()] == [(2, False), (1, True)]
+    written.leave(first)
+    assert [record.number for record in read(written).inside()] == [2]
+    written.leave(second)
+
+
+def test_the_ring_keeps_the_last_4096(written: FlightRecorder) -> None:
+    index = call(written)
+    for number in range(layout.RING_RECORDS + 5):
+        written.leave(written.enter(0, number, index))
+    records = read(written).records()
+    assert [record.number for record in records] == list(range(layout.RING_RECORDS + 4, 4, -1))
+    assert {record.call.text for record in records} == {TEXT}
+    assert read(written).find(0, 4) is None
+    found = read(written).find(0, 5)
+    assert found is not None
+    assert found.number == 5
+
+
+def test_equal_descriptions_share_an_index_and_the_least_recent_is_overwritten(written: FlightRecorder) -> None:
+    first, second = call(written, "first"), call(written, "second")
+    assert call(written, "first") == first != second
+    written.leave(written.enter(0, 1, second))
+    written.leave(written.enter(0, 2, first))
+    for other in range(layout.CALLS.entries - 1):
+        call(written, f"other {other}")
+    assert [record.call.text for record in read(written).records()] == ["first", OVERWRITTEN]
+    assert call(written, "second") != second
+
+
+def test_long_texts_are_cut_and_told_apart_all_the_same(written: FlightRecorder) -> None:
+    texts = ["x" * 5000 + end for end in "ab"]
+    for number, text in enumerate(texts):
+        written.leave(written.enter(0, number, call(written, text)))
+    second, first = (record.call for record in read(written).records())
+    assert first.text == second.text
+    assert 900 < len(first.text) < 1024
+    assert (first.digest, second.digest) == (digest(texts[0]), digest(texts[1]))
+
+
+def test_lines_are_those_outside_the_library(written: FlightRecorder) -> None:
+    inside: dict[str, object] = {"__name__": "mpistrat.cross_device.gate"}
+    exec("def enter(recorder, index): return recorder.enter(0, 1, index)", inside)
+    index = call(written)
+    written.leave(inside["enter"](written, index))  # type: ignore[operator]
+    last = read(written).last()
+    assert last is not None
+    assert "(test_lines_are_those_outside_the_library)" in last.line
+    for _ in range(2):
+        written.leave(written.enter(0, 2, index))
+        written.leave(written.enter(0, 3, index))
+    assert len({record.line for record in read(written).records()}) == 3
+
+
+def test_lines_of_codes_that_are_gone_are_not_mixed_up(written: FlightRecorder) -> None:
+    index = call(written)
+    for number in range(2000):
+        space = {"recorder": written, "index": index, "number": number}
+        exec(compile("recorder.leave(recorder.enter(0, number, index))", f"file{number}", "exec"), space)
+    assert {record.number: record.line for record in read(written).records()} == {
+        number: f"file{number}:1 (<module>)" if number >= 2000 - layout.LINES.entries else "" for number in range(2000)
+    }
+
+
+def test_it_is_readable_after_kill_9(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0"
+    program = (
+        "import os, signal; from pathlib import Path; from mpistrat.watch.recorder import FlightRecorder\n"
+        f"recorder = FlightRecorder(Path({str(path)!r}), 0, 2)\n"
+        "recorder.enter(1, 5, recorder.intern('barrier', '', '', 0, '', 'barrier()'))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    file = RankFile.open(path)
+    [record] = file.inside()
+    assert (record.number, record.call.text, record.line) == (5, "barrier()", "<string>:3 (<module>)")
+    assert file.state is State.RUNNING  # it could not say otherwise
+    assert file.process() is None
+
+
+def test_a_number_that_was_given_out_again_is_another_process(written: FlightRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = read(written).process()
+    assert own is not None
+    assert own.pid == os.getpid()
+    later = process.Process(own.pid, own.parent, own.started + 1, own.name, is_stopped=False)
+    monkeypatch.setattr(process, "find", lambda pid: later)
+    assert read(written).process() is None
+
+
+def test_a_process_of_another_container_is_not_judged(written: FlightRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "pid_namespace", lambda: 1)
+    with pytest.raises(LookupError, match="another container"):
+        read(written).process()
+
+
+def test_a_stopped_process_is_told() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+        found = process.find(child.pid)
+        assert found is not None
+        assert (found.is_stopped, found.parent) == (True, os.getpid())
+    finally:
+        child.kill()
+        child.wait()
+    assert process.find(child.pid) is None
+
+
+def test_a_forked_child_writes_nothing_into_its_parents_file(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; from mpistrat.watch.recorder import recorder; from mpistrat.watch.reader import RankFile\n"
+        "mine = recorder(); path = mine.path; enter = mine.enter; index = mine.intern('barrier', '', '', 0, '', 'b')\n"
+        "if os.fork() == 0:\n"
+        "    enter(0, 1, index); mine.close(); os._exit(0)\n"
+        "os.wait(); assert RankFile.open(path).records() == []\n"
+        "enter(0, 2, index); print(RankFile.open(path).last().number); mine.close(); print(path.parent.exists())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["2", "False"], done.stderr
+
+
+def test_a_process_that_a_rank_starts_does_not_take_its_file() -> None:
+    program = (
+        "import subprocess, sys; from mpistrat.watch.recorder import recorder; mine = recorder(); print(mine.path.name)\n"
+        "if len(sys.argv) == 1: subprocess.run([sys.executable, '-c', sys.orig_argv[3], 'child'], check=True)\n"
+        "print(mine.path.exists()); mine.close()"
+    )
+    variables = {
+        **os.environ,
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "PMIX_NAMESPACE": f"test-{os.getpid()}",
+    }
+    command = [sys.executable, "-u", "-c", program]
+    done = subprocess.run(command, timeout=60, capture_output=True, text=True, env=variables, check=False)
+    names = done.stdout.split()
+    assert (names[0], names[2], names[3]) == ("rank-1", "True", "True"), done.stderr
+    assert names[1].startswith("process-")
+
+
+def test_ranks_of_one_launcher_agree_on_the_name_of_their_job() -> None:
+    program = (
+        "import os, subprocess, sys\n"
+        "script = 'from mpistrat.watch.folder import job_name; print(job_name())'\n"
+        "for rank in '01':\n"
+        "    environ = {**os.environ, 'PMI_RANK': rank, 'PMI_SIZE': '2', 'MPI_LOCALRANKID': rank}\n"
+        "    shell = [] if rank == '0' else ['sh', '-c', 'exec_by=sh; \"$@\"; true', 'sh']\n"
+        "    subprocess.run([*shell, sys.executable, '-c', script], env=environ, check=True)\n"
+    )
+    names = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-u", "-c", program], timeout=60, capture_output=True, text=True, check=False)
+        first, second = done.stdout.split()
+        assert first == second, done.stderr
+        names.append(first)
+    assert names[0] != names[1]
+
+
+@pytest.mark.parametrize("spoil", ["mode", "link"])
+def test_a_folder_that_others_have_a_hand_in_is_refused(tmp_path: Path, spoil: str) -> None:
+    base = tmp_path / "base"
+    if spoil == "mode":
+        base.mkdir(mode=0o755)
+    else:
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        base.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="not a folder of this user's alone"):
+        folder.make_job(base, "job")
+
+
+def test_the_files_are_the_users_alone(tmp_path: Path) -> None:
+    made = FlightRecorder(folder.make_job(tmp_path / "base", "job") / "rank-0")
+    assert made.path is not None
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (made.path, made.path.parent, tmp_path / "base")]
+    assert modes == [0o600, 0o700, 0o700]
+    made.close()
+    assert list((tmp_path / "base").iterdir()) == []
+
+
+def left_behind(base: Path, name: str, hours: float) -> Path:
+    """Make what a job leaves whose process was killed so long ago."""
+    made = FlightRecorder(folder.make_job(base, name) / "rank-0")
+    assert made.path is not None
+    made._put(layout.Field.STARTED, 1)
+    os.utime(made.path.parent, (time.time() - hours * 3600,) * 2)
+    return made.path.parent
+
+
+def test_what_jobs_left_a_day_ago_is_removed_unless_they_run(tmp_path: Path) -> None:
+    for name, hours in (("old", 25), ("new", 23), ("running", 25)):
+        job = left_behind(tmp_path / "base", name, hours)
+    running = FlightRecorder(job / "rank-0")
+    os.utime(job, (time.time() - 25 * 3600,) * 2)
+    folder.remove_old_jobs(tmp_path / "base")
+    assert sorted(path.name for path in (tmp_path / "base").iterdir()) == ["new", "running"]
+    running.close()
+
+
+def test_what_jobs_left_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "KEEP_BYTES", 2 * layout.FILE_BYTES)
+    for hours in range(1, 5):
+        left_behind(tmp_path / "base", f"{hours} hours ago", hours)
+    folder.remove_old_jobs(tmp_path / "base")
+    assert sorted(path.name for path in (tmp_path / "base").iterdir()) == ["1 hours ago", "2 hours ago"]
+
+
+def test_without_room_for_the_file_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        FlightRecorder(tmp_path / "rank-0")
+    assert list(tmp_path.iterdir()) == []
+    alone = FlightRecorder(None)
+    alone.leave(alone.enter(0, 1, call(alone)))
+
+
+def test_another_file_is_not_taken_for_a_record(tmp_path: Path) -> None:
+    (tmp_path / "rank-0").write_bytes(bytes(layout.FILE_BYTES))
+    with pytest.raises(ValueError, match="not the record of a rank"):
+        RankFile.open(tmp_path / "rank-0")
+
+
+def test_what_it_costs(written: FlightRecorder, capsys: pytest.CaptureFixture[str]) -> None:
+    index, threads = call(written), threading.active_count()
+    seconds = min(timeit.repeat(lambda: written.leave(written.enter(0, 1, index)), number=2000, repeat=50)) / 2000
+    with capsys.disabled():
+        print(f"\nenter and leave: {seconds * 1e9:.0f} ns", end="")
+    assert threading.active_count() == threads

@@ -1,0 +1,193 @@
+"""Who waits for whom, when that is in vain, and in which words it is told: from states that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from mpistrat.errors import AgreementError, UnavailableError
+from mpistrat.watch.recorder import digest
+from mpistrat.watch.report import stall_report
+from mpistrat.watch.states import Call, RankState, decode, encode
+from mpistrat.watch.verdict import judge, waits_for
+
+ONE, TWO = (1, 5), (2, 5)
+SUM, BARRIER = "all_reduce(SUM, [float64 (3,)])", "barrier()"
+
+
+def call(key: tuple[int, int] = ONE, text: str = SUM, left: float | None = None, **more: bool) -> Call:
+    return Call(*key, text, digest(text), "train.py:7 (step)", 10**9 + key[0], 2.0, left, **more)
+
+
+def ranks(*calls: Call | None, **states: str) -> list[RankState]:
+    """Return a rank for each call, `rank1="ended"` for another state than the call says."""
+
+    def state(rank: int, call: Call | None) -> str:
+        return states.get(f"rank{rank}", "in" if call is not None and call.left_seconds_ago is None else "out")
+
+    return [
+        RankState(
+            rank, f"node{rank // 2}", 100 + rank, state(rank, call), (call,) if call else (), f"data.py:{rank} (load)", 0.1
+        )
+        for rank, call in enumerate(calls)
+    ]
+
+
+def judged(states: Sequence[RankState]) -> str:
+    finding = judge(states, {ONE, TWO})
+    return "" if finding is None else finding.text
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        ranks(call(), call(), call()),
+        ranks(call(), None, call()),
+        ranks(call(), call((1, 4), left=1.0), None),
+        ranks(call(), call(left=0.5), call()),
+        ranks(call(), call(), call(), rank1="stopped"),
+        ranks(call(), None, rank1="unknown"),
+        ranks(call(), None, rank1="absent"),
+        ranks(call(), call(left=1.0), rank1="ended"),
+        ranks(call(), call(left=1.0), rank1="gone"),
+    ],
+    ids=[
+        "all in it",
+        "one computes",
+        "one is behind",
+        "one has left",
+        "one is stopped",
+        "one does not answer",
+        "one has not begun",
+        "one took part and ended",
+        "one took part and was killed",
+    ],
+)
+def test_what_may_still_go_on_is_not_judged(states: list[RankState]) -> None:
+    assert judged(states) == ""
+
+
+def test_different_calls_at_one_number_are_a_mismatch() -> None:
+    finding = judge(ranks(call(), call(text=BARRIER), call()), {ONE})
+    assert finding is not None
+    error = finding.error()
+    assert isinstance(error, AgreementError)
+    assert error.raised_everywhere
+    assert str(error) == (
+        "ranks made different calls (collective 5 of group world):\n"
+        f"  ranks 0, 2: {SUM} at train.py:7 (step)\n"
+        f"  rank 1: {BARRIER} at train.py:7 (step)\n"
+        "Every rank must make the same collective calls in the same order, with the same operation, structure, dtypes and "
+        "shapes."
+    )
+
+
+def test_a_rank_that_has_not_come_is_told_in_a_mismatch() -> None:
+    text = judged(ranks(call(), call(text=BARRIER), None))
+    assert "  rank 2: has not come to it: alive; no collective yet; now at data.py:2 (load)\n" in text
+
+
+def test_a_call_that_one_rank_has_left_counts_too() -> None:
+    assert BARRIER in judged(ranks(call(), call(text=BARRIER, left=1.0)))
+
+
+def test_a_call_that_raised_counts_too() -> None:
+    assert BARRIER in judged(ranks(call(), call(text=BARRIER, left=1.0, has_failed=True)))
+
+
+def test_a_description_that_is_forgotten_is_no_evidence() -> None:
+    assert judged(ranks(call(), replace(call(text=BARRIER), digest=0))) == ""
+
+
+def test_long_texts_that_differ_only_at_the_end_are_a_mismatch() -> None:
+    other = replace(call(), digest=digest("another end"))
+    finding = judge(ranks(call(), other), {ONE})
+    assert finding is not None
+    assert finding.is_mismatch
+
+
+def test_ranks_that_wait_for_each_other_are_stuck() -> None:
+    text = judged(ranks(call(ONE), call(TWO), call(ONE)))
+    assert text.startswith(
+        "ranks made different calls (they wait for each other):\n  ranks 0, 2: collective 5 of communicator 1, "
+    )
+    assert "  rank 1: collective 5 of communicator 2, " in text
+
+
+def test_ranks_that_wait_for_one_that_computes_are_not_stuck() -> None:
+    ahead = replace(ranks(call(TWO))[0], calls=(call(TWO), call(ONE, left=1.0)))
+    assert judged([ahead, *ranks(None, call(ONE))[1:]]) == ""
+
+
+def test_one_that_ran_ahead_waits_in_the_next_call_for_those_behind() -> None:
+    ahead = replace(ranks(call((1, 6)))[0], calls=(call((1, 6)), call(ONE, left=1.0)))
+    assert judge([ahead, *ranks(None, call(ONE))[1:]], {ONE, (1, 6)}) is None
+
+
+def test_what_was_not_looked_up_is_not_judged() -> None:
+    assert judge(ranks(call(ONE), call(TWO)), {ONE}) is None
+
+
+def test_what_was_started_does_not_hold_up_the_program() -> None:
+    assert judged(ranks(call(ONE, is_started=True), call(TWO))) == ""
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("ended", "its program has ended"),
+        ("gone", "its process is gone"),
+        ("failed", "its program has raised an error"),
+    ],
+)
+def test_waiting_for_a_rank_that_is_over_is_in_vain(state: str, words: str) -> None:
+    finding = judge(ranks(call(), call((1, 4), BARRIER, left=1.5), call(), rank1=state), {ONE})
+    assert finding is not None
+    error = finding.error()
+    assert isinstance(error, UnavailableError)
+    lines = str(error).splitlines()
+    assert lines[0] == "rank 1 will not come to a collective that others wait in:"
+    assert lines[1].startswith(f"  rank 1 (node0): {words}; last collective 4, {BARRIER} at train.py:7 (step), ended 1.5 s ago")
+    assert lines[2] == f"  ranks 0, 2: collective 5, {SUM} at train.py:7 (step)"
+
+
+def test_the_same_is_found_again_only_where_nobody_has_moved() -> None:
+    first, moved = ranks(call(ONE), call(TWO)), ranks(call(ONE), replace(call(TWO), entered=1))
+    marks = [judge(states, {ONE, TWO}) for states in (first, list(first), moved)]
+    assert marks[0] == marks[1] != marks[2]
+
+
+def test_who_waits_for_whom() -> None:
+    assert waits_for(ranks(call(), None, call(), None, rank3="unknown"), {ONE}) == {0: [1], 2: [1]}
+
+
+def test_the_report_names_who_is_in_it_and_what_the_others_do() -> None:
+    states = ranks(call(), call((1, 4), BARRIER, left=2.5), call(), None, rank3="stopped")
+    assert stall_report(states[0], states).splitlines()[:4] == [
+        f"mpistrat: rank 0 (node0) has waited 2.0 s in collective 5, {SUM}",
+        "mpistrat:   in it: ranks 0, 2 (node0, node1), since 2.0 s, from train.py:7 (step)",
+        f"mpistrat:   missing: rank 1 (node0, pid 101): alive; last collective 4, {BARRIER} at train.py:7 (step), ended "
+        "2.5 s ago; now at data.py:1 (load)",
+        "mpistrat:   missing: rank 3 (node1, pid 103): stopped (by a signal or a debugger); no collective yet; "
+        "last seen 0.1 s ago at data.py:3 (load)",
+    ]
+
+
+def test_the_report_tells_who_is_in_it_and_does_not_run() -> None:
+    states = ranks(call(), call(), rank1="stopped")
+    assert "in it, but not running: rank 1 (node0, pid 101): stopped" in stall_report(states[0], states)
+    assert "no rank is missing: all have come" in stall_report(states[0], states)
+
+
+def test_the_report_of_many_missing_ranks_is_short() -> None:
+    states = ranks(call(), *[None] * 30)
+    lines = stall_report(states[0], states).splitlines()
+    assert len(lines) < 22
+    assert "mpistrat:   missing, too: ranks 17-30" in lines
+
+
+def test_states_go_through_json() -> None:
+    states = ranks(call(), None, call(left=1.0))
+    assert decode(encode(states)) == states
