@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["format_bytes", "format_count", "format_elapsed", "format_seconds", "format_table", "ranks_text"]
+__all__ = [
+    "format_bytes",
+    "format_count",
+    "format_elapsed",
+    "format_seconds",
+    "format_table",
+    "parse_spans",
+    "ranks_text",
+    "spans_text",
+]
 
 _BINARY = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -65,11 +74,21 @@ def format_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> st
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return ``rank 3`` or ``ranks 0-2, 5``."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {spans_text(ranks)}"
+
+
+def spans_text(ranks: Sequence[int]) -> str:
+    """Return ``3`` or ``0-2, 5``."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def parse_spans(text: str) -> list[range]:
+    """Return the spans of what `spans_text` returned."""
+    ends = [span.partition("-") for span in text.split(", ") if span]
+    return [range(int(first), int(last or first) + 1) for first, _, last in ends]

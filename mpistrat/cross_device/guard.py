@@ -59,8 +59,6 @@ _OTHER_THREAD = "another thread is in a collective: make all collectives of a st
 _ANSWER_SECONDS = 1.0  # for ranks to say what they are in, when time is up anyway
 FRAMES = 3  # at least so many frames of this library lie between the recorder's caller and the program
 
-_communicators = iter(range(1, 2**62))
-
 
 class CollectiveGuard:
     """Lets collective calls through, one at a time, and no more of them once one has failed.
@@ -93,7 +91,7 @@ class CollectiveGuard:
     signature : Signature
         Of the call that is under way, or was last.
     communicator : int
-        Tells the collectives of this hierarchy from others, on all ranks alike.
+        The number of the hierarchy, which tells its collectives from others.
     indexes : dict
         Where the record of this process describes a call, by its word.
     """
@@ -119,7 +117,7 @@ class CollectiveGuard:
         self.lock = threading.Lock()
         self.refusal = ""
         self.noted = 0
-        self.communicator = next(_communicators)
+        self.communicator, self._ranks = hierarchy.number, hierarchy.ranks_of_job
         self.indexes: dict[int, int] = {}
         self._recorder, self._watcher, self._slot = recorder(), start(), 0
         self.signature = Signature("")
@@ -215,7 +213,7 @@ class CollectiveGuard:
         if index is None:
             if len(self.indexes) >= _INDEXES_KEPT:
                 self.indexes.clear()
-            index = self.indexes[word] = self._recorder.intern(verb, *details, text, word)
+            index = self.indexes[word] = self._recorder.intern(verb, *details, text, word, self._ranks)
         return index
 
     def enter(self, call: Call, word: int) -> None:

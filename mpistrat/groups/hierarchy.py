@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpistrat.groups.group import Group, PresentCall
+from mpistrat.text import spans_text
 from mpistrat.topology.world import World
 
 if TYPE_CHECKING:
@@ -40,7 +41,13 @@ class Hierarchy:
         The lowest ranks of all nodes; None on other ranks.
     call : PresentCall
         What is under way in all of them.
+    number : int
+        Tells these groups from those of other hierarchies, on all ranks alike.
+    ranks_of_job : str
+        Which ranks of the job these are, as `spans_text` has them; empty if all.
     """
+
+    _numbers = iter(range(1, 2**31))
 
     def __init__(self, comm: MPI.Intracomm, world: World) -> None:
         assert comm.Get_size() == world.size, f"{world} cannot describe a communicator of {comm.Get_size()} ranks"
@@ -49,6 +56,8 @@ class Hierarchy:
         self.place = world.place(self.rank)
         self.call = PresentCall()
         self.world_group = Group(comm.Dup(), "world", tuple(range(world.size)), self.call)
+        self.number = self._agree_on_number()
+        self.ranks_of_job = _ranks_of_job(comm)
         node = world.nodes[self.place.node_index]
         self.intra = _own(self.world_group.comm.Split(node.index, self.rank), f"intra {node.name}", node.ranks, self.call)
         several = world.num_nodes > 1
@@ -58,6 +67,13 @@ class Hierarchy:
         }
         is_leader = several and self.rank in world.leaders
         self.leaders = self._subgroup(world.leaders, "leaders", world.num_shards) if is_leader else None
+
+    def _agree_on_number(self) -> int:
+        """Return a number from the first rank: each rank may have made other hierarchies, alone or with some of these ranks."""
+        from mpi4py import MPI
+
+        number = MPI.COMM_WORLD.Get_rank() << 32 | next(self._numbers)
+        return int(self.world_group.comm.bcast(number))
 
     def _subgroup(self, ranks: tuple[int, ...], name: str, tag: int) -> Group:
         comm = self.world_group.comm
@@ -86,6 +102,18 @@ class Hierarchy:
 
     def __repr__(self) -> str:
         return f"Hierarchy({self.world}, {self.place})"
+
+
+def _ranks_of_job(comm: MPI.Intracomm) -> str:
+    """Return which ranks of the job are in a communicator; an empty text if all."""
+    from mpi4py import MPI
+
+    own, job = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    ranks = sorted(own.Translate_ranks(None, job))
+    is_whole = len(ranks) == job.Get_size()
+    own.Free()
+    job.Free()
+    return "" if is_whole else spans_text(ranks)
 
 
 def _own(comm: MPI.Comm, name: str, ranks: tuple[int, ...], call: PresentCall) -> Group:

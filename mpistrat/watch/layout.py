@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 MAGIC = int.from_bytes(b"mpistrat", "little")
-VERSION = 1
+VERSION = 2
 
 
 class State(IntEnum):

@@ -37,13 +37,14 @@ _RING = slice(RING_START, RING_START + RING_RECORDS * WORDS * 8)
 
 @dataclass(frozen=True)
 class Description:
-    """What a collective was called with; `digest` stands for the whole text, of which a long one shows its beginning."""
+    """What a collective was called with, and which ranks it takes (as text; empty if all); `digest` stands for the whole text, of which a long one shows its beginning."""
 
     verb: str = ""
     op: str = ""
     dtype: str = ""
     nbytes: int = 0
     plan: str = ""
+    ranks: str = ""
     text: str = OVERWRITTEN
     digest: int = 0
 
@@ -209,8 +210,8 @@ class RankFile:
         if found is None:
             return Description()
         encoded, nbytes, digest = found
-        verb, op, dtype, plan, text = encoded.decode(errors="replace").split("\0", 4)
-        return Description(verb, op, dtype, nbytes, plan, text, digest)
+        verb, op, dtype, plan, ranks, text = encoded.decode(errors="replace").split("\0", 5)
+        return Description(verb, op, dtype, nbytes, plan, ranks, text, digest)
 
     def _line(self, index: int) -> str:
         found = LINES.read(self._memory, index)

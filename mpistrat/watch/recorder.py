@@ -84,7 +84,9 @@ class FlightRecorder:
         self._codes: dict[int, CodeType] = {}
         self._introduce(rank, size)
 
-    def intern(self, verb: str, op: str, dtype: str, nbytes: int, plan: str, text: str, word: int | None = None) -> int:
+    def intern(
+        self, verb: str, op: str, dtype: str, nbytes: int, plan: str, text: str, word: int | None = None, ranks: str = ""
+    ) -> int:
         """Write the description of a call into the file, unless it is there, and return its index.
 
         Of the descriptions there is room for the last 256 different ones.
@@ -99,8 +101,10 @@ class FlightRecorder:
             The call with its arguments, in the same words on all ranks.
         word : int, optional
             Tells the call from others, on all ranks alike; by default it is made of the text.
+        ranks : str
+            Which ranks of the job it takes, as `spans_text` has them; empty if all.
         """
-        key = "\0".join((verb, op, dtype, plan, text))
+        key = "\0".join((verb, op, dtype, plan, ranks, text))
         told = digest(text) if word is None else word
         return self._calls.index((key, nbytes, told), key, nbytes, told)
 

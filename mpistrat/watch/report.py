@@ -25,7 +25,7 @@ def stall_report(own: RankState, states: Sequence[RankState]) -> str:
     waiting = own.waits_in
     assert waiting is not None, "only who waits has something to tell"
     came = [(state, call) for state in states if (call := state.at(waiting.key)) is not None]
-    missing = [state for state in states if state.at(waiting.key) is None]
+    missing = [state for state in states if waiting.takes(state.rank) and state.at(waiting.key) is None]
     # those that have come, but do not run
     held = [state for state, _ in came if state.state not in ("in", "out") or state.is_silent]
     lines = [

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mpistrat.text import format_elapsed
+from mpistrat.text import format_elapsed, parse_spans
 from mpistrat.watch.layout import State
 from mpistrat.watch.reader import RankFile, Record
 
@@ -42,6 +42,8 @@ class Call:
         When it was left; None while it is inside.
     has_failed, is_started : bool
         Whether it raised; whether the program goes on meanwhile.
+    ranks : str
+        Which ranks of the job it takes, as text; empty if all.
     """
 
     communicator: int
@@ -54,6 +56,11 @@ class Call:
     left_seconds_ago: float | None
     has_failed: bool = False
     is_started: bool = False
+    ranks: str = ""
+
+    def takes(self, rank: int) -> bool:
+        """Return whether a rank of the job has to come to it."""
+        return not self.ranks or any(rank in span for span in parse_spans(self.ranks))
 
     @property
     def key(self) -> Key:
@@ -243,4 +250,5 @@ def _call(record: Record, now: int) -> Call:
         (now - record.left) / 1e9 if record.left else None,
         record.has_failed,
         record.is_started,
+        record.call.ranks,
     )

@@ -63,7 +63,9 @@ def waits_for(states: Sequence[RankState], looked_up: Collection[Key]) -> dict[i
     """Return for each rank that waits which ranks have not entered the collective that it is in."""
     waiting = {state.rank: state.waits_in for state in states}
     return {
-        rank: [other.rank for other in states if other.state != "unknown" and other.at(call.key) is None]
+        rank: [
+            other.rank for other in states if other.state != "unknown" and call.takes(other.rank) and other.at(call.key) is None
+        ]
         for rank, call in waiting.items()
         if call is not None and call.key in looked_up
     }
@@ -76,7 +78,10 @@ def _different(states: Sequence[RankState]) -> Finding | None:
         if len({call.digest for call in calls.values()} - {0}) < 2:
             continue
         variants: dict[str, list[int]] = {}
+        first = next(iter(calls.values()))
         for state in states:
+            if not first.takes(state.rank):
+                continue
             call = calls.get(state.rank)
             text = (call.text + (f" at {call.line}" if call.line else "")) if call else f"has not come to it: {state.doing()}"
             variants.setdefault(text, []).append(state.rank)

@@ -84,7 +84,7 @@ class Watcher:
         self._neighbours, self._notices = Neighbours(job, self._own), Notices(job)
         self._talk: Talk | None = None
         self._keyval: int | None = None
-        self._wants_trace = False
+        self._wants_trace = self._has_failed_rank = False
         self._main = threading.main_thread().ident
         self._wake, self._stopping = threading.Event(), False
         self._survey: Survey | None = None
@@ -167,6 +167,8 @@ class Watcher:
         self._stopping = True
         self._wake.set()
         self._thread.join(LONGEST_GOODBYE_SECONDS)
+        if has_failed and (talk := self._talker()) is not None:
+            talk.send({"failed": self._own.rank}, [rank for ranks in talk.others for rank in ranks])
         if self._keyval is not None and _mpi_runs():
             _delete(self._keyval)
         if not has_failed:
@@ -181,11 +183,15 @@ class Watcher:
 
     def _wait_for_all(self, comm: MPI.Intracomm) -> None:
         request = comm.Ibarrier()
-        began, pause, patience = time.monotonic(), 0.0001, self._patience or math.inf
+        began, pause, patience, look = time.monotonic(), 0.0001, self._patience or math.inf, WAKE_SECONDS
         while not request.Test():
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
             waited = time.monotonic() - began
+            if waited > look:
+                look = waited + WAKE_SECONDS
+                if self._has_failed_rank or any(file.state is State.FAILED for file in self._neighbours.files()):
+                    return  # that one ends MPI without waiting for others, and waits in that for this one
             if waited > patience:
                 patience *= 2
                 states = self.compare(ANSWER_SECONDS)
@@ -326,6 +332,8 @@ class Watcher:
                 talk.send(self._answer(message), [source])
             elif "tell" in message and self._survey is not None:
                 self._survey.take(message)
+            elif "failed" in message:
+                self._has_failed_rank = True
             elif "notice" in message:
                 self._notices.post(Notice.decode(message["notice"]))
 

@@ -109,6 +109,15 @@ def test_a_rank_that_is_late_is_reported_and_waited_for(job: Job) -> None:
     assert len(reports(ended)) == 2
 
 
+def test_nodes_that_wait_each_for_a_rank_of_their_own_do_not_wait_for_each_other(job: Job) -> None:
+    made = "strategy = mpistrat.MirroredStrategy(allow_multiple_nodes=True); strategy.run(step)"
+    late = "comm.rank % 2 and time.sleep(4); strategy.run(step); print('done')"
+    ended = job(4, program("pass", made, late, seconds=30), MPISTRAT_VIRTUAL_NODES="2x2", MPISTRAT_STALL_SECONDS="2")
+    assert (ended.code, ended.stdout.split()) == (0, ["done"] * 4), ended.stderr
+    missing = [rank for block in reports(ended) for line in block[2:] for rank in re.findall(r"missing: rank (\d)", line)]
+    assert set(missing) <= {"1", "3"}, ended.stderr
+
+
 def test_ranks_that_have_ended_tell_whom_mpi_waits_for(job: Job) -> None:
     ended = job(3, program("time.sleep(4)", after="", seconds=30), MPISTRAT_STALL_SECONDS="2")
     assert ended.code == 0, ended.stderr
@@ -139,7 +148,7 @@ def test_a_rank_that_ends_while_others_wait_ends_the_job(job: Job) -> None:
 
 def test_without_abort_every_rank_that_waits_raises_and_ends(job: Job) -> None:
     ended = job(3, program("sys.exit()", seconds=30), MPISTRAT_ABORT="0")
-    assert ended.code == 1
+    assert ended.code == 1, ended.stderr
     assert ended.stderr.count("UnavailableError: rank 1 will not come") == 2
     assert not ended.leftovers()
 

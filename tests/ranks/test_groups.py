@@ -55,6 +55,26 @@ def test_they_say_who_they_are(comm):
     hierarchy.close()
 
 
+def test_all_ranks_know_them_by_one_number_whatever_some_have_made_before(comm):
+    for _ in range(comm.rank):
+        Hierarchy(MPI.COMM_SELF, World.from_shape("1x1")).close()
+    made = [Hierarchy(comm, World.from_shape(f"1x{comm.size}")) for _ in range(2)]
+    numbers = [hierarchy.number for hierarchy in made]
+    assert comm.allgather(numbers) == [numbers] * comm.size
+    assert numbers[0] != numbers[1]
+    for hierarchy in made:
+        hierarchy.close()
+
+
+def test_they_know_which_ranks_of_the_job_they_are(comm):
+    half = comm.Split(comm.rank % 2, comm.rank)
+    hierarchy = Hierarchy(half, World.from_shape(f"1x{half.size}"))
+    mine = ", ".join(str(rank) for rank in range(comm.rank % 2, comm.size, 2))
+    assert hierarchy.ranks_of_job == (mine if comm.size > 1 else "")
+    hierarchy.close()
+    half.Free()
+
+
 def test_a_picture_of_another_size_is_refused(comm):
     with pytest.raises(AssertionError, match=rf"cannot describe a communicator of {comm.size} ranks"):
         Hierarchy(comm, World.from_shape(f"1x{comm.size + 1}"))

@@ -159,6 +159,15 @@ def test_the_same_is_found_again_only_where_nobody_has_moved() -> None:
     assert marks[0] == marks[1] != marks[2]
 
 
+@pytest.mark.parametrize(("others", "is_known"), [("", True), ("0-1", False)])
+def test_nobody_waits_for_ranks_that_a_collective_does_not_take(others: str, is_known: bool) -> None:
+    first, second = replace(call(ONE), ranks=others), replace(call(TWO), ranks=others.replace("0-1", "2-3"))
+    states = ranks(first, None, second, None)
+    assert bool(judged(states)) is is_known
+    assert waits_for(states, {ONE, TWO}) == ({0: [1, 2, 3], 2: [0, 1, 3]} if is_known else {0: [1], 2: [3]})
+    assert ("rank 2" in stall_report(states[0], states)) is is_known
+
+
 def test_who_waits_for_whom() -> None:
     assert waits_for(ranks(call(), None, call(), None, rank3="unknown"), {ONE}) == {0: [1], 2: [1]}
 
