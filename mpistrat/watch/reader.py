@@ -37,7 +37,11 @@ _RING = slice(RING_START, RING_START + RING_RECORDS * WORDS * 8)
 
 @dataclass(frozen=True)
 class Description:
-    """What a collective was called with, and which ranks it takes (as text; empty if all); `digest` stands for the whole text, of which a long one shows its beginning."""
+    """What a collective was called with.
+
+    `ranks` says which ranks it takes, and is empty if all; `digest` stands for the whole text, of which a long one shows its
+    beginning.
+    """
 
     verb: str = ""
     op: str = ""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mpistrat.text import format_elapsed, parse_spans
 from mpistrat.watch.layout import State
 from mpistrat.watch.reader import RankFile, Record
 
-__all__ = ["Call", "Key", "RankState", "decode", "encode", "look"]
+__all__ = ["Call", "Key", "RankState", "aged", "decode", "encode", "look"]
 
 Key = tuple[int, int]
 """Which collective: its communicator, and its number there."""
@@ -208,6 +208,19 @@ def look(file: RankFile, wanted: Collection[Key] = ()) -> RankState:
         alive and state != "stopped" and 0 < file.looked < now - SILENT_SECONDS * 1e9,
         file.text("program"),
     )
+
+
+def aged(state: RankState, seconds: float) -> RankState:
+    """Return what was known of a rank some time ago, of which nothing has been heard since."""
+    calls = [
+        replace(
+            call,
+            entered_seconds_ago=call.entered_seconds_ago + seconds,
+            left_seconds_ago=None if call.left_seconds_ago is None else call.left_seconds_ago + seconds,
+        )
+        for call in state.calls
+    ]
+    return replace(state, state="unknown", calls=tuple(calls), seen_seconds_ago=state.seen_seconds_ago + seconds)
 
 
 def encode(states: Iterable[RankState]) -> list[dict[str, Any]]:

@@ -33,6 +33,8 @@ class Survey:
         How long to wait for answers.
     is_thorough : bool
         Whether to look also for processes that keep no file, here and there; that takes longer.
+    heard : sequence of RankState
+        What ranks of other hosts have told of themselves before.
     """
 
     _numbers = iter(range(1, 2**62))
@@ -45,10 +47,12 @@ class Survey:
         wanted: Collection[Key],
         seconds: float,
         is_thorough: bool = False,
+        heard: Sequence[RankState] = (),
     ) -> None:
         self._size, self._neighbours, self._talk, self._is_thorough = size, neighbours, talk, is_thorough
         self.number = next(self._numbers)
         self._found: dict[int, RankState] = {}
+        self._heard = {state.rank: state for state in heard}
         found, self.keys = here(neighbours, wanted, self._expected(size, talk) if is_thorough else ())
         self._add(found)
         self._silent = list(talk.others) if talk else []
@@ -72,10 +76,11 @@ class Survey:
         """Take in what a rank of another node has found there."""
         if answer["tell"] == self.number:
             self._add(decode(answer["states"]))
+            self._heard |= {state.rank: state for state in decode(answer["heard"])}
 
     def states(self) -> list[RankState]:
         """Return the state of each rank, in their order."""
-        return [self._found.get(rank) or RankState(rank) for rank in range(self._size)]
+        return [self._found.get(rank) or self._heard.get(rank) or RankState(rank) for rank in range(self._size)]
 
     def _add(self, states: Sequence[RankState]) -> None:
         self._found |= {state.rank: state for state in states if state.rank < self._size}

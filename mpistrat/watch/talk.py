@@ -34,6 +34,16 @@ class Talk:
         All ranks of the job; nothing else is sent on it.
     places : sequence of str
         Of each rank, a name of the folder that its host's ranks share: who shares one needs no messages.
+
+    Attributes
+    ----------
+    own : list of int
+        The ranks of this host.
+    others : list of list of int
+        Those of each other host.
+    confidant : int
+        The rank, of another host if there is one, that is told now and then what this one does: should this host fall silent,
+        that one can still say so.
     """
 
     def __init__(self, comm: MPI.Intracomm, places: Sequence[str]) -> None:
@@ -41,7 +51,10 @@ class Talk:
         nodes: dict[str, list[int]] = {}
         for rank, place in enumerate(places):
             nodes.setdefault(place, []).append(rank)
+        hosts = list(nodes.values())
         self.own = nodes.pop(places[self.rank])
+        following = hosts[(hosts.index(self.own) + 1) % len(hosts)]
+        self.confidant = following[self.own.index(self.rank) % len(following)]
         self.others = list(nodes.values())
         self._untaken: dict[int, list[tuple[MPI.Request, bytes]]] = {}
         self._arriving: list[tuple[MPI.Request, bytearray, int]] = []

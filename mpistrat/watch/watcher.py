@@ -28,7 +28,7 @@ from mpistrat.watch.notices import Notice, Notices
 from mpistrat.watch.reader import RankFile, Record, seconds_since
 from mpistrat.watch.recorder import FlightRecorder, recorder
 from mpistrat.watch.report import end_report, stall_report
-from mpistrat.watch.states import Key, RankState, encode, look
+from mpistrat.watch.states import Key, RankState, aged, decode, encode, look
 from mpistrat.watch.survey import Survey, here
 from mpistrat.watch.talk import Message, Talk
 from mpistrat.watch.verdict import Finding, judge
@@ -45,6 +45,8 @@ LONGEST_BETWEEN_LOOKS_SECONDS = 2.0
 ANSWER_SECONDS = 0.9
 # how often to look for answers while some are missing
 POLL_SECONDS = 0.01
+# how often a rank tells one of another host what it does
+CONFIDE_SECONDS = 2.0
 # a program that has not taken the verdict, or raised what its deadline says, after so long is stuck in a call in C
 TAKE_SECONDS = 3.0
 
@@ -88,6 +90,7 @@ class Watcher:
         self._main = threading.main_thread().ident
         self._wake, self._stopping = threading.Event(), False
         self._survey: Survey | None = None
+        self._confided, self._heard = 0.0, dict[int, tuple[float, RankState]]()
         self._asked: _Question | None = None
         self._wanted: set[Key] = set()
         self._next_look = 0.0
@@ -126,7 +129,9 @@ class Watcher:
             found = own.path.parent.stat()
             place = f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {found.st_dev} {found.st_ino}"
         told = comm.allgather((place or f"rank {comm.Get_rank()}", bool(settings.TIMELINE.read())))
-        self._talk = Talk(comm, [place for place, _ in told])
+        talk = Talk(comm, [place for place, _ in told])
+        self._confide(talk)
+        self._talk = talk
         self._wants_trace = told[0][1]  # rank 0 writes it, and asks all
         if self._wants_trace:
             timeline.leave_to_others()
@@ -237,7 +242,9 @@ class Watcher:
                 self._conclude(survey, waiting)
         elif self._asked is not None:
             question = self._asked
-            self._survey = Survey(self._size, self._neighbours, self._talker(), question.wanted, question.seconds)
+            self._survey = Survey(
+                self._size, self._neighbours, self._talker(), question.wanted, question.seconds, heard=self._heard_of()
+            )
             question.survey = self._survey
         elif waiting is not None and time.monotonic() >= self._next_look:
             self._look(waiting)
@@ -270,7 +277,9 @@ class Watcher:
         is_overdue = bool(self._patience) and waited >= self._next_report
         wanted = {*self._wanted, (waiting.communicator, waiting.number)}
         if self._speaks():
-            self._survey = Survey(self._size, self._neighbours, self._talker(), wanted, ANSWER_SECONDS, is_overdue)
+            self._survey = Survey(
+                self._size, self._neighbours, self._talker(), wanted, ANSWER_SECONDS, is_overdue, self._heard_of()
+            )
         elif is_overdue:
             self._put_off_report(waited)
 
@@ -327,20 +336,33 @@ class Watcher:
         talk = self._talker()
         if talk is None:
             return
+        if time.monotonic() > self._confided + CONFIDE_SECONDS:
+            self._confide(talk)
         for source, message in talk.received():
             if "ask" in message:
                 talk.send(self._answer(message), [source])
             elif "tell" in message and self._survey is not None:
                 self._survey.take(message)
+            elif "heard" in message:
+                self._heard |= {state.rank: (time.monotonic(), state) for state in decode(message["heard"])}
             elif "failed" in message:
                 self._has_failed_rank = True
             elif "notice" in message:
                 self._notices.post(Notice.decode(message["notice"]))
 
+    def _confide(self, talk: Talk) -> None:
+        """Tell a rank of another host what this one does, as long as it can."""
+        self._confided = time.monotonic()
+        if talk.others:
+            talk.send({"heard": encode([look(self._own)])}, [talk.confidant])
+
+    def _heard_of(self) -> list[RankState]:
+        return [aged(state, time.monotonic() - when) for when, state in self._heard.values()]
+
     def _answer(self, question: Message) -> Message:
         expected = self._talk.own if self._talk is not None and question["is_thorough"] else ()
         states, _ = here(self._neighbours, [(first, second) for first, second in question["wanted"]], expected)
-        return {"tell": question["ask"], "states": encode(states)}
+        return {"tell": question["ask"], "states": encode(states), "heard": encode(self._heard_of())}
 
 
 class _Question:
