@@ -179,7 +179,8 @@ class RankFile:
 
     def inside(self) -> list[Record]:
         """Return the collectives that it has entered and not left, the last one first."""
-        entered, left = self._ring[:, 4], self._ring[:, 5]
+        # a slot that is used again still says when the collective before was left, and whether that had failed
+        entered, left = self._ring[:, 4], self._ring[:, 5] & np.uint64(FAILED_BIT - 1)
         return self._records(np.flatnonzero(entered > left))
 
     def records(self) -> list[Record]:

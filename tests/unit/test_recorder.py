@@ -103,6 +103,17 @@ def test_the_ring_keeps_the_last_4096(written: FlightRecorder) -> None:
     assert found.number == 5
 
 
+def test_a_slot_that_is_used_again_forgets_that_the_collective_before_failed(written: FlightRecorder) -> None:
+    file = read(written)
+    written.fail(written.enter(2, 0, call(written)))
+    for number in range(1, RING_RECORDS):
+        written.leave(written.enter(2, number, call(written)))
+    slot = written.enter(2, RING_RECORDS, call(written))
+    assert [record.number for record in file.inside()] == [RING_RECORDS]
+    written.leave(slot)
+    assert file.inside() == []
+
+
 def test_equal_descriptions_share_an_index_and_the_least_recent_is_overwritten(written: FlightRecorder) -> None:
     first, second = call(written, "first"), call(written, "second")
     assert call(written, "first") == first != second
