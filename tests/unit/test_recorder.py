@@ -106,10 +106,10 @@ def test_the_ring_keeps_the_last_4096(written: FlightRecorder) -> None:
 def test_a_slot_that_is_used_again_forgets_that_the_collective_before_failed(written: FlightRecorder) -> None:
     file = read(written)
     written.fail(written.enter(2, 0, call(written)))
-    for number in range(1, RING_RECORDS):
+    for number in range(1, layout.RING_RECORDS):
         written.leave(written.enter(2, number, call(written)))
-    slot = written.enter(2, RING_RECORDS, call(written))
-    assert [record.number for record in file.inside()] == [RING_RECORDS]
+    slot = written.enter(2, layout.RING_RECORDS, call(written))
+    assert [record.number for record in file.inside()] == [layout.RING_RECORDS]
     written.leave(slot)
     assert file.inside() == []
 
