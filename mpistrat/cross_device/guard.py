@@ -44,6 +44,7 @@ from mpistrat.groups.arrival import LONGEST_GRACE_SECONDS, Arrival
 from mpistrat.groups.group import MOST_UNCONFIRMED
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import abort, exit_code
+from mpistrat.text import spans_text
 from mpistrat.transports.base import Steps, drive, leave_to_peers
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 from mpistrat.watch.reader import RankFile
@@ -117,7 +118,8 @@ class CollectiveGuard:
         self.lock = threading.Lock()
         self.refusal = ""
         self.noted = 0
-        self.communicator, self._ranks = hierarchy.number, hierarchy.ranks_of_job
+        self.communicator, self._job_ranks = hierarchy.number, hierarchy.job_ranks
+        self._recorded_ranks = "" if hierarchy.is_whole_job else spans_text(sorted(hierarchy.job_ranks))
         self.indexes: dict[int, int] = {}
         self._recorder, self._watcher, self._slot = recorder(), start(), 0
         self.signature = Signature("")
@@ -166,7 +168,7 @@ class CollectiveGuard:
             raise self._refused(self._failure) from self._cause
 
     def require_startable(self) -> None:
-        """Raise UnavailableError if a collective has failed, or another thread is in one: nothing is started beside that."""
+        """Raise UnavailableError if a collective has failed, or another thread is in one."""
         self.require_sound()
         self._require_same_thread()
         if self._last is None and self.lock.locked():
@@ -213,7 +215,7 @@ class CollectiveGuard:
         if index is None:
             if len(self.indexes) >= _INDEXES_KEPT:
                 self.indexes.clear()
-            index = self.indexes[word] = self._recorder.intern(verb, *details, text, word, self._ranks)
+            index = self.indexes[word] = self._recorder.intern(verb, *details, text, word, self._recorded_ranks)
         return index
 
     def enter(self, call: Call, word: int) -> None:
@@ -337,6 +339,8 @@ class CollectiveGuard:
         self._cause = error
         self._failure = f"an earlier {verb} did not end ({name}), and ranks may be out of step; make a new strategy"
         self.refusal = self._failure
+        if self._watcher is not None:
+            self._watcher.dismiss(self.communicator)
         leave_to_peers(self._memory)
 
     def refuse_in_child(self) -> None:
@@ -431,8 +435,8 @@ class CollectiveGuard:
         if self._watcher is None:
             return set()
         key = self.communicator, self._count()
-        states = self._watcher.compare(_ANSWER_SECONDS)
-        return {state.rank for state in states if state.state != "unknown" and state.at(key) is None}
+        states = self._watcher.compare(_ANSWER_SECONDS, self._job_ranks)
+        return {rank for rank, state in enumerate(states) if state.state != "unknown" and state.at(key) is None}
 
     def _understood(self, error: BaseException, text: str) -> BaseException:
         """Return what an error comes of: MPI's own, where messages do not fit, of ranks that are in different calls."""
@@ -445,15 +449,18 @@ class CollectiveGuard:
         return error
 
     def _different(self, text: str) -> CollectiveError:
-        """Return the error that says which rank is in which call."""
-        return calls_differ(self._count(), self._texts(text))
+        """Return the error that says which rank is in which call, and have the other ranks told as well."""
+        error = calls_differ(self._count(), self._texts(text))
+        if self._watcher is not None:
+            self._watcher.tell((self.communicator, self._count()), error)
+        return error
 
     def _texts(self, text: str) -> dict[int, str]:
         """Return what each rank is in, in words; `text` says it of this one."""
         texts = {self._rank: text}
-        for state in [] if self._watcher is None else self._watcher.compare():
+        for rank, state in enumerate([] if self._watcher is None else self._watcher.compare(ranks=self._job_ranks)):
             found = state.at((self.communicator, self._count()))
-            texts.setdefault(state.rank, found.text if found else f"({state.doing()})")
+            texts.setdefault(rank, found.text if found else f"({state.doing()})")
         return texts
 
     def _failed(self, call: Call, error: CollectiveError) -> CollectiveError:

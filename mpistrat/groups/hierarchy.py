@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpistrat.groups.group import Group, PresentCall
-from mpistrat.text import spans_text
 from mpistrat.topology.world import World
 
 if TYPE_CHECKING:
@@ -43,8 +42,8 @@ class Hierarchy:
         What is under way in all of them.
     number : int
         Tells these groups from those of other hierarchies, on all ranks alike.
-    ranks_of_job : str
-        Which ranks of the job these are, as `spans_text` has them; empty if all.
+    job_ranks : tuple of int
+        Which ranks of the job these are, in order.
     """
 
     _numbers = iter(range(1, 2**31))
@@ -57,7 +56,7 @@ class Hierarchy:
         self.call = PresentCall()
         self.world_group = Group(comm.Dup(), "world", tuple(range(world.size)), self.call)
         self.number = self._agree_on_number()
-        self.ranks_of_job = _ranks_of_job(comm)
+        self.job_ranks = _job_ranks(comm)
         node = world.nodes[self.place.node_index]
         self.intra = _own(self.world_group.comm.Split(node.index, self.rank), f"intra {node.name}", node.ranks, self.call)
         several = world.num_nodes > 1
@@ -84,6 +83,13 @@ class Hierarchy:
         whole.Free()
         return _own(joined, name, ranks, self.call)
 
+    @property
+    def is_whole_job(self) -> bool:
+        """Whether these are all ranks of the job."""
+        from mpi4py import MPI
+
+        return len(self.job_ranks) == MPI.COMM_WORLD.Get_size()
+
     def all_agree(self, yes: bool) -> bool:
         """Return whether all ranks say yes. A collective call."""
         from mpi4py import MPI
@@ -104,16 +110,15 @@ class Hierarchy:
         return f"Hierarchy({self.world}, {self.place})"
 
 
-def _ranks_of_job(comm: MPI.Intracomm) -> str:
-    """Return which ranks of the job are in a communicator; an empty text if all."""
+def _job_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
+    """Return which ranks of the job are in a communicator, in its order."""
     from mpi4py import MPI
 
     own, job = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    ranks = sorted(own.Translate_ranks(None, job))
-    is_whole = len(ranks) == job.Get_size()
+    ranks = own.Translate_ranks(None, job)
     own.Free()
     job.Free()
-    return "" if is_whole else spans_text(ranks)
+    return tuple(ranks)
 
 
 def _own(comm: MPI.Comm, name: str, ranks: tuple[int, ...], call: PresentCall) -> Group:

@@ -23,7 +23,7 @@ class Notice:
     Attributes
     ----------
     name : str
-        Names the collective: of several notices of one the first counts.
+        Names the collective, by its communicator and its number there: of several notices of one the first counts.
     text : str
         What to tell.
     is_mismatch : bool
@@ -61,6 +61,7 @@ class Notices:
         self._job = job
         self._own: list[Notice] = []
         self._ignored: set[str] = set()
+        self._failed: set[int] = set()
 
     def post(self, notice: Notice) -> None:
         """Tell the ranks of this host."""
@@ -78,7 +79,11 @@ class Notices:
         for path in self._paths():
             with suppress(OSError, ValueError, TypeError):
                 return Notice.decode(json.loads(path.read_text()))
-        return next((notice for notice in self._own if notice.name not in self._ignored), None)
+        return next((notice for notice in self._own if self._counts(notice.name)), None)
+
+    def dismiss(self, communicator: int) -> None:
+        """Take no notice, from here on, of those about a communicator: it has failed here."""
+        self._failed.add(communicator)
 
     def ignore(self) -> None:
         """Take no notice of those that there are."""
@@ -86,4 +91,7 @@ class Notices:
 
     def _paths(self) -> list[Path]:
         found = sorted(self._job.glob(f"{_PREFIX}*"))
-        return [path for path in found if path.name.removeprefix(_PREFIX) not in self._ignored]
+        return [path for path in found if self._counts(path.name.removeprefix(_PREFIX))]
+
+    def _counts(self, name: str) -> bool:
+        return name not in self._ignored and int(name.partition("-")[0]) not in self._failed

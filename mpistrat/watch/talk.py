@@ -39,6 +39,8 @@ class Talk:
     ----------
     own : list of int
         The ranks of this host.
+    place : int
+        Which of all hosts this is, in the order of their lowest ranks.
     others : list of list of int
         Those of each other host.
     confidant : int
@@ -53,7 +55,8 @@ class Talk:
             nodes.setdefault(place, []).append(rank)
         hosts = list(nodes.values())
         self.own = nodes.pop(places[self.rank])
-        following = hosts[(hosts.index(self.own) + 1) % len(hosts)]
+        self.place = hosts.index(self.own)
+        following = hosts[(self.place + 1) % len(hosts)]
         self.confidant = following[self.own.index(self.rank) % len(following)]
         self.others = list(nodes.values())
         self._untaken: dict[int, list[tuple[MPI.Request, bytes]]] = {}

@@ -12,14 +12,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from mpistrat import settings, timeline
-from mpistrat.errors import CollectiveError, LaunchError, SettingError
+from mpistrat.errors import AgreementError, CollectiveError, LaunchError, SettingError
 from mpistrat.launch import environment, exit_code
 from mpistrat.watch import takeover, trace, users
 from mpistrat.watch.layout import State
@@ -42,6 +42,8 @@ WAKE_SECONDS = 0.25
 # a rank that waits so long looks around
 PATIENCE_SECONDS = 1.0
 LONGEST_BETWEEN_LOOKS_SECONDS = 2.0
+# hosts look around one after the other: who was asked meanwhile by one before it need not ask all others too
+TURN_SECONDS = 0.01
 ANSWER_SECONDS = 0.9
 # how often to look for answers while some are missing
 POLL_SECONDS = 0.01
@@ -90,6 +92,9 @@ class Watcher:
         self._main = threading.main_thread().ident
         self._wake, self._stopping = threading.Event(), False
         self._survey: Survey | None = None
+        self._to_tell: Notice | None = None
+        self._surveyed = -math.inf  # when another host, of lower ranks, last looked around
+        self._turn_seconds = 0.0
         self._confided, self._heard = 0.0, dict[int, tuple[float, RankState]]()
         self._asked: _Question | None = None
         self._wanted: set[Key] = set()
@@ -132,6 +137,7 @@ class Watcher:
         talk = Talk(comm, [place for place, _ in told])
         self._confide(talk)
         self._talk = talk
+        self._turn_seconds = min(talk.place * TURN_SECONDS, LONGEST_BETWEEN_LOOKS_SECONDS)
         self._wants_trace = told[0][1]  # rank 0 writes it, and asks all
         if self._wants_trace:
             timeline.leave_to_others()
@@ -142,13 +148,15 @@ class Watcher:
         """Whether it can talk to other nodes."""
         return self._talk is not None
 
-    def compare(self, timeout_seconds: float = 2.0) -> list[RankState]:
-        """Ask all ranks which call they are in, and return the state of each, in their order.
+    def compare(self, timeout_seconds: float = 2.0, ranks: Sequence[int] | None = None) -> list[RankState]:
+        """Ask all ranks which call they are in, and return the states of `ranks`, or of all, in their order.
 
         Parameters
         ----------
         timeout_seconds : float
             How long to wait for answers; of ranks whose node does not answer nothing is known.
+        ranks : sequence of int, optional
+            Which ranks of the job.
         """
         own = self._own.last()
         question = _Question({(own.communicator, own.number)} if own else set(), timeout_seconds)
@@ -157,7 +165,17 @@ class Watcher:
         deadline = time.monotonic() + timeout_seconds + 1.0
         while question.states is None and time.monotonic() < deadline:
             question.done.wait(POLL_SECONDS)
-        return question.states or [RankState(rank) for rank in range(self._size)]
+        states = question.states or [RankState(rank) for rank in range(self._size)]
+        return states if ranks is None else [states[rank] for rank in ranks]
+
+    def tell(self, key: Key, error: AgreementError) -> None:
+        """Have all ranks raise what this one is about to: that they are in different calls."""
+        self._to_tell = Notice(_name_of(key), str(error), is_mismatch=True)
+        self._wake.set()
+
+    def dismiss(self, communicator: int) -> None:
+        """Raise nothing, from here on, that is found about collectives of a communicator: it has failed here."""
+        self._notices.dismiss(communicator)
 
     def end(self) -> None:
         """Say that this program has ended, wait until all have, and stop; then MPI can end."""
@@ -232,6 +250,9 @@ class Watcher:
     def _step(self) -> None:
         # here a process whose launcher is gone is to end itself
         self._listen()
+        notice, self._to_tell = self._to_tell, None
+        if notice is not None:
+            self._post(notice)
         self._take_notices()
         inside = self._own.inside()
         waiting = next((record for record in inside if not record.is_started), inside[0] if inside else None)
@@ -253,7 +274,7 @@ class Watcher:
         """Note what this rank waits in now; judge, if it did not take the verdict."""
         before, self._waiting = self._waiting, waiting
         if waiting is None or before is None or waiting.entered != before.entered:
-            self._next_look = (waiting.entered / 1e9 if waiting else time.monotonic()) + PATIENCE_SECONDS
+            self._next_look = (waiting.entered / 1e9 if waiting else time.monotonic()) + PATIENCE_SECONDS + self._turn_seconds
             self._next_report = self._patience
             self._suspicion, self._wanted = None, set()
         limit = self.limit
@@ -276,7 +297,7 @@ class Watcher:
             self._next_look = min(self._next_look, time.monotonic() + self._next_report - waited)
         is_overdue = bool(self._patience) and waited >= self._next_report
         wanted = {*self._wanted, (waiting.communicator, waiting.number)}
-        if self._speaks():
+        if self._speaks() and time.monotonic() > self._surveyed + 2 * LONGEST_BETWEEN_LOOKS_SECONDS:
             self._survey = Survey(
                 self._size, self._neighbours, self._talker(), wanted, ANSWER_SECONDS, is_overdue, self._heard_of()
             )
@@ -303,7 +324,7 @@ class Watcher:
         finding = judge(states, known)
         if finding is not None and self._suspicion is not None and finding.mark == self._suspicion.mark:
             if self.verdict is None:
-                self._post(finding)
+                self._post(Notice(_name_of(finding.key), finding.text, finding.is_mismatch))
         elif finding is not None:
             self._next_look = time.monotonic() + WAKE_SECONDS
         self._suspicion = finding
@@ -318,8 +339,7 @@ class Watcher:
         while self._next_report <= waited:
             self._next_report *= 2
 
-    def _post(self, finding: Finding) -> None:
-        notice = Notice(f"{finding.key[0]}-{finding.key[1]}", finding.text, finding.is_mismatch)
+    def _post(self, notice: Notice) -> None:
         self._notices.post(notice)
         talk = self._talker()
         if talk is not None:
@@ -340,6 +360,8 @@ class Watcher:
             self._confide(talk)
         for source, message in talk.received():
             if "ask" in message:
+                if source < self._own.rank:
+                    self._surveyed = time.monotonic()
                 talk.send(self._answer(message), [source])
             elif "tell" in message and self._survey is not None:
                 self._survey.take(message)
@@ -432,6 +454,10 @@ def watched(text: str) -> Iterator[None]:
         mine.fail(slot)
         raise
     mine.leave(slot)
+
+
+def _name_of(key: Key) -> str:
+    return f"{key[0]}-{key[1]}"
 
 
 def _tell(text: str) -> None:

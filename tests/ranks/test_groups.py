@@ -69,8 +69,8 @@ def test_all_ranks_know_them_by_one_number_whatever_some_have_made_before(comm):
 def test_they_know_which_ranks_of_the_job_they_are(comm):
     half = comm.Split(comm.rank % 2, comm.rank)
     hierarchy = Hierarchy(half, World.from_shape(f"1x{half.size}"))
-    mine = ", ".join(str(rank) for rank in range(comm.rank % 2, comm.size, 2))
-    assert hierarchy.ranks_of_job == (mine if comm.size > 1 else "")
+    assert hierarchy.job_ranks == tuple(range(comm.rank % 2, comm.size, 2))
+    assert hierarchy.is_whole_job == (comm.size == 1)
     hierarchy.close()
     half.Free()
 
