@@ -16,7 +16,7 @@ from tests.benchmarks.pages import markdown_table
 from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
 
-__all__ = ["CASES", "QUICK", "CostCase", "cost_table", "measure_cost", "too_dear"]
+__all__ = ["CASES", "QUICK", "SIZES", "CostCase", "cost_table", "measure_cost", "program", "take_turns", "too_dear"]
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (8, 128, KIB, 8 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
@@ -54,17 +54,18 @@ def measure_cost(session: Session, cases: Sequence[CostCase]) -> list[dict[str, 
         # two ranks have a core each: they need not give it up to each other
         env = {"OMPI_MCA_mpi_yield_when_idle": "0"} if case.ranks == 2 else {}
         rate = "1gbit" if case.hosts > 1 else "unlimited"
-        contenders = [_contender(_ON, env), _contender(_OFF, {**env, "MPISTRAT_CHECK": "off"})]
+        contenders = [program(_ON, _ROOT, env), program(_OFF, _ROOT, {**env, "MPISTRAT_CHECK": "off"})]
         times: dict[int, dict[str, list[float]]] = {nbytes: {"on": [], "off": []} for nbytes in case.sizes}
         with Lab(case.hosts, rate) as lab:
             for launch in range(case.launches):
                 # which cores the ranks of a job get is luck, and who starts first may have it more often
                 with Contest(lab, case.ranks, "block", contenders[:: -1 if launch % 2 else 1]) as contest:
                     for nbytes in case.sizes:
-                        for name, found in _in_turns(contest, case, nbytes).items():
-                            times[nbytes][name] += found
-        for nbytes, found in times.items():
-            rows.append({"where": case.where, "ranks": case.ranks, "nbytes": nbytes, **found})
+                        found = take_turns(contest, (_ON, _OFF), "seconds_of_a_call", case.seconds, nbytes=nbytes)
+                        times[nbytes]["on"] += found[_ON]
+                        times[nbytes]["off"] += found[_OFF]
+        for nbytes, both in times.items():
+            rows.append({"where": case.where, "ranks": case.ranks, "nbytes": nbytes, **both})
             session.say(f"{case.where}, {format_bytes(nbytes)}: {' | '.join(_cells(rows[-1]))}")
     return rows
 
@@ -80,20 +81,20 @@ def cost_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return markdown_table(heads, [[row["where"], format_bytes(row["nbytes"]), *_cells(row)] for row in rows])
 
 
-def _contender(name: str, env: Mapping[str, str]) -> Contender:
-    fixed = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
+def program(name: str, tree: Path, env: Mapping[str, str]) -> Contender:
+    """Return the program that calls the library of a tree."""
+    fixed = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
     return Contender(name, "openmpi", [sys.executable, str(_PROGRAM)], {**fixed, **env})
 
 
-def _in_turns(contest: Contest, case: CostCase, nbytes: int) -> dict[str, list[float]]:
-    """Return the times of both, block by block; who begins a pair changes."""
-    times: dict[str, list[float]] = {_ON: [], _OFF: []}
-    begun = time.monotonic()
-    while len(times[_ON]) < 5 or (time.monotonic() - begun < case.seconds and len(times[_ON]) < 60):
-        order = (_ON, _OFF) if len(times[_ON]) % 2 else (_OFF, _ON)
-        for name in order:
-            times[name].append(contest.call(name, "seconds_of_a_call", nbytes=nbytes)[0])
-    return {"on": times[_ON], "off": times[_OFF]}
+def take_turns(contest: Contest, names: tuple[str, str], task: str, seconds: float, **request: int) -> dict[str, list[float]]:
+    """Return the times of two programs, block by block; who begins a pair changes."""
+    times: dict[str, list[float]] = {name: [] for name in names}
+    first, begun = times[names[0]], time.monotonic()
+    while len(first) < 5 or (time.monotonic() - begun < seconds and len(first) < 60):
+        for name in names if len(first) % 2 else names[::-1]:
+            times[name].append(contest.call(name, task, **request)[0])
+    return times
 
 
 def _difference(row: Mapping[str, Any]) -> tuple[float, float, float]:

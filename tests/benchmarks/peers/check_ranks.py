@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 from turns import serve
@@ -22,13 +23,25 @@ def seconds_of_a_call(nbytes: int) -> float:
         total = context().all_reduce("sum", value)
     if not (total == comm.size * (comm.size + 1) / 2).all():
         raise AssertionError(f"a wrong sum of {nbytes} bytes")
+    return _seconds(value)
+
+
+def seconds_of_a_nest(leaves: int) -> float:
+    """Return how long a call takes with a dict of arrays of 8 bytes, in the same way."""
+    value = {f"leaf {index}": np.full(2, comm.rank + 1, np.float32) for index in range(leaves)}
+    for _ in range(3):
+        context().all_reduce("sum", value)
+    return _seconds(value)
+
+
+def _seconds(value: Any) -> float:
     each = comm.allreduce(_block(value, 2), max)
     calls = min(max(int(_LEAST_SECONDS / each), 1), _MOST_CALLS)
     _block(value, min(calls, 50))
     return float(comm.allreduce(_block(value, calls), max))
 
 
-def _block(value: np.ndarray, calls: int) -> float:
+def _block(value: Any, calls: int) -> float:
     comm.Barrier()
     begun = time.perf_counter()
     for _ in range(calls):
@@ -37,4 +50,5 @@ def _block(value: np.ndarray, calls: int) -> float:
 
 
 if __name__ == "__main__":
-    strategy.run(lambda: serve(comm.rank, {"mpistrat": mpistrat.__version__}, {}, {"seconds_of_a_call": seconds_of_a_call}))
+    tasks = {"seconds_of_a_call": seconds_of_a_call, "seconds_of_a_nest": seconds_of_a_nest}
+    strategy.run(lambda: serve(comm.rank, {"mpistrat": mpistrat.__version__}, {}, tasks))
