@@ -71,7 +71,11 @@ class Command:
 
 def pages() -> list[Path]:
     """Return every page that is written for readers."""
-    return [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("slurm/*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
+    return [
+        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+        *sorted(ROOT.glob("slurm/*.md")),
+        *sorted(ROOT.glob("docs/**/*.md")),
+    ]
 
 
 def blocks(text: str) -> list[Block]:
