@@ -18,6 +18,7 @@ from mpistrat.topology.discover import discover
 from mpistrat.topology.roll_call import roll_call
 from mpistrat.topology.world import World
 from mpistrat.watch import watcher
+from mpistrat.watch.watched import watched
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -93,7 +94,7 @@ def meeting(call: str, timeout_seconds: float = 0.0) -> Iterator[Meeting]:
     early = watcher.start()  # before MPI, which waits for ranks that have not come, too
     if early is not None:
         early.begin()
-    with watcher.watched(call):
+    with watched(call):
         world = bootstrap.start()
         group = Group(_own(world, call, timeout_seconds), "world", tuple(range(world.Get_size())))
         try:

@@ -11,7 +11,7 @@ from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, SettingError
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.watch.watcher import watched
+from mpistrat.watch.watched import watched
 
 __all__ = ["agreed_collectives", "check_communication", "described", "time_to_meet"]
 

@@ -25,7 +25,7 @@ from mpistrat.strategy.feeding import register_inputs as register_inputs
 from mpistrat.strategy.replica_context import ReplicaContext
 from mpistrat.strategy.run_options import RunOptions
 from mpistrat.structures import flatten
-from mpistrat.watch.watcher import watched
+from mpistrat.watch.watched import watched
 
 __all__ = ["Strategy", "register_inputs"]
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mpistrat.errors import AgreementError, CollectiveError, UnavailableError
+from mpistrat.watch.states import Key
 
 __all__ = ["Notice", "Notices"]
 
@@ -28,11 +30,25 @@ class Notice:
         What to tell.
     is_mismatch : bool
         Whether ranks made different calls; otherwise one has ended.
+    is_for_all : bool
+        Whether ranks in any collective are to raise it; otherwise those in this one, for others may go on.
     """
 
     name: str
     text: str
     is_mismatch: bool
+    is_for_all: bool = True
+
+    @classmethod
+    def about(cls, key: Key, text: str, is_mismatch: bool, is_for_all: bool = True) -> Notice:
+        """Return the notice about a collective."""
+        return cls(f"{key[0]}-{key[1]}", text, is_mismatch, is_for_all)
+
+    @property
+    def key(self) -> Key:
+        """Which collective it is about."""
+        communicator, _, number = self.name.partition("-")
+        return int(communicator), int(number)
 
     def error(self) -> CollectiveError:
         """Return the error to raise."""
@@ -74,12 +90,9 @@ class Notices:
                 os.link(new, path)
             new.unlink()
 
-    def first(self) -> Notice | None:
-        """Return a notice that is not ignored, or None."""
-        for path in self._paths():
-            with suppress(OSError, ValueError, TypeError):
-                return Notice.decode(json.loads(path.read_text()))
-        return next((notice for notice in self._own if self._counts(notice.name)), None)
+    def first(self, inside: Collection[Key]) -> Notice | None:
+        """Return a notice that is not ignored, for who is inside these collectives, or None."""
+        return next((notice for notice in self._all() if notice.is_for_all or notice.key in inside), None)
 
     def dismiss(self, communicator: int) -> None:
         """Take no notice, from here on, of those about a communicator: it has failed here."""
@@ -88,6 +101,12 @@ class Notices:
     def ignore(self) -> None:
         """Take no notice of those that there are."""
         self._ignored |= {path.name.removeprefix(_PREFIX) for path in self._paths()} | {notice.name for notice in self._own}
+
+    def _all(self) -> Iterator[Notice]:
+        for path in self._paths():
+            with suppress(OSError, ValueError, TypeError):
+                yield Notice.decode(json.loads(path.read_text()))
+        yield from (notice for notice in self._own if self._counts(notice.name))
 
     def _paths(self) -> list[Path]:
         found = sorted(self._job.glob(f"{_PREFIX}*"))

@@ -12,8 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -36,7 +35,7 @@ from mpistrat.watch.verdict import Finding, judge
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Watcher", "introduce", "start", "watched", "watcher"]
+__all__ = ["Watcher", "introduce", "start", "watcher"]
 
 WAKE_SECONDS = 0.25
 # a rank that waits so long looks around
@@ -54,11 +53,9 @@ TAKE_SECONDS = 3.0
 
 LONGEST_GOODBYE_SECONDS = 5.0
 
-_WORLD = 0
 _lock = threading.Lock()
 _watcher: Watcher | None = None
 _warned: set[str] = set()
-_numbers = iter(range(2**62))
 
 
 class Watcher:
@@ -80,6 +77,7 @@ class Watcher:
 
     def __init__(self, size: int) -> None:
         self.verdict: CollectiveError | None = None
+        self._verdict_on: Key | None = None  # the only collective that it is raised in; None if in any
         self.limit: tuple[float, Callable[[], CollectiveError]] | None = None
         self._recorder: FlightRecorder = recorder()
         self._own = RankFile(self._recorder.memory)
@@ -109,8 +107,15 @@ class Watcher:
 
     def raise_verdict(self) -> None:
         """Raise the verdict, if there is one."""
-        if self.verdict is not None:
-            raise type(self.verdict)(*self.verdict.args)
+        if self.verdict is None:
+            return
+        if self._verdict_on is not None and self._verdict_on not in self._inside():
+            self.verdict = None  # this rank has learned of it in another way, and has gone on
+            return
+        raise type(self.verdict)(*self.verdict.args)
+
+    def _inside(self) -> set[Key]:
+        return set(map(_key, self._own.inside()))
 
     def begin(self) -> None:
         """Forget an earlier disagreement: a strategy is being made, and whoever makes it has learned of that."""
@@ -169,8 +174,8 @@ class Watcher:
         return states if ranks is None else [states[rank] for rank in ranks]
 
     def tell(self, key: Key, error: AgreementError) -> None:
-        """Have all ranks raise what this one is about to: that they are in different calls."""
-        self._to_tell = Notice(_name_of(key), str(error), is_mismatch=True)
+        """Have the ranks in a collective raise what this one is about to: that they are in different calls."""
+        self._to_tell = Notice.about(key, str(error), is_mismatch=True, is_for_all=False)
         self._wake.set()
 
     def dismiss(self, communicator: int) -> None:
@@ -281,7 +286,7 @@ class Watcher:
         if limit is not None and waiting is not None and time.monotonic() > limit[0] + TAKE_SECONDS:
             self.limit = None
             takeover.end_job(limit[1](), self._program(), self._own)
-        if self.verdict is None or waiting is None or waiting.is_started:
+        if self.verdict is None or waiting is None or waiting.is_started or self._verdict_on not in (None, _key(waiting)):
             self._judged = None
         elif self._judged is None or self._judged[1].entered != waiting.entered:
             self._judged = time.monotonic(), waiting
@@ -324,7 +329,7 @@ class Watcher:
         finding = judge(states, known)
         if finding is not None and self._suspicion is not None and finding.mark == self._suspicion.mark:
             if self.verdict is None:
-                self._post(Notice(_name_of(finding.key), finding.text, finding.is_mismatch))
+                self._post(Notice.about(finding.key, finding.text, finding.is_mismatch))
         elif finding is not None:
             self._next_look = time.monotonic() + WAKE_SECONDS
         self._suspicion = finding
@@ -348,8 +353,9 @@ class Watcher:
 
     def _take_notices(self) -> None:
         if self.verdict is None:
-            notice = self._notices.first()
+            notice = self._notices.first(self._inside())
             if notice is not None:
+                self._verdict_on = None if notice.is_for_all else notice.key
                 self.verdict = notice.error()
 
     def _listen(self) -> None:
@@ -437,27 +443,8 @@ def _after_fork() -> None:
     _watcher = None
 
 
-@contextmanager
-def watched(text: str) -> Iterator[None]:
-    """Record a collective of all ranks that belongs to no strategy, such as making one.
-
-    Parameters
-    ----------
-    text : str
-        The call, in the same words on all ranks.
-    """
-    mine = recorder()
-    slot = mine.enter(_WORLD, next(_numbers), mine.intern(text.partition("(")[0], "", "", 0, "", text))
-    try:
-        yield
-    except BaseException:
-        mine.fail(slot)
-        raise
-    mine.leave(slot)
-
-
-def _name_of(key: Key) -> str:
-    return f"{key[0]}-{key[1]}"
+def _key(record: Record) -> Key:
+    return record.communicator, record.number
 
 
 def _tell(text: str) -> None:

@@ -1,0 +1,32 @@
+"""Collectives of all ranks that belong to no communicator of ours, such as making one, are recorded like others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mpistrat.watch.recorder import recorder
+
+__all__ = ["watched"]
+
+_WORLD = 0
+_numbers = iter(range(2**62))
+
+
+@contextmanager
+def watched(text: str) -> Iterator[None]:
+    """Record a collective of all ranks that belongs to no strategy, such as making one.
+
+    Parameters
+    ----------
+    text : str
+        The call, in the same words on all ranks.
+    """
+    mine = recorder()
+    slot = mine.enter(_WORLD, next(_numbers), mine.intern(text.partition("(")[0], "", "", 0, "", text))
+    try:
+        yield
+    except BaseException:
+        mine.fail(slot)
+        raise
+    mine.leave(slot)
