@@ -1,4 +1,4 @@
-"""The lanes: what kinds of tests there are, what each needs, and the last word of a session: how many ran of each.
+"""The lanes: what kinds of tests there are, what each needs, and the last word of a session: how many of each ran, how long.
 
 A lane is a folder of tests/; tests directly in it are the lane `quality`. A lane that cannot run on this machine says why,
 and that is a failure where MPISTRAT_REQUIRE_LANES (names joined by commas) demands the lane. A lane that runs nothing for
@@ -17,6 +17,7 @@ from pathlib import PurePosixPath
 import pytest
 
 from mpistrat.device.cuda import count_visible
+from mpistrat.text import format_elapsed
 from tests.hosts import lab
 from tests.slurm import cluster
 
@@ -56,6 +57,7 @@ class _Result:
     passed: int = 0
     failed: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
 
 
 class _Summary:
@@ -72,6 +74,7 @@ class _Summary:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         result = self.results[_lane(report.nodeid)]
+        result.seconds += report.duration
         launch = dict(report.user_properties).get("launch") if report.when == "call" else None
         if isinstance(launch, dict):
             result.passed += launch["passed"]
@@ -112,7 +115,7 @@ def _line(lane: str, result: _Result) -> str:
     if not ran and _reason(lane):
         return f"cannot run here: {_reason(lane)}"
     reasons = "; ".join(f"{count} x {reason}" for reason, count in result.skipped.most_common())
-    parts = [f"{ran} run"]
+    parts = [f"{ran} run in {format_elapsed(result.seconds)}"]
     parts += [f"{result.failed} failed"] if result.failed else []
     parts += [f"{result.skipped.total()} skipped ({reasons})"] if result.skipped else []
     return ", ".join(parts)

@@ -30,7 +30,7 @@ def session(tmp_path):
 
 def test_a_lane_that_runs_nothing_fails_the_session(session):
     done = session()
-    assert "unit     1 run\n" in done.stdout
+    assert "unit     1 run in 0.0 s\n" in done.stdout
     assert "ranks    ran nothing, and no reason is known: a failure\n" in done.stdout
     assert "1 passed" in done.stdout
     assert done.returncode == pytest.ExitCode.TESTS_FAILED
@@ -40,7 +40,7 @@ def test_a_selection_may_leave_lanes_out(session):
     for arguments in (["tests/unit"], ["-k", "one"]):
         done = session(*arguments)
         assert done.returncode == pytest.ExitCode.OK, done.stdout
-        assert "unit     1 run\n" in done.stdout
+        assert "unit     1 run in 0.0 s\n" in done.stdout
         assert "ranks" not in done.stdout
 
 

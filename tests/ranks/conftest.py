@@ -25,7 +25,7 @@ SHAPES = {
     2: ("1x2", "2x1"),
     3: ("1x3", "2+1", "3x1"),
     4: ("1x4", "2x2", "3+1", "2x2:cyclic", "4x1"),
-    8: ("1x8", "2x4", "4x2:cyclic", "3+1+2+2", "4+2+1+1", "8x1"),
+    8: ("2x4", "4x2:cyclic", "3+1+2+2", "4+2+1+1", "8x1"),
 }
 # What a strategy makes of its collectives hangs less on the shape: one equal and one unequal of each will do.
 STRATEGY_SHAPES = {**SHAPES, 3: ("1x3", "2+1"), 4: ("2x2", "3+1"), 8: ("2x4", "3+1+2+2")}
