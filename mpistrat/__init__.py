@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mpistrat import errors as errors
     from mpistrat import experimental as experimental
     from mpistrat.cluster.spec import ClusterSpec as ClusterSpec
+    from mpistrat.communicator.sparse import IndexedSlices as IndexedSlices
     from mpistrat.context.input_context import InputContext as InputContext
     from mpistrat.context.values import DistributedValues as DistributedValues
     from mpistrat.context.values import Mirrored as Mirrored
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from mpistrat.cross_device.all_reduce import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
     from mpistrat.cross_device.all_reduce import NcclAllReduce as NcclAllReduce
     from mpistrat.cross_device.ops import CrossDeviceOps as CrossDeviceOps
-    from mpistrat.cross_device.sparse import IndexedSlices as IndexedSlices
     from mpistrat.cross_device.to_one_device import ReductionToOneDevice as ReductionToOneDevice
     from mpistrat.execution.memory import MemoryReport as MemoryReport
     from mpistrat.inputs.base import Dataset as Dataset
@@ -70,7 +70,7 @@ _HOMES = {
     "FileDataset": "mpistrat.inputs.files",
     "HierarchicalAllReduce": "mpistrat.cross_device.all_reduce",
     "HierarchicalCopyAllReduce": "mpistrat.cross_device.all_reduce",
-    "IndexedSlices": "mpistrat.cross_device.sparse",
+    "IndexedSlices": "mpistrat.communicator.sparse",
     "InputContext": "mpistrat.context.input_context",
     "InputOptions": "mpistrat.inputs.options",
     "InputReplicationMode": "mpistrat.inputs.options",

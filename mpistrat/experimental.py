@@ -1,7 +1,7 @@
 """TensorFlow's spellings of names that it calls experimental."""
 
+from mpistrat.communicator.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
 from mpistrat.context.input_context import ValueContext
-from mpistrat.cross_device.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
 from mpistrat.strategy.central_storage import CentralStorageStrategy
 from mpistrat.strategy.multi_worker import ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 

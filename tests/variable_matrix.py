@@ -17,8 +17,8 @@ import pytest
 
 import mpistrat
 from mpistrat import VariableAggregation, VariableSynchronization
+from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import PerReplica
-from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.errors import InvalidArgumentError
 
 START = [9.0, 4.0, 16.0]
@@ -208,7 +208,7 @@ def declared(strategy: Any, synchronization: VariableSynchronization, aggregatio
 
 def check_cell(strategy: Any, cell: Cell) -> None:
     """Do what a cell says, and compare the array of this replica, and what is read in all contexts."""
-    size, rank = strategy.num_replicas_in_sync, strategy.extended.collectives.rank
+    size, rank = strategy.num_replicas_in_sync, strategy.extended.communicator.rank
     variable = declared(strategy, cell.synchronization, cell.aggregation)
     is_own = cell.where == "run" and not (cell.synchronization is W and _is_none(cell))
     number = 6.0 + rank if is_own else 6.0
@@ -258,7 +258,7 @@ def check_refused(refused: Refused, act: Callable[[], Any]) -> None:
 
 def check_arrays(strategy: Any, variable: Any, expected: Callable[[int], list[float]]) -> None:
     """Compare what this replica holds, and what is read outside ``run``, with what each replica should hold."""
-    size, rank = strategy.num_replicas_in_sync, strategy.extended.collectives.rank
+    size, rank = strategy.num_replicas_in_sync, strategy.extended.communicator.rank
     held = strategy.experimental_local_results(strategy.run(variable.numpy))[0]
     np.testing.assert_allclose(held, expected(rank), rtol=1e-12)
     arrays = np.array([expected(replica) for replica in range(size)])

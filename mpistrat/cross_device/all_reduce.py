@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from mpistrat.arrays import as_array, like
+from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.options import CommunicationOptions, check_options
+from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices
 from mpistrat.context.values import PerReplica
-from mpistrat.cross_device.collectives import Collectives
 from mpistrat.cross_device.destinations import deliver, resolve
-from mpistrat.cross_device.ops import CrossDeviceOps, current_collectives
-from mpistrat.cross_device.options import CommunicationOptions, check_options
-from mpistrat.cross_device.sparse import IndexedSlices, all_reduce_slices
+from mpistrat.cross_device.ops import CrossDeviceOps, current_communicator
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, TransportError
 from mpistrat.reduction import ReduceOp
@@ -53,22 +53,22 @@ class HierarchicalAllReduce(CrossDeviceOps):
         return self._all_reduce(reduce_op, value_destination_pairs, options)
 
     def _all_reduce(self, op: ReduceOp, pairs: Sequence[tuple[PerReplica, Any]], options: CommunicationOptions) -> list[Any]:
-        collectives = current_collectives()
-        wanted = self._preference(collectives).merge(options)
-        landing = [resolve(destinations, collectives) for _, destinations in pairs]
+        communicator = current_communicator()
+        wanted = self._preference(communicator).merge(options)
+        landing = [resolve(destinations, communicator) for _, destinations in pairs]
         components = [component for value, _ in pairs for component in value.values]
         arrays = [as_array(component) for component in components if not isinstance(component, IndexedSlices)]
-        with _packed(collectives, self.num_packs):
-            dense = iter(collectives.all_reduce(op, arrays, wanted) if arrays else ())
+        with _packed(communicator, self.num_packs):
+            dense = iter(communicator.all_reduce(op, arrays, wanted) if arrays else ())
         results = [
-            all_reduce_slices(collectives, op, component, wanted)
+            all_reduce_slices(communicator, op, component, wanted)
             if isinstance(component, IndexedSlices)
             else like(next(dense), component)
             for component in components
         ]
-        return [deliver(result, ranks, collectives) for result, ranks in zip(results, landing, strict=True)]
+        return [deliver(result, ranks, communicator) for result, ranks in zip(results, landing, strict=True)]
 
-    def _preference(self, collectives: Collectives) -> CommunicationOptions:
+    def _preference(self, communicator: Communicator) -> CommunicationOptions:
         """Return the options that this class stands for; those of a call win."""
         return CommunicationOptions()
 
@@ -97,7 +97,7 @@ class CollectiveAllReduce(HierarchicalAllReduce):
     def __repr__(self) -> str:
         return f"CollectiveAllReduce(options={self._options}, num_packs={self.num_packs})"
 
-    def _preference(self, collectives: Collectives) -> CommunicationOptions:
+    def _preference(self, communicator: Communicator) -> CommunicationOptions:
         return self._options
 
 
@@ -120,10 +120,10 @@ class HierarchicalCopyAllReduce(HierarchicalAllReduce):
     def __init__(self, num_packs: int = 1) -> None:
         super().__init__(num_packs)
 
-    def _preference(self, collectives: Collectives) -> CommunicationOptions:
-        if collectives.world.num_nodes > 1:
+    def _preference(self, communicator: Communicator) -> CommunicationOptions:
+        if communicator.world.num_nodes > 1:
             raise NotImplementedError(
-                f"HierarchicalCopyAllReduce combines the ranks of one node, and these replicas are {collectives.world}: use "
+                f"HierarchicalCopyAllReduce combines the ranks of one node, and these replicas are {communicator.world}: use "
                 "HierarchicalAllReduce(), which combines inside nodes and then between them"
             )
         return CommunicationOptions(algorithm="hierarchical")
@@ -149,7 +149,7 @@ class NcclAllReduce(HierarchicalAllReduce):
     def __init__(self, num_packs: int = 1) -> None:
         super().__init__(num_packs)
 
-    def _preference(self, collectives: Collectives) -> CommunicationOptions:
+    def _preference(self, communicator: Communicator) -> CommunicationOptions:
         if bound_device() is None:
             raise TransportError(
                 "NcclAllReduce combines arrays in the memory of GPUs, and these replicas compute in host memory: use "
@@ -159,13 +159,13 @@ class NcclAllReduce(HierarchicalAllReduce):
 
 
 @contextmanager
-def _packed(collectives: Collectives, num_packs: int | None) -> Iterator[None]:
+def _packed(communicator: Communicator, num_packs: int | None) -> Iterator[None]:
     """Cut batches into `num_packs` for a while; None leaves it to the strategy."""
-    before = collectives.num_packs
-    if num_packs is not None:  # setting it, even to what it is, costs the collectives what they remember
-        collectives.num_packs = num_packs
+    before = communicator.num_packs
+    if num_packs is not None:  # setting it, even to what it is, costs the communicator what it remembers
+        communicator.num_packs = num_packs
     try:
         yield
     finally:
         if num_packs is not None:
-            collectives.num_packs = before
+            communicator.num_packs = before

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, as_array
+from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import DistributedValues, Mirrored
-from mpistrat.cross_device.collectives import Collectives
-from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.topology.devices import ranks_of
 
@@ -81,7 +81,7 @@ class OnSomeReplicas(DistributedValues):
         return f"OnSomeReplicas({held}, on {_named(self.ranks)})"
 
 
-def resolve(destinations: Any, collectives: Collectives) -> tuple[int, ...]:
+def resolve(destinations: Any, communicator: Communicator) -> tuple[int, ...]:
     """Return the ranks that `destinations` names, in rising order.
 
     Values name the ranks that hold them, whatever is in them; a device string names the ranks that have the device.
@@ -94,29 +94,29 @@ def resolve(destinations: Any, collectives: Collectives) -> tuple[int, ...]:
     if isinstance(destinations, (set, frozenset, str)) and not destinations:
         raise InvalidArgumentError(f"destinations must not be empty; {_ACCEPTED}")
     items = destinations if isinstance(destinations, (set, frozenset)) else (destinations,)
-    return tuple(sorted({rank for item in items for rank in _ranks(item, collectives)}))
+    return tuple(sorted({rank for item in items for rank in _ranks(item, communicator)}))
 
 
-def deliver(result: Any, ranks: tuple[int, ...], collectives: Collectives) -> Any:
+def deliver(result: Any, ranks: tuple[int, ...], communicator: Communicator) -> Any:
     """Return a result that all ranks have computed as a value that lives on `ranks`; with one replica, the bare result."""
-    if collectives.size == 1:
+    if communicator.size == 1:
         return result
-    if len(ranks) == collectives.size:
+    if len(ranks) == communicator.size:
         return Mirrored(result)
-    return OnSomeReplicas(result if collectives.rank in ranks else _empty(result), ranks, collectives.rank)
+    return OnSomeReplicas(result if communicator.rank in ranks else _empty(result), ranks, communicator.rank)
 
 
-def _ranks(destination: Any, collectives: Collectives) -> Collection[int]:
+def _ranks(destination: Any, communicator: Communicator) -> Collection[int]:
     """Return the ranks that one destination names."""
     if isinstance(destination, OnSomeReplicas):
         return destination.ranks
     if isinstance(destination, str):
-        return ranks_of(destination, collectives.world)
+        return ranks_of(destination, communicator.world)
     if isinstance(destination, (int, np.integer)) and not isinstance(destination, bool):
-        return ranks_of(f"rank:{destination}", collectives.world)
+        return ranks_of(f"rank:{destination}", communicator.world)
     held = isinstance(destination, (DistributedValues, IndexedSlices))
     if held or any(hasattr(destination, protocol) for protocol in _ARRAY_PROTOCOLS):
-        return range(collectives.size)
+        return range(communicator.size)
     advice = ": pass a set to name several ranks" if isinstance(destination, (list, tuple)) else ""
     raise InvalidArgumentError(f"destinations cannot be {destination!r}{advice}; {_ACCEPTED}")
 

@@ -9,16 +9,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mpistrat.arrays import as_array, like
+from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.options import CommunicationOptions, check_options
+from mpistrat.communicator.sparse import IndexedSlices, broadcast_slices, gather_refused
 from mpistrat.context.stack import current, default_mode, get_strategy, in_cross_replica_context, misplaced, pop, push
 from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, select_replica
-from mpistrat.cross_device.collectives import Collectives
 from mpistrat.cross_device.destinations import OnSomeReplicas, deliver, resolve
-from mpistrat.cross_device.options import CommunicationOptions, check_options
 from mpistrat.cross_device.pairs import Pair, broadcast_source, checked_component, checked_pairs, is_open
-from mpistrat.cross_device.sparse import IndexedSlices, broadcast_slices, gather_refused
 from mpistrat.reduction import ReduceOp
 
-__all__ = ["CrossDeviceOps", "current_collectives"]
+__all__ = ["CrossDeviceOps", "current_communicator"]
 
 # method: the line as it is often written inside strategy.run, and as it should be
 _ADVICE = {
@@ -149,13 +149,13 @@ class CrossDeviceOps:
             If the value is no array or differs between replicas, or `destinations` is empty or nothing that names ranks.
         """
         _require_cross_replica(self, "broadcast")
-        collectives = current_collectives()
+        communicator = current_communicator()
         try:
             broadcast_source(tensor)
-            ranks = resolve(destinations, collectives)
+            ranks = resolve(destinations, communicator)
         except (TypeError, ValueError) as error:
-            collectives.refuse("broadcast", error)
-        collectives.note(f"broadcast of a {type(tensor).__name__} to ranks {ranks}")
+            communicator.refuse("broadcast", error)
+        communicator.note(f"broadcast of a {type(tensor).__name__} to ranks {ranks}")
         return self.broadcast_implementation(tensor, destinations)
 
     def all_reduce_in_replica(
@@ -197,13 +197,13 @@ class CrossDeviceOps:
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """Copy a value to `destinations`; may be overridden. A collective call, in cross-replica context."""
-        collectives = current_collectives()
+        communicator = current_communicator()
         root, component = broadcast_source(tensor)
         if isinstance(component, IndexedSlices):
-            copy: Any = broadcast_slices(collectives, component, root)
+            copy: Any = broadcast_slices(communicator, component, root)
         else:
-            copy = like(collectives.broadcast(component, root), tensor)
-        return deliver(copy, resolve(destinations, collectives), collectives)
+            copy = like(communicator.broadcast(component, root), tensor)
+        return deliver(copy, resolve(destinations, communicator), communicator)
 
     def gather_implementation(self, per_replica_value: Any, destinations: Any, axis: int, options: CommunicationOptions) -> Any:
         """Concatenate the components along `axis`, in replica order; may be overridden. A collective call: ``strategy.gather``.
@@ -213,32 +213,32 @@ class CrossDeviceOps:
         NotImplementedError
             If the components are slices.
         """
-        collectives = current_collectives()
+        communicator = current_communicator()
         component = checked_component(per_replica_value)
         if isinstance(component, IndexedSlices):
-            collectives.refuse("gather", gather_refused(component), options)
-        whole = like(collectives.all_gather(component, axis, options), select_replica(per_replica_value))
-        return deliver(whole, resolve(destinations, collectives), collectives)
+            communicator.refuse("gather", gather_refused(component), options)
+        whole = like(communicator.all_gather(component, axis, options), select_replica(per_replica_value))
+        return deliver(whole, resolve(destinations, communicator), communicator)
 
     def _reduce(
         self, method: str, reduce_op: ReduceOp | str, pairs: Iterable[tuple[Any, Any]], options: CommunicationOptions | None
     ) -> list[Any]:
         """Check what was asked for, and combine the values that are not their own results already."""
         _require_cross_replica(self, method)
-        collectives = current_collectives()
+        communicator = current_communicator()
         try:
             op = ReduceOp.parse(reduce_op)
-            checked = checked_pairs(op, pairs, collectives)
+            checked = checked_pairs(op, pairs, communicator)
             check_options(options)
         except (TypeError, ValueError, NotImplementedError) as error:
-            collectives.refuse(method, error, options)
+            communicator.refuse(method, error, options)
         asked = ", ".join(map(str, checked))
         # a repr of the user's own might differ between ranks
         call = f"{type(self).__name__}(num_packs={self.num_packs}).{method}({op.name}, [{asked}])"
-        collectives.note(call, options)
-        waiting = [(pair.value, pair.destinations) for pair in checked if is_open(pair, collectives)]
+        communicator.note(call, options)
+        waiting = [(pair.value, pair.destinations) for pair in checked if is_open(pair, communicator)]
         results = iter(self._reduce_each(op, waiting, options or CommunicationOptions()) if waiting else ())
-        return [next(results) if is_open(pair, collectives) else self._settled(pair, collectives) for pair in checked]
+        return [next(results) if is_open(pair, communicator) else self._settled(pair, communicator) for pair in checked]
 
     def _reduce_each(self, op: ReduceOp, pairs: list[tuple[PerReplica, Any]], options: CommunicationOptions) -> list[Any]:
         """Hand values to the implementation that was overridden last; where it was both, a batch to the one for batches."""
@@ -248,24 +248,24 @@ class CrossDeviceOps:
             return self.batch_reduce_implementation(op, pairs, options)
         return [self.reduce_implementation(op, value, destinations, options) for value, destinations in pairs]
 
-    def _settled(self, pair: Pair, collectives: Collectives) -> Any:
+    def _settled(self, pair: Pair, communicator: Communicator) -> Any:
         """Return the result of a value whose components need not be combined."""
         if isinstance(pair.value, OnSomeReplicas) and not set(pair.ranks) <= set(pair.value.ranks):
             return self.broadcast_implementation(pair.value, pair.destinations)
         value = pair.value
         if hasattr(value, "distribute_strategy"):  # a variable changes, a result does not
             value = Mirrored(as_array(value).copy())
-        alone = collectives.size == 1 and isinstance(value, DistributedValues)
+        alone = communicator.size == 1 and isinstance(value, DistributedValues)
         return value.in_replica() if alone else value
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(num_packs={self.num_packs})"
 
 
-def current_collectives() -> Collectives:
+def current_communicator() -> Communicator:
     """Return what the current strategy communicates through."""
-    collectives: Collectives = get_strategy().extended.collectives
-    return collectives
+    communicator: Communicator = get_strategy().extended.communicator
+    return communicator
 
 
 def _require_cross_replica(ops: CrossDeviceOps, method: str) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from mpistrat.arrays import Array, as_array, as_operand
+from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.sparse import IndexedSlices, check_slices
 from mpistrat.context.stack import current, default_mode, get_strategy, misplaced
 from mpistrat.context.values import DistributedValues, PerReplica
-from mpistrat.cross_device.collectives import Collectives
 from mpistrat.cross_device.destinations import OnSomeReplicas, resolve
-from mpistrat.cross_device.sparse import IndexedSlices, check_slices
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, check_meaning
 
@@ -36,7 +36,7 @@ class Pair(NamedTuple):
         return f"{type(self.value).__name__} {kind} -> {self.ranks}"
 
 
-def checked_pairs(op: ReduceOp, pairs: Iterable[tuple[Any, Any]], collectives: Collectives) -> list[Pair]:
+def checked_pairs(op: ReduceOp, pairs: Iterable[tuple[Any, Any]], communicator: Communicator) -> list[Pair]:
     """Return pairs of values and destinations, after checking that each value can be reduced with `op`.
 
     Raises
@@ -53,7 +53,7 @@ def checked_pairs(op: ReduceOp, pairs: Iterable[tuple[Any, Any]], collectives: C
         raise InvalidArgumentError(
             f"value_destination_pairs must be an iterable of 2-tuples (value, destinations); got {pairs!r}"
         )
-    return [_checked(op, value, destinations, collectives) for value, destinations in given]
+    return [_checked(op, value, destinations, communicator) for value, destinations in given]
 
 
 def checked_component(value: Any) -> Array | IndexedSlices:
@@ -116,16 +116,16 @@ def check_unambiguous(op: ReduceOp, num_components: int) -> None:
         )
 
 
-def is_open(pair: Pair, collectives: Collectives) -> bool:
+def is_open(pair: Pair, communicator: Communicator) -> bool:
     """Return whether there are several components to combine."""
-    return collectives.size > 1 and isinstance(pair.value, PerReplica)
+    return communicator.size > 1 and isinstance(pair.value, PerReplica)
 
 
-def _checked(op: ReduceOp, value: Any, destinations: Any, collectives: Collectives) -> Pair:
+def _checked(op: ReduceOp, value: Any, destinations: Any, communicator: Communicator) -> Pair:
     _check_in_scope(value)
     if isinstance(value, DistributedValues):
-        value = _components(value, collectives)
-    pair = Pair(value, destinations, resolve(destinations, collectives))
+        value = _components(value, communicator)
+    pair = Pair(value, destinations, resolve(destinations, communicator))
     if isinstance(value, OnSomeReplicas):
         check_unambiguous(op, len(value.ranks))
         return pair
@@ -137,14 +137,14 @@ def _checked(op: ReduceOp, value: Any, destinations: Any, collectives: Collectiv
         check_meaning(op, component.dtype)
         rows = component
     if not isinstance(value, PerReplica) and rows.any():
-        check_unambiguous(op, collectives.size)
+        check_unambiguous(op, communicator.size)
     return pair
 
 
-def _components(value: DistributedValues, collectives: Collectives) -> DistributedValues:
+def _components(value: DistributedValues, communicator: Communicator) -> DistributedValues:
     """Return what stands for a value where its components are combined."""
     found = value.across_replicas()
-    if found is not value and collectives.size == 1:
+    if found is not value and communicator.size == 1:
         # the array of a variable; a single component is its own result, and that must not change with the variable
         return PerReplica(as_array(found.in_replica()).copy())
     return found

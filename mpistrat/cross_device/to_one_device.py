@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, as_operand, like
+from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices
 from mpistrat.context.fitting import fitted
 from mpistrat.context.values import PerReplica
-from mpistrat.cross_device.collectives import Collectives
 from mpistrat.cross_device.destinations import deliver, resolve
-from mpistrat.cross_device.ops import CrossDeviceOps, current_collectives
-from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.cross_device.sparse import IndexedSlices, all_reduce_slices
+from mpistrat.cross_device.ops import CrossDeviceOps, current_communicator
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, combine, divide
 
@@ -62,25 +62,25 @@ class ReductionToOneDevice(CrossDeviceOps):
         AgreementError
             On the others then, and where `accumulation_fn` raises.
         """
-        collectives = current_collectives()
+        communicator = current_communicator()
         [component] = per_replica_value.values
-        ranks = resolve(destinations, collectives)
+        ranks = resolve(destinations, communicator)
         if isinstance(component, IndexedSlices):
-            return deliver(all_reduce_slices(collectives, reduce_op, component, options), ranks, collectives)
+            return deliver(all_reduce_slices(communicator, reduce_op, component, options), ranks, communicator)
         try:
             array = as_operand(component)
             check_dtype(reduce_op, array.dtype)
-            root = ranks[0] if self._reduce_to_device is None else self._root(collectives)
+            root = ranks[0] if self._reduce_to_device is None else self._root(communicator)
         except (TypeError, ValueError) as error:
-            collectives.refuse("ReductionToOneDevice", error, options)
-        result = self._combined(reduce_op, array, collectives.gather(array, root, options), collectives, options)
+            communicator.refuse("ReductionToOneDevice", error, options)
+        result = self._combined(reduce_op, array, communicator.gather(array, root, options), communicator, options)
         if ranks != (root,):
-            result = collectives.broadcast(result, root, options)
-        return deliver(like(result, component), ranks, collectives)
+            result = communicator.broadcast(result, root, options)
+        return deliver(like(result, component), ranks, communicator)
 
-    def _root(self, collectives: Collectives) -> int:
+    def _root(self, communicator: Communicator) -> int:
         """Return the rank that `reduce_to_device` names."""
-        ranks = resolve(self._reduce_to_device, collectives)
+        ranks = resolve(self._reduce_to_device, communicator)
         if len(ranks) > 1:
             raise InvalidArgumentError(
                 f"reduce_to_device must name one rank, such as 'rank:0'; {self._reduce_to_device!r} names ranks {ranks}"
@@ -92,7 +92,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         op: ReduceOp,
         array: Array,
         parts: list[Array] | None,
-        collectives: Collectives,
+        communicator: Communicator,
         options: CommunicationOptions,
     ) -> Array:
         """Return the combination of `parts` on the rank that has them; elsewhere just an array."""
@@ -104,7 +104,7 @@ class ReductionToOneDevice(CrossDeviceOps):
                 array = _finished(op, self._accumulated(op, parts), array, len(parts))
         except Exception as refused:  # whatever the user's function raises, the other ranks must learn of it
             error = refused
-        collectives.agree(f"{op.name} by ReductionToOneDevice with an accumulation_fn", error, options)
+        communicator.agree(f"{op.name} by ReductionToOneDevice with an accumulation_fn", error, options)
         return array
 
     def _accumulated(self, op: ReduceOp, parts: list[Array]) -> Array:

@@ -23,11 +23,11 @@ class MemoryReport:
         This rank's part of the window that the ranks of its node share, or as much ordinary memory where they do not.
     rail_bytes : int
         Where segments from other nodes land until they are summed; all operations of a channel share it.
-    recipe_bytes : int
-        What recipes hold of their own: those that add in the order of the replicas, or cast what they send, with what error
+    plan_bytes : int
+        What plans hold of their own: those that add in the order of the replicas, or cast what they send, with what error
         feedback keeps.
-    num_recipes : int
-        How many recipes are kept.
+    num_plans : int
+        How many plans are kept.
     largest_pack_bytes : int
         The most that was reduced through one buffer so far, in bytes.
     device_bytes : int
@@ -39,8 +39,8 @@ class MemoryReport:
     rank: int
     window_bytes: int = 0
     rail_bytes: int = 0
-    recipe_bytes: int = 0
-    num_recipes: int = 0
+    plan_bytes: int = 0
+    num_plans: int = 0
     largest_pack_bytes: int = 0
     device_bytes: int = 0
     pinned_bytes: int = 0
@@ -48,7 +48,7 @@ class MemoryReport:
     @property
     def total_bytes(self) -> int:
         """All that is held, in bytes."""
-        return self.window_bytes + self.rail_bytes + self.recipe_bytes + self.device_bytes + self.pinned_bytes
+        return self.window_bytes + self.rail_bytes + self.plan_bytes + self.device_bytes + self.pinned_bytes
 
     @property
     def ratio(self) -> float:
@@ -56,10 +56,10 @@ class MemoryReport:
         return self.total_bytes / self.largest_pack_bytes if self.largest_pack_bytes else 0.0
 
     def __str__(self) -> str:
-        held = {"window": self.window_bytes, "rails": self.rail_bytes, "recipes": self.recipe_bytes}
+        held = {"window": self.window_bytes, "rails": self.rail_bytes, "plans": self.plan_bytes}
         held |= {name: nbytes for name, nbytes in (("GPU", self.device_bytes), ("pinned", self.pinned_bytes)) if nbytes}
         parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in held.items())
         return (
-            f"rank {self.rank} holds {format_bytes(self.total_bytes)}: {parts} ({format_count(self.num_recipes, 'recipe')}); "
+            f"rank {self.rank} holds {format_bytes(self.total_bytes)}: {parts} ({format_count(self.num_plans, 'plan')}); "
             f"{self.ratio:.3g} times its largest pack of {format_bytes(self.largest_pack_bytes)}"
         )

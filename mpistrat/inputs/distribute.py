@@ -83,8 +83,8 @@ class DistributedDataset:
         return self._length
 
     def __repr__(self) -> str:
-        collectives = self._strategy.extended.collectives
-        return f"DistributedDataset({self._dataset!r}, replica={collectives.rank}({collectives.size}))"
+        communicator = self._strategy.extended.communicator
+        return f"DistributedDataset({self._dataset!r}, replica={communicator.rank}({communicator.size}))"
 
     @property
     def _length(self) -> int | None:
@@ -101,20 +101,20 @@ class DistributedDataset:
     @property
     def _sizes(self) -> list[int] | None:
         """How many rows this replica takes step by step, again and again; None where batches may have any number."""
-        batch_size, collectives = self._dataset.batch_size, self._strategy.extended.collectives
-        return None if batch_size is None else piece_sizes(batch_size, collectives.rank, collectives.size)
+        batch_size, communicator = self._dataset.batch_size, self._strategy.extended.communicator
+        return None if batch_size is None else piece_sizes(batch_size, communicator.rank, communicator.size)
 
     def _batches(self, epoch: int) -> Iterator[Any]:
-        collectives = self._strategy.extended.collectives
+        communicator = self._strategy.extended.communicator
         if self._policy is DATA:
-            return self._dataset.batches(epoch, collectives.rank, collectives.size)
+            return self._dataset.batches(epoch, communicator.rank, communicator.size)
         whole = self._dataset.batches(epoch)
         if self._policy is None:
             return whole
         sizes = self._sizes
         if sizes is not None:
             return batched(whole, sizes, drop_remainder=False)
-        return (piece for batch in whole for piece in pieces(batch, collectives.rank, collectives.size))
+        return (piece for batch in whole for piece in pieces(batch, communicator.rank, communicator.size))
 
 
 def distribute_dataset(strategy: Strategy, dataset: Any, options: InputOptions | None = None) -> Iterable[Any]:
@@ -140,19 +140,19 @@ def distribute_dataset(strategy: Strategy, dataset: Any, options: InputOptions |
     AgreementError
         If ranks pass different datasets or policies, or one of them raises: on all others.
     """
-    collectives, call = strategy.extended.collectives, "experimental_distribute_dataset"
+    communicator, call = strategy.extended.communicator, "experimental_distribute_dataset"
     try:
         wanted = read_options(options)
         _check_replication(strategy, call, wanted)
         if default_mode().strategy is strategy:
             return cast("Iterable[Any]", dataset)
         source = as_dataset(dataset)
-        part, policy = _part_of(source, wanted.auto_shard_policy, collectives.rank, collectives.size)
+        part, policy = _part_of(source, wanted.auto_shard_policy, communicator.rank, communicator.size)
         shared = "of each rank's own" if wanted.auto_shard_policy is OFF else source.describe()
     except Exception as error:
-        collectives.agree(call, error)
+        communicator.agree(call, error)
         raise
-    collectives.agree(f"{call}({shared}, auto_shard_policy={wanted.auto_shard_policy.name})")
+    communicator.agree(f"{call}({shared}, auto_shard_policy={wanted.auto_shard_policy.name})")
     return DistributedDataset(strategy, part, policy, wanted)
 
 
@@ -180,7 +180,7 @@ def distribute_from_function(
     AgreementError
         If another rank raises.
     """
-    collectives, call = strategy.extended.collectives, "distribute_datasets_from_function"
+    communicator, call = strategy.extended.communicator, "distribute_datasets_from_function"
     try:
         wanted = read_options(options)
         _check_replication(strategy, call, wanted)
@@ -188,12 +188,12 @@ def distribute_from_function(
             raise TypeError(f"dataset_fn must be a function of an InputContext that returns a dataset; got {dataset_fn!r}")
         if default_mode().strategy is strategy:
             return cast("Iterable[Any]", dataset_fn(InputContext()))
-        made = dataset_fn(InputContext(collectives.size, collectives.rank, collectives.size))
-        part, _ = _part_of(as_dataset(made), OFF, collectives.rank, collectives.size)
+        made = dataset_fn(InputContext(communicator.size, communicator.rank, communicator.size))
+        part, _ = _part_of(as_dataset(made), OFF, communicator.rank, communicator.size)
     except Exception as error:
-        collectives.agree(call, error)
+        communicator.agree(call, error)
         raise
-    collectives.agree(f"{call}()")
+    communicator.agree(f"{call}()")
     return DistributedDataset(strategy, part, None, wanted)
 
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpistrat.communicator.base import Communicator
 from mpistrat.context.stack import in_replica_context_of
 from mpistrat.context.values import regroup
-from mpistrat.cross_device.collectives import Collectives
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, OutOfRangeError
 from mpistrat.inputs.fetch import Fetcher
@@ -189,7 +189,7 @@ class DistributedIterator(Iterator[Any]):
                 "    incorrect:  def step(): batch = next(iterator)\n"
                 "    correct:    def step(batch): …, then strategy.run(step, args=(next(iterator),))"
             )
-            self._strategy.extended.collectives.refuse(self._call, error)
+            self._strategy.extended.communicator.refuse(self._call, error)
 
     def _attempt(self) -> tuple[list[Any], Exception | None]:
         """Return the next share in a list, or an empty list at the end; or what went wrong."""
@@ -203,38 +203,38 @@ class DistributedIterator(Iterator[Any]):
 
     def _meet(self, has_share: bool, error: Exception | None) -> bool:
         """Return whether all replicas have come to the end, or raise where one has failed."""
-        collectives = self._strategy.extended.collectives
-        if collectives.is_strict:
-            collectives.agree(self._call, error)
-        if self._steps is None and collectives.size > 1:
-            return self._exchange(collectives, has_share, error)
+        communicator = self._strategy.extended.communicator
+        if communicator.is_strict:
+            communicator.agree(self._call, error)
+        if self._steps is None and communicator.size > 1:
+            return self._exchange(communicator, has_share, error)
         if error is not None:
-            collectives.refuse(self._call, error)
-        if not collectives.is_strict:
-            collectives.note(self._call)
+            communicator.refuse(self._call, error)
+        if not communicator.is_strict:
+            communicator.note(self._call)
         return not has_share if self._steps is None else self._taken >= self._steps
 
-    def _exchange(self, collectives: Collectives, has_share: bool, error: Exception | None) -> bool:
+    def _exchange(self, communicator: Communicator, has_share: bool, error: Exception | None) -> bool:
         state = _FAILED if error is not None else _GOES_ON if has_share else _ENDED
         length = _UNKNOWN if self._length is None else self._length
         knows = self._empty is not None
         place = (self._epoch << 32) + self._taken
-        teller = -collectives.rank if knows else -collectives.size
+        teller = -communicator.rank if knows else -communicator.size
         mine = np.array([state, length, not knows, teller, place, -place], np.int64)
-        [found] = collectives.all_reduce(ReduceOp.MAX, [mine])
+        [found] = communicator.all_reduce(ReduceOp.MAX, [mine])
         state, length, lacks_spec, teller, last_place, first_place = found.tolist()
         if state == _FAILED or last_place != -first_place:
-            collectives.agree(self._call, error)  # raises on all: they pass different texts or an error
+            communicator.agree(self._call, error)  # raises on all: they pass different texts or an error
             raise error or AssertionError("replicas have failed or are out of step, but none of them told how")
         if state == _GOES_ON and lacks_spec:
-            self._learn(collectives, -teller)
+            self._learn(communicator, -teller)
         if length != _UNKNOWN:
             self._steps = length
         return bool(state == _ENDED)
 
-    def _learn(self, collectives: Collectives, root: int) -> None:
+    def _learn(self, communicator: Communicator, root: int) -> None:
         """Let replica `root`, which has had an element, send a batch of no rows to those that have not."""
-        told = collectives.broadcast(np.frombuffer(pickle.dumps(self._empty), np.uint8), root)
+        told = communicator.broadcast(np.frombuffer(pickle.dumps(self._empty), np.uint8), root)
         if self._empty is None:
             self._empty = pickle.loads(told.tobytes())
 

@@ -14,7 +14,7 @@ from mpistrat.errors import InvalidArgumentError
 from mpistrat.reduction import ReduceOp
 
 if TYPE_CHECKING:
-    from mpistrat.cross_device.collectives import Collectives
+    from mpistrat.communicator.base import Communicator
     from mpistrat.strategy.base import Strategy
 
 __all__ = [
@@ -91,22 +91,22 @@ def aggregated(aggregation: VariableAggregation, array: Array, strategy: Strateg
         Whose replicas they are.
     """
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        return strategy.extended.collectives.broadcast(array)
+        return strategy.extended.communicator.broadcast(array)
     total: Array = strategy.extended.all_reduce(ReduceOp[aggregation.name], [array])[0]
     return total
 
 
-def share(total: Array, collectives: Collectives) -> Array:
+def share(total: Array, communicator: Communicator) -> Array:
     """Return this replica's part of a sum: equal ones, but of integers without a remainder; a boolean is its own part."""
     if total.dtype.kind == "b":
         return total
     if total.dtype.kind in "iu":
-        quotient, rest = np.divmod(total.astype(np.uint64 if total.dtype.kind == "u" else np.int64), collectives.size)
-        return in_dtype(quotient + (collectives.rank < rest), total.dtype)
-    return in_dtype(total / total.dtype.type(collectives.size), total.dtype)
+        quotient, rest = np.divmod(total.astype(np.uint64 if total.dtype.kind == "u" else np.int64), communicator.size)
+        return in_dtype(quotient + (communicator.rank < rest), total.dtype)
+    return in_dtype(total / total.dtype.type(communicator.size), total.dtype)
 
 
-def check_equal(call: str, arrays: tuple[Array, ...], collectives: Collectives) -> None:
+def check_equal(call: str, arrays: tuple[Array, ...], communicator: Communicator) -> None:
     """Check at once that all replicas pass the same arrays, bit by bit. A collective call.
 
     Raises
@@ -116,10 +116,10 @@ def check_equal(call: str, arrays: tuple[Array, ...], collectives: Collectives) 
     """
     arrays = tuple(map(to_host, arrays))
     mine = checksum(arrays)
-    least = collectives.all_reduce(ReduceOp.MIN, [np.array([mine, -mine])])[0]
+    least = communicator.all_reduce(ReduceOp.MIN, [np.array([mine, -mine])])[0]
     if least.tolist() != [mine, -mine]:
         shown = ", ".join(f"{array.dtype} {array.shape} {_shown(array)}" for array in arrays)
-        collectives.agree(f"{call} of {shown} (checksum {mine:x})")
+        communicator.agree(f"{call} of {shown} (checksum {mine:x})")
 
 
 def checksum(arrays: tuple[Array, ...]) -> int:

@@ -67,19 +67,19 @@ class Concerned(Declared):
         """Have it checked that all whom a call concerns make it, and outside ``run`` with equal arrays."""
         if not self._concerns_others(where):
             return
-        collectives = self._strategy.extended.collectives
-        collectives.note(f"{self!r}.{method}")
+        communicator = self._strategy.extended.communicator
+        communicator.note(f"{self!r}.{method}")
         if not arrays or where is not Where.OUTSIDE or self._root is not None:
             return
-        if collectives.is_strict:
-            check_equal(f"{self!r}.{method}", arrays, collectives)
+        if communicator.is_strict:
+            check_equal(f"{self!r}.{method}", arrays, communicator)
         elif sum(array.nbytes for array in arrays) <= _COMPARED_BYTES:
-            collectives.note(f"with arrays of checksum {checksum(arrays):x}")
+            communicator.note(f"with arrays of checksum {checksum(arrays):x}")
 
     def _refuse(self, method: str, error: Exception, where: Where) -> NoReturn:
         """Raise; all whom the call concerns are told."""
         if self._concerns_others(where):
-            self._strategy.extended.collectives.refuse(f"{self!r}.{method}", error)
+            self._strategy.extended.communicator.refuse(f"{self!r}.{method}", error)
         raise error
 
     def _concerns_others(self, where: Where) -> bool:

@@ -41,7 +41,7 @@ class Declared(Mirrored):
     ) -> None:
         self._strategy: Strategy = get_strategy()
         self._name = name or "Variable"
-        collectives = self._strategy.extended.collectives
+        communicator = self._strategy.extended.communicator
         try:
             require_no_default_scope("mpistrat.Variable")
             self._synchronization = checked_synchronization(synchronization)
@@ -52,10 +52,10 @@ class Declared(Mirrored):
             self._constraint = _checked_constraint(constraint, self._name)
             value = _initial(initial_value, dtype, shape, self._name)
         except Exception as error:
-            collectives.refuse(f"Variable(name={self._name!r})", error)
+            communicator.refuse(f"Variable(name={self._name!r})", error)
         kind = f"{self._synchronization.name}, {self._aggregation.name}, trainable={self._trainable}"
-        collectives.note(f"Variable({self._name!r}, {value.dtype} {value.shape}, {kind})")
-        self._hold(to_device(np.array(collectives.broadcast(value), order="C")))
+        communicator.note(f"Variable({self._name!r}, {value.dtype} {value.shape}, {kind})")
+        self._hold(to_device(np.array(communicator.broadcast(value), order="C")))
         if self._aggregation is VariableAggregation.MEAN and self.dtype.kind in "biu":
             raise InvalidArgumentError(
                 f"{self._name} has dtype {self.dtype}, whose mean it cannot hold: use aggregation SUM or a float dtype"

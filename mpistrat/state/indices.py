@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, to_host
-from mpistrat.cross_device.sparse import IndexedSlices
+from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 
 __all__ = ["Places", "checked_places", "checked_slices", "flattened"]

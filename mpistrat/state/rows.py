@@ -18,8 +18,8 @@ from __future__ import annotations
 import numpy as np
 
 from mpistrat.arrays import Array, is_on_device, like, to_host
+from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.fitting import converted
-from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
 from mpistrat.state.aggregation import VariableAggregation
@@ -91,14 +91,14 @@ def gathered_rows(rows: Rows, aggregation: VariableAggregation, strategy: Strate
     strategy : Strategy
         Whose replicas they are.
     """
-    collectives = strategy.extended.collectives
+    communicator = strategy.extended.communicator
     rows = to_host(rows[0]), to_host(rows[1])  # where they are applied
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        return collectives.broadcast(rows[0]), collectives.broadcast(rows[1])
-    values, indices = (collectives.all_gather(part) for part in rows)
+        return communicator.broadcast(rows[0]), communicator.broadcast(rows[1])
+    values, indices = (communicator.all_gather(part) for part in rows)
     if aggregation is VariableAggregation.MEAN:
         wide = values.astype(_wide(values), copy=False)
-        values = wide / wide.dtype.type(collectives.size)
+        values = wide / wide.dtype.type(communicator.size)
     return values, indices
 
 

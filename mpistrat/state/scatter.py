@@ -12,7 +12,7 @@ from mpistrat.state.concern import Concerned, Where
 from mpistrat.state.indices import checked_places, flattened
 
 if TYPE_CHECKING:
-    from mpistrat.cross_device.sparse import IndexedSlices
+    from mpistrat.communicator.sparse import IndexedSlices
     from mpistrat.state.variables import Variable
 
 __all__ = ["ScatterUpdates"]

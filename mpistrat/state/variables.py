@@ -222,7 +222,7 @@ class Variable(ScatterUpdates):  # numpydoc ignore=PR02
                 return array
             return aggregated(self._aggregation, array, self._strategy)
         if where is Where.OUTSIDE and self._is_on_read and self._aggregation is VariableAggregation.SUM:
-            return share(array, self._strategy.extended.collectives)
+            return share(array, self._strategy.extended.communicator)
         return array
 
     def _scatter(self, method: str, delta: Any) -> Variable:
@@ -242,13 +242,13 @@ class Variable(ScatterUpdates):  # numpydoc ignore=PR02
 
     def _require_equal(self, method: str, arrays: tuple[Array, ...]) -> None:
         """Check that all replicas change the variable in the same way, for nothing says how their values become one."""
-        collectives = self._strategy.extended.collectives
-        if collectives.size == 1:
+        communicator = self._strategy.extended.communicator
+        if communicator.size == 1:
             return
         try:
-            check_equal(f"{self!r}.{method}", arrays, collectives)
+            check_equal(f"{self!r}.{method}", arrays, communicator)
         except AgreementError as error:
-            raise refusals.differing(self, method, collectives.size, error) from None
+            raise refusals.differing(self, method, communicator.size, error) from None
 
     def _checked(self, method: str, value: Any, where: Where) -> Array:
         value = self._own(method, value, where)
@@ -283,5 +283,5 @@ class Variable(ScatterUpdates):  # numpydoc ignore=PR02
     def _written(self, read_value: bool = True) -> Variable | None:
         """Return the variable if wanted; under central storage after the array of the root has been sent to all."""
         if self._root is not None:
-            self._array[...] = self._strategy.extended.collectives.broadcast(self._array, self._root)
+            self._array[...] = self._strategy.extended.communicator.broadcast(self._array, self._root)
         return self if read_value else None

@@ -1,19 +1,19 @@
-"""What strategies of several ranks have in common: arguments that are checked alike, and collectives made with them."""
+"""What strategies of several ranks have in common: arguments that are checked alike, and a communicator made with them."""
 
 from __future__ import annotations
 
 from mpistrat import settings
+from mpistrat.communicator.device import DeviceCommunicator
+from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.cross_device.all_reduce import HierarchicalAllReduce
-from mpistrat.cross_device.hierarchical import HierarchicalCollectives
-from mpistrat.cross_device.on_device import DeviceCollectives
 from mpistrat.cross_device.ops import CrossDeviceOps
-from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, SettingError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.watch.watched import watched
 
-__all__ = ["agreed_collectives", "check_communication", "described", "time_to_meet"]
+__all__ = ["check_communication", "described", "make_communicator", "time_to_meet"]
 
 
 def described(strategy: str, **arguments: object) -> str:
@@ -28,7 +28,7 @@ def time_to_meet(options: object) -> float:
     try:
         return settings.TIMEOUT_SECONDS.read()
     except SettingError:
-        return 0.0  # the collectives refuse it, where all ranks learn of it
+        return 0.0  # the communicator refuses it, where all ranks learn of it
 
 
 def check_communication(cross_device_ops: object, options: object, num_packs: int | None) -> None:
@@ -58,10 +58,8 @@ def check_communication(cross_device_ops: object, options: object, num_packs: in
         )
 
 
-def agreed_collectives(
-    hierarchy: Hierarchy, options: CommunicationOptions | None, num_packs: int | None
-) -> HierarchicalCollectives:
-    """Return collectives over `hierarchy`, which they own from here on. A collective call.
+def make_communicator(hierarchy: Hierarchy, options: CommunicationOptions | None, num_packs: int | None) -> MpiCommunicator:
+    """Return the communicator over `hierarchy`, which it owns from here on. A collective call.
 
     Parameters
     ----------
@@ -70,7 +68,7 @@ def agreed_collectives(
     options : CommunicationOptions or None
         Hold for every call that does not say otherwise; the same on all ranks.
     num_packs : int or None
-        As for `HierarchicalCollectives`; the same on all ranks.
+        As for `MpiCommunicator`; the same on all ranks.
 
     Raises
     ------
@@ -85,8 +83,8 @@ def agreed_collectives(
         with watched("making a strategy: what it communicates through"):
             device = bound_device()
             if device is not None:
-                return DeviceCollectives(hierarchy, device, options, num_packs)
-            return HierarchicalCollectives(hierarchy, options, num_packs)
+                return DeviceCommunicator(hierarchy, device, options, num_packs)
+            return MpiCommunicator(hierarchy, options, num_packs)
     except Exception:
         hierarchy.close()
         raise

@@ -8,12 +8,12 @@ from contextlib import nullcontext
 from typing import Any, NoReturn
 
 from mpistrat.arrays import array_module, as_array
+from mpistrat.communicator.closed import ClosedCommunicator
+from mpistrat.communicator.explain import Explanation
+from mpistrat.communicator.local import LocalCommunicator
+from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.context.stack import Mode, Scope, default_mode, register_default
 from mpistrat.context.values import across_replicas, regroup, select_replica
-from mpistrat.cross_device.closed import ClosedCollectives
-from mpistrat.cross_device.explanation import Explanation
-from mpistrat.cross_device.local import LocalCollectives
-from mpistrat.cross_device.options import CommunicationOptions, check_options
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.strategy.combining import Combining
@@ -42,7 +42,7 @@ class Strategy(Combining, Feeding, DeprecatedNames):
     def __init__(self, extended: StrategyExtended) -> None:
         self._extended = extended
         extended.bind(self)
-        self.replica_context = ReplicaContext(self, extended.collectives.rank)
+        self.replica_context = ReplicaContext(self, extended.communicator.rank)
         self.cross_replica_mode = Mode(self)
 
     @property
@@ -53,22 +53,22 @@ class Strategy(Combining, Feeding, DeprecatedNames):
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas whose values are combined."""
-        return self._extended.collectives.size
+        return self._extended.communicator.size
 
     @property
     def rank(self) -> int:
         """The number of this replica, 0 … `num_replicas_in_sync` - 1 over all nodes. Not in TensorFlow."""
-        return self._extended.collectives.rank
+        return self._extended.communicator.rank
 
     @property
     def local_rank(self) -> int:
         """The position of this replica among those of its node, from 0. Not in TensorFlow."""
-        return self._extended.collectives.world.place(self.rank).local_rank
+        return self._extended.communicator.world.place(self.rank).local_rank
 
     @property
     def node_rank(self) -> int:
         """The number of the node of this replica, from 0; virtual nodes count. Not in TensorFlow."""
-        return self._extended.collectives.world.place(self.rank).node_index
+        return self._extended.communicator.world.place(self.rank).node_index
 
     @property
     def is_chief(self) -> bool:
@@ -186,10 +186,10 @@ class Strategy(Combining, Feeding, DeprecatedNames):
         """
         check_options(options)
         leaves = flatten(select_replica(value))[0]
-        return self._extended.collectives.explain_batch([as_array(leaf) for leaf in leaves], options)
+        return self._extended.communicator.explain_batch([as_array(leaf) for leaf in leaves], options)
 
     def memory_report(self) -> MemoryReport:
-        """Return what this rank holds to communicate: windows, scratch memory and recipes, in bytes. Not in TensorFlow.
+        """Return what this rank holds to communicate: windows, scratch memory and plans, in bytes. Not in TensorFlow.
 
         No collective call. What is held is allocated by the first calls of a kind, and kept until `close`.
 
@@ -203,7 +203,7 @@ class Strategy(Combining, Feeding, DeprecatedNames):
         RuntimeError
             If the strategy was closed.
         """
-        return self._extended.collectives.memory_report()
+        return self._extended.communicator.memory_report()
 
     def close(self) -> None:
         """Free the strategy's communicators and shared memory.
@@ -217,12 +217,12 @@ class Strategy(Combining, Feeding, DeprecatedNames):
             If called inside `run`, or in the scope of another strategy.
         """
         self._extended.require_cross_replica("strategy.close")
-        ops = self._extended.collectives
-        if default_mode().strategy is self or isinstance(ops, ClosedCollectives):
+        ops = self._extended.communicator
+        if default_mode().strategy is self or isinstance(ops, ClosedCommunicator):
             return
         with watched(f"{type(self).__name__}.close()") if ops.size > 1 else nullcontext():
             ops.close()
-        self._extended.collectives = ClosedCollectives(repr(self), ops)
+        self._extended.communicator = ClosedCommunicator(repr(self), ops)
         # the replica context keeps the operations at hand: a new one, with those that are closed
         self.replica_context = ReplicaContext(self, ops.rank)
 
@@ -237,7 +237,7 @@ class Strategy(Combining, Feeding, DeprecatedNames):
         is_default = default_mode().strategy is self
         if is_default:
             return self  # there is one
-        if not isinstance(self._extended.collectives, LocalCollectives):
+        if not isinstance(self._extended.communicator, LocalCommunicator):
             raise InvalidArgumentError(
                 f"{self!r} cannot be copied: the copy would communicate in the same groups, and ranks would meet in the wrong "
                 "calls. Make a new strategy on all ranks."
@@ -248,12 +248,12 @@ class Strategy(Combining, Feeding, DeprecatedNames):
         return copied
 
     def __repr__(self) -> str:
-        ops = self._extended.collectives
+        ops = self._extended.communicator
         return f"{type(self).__name__}(replica={ops.rank}({ops.size}), world={ops.world.shape})"
 
 
 @register_default
 def _default_mode() -> Mode:
-    strategy = Strategy(StrategyExtended(LocalCollectives()))
+    strategy = Strategy(StrategyExtended(LocalCommunicator()))
     strategy.replica_context = DefaultReplicaContext(strategy)
     return strategy.replica_context.mode

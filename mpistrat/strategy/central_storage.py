@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from mpistrat.communicator.base import Communicator
 from mpistrat.context.stack import in_replica_context_of
 from mpistrat.context.values import Mirrored, PerReplica
-from mpistrat.cross_device.collectives import Collectives
 from mpistrat.cross_device.destinations import OnSomeReplicas
 from mpistrat.cross_device.to_one_device import ReductionToOneDevice
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.meeting import meeting
-from mpistrat.strategy.agreed import agreed_collectives, described
+from mpistrat.strategy.agreed import described, make_communicator
 from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.one_node import check_devices, check_one_node, node_devices, node_hierarchy
@@ -61,8 +61,8 @@ class CentralStorageStrategy(Strategy):
 
             root = job.agree(call, check)
             hierarchy = node_hierarchy(job)
-        collectives = agreed_collectives(hierarchy, None, None)
-        super().__init__(CentralStorageExtended(collectives, root))
+        communicator = make_communicator(hierarchy, None, None)
+        super().__init__(CentralStorageExtended(communicator, root))
 
 
 class CentralStorageExtended(StrategyExtended):
@@ -70,8 +70,8 @@ class CentralStorageExtended(StrategyExtended):
 
     Parameters
     ----------
-    collectives : Collectives
-        The collectives over the ranks of the node.
+    communicator : Communicator
+        Over the ranks of the node.
     root : int
         The rank that keeps the variables.
 
@@ -83,9 +83,9 @@ class CentralStorageExtended(StrategyExtended):
 
     is_central = True
 
-    def __init__(self, collectives: Collectives, root: int) -> None:
+    def __init__(self, communicator: Communicator, root: int) -> None:
         super().__init__(
-            collectives, ReductionToOneDevice(root), node_devices(collectives.world), parameter_devices=(device_name(root),)
+            communicator, ReductionToOneDevice(root), node_devices(communicator.world), parameter_devices=(device_name(root),)
         )
         self.root = root
 
@@ -126,7 +126,7 @@ class CentralStorageExtended(StrategyExtended):
             try:
                 self._check_single(flatten(given)[0])
             except InvalidArgumentError as error:
-                self.collectives.refuse("extended.update", error)
+                self.communicator.refuse("extended.update", error)
             args, kwargs = map_leaves(self._shared, given)
         return super().update(var, fn, args, kwargs, group)
 
@@ -136,10 +136,10 @@ class CentralStorageExtended(StrategyExtended):
     def _check_single(self, leaves: Iterable[Any]) -> None:
         for leaf in leaves:
             mirrored = isinstance(leaf, Mirrored) and not self.variable_created_in_scope(leaf)
-            if isinstance(leaf, PerReplica) or (mirrored and self.collectives.size > 1):
+            if isinstance(leaf, PerReplica) or (mirrored and self.communicator.size > 1):
                 raise InvalidArgumentError(
-                    f"extended.update got {leaf!r}, which has {self.collectives.size} components; the variable has one: reduce "
-                    "the value to it.\n"
+                    f"extended.update got {leaf!r}, which has {self.communicator.size} components; the variable has one: "
+                    "reduce the value to it.\n"
                     "    incorrect:  extended.update(variable, fn, args=(strategy.run(gradient),))\n"
                     '    correct:    total = extended.reduce_to("sum", strategy.run(gradient), variable); '
                     "extended.update(variable, fn, args=(total,))"

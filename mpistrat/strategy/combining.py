@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.arrays import Array, as_operand, like
+from mpistrat.communicator.options import CommunicationOptions, check_options
+from mpistrat.communicator.sparse import IndexedSlices, gather_refused
+from mpistrat.communicator.validate import check_gather
 from mpistrat.context.values import across_replicas, select_replica
-from mpistrat.cross_device.arguments import check_gather
-from mpistrat.cross_device.options import CommunicationOptions, check_options
-from mpistrat.cross_device.sparse import IndexedSlices, gather_refused
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy.deprecated import hinted
 from mpistrat.strategy.reducing import check_doubtful, local_part
@@ -84,20 +84,20 @@ class Combining:
             On every rank, if ranks pass different structures, shapes, dtypes, axes or operations, or did so in an earlier call.
         """
         self.extended.require_cross_replica("strategy.reduce")
-        collectives = self.extended.collectives
+        communicator = self.extended.communicator
         leaves, structure = flatten(across_replicas(value))
         wanted = hinted(options, experimental_hints)
         try:
             check_options(wanted)
             op = ReduceOp.parse(reduce_op)
-            part = local_part(op, leaves, axis, collectives.size)
+            part = local_part(op, leaves, axis, communicator.size)
         except Exception as error:  # whatever the user's arrays raise when they are read, the other ranks must learn of it
-            collectives.refuse("reduce", error, wanted)
+            communicator.refuse("reduce", error, wanted)
         call = f"reduce({op.name}, axis={axis!r}) of {structure}, {len(part.sent)} arrays to combine"
-        collectives.note(call, wanted)
-        check_doubtful(part, collectives, wanted)
+        communicator.note(call, wanted)
+        check_doubtful(part, communicator, wanted)
         totals = part.finish(self.extended.all_reduce(part.op, part.sent, wanted))
-        collectives.confirm()
+        communicator.confirm()
         return rebuild(structure, [like(*pair) for pair in zip(totals, select_replica(leaves), strict=True)])
 
     def gather(
@@ -136,15 +136,15 @@ class Combining:
             On every rank, if ranks pass different structures, dtypes or axes.
         """
         self.extended.require_cross_replica("strategy.gather")
-        collectives = self.extended.collectives
+        communicator = self.extended.communicator
         leaves, structure = flatten(across_replicas(value))
         wanted = hinted(options, experimental_hints)
         try:
             check_options(wanted)
             arrays = [_gatherable(leaf, axis) for leaf in leaves]
         except Exception as error:  # as in `reduce`
-            collectives.refuse("gather", error, wanted)
-        collectives.note(f"gather(axis={axis}) of {structure}", wanted)
+            communicator.refuse("gather", error, wanted)
+        communicator.note(f"gather(axis={axis}) of {structure}", wanted)
         results = [self.extended.all_gather(array, axis, wanted) for array in arrays]
         return rebuild(structure, [like(*pair) for pair in zip(results, select_replica(leaves), strict=True)])
 

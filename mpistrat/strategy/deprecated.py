@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.reduction import ReduceOp
 
 if TYPE_CHECKING:

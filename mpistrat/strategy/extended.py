@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array
+from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.stack import default_mode, enter_or_assert_strategy
 from mpistrat.context.values import PerReplica, select_replica
 from mpistrat.cross_device.all_reduce import HierarchicalAllReduce
-from mpistrat.cross_device.collectives import Collectives
 from mpistrat.cross_device.ops import CrossDeviceOps
-from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.device.binding import own_device
 from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.execution.work import Work
@@ -33,8 +33,8 @@ class StrategyExtended(VariableUpdates):
 
     Parameters
     ----------
-    collectives : Collectives
-        The collectives over the strategy's replicas.
+    communicator : Communicator
+        Over the strategy's replicas.
     cross_device_ops : CrossDeviceOps, optional
         How the components of values are combined; HierarchicalAllReduce by default.
     worker_devices : sequence of str, optional
@@ -45,14 +45,14 @@ class StrategyExtended(VariableUpdates):
 
     def __init__(
         self,
-        collectives: Collectives,
+        communicator: Communicator,
         cross_device_ops: CrossDeviceOps | None = None,
         worker_devices: Sequence[str] | None = None,
         parameter_devices: Sequence[str] | None = None,
     ) -> None:
-        self.collectives = collectives
+        self.communicator = communicator
         self._cross_device_ops = cross_device_ops or HierarchicalAllReduce()
-        # nothing to be asked for each reduction: the collectives do by themselves what these ops would tell them to
+        # nothing to be asked for each reduction: the communicator does by itself what these ops would tell them to
         self.is_stock = type(self._cross_device_ops) is HierarchicalAllReduce and self._cross_device_ops.num_packs is None
         self._worker_devices = (own_device(),) if worker_devices is None else tuple(worker_devices)
         self._parameter_devices = self._worker_devices if parameter_devices is None else tuple(parameter_devices)
@@ -89,7 +89,7 @@ class StrategyExtended(VariableUpdates):
     @property
     def replica_device(self) -> str:
         """The device of this rank's replica."""
-        return self._worker_devices[self.collectives.rank % len(self._worker_devices)]
+        return self._worker_devices[self.communicator.rank % len(self._worker_devices)]
 
     @property
     def experimental_require_static_shapes(self) -> bool:
@@ -99,7 +99,7 @@ class StrategyExtended(VariableUpdates):
     @property
     def experimental_between_graph(self) -> bool:
         """Whether each process runs the program for its own replica: where there is more than one."""
-        return self.collectives.size > 1
+        return self.communicator.size > 1
 
     @property
     def experimental_should_init(self) -> bool:
@@ -109,12 +109,12 @@ class StrategyExtended(VariableUpdates):
     @property
     def should_checkpoint(self) -> bool:
         """Whether this rank is the one that writes checkpoints: replica 0."""
-        return self.collectives.rank == 0
+        return self.communicator.rank == 0
 
     @property
     def should_save_summary(self) -> bool:
         """Whether this rank is the one that writes logs: replica 0."""
-        return self.collectives.rank == 0
+        return self.communicator.rank == 0
 
     def reduce_to(
         self,
@@ -184,7 +184,7 @@ class StrategyExtended(VariableUpdates):
         if op is ReduceOp.SUM and _BOOL in map(_DTYPE, arrays):
             self._refuse_booleans(op, arrays, options)
         if self.is_stock and not any(isinstance(array, IndexedSlices) for array in arrays):
-            return self.collectives.all_reduce(op, arrays, options)
+            return self.communicator.all_reduce(op, arrays, options)
         with enter_or_assert_strategy(self._strategy):
             return self._cross_device_ops.all_reduce_in_replica(op, arrays, options)
 
@@ -193,14 +193,14 @@ class StrategyExtended(VariableUpdates):
     ) -> Work[list[Any]]:
         """Start what `all_reduce` does, unless that is for cross-device ops: then the handle has ended. A collective call."""
         if self.is_stock and not any(isinstance(array, IndexedSlices) for array in arrays):
-            return self.collectives.start_all_reduce(op, arrays, options, structure=structure)
-        self.collectives.note(f"start_all_reduce({op.name}) of {structure}", options)
+            return self.communicator.start_all_reduce(op, arrays, options, structure=structure)
+        self.communicator.note(f"start_all_reduce({op.name}) of {structure}", options)
         return Work.ended(self.all_reduce(op, arrays, options))
 
     def all_gather(self, array: Array, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate the arrays of all ranks along `axis`, outside ``strategy.run``. A collective call."""
         if self.is_stock:
-            return self.collectives.all_gather(array, axis, options)
+            return self.communicator.all_gather(array, axis, options)
         value = PerReplica(array)
         with enter_or_assert_strategy(self._strategy):
             whole = self._cross_device_ops.gather_implementation(value, value, axis, options or CommunicationOptions())
@@ -217,7 +217,7 @@ class StrategyExtended(VariableUpdates):
             for index, array in enumerate(arrays):
                 check_meaning(op, array.dtype, f"array {index}")
         except UnsupportedDtypeError as error:
-            self.collectives.refuse("all_reduce", error, options)
+            self.communicator.refuse("all_reduce", error, options)
 
     def _require_devices(self, name: str) -> None:
         if default_mode().strategy is self._strategy:

@@ -115,8 +115,8 @@ class Feeding:
             If called inside `run`, or in the scope of another strategy.
         """
         self.extended.require_cross_replica("strategy.experimental_distribute_values_from_function")
-        collectives = self.extended.collectives
-        return regroup(value_fn(ValueContext(collectives.rank, collectives.size)), collectives.size)
+        communicator = self.extended.communicator
+        return regroup(value_fn(ValueContext(communicator.rank, communicator.size)), communicator.size)
 
 
 def _inputs() -> tuple[DistributeDataset, DistributeFromFunction]:

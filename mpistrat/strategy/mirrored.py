@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.cross_device.ops import CrossDeviceOps
-from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.groups.meeting import meeting
-from mpistrat.strategy.agreed import agreed_collectives, check_communication, described, time_to_meet
+from mpistrat.strategy.agreed import check_communication, described, make_communicator, time_to_meet
 from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.one_node import check_devices, check_one_node, node_devices, node_hierarchy, node_world
@@ -79,5 +79,5 @@ class MirroredStrategy(Strategy):
 
             job.agree(call, check)
             hierarchy = node_hierarchy(job)
-        collectives = agreed_collectives(hierarchy, communication_options, num_packs)
-        super().__init__(StrategyExtended(collectives, cross_device_ops, node_devices(hierarchy.world)))
+        communicator = make_communicator(hierarchy, communication_options, num_packs)
+        super().__init__(StrategyExtended(communicator, cross_device_ops, node_devices(hierarchy.world)))

@@ -11,13 +11,13 @@ from mpistrat.cluster.mpi import MPIClusterResolver
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.tf_config import TFConfigClusterResolver
 from mpistrat.cluster.training import chief_rank, training_role
-from mpistrat.cross_device.collectives import Collectives
-from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.errors import CollectiveError, DeadlineExceededError, InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.groups.meeting import Meeting, meeting
 from mpistrat.reduction import ReduceOp
-from mpistrat.strategy.agreed import agreed_collectives, check_communication, described, time_to_meet
+from mpistrat.strategy.agreed import check_communication, described, make_communicator, time_to_meet
 from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.topology.devices import device_name
@@ -80,9 +80,9 @@ class MultiWorkerMirroredStrategy(Strategy):
             self._cluster_resolver = MPIClusterResolver() if found is None else found
             chief = _chief(job, self._cluster_resolver)
             hierarchy = Hierarchy(job.comm, job.world)
-        collectives = agreed_collectives(hierarchy, communication_options, num_packs)
-        _check_health(collectives)
-        super().__init__(MultiWorkerExtended(collectives, is_chief=collectives.rank == chief))
+        communicator = make_communicator(hierarchy, communication_options, num_packs)
+        _check_health(communicator)
+        super().__init__(MultiWorkerExtended(communicator, is_chief=communicator.rank == chief))
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
@@ -135,14 +135,14 @@ class MultiWorkerExtended(StrategyExtended):
 
     Parameters
     ----------
-    collectives : Collectives
-        The collectives over all ranks.
+    communicator : Communicator
+        Over all ranks.
     is_chief : bool
         Whether this rank writes checkpoints and logs.
     """
 
-    def __init__(self, collectives: Collectives, *, is_chief: bool) -> None:
-        super().__init__(collectives, worker_devices=(device_name(collectives.rank),))
+    def __init__(self, communicator: Communicator, *, is_chief: bool) -> None:
+        super().__init__(communicator, worker_devices=(device_name(communicator.rank),))
         self._is_chief = is_chief
 
     @property
@@ -180,14 +180,14 @@ def _chief(job: Meeting, resolver: ClusterResolver) -> int:
     return chief_rank(job.comm.allgather(role))
 
 
-def _check_health(collectives: Collectives) -> None:
+def _check_health(communicator: Communicator) -> None:
     """Reduce one number over all ranks, so that what cannot work is known before the first step. A collective call."""
     try:
-        [total] = collectives.all_reduce(ReduceOp.SUM, [np.ones(1, np.int64)])
+        [total] = communicator.all_reduce(ReduceOp.SUM, [np.ones(1, np.int64)])
     except DeadlineExceededError:
         raise  # ranks are missing: nobody can be asked to close
     except Exception:
-        collectives.close()
+        communicator.close()
         raise
-    if total != collectives.size:
-        raise CollectiveError(f"the cluster is not sound: {collectives.size} ranks counted themselves as {int(total[0])}")
+    if total != communicator.size:
+        raise CollectiveError(f"the cluster is not sound: {communicator.size} ranks counted themselves as {int(total[0])}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpistrat.cross_device.local import LocalCollectives
+from mpistrat.communicator.local import LocalCommunicator
 from mpistrat.device.binding import own_device
 from mpistrat.errors import LaunchError
 from mpistrat.launch.binding import bind_device, what_is_bound
@@ -34,11 +34,11 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: str | None = None) -> None:
-        collectives = LocalCollectives()
+        communicator = LocalCommunicator()
         if device is None or parse_device(device).kind == "GPU":
             _bind()
-        ranks_of(own_device() if device is None else device, collectives.world)
-        super().__init__(StrategyExtended(collectives))
+        ranks_of(own_device() if device is None else device, communicator.world)
+        super().__init__(StrategyExtended(communicator))
 
 
 def _bind() -> None:

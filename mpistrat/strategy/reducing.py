@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat.arrays import Array, as_operand, in_dtype, is_on_device
+from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.sparse import IndexedSlices, check_slices
 from mpistrat.context.values import DistributedValues, PerReplica, select_replica
-from mpistrat.cross_device.collectives import Collectives
-from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.cross_device.pairs import IDEMPOTENT, check_unambiguous
-from mpistrat.cross_device.sparse import IndexedSlices, check_slices
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, check_meaning
 
@@ -89,7 +89,7 @@ def local_part(op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int] | 
     raise InvalidArgumentError(f"reduce over axis={axis!r} takes SUM or MEAN, got {op.name}; use axis=None for {op.name}")
 
 
-def check_doubtful(part: LocalPart, collectives: Collectives, options: CommunicationOptions | None = None) -> None:
+def check_doubtful(part: LocalPart, communicator: Communicator, options: CommunicationOptions | None = None) -> None:
     """Check that all `doubtful` arrays are zero on all replicas. A collective call, if there are any.
 
     Whether they are zero may differ between replicas, which must all be refused together.
@@ -102,9 +102,9 @@ def check_doubtful(part: LocalPart, collectives: Collectives, options: Communica
     if not part.doubtful:
         return
     mine = np.asarray(any(_rows(component).any() for component in part.doubtful), np.int64)
-    if collectives.all_reduce(ReduceOp.MAX, [mine], options)[0]:
+    if communicator.all_reduce(ReduceOp.MAX, [mine], options)[0]:
         try:
-            check_unambiguous(part.op, collectives.size)
+            check_unambiguous(part.op, communicator.size)
         except InvalidArgumentError as error:
             error.raised_everywhere = True
             raise

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.arrays import Array, as_operand, like
+from mpistrat.communicator.options import CommunicationOptions, check_options
+from mpistrat.communicator.sparse import IndexedSlices, gather_refused
 from mpistrat.context.stack import current, misplaced
-from mpistrat.cross_device.options import CommunicationOptions, check_options
-from mpistrat.cross_device.sparse import IndexedSlices, gather_refused
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import MpistratError
 from mpistrat.reduction import ReduceOp, check_meaning
@@ -36,7 +36,7 @@ class ReplicaExchange:
 
     def __init__(self, extended: StrategyExtended) -> None:
         self._extended = extended
-        self._ops = extended.collectives
+        self._ops = extended.communicator
         # arrays of the host need not be looked at; where replicas compute on GPUs, these are refused
         self._is_quick = extended.is_stock and bound_device() is None
 

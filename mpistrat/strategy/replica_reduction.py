@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import like
-from mpistrat.cross_device.options import CommunicationOptions, check_options
+from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import word_of

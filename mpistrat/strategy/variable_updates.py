@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from mpistrat.communicator.base import Communicator
 from mpistrat.context.stack import current, enter_or_assert_strategy, in_replica_context_of, misplaced, updating
 from mpistrat.context.values import PerReplica, container_of, select_replica
-from mpistrat.cross_device.collectives import Collectives
 from mpistrat.cross_device.destinations import OnSomeReplicas
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.strategy.advice import ADVICE
@@ -23,7 +23,7 @@ __all__ = ["VariableUpdates"]
 class VariableUpdates:
     """The methods of `StrategyExtended` that concern variables. It knows the strategy that it is a part of."""
 
-    collectives: Collectives
+    communicator: Communicator
     _strategy: Strategy
     _parameter_devices: tuple[str, ...]
 
@@ -77,11 +77,11 @@ class VariableUpdates:
         try:
             _check_update(var, args, kwargs)
         except TypeError as error:
-            self.collectives.refuse("extended.update", error)
-        self.collectives.note(f"extended.update of {var!r}")
+            self.communicator.refuse("extended.update", error)
+        self.communicator.note(f"extended.update of {var!r}")
         with enter_or_assert_strategy(self._strategy):
             in_replica_context_of(var.distribute_strategy, "strategy.extended.update")  # refused under another strategy
-            with updating(self.collectives.rank):
+            with updating(self.communicator.rank):
                 return _results(var.update_component(fn, args, kwargs), group)
 
     def update_non_slot(
@@ -118,9 +118,9 @@ class VariableUpdates:
             try:
                 _check_mirrored(args, kwargs)
             except TypeError as error:
-                self.collectives.refuse("extended.update_non_slot", error)
-            self.collectives.note("extended.update_non_slot")
-            with updating(self.collectives.rank):
+                self.communicator.refuse("extended.update_non_slot", error)
+            self.communicator.note("extended.update_non_slot")
+            with updating(self.communicator.rank):
                 return _results(fn(*select_replica(tuple(args)), **select_replica(dict(kwargs or {}))), group)
 
     def non_slot_devices(self, var_list: Sequence[Any]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, in_dtype
-from mpistrat.cross_device.sparse import IndexedSlices
+from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_dtype
 

@@ -43,7 +43,7 @@ _SOURCES = (
     "transports/staged.py",
     "execution/device_*.py",
     "cross_device/device_*.py",
-    "cross_device/on_device.py",
+    "communicator/device.py",
 )
 
 

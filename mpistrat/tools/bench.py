@@ -20,14 +20,14 @@ import numpy as np
 import mpistrat
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.arrays import Array
-from mpistrat.cross_device.hierarchical import HierarchicalCollectives
-from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes
-from mpistrat.tools.bench_memory import DEVICES, collectives, filled, place_text, prefer, timed
+from mpistrat.tools.bench_memory import DEVICES, communicator, filled, place_text, prefer, timed
 from mpistrat.tools.compare import COMPARED_BYTES, compare
 from mpistrat.tools.turns import check_sum, take_turns
 
@@ -99,7 +99,7 @@ def execute(arguments: argparse.Namespace) -> int:
     sizes = _compared_sizes(arguments) if arguments.compare else _sizes(arguments)
     _check_files(arguments)
     prefer(arguments.device)
-    ops = collectives(start())
+    ops = communicator(start())
     if ops.rank == 0:
         print(f"all_reduce of float32, SUM, {ops.world}, {_mpi_version()}; {place_text(ops)}", flush=True)
     if arguments.compare:
@@ -110,7 +110,7 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measure(ops: HierarchicalCollectives, nbytes: int, algorithm: str) -> Row:
+def measure(ops: MpiCommunicator, nbytes: int, algorithm: str) -> Row:
     """Return what one size takes. A collective call.
 
     Raises
@@ -136,7 +136,7 @@ def measure(ops: HierarchicalCollectives, nbytes: int, algorithm: str) -> Row:
     return Row(nbytes, plan, seconds, mpi_seconds, algorithm_gbs, bus_gbs, mpi_seconds / seconds, rounds)
 
 
-def _compare(arguments: argparse.Namespace, ops: HierarchicalCollectives, sizes: list[int]) -> None:
+def _compare(arguments: argparse.Namespace, ops: MpiCommunicator, sizes: list[int]) -> None:
     comparison = compare(ops, sizes)
     if ops.rank == 0:
         print(comparison.text())
@@ -144,7 +144,7 @@ def _compare(arguments: argparse.Namespace, ops: HierarchicalCollectives, sizes:
             _write_json(arguments.json, ops, asdict(comparison))
 
 
-def _tabulate(arguments: argparse.Namespace, ops: HierarchicalCollectives, sizes: list[int]) -> None:
+def _tabulate(arguments: argparse.Namespace, ops: MpiCommunicator, sizes: list[int]) -> None:
     chief, rows = ops.rank == 0, []
     if chief:
         print(f"{'size':>10}  {'plan':<12}  {'time':>12}  {'MPI':>12}  {'alg GB/s':>9}  {'bus GB/s':>9}  {'x MPI':>6}")
@@ -161,7 +161,7 @@ def _tabulate(arguments: argparse.Namespace, ops: HierarchicalCollectives, sizes
         _write_plot(arguments.plot, ops, rows)
 
 
-def _ours(ops: HierarchicalCollectives, source: Array, target: Array, algorithm: str) -> tuple[Callable[[], object], str]:
+def _ours(ops: MpiCommunicator, source: Array, target: Array, algorithm: str) -> tuple[Callable[[], object], str]:
     # auto is what a call that says nothing gets
     options = None if algorithm == "auto" else CommunicationOptions(algorithm=algorithm)
     plan = ops.choose(source.size, source.dtype, options).plan
@@ -238,7 +238,7 @@ def _mpi_version() -> str:
     return str(MPI.Get_library_version()).split("\n")[0].split(",")[0].strip("\0 ")
 
 
-def _write_json(path: Path, ops: HierarchicalCollectives, figures: dict[str, Any]) -> None:
+def _write_json(path: Path, ops: MpiCommunicator, figures: dict[str, Any]) -> None:
     document = {
         "collective": "all_reduce",
         "dtype": "float32",
@@ -253,7 +253,7 @@ def _write_json(path: Path, ops: HierarchicalCollectives, figures: dict[str, Any
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def _write_plot(path: Path, ops: HierarchicalCollectives, rows: list[Row]) -> None:
+def _write_plot(path: Path, ops: MpiCommunicator, rows: list[Row]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

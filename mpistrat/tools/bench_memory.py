@@ -10,8 +10,8 @@ import numpy as np
 
 from mpistrat import settings
 from mpistrat.arrays import Array, array_module
-from mpistrat.cross_device.hierarchical import HierarchicalCollectives
-from mpistrat.cross_device.on_device import DeviceCollectives
+from mpistrat.communicator.device import DeviceCommunicator
+from mpistrat.communicator.mpi import MpiCommunicator
 from mpistrat.device.binding import bound_device
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.binding import what_is_bound
@@ -21,7 +21,7 @@ from mpistrat.topology.roll_call import roll_call
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["DEVICES", "collectives", "filled", "place_text", "prefer", "timed"]
+__all__ = ["DEVICES", "communicator", "filled", "place_text", "prefer", "timed"]
 
 DEVICES = ("auto", "gpu", "cpu")
 
@@ -32,7 +32,7 @@ def prefer(device: str) -> None:
         os.environ[settings.DEVICE.name] = device
 
 
-def collectives(comm: MPI.Intracomm) -> HierarchicalCollectives:
+def communicator(comm: MPI.Intracomm) -> MpiCommunicator:
     """Return collectives over all ranks, for arrays where they compute. A collective call.
 
     Raises
@@ -42,29 +42,29 @@ def collectives(comm: MPI.Intracomm) -> HierarchicalCollectives:
     """
     roll_call(comm)
     hierarchy, device = Hierarchy(comm, discover(comm)), bound_device()
-    return HierarchicalCollectives(hierarchy) if device is None else DeviceCollectives(hierarchy, device)
+    return MpiCommunicator(hierarchy) if device is None else DeviceCommunicator(hierarchy, device)
 
 
-def place_text(ops: HierarchicalCollectives) -> str:
+def place_text(ops: MpiCommunicator) -> str:
     """Return where arrays lie, why, and on GPUs which way they take."""
     bound = what_is_bound()
     why = f" ({bound.why})" if bound is not None and bound.why else ""
-    if isinstance(ops, DeviceCollectives):
+    if isinstance(ops, DeviceCommunicator):
         return f"on GPUs{why}: {ops.path}; bare MPI on arrays in host memory"
     return f"in host memory{why}"
 
 
-def filled(count: int, value: float, ops: HierarchicalCollectives) -> Array:
+def filled(count: int, value: float, ops: MpiCommunicator) -> Array:
     """Return an array of float32 where these collectives work."""
-    module: Any = array_module() if isinstance(ops, DeviceCollectives) else np
+    module: Any = array_module() if isinstance(ops, DeviceCommunicator) else np
     array: Array = module.full(count, value, np.float32)
     return array
 
 
-def timed(run: Callable[[], object], ops: HierarchicalCollectives) -> Callable[[], object]:
+def timed(run: Callable[[], object], ops: MpiCommunicator) -> Callable[[], object]:
     """Return a call that ends when its results are there: on GPUs, when an event behind them has passed."""
     device = bound_device()
-    if device is None or not isinstance(ops, DeviceCollectives):
+    if device is None or not isinstance(ops, DeviceCommunicator):
         return run
 
     def until_there() -> None:

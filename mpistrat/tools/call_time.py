@@ -14,7 +14,7 @@ from statistics import median
 
 import numpy as np
 
-from mpistrat.cross_device.on_device import DeviceCollectives
+from mpistrat.communicator.device import DeviceCommunicator
 from mpistrat.device.base import Device
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import LaunchError
@@ -38,18 +38,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = bound_device()
     if device is None:
         raise LaunchError("this process computes on its CPU; MPISTRAT_DEVICE=gpu says why")
-    collectives = DeviceCollectives(Hierarchy(comm, World.from_shape("1x1")), device)
-    figures = measure(collectives, device)
-    collectives.close()
+    communicator = DeviceCommunicator(Hierarchy(comm, World.from_shape("1x1")), device)
+    figures = measure(communicator, device)
+    communicator.close()
     arguments.report.write_text(json.dumps(figures))
 
 
-def measure(collectives: DeviceCollectives, device: Device, calls: int = CALLS) -> dict[str, float]:
+def measure(communicator: DeviceCommunicator, device: Device, calls: int = CALLS) -> dict[str, float]:
     """Return the median time of an all-reduce of one array of 1000 elements, and of arrays like a network's gradients.
 
     Parameters
     ----------
-    collectives : DeviceCollectives
+    collectives : DeviceCommunicator
         Of one rank.
     device : Device
         Its GPU.
@@ -64,7 +64,7 @@ def measure(collectives: DeviceCollectives, device: Device, calls: int = CALLS) 
         samples = []
         for _ in range(2 + calls):
             begun = time.perf_counter()
-            collectives.all_reduce(ReduceOp.SUM, arrays)
+            communicator.all_reduce(ReduceOp.SUM, arrays)
             samples.append(time.perf_counter() - begun)
             event = device.current_stream().record()
             while not event.done():

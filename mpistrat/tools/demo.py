@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from mpistrat.cross_device.options import WIRE_DTYPES
+from mpistrat.communicator.options import WIRE_DTYPES
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch.openmpi import num_cores
 from mpistrat.tools import run

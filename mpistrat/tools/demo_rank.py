@@ -16,8 +16,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 import mpistrat
 from mpistrat import settings
-from mpistrat.cross_device.collectives import Collectives
-from mpistrat.cross_device.on_device import DeviceCollectives
+from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.device import DeviceCommunicator
 from mpistrat.experimental import CommunicationOptions
 from mpistrat.launch.binding import what_is_bound
 from mpistrat.text import format_bytes, format_count, format_table
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         algorithm="hierarchical", wire_dtype=arguments.wire_dtype, error_feedback=arguments.error_feedback
     )
     strategy = mpistrat.MultiWorkerMirroredStrategy(communication_options=options)
-    ops, chief = strategy.extended.collectives, strategy.extended.should_save_summary
+    ops, chief = strategy.extended.communicator, strategy.extended.should_save_summary
     console = Console(
         force_terminal=arguments.width > 0, width=arguments.width or None, soft_wrap=True, highlight=False, quiet=not chief
     )
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     _conclude(console, accuracy, meter.steps, arguments.out)
 
 
-def _introduce(console: Console, ops: Collectives, options: CommunicationOptions) -> None:
+def _introduce(console: Console, ops: Communicator, options: CommunicationOptions) -> None:
     """Show the topology, and the plan for the gradients."""
     # the loss and the number of images travel with the gradients
     count = sum(array.size for array in train_digits.first_weights(HIDDEN).values()) + 2
@@ -85,11 +85,11 @@ def _introduce(console: Console, ops: Collectives, options: CommunicationOptions
     console.print(_topology(ops.world), "", format_table(facts), "", sep="\n")
 
 
-def _where(ops: Collectives) -> str:
+def _where(ops: Communicator) -> str:
     """Return what this rank computes on and why, and on GPUs which way gradients take from one to the other."""
     found = what_is_bound()
     assert found is not None, "a strategy binds what it computes on"
-    if isinstance(ops, DeviceCollectives):
+    if isinstance(ops, DeviceCommunicator):
         return f"on GPUs, with CuPy ({found.why}); arrays are combined by {ops.path}"
     return f"in host memory, with NumPy: {found.why}"
 
@@ -123,7 +123,7 @@ def _summary(steps: Sequence[Step]) -> str:
     return f"loss {mean_loss(steps):.3f}  {rate:6.0f} images/s  {share:4.0%} communicating"
 
 
-def _all_timelines(ops: Collectives) -> dict[int, Timeline]:
+def _all_timelines(ops: Communicator) -> dict[int, Timeline]:
     """Return the timelines of all ranks. A collective call."""
     pickled = np.frombuffer(pickle.dumps(ops.timeline), np.uint8)
     stream = io.BytesIO(ops.all_gather(pickled).tobytes())

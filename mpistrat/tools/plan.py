@@ -14,13 +14,13 @@ from mpistrat.algorithms.choose import PLANNERS, Choice, choose
 from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
 from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel
 from mpistrat.algorithms.report import alternatives_text, basis_text, phases_text, pieces_text
-from mpistrat.cross_device.tuning import Tuning
 from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_table
 from mpistrat.tools.gpu_paths import paths_text
 from mpistrat.tools.scale import scale_report
 from mpistrat.topology.world import World
+from mpistrat.tuning.model import Tuning
 
 __all__ = ["add_arguments", "execute"]
 

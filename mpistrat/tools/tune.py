@@ -8,10 +8,7 @@ from pathlib import Path
 from mpistrat import cache, settings
 from mpistrat.algorithms.choose import PLANNERS, choose
 from mpistrat.algorithms.cost import CostModel
-from mpistrat.algorithms.fit import ITEM_BYTES, Measurement, modelled_seconds
-from mpistrat.cross_device.measuring import MAX_BYTES, measure
-from mpistrat.cross_device.tuning import Tuning, present_conditions
-from mpistrat.cross_device.tuning_file import tuning_path
+from mpistrat.communicator.mpi import by_algorithm
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch.bootstrap import start
@@ -19,6 +16,10 @@ from mpistrat.launch.environment import detect
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.topology.discover import discover
+from mpistrat.tuning.file import tuning_path
+from mpistrat.tuning.fit import ITEM_BYTES, Measurement, modelled_seconds
+from mpistrat.tuning.measure import MAX_BYTES, measure
+from mpistrat.tuning.model import Tuning, present_conditions
 
 __all__ = ["add_arguments", "describe", "execute"]
 
@@ -64,7 +65,7 @@ def execute(arguments: argparse.Namespace) -> int:
             figures = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in times.items())
             print(f"{format_bytes(num_bytes)}: {figures}", flush=True)
 
-    measurements = measure(comm, world, max_bytes, report)
+    measurements = measure(comm, world, by_algorithm, max_bytes, report)
     if is_chief:
         tuning = Tuning.of(present_conditions(world), measurements)
         path = tuning_path(tuning.conditions)

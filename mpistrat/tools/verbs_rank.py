@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 import mpistrat
 from mpistrat.arrays import is_on_device
-from mpistrat.cross_device.on_device import DeviceCollectives
+from mpistrat.communicator.device import DeviceCommunicator
 from mpistrat.device.binding import bound_device
 from mpistrat.experimental import CommunicationOptions
 
@@ -55,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _path(strategy: mpistrat.Strategy) -> str:
     """Return which way the arrays took."""
-    collectives = strategy.extended.collectives
-    return collectives.path if isinstance(collectives, DeviceCollectives) else "arrays in host memory"
+    communicator = strategy.extended.communicator
+    return communicator.path if isinstance(communicator, DeviceCommunicator) else "arrays in host memory"
 
 
 def _try_all(strategy: mpistrat.Strategy) -> int:

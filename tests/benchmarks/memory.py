@@ -55,7 +55,7 @@ def table(result: dict[str, Any]) -> str:
         [
             _where(row),
             row["value"],
-            *(format_bytes(row[f"{name}_bytes"]) for name in ("window", "rail", "recipe", "total", "largest_pack")),
+            *(format_bytes(row[f"{name}_bytes"]) for name in ("window", "rail", "plan", "total", "largest_pack")),
             f"{_ratio(row):.2f}",
             format_bytes(max(row["grown_bytes"], 0)),
             format_bytes(row["peak_bytes"]),
@@ -67,7 +67,7 @@ def table(result: dict[str, Any]) -> str:
         "value",
         "window",
         "rails",
-        "recipes",
+        "plans",
         "in all",
         "largest pack",
         "in all / pack",
@@ -87,7 +87,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     rows = result["rows"]
     figure, axes = plt.subplots(figsize=(8, 0.35 * len(rows) + 1.5), layout="constrained")
     left = [0.0] * len(rows)
-    for name in ("window", "rail", "recipe"):
+    for name in ("window", "rail", "plan"):
         parts = [row[f"{name}_bytes"] / row["largest_pack_bytes"] for row in rows]
         axes.barh([f"{_where(row)}: {row['value']}" for row in rows], parts, left=left, label=name)
         left = [start + part for start, part in zip(left, parts, strict=True)]

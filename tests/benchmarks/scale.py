@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.algorithms.cost import DEFAULT
-from mpistrat.algorithms.fit import CONSTANTS, Measurement, fit, modelled_seconds
 from mpistrat.algorithms.scale import SCALED, assumptions_text, predict_scale
 from mpistrat.text import format_bytes, format_seconds
 from mpistrat.topology.world import World
+from mpistrat.tuning.fit import CONSTANTS, Measurement, fit, modelled_seconds
 from tests.benchmarks.cases import verdict
 from tests.benchmarks.contenders import OURS, contenders
 from tests.benchmarks.contest import Contest

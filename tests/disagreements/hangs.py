@@ -24,7 +24,7 @@ from mpi4py import MPI
 import mpistrat
 
 strategy = mpistrat.MultiWorkerMirroredStrategy()
-is_odd = strategy.extended.collectives.rank == 1
+is_odd = strategy.extended.communicator.rank == 1
 
 
 def step(count=10):

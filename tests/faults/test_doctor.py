@@ -35,7 +35,7 @@ def load():
     time.sleep(1000)
 
 strategy.run(step)
-rank = strategy.extended.collectives.rank
+rank = strategy.extended.communicator.rank
 Path(f"pid{rank}").write_text(str(os.getpid()))
 if rank == 1:
     load()

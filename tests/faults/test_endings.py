@@ -200,7 +200,7 @@ def test_a_job_that_a_rank_starts_is_a_job_of_its_own(job: Job) -> None:
 STARTED = """
     import numpy as np
     import mpistrat
-    from mpistrat.cross_device.options import CommunicationOptions
+    from mpistrat.communicator.options import CommunicationOptions
     strategy = mpistrat.MultiWorkerMirroredStrategy()
 
     def start_sum():

@@ -15,7 +15,7 @@ from mpistrat.topology.world import World
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpistrat.cross_device.collectives import Collectives
+    from mpistrat.communicator.base import Communicator
     from mpistrat.groups.hierarchy import Hierarchy
     from mpistrat.strategy.base import Strategy
 
@@ -65,12 +65,12 @@ def hierarchy(comm: MPI.Intracomm, world: World) -> Iterator[Hierarchy]:
 
 
 @pytest.fixture
-def ops(comm: MPI.Intracomm, world: World) -> Iterator[Collectives]:
+def ops(comm: MPI.Intracomm, world: World) -> Iterator[Communicator]:
     """Give the all-reduce of the present node shape, with groups of its own."""
-    from mpistrat.cross_device.hierarchical import HierarchicalCollectives
+    from mpistrat.communicator.mpi import MpiCommunicator
     from mpistrat.groups.hierarchy import Hierarchy
 
-    operations = HierarchicalCollectives(Hierarchy(comm, world))
+    operations = MpiCommunicator(Hierarchy(comm, world))
     yield operations
     operations.close()
 

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.all_reduce import (
     CollectiveAllReduce,
@@ -13,8 +15,6 @@ from mpistrat.cross_device.all_reduce import (
 )
 from mpistrat.cross_device.destinations import OnSomeReplicas
 from mpistrat.cross_device.ops import CrossDeviceOps
-from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.cross_device.to_one_device import ReductionToOneDevice
 from mpistrat.errors import AgreementError, InvalidArgumentError, TransportError
 from mpistrat.reduction import ReduceOp
@@ -36,7 +36,7 @@ def plain(value):
 
 
 def suits(ops, strategy):
-    return not isinstance(ops, HierarchicalCopyAllReduce) or strategy.extended.collectives.world.num_nodes == 1
+    return not isinstance(ops, HierarchicalCopyAllReduce) or strategy.extended.communicator.world.num_nodes == 1
 
 
 @pytest.mark.parametrize("make", FAMILY, ids=NAMES)
@@ -167,15 +167,15 @@ def test_packs_do_not_change_the_bits(comm, strategy):
 
 @pytest.mark.parametrize(("num_packs", "packs"), [(None, 2), (0, 4), (1, 2), (3, 6)])
 def test_a_batch_is_cut_into_so_many_packs(comm, strategy, num_packs, packs):
-    collectives = strategy.extended.collectives
+    communicator = strategy.extended.communicator
     values = [PerReplica(np.ones(count, dtype)) for count in (10, 12) for dtype in (np.float32, np.float64)]
     with strategy.scope():
         pairs, options = [(value, "/cpu:0") for value in values], CommunicationOptions(algorithm="flat")
-        collectives.timeline.enabled = True
+        communicator.timeline.enabled = True
         HierarchicalAllReduce(num_packs).batch_reduce("sum", pairs, options)
-        collectives.timeline.enabled = False
+        communicator.timeline.enabled = False
     # each dtype has packs of its own
-    assert len([event for event in collectives.timeline.events if "all_reduce" in str(event)]) == (
+    assert len([event for event in communicator.timeline.events if "all_reduce" in str(event)]) == (
         packs if comm.size > 1 else 0
     )
 
@@ -208,7 +208,7 @@ class ByOne(CrossDeviceOps):
     def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):
         self.seen.append(reduce_op.name)
         [component] = per_replica_value.values
-        return Mirrored(mpistrat.get_strategy().extended.collectives.all_reduce(reduce_op, [component], options)[0])
+        return Mirrored(mpistrat.get_strategy().extended.communicator.all_reduce(reduce_op, [component], options)[0])
 
 
 class InBatches(HierarchicalAllReduce):
@@ -249,7 +249,7 @@ def test_a_mirrored_strategy_hands_every_reduction_to_its_ops(comm, family):
 
 
 def check_every_reduction(strategy, own):
-    ops = strategy.extended.collectives
+    ops = strategy.extended.communicator
     rank, total = ops.rank, sum(range(ops.size))
     assert strategy.extended.cross_device_ops is own
     with strategy.scope():

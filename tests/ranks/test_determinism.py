@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
-from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
 from tests.ranks.test_properties import NUM_PACKS, check_examples
 

@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpistrat.cross_device.hierarchical import HierarchicalCollectives
-from mpistrat.cross_device.on_device import DeviceCollectives
-from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.communicator.device import DeviceCommunicator
+from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.device.kernels import TYPES
 from mpistrat.errors import (
     AgreementError,
@@ -44,8 +44,8 @@ class Pair:
     def __enter__(self):
         self.bound = stand_in(self.comm, self.world, self.has_nccl)
         self.device = self.bound.__enter__()
-        self.gpu = DeviceCollectives(Hierarchy(self.comm, self.world), self.device)
-        self.host = HierarchicalCollectives(Hierarchy(self.comm, self.world))
+        self.gpu = DeviceCommunicator(Hierarchy(self.comm, self.world), self.device)
+        self.host = MpiCommunicator(Hierarchy(self.comm, self.world))
         self.rank, self.size = self.gpu.rank, self.gpu.size
         self.library = getattr(self.gpu._on_device.intra, "_nccl", None)
         return self
@@ -207,7 +207,7 @@ def test_what_is_started_comes_after_what_its_stream_was_given(pair):
     gpu, device = pair.gpu, pair.device
     array = values(1000, np.float32, pair.rank)
     given = pair.up(np.zeros_like(array))
-    pair.compare(SUM, [array])  # from now on there is a recipe
+    pair.compare(SUM, [array])  # from now on there is a plan
     device.held = device.current_stream()
     device.put(given._memory, array)
     work = gpu.start_all_reduce(SUM, [given])
@@ -294,12 +294,12 @@ def test_what_goes_by_way_of_the_host_is_said_once(comm, world, monkeypatch, tmp
     monkeypatch.setattr("mpistrat.execution.device_rails._said", set())
     with stand_in(comm, world) as device:
         for _ in range(2):
-            collectives = DeviceCollectives(Hierarchy(comm, world), device)
-            collectives.close()
+            communicator = DeviceCommunicator(Hierarchy(comm, world), device)
+            communicator.close()
     said = capsys.readouterr().err
     assert said.count("memory of GPUs goes between nodes by way of the host: ") == (world.num_nodes > 1 and comm.rank == 0)
     if world.num_nodes > 1:
-        assert "staged over mpi_ring between nodes (" in collectives.path
+        assert "staged over mpi_ring between nodes (" in communicator.path
 
 
 @needs_ranks(2)
@@ -314,7 +314,7 @@ def test_wrong_values_from_an_mpi_that_was_named_are_raised_on_all(comm, world, 
         stand_in(comm, world) as device,
         pytest.raises(TransportError, match="planted: wrong values, and MPISTRAT_MPI_GPU=on was set"),
     ):
-        DeviceCollectives(hierarchy, device)
+        DeviceCommunicator(hierarchy, device)
     hierarchy.close()
 
 
@@ -331,7 +331,7 @@ def test_a_rail_that_delivers_nothing_is_raised_on_all(comm, world, monkeypatch)
     monkeypatch.setattr("mpistrat.transports.cuda_aware.CudaAwareRing.first_exchange", first_exchange)
     hierarchy = Hierarchy(comm, world)
     with stand_in(comm, world) as device, pytest.raises(TransportError, match="planted: rail 0 is late"):
-        DeviceCollectives(hierarchy, device)
+        DeviceCommunicator(hierarchy, device)
     hierarchy.close()
 
 
@@ -382,9 +382,9 @@ def test_a_transport_that_one_rank_cannot_make_nobody_takes(comm, monkeypatch):
             return allocate(nbytes)
 
         monkeypatch.setattr(device, "allocate", fail_once)
-        collectives = DeviceCollectives(Hierarchy(comm, world), device)
-        assert collectives.path.startswith("cuda_ipc inside nodes (nccl: planted: an error of CUDA's")
-        collectives.close()
+        communicator = DeviceCommunicator(Hierarchy(comm, world), device)
+        assert communicator.path.startswith("cuda_ipc inside nodes (nccl: planted: an error of CUDA's")
+        communicator.close()
 
 
 @needs_ranks(2)
@@ -398,7 +398,7 @@ def test_a_transport_that_is_named_and_does_not_serve_is_refused_on_all(comm, mo
         stand_in(comm, world, has_nccl=False) as device,
         pytest.raises(TransportError, match=f"={named} cannot move memory of GPUs here: node0: {reason}.*Accepted are auto"),
     ):
-        DeviceCollectives(hierarchy, device)
+        DeviceCommunicator(hierarchy, device)
     hierarchy.close()
 
 
@@ -407,7 +407,7 @@ def test_a_transport_of_gpus_is_refused_where_ranks_compute_on_cpus(comm, monkey
     monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "nccl")
     hierarchy = Hierarchy(comm, World.from_shape(f"1x{comm.size}"))
     with pytest.raises(TransportError, match="=nccl moves memory of GPUs, and these ranks compute on CPUs; accepted are auto"):
-        HierarchicalCollectives(hierarchy)
+        MpiCommunicator(hierarchy)
     hierarchy.close()
 
 
@@ -487,7 +487,7 @@ def test_what_is_held_and_done_is_told(pair):
     pair.gpu.all_reduce(SUM, arrays)
     report = pair.gpu.memory_report()
     assert report.device_bytes >= 200_000
-    assert report.num_recipes == 2
+    assert report.num_plans == 2
     assert (report.pinned_bytes > 0) == (pair.world.num_nodes > 1)
     assert "GPU " in str(report)
     explained = pair.gpu.explain_batch(arrays)

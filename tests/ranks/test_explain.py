@@ -28,7 +28,7 @@ def test_packs_plans_and_times(strategy):
     assert strategy.explain(total, options).last_seconds == after.last_seconds, "of a per-replica value our component"
     text = str(after)
     for part in (
-        f"world      {strategy.extended.collectives.world}\n",
+        f"world      {strategy.extended.communicator.world}\n",
         "predicted  ",
         "\nlast call  ",
         "\nwhy        hierarchical was asked for by name; auto would choose ",
@@ -42,7 +42,7 @@ def test_packs_plans_and_times(strategy):
 
 @needs_ranks(2)
 def test_one_rank_may_ask_alone(strategy):
-    if strategy.extended.collectives.rank == 0:
+    if strategy.extended.communicator.rank == 0:
         assert "last call  not measured\n" in str(strategy.explain(np.ones(5)))
     assert float(strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", 1.0)).values[0]) > 1
 

@@ -6,7 +6,7 @@ import ml_dtypes
 import pytest
 
 import mpistrat
-from mpistrat.cross_device.on_device import DeviceCollectives
+from mpistrat.communicator.device import DeviceCommunicator
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.tools import call_time, verbs_rank
 from mpistrat.topology.world import World
@@ -33,8 +33,8 @@ def test_a_call_of_a_rank_alone_is_timed(comm):
         pytest.skip("one rank is meant")
     world = World.from_shape("1x1")
     with stand_in(comm, world) as device:
-        collectives = DeviceCollectives(Hierarchy(comm, world), device)
-        figures = call_time.measure(collectives, device, calls=1)
-        collectives.close()
+        communicator = DeviceCommunicator(Hierarchy(comm, world), device)
+        figures = call_time.measure(communicator, device, calls=1)
+        communicator.close()
     assert figures.keys() == {"python_us", "python_us_of_gradients"}
     assert min(figures.values()) > 0

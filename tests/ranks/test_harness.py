@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpistrat.algorithms.choose import choose
-from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
 from tests.launches import needs_ranks

@@ -29,7 +29,7 @@ def lax(comm, monkeypatch):
     """Give a strategy that spans all ranks and compares calls only where it must."""
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", SHAPES.get(comm.size, f"1x{comm.size}"))
     strategy = mpistrat.MultiWorkerMirroredStrategy()
-    strategy.extended.collectives.is_strict = False
+    strategy.extended.communicator.is_strict = False
     yield strategy
     strategy.close()
 
@@ -37,7 +37,7 @@ def lax(comm, monkeypatch):
 @pytest.fixture(params=["lax", "strict"])
 def either(request, lax):
     """Give this strategy as it is, and comparing calls before each collective."""
-    lax.extended.collectives.is_strict = request.param == "strict"
+    lax.extended.communicator.is_strict = request.param == "strict"
     return lax
 
 
@@ -216,12 +216,12 @@ def test_a_generator_that_fails_on_one_rank_ends_the_iteration_on_all(comm, eith
     with pytest.raises(expected, match=rf"(?s){message}the disk of rank {culprit} is gone"):
         taken.extend(either.experimental_distribute_dataset(generate(), options))
     assert len(taken) == 2
-    either.extended.collectives.barrier()
+    either.extended.communicator.barrier()
 
 
 @needs_ranks(2)
 def test_in_strict_mode_a_sample_that_cannot_be_read_on_one_rank_ends_the_iteration_on_all(comm, lax):
-    lax.extended.collectives.is_strict = True
+    lax.extended.communicator.is_strict = True
 
     class Samples:
         def __getitem__(self, index):
@@ -273,11 +273,11 @@ def test_datasets_that_differ_are_an_error_on_every_rank(comm, either, what):
 
 @needs_ranks(2)
 def test_in_strict_mode_a_rank_that_stops_early_is_noticed(comm, lax):
-    lax.extended.collectives.is_strict = True
+    lax.extended.communicator.is_strict = True
     iterator = iter(lax.experimental_distribute_dataset(ArrayDataset(np.arange(8), 4)))
     next(iterator)
     with pytest.raises(AgreementError, match="the next element of a DistributedIterator .number 1 of epoch 0"):
-        lax.extended.collectives.barrier() if comm.rank == 0 else next(iterator)
+        lax.extended.communicator.barrier() if comm.rank == 0 else next(iterator)
 
 
 @needs_ranks(2)

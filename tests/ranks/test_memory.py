@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.cross_device.hierarchical import HierarchicalCollectives
-from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import TransportError
 from mpistrat.execution.executor import SLOT_ALIGNMENT_BYTES
 from mpistrat.groups.hierarchy import Hierarchy
@@ -39,10 +39,10 @@ def test_the_workspace_is_at_most_twice_the_largest_pack(ops, world):
     assert report.largest_pack_bytes == 4 * 1_500_001
     least = exchange_bytes(ops.hierarchy.intra.size)
     assert report.window_bytes <= max(2 * report.largest_pack_bytes, least) + CHANNELS * SLOT_ALIGNMENT_BYTES
-    # recipes of one channel share where segments land
+    # plans of one channel share where segments land
     rails = len(world.shards_of(ops.rank)) if world.num_nodes > 1 else 0
     assert report.rail_bytes <= rails * CHANNELS * RECEIVES_AHEAD * SEGMENT_BYTES
-    assert report.recipe_bytes == 0
+    assert report.plan_bytes == 0
     assert report.rank == ops.rank
 
 
@@ -53,18 +53,18 @@ def test_small_arrays_need_little_shared_memory(ops, world):
 
 
 @needs_ranks(2)
-def test_what_recipes_hold_of_their_own_is_told(ops, world):
+def test_what_plans_hold_of_their_own_is_told(ops, world):
     reduce(ops, [50_000], deterministic=True)
     report = ops.memory_report()
     # beyond the node what arrives is kept until it can be added in order; inside it all is read where it lies
-    assert (report.recipe_bytes > 0) == (world.num_nodes > 1)
-    assert report.num_recipes == 1
+    assert (report.plan_bytes > 0) == (world.num_nodes > 1)
+    assert report.num_plans == 1
 
 
 def test_what_error_feedback_keeps_is_told(ops, world):
     def held(**options):
         reduce(ops, [50_000], algorithm="hierarchical", wire_dtype="bfloat16", **options)
-        return ops.memory_report().recipe_bytes
+        return ops.memory_report().plan_bytes
 
     without = held()
     kept = held(error_feedback=True) - 2 * without
@@ -108,7 +108,7 @@ def test_a_strategy_tells_what_it_holds(strategy):
 @needs_ranks(2)
 def test_where_more_memory_is_refused_what_went_before_goes_on(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     arrays = [np.arange(50_000, dtype=np.float32) + ops.rank]
     mixed = [np.ones(100, np.float32), np.ones(10, np.float16)]
     expected = ops.all_reduce(SUM, arrays)[0], ops.all_reduce(SUM, mixed)[1]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.communicator.device import DeviceCommunicator
 from mpistrat.context.values import PerReplica
-from mpistrat.cross_device.on_device import DeviceCollectives
 from mpistrat.device import binding
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.tools.train_digits import train
@@ -83,7 +83,7 @@ def test_the_demo_runs_on_gpus_and_says_so(comm, gpu, tmp_path, capsys, monkeypa
 
 
 def test_the_strategy_knows_where_it_computes(comm, on_gpu, xp):
-    assert isinstance(on_gpu.extended.collectives, DeviceCollectives)
+    assert isinstance(on_gpu.extended.communicator, DeviceCommunicator)
     assert on_gpu.array_module is xp
     assert on_gpu.extended.worker_devices == (f"/job:worker/replica:0/task:{comm.rank}/device:GPU:0",)
 
@@ -169,7 +169,7 @@ def test_an_array_of_the_host_is_refused(comm, gpu, xp, monkeypatch, strict):
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
     strategy = mpistrat.MultiWorkerMirroredStrategy()
     for _ in range(2):  # arrays of the host that are ours go their own way, and are remembered
-        strategy.extended.collectives.all_reduce(mpistrat.ReduceOp.SUM, [np.ones(3)])
+        strategy.extended.communicator.all_reduce(mpistrat.ReduceOp.SUM, [np.ones(3)])
     culprits = {0} if strict == "1" else set(range(comm.size))  # alone, it can be told of in strict mode only
     error = InvalidArgumentError if comm.rank in culprits else AgreementError
     message = r"w'\] is in host memory, this replica computes on /gpu:0; copy it first, strategy\.array_module\.asarray"

@@ -1,4 +1,4 @@
-"""HierarchicalCollectives: every dtype, operation and algorithm on every node shape, against sums made in one place."""
+"""MpiCommunicator: every dtype, operation and algorithm on every node shape, against sums made in one place."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from mpistrat.algorithms.choose import PLANNERS
-from mpistrat.cross_device import recipe_book
-from mpistrat.cross_device.hierarchical import HierarchicalCollectives
-from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.communicator import plan_cache
+from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.errors import (
     AgreementError,
     DeadlineExceededError,
@@ -39,7 +39,7 @@ MIXED = {1: "1x1", 2: "2x1", 3: "2+1", 4: "3+1", 8: "3+1+2+2"}
 @pytest.fixture
 def mixed(comm):
     """Give the all-reduce of one shape, for what does not depend on the shape."""
-    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(MIXED.get(comm.size, f"{comm.size}x1"))))
+    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(MIXED.get(comm.size, f"{comm.size}x1"))))
     yield ops
     ops.close()
 
@@ -121,7 +121,7 @@ def test_large_buffers_by_rule(ops, world):
 @pytest.mark.parametrize("reads", ["0", "1"])
 def test_one_node_works_between_the_arrays_of_the_caller(comm, monkeypatch, reads):
     monkeypatch.setenv("MPISTRAT_PEER_MEMORY", reads)
-    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     for algorithm in ["hierarchical"] if comm.size == 1 else ["hierarchical", "pipelined"]:
         for count in (1, 0, 1000, 300_001, 1_000_003, 1000):
             given = rows(np.dtype(np.float64), MEAN, count, comm.size, count)
@@ -141,7 +141,7 @@ def test_one_node_works_between_the_arrays_of_the_caller(comm, monkeypatch, read
 @pytest.mark.parametrize("dtype", [np.dtype(np.float64), np.dtype(np.float16), BFLOAT16], ids=str)
 def test_one_node_works_between_lists_of_arrays(comm, monkeypatch, reads, dtype):
     monkeypatch.setenv("MPISTRAT_PEER_MEMORY", reads)
-    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     for counts in ([5, 0, 1000, 1, 70_001], [900_001, 0, 800_000]):
         sources = [(np.arange(count) % 7 + comm.rank).astype(dtype) for count in counts]
         for out in (None, sources):
@@ -248,8 +248,8 @@ def test_packs_change_nothing(mixed):
 def test_packs_follow_the_rule(mixed):
     arrays = [np.ones(count, np.uint8) for count in (10, 20, 30, 40)]
     mixed.all_reduce(SUM, arrays, CommunicationOptions(bytes_per_pack=25))
-    [recipe] = mixed._recipes._recipes.values()
-    assert [bucket.indices for bucket in recipe] == [(3,), (2,), (1, 0)], "the last arrays first"
+    [batch] = mixed._plans._plans.values()
+    assert [bucket.indices for bucket in batch] == [(3,), (2,), (1, 0)], "the last arrays first"
 
 
 def test_a_repeated_call_uses_what_it_has(mixed):
@@ -258,14 +258,14 @@ def test_a_repeated_call_uses_what_it_has(mixed):
     for arrays in (small, large, small, large):
         mixed.all_reduce(SUM, arrays, options)
     generation = mixed._executor.generation
-    recipes = list(mixed._recipes._recipes.values())
+    batches = list(mixed._plans._plans.values())
     for turn in range(6):
         for arrays in (small, large):
             sums = mixed.all_reduce(SUM, [array * (turn + mixed.rank) for array in arrays], options)
             total = mixed.size * turn + sum(range(mixed.size))
             assert all((result == total).all() for result in sums)
     assert mixed._executor.generation == generation, "the scratch memory was allocated again"
-    assert all(now is before for now, before in zip(mixed._recipes._recipes.values(), recipes, strict=True))
+    assert all(now is before for now, before in zip(mixed._plans._plans.values(), batches, strict=True))
 
 
 def test_scratch_memory_grows(mixed):
@@ -276,11 +276,11 @@ def test_scratch_memory_grows(mixed):
 
 
 def test_more_signatures_than_are_kept(mixed):
-    kept = recipe_book.RECIPES_KEPT
+    kept = plan_cache.BATCHES_KEPT
     for count in [*range(1, kept + 20), 1, 2, kept]:
         [result] = mixed.all_reduce(SUM, [np.full(count, mixed.rank)], by_name("hierarchical"))
         assert result.tolist() == [sum(range(mixed.size))] * count
-    assert len(mixed._recipes._recipes) <= kept
+    assert len(mixed._plans._plans) <= kept
 
 
 def test_a_started_all_reduce_goes_on_while_it_is_asked(mixed):
@@ -302,7 +302,7 @@ def test_a_started_all_reduce_goes_on_while_it_is_asked(mixed):
 def test_a_rank_that_does_not_come_is_an_error_after_the_deadline(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")  # the check itself waits without a deadline
     monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", "30")
-    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")), by_name("hierarchical"))
+    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")), by_name("hierarchical"))
     array = np.ones(100, np.float32)
     assert ops.all_reduce(SUM, [array])[0][0] == comm.size
     if comm.rank < comm.size - 1:
@@ -374,7 +374,7 @@ def test_gathers_that_cannot_be_are_refused_on_every_rank(mixed, array, axis, er
 )
 def test_gathers_that_do_not_fit_are_refused_on_every_rank(comm, monkeypatch, strict, other):
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
-    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     mine = other if ops.rank == 1 else np.ones((2, 3), np.complex64 if other.dtype.kind == "c" else np.float64)
     with pytest.raises((InvalidArgumentError, AgreementError), match="all_gather"):
         ops.all_gather(mine, axis=0)
@@ -403,7 +403,7 @@ def test_broadcasts_that_cannot_be_are_refused_on_every_rank(mixed):
     assert mixed.broadcast(np.array(mixed.rank)) == 0
 
 
-def nothing_else(ops: HierarchicalCollectives) -> None:
+def nothing_else(ops: MpiCommunicator) -> None:
     """The call after a refused one works."""
     assert ops.all_reduce(SUM, [np.array([ops.rank])])[0] == sum(range(ops.size))
 
@@ -483,7 +483,7 @@ def test_a_wrong_call_on_one_rank_raises_on_all(mixed, wrong, error, message):
 
 
 def test_an_algorithm_that_does_not_apply_is_refused_on_every_rank(comm):
-    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     with pytest.raises(Unsuitable, match="algorithm 'leader' cannot be used on .*, because all ranks are on one node"):
         ops.all_reduce(SUM, [ONE], by_name("leader"))
     nothing_else(ops)
@@ -492,7 +492,7 @@ def test_an_algorithm_that_does_not_apply_is_refused_on_every_rank(comm):
 
 def test_settings_are_defaults_and_options_win(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_ALGORITHM", "hierarchical")
-    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"{comm.size}x1")))
+    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"{comm.size}x1")))
     assert ops.choose(10, np.dtype(np.float32)).plan.algorithm == "hierarchical"
     assert ops.choose(10, np.dtype(np.float32), by_name("flat")).plan.algorithm == "flat"
     assert ops.explain(40, np.dtype(np.float32)).startswith("hierarchical: ")
@@ -500,7 +500,7 @@ def test_settings_are_defaults_and_options_win(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_ALGORITHM", "best")
     hierarchy = Hierarchy(comm, World.from_shape(f"{comm.size}x1"))
     with pytest.raises(SettingError, match="MPISTRAT_ALGORITHM='best' was found; auto, flat"):
-        HierarchicalCollectives(hierarchy)
+        MpiCommunicator(hierarchy)
     hierarchy.close()
 
 
@@ -526,7 +526,7 @@ def test_the_timeline_shows_the_phases(ops, world):
 def unchecked(comm, monkeypatch):
     """Give the all-reduce without strict mode, which then takes its shortest ways."""
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(MIXED.get(comm.size, f"{comm.size}x1"))))
+    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(MIXED.get(comm.size, f"{comm.size}x1"))))
     yield ops
     ops.close()
 
@@ -581,7 +581,7 @@ def test_foreign_bytes_are_refused_without_strict_mode(unchecked):
 
 @pytest.mark.parametrize("num_packs", [0, 1, 3, 7])
 def test_num_packs_cut_the_elements_and_not_the_result(comm, world, num_packs):
-    ops = HierarchicalCollectives(Hierarchy(comm, world), num_packs=num_packs)
+    ops = MpiCommunicator(Hierarchy(comm, world), num_packs=num_packs)
     shapes = [(3, 5), (), (0,), (100_003,), (2, 2)]
     for algorithm in algorithms(world):
         arrays = [np.full(shape, ops.rank + 1, dtype) for shape in shapes for dtype in (np.float32, np.int64)]
@@ -594,13 +594,13 @@ def test_num_packs_cut_the_elements_and_not_the_result(comm, world, num_packs):
 def test_a_negative_num_packs_says_what_is_accepted(comm, world):
     hierarchy = Hierarchy(comm, world)
     with pytest.raises(InvalidArgumentError, match=r"num_packs must be None, 0 \(each array by itself\) or positive; got -1"):
-        HierarchicalCollectives(hierarchy, num_packs=-1)
+        MpiCommunicator(hierarchy, num_packs=-1)
     hierarchy.close()
 
 
 def test_the_arrays_of_the_last_call_are_told_from_others(comm, world, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = HierarchicalCollectives(Hierarchy(comm, world))
+    ops = MpiCommunicator(Hierarchy(comm, world))
     a, b = np.ones(2, np.float32), np.full(2, 2, np.float32)
     out, other = np.empty_like(a), np.empty_like(a)
     for source, target, op, expected in [

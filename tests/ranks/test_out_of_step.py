@@ -5,8 +5,8 @@ import time
 import numpy as np
 import pytest
 
-from mpistrat.cross_device.hierarchical import HierarchicalCollectives
-from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, DeadlineExceededError, SettingError, UnavailableError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.inputs.dataset import ArrayDataset
@@ -18,7 +18,7 @@ SUM = ReduceOp.SUM
 
 
 def one_node(comm):
-    return HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    return MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
 
 
 @needs_ranks(2)
@@ -45,7 +45,7 @@ def test_a_setting_that_one_rank_cannot_read_is_told_to_all(comm, monkeypatch):
 
 
 def test_a_deadline_of_its_own_on_each_rank_changes_nothing(comm, world):
-    ops = HierarchicalCollectives(Hierarchy(comm, world))
+    ops = MpiCommunicator(Hierarchy(comm, world))
     for turn in range(6):
         options = CommunicationOptions(algorithm="hierarchical", timeout_seconds=20 + (turn * comm.rank) % 3)
         given = [np.full(1000, comm.rank + turn, dtype) for dtype in (np.float32, np.int8)]
@@ -55,7 +55,7 @@ def test_a_deadline_of_its_own_on_each_rank_changes_nothing(comm, world):
 
 
 def test_results_may_be_written_over_other_arrays_of_the_batch(comm, world):
-    ops = HierarchicalCollectives(Hierarchy(comm, world))
+    ops = MpiCommunicator(Hierarchy(comm, world))
     for algorithm in ("flat", "hierarchical", *(["pipelined"] if world.size > 1 else [])):
         options = CommunicationOptions(algorithm=algorithm)
         a, b = np.full(900_000, 1.0, np.float32), np.full(900_000, 2.0, np.float32)
@@ -89,7 +89,7 @@ def test_after_a_missed_deadline_nothing_is_computed_any_more(comm):
 
 
 def test_means_of_small_integers_do_not_wrap_around(comm, world):
-    ops = HierarchicalCollectives(Hierarchy(comm, world))
+    ops = MpiCommunicator(Hierarchy(comm, world))
     for algorithm in ("flat", "hierarchical"):
         options = CommunicationOptions(algorithm=algorithm)
         [mean] = ops.all_reduce(ReduceOp.MEAN, [np.full(5, 100, np.int8)], options)
@@ -128,7 +128,7 @@ def test_bad_input_on_one_rank_raises_on_all(strategy, wrong):
         value = strategy.run(lambda: np.ones(2 if mine else (2, 2)))
         strategy.reduce("sum", value, axis=1)
 
-    mine = strategy.extended.collectives.rank == 1
+    mine = strategy.extended.communicator.rank == 1
     # only the rank that is wrong hears why; the others hear that it was
     expected = (TypeError, ValueError) if mine and wrong != "ragged" else (AgreementError, TypeError, ValueError)
     with pytest.raises(expected):
@@ -138,6 +138,6 @@ def test_bad_input_on_one_rank_raises_on_all(strategy, wrong):
 
 @needs_ranks(2)
 def test_datasets_of_another_length_are_an_error_on_every_rank(strategy):
-    rows = 40 + 10 * (strategy.extended.collectives.rank == 1)
+    rows = 40 + 10 * (strategy.extended.communicator.rank == 1)
     with pytest.raises(AgreementError, match=r"(?s)rank 1: experimental_distribute_dataset\(50 rows of \[float64 \(\)\]"):
         strategy.experimental_distribute_dataset(ArrayDataset(np.arange(float(rows)), 10))

@@ -9,9 +9,9 @@ import optree
 import pytest
 
 import mpistrat
-from mpistrat.cross_device.hierarchical import HierarchicalCollectives
-from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.cross_device.small_batch import SMALL_BATCH_BYTES, SmallBatch
+from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.small_batch import SMALL_BATCH_BYTES, SmallBatch
 from mpistrat.errors import UnavailableError, UnsupportedDtypeError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
@@ -26,13 +26,13 @@ SHAPES = [(3,), (), (2, 2), (0,), (5, 1)]
 @pytest.fixture
 def ops(comm, world, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    operations = HierarchicalCollectives(Hierarchy(comm, world))
+    operations = MpiCommunicator(Hierarchy(comm, world))
     yield operations
     operations.close()
 
 
 @pytest.fixture
-def short_ways(monkeypatch):
+def fast_paths(monkeypatch):
     """Count the calls that take the short way."""
     taken = []
     run = SmallBatch.run
@@ -50,16 +50,16 @@ def batch(dtype: np.dtype, rank: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("op", ReduceOp)
-def test_the_short_way_gives_the_bits_of_the_long_one(ops, short_ways, op):
+def test_the_short_way_gives_the_bits_of_the_long_one(ops, fast_paths, op):
     for dtype in (*DTYPES, *HALF_DTYPES):
         if op not in operations(dtype):
             continue
         for arrays in (batch(dtype, ops.rank), [batch(dtype, ops.rank)[0]]):
             first = ops.all_reduce(op, arrays)
-            del short_ways[:]
+            del fast_paths[:]
             again = ops.all_reduce(op, arrays)
             is_direct = len(arrays) == 1 and accumulation_dtype(op, dtype) == dtype
-            assert short_ways == ([] if is_direct else [len(arrays)]), (op, dtype)
+            assert fast_paths == ([] if is_direct else [len(arrays)]), (op, dtype)
             for one, other, array in zip(first, again, arrays, strict=True):
                 assert (other.dtype, other.shape) == (array.dtype, array.shape)
                 assert one.tobytes() == other.tobytes(), (op, dtype)
@@ -67,10 +67,10 @@ def test_the_short_way_gives_the_bits_of_the_long_one(ops, short_ways, op):
                 assert not np.shares_memory(other, array)
 
 
-def test_results_of_two_calls_are_apart_and_arrays_need_not_be_contiguous(ops, short_ways):
+def test_results_of_two_calls_are_apart_and_arrays_need_not_be_contiguous(ops, fast_paths):
     arrays = [np.arange(8.0).reshape(2, 4).T + ops.rank, np.ones(7)[::2]]
     results = [ops.all_reduce(ReduceOp.SUM, arrays) for _ in range(3)]
-    assert short_ways == [2, 2]
+    assert fast_paths == [2, 2]
     offset = sum(range(ops.size))
     for total, count in results:
         assert total.tolist() == (np.arange(8.0).reshape(2, 4).T * ops.size + offset).tolist()
@@ -97,7 +97,7 @@ def test_a_rank_may_go_the_long_way(ops):
 def test_a_rank_may_go_the_long_way_in_shared_memory(comm, monkeypatch, reads):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     monkeypatch.setenv("MPISTRAT_PEER_MEMORY", reads)
-    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     refusals, meet = [], SharedMemoryTransport.meet
     monkeypatch.setattr(SharedMemoryTransport, "meet", lambda self: refusals.append(ops._guard.lock.locked()) or meet(self))
     # of one block, of one block that is worth attaching to, and of several: what follows must find the ranks in step
@@ -115,7 +115,7 @@ def test_a_rank_may_go_the_long_way_in_shared_memory(comm, monkeypatch, reads):
 @needs_ranks(2)
 def test_large_arrays_of_the_caller_are_not_kept(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = HierarchicalCollectives(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     for count in (1 << 17, 3 << 18):
         source, target = np.ones(count), np.zeros(count)
         for _ in range(3):
@@ -128,14 +128,14 @@ def test_large_arrays_of_the_caller_are_not_kept(comm, monkeypatch):
 
 
 @needs_ranks(2)
-def test_what_is_sent_wider_than_a_message_may_be_goes_the_long_way(comm, world, monkeypatch, short_ways):
+def test_what_is_sent_wider_than_a_message_may_be_goes_the_long_way(comm, world, monkeypatch, fast_paths):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", "64")
-    ops = HierarchicalCollectives(Hierarchy(comm, world))
+    ops = MpiCommunicator(Hierarchy(comm, world))
     arrays = [np.arange(30, dtype=np.int8)] * 2
     for _ in range(3):
         assert all(np.array_equal(mean, arrays[0]) for mean in ops.all_reduce(ReduceOp.MEAN, arrays))
-    assert short_ways == []
+    assert fast_paths == []
     ops.close()
 
 
@@ -156,7 +156,7 @@ def test_after_a_short_way_that_failed_nothing_is_computed_any_more(ops, monkeyp
         ops.all_reduce(ReduceOp.SUM, [array], None, out)
 
 
-def test_what_is_no_small_batch_goes_the_long_way(ops, short_ways, monkeypatch):
+def test_what_is_no_small_batch_goes_the_long_way(ops, fast_paths, monkeypatch):
     small, large = np.ones(2), np.ones(SMALL_BATCH_BYTES // 8)
     calls = [
         ([small, small.astype(np.float32)], None, None),
@@ -171,7 +171,7 @@ def test_what_is_no_small_batch_goes_the_long_way(ops, short_ways, monkeypatch):
     ops.num_packs = 2
     for _ in range(3):
         assert all((result == ops.size).all() for result in ops.all_reduce(ReduceOp.SUM, [small, small]))
-    assert short_ways == []
+    assert fast_paths == []
 
 
 ONE = np.arange(6.0)

@@ -16,10 +16,10 @@ from mpistrat.cluster_resolver import (
     SimpleClusterResolver,
     TFConfigClusterResolver,
 )
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.all_reduce import HierarchicalAllReduce
 from mpistrat.cross_device.ops import CrossDeviceOps
-from mpistrat.cross_device.options import CommunicationOptions
 from mpistrat.cross_device.to_one_device import ReductionToOneDevice
 from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededError, InvalidArgumentError, LaunchError
 from mpistrat.groups.meeting import meeting
@@ -160,7 +160,7 @@ class TestMirrored:
                 [comm.size] * 3,
                 [comm.size] * 7,
             ]
-        assert made(mpistrat.MirroredStrategy(num_packs=3)).extended.collectives.num_packs == 3
+        assert made(mpistrat.MirroredStrategy(num_packs=3)).extended.communicator.num_packs == 3
 
     @needs_ranks(2)
     @pytest.mark.parametrize(

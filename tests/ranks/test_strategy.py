@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica
-from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.errors import AgreementError, InvalidArgumentError, LaunchError, UnsupportedDtypeError
 from mpistrat.tools.train_digits import train
 from tests.launches import needs_ranks
@@ -21,7 +21,7 @@ def test_replicas_are_ranks(comm, strategy, world):
     assert context.replica_id_in_sync_group == comm.rank
     assert strategy.num_replicas_in_sync == context.num_replicas_in_sync == comm.size
     assert strategy.extended.should_checkpoint == (comm.rank == 0)
-    assert strategy.extended.collectives.world.shape == world.shape
+    assert strategy.extended.communicator.world.shape == world.shape
 
 
 def test_all_reduce_takes_a_nest(comm, strategy):
@@ -205,7 +205,7 @@ def test_what_one_rank_refuses_hangs_nobody(comm, strategy):
         variable = mpistrat.Variable(0.0)
     delta = PerReplica(1.0) if is_bad else 1.0
     with pytest.raises(TypeError if is_bad else AgreementError, match="extended.update"):
-        strategy.extended.update(variable, lambda *_: strategy.extended.collectives.barrier(), (delta,))
+        strategy.extended.update(variable, lambda *_: strategy.extended.communicator.barrier(), (delta,))
     assert comm.allreduce(1) == comm.size
 
 
@@ -291,7 +291,7 @@ def test_num_packs_cuts_a_batch(kind):
     size = strategy.num_replicas_in_sync
     totals = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", [np.ones(3), np.ones(4)]))
     assert [total.tolist() for total in strategy.experimental_local_results(totals)[0]] == [[size] * 3, [size] * 4]
-    timeline = strategy.extended.collectives.timeline
+    timeline = strategy.extended.communicator.timeline
     timeline.enabled = True
     strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", [np.ones(3), np.ones(4)]))
     num_packs = sum(event.name == "copy in" for event in timeline.events)
@@ -356,7 +356,7 @@ def update(strategy, argument):
 
 
 def to_one_device(strategy, value):
-    strategy = mpistrat.Strategy(mpistrat.StrategyExtended(strategy.extended.collectives, mpistrat.ReductionToOneDevice()))
+    strategy = mpistrat.Strategy(mpistrat.StrategyExtended(strategy.extended.communicator, mpistrat.ReductionToOneDevice()))
     strategy.run(lambda: mpistrat.get_replica_context().all_reduce("max", value))
 
 

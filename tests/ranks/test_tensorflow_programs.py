@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored
-from mpistrat.cross_device.sparse import IndexedSlices
 
 AGGREGATION = mpistrat.VariableAggregation
 ON_READ = mpistrat.VariableSynchronization.ON_READ
@@ -29,7 +29,7 @@ def made(strategy, *arguments, **keywords):
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("kind", [Metrics, collections.UserDict])
 def test_mappings_go_through_run_and_reductions(comm, strategy, kind, strict):
-    strategy.extended.collectives.is_strict = strict
+    strategy.extended.communicator.is_strict = strict
     batch = kind(x=strategy.experimental_distribute_values_from_function(lambda context: np.full(2, comm.rank + 1.0)))
 
     def step(batch):
@@ -67,7 +67,7 @@ def test_each_component_of_an_on_read_variable_is_updated_by_its_own_value(comm,
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_captured_per_replica_value_is_the_part_of_this_replica(comm, strategy, strict):
-    strategy.extended.collectives.is_strict = strict
+    strategy.extended.communicator.is_strict = strict
     value = strategy.run(lambda: np.full(2, comm.rank + 1.0))
     rows = strategy.run(lambda: IndexedSlices([comm.rank + 1.0], [0]))
     total = comm.size * (comm.size + 1) / 2

@@ -8,15 +8,15 @@ import pytest
 from mpistrat import cache
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.algorithms.cost import DEFAULT
-from mpistrat.algorithms.fit import Measurement
-from mpistrat.cross_device.hierarchical import HierarchicalCollectives
-from mpistrat.cross_device.measuring import measure
-from mpistrat.cross_device.tuning import Tuning, present_conditions
-from mpistrat.cross_device.tuning_file import shared_model, tuning_path
+from mpistrat.communicator.mpi import MpiCommunicator, by_algorithm
 from mpistrat.errors import Unsuitable
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
+from mpistrat.tuning.file import shared_model, tuning_path
+from mpistrat.tuning.fit import Measurement
+from mpistrat.tuning.measure import measure
+from mpistrat.tuning.model import Tuning, present_conditions
 from tests.launches import needs_ranks
 
 FLOAT = np.dtype(np.float32)
@@ -26,7 +26,7 @@ FLOAT = np.dtype(np.float32)
 def in_haste(monkeypatch):
     """Let what is measured here take no longer than it must."""
     for name in ("_PASS_SECONDS", "_ENOUGH_SECONDS"):
-        monkeypatch.setattr(f"mpistrat.cross_device.measuring.{name}", 0.0)
+        monkeypatch.setattr(f"mpistrat.tuning.measure.{name}", 0.0)
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def suitable(world):
 @needs_ranks(2)
 def test_all_ranks_measure_alike(comm, world):
     told = []
-    found = measure(comm, world, 256, lambda num_bytes, times: told.append((num_bytes, times)))
+    found = measure(comm, world, by_algorithm, 256, lambda num_bytes, times: told.append((num_bytes, times)))
     assert {(one.algorithm, one.num_bytes) for one in found} >= {(n, s) for n in suitable(world) for s in (16, 64, 256)}
     assert all(0 < one.seconds < 60 for one in found)
     assert sorted(size for size, _ in told) == sorted({one.num_bytes for one in found})
@@ -73,7 +73,7 @@ def test_all_ranks_choose_by_the_file_of_rank_0(comm, world, kept):
     if comm.Get_rank() == 0:
         tuning = Tuning.of(present_conditions(world), found)
         cache.write(tuning.to_json(), tuning_path(tuning.conditions))
-    ops = HierarchicalCollectives(Hierarchy(comm, world))
+    ops = MpiCommunicator(Hierarchy(comm, world))
     choice = ops.choose(16, FLOAT)
     assert choice.plan.algorithm == slowest_first[0]
     assert [round(one.seconds * 1e6) for one in sorted(choice.considered, key=lambda one: one.seconds) if one.plan] == [
@@ -92,31 +92,31 @@ def test_a_broken_file_changes_nothing_and_rank_0_says_so(comm, hierarchy, kept,
     if comm.Get_rank() == 0:
         kept.mkdir()
         (kept / present_conditions(hierarchy.world).file_name).write_text("{")
-    assert shared_model(hierarchy) == DEFAULT
+    assert shared_model(hierarchy, by_algorithm) == DEFAULT
     assert capfd.readouterr().err.count("is ignored") == (1 if comm.Get_rank() == 0 else 0)
 
 
 @needs_ranks(2)
 def test_on_first_use_it_is_measured_and_kept_where_that_is_asked_for(comm, hierarchy, kept, monkeypatch, capfd):
-    assert shared_model(hierarchy) == DEFAULT
+    assert shared_model(hierarchy, by_algorithm) == DEFAULT
     monkeypatch.setenv("MPISTRAT_TUNING", "measure")
-    monkeypatch.setattr("mpistrat.cross_device.measuring.MAX_BYTES", 64)
-    first = shared_model(hierarchy)
-    second = shared_model(hierarchy)
+    monkeypatch.setattr("mpistrat.tuning.measure.MAX_BYTES", 64)
+    first = shared_model(hierarchy, by_algorithm)
+    second = shared_model(hierarchy, by_algorithm)
     assert first == second != DEFAULT
     assert len(set(comm.allgather(first))) == 1
     if comm.Get_rank() == 0:
         assert capfd.readouterr().err.count(", and wrote ") == 1
         assert len(list(kept.iterdir())) == 1
     monkeypatch.setenv("MPISTRAT_TUNING", "off")
-    assert shared_model(hierarchy) == DEFAULT
+    assert shared_model(hierarchy, by_algorithm) == DEFAULT
 
 
 @needs_ranks(2)
 def test_what_cannot_be_kept_is_used_all_the_same(comm, hierarchy, kept, monkeypatch, capfd):
     monkeypatch.setenv("MPISTRAT_TUNING", "measure")
-    monkeypatch.setattr("mpistrat.cross_device.measuring.MAX_BYTES", 64)
+    monkeypatch.setattr("mpistrat.tuning.measure.MAX_BYTES", 64)
     kept.write_text("a file where the folder should be")
-    model = shared_model(hierarchy)
+    model = shared_model(hierarchy, by_algorithm)
     assert model.source.startswith("this run, measured ")
     assert ("could not be kept" in capfd.readouterr().err) == (comm.Get_rank() == 0)

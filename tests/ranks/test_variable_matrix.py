@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.cross_device.sparse import IndexedSlices
+from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.strategy.central_storage import CentralStorageStrategy
 from tests.launches import needs_ranks
@@ -105,7 +105,7 @@ def test_replicas_without_aggregation_must_put_equal_rows(comm, strategy):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_replicas_without_aggregation_may_assign_what_is_equal(comm, strategy, strict):
-    strategy.extended.collectives.is_strict = strict
+    strategy.extended.communicator.is_strict = strict
     variable = declared(strategy, mpistrat.VariableSynchronization.ON_WRITE, NONE)
     strategy.run(lambda: variable.assign([1.0, 2.0, 3.0]))
     strategy.run(lambda: variable.assign_add(np.ones(3)).assign_sub([0.0, 0.0, 1.0]))
@@ -117,7 +117,7 @@ def test_replicas_without_aggregation_may_assign_what_is_equal(comm, strategy, s
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_replicas_without_aggregation_that_change_a_variable_differently_all_raise(comm, strategy, method, strict):
-    strategy.extended.collectives.is_strict = strict
+    strategy.extended.communicator.is_strict = strict
     variable = declared(strategy, mpistrat.VariableSynchronization.ON_WRITE, NONE)
     number = 1.0 + (comm.rank == comm.size - 1)
     value = IndexedSlices([number], [0]) if method.startswith("scatter") else np.full(3, number)

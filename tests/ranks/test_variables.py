@@ -83,7 +83,7 @@ def test_a_reduced_gradient_keeps_a_variable_mirrored(comm, strategy):
 
 
 def test_an_initial_value_that_one_rank_cannot_load_is_an_error_on_all(comm, strategy):
-    strategy.extended.collectives.is_strict = True
+    strategy.extended.communicator.is_strict = True
     culprit = comm.size - 1
 
     def load():

@@ -170,7 +170,7 @@ PACKS = {25: [[40], [30], [20, 10]], 0: [[40, 30, 20, 10]], 1: [[40], [30], [20]
 @pytest.mark.parametrize(("limit", "packs"), PACKS.items())
 def test_packs_begin_with_the_last_arrays_and_results_come_in_order(comm, strategy, limit, packs):
     arrays = [np.full(count, count + comm.rank, np.uint8) for count in (10, 20, 30, 40)]
-    timeline = strategy.extended.collectives.timeline
+    timeline = strategy.extended.communicator.timeline
     timeline.enabled = True
     options = CommunicationOptions(bytes_per_pack=limit, algorithm="flat")
     totals = local(strategy, strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", arrays, options=options)))
@@ -182,7 +182,7 @@ def test_packs_begin_with_the_last_arrays_and_results_come_in_order(comm, strate
 @pytest.mark.parametrize(("num_packs", "elements"), [(1, [10]), (3, [3, 3, 4]), (0, [6, 4])])
 def test_num_packs_cuts_all_elements_evenly(comm, num_packs, elements):
     strategy = mpistrat.MultiWorkerMirroredStrategy(num_packs=num_packs)
-    timeline = strategy.extended.collectives.timeline
+    timeline = strategy.extended.communicator.timeline
     timeline.enabled = True
     arrays = [np.arange(4, dtype=np.float32), np.ones((3, 2), np.float32)]
     options = CommunicationOptions(algorithm="flat")
@@ -196,7 +196,7 @@ def test_options_of_a_call_win_over_those_of_the_strategy(comm):
     strategy = mpistrat.MultiWorkerMirroredStrategy(
         communication_options=CommunicationOptions(bytes_per_pack=25, algorithm="flat")
     )
-    timeline = strategy.extended.collectives.timeline
+    timeline = strategy.extended.communicator.timeline
     timeline.enabled = True
     arrays = [np.zeros(count, np.uint8) for count in (10, 20, 30, 40)]
     for options, sent in ((None, [40, 30, 30]), (CommunicationOptions(bytes_per_pack=50), [70, 30])):

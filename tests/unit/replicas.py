@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.cross_device.arguments import check_gather
-from mpistrat.cross_device.collectives import Collectives
+from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.validate import check_gather
 from mpistrat.errors import AgreementError
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype, combine, divide
@@ -48,7 +48,7 @@ class _Reached(BaseException):
         self.call, self.contribution, self.finish = call, contribution, finish
 
 
-class _ReplayedOps(Collectives):
+class _ReplayedOps(Communicator):
     def __init__(self, rank: int, size: int, known: list[Any]) -> None:
         self.world = World.from_shape(f"1x{size}")
         self.rank, self.size, self.timeline = rank, size, Timeline()

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.communicator.local import LocalCommunicator
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.all_reduce import (
     CollectiveAllReduce,
@@ -16,10 +19,7 @@ from mpistrat.cross_device.all_reduce import (
     NcclAllReduce,
 )
 from mpistrat.cross_device.destinations import OnSomeReplicas, resolve
-from mpistrat.cross_device.local import LocalCollectives
 from mpistrat.cross_device.ops import CrossDeviceOps
-from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.cross_device.to_one_device import ReductionToOneDevice
 from mpistrat.errors import InvalidArgumentError, TransportError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp
@@ -35,13 +35,13 @@ def in_scope(num_replicas: int, program: Any) -> list[Any]:
 
     def scoped(strategy):
         with strategy.scope():
-            return program(strategy.extended.collectives.rank)
+            return program(strategy.extended.communicator.rank)
 
     return on_replicas(num_replicas, scoped)
 
 
 def one_replica() -> mpistrat.Strategy:
-    return mpistrat.Strategy(mpistrat.StrategyExtended(LocalCollectives()))
+    return mpistrat.Strategy(mpistrat.StrategyExtended(LocalCommunicator()))
 
 
 def plain(value: Any) -> Any:
@@ -152,7 +152,7 @@ def test_a_value_that_is_not_distributed() -> None:
 
 def test_the_arrays_of_a_variable_synchronized_on_read_are_combined() -> None:
     def program(strategy):
-        ops, rank = HierarchicalAllReduce(), strategy.extended.collectives.rank
+        ops, rank = HierarchicalAllReduce(), strategy.extended.communicator.rank
         with strategy.scope():
             variable = mpistrat.Variable(0.0, synchronization=mpistrat.VariableSynchronization.ON_READ)
         strategy.run(lambda: variable.assign(rank + 1))
@@ -172,7 +172,7 @@ def test_the_array_of_a_variable_is_not_handed_out_as_a_result() -> None:
 
 
 def test_packs_of_the_collectives_are_not_set_in_vain() -> None:
-    class Remembers(LocalCollectives):
+    class Remembers(LocalCommunicator):
         def __setattr__(self, name, value):
             assert name != "num_packs", "what the collectives remember was forgotten"
             super().__setattr__(name, value)
@@ -267,11 +267,11 @@ def test_destinations_that_name_no_rank(destinations: Any, message: str) -> None
 
 
 def test_destinations_are_sorted_ranks() -> None:
-    collectives = LocalCollectives()
-    collectives.world, collectives.size = World.from_shape("2x2"), 4
-    assert resolve({"rank:3", 0, np.int32(3)}, collectives) == (0, 3)
-    assert resolve({"/cpu:0"}, collectives) == resolve(np.empty(0), collectives) == (0, 1, 2, 3)
-    assert resolve(OnSomeReplicas(np.ones(1), (1, 2), 0), collectives) == (1, 2)
+    communicator = LocalCommunicator()
+    communicator.world, communicator.size = World.from_shape("2x2"), 4
+    assert resolve({"rank:3", 0, np.int32(3)}, communicator) == (0, 3)
+    assert resolve({"/cpu:0"}, communicator) == resolve(np.empty(0), communicator) == (0, 1, 2, 3)
+    assert resolve(OnSomeReplicas(np.ones(1), (1, 2), 0), communicator) == (1, 2)
 
 
 @pytest.mark.parametrize("value", ["text", None, object(), {"a": 1}, [[1], [1, 2]]])
@@ -394,7 +394,7 @@ def test_packs_cannot_be_fewer_than_none(family: Any) -> None:
 def test_packs_hold_while_the_batch_is_reduced() -> None:
     seen = []
 
-    class Watched(LocalCollectives):
+    class Watched(LocalCommunicator):
         num_packs = 7
 
         def all_reduce(self, op, arrays, options=None, out=None):
@@ -413,7 +413,7 @@ def test_packs_hold_while_the_batch_is_reduced() -> None:
     ):
         strategy.run(lambda ops=ops: ops.all_reduce_in_replica(ReduceOp.SUM, [np.ones(2)], small))
     assert seen == [(7, "auto", 9), (0, "auto", 9), (1, "hierarchical", 9), (7, "flat", 9), (2, "flat", 9), (7, "leader", 9)]
-    assert strategy.extended.collectives.num_packs == 7
+    assert strategy.extended.communicator.num_packs == 7
     with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got 3"):
         CollectiveAllReduce(3)  # type: ignore[arg-type]
 
@@ -429,7 +429,7 @@ def test_nccl_says_that_there_is_none() -> None:
 
 
 def test_one_node_is_said_where_there_are_several() -> None:
-    class TwoNodes(LocalCollectives):
+    class TwoNodes(LocalCommunicator):
         def __init__(self):
             super().__init__()
             self.world, self.size = World.from_shape("2x1"), 2
@@ -448,8 +448,8 @@ class ByOne(CrossDeviceOps):
         assert isinstance(options, CommunicationOptions)
         assert mpistrat.in_cross_replica_context() or not mpistrat.has_strategy()
         self.seen.append((reduce_op.name, 1))
-        collectives = mpistrat.get_strategy().extended.collectives
-        return Mirrored(collectives.all_reduce(reduce_op, [np.asarray(per_replica_value.values[0])])[0])
+        communicator = mpistrat.get_strategy().extended.communicator
+        return Mirrored(communicator.all_reduce(reduce_op, [np.asarray(per_replica_value.values[0])])[0])
 
 
 class InBatches(CrossDeviceOps):
@@ -458,9 +458,9 @@ class InBatches(CrossDeviceOps):
 
     def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):
         self.seen.append((reduce_op.name, len(value_destination_pairs)))
-        collectives = mpistrat.get_strategy().extended.collectives
+        communicator = mpistrat.get_strategy().extended.communicator
         # bare arrays will do
-        return collectives.all_reduce(reduce_op, [np.asarray(value.values[0]) for value, _ in value_destination_pairs])
+        return communicator.all_reduce(reduce_op, [np.asarray(value.values[0]) for value, _ in value_destination_pairs])
 
 
 class StockByOne(HierarchicalAllReduce):
@@ -505,7 +505,7 @@ class Both(StockByOne):
 )
 def test_what_a_subclass_overrides_sees_every_reduction(family: Any, batch: list[tuple[str, int]]) -> None:
     def program(strategy):
-        ops, rank = family(), strategy.extended.collectives.rank
+        ops, rank = family(), strategy.extended.communicator.rank
         with strategy.scope():
             value = PerReplica(np.array([rank]))
             results = [ops.reduce("max", value, value), *ops.batch_reduce("sum", [(value, value)] * 3)]

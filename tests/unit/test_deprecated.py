@@ -13,7 +13,7 @@ from tests.unit.replicas import on_replicas
 def test_unwrap_returns_the_local_results():
     def program(strategy):
         with pytest.warns(DeprecationWarning, match="strategy.unwrap is deprecated; use strategy.experimental_local_results"):
-            return strategy.unwrap([PerReplica(strategy.extended.collectives.rank)])
+            return strategy.unwrap([PerReplica(strategy.extended.communicator.rank)])
 
     assert on_replicas(2, program) == [([0],), ([1],)]
 

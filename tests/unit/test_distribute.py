@@ -248,9 +248,9 @@ def test_known_lengths_are_exchanged_once():
 
     def program(kind):
         def run(strategy):
-            count = strategy.extended.collectives.all_reduce
+            count = strategy.extended.communicator.all_reduce
             calls = []
-            strategy.extended.collectives.all_reduce = lambda op, arrays: calls.append(op) or count(op, arrays)
+            strategy.extended.communicator.all_reduce = lambda op, arrays: calls.append(op) or count(op, arrays)
             list(distribute_from_function(strategy, lambda context: kind([np.zeros(1)] * (5 - context.input_pipeline_id))))
             exchanged[kind].append(len(calls))
 
@@ -267,7 +267,7 @@ def test_shared_batches_of_known_number_need_no_exchange():
         def fail(*arguments):
             raise AssertionError
 
-        strategy.extended.collectives.all_reduce = fail
+        strategy.extended.communicator.all_reduce = fail
         return len(list(distribute_dataset(strategy, ArrayDataset(np.arange(7), 2))))
 
     assert on_replicas(2, program) == [4, 4]
@@ -382,7 +382,7 @@ def test_a_replica_without_elements_is_told_their_spec():
         iterator = iter(
             distribute_from_function(strategy, lambda context: iter([np.zeros((2, 3))] * context.input_pipeline_id))
         )
-        if strategy.extended.collectives.rank == 0:
+        if strategy.extended.communicator.rank == 0:
             with pytest.raises(InvalidArgumentError, match="no other one has told it"):
                 _ = iterator.element_spec
         next(iterator)
@@ -543,7 +543,7 @@ def test_a_replica_that_left_the_loop_alone_is_noticed():
         batches = distribute_from_function(strategy, lambda context: Endless())
         first = iter(batches)
         next(first)
-        again = first if strategy.extended.collectives.rank else iter(batches)
+        again = first if strategy.extended.communicator.rank else iter(batches)
         with pytest.raises(AgreementError, match=r"\(number 0 of epoch 1\).*\(number 1 of epoch 0\)"):
             next(again)
         first.close()

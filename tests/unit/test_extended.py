@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.stack import get_update_replica_id
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.all_reduce import HierarchicalAllReduce, NcclAllReduce
 from mpistrat.cross_device.ops import CrossDeviceOps
-from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
@@ -17,7 +17,7 @@ from tests.unit.replicas import on_replicas
 
 
 def rank_of(strategy):
-    return strategy.extended.collectives.rank
+    return strategy.extended.communicator.rank
 
 
 def test_reduce_to_and_batch_reduce_to_leave_mirrored_values():
@@ -80,7 +80,7 @@ def test_hints_are_options_under_an_old_name():
             return per_replica_value.values[0]
 
     def program(strategy):
-        strategy = Strategy(StrategyExtended(strategy.extended.collectives, Spy()))
+        strategy = Strategy(StrategyExtended(strategy.extended.communicator, Spy()))
         value = PerReplica(np.ones(1))
         with pytest.warns(DeprecationWarning, match="experimental_hints= is deprecated; use options="):
             strategy.extended.reduce_to("sum", value, value, experimental_hints=hints)
@@ -106,7 +106,7 @@ def test_every_reduction_of_a_strategy_goes_through_its_cross_device_ops():
 
     def program(strategy):
         ops = Spy()
-        strategy = Strategy(StrategyExtended(strategy.extended.collectives, ops))
+        strategy = Strategy(StrategyExtended(strategy.extended.communicator, ops))
         total = strategy.reduce("sum", [PerReplica(np.ones(2)), PerReplica(2.0)], axis=None)
         assert [np.asarray(leaf).tolist() for leaf in total] == [[10, 10], 20]
         assert strategy.reduce("mean", PerReplica(np.arange(4.0)), axis=0) == 60 / 40
@@ -127,7 +127,7 @@ def test_gathering_goes_through_the_cross_device_ops_of_a_strategy():
             return Mirrored(np.asarray(whole)[::-1])
 
     def program(strategy):
-        strategy = Strategy(StrategyExtended(strategy.extended.collectives, Reversed()))
+        strategy = Strategy(StrategyExtended(strategy.extended.communicator, Reversed()))
         value = {"a": PerReplica(np.array([rank_of(strategy)])), "b": np.array([7, 8])}
         gathered = strategy.gather(value, axis=0)
         assert not mpistrat.has_strategy()
@@ -138,7 +138,7 @@ def test_gathering_goes_through_the_cross_device_ops_of_a_strategy():
 
 def test_ops_are_not_asked_for_nothing():
     def program(strategy):
-        strategy = Strategy(StrategyExtended(strategy.extended.collectives, NcclAllReduce()))
+        strategy = Strategy(StrategyExtended(strategy.extended.communicator, NcclAllReduce()))
         return strategy.reduce("mean", Mirrored(5.0), axis=None), strategy.run(
             lambda: mpistrat.get_replica_context().all_reduce("sum", {})
         )
@@ -326,7 +326,7 @@ def test_the_default_strategy_has_no_devices():
 
 def test_devices_of_a_replica():
     def program(strategy):
-        strategy = Strategy(StrategyExtended(strategy.extended.collectives, None, ("a", "b"), ["c"]))
+        strategy = Strategy(StrategyExtended(strategy.extended.communicator, None, ("a", "b"), ["c"]))
         assert (strategy.extended.worker_devices, strategy.extended.parameter_devices) == (("a", "b"), ("c",))
 
         def devices():

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from mpistrat.algorithms.choose import PLANNERS, choose
 from mpistrat.algorithms.cost import DEFAULT, Correction, predict_seconds
-from mpistrat.algorithms.fit import Measurement, corrected, fit, modelled_seconds
 from mpistrat.errors import Unsuitable
 from mpistrat.topology.world import World
+from mpistrat.tuning.fit import Measurement, corrected, fit, modelled_seconds
 
 SLOW = dataclasses.replace(DEFAULT, link_bytes_per_second=1e8, inter_step_seconds=1e-4, call_seconds=5e-5)
 SIZES = [2**exponent for exponent in range(4, 25, 2)]

@@ -224,8 +224,8 @@ def test_every_verb_takes_arrays_of_the_gpu_and_refuses_those_of_the_host(strate
 
 
 def test_results_go_where_they_are_wanted(strategy, xp):
-    collectives, both = strategy.extended.collectives, xp.asarray(np.arange(6.0))
-    found = collectives.all_reduce(mpistrat.ReduceOp.SUM, [both[:3], both[2:5]], out=[both[1:4], both[::-1][:3].copy()])
+    communicator, both = strategy.extended.communicator, xp.asarray(np.arange(6.0))
+    found = communicator.all_reduce(mpistrat.ReduceOp.SUM, [both[:3], both[2:5]], out=[both[1:4], both[::-1][:3].copy()])
     assert [array.tolist() for array in found] == [[0, 1, 2], [2, 3, 4]], "what is read before it is written, is as it was"
 
 

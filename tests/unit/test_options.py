@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.cross_device.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
+from mpistrat.communicator.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
 from mpistrat.errors import InvalidArgumentError
 
 AUTO, RING, NCCL = CommunicationImplementation

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from mpistrat.algorithms import pipelined
-from mpistrat.algorithms.fit import Measurement
-from mpistrat.cross_device.tuning import Conditions, Tuning
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.tools import cli, plan
 from mpistrat.topology.world import World
+from mpistrat.tuning.fit import Measurement
+from mpistrat.tuning.model import Conditions, Tuning
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

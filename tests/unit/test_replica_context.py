@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import select_replica
-from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from tests.unit.replicas import on_replicas
 
@@ -43,7 +43,7 @@ def test_the_weighted_mean_counts_each_replica_as_it_weighs(dtype):
 def test_the_weighted_mean_is_one_batch():
     strategy = mpistrat.OneDeviceStrategy()
     strategy.run(lambda: mpistrat.get_replica_context().all_reduce("mean", [np.ones(2), np.ones(3)], weight=2))
-    assert strategy.extended.collectives.num_collectives == 1
+    assert strategy.extended.communicator.num_collectives == 1
 
 
 def test_a_replica_without_weight_contributes_nothing_even_if_it_has_nothing():

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.cross_device.local import LocalCollectives
-from mpistrat.cross_device.sparse import IndexedSlices, all_reduce_slices, broadcast_slices, gather_refused
+from mpistrat.communicator.local import LocalCommunicator
+from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices, broadcast_slices, gather_refused
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp
 from tests.unit.replicas import on_replicas
@@ -84,16 +84,16 @@ def test_parts_that_do_not_fit_are_refused(values, indices, dense_shape, error, 
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD])
 def test_only_sums_and_means_are_defined(op: ReduceOp) -> None:
     with pytest.raises(NotImplementedError, match=rf"{op.name} of IndexedSlices\(.*Reduce slices.to_dense\(\) with {op.name}"):
-        all_reduce_slices(LocalCollectives(), op, IndexedSlices(np.ones(1), [0]))
+        all_reduce_slices(LocalCommunicator(), op, IndexedSlices(np.ones(1), [0]))
 
 
 def test_the_mean_of_booleans_is_refused() -> None:
     with pytest.raises(UnsupportedDtypeError, match="MEAN is not defined for the rows of IndexedSlices of dtype bool"):
-        all_reduce_slices(LocalCollectives(), MEAN, IndexedSlices(np.ones(1, bool), [0]))
+        all_reduce_slices(LocalCommunicator(), MEAN, IndexedSlices(np.ones(1, bool), [0]))
 
 
 def test_one_replica_sums_its_own_rows() -> None:
-    result = all_reduce_slices(LocalCollectives(), SUM, IndexedSlices([1.0, 2.0, 4.0], [5, 0, 5]))
+    result = all_reduce_slices(LocalCommunicator(), SUM, IndexedSlices([1.0, 2.0, 4.0], [5, 0, 5]))
     assert (result.values.tolist(), result.indices.tolist(), result.dense_shape) == ([2, 5], [0, 5], None)
 
 
@@ -105,9 +105,9 @@ def test_gathering_says_what_to_do_instead() -> None:
 
 def test_the_first_replica_s_slices_are_broadcast() -> None:
     def program(strategy):
-        rank = strategy.extended.collectives.rank
+        rank = strategy.extended.communicator.rank
         slices = IndexedSlices(np.full((rank + 1, 2), rank), np.arange(rank + 1), (4, 2))
-        copy = broadcast_slices(strategy.extended.collectives, slices, 1)
+        copy = broadcast_slices(strategy.extended.communicator, slices, 1)
         return copy.values.tolist(), copy.indices.tolist(), copy.dense_shape
 
     assert on_replicas(2, program) == [([[1, 1], [1, 1]], [0, 1], (4, 2))] * 2
@@ -120,13 +120,13 @@ dtypes = st.sampled_from([np.float32, np.float64, np.float16, ml_dtypes.bfloat16
 @given(replicas=st.lists(rows, min_size=1, max_size=4), dtype=dtypes, op=st.sampled_from([SUM, MEAN]), width=st.integers(0, 3))
 def test_sparse_equals_dense(replicas, dtype, op, width) -> None:
     def program(strategy):
-        collectives = strategy.extended.collectives
-        mine = replicas[collectives.rank]
+        communicator = strategy.extended.communicator
+        mine = replicas[communicator.rank]
         values = np.array([[value // 16] * width for _, value in mine], dtype).reshape(len(mine), width)
         slices = IndexedSlices(values, [index for index, _ in mine], (7, width))
-        sparse = all_reduce_slices(collectives, op, slices)
+        sparse = all_reduce_slices(communicator, op, slices)
         wide = np.float64 if np.dtype(dtype).kind in "fV" and dtype is not np.float64 else dtype
-        [dense] = collectives.all_reduce(op, [slices.to_dense().astype(wide)])
+        [dense] = communicator.all_reduce(op, [slices.to_dense().astype(wide)])
         return sparse, dense.astype(dtype)
 
     results = on_replicas(len(replicas), program)

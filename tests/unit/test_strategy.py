@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica, select_replica
-from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.strategy.run_options import RunOptions
 from tests.unit.replicas import on_replicas
@@ -21,7 +21,7 @@ def reduced(op, components, axis):
     """Return what ``strategy.reduce`` gives on each replica for these components."""
 
     def program(strategy):
-        value = PerReplica(np.asarray(components[strategy.extended.collectives.rank]))
+        value = PerReplica(np.asarray(components[strategy.extended.communicator.rank]))
         return strategy.reduce(op, value, axis=axis)
 
     return on_replicas(len(components), program)
@@ -69,7 +69,7 @@ def test_the_mean_of_nothing_is_nan():
 
 def test_a_nest_is_reduced_leaf_by_leaf():
     def program(strategy):
-        rank = strategy.extended.collectives.rank
+        rank = strategy.extended.communicator.rank
         return strategy.reduce("mean", {"a": PerReplica(np.ones(rank + 1)), "b": [Mirrored(np.ones(3))]}, axis=0)
 
     for result in on_replicas(2, program):
@@ -129,7 +129,7 @@ def test_bad_reductions_are_refused(op, axis, error, message):
 
 def test_gather_concatenates_in_replica_order():
     def program(strategy):
-        rank = strategy.extended.collectives.rank
+        rank = strategy.extended.communicator.rank
         return strategy.gather(PerReplica(np.full((2 - rank, 1), rank)), axis=0)
 
     for result in on_replicas(2, program):
@@ -287,7 +287,7 @@ def test_gather_of_a_scalar_is_refused():
 
 def test_run_replaces_distributed_values_at_any_depth():
     def program(strategy):
-        rank = strategy.extended.collectives.rank
+        rank = strategy.extended.communicator.rank
         result = strategy.run(
             lambda pair, *, scale: {"sum": pair["a"] + pair["b"][0], "scale": scale},
             args=({"a": PerReplica(rank), "b": [10]},),
@@ -346,7 +346,7 @@ def test_run_takes_options_and_ignores_them():
 
 def test_broadcast_hands_out_the_value_of_the_root():
     def program(strategy):
-        rank = strategy.extended.collectives.rank
+        rank = strategy.extended.communicator.rank
         whole = strategy.broadcast({"a": np.full(rank + 1, rank), "b": PerReplica(rank)}, root=1)
         with strategy.scope():
             assert strategy.broadcast(rank) == 0
@@ -531,10 +531,10 @@ def in_step(fn):
         lambda strategy: strategy.gather(PerReplica(np.ones(1)), axis=0),
         in_step(lambda context: context.all_reduce("sum", 1.0)),
         in_step(lambda context: context.all_gather(np.ones(1), axis=0)),
-        lambda strategy: strategy.extended.collectives.broadcast(np.ones(1)),
-        lambda strategy: strategy.extended.collectives.barrier(),
-        lambda strategy: strategy.extended.collectives.agree("anything"),
-        lambda strategy: strategy.extended.collectives.explain(8, np.dtype(float)),
+        lambda strategy: strategy.extended.communicator.broadcast(np.ones(1)),
+        lambda strategy: strategy.extended.communicator.barrier(),
+        lambda strategy: strategy.extended.communicator.agree("anything"),
+        lambda strategy: strategy.extended.communicator.explain(8, np.dtype(float)),
         lambda strategy: strategy.explain(np.ones(3)),
         in_step(lambda context: mpistrat.Variable(1.0)),
     ],

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpistrat
+from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica
-from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.structures import flatten, flatten_arrays, leaf_names, map_leaves, rebuild
 from tests.other_arrays import SpeaksDlpack, StandardArray
 

@@ -11,10 +11,10 @@ import pytest
 
 from mpistrat import cache
 from mpistrat.algorithms.cost import DEFAULT
-from mpistrat.algorithms.fit import CONSTANTS, Measurement
-from mpistrat.cross_device.tuning import Conditions, Tuning
-from mpistrat.cross_device.tuning_file import read, tuning_path
 from mpistrat.topology.world import World
+from mpistrat.tuning.file import read, tuning_path
+from mpistrat.tuning.fit import CONSTANTS, Measurement
+from mpistrat.tuning.model import Conditions, Tuning
 
 WORLD = World.from_shape("2x2")
 HERE = Conditions("node", "a processor, 2 cores", "Open MPI v5.0.11", "2x2 block")

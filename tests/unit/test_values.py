@@ -27,7 +27,7 @@ def test_values_holds_the_local_component():
 
 def test_a_per_replica_value_reads_as_the_local_component_inside_run():
     def program(strategy):
-        value = PerReplica(np.arange(3) + strategy.extended.collectives.rank)
+        value = PerReplica(np.arange(3) + strategy.extended.communicator.rank)
         return strategy.run(lambda: np.sum(value)).values[0]
 
     assert on_replicas(2, program) == [3, 6]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica
-from mpistrat.cross_device.sparse import IndexedSlices
 from mpistrat.errors import AgreementError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.strategy.extended import StrategyExtended
 from tests.other_arrays import installed, jax_array, tensor
@@ -27,7 +27,7 @@ def made(strategy, *arguments, **keywords):
 
 def test_the_initial_value_is_that_of_replica_zero():
     def program(strategy):
-        variable = made(strategy, lambda: np.full(2, strategy.extended.collectives.rank + 5.0))
+        variable = made(strategy, lambda: np.full(2, strategy.extended.communicator.rank + 5.0))
         return variable.numpy().tolist()
 
     assert on_replicas(3, program) == [[5, 5]] * 3
@@ -577,7 +577,7 @@ def test_under_central_storage_cells_are_those_of_on_write(cell):
 def test_under_central_storage_the_array_of_the_root_counts():
     def program(strategy):
         variable = made(strategy, [1.0, 1.0])
-        number = strategy.extended.collectives.rank + 1.0
+        number = strategy.extended.communicator.rank + 1.0
         seen = [variable.assign([number] * 2).numpy().tolist()]
         seen += [variable.scatter_add(IndexedSlices([number], [1])).numpy().tolist()]
         strategy.extended.update(variable, lambda var: var.assign_add([number] * 2))

@@ -11,7 +11,7 @@ from turns import serve
 import mpistrat
 
 strategy = mpistrat.MultiWorkerMirroredStrategy()
-comm = strategy.extended.collectives.hierarchy.world_group.comm
+comm = strategy.extended.communicator.hierarchy.world_group.comm
 context = mpistrat.get_replica_context
 _LEAST_SECONDS, _MOST_CALLS = 0.03, 5000
 

@@ -6,22 +6,22 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from ours import collectives, comm, is_right
+from ours import comm, communicator, is_right
 from turns import Task, serve
 
 import mpistrat
-from mpistrat.cross_device.hierarchical import HierarchicalCollectives
-from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 
 
 @cache
-def by_name(algorithm: str) -> HierarchicalCollectives:
+def by_name(algorithm: str) -> MpiCommunicator:
     """Return the collectives of a program that always asks for this algorithm."""
     if algorithm == "auto":
-        return collectives
-    return HierarchicalCollectives(Hierarchy(comm, collectives.world), CommunicationOptions(algorithm=algorithm))
+        return communicator
+    return MpiCommunicator(Hierarchy(comm, communicator.world), CommunicationOptions(algorithm=algorithm))
 
 
 def all_reduce(request: dict[str, Any]) -> Task:

@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpistrat
-from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.reduction import ReduceOp
 
 COUNT = 1_000_000
@@ -29,7 +29,7 @@ def main() -> None:
 def _digests(shape: str, kinds: dict[str, dict[str, Any]]) -> dict[str, str]:
     os.environ["MPISTRAT_VIRTUAL_NODES"] = shape
     strategy = mpistrat.MultiWorkerMirroredStrategy()
-    ops = strategy.extended.collectives
+    ops = strategy.extended.communicator
     values = np.random.default_rng(ops.rank).normal(size=COUNT).astype(np.float32)
     sums = {name: ops.all_reduce(ReduceOp.SUM, [values], CommunicationOptions(**fields))[0] for name, fields in kinds.items()}
     strategy.close()

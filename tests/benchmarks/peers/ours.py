@@ -13,14 +13,14 @@ import numpy as np
 from turns import Task, serve
 
 import mpistrat
-from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.reduction import ReduceOp
 from mpistrat.tools import memory_rate
 from mpistrat.tools.turns import take_turns
 
 strategy = mpistrat.MultiWorkerMirroredStrategy()
-collectives = strategy.extended.collectives
-comm = collectives.hierarchy.world_group.comm
+communicator = strategy.extended.communicator
+comm = communicator.hierarchy.world_group.comm
 context = mpistrat.get_replica_context
 expected = comm.size * (comm.size + 1) // 2
 
@@ -42,13 +42,13 @@ def _task(counts: list[int], dtype: np.dtype[Any], fields: dict[str, Any] | None
     targets = [np.empty_like(source) for source in sources]
 
     def batch() -> None:
-        collectives.all_reduce(ReduceOp.SUM, sources, options, targets)
+        communicator.all_reduce(ReduceOp.SUM, sources, options, targets)
 
     def one_by_one() -> None:
         for source, target in zip(sources, targets, strict=True):
-            collectives.all_reduce(ReduceOp.SUM, [source], options, [target])
+            communicator.all_reduce(ReduceOp.SUM, [source], options, [target])
 
-    plan = collectives.choose(sum(counts), dtype, options).plan.algorithm
+    plan = communicator.choose(sum(counts), dtype, options).plan.algorithm
     return Task(one_by_one if each else batch, lambda: is_right(targets), comm.Barrier, {"plan": plan})
 
 
@@ -93,11 +93,11 @@ def memory(counts: list[int], options: dict[str, Any]) -> dict[str, Any]:
     sources = [np.full(count, comm.rank + 1, np.float32) for count in counts]
     targets = [np.empty_like(source) for source in sources]
     wanted = CommunicationOptions(**options)
-    collectives.all_reduce(ReduceOp.SUM, sources, wanted, targets)
+    communicator.all_reduce(ReduceOp.SUM, sources, wanted, targets)
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     for _ in range(10):
-        collectives.all_reduce(ReduceOp.SUM, sources, wanted, targets)
+        communicator.all_reduce(ReduceOp.SUM, sources, wanted, targets)
     after, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     report = strategy.memory_report()

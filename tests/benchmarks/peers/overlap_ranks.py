@@ -20,7 +20,7 @@ TURNS = 5
 def main() -> None:
     """Time sums of ``sys.argv[1]`` bytes in ``sys.argv[2]`` buckets, and as much computing of the kind ``sys.argv[3]``."""
     nbytes, num_buckets, kind = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    collectives = mpistrat.MultiWorkerMirroredStrategy().extended.collectives
+    communicator = mpistrat.MultiWorkerMirroredStrategy().extended.communicator
     comm = MPI.COMM_WORLD.Dup()
     buckets = [np.ones(nbytes // 4 // num_buckets, np.float32) for _ in range(num_buckets)]
     totals = [np.empty_like(bucket) for bucket in buckets]
@@ -38,14 +38,14 @@ def main() -> None:
 
     def communicate() -> None:
         for bucket, total in zip(buckets, totals, strict=True):
-            collectives.all_reduce(ReduceOp.SUM, [bucket], out=[total])
+            communicator.all_reduce(ReduceOp.SUM, [bucket], out=[total])
 
     def overlap() -> None:
         works = []
         for bucket, total in zip(buckets, totals, strict=True):
             for _ in range(pieces):
                 piece()
-            works.append(collectives.start_all_reduce(ReduceOp.SUM, [bucket], out=[total]))
+            works.append(communicator.start_all_reduce(ReduceOp.SUM, [bucket], out=[total]))
         for work in works:
             work.wait()
 

@@ -37,7 +37,7 @@ def _train(fields: dict[str, Any], epochs: int, batch: int, rate: float, shuffle
     algorithm = "auto" if fields.get("deterministic") else "hierarchical"
     options = CommunicationOptions(algorithm=algorithm, **fields)
     strategy = mpistrat.MultiWorkerMirroredStrategy(communication_options=options)
-    ops = strategy.extended.collectives
+    ops = strategy.extended.communicator
     training, test = train_digits.load()
     if not shuffled:
         training = tuple(part[np.argsort(training[1], kind="stable")] for part in training)

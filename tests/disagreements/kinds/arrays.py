@@ -52,7 +52,7 @@ def longer_out(case: Case) -> None:
 
     count = case.pick(case.count, case.count + max(1, case.count // 5))
     operand, target = case.operand(count), case.memory.array(count, "float64")
-    case.strategy.extended.collectives.all_reduce(ReduceOp.SUM, [operand], out=[target])
+    case.strategy.extended.communicator.all_reduce(ReduceOp.SUM, [operand], out=[target])
     case.look("all_reduce out", target, case.totals("sum", operand))
 
 

@@ -18,8 +18,8 @@ def out_alone(case: Case) -> None:
     operand = case.operand()
     expected = case.totals("sum", operand)
     target = case.memory.array(case.count, "float64") if case.odd is None or case.is_odd else None
-    collectives = case.strategy.extended.collectives
-    [total] = collectives.all_reduce(ReduceOp.SUM, [operand], out=None if target is None else [target])
+    communicator = case.strategy.extended.communicator
+    [total] = communicator.all_reduce(ReduceOp.SUM, [operand], out=None if target is None else [target])
     case.look("all_reduce out", total if target is None else target, expected)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 import mpistrat
 from mpistrat.algorithms.choose import choose
-from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.launch.bootstrap import start
 from mpistrat.topology.discover import discover
 

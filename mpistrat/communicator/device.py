@@ -1,4 +1,4 @@
-"""DeviceCollectives: the collectives of replicas that compute on GPUs.
+"""DeviceCommunicator: a communicator of replicas that compute on GPUs.
 
 Arrays on the GPU are combined there: see `execution.device_executor`. Arrays in host memory, such as numbers, go the way of
 the host, also beside others in one call. Verbs that only move arrays copy those on the GPU to the host first, and what comes
@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mpistrat.arrays import Array, is_on_device
-from mpistrat.cross_device.arguments import apart, check_out
-from mpistrat.cross_device.call import Call
-from mpistrat.cross_device.device_recipes import DeviceRecipes, MixedRecipes
-from mpistrat.cross_device.hierarchical import HierarchicalCollectives
-from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.cross_device.recipe import Recipe
-from mpistrat.cross_device.recipe_book import RecipeBook
+from mpistrat.communicator.bound_batch import BoundBatch
+from mpistrat.communicator.call import Call
+from mpistrat.communicator.device_plans import DevicePlanCache, MixedPlanCache
+from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.plan_cache import PlanCache
+from mpistrat.communicator.validate import apart, check_out
 from mpistrat.device.base import Device, Event
 from mpistrat.errors import InvalidArgumentError, TransportError
 from mpistrat.execution.device_executor import DeviceExecutor
@@ -27,11 +27,11 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import WAITING, Steps
 
-__all__ = ["DeviceCollectives"]
+__all__ = ["DeviceCommunicator"]
 
 
-class DeviceCollectives(HierarchicalCollectives):
-    """Collectives over all ranks of a hierarchy, each of which has a GPU. Making one is a collective call.
+class DeviceCommunicator(MpiCommunicator):
+    """All ranks of a hierarchy, each of which has a GPU. Making one is a collective call.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class DeviceCollectives(HierarchicalCollectives):
     device : Device
         Of this rank.
     options : CommunicationOptions, optional
-        As for `HierarchicalCollectives`.
+        As for `MpiCommunicator`.
     num_packs : int, optional
         Likewise.
 
@@ -62,9 +62,9 @@ class DeviceCollectives(HierarchicalCollectives):
         self._device = device
         super().__init__(hierarchy, options, num_packs)
         self._on_device = DeviceExecutor(self._executor, device)
-        host = self._recipes
-        assert isinstance(host, RecipeBook), "these are the recipes of the host"
-        self._recipes = MixedRecipes(host, DeviceRecipes(self._on_device, self._say))
+        host = self._plans
+        assert isinstance(host, PlanCache), "these are the plans of the host"
+        self._plans = MixedPlanCache(host, DevicePlanCache(self._on_device, self._say))
         self._stream = device.stream()
         self._say(f"arrays on GPUs: {self.path}")
 
@@ -80,7 +80,7 @@ class DeviceCollectives(HierarchicalCollectives):
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
     ) -> list[Array]:
-        """Combine each array across replicas: see `Collectives.all_reduce`. A collective call.
+        """Combine each array across replicas: see `Communicator.all_reduce`. A collective call.
 
         Results on the GPU are there when the caller's current stream gets to what is put on it next.
         """
@@ -93,7 +93,7 @@ class DeviceCollectives(HierarchicalCollectives):
             return results
 
     def all_reduce_again(self, op: ReduceOp, arrays: Sequence[Array], noted: int = 0) -> list[Array] | None:
-        """Combine arrays in host memory like earlier ones: see `Collectives.all_reduce_again`. A collective call."""
+        """Combine arrays in host memory like earlier ones: see `Communicator.all_reduce_again`. A collective call."""
         return None if any(map(is_on_device, arrays)) else super().all_reduce_again(op, arrays, noted)
 
     def start_all_reduce(
@@ -104,7 +104,7 @@ class DeviceCollectives(HierarchicalCollectives):
         out: Sequence[Array] | None = None,
         structure: object = None,
     ) -> Work[list[Array]]:
-        """Start what `all_reduce` does: see `Collectives.start_all_reduce`. A collective call.
+        """Start what `all_reduce` does: see `Communicator.start_all_reduce`. A collective call.
 
         It begins after what the caller's current stream has been given so far; when it has ended, its results are there for
         every stream.
@@ -115,33 +115,33 @@ class DeviceCollectives(HierarchicalCollectives):
     def reduce_scatter(
         self, op: ReduceOp | str, array: Array, axis: int = 0, options: CommunicationOptions | None = None
     ) -> Array:
-        """Combine arrays, and take this replica's part: see `Collectives.reduce_scatter`. A collective call."""
+        """Combine arrays, and take this replica's part: see `Communicator.reduce_scatter`. A collective call."""
         with self._device.activate():
             return super().reduce_scatter(op, array, axis, options)
 
     def all_gather(self, array: Array, axis: int = 0, options: CommunicationOptions | None = None) -> Array:
-        """Concatenate along `axis`, in replica order: see `Collectives.all_gather`. A collective call."""
+        """Concatenate along `axis`, in replica order: see `Communicator.all_gather`. A collective call."""
         return self._up(array, super().all_gather(self._down(array), axis, options))
 
     def gather(self, array: Array, root: int = 0, options: CommunicationOptions | None = None) -> list[Array] | None:
-        """Collect the arrays of all replicas on one: see `Collectives.gather`. A collective call."""
+        """Collect the arrays of all replicas on one: see `Communicator.gather`. A collective call."""
         arrived = super().gather(self._down(array), root, options)
         return arrived and [self._up(array, one) for one in arrived]
 
     def all_to_all(self, arrays: Sequence[Array], options: CommunicationOptions | None = None) -> list[Array]:
-        """Send an array to each replica: see `Collectives.all_to_all`. A collective call."""
+        """Send an array to each replica: see `Communicator.all_to_all`. A collective call."""
         arrived = super().all_to_all(list(map(self._down, arrays)), options)
         return [self._up(array, one) for array, one in zip(arrays, arrived, strict=True)]
 
     def broadcast(self, array: Array, root: int = 0, options: CommunicationOptions | None = None) -> Array:
-        """Return the array of replica `root`: see `Collectives.broadcast`. A collective call."""
+        """Return the array of replica `root`: see `Communicator.broadcast`. A collective call."""
         return self._up(array, super().broadcast(self._down(array), root, options))
 
     def _abandon(self) -> None:
         self._on_device.abort("a collective has failed")  # to give NCCL's communicator up properly takes all its ranks
 
     def _free(self) -> None:
-        self._recipes.clear()
+        self._plans.clear()
         self._on_device.close()
         super()._free()
 
@@ -183,8 +183,8 @@ class DeviceCollectives(HierarchicalCollectives):
                 raise InvalidArgumentError(f"out must lie where the array does: the array is {where[0]}, out {where[1]}")
         return results
 
-    def _steps(self, call: Call, recipe: Recipe, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
-        steps = super()._steps(call, recipe, sources, results)
+    def _steps(self, call: Call, batch: BoundBatch, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
+        steps = super()._steps(call, batch, sources, results)
         return self._watched(steps) if any(map(is_on_device, results)) else steps
 
     def _job(

@@ -1,4 +1,4 @@
-"""ClosedCollectives: what a strategy that was closed communicates through, which is to say that it does not."""
+"""ClosedCommunicator: what a strategy that was closed communicates through, which is to say that it does not."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import NoReturn
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.cross_device.collectives import Collectives
-from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.reduction import ReduceOp
 
-__all__ = ["ClosedCollectives"]
+__all__ = ["ClosedCommunicator"]
 
 
-class ClosedCollectives(Collectives):
+class ClosedCommunicator(Communicator):
     """Knows the replica that there was; every collective raises RuntimeError.
 
     Parameters
     ----------
     owner : str
         What was closed, for the message.
-    ops : Collectives
+    ops : Communicator
         The operations it had.
     """
 
-    def __init__(self, owner: str, ops: Collectives) -> None:
+    def __init__(self, owner: str, ops: Communicator) -> None:
         self._owner = owner
         self.world, self.rank, self.size, self.timeline = ops.world, ops.rank, ops.size, ops.timeline
 

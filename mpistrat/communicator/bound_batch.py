@@ -1,4 +1,4 @@
-"""Recipe: the buckets that arrays of certain shapes and dtypes go through, each bound to its plan."""
+"""BoundBatch: the buckets that arrays of certain shapes and dtypes go through, each bound to its plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mpistrat.packing.wire import Wire
 from mpistrat.reduction import ReduceOp, accumulation_dtype
 from mpistrat.transports.base import Steps
 
-__all__ = ["Bucket", "Packing", "Recipe", "is_current", "lay_out", "make_recipe", "run_recipe"]
+__all__ = ["BoundBatch", "Bucket", "Packing", "bind_batch", "is_current", "lay_out", "run_batch"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Bucket:
     bound: BoundPlan | DirectPlan
 
 
-class Recipe(list[Bucket]):
+class BoundBatch(list[Bucket]):
     """The buckets, in the order in which they are reduced.
 
     Parameters
@@ -67,7 +67,7 @@ class Recipe(list[Bucket]):
         return all(bucket.bound.is_compared for bucket in self)
 
     def signature(self, verb: str) -> Signature:
-        """Return the signature of a call of `verb` that takes this recipe."""
+        """Return the signature of a call of `verb` that takes this batch."""
         if verb not in self._signatures:
             plans = ", ".join(dict.fromkeys(bucket.bound.plan.algorithm for bucket in self))
             self._signatures[verb] = Signature(verb + self._text, (*self._details, plans))
@@ -91,14 +91,14 @@ class Packing:
     num_packs: int | None = None
 
 
-def make_recipe(
+def bind_batch(
     executor: Executor,
     op: ReduceOp,
     arrays: Sequence[Array],
     packing: Packing,
     choose: Callable[[int, np.dtype[Any]], tuple[Plan, Wire | None]],
     text: str = "",
-) -> Recipe:
+) -> BoundBatch:
     """Pack arrays like these, choose a plan for each bucket, and bind it. A collective call.
 
     Parameters
@@ -117,15 +117,15 @@ def make_recipe(
         Describes the arguments of the calls that take it.
     """
     dtypes = ", ".join(sorted({array.dtype.name for array in arrays}))
-    recipe = Recipe(text=text, details=(op.name, dtypes, sum(array.nbytes for array in arrays)))
+    batch = BoundBatch(text=text, details=(op.name, dtypes, sum(array.nbytes for array in arrays)))
     for dtype, members, layout in lay_out(op, arrays, packing):
         given = {arrays[index].dtype for index in members}
         plan, wire = choose(layout.count, dtype)
-        recipe.append(Bucket(members, executor.bind(plan, layout, dtype, op, given, wire)))
-    if is_current(recipe, executor):
-        return recipe
+        batch.append(Bucket(members, executor.bind(plan, layout, dtype, op, given, wire)))
+    if is_current(batch, executor):
+        return batch
     # enlarging the scratch memory for a later bucket unbound the earlier ones; now it is large enough for all
-    return make_recipe(executor, op, arrays, packing, choose, text)
+    return bind_batch(executor, op, arrays, packing, choose, text)
 
 
 def lay_out(op: ReduceOp, arrays: Sequence[Array], packing: Packing) -> Iterator[tuple[np.dtype[Any], tuple[int, ...], Layout]]:
@@ -136,17 +136,17 @@ def lay_out(op: ReduceOp, arrays: Sequence[Array], packing: Packing) -> Iterator
             yield dtype, members, layout
 
 
-def is_current(recipe: Recipe, executor: Executor) -> bool:
+def is_current(batch: BoundBatch, executor: Executor) -> bool:
     """Return whether all buckets are bound to the scratch memory that there is now."""
-    return all(bucket.bound.generation == executor.generation for bucket in recipe)
+    return all(bucket.bound.generation == executor.generation for bucket in batch)
 
 
-def run_recipe(recipe: Recipe, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
+def run_batch(batch: BoundBatch, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
     """Return the steps that reduce `sources` into `targets`, bucket after bucket. A collective call."""
     started = time.perf_counter()
-    for bucket in recipe:
+    for bucket in batch:
         yield from bucket.bound.run([sources[i] for i in bucket.indices], [targets[i] for i in bucket.indices])
-    recipe.seconds = time.perf_counter() - started
+    batch.seconds = time.perf_counter() - started
 
 
 def _pack(indices: list[int], counts: list[int], itemsize: int, packing: Packing) -> Iterator[tuple[tuple[int, ...], Layout]]:

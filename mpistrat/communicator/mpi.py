@@ -1,7 +1,7 @@
-"""HierarchicalCollectives: many arrays through few buffers, over the hierarchy of nodes and ranks.
+"""MpiCommunicator: many arrays through few buffers, over the hierarchy of nodes and ranks.
 
 The first call with arrays of certain shapes and dtypes chooses the plans, lays out the buckets and binds the memory; that
-recipe is kept, and the next call like it only runs it.
+plan is kept, and the next call like it only runs it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ import numpy as np
 
 from mpistrat import settings
 from mpistrat.algorithms.choose import Choice
-from mpistrat.algorithms.cost import CostModel
+from mpistrat.algorithms.cost import DEFAULT, CostModel
 from mpistrat.arrays import Array
-from mpistrat.cross_device.arguments import apart, check_gather, check_num_packs, check_out, describe, describe_all_reduce
-from mpistrat.cross_device.call import Call
-from mpistrat.cross_device.exchange_verbs import ExchangeVerbs
-from mpistrat.cross_device.explanation import Explanation
-from mpistrat.cross_device.guard import FRAMES
-from mpistrat.cross_device.options import CommunicationOptions
-from mpistrat.cross_device.recipe import Recipe, run_recipe
-from mpistrat.cross_device.recipe_book import RecipeBook
-from mpistrat.cross_device.short_ways import LIKENESS, ShortWays
-from mpistrat.cross_device.tuning_file import shared_model
+from mpistrat.communicator.bound_batch import BoundBatch, run_batch
+from mpistrat.communicator.call import Call
+from mpistrat.communicator.exchange_verbs import ExchangeVerbs
+from mpistrat.communicator.explain import Explanation
+from mpistrat.communicator.fast_paths import SIGNATURE, FastPaths
+from mpistrat.communicator.guard import FRAMES
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.plan_cache import PlanCache
+from mpistrat.communicator.validate import apart, check_gather, check_num_packs, check_out, describe, describe_all_reduce
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Signature
@@ -34,16 +33,17 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import Steps
 from mpistrat.transports.mpi_world import WorldTransport
+from mpistrat.tuning.file import shared_model
 from mpistrat.watch.recorder import recorder
 
 if TYPE_CHECKING:
-    from mpistrat.cross_device.device_recipes import MixedRecipes
+    from mpistrat.communicator.device_plans import MixedPlanCache
 
-__all__ = ["HierarchicalCollectives"]
+__all__ = ["MpiCommunicator", "by_algorithm"]
 
 
-class HierarchicalCollectives(ExchangeVerbs):
-    """Collectives over all ranks of a hierarchy. Making one is a collective call.
+class MpiCommunicator(ExchangeVerbs):
+    """All ranks of a hierarchy. Making one is a collective call.
 
     Parameters
     ----------
@@ -75,32 +75,32 @@ class HierarchicalCollectives(ExchangeVerbs):
         world = self._executor.world
         assert isinstance(world, WorldTransport), "all ranks are joined by MPI"
         world.small.drive = self._executor.drive = self._guard.drive_present
-        self._short = ShortWays(self._executor)
+        self._fast = FastPaths(self._executor)
         # one small array in one all-reduce over all ranks is the commonest call: where ranks share cores each line counts
-        self._quick = self._short.known
+        self._quick = self._fast.known
         self._recorder = recorder()
         self._present, self._window = hierarchy.call, self._executor.window if hierarchy.intra.size > 1 else None
         self.timeline = self._executor.timeline
         self._verbose = self.rank == 0 and settings.VERBOSE.read()
-        self._recipes: RecipeBook | MixedRecipes = RecipeBook(
-            self._executor, self._say, shared_model(hierarchy) if model is None else model
+        self._plans: PlanCache | MixedPlanCache = PlanCache(
+            self._executor, self._say, shared_model(hierarchy, by_algorithm) if model is None else model
         )
         self._say(f"{self.world}: {', '.join(f'{node.name} has ranks {node.ranks}' for node in self.world.nodes)}")
 
     @property
     def num_packs(self) -> int | None:
-        """How a batch is packed: see `Collectives`; a negative number raises InvalidArgumentError."""
+        """How a batch is packed: see `Communicator`; a negative number raises InvalidArgumentError."""
         return self._num_packs
 
     @num_packs.setter
     def num_packs(self, num_packs: int | None) -> None:
         self._num_packs = check_num_packs(num_packs)
-        self._short.forget()
+        self._fast.forget()
 
     @property
     def model(self) -> CostModel:
         """What ``auto`` chooses by."""
-        return self._recipes.model
+        return self._plans.model
 
     def all_reduce(
         self,
@@ -109,7 +109,7 @@ class HierarchicalCollectives(ExchangeVerbs):
         options: CommunicationOptions | None = None,
         out: Sequence[Array] | None = None,
     ) -> list[Array]:
-        """Combine each array across replicas: see `Collectives.all_reduce`. A collective call.
+        """Combine each array across replicas: see `Communicator.all_reduce`. A collective call.
 
         Raises
         ------
@@ -132,13 +132,13 @@ class HierarchicalCollectives(ExchangeVerbs):
             return results
 
     def all_reduce_again(self, op: ReduceOp, arrays: Sequence[Array], noted: int = 0) -> list[Array] | None:
-        """Combine arrays like earlier ones, which go at once: see `Collectives.all_reduce_again`. A collective call."""
+        """Combine arrays like earlier ones, which go at once: see `Communicator.all_reduce_again`. A collective call."""
         guard = self._guard
         if len(arrays) == 1:
             [array] = arrays
             quick = self._quick.get((op._value_, (array.shape, array.dtype)))
         else:
-            quick = self._quick.get((op._value_, *map(LIKENESS, arrays)))
+            quick = self._quick.get((op._value_, *map(SIGNATURE, arrays)))
         if quick is None or self.timeline.enabled or guard.refusal or not guard.lock.acquire(False):
             return None
         try:
@@ -164,13 +164,13 @@ class HierarchicalCollectives(ExchangeVerbs):
         out: Sequence[Array] | None = None,
         structure: object = None,
     ) -> Work[list[Array]]:
-        """Start what `all_reduce` does: see `Collectives.start_all_reduce`. A collective call."""
+        """Start what `all_reduce` does: see `Communicator.start_all_reduce`. A collective call."""
         op = ReduceOp.parse(op)
         # as they are now: what the program does with its list and with `num_packs` afterwards is none of this call
         given, num_packs = list(arrays), self._num_packs
 
         def check(wanted: CommunicationOptions) -> None:
-            self._recipes.check(op, given, wanted)
+            self._plans.check(op, given, wanted)
             if out is not None:
                 self._check_out(out, given)
 
@@ -192,12 +192,12 @@ class HierarchicalCollectives(ExchangeVerbs):
     def reduce_scatter(
         self, op: ReduceOp | str, array: Array, axis: int = 0, options: CommunicationOptions | None = None
     ) -> Array:
-        """Combine arrays, and take this replica's part: see `Collectives.reduce_scatter`. A collective call."""
+        """Combine arrays, and take this replica's part: see `Communicator.reduce_scatter`. A collective call."""
         op = ReduceOp.parse(op)
 
         def check(wanted: CommunicationOptions) -> None:
             check_gather(array, axis, "reduce_scatter")
-            self._recipes.check(op, [array], wanted)
+            self._plans.check(op, [array], wanted)
 
         with self._guard:
             arguments = lambda _: f"({op.name}, {describe([array])}, axis={axis})"  # noqa: E731 - a name would say no more
@@ -208,32 +208,32 @@ class HierarchicalCollectives(ExchangeVerbs):
             return self._part(total, axis)
 
     def confirm(self) -> None:
-        """Compare the calls that were not compared when they were made: see `Collectives.confirm`. A collective call."""
+        """Compare the calls that were not compared when they were made: see `Communicator.confirm`. A collective call."""
         if self._present.is_unconfirmed:
             with self._guard:
                 self._present.settle()
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions | None = None) -> Choice:
         """Return the plan, and why, for an all-reduce of `count` elements."""
-        return self._recipes.choose(count, dtype, self._options.merge(options))
+        return self._plans.choose(count, dtype, self._options.merge(options))
 
     def explain_batch(self, arrays: Sequence[Array], options: CommunicationOptions | None = None) -> Explanation:
-        """Return what a sum of arrays like these does: see `Collectives.explain_batch`."""
+        """Return what a sum of arrays like these does: see `Communicator.explain_batch`."""
         wanted = self._options.merge(options)
-        self._recipes.check(ReduceOp.SUM, arrays, wanted)
-        return self._recipes.explain(arrays, wanted, self._num_packs)
+        self._plans.check(ReduceOp.SUM, arrays, wanted)
+        return self._plans.explain(arrays, wanted, self._num_packs)
 
     def memory_report(self) -> MemoryReport:
         """Return what this rank holds to communicate."""
         self._guard.settle()
-        return self._recipes.memory()
+        return self._plans.memory()
 
     def close(self) -> None:
         """Free the scratch memory and the communicators. A collective call.
 
         Where a collective has failed, here or on a peer, nothing is freed and nobody waited for: others may still use it.
         """
-        self._short.forget()
+        self._fast.forget()
         self._guard.settle()
         if self._guard.is_broken():
             self._abandon()
@@ -248,7 +248,7 @@ class HierarchicalCollectives(ExchangeVerbs):
 
     def _free(self) -> None:
         """Free the scratch memory and the communicators. A collective call."""
-        self._recipes.clear()
+        self._plans.clear()
         self._executor.close()
         self.hierarchy.close()
 
@@ -258,8 +258,8 @@ class HierarchicalCollectives(ExchangeVerbs):
         """Enter an all-reduce; return its steps, and the results as they will be afterwards."""
 
         def check(wanted: CommunicationOptions) -> None:
-            if not self._recipes.has(op, arrays, wanted, self._num_packs):
-                self._recipes.check(op, arrays, wanted)
+            if not self._plans.has(op, arrays, wanted, self._num_packs):
+                self._plans.check(op, arrays, wanted)
             if out is not None:
                 self._check_out(out, arrays)
 
@@ -281,20 +281,20 @@ class HierarchicalCollectives(ExchangeVerbs):
         call.begin()
         if refused is not None:
             self._refuse(call, refused)
-        recipe = self._recipe(call, op, arrays, self._num_packs)
+        batch = self._batch(call, op, arrays, self._num_packs)
         if call.verb == "all_reduce" and call.options is self._options:
-            self._short.learn(op, arrays, recipe)
-        # a call of another verb has arguments that its recipe does not know
-        self._guard.begin(call, recipe.signature(call.verb) if call.verb == "all_reduce" else Signature(call.describe()))
+            self._fast.learn(op, arrays, batch)
+        # a call of another verb has arguments that its batch does not know
+        self._guard.begin(call, batch.signature(call.verb) if call.verb == "all_reduce" else Signature(call.describe()))
         results, sources = self._landing(arrays, out)
-        return self._steps(call, recipe, sources, results), results
+        return self._steps(call, batch, sources, results), results
 
-    def _recipe(self, call: Call, op: ReduceOp, arrays: Sequence[Array], num_packs: int | None) -> Recipe:
-        """Return the recipe of a call, after ranks have compared it if they bind memory for it or it has a deadline."""
-        is_new = not self._recipes.has(op, arrays, call.options, num_packs)
+    def _batch(self, call: Call, op: ReduceOp, arrays: Sequence[Array], num_packs: int | None) -> BoundBatch:
+        """Return the plan of a call, after ranks have compared it if they bind memory for it or it has a deadline."""
+        is_new = not self._plans.has(op, arrays, call.options, num_packs)
         if call.ends or self.is_strict or (is_new and self._guard.checks):
             self._guard.agree(call)
-        return self._recipes.find(op, arrays, call.options, num_packs)
+        return self._plans.find(op, arrays, call.options, num_packs)
 
     def _settle(self) -> None:
         """With MPISTRAT_STRICT compare at once what could wait for a later call."""
@@ -320,12 +320,12 @@ class HierarchicalCollectives(ExchangeVerbs):
     def _check_out(self, out: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
         return check_out(out, arrays)
 
-    def _steps(self, call: Call, recipe: Recipe, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
+    def _steps(self, call: Call, batch: BoundBatch, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
         """Return the steps that combine `sources` into `results`, after a meeting of the node if they begin otherwise."""
-        if self._window is not None and not recipe.begins_with_meeting:
+        if self._window is not None and not batch.begins_with_meeting:
             yield from self._window.meet()
-        yield from run_recipe(recipe, sources, results)
-        if not recipe.is_compared:
+        yield from run_batch(batch, sources, results)
+        if not batch.is_compared:
             self._present.add_unconfirmed(sum(array.nbytes for array in sources))
 
     def _job(
@@ -345,9 +345,9 @@ class HierarchicalCollectives(ExchangeVerbs):
         """Do what was started, on the engine, and return the results."""
         self._guard.require_sound()
         call.begin()
-        recipe = self._recipe(call, op, arrays, num_packs)
-        self._guard.begin(call, recipe.signature("start_all_reduce"))
-        self._guard.run(call, self._steps(call, recipe, arrays, results))
+        batch = self._batch(call, op, arrays, num_packs)
+        self._guard.begin(call, batch.signature("start_all_reduce"))
+        self._guard.run(call, self._steps(call, batch, arrays, results))
         self._settle()
         return results
 
@@ -357,7 +357,7 @@ class HierarchicalCollectives(ExchangeVerbs):
         if len(arrays) != 1 or len(out) != 1 or op is ReduceOp.MEAN or self.timeline.enabled or guard.refusal:
             return None
         source, target = arrays[0], out[0]
-        quick = self._short.into(op, source, target)
+        quick = self._fast.into(op, source, target)
         if quick is None or not guard.lock.acquire(False):
             return None
         try:
@@ -378,3 +378,8 @@ class HierarchicalCollectives(ExchangeVerbs):
     def _say(self, text: str) -> None:
         if self._verbose:
             print(f"mpistrat: {text}", file=sys.stderr, flush=True)
+
+
+def by_algorithm(hierarchy: Hierarchy, name: str) -> MpiCommunicator:
+    """Return a communicator that takes the algorithm of a name. A collective call."""
+    return MpiCommunicator(hierarchy, CommunicationOptions(algorithm=name), model=DEFAULT)

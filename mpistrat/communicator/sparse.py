@@ -9,8 +9,8 @@ from typing import Any, cast
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, like, to_host
-from mpistrat.cross_device.collectives import Collectives
-from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_meaning, divide
 
@@ -99,7 +99,7 @@ class IndexedSlices:
 
 
 def all_reduce_slices(
-    collectives: Collectives, op: ReduceOp, slices: IndexedSlices, options: CommunicationOptions | None = None
+    communicator: Communicator, op: ReduceOp, slices: IndexedSlices, options: CommunicationOptions | None = None
 ) -> IndexedSlices:
     """Add up the rows of all replicas; every replica receives the result. A collective call.
 
@@ -108,14 +108,14 @@ def all_reduce_slices(
 
     Parameters
     ----------
-    collectives : Collectives
+    communicator : Communicator
         What to gather through.
     op : ReduceOp
         SUM or MEAN.
     slices : IndexedSlices
         The rows of this replica; dtype, row shape and dense shape must be those of the others.
     options : CommunicationOptions, optional
-        Merged over those of `collectives`.
+        Merged over those of `communicator`.
 
     Returns
     -------
@@ -135,18 +135,18 @@ def all_reduce_slices(
     except (TypeError, NotImplementedError) as refused:
         error = refused
     kind = f"{slices.dtype} rows of shape {slices.values.shape[1:]}, dense_shape={slices.dense_shape}"
-    collectives.agree(f"all_reduce({op.name}) of IndexedSlices with {kind}", error, options)
-    indices = collectives.all_gather(to_host(slices.indices), 0, options)
-    totals, rows = _totals(op, collectives.all_gather(to_host(slices.values), 0, options), indices)
+    communicator.agree(f"all_reduce({op.name}) of IndexedSlices with {kind}", error, options)
+    indices = communicator.all_gather(to_host(slices.indices), 0, options)
+    totals, rows = _totals(op, communicator.all_gather(to_host(slices.values), 0, options), indices)
     results = np.empty(totals.shape, slices.dtype)
     if op is ReduceOp.MEAN:
-        divide(totals, collectives.size, results)
+        divide(totals, communicator.size, results)
     else:
         results[...] = totals
     return IndexedSlices(like(results, slices.values), like(rows, slices.indices), slices.dense_shape)
 
 
-def broadcast_slices(collectives: Collectives, slices: IndexedSlices, root: int = 0) -> IndexedSlices:
+def broadcast_slices(communicator: Communicator, slices: IndexedSlices, root: int = 0) -> IndexedSlices:
     """Return the slices of replica `root`. A collective call.
 
     Raises
@@ -154,8 +154,8 @@ def broadcast_slices(collectives: Collectives, slices: IndexedSlices, root: int 
     AgreementError
         On every replica, if their dense shapes differ.
     """
-    collectives.agree(f"broadcast of IndexedSlices with dense_shape={slices.dense_shape}")
-    values, indices = (like(collectives.broadcast(to_host(part), root), part) for part in (slices.values, slices.indices))
+    communicator.agree(f"broadcast of IndexedSlices with dense_shape={slices.dense_shape}")
+    values, indices = (like(communicator.broadcast(to_host(part), root), part) for part in (slices.values, slices.indices))
     return IndexedSlices(values, indices, slices.dense_shape)
 
 

@@ -26,8 +26,8 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from mpistrat import settings
-from mpistrat.cross_device.call import Call
-from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.communicator.call import Call
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import CollectiveError, DeadlineExceededError, UnavailableError
 from mpistrat.execution.engine import Job, raise_unclaimed_failure, rest, submit
 from mpistrat.execution.work import Work
@@ -132,7 +132,7 @@ class CollectiveGuard:
         _guards.add(self)
 
     def __enter__(self) -> None:
-        """Have the collectives: no other thread gets in until this one has left.
+        """Take the communicator: no other thread gets in until this one has left.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Collectives: one call for many arrays, over all replicas."""
+"""Communicator: arrays in, arrays out, over all replicas."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import numpy as np
 
 from mpistrat.algorithms.choose import Choice
 from mpistrat.arrays import Array
-from mpistrat.cross_device.explanation import Explanation
-from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.communicator.explain import Explanation
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.timeline import Timeline
 from mpistrat.topology.world import World
 
-__all__ = ["Collectives"]
+__all__ = ["Communicator"]
 
 
-class Collectives(ABC):
+class Communicator(ABC):
     """What a strategy communicates through.
 
-    Every verb takes options that win over those these collectives were made with. With a deadline (`timeout_seconds`) a verb
+    Every verb takes options that win over those the communicator was made with. With a deadline (`timeout_seconds`) a verb
     raises DeadlineExceededError on every replica that has come, naming those that have not, and no collective is made any more.
 
     Replicas compare their calls. Every verb raises AgreementError on all of them if they make different ones, or pass different
@@ -85,7 +85,7 @@ class Collectives(ABC):
     def all_reduce_again(self, op: ReduceOp, arrays: Sequence[Array], noted: int = 0) -> list[Array] | None:
         """Do what `all_reduce` does if arrays like these have a short way already; else do nothing, and return None.
 
-        A collective call. It is for callers that can spare looking at the arrays where these collectives have seen their like.
+        A collective call. It is for callers that can spare looking at the arrays where the communicator has seen their like.
 
         Parameters
         ----------

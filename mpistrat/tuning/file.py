@@ -12,11 +12,12 @@ from pathlib import Path
 
 from mpistrat import cache, settings
 from mpistrat.algorithms.cost import DEFAULT, CostModel
-from mpistrat.algorithms.fit import Measurement
-from mpistrat.cross_device.tuning import Conditions, Tuning, present_conditions
 from mpistrat.errors import Unsuitable
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
+from mpistrat.tuning.fit import Measurement
+from mpistrat.tuning.measure import Make, measure
+from mpistrat.tuning.model import Conditions, Tuning, present_conditions
 
 __all__ = ["read", "shared_model", "tuning_path"]
 
@@ -43,8 +44,16 @@ def read(path: Path, world: World, conditions: Conditions) -> CostModel | None:
     return None
 
 
-def shared_model(hierarchy: Hierarchy) -> CostModel:
-    """Return what ``auto`` is to choose by on all ranks: see the setting MPISTRAT_TUNING. A collective call."""
+def shared_model(hierarchy: Hierarchy, make: Make) -> CostModel:
+    """Return what ``auto`` is to choose by on all ranks: see the setting MPISTRAT_TUNING. A collective call.
+
+    Parameters
+    ----------
+    hierarchy : Hierarchy
+        The ranks.
+    make : callable
+        As `measure` takes it, for where it is to be measured now.
+    """
     if hierarchy.world.size == 1:
         return DEFAULT
     comm = hierarchy.world_group.comm
@@ -52,9 +61,7 @@ def shared_model(hierarchy: Hierarchy) -> CostModel:
     found, wants_measuring = answer
     if not wants_measuring:
         return found
-    from mpistrat.cross_device.measuring import measure  # which itself makes collectives
-
-    measurements = measure(comm, hierarchy.world)
+    measurements = measure(comm, hierarchy.world, make)
     tuned: CostModel = comm.bcast(_keep(hierarchy.world, measurements) if hierarchy.rank == 0 else None)
     return tuned
 

@@ -1,4 +1,4 @@
-"""RecipeBook: which plans arrays of certain shapes and dtypes take, found once and kept."""
+"""PlanCache: which plans arrays of certain shapes and dtypes take, found once and kept."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from mpistrat.algorithms.choose import Choice, choose
 from mpistrat.algorithms.cost import DEFAULT, CostModel
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
-from mpistrat.cross_device.arguments import describe_all_reduce
-from mpistrat.cross_device.explanation import Explanation, Pack
-from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
-from mpistrat.cross_device.recipe import Packing, Recipe, is_current, lay_out, make_recipe
+from mpistrat.communicator.bound_batch import BoundBatch, Packing, bind_batch, is_current, lay_out
+from mpistrat.communicator.explain import Explanation, Pack
+from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.communicator.validate import describe_all_reduce
 from mpistrat.errors import InvalidArgumentError, TransportError
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.packing.wire import Wire
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
 
-__all__ = ["RECIPES_KEPT", "RecipeBook"]
+__all__ = ["BATCHES_KEPT", "PlanCache"]
 
-RECIPES_KEPT = 64
+BATCHES_KEPT = 64
 
 _WIRE_OPS = (ReduceOp.SUM, ReduceOp.MEAN)
 
 
-class RecipeBook:
-    """Makes the recipes of an executor, and keeps the last ones.
+class PlanCache:
+    """Makes the plans of an executor, and keeps the last ones.
 
     Parameters
     ----------
@@ -48,36 +48,36 @@ class RecipeBook:
     def __init__(self, executor: Executor, say: Callable[[str], None], model: CostModel = DEFAULT) -> None:
         self._executor, self._world, self._say, self.model = executor, executor.hierarchy.world, say, model
         self._chunk_bytes = settings.CHUNK_BYTES.read()
-        self._recipes: OrderedDict[tuple[Any, ...], Recipe] = OrderedDict()
+        self._plans: OrderedDict[tuple[Any, ...], BoundBatch] = OrderedDict()
 
-    def find(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Recipe:
-        """Return the recipe for arrays like these. A collective call where there is none yet.
+    def find(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> BoundBatch:
+        """Return the plan for arrays like these. A collective call where there is none yet.
 
         Raises
         ------
         UnsupportedDtypeError, TransportError, InvalidArgumentError
-            What `check` raises, where there is no recipe yet.
+            What `check` raises, where there is no plan yet.
         Unsuitable
             If the algorithm that is asked for declines.
         """
         signature = _signature(op, arrays, options, num_packs)
-        recipe = self._recipes.get(signature)
+        batch = self._plans.get(signature)
         if options.implementation is CommunicationImplementation.NCCL:  # which is no part of the signature
             self.check(op, arrays, options)
-        if recipe is None or not is_current(recipe, self._executor):
+        if batch is None or not is_current(batch, self._executor):
             self.check(op, arrays, options)
             packing = Packing(options.bytes_per_pack, num_packs)
             text = describe_all_reduce(op, arrays, options, num_packs)
-            recipe = make_recipe(self._executor, op, arrays, packing, lambda n, t: self._chosen(op, n, t, options), text)
-            self._recipes[signature] = recipe
-            if len(self._recipes) > RECIPES_KEPT:
-                self._recipes.popitem(last=False)
-        return recipe
+            batch = bind_batch(self._executor, op, arrays, packing, lambda n, t: self._chosen(op, n, t, options), text)
+            self._plans[signature] = batch
+            if len(self._plans) > BATCHES_KEPT:
+                self._plans.popitem(last=False)
+        return batch
 
     def has(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> bool:
-        """Return whether there is a recipe for arrays like these, so that to find it is no collective call."""
-        recipe = self._recipes.get(_signature(op, arrays, options, num_packs))
-        return recipe is not None and is_current(recipe, self._executor)
+        """Return whether there is a plan for arrays like these, so that to find it is no collective call."""
+        batch = self._plans.get(_signature(op, arrays, options, num_packs))
+        return batch is not None and is_current(batch, self._executor)
 
     def explain(self, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Explanation:
         """Return what a sum of arrays like these does, and what it took last, or a mean of them."""
@@ -86,8 +86,8 @@ class RecipeBook:
             Pack(members, dtype.name, self.choose(layout.count, dtype, options), self.model)
             for dtype, members, layout in lay_out(ReduceOp.SUM, arrays, packing)
         ]
-        recipes = [self._recipes.get(_signature(op, arrays, options, num_packs)) for op in _WIRE_OPS]
-        seconds = [recipe.seconds for recipe in recipes if recipe and not _is_one_call(recipe)]
+        batches = [self._plans.get(_signature(op, arrays, options, num_packs)) for op in _WIRE_OPS]
+        seconds = [batch.seconds for batch in batches if batch and not _is_one_call(batch)]
         return Explanation(self._world, tuple(packs), self.model, next(filter(None, seconds), None))
 
     def check(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> None:
@@ -120,20 +120,20 @@ class RecipeBook:
         return self._choice(count, dtype, options, _wire(ReduceOp.SUM, dtype, options))
 
     def memory(self) -> MemoryReport:
-        """Return what the executor and the recipes hold."""
-        recipes = list(self._recipes.values())
+        """Return what the executor and the plans hold."""
+        batches = list(self._plans.values())
         return MemoryReport(
             self._executor.hierarchy.rank,
             self._executor.window_bytes,
             self._executor.rail_bytes,
-            sum(bucket.bound.scratch_bytes for recipe in recipes for bucket in recipe),
-            len(recipes),
+            sum(bucket.bound.scratch_bytes for batch in batches for bucket in batch),
+            len(batches),
             self._executor.largest_pack_bytes,
         )
 
     def clear(self) -> None:
-        """Forget all recipes."""
-        self._recipes.clear()
+        """Forget all plans."""
+        self._plans.clear()
 
     def _chosen(
         self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions
@@ -173,11 +173,11 @@ def _wire(op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> 
 
 
 def _signature(op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> tuple[Any, ...]:
-    # of the options only what shapes a recipe: ranks may differ in the others
+    # of the options only what shapes a plan: ranks may differ in the others
     shaping = options.algorithm, options.bytes_per_pack, options.wire_dtype, options.error_feedback, options.deterministic
     return (op, *shaping, num_packs, *[(array.shape, array.dtype) for array in arrays])
 
 
-def _is_one_call(recipe: Recipe) -> bool:
-    """Return whether calls may go straight to MPI, past the recipe: what its first use took says nothing of them."""
-    return len(recipe) == 1 and recipe[0].bound.flat_count > 0
+def _is_one_call(batch: BoundBatch) -> bool:
+    """Return whether calls may go straight to MPI, past the plan: what its first use took says nothing of them."""
+    return len(batch) == 1 and batch[0].bound.flat_count > 0

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 from mpistrat.arrays import Array, is_on_device
-from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.device.base import address
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.reduction import ReduceOp

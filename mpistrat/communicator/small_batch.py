@@ -1,6 +1,6 @@
 """What takes one all-reduce over all ranks: an array, or a batch of small ones, from the second call with arrays like these on.
 
-A batch that takes a recipe of one bucket and the plan `flat` sends the same bytes either way; these ways spend less time in
+A batch of one bucket with the plan `flat` sends the same bytes either way; these paths spend less time in
 Python. So ranks may go different ways, one because its timeline is on, say.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.cross_device.recipe import Bucket
+from mpistrat.communicator.bound_batch import Bucket
 from mpistrat.groups.agreement import Signature
 from mpistrat.reduction import ReduceOp, accumulation_dtype, divide
 

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from mpistrat.algorithms.choose import PLANNERS
-from mpistrat.algorithms.cost import DEFAULT
-from mpistrat.algorithms.fit import ITEM_BYTES, Measurement
 from mpistrat.algorithms.plan import Plan
-from mpistrat.cross_device.hierarchical import HierarchicalCollectives
-from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.arrays import Array
 from mpistrat.errors import TransportError, Unsuitable
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
+from mpistrat.tuning.fit import ITEM_BYTES, Measurement
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MAX_BYTES", "measure"]
+__all__ = ["MAX_BYTES", "Make", "measure"]
 
 MAX_BYTES = 2**24
 _MIN_BYTES, _STEP_FACTOR = 16, 4
@@ -38,8 +36,25 @@ _SHORT_SECONDS, _TRIES = 0.005, 6
 Times = dict[str, float]
 
 
+class Measured(Protocol):
+    """What is measured: a communicator."""
+
+    def all_reduce(self, op: ReduceOp, arrays: Sequence[Array], options: None, out: Sequence[Array], /) -> object:
+        """Combine arrays across ranks."""
+
+    def close(self) -> None:
+        """Free its memory."""
+
+
+Make = Callable[[Hierarchy, str], Measured]
+
+
 def measure(
-    comm: MPI.Intracomm, world: World, max_bytes: int | None = None, report: Callable[[int, Times], None] | None = None
+    comm: MPI.Intracomm,
+    world: World,
+    make: Make,
+    max_bytes: int | None = None,
+    report: Callable[[int, Times], None] | None = None,
 ) -> list[Measurement]:
     """Return what each algorithm that suits a world takes from 16 bytes up. A collective call.
 
@@ -52,21 +67,19 @@ def measure(
         The ranks of `world`, in order; it is only duplicated.
     world : World
         Which rank sits where.
+    make : callable
+        Returns a communicator over a hierarchy that takes the algorithm of a name.
     max_bytes : int, optional
         The largest size, rounded down to a power of two; MAX_BYTES by default.
     report : callable, optional
         Is told each size and the seconds of each algorithm; the same on all ranks.
     """
-    collectives = {
-        name: HierarchicalCollectives(Hierarchy(comm, world), CommunicationOptions(algorithm=name), model=DEFAULT)
-        for name in PLANNERS
-        if _plan(name, world, _MIN_BYTES) is not None
-    }
+    measured = {name: make(Hierarchy(comm, world), name) for name in PLANNERS if _plan(name, world, _MIN_BYTES) is not None}
     sizes = _sizes(max_bytes or MAX_BYTES)
-    found = _race_at(comm, world, collectives, sizes, report)
+    found = _race_at(comm, world, measured, sizes, report)
     crossings = [2 * smaller for smaller, larger in pairwise(sizes) if _fastest(found[smaller]) != _fastest(found[larger])]
-    found |= _race_at(comm, world, collectives, crossings, report)
-    for each in collectives.values():
+    found |= _race_at(comm, world, measured, crossings, report)
+    for each in measured.values():
         each.close()
     return [
         Measurement(world, name, num_bytes, seconds)
@@ -86,14 +99,12 @@ class _Race:
         Those of the rounds, of the algorithms that are not far behind.
     """
 
-    def __init__(
-        self, comm: MPI.Intracomm, world: World, collectives: dict[str, HierarchicalCollectives], num_bytes: int
-    ) -> None:
-        self._comm, self._collectives = comm, collectives
+    def __init__(self, comm: MPI.Intracomm, world: World, measured: dict[str, Measured], num_bytes: int) -> None:
+        self._comm, self._measured = comm, measured
         self._arrays = [np.ones(num_bytes // ITEM_BYTES, np.float32)]
         self._targets = [np.empty_like(self._arrays[0])]
         self._sharing: dict[Plan | None, list[str]] = {}
-        for name in collectives:
+        for name in measured:
             self._sharing.setdefault(_plan(name, world, num_bytes), []).append(name)
         self.tried: Times = {}
         for first, *_ in self._sharing.values():
@@ -130,7 +141,7 @@ class _Race:
         return {name: timed[names[0]] for names in self._sharing.values() for name in names if names[0] in timed}
 
     def _run(self, name: str) -> None:
-        self._collectives[name].all_reduce(ReduceOp.SUM, self._arrays, None, self._targets)
+        self._measured[name].all_reduce(ReduceOp.SUM, self._arrays, None, self._targets)
 
     def _slowest(self, name: str, rounds: int) -> list[float]:
         """Return the time of the slowest rank in each of some rounds. A collective call."""
@@ -149,11 +160,11 @@ class _Race:
 def _race_at(
     comm: MPI.Intracomm,
     world: World,
-    collectives: dict[str, HierarchicalCollectives],
+    measured: dict[str, Measured],
     sizes: list[int],
     report: Callable[[int, Times], None] | None,
 ) -> dict[int, Times]:
-    races = {num_bytes: _Race(comm, world, collectives, num_bytes) for num_bytes in sizes}
+    races = {num_bytes: _Race(comm, world, measured, num_bytes) for num_bytes in sizes}
     for count in range(_MAX_PASSES):
         for race in races.values():
             if count < _MIN_PASSES or race.seconds < _ENOUGH_SECONDS:

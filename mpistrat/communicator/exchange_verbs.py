@@ -13,12 +13,12 @@ import numpy as np
 
 from mpistrat import settings
 from mpistrat.arrays import Array
-from mpistrat.cross_device.arguments import check_gather, check_parts, check_root
-from mpistrat.cross_device.call import Call
-from mpistrat.cross_device.collectives import Collectives
-from mpistrat.cross_device.gather import require_equal, shape_header, shape_of, shape_word
-from mpistrat.cross_device.guard import CollectiveGuard
-from mpistrat.cross_device.options import CommunicationOptions, check_options, shared_defaults
+from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.call import Call
+from mpistrat.communicator.gather import require_equal, shape_header, shape_of, shape_word
+from mpistrat.communicator.guard import CollectiveGuard
+from mpistrat.communicator.options import CommunicationOptions, check_options, shared_defaults
+from mpistrat.communicator.validate import check_gather, check_parts, check_root
 from mpistrat.errors import MpistratError
 from mpistrat.execution.executor import Executor
 from mpistrat.groups.agreement import Agreement
@@ -34,8 +34,8 @@ Facts = np.ndarray[Any, np.dtype[np.int64]]
 _MERGED_KEPT = 64
 
 
-class ExchangeVerbs(Collectives):
-    """Collectives over the ranks of a hierarchy, but for those that combine. Making one is a collective call.
+class ExchangeVerbs(Communicator):
+    """The verbs of a communicator over the ranks of a hierarchy, but for those that combine. Making one is a collective call.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ class ExchangeVerbs(Collectives):
         self._bytes = MpiTransport(self._group)
 
     def all_gather(self, array: Array, axis: int = 0, options: CommunicationOptions | None = None) -> Array:
-        """Concatenate along `axis`, in replica order: see `Collectives.all_gather`. A collective call."""
+        """Concatenate along `axis`, in replica order: see `Communicator.all_gather`. A collective call."""
 
         def check(_: CommunicationOptions) -> None:
             check_gather(array, axis)
@@ -87,7 +87,7 @@ class ExchangeVerbs(Collectives):
             return np.ascontiguousarray(np.moveaxis(whole, 0, axis))
 
     def gather(self, array: Array, root: int = 0, options: CommunicationOptions | None = None) -> list[Array] | None:
-        """Collect the arrays of all replicas on one: see `Collectives.gather`. A collective call."""
+        """Collect the arrays of all replicas on one: see `Communicator.gather`. A collective call."""
 
         def check(_: CommunicationOptions) -> None:
             check_root(root, self.size)
@@ -105,7 +105,7 @@ class ExchangeVerbs(Collectives):
             return arrived if is_root else None
 
     def all_to_all(self, arrays: Sequence[Array], options: CommunicationOptions | None = None) -> list[Array]:
-        """Send an array to each replica: see `Collectives.all_to_all`. A collective call."""
+        """Send an array to each replica: see `Communicator.all_to_all`. A collective call."""
 
         def check(_: CommunicationOptions) -> None:
             check_parts(arrays, self.size)
@@ -127,7 +127,7 @@ class ExchangeVerbs(Collectives):
             return arrived
 
     def broadcast(self, array: Array, root: int = 0, options: CommunicationOptions | None = None) -> Array:
-        """Return the array of replica `root`: see `Collectives.broadcast`. A collective call."""
+        """Return the array of replica `root`: see `Communicator.broadcast`. A collective call."""
         with self._guard:
             call, _ = self._enter("broadcast", lambda _: f"(root={root})", options, lambda _: check_root(root, self.size))
             header = shape_header(array)
@@ -145,21 +145,21 @@ class ExchangeVerbs(Collectives):
             self._enter("barrier", lambda _: "()", options)
 
     def agree(self, call: str, error: Exception | None = None, options: CommunicationOptions | None = None) -> None:
-        """Check that all replicas pass the same text: see `Collectives.agree`. A collective call."""
+        """Check that all replicas pass the same text: see `Communicator.agree`. A collective call."""
         with self._guard:
             entered = self._call(call.partition("(")[0], lambda: call, self._within(options))
             entered.begin()
             self._guard.agree(entered, error)
 
     def note(self, text: str, options: CommunicationOptions | None = None) -> None:
-        """Have a text compared with the next collective, or at once with MPISTRAT_STRICT: see `Collectives.note`."""
+        """Have a text compared with the next collective, or at once with MPISTRAT_STRICT: see `Communicator.note`."""
         if self.is_strict:
             self.agree(text, None, options)
         else:
             self._guard.note(text)
 
     def refuse(self, call: str, error: Exception, options: CommunicationOptions | None = None) -> NoReturn:
-        """Raise `error`, and let the others know: see `Collectives.refuse`."""
+        """Raise `error`, and let the others know: see `Communicator.refuse`."""
         with self._guard:
             entered = self._call(call, lambda: call, self._within(options))
             entered.begin()

@@ -1,4 +1,4 @@
-"""LocalCollectives: the collectives of a single replica."""
+"""LocalCommunicator: a communicator of one replica."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy as np
 
 from mpistrat.algorithms.choose import Choice
 from mpistrat.arrays import Array
-from mpistrat.cross_device.arguments import apart, check_gather, check_out, check_parts, check_root
-from mpistrat.cross_device.collectives import Collectives
-from mpistrat.cross_device.options import CommunicationOptions
+from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.validate import apart, check_gather, check_out, check_parts, check_root
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.timeline import Timeline
 from mpistrat.topology.world import World
 
-__all__ = ["LocalCollectives"]
+__all__ = ["LocalCommunicator"]
 
 
-class LocalCollectives(Collectives):
+class LocalCommunicator(Communicator):
     """The operations of a single replica: nothing is sent and MPI is not started."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""ShortWays: how arrays like earlier ones are combined at once: those of one bucket, past the recipe."""
+"""FastPaths: how arrays like earlier ones are combined at once: those of one bucket, past the plan cache."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import numpy as np
 
 from mpistrat import settings
 from mpistrat.arrays import Array
-from mpistrat.cross_device.arguments import is_fit
-from mpistrat.cross_device.recipe import Recipe
-from mpistrat.cross_device.recipe_book import RECIPES_KEPT
-from mpistrat.cross_device.small_batch import SMALL_BATCH_BYTES, OneArray, SmallBatch
+from mpistrat.communicator.bound_batch import BoundBatch
+from mpistrat.communicator.plan_cache import BATCHES_KEPT
+from mpistrat.communicator.small_batch import SMALL_BATCH_BYTES, OneArray, SmallBatch
+from mpistrat.communicator.validate import is_fit
 from mpistrat.execution.bound_plan import DirectPlan
 from mpistrat.execution.executor import Executor
 from mpistrat.reduction import ReduceOp, accumulation_dtype
 from mpistrat.transports.mpi_world import WorldTransport
 
-__all__ = ["LIKENESS", "ShortWays"]
+__all__ = ["SIGNATURE", "FastPaths"]
 
-LIKENESS = attrgetter("shape", "dtype")
+SIGNATURE = attrgetter("shape", "dtype")
 """What arrays that take one way have in common."""
 
 
-class ShortWays:
-    """Made of the recipes that arrays have taken once.
+class FastPaths:
+    """Made of the plans that arrays have taken once.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class ShortWays:
     Attributes
     ----------
     known : dict
-        The ways, by the name of the operation and `LIKENESS` of each array.
+        The ways, by the name of the operation and `SIGNATURE` of each array.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -46,21 +46,21 @@ class ShortWays:
         # of the last call with `out`: what was checked once holds as long as the arrays are the same objects
         self._last: tuple[Array, Array, ReduceOp, OneArray] | None = None
 
-    def learn(self, op: ReduceOp, arrays: Sequence[Array], recipe: Recipe) -> None:
+    def learn(self, op: ReduceOp, arrays: Sequence[Array], batch: BoundBatch) -> None:
         """Note how arrays like these go straight through MPI or shared memory, where one all-reduce is all there is to do."""
-        if len(recipe) != 1:
+        if len(batch) != 1:
             return
-        bound, dtype = recipe[0].bound, accumulation_dtype(op, arrays[0].dtype)
+        bound, dtype = batch[0].bound, accumulation_dtype(op, arrays[0].dtype)
         at_once = bound.at_once if isinstance(bound, DirectPlan) else None
         nbytes = bound.flat_count * dtype.itemsize  # as they are sent
         if at_once is None and not 0 < nbytes <= settings.MAX_MESSAGE_BYTES.read():
             return
-        if len(self.known) >= RECIPES_KEPT:
+        if len(self.known) >= BATCHES_KEPT:
             self.known.clear()
-        likeness = (op._value_, *map(LIKENESS, arrays))
-        size, signature = self._executor.hierarchy.world.size, recipe.signature("all_reduce")
+        likeness = (op._value_, *map(SIGNATURE, arrays))
+        size, signature = self._executor.hierarchy.world.size, batch.signature("all_reduce")
         if at_once is not None:
-            self.known[likeness] = OneArray(op, 1, _into_new(at_once, recipe), signature)  # divided already
+            self.known[likeness] = OneArray(op, 1, _into_new(at_once, batch), signature)  # divided already
             return
         world = self._executor.world
         assert isinstance(world, WorldTransport), "only MPI works on arrays of the caller"
@@ -68,7 +68,7 @@ class ShortWays:
             self.known[likeness] = OneArray(op, size, world.at_once(op, dtype, arrays[0].shape), signature)
         elif sum(array.nbytes for array in arrays) <= SMALL_BATCH_BYTES and len({array.dtype for array in arrays}) == 1:
             combine = world.at_once(op, dtype, (bound.flat_count,))
-            self.known[likeness] = SmallBatch(op, arrays, recipe[0], size, combine, signature)
+            self.known[likeness] = SmallBatch(op, arrays, batch[0], size, combine, signature)
 
     def into(self, op: ReduceOp, source: Array, target: Array) -> OneArray | None:
         """Return the way of one array into memory of the caller, if there is one; for operations that do not divide."""
@@ -89,7 +89,7 @@ class ShortWays:
         self._last = None
 
 
-def _into_new(at_once: Callable[[Array, Array], None], recipe: Recipe) -> Callable[[Array, Array | None], Array]:
+def _into_new(at_once: Callable[[Array, Array], None], batch: BoundBatch) -> Callable[[Array, Array | None], Array]:
     """Return what does the same, with a new array where no target is given, and notes what it takes."""
 
     def run(source: Array, target: Array | None = None) -> Array:
@@ -97,7 +97,7 @@ def _into_new(at_once: Callable[[Array, Array], None], recipe: Recipe) -> Callab
             target = np.empty(source.shape, source.dtype)
         started = time.perf_counter()
         at_once(np.ascontiguousarray(source), target)
-        recipe.seconds = time.perf_counter() - started
+        batch.seconds = time.perf_counter() - started
         return target
 
     return run

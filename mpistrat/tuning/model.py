@@ -16,8 +16,8 @@ from typing import Any
 from mpistrat import cache, settings
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.algorithms.cost import DEFAULT, CostModel
-from mpistrat.algorithms.fit import CONSTANTS, Measurement, corrected, fit
 from mpistrat.topology.world import World
+from mpistrat.tuning.fit import CONSTANTS, Measurement, corrected, fit
 
 __all__ = ["Conditions", "Tuning", "present_conditions"]
 

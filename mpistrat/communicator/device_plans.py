@@ -1,4 +1,4 @@
-"""Recipes for arrays on a GPU, and for calls of which some arrays are there and some in host memory."""
+"""Plans for arrays on a GPU, and for calls of which some arrays are there and some in host memory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from mpistrat.algorithms.choose import Choice, choose
 from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
 from mpistrat.algorithms.cost import ON_DEVICE
 from mpistrat.arrays import Array, is_on_device
-from mpistrat.cross_device.arguments import describe_all_reduce
-from mpistrat.cross_device.explanation import Explanation, Pack
-from mpistrat.cross_device.options import CommunicationImplementation, CommunicationOptions
-from mpistrat.cross_device.recipe import Bucket, Recipe
-from mpistrat.cross_device.recipe_book import RecipeBook
+from mpistrat.communicator.bound_batch import BoundBatch, Bucket
+from mpistrat.communicator.explain import Explanation, Pack
+from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.communicator.plan_cache import PlanCache
+from mpistrat.communicator.validate import describe_all_reduce
 from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.reduction import ReduceOp
 
-__all__ = ["DeviceRecipes", "MixedRecipes"]
+__all__ = ["DevicePlanCache", "MixedPlanCache"]
 
 
-class DeviceRecipes(RecipeBook):
-    """Makes the recipes of an executor of device memory, and keeps the last ones.
+class DevicePlanCache(PlanCache):
+    """Makes the plans of an executor of device memory, and keeps the last ones.
 
     Parameters
     ----------
@@ -41,11 +41,11 @@ class DeviceRecipes(RecipeBook):
         self._chunk_bytes = self._chunk_bytes or DEVICE_CHUNK_BYTES
 
     def explain(self, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Explanation:
-        """Return what a sum of arrays like these does: see `RecipeBook.explain`."""
+        """Return what a sum of arrays like these does: see `PlanCache.explain`."""
         return replace(super().explain(arrays, options, num_packs), path=str(self._device_executor.transports))
 
     def memory(self) -> MemoryReport:
-        """Return what the executor and the recipes hold."""
+        """Return what the executor and the plans hold."""
         held = super().memory()
         on_device = held.window_bytes + held.rail_bytes
         return replace(
@@ -59,40 +59,40 @@ class DeviceRecipes(RecipeBook):
         )
 
 
-class MixedRecipes:
-    """The recipes of both kinds of memory: those for host memory come first in a call, on all ranks.
+class MixedPlanCache:
+    """The plans of both kinds of memory: those for host memory come first in a call, on all ranks.
 
     Parameters
     ----------
-    host : RecipeBook
+    host : PlanCache
         For arrays in host memory.
-    device : DeviceRecipes
+    device : DevicePlanCache
         For arrays on the GPU.
     """
 
-    def __init__(self, host: RecipeBook, device: DeviceRecipes) -> None:
+    def __init__(self, host: PlanCache, device: DevicePlanCache) -> None:
         self._host, self._device = host, device
         self.model = device.model
 
-    def find(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Recipe:
-        """Return the recipe for arrays like these: see `RecipeBook.find`. A collective call where there is none yet."""
-        found = Recipe(text=describe_all_reduce(op, arrays, options, num_packs))
+    def find(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> BoundBatch:
+        """Return the plan for arrays like these: see `PlanCache.find`. A collective call where there is none yet."""
+        found = BoundBatch(text=describe_all_reduce(op, arrays, options, num_packs))
         for book, indices in self._split(arrays):
-            recipe = book.find(op, [arrays[index] for index in indices], self._options(book, options), num_packs)
+            batch = book.find(op, [arrays[index] for index in indices], self._options(book, options), num_packs)
             if len(indices) == len(arrays):
-                return recipe
-            found += [Bucket(tuple(indices[index] for index in bucket.indices), bucket.bound) for bucket in recipe]
+                return batch
+            found += [Bucket(tuple(indices[index] for index in bucket.indices), bucket.bound) for bucket in batch]
         return found
 
     def has(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> bool:
-        """Return whether there is a recipe for arrays like these: see `RecipeBook.has`."""
+        """Return whether there is a plan for arrays like these: see `PlanCache.has`."""
         return all(
             book.has(op, [arrays[index] for index in indices], self._options(book, options), num_packs)
             for book, indices in self._split(arrays)
         )
 
     def explain(self, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Explanation:
-        """Return what a sum of arrays like these does: see `RecipeBook.explain`."""
+        """Return what a sum of arrays like these does: see `PlanCache.explain`."""
         parts = [
             (book.explain([arrays[index] for index in indices], self._options(book, options), num_packs), indices)
             for book, indices in self._split(arrays)
@@ -107,7 +107,7 @@ class MixedRecipes:
         return Explanation(parts[0][0].world, tuple(packs), self.model, path=parts[-1][0].path)
 
     def check(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> None:
-        """Check that arrays can be combined as the options say: see `RecipeBook.check`."""
+        """Check that arrays can be combined as the options say: see `PlanCache.check`."""
         for book, indices in self._split(arrays):
             book.check(op, [arrays[index] for index in indices], self._options(book, options))
 
@@ -116,28 +116,28 @@ class MixedRecipes:
         return self._device.choose(count, dtype, options)
 
     def memory(self) -> MemoryReport:
-        """Return what executors and recipes hold."""
+        """Return what executors and plans hold."""
         host, device = self._host.memory(), self._device.memory()
         return replace(
             device,
             window_bytes=host.window_bytes,
             rail_bytes=host.rail_bytes,
-            recipe_bytes=host.recipe_bytes + device.recipe_bytes,
-            num_recipes=host.num_recipes + device.num_recipes,
+            plan_bytes=host.plan_bytes + device.plan_bytes,
+            num_plans=host.num_plans + device.num_plans,
             largest_pack_bytes=max(host.largest_pack_bytes, device.largest_pack_bytes),
         )
 
     def clear(self) -> None:
-        """Forget all recipes."""
+        """Forget all plans."""
         self._host.clear()
         self._device.clear()
 
-    def _options(self, book: RecipeBook, options: CommunicationOptions) -> CommunicationOptions:
+    def _options(self, book: PlanCache, options: CommunicationOptions) -> CommunicationOptions:
         """Return what holds for one kind of memory: NCCL is asked for where it could be had."""
         is_nccl = options.implementation is CommunicationImplementation.NCCL
         return replace(options, implementation="AUTO") if is_nccl and book is self._host else options
 
-    def _split(self, arrays: Sequence[Array]) -> list[tuple[RecipeBook, list[int]]]:
+    def _split(self, arrays: Sequence[Array]) -> list[tuple[PlanCache, list[int]]]:
         """Return which arrays go by which book; where there are none, none by that of the GPU."""
         on_device = [index for index, array in enumerate(arrays) if is_on_device(array)]
         if len(on_device) in (0, len(arrays)):

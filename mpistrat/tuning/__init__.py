@@ -1,0 +1,1 @@
+"""Choose algorithms by what was measured on this cluster."""
