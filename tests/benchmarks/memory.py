@@ -6,13 +6,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mpistrat.testing.gradients import resnet50
 from mpistrat.text import format_bytes
 from tests.benchmarks.cases import verdict
 from tests.benchmarks.contenders import OURS, contenders
 from tests.benchmarks.contest import Contest
 from tests.benchmarks.pages import markdown_table
 from tests.benchmarks.session import Session
+from tests.gradients import resnet50
 from tests.hosts.lab import Lab
 
 __all__ = ["draw", "run", "table"]

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mpistrat.testing.gpu_evidence import changed_since
-from mpistrat.testing.gpu_probes import PROBES, Probe
 from tests.docs.pages import ROOT
+from tests.gpu.evidence import changed_since
+from tests.gpu.probes import PROBES, Probe
 
 __all__ = ["FOLDER", "newest", "rows", "state"]
 
@@ -27,7 +27,7 @@ def newest(folder: Path = FOLDER) -> Mapping[str, Any] | None:
 def state(evidence: Mapping[str, Any] | None, package: Path | None = None) -> str:
     """Return what the newest evidence is worth: nothing, if there is none; less, the more has changed since."""
     if evidence is None:
-        return f"{NEVER}: python -m mpistrat.testing.gpu_evidence --out FILE, on a machine with a GPU"
+        return f"{NEVER}: python -m tests.gpu.evidence --out FILE, on a machine with a GPU"
     changed = changed_since(evidence, package) if package else changed_since(evidence)
     known = {case["name"] for case in evidence["cases"] if case["outcome"] != "skipped"}
     unknown = [probe.name for probe in PROBES if probe.name not in known]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.testing.gpu_probes import PROBES
 from tests.docs.gpu_page import newest, rows, state
+from tests.gpu.probes import PROBES
 
 _GPU, _NONE = {"gpus": ["NVIDIA H200"]}, {"gpus": []}
 

@@ -1,4 +1,4 @@
-"""Everything that is known only of a real GPU: the probes of `python -m mpistrat.testing.gpu_evidence`, each one test.
+"""Everything that is known only of a real GPU: the probes of `python -m tests.gpu.evidence`, each one test.
 
 Each has a session of its own with a deadline. On one GPU several ranks share it, as virtual nodes.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from mpistrat.testing.gpu_evidence import FAILED, SKIPPED, run_probe
-from mpistrat.testing.gpu_machine import Machine, look
-from mpistrat.testing.gpu_probes import PROBES, Probe
+from tests.gpu.evidence import FAILED, SKIPPED, run_probe
+from tests.gpu.machine import Machine, look
+from tests.gpu.probes import PROBES, Probe
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from mpistrat.device.kernels import fold_into_kernel, fold_kernel
 from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
-from mpistrat.testing import gpu_deadline
 from mpistrat.testing.transport_cases import DTYPES, operations
 from mpistrat.testing.transport_suite import check_transport
 from mpistrat.transports import base, cuda_aware
@@ -23,7 +22,7 @@ from mpistrat.transports.cuda_aware import CudaAwareRing
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.staged import StagedTransport
-from tests.gpu import on_host
+from tests.gpu import deadline, on_host
 from tests.gpu.stand_in import StandInDevice
 from tests.gpu.stand_in_nccl import StandInNccl
 from tests.launches import needs_ranks
@@ -127,7 +126,7 @@ def test_a_deadline_aborts_nccl_so_that_no_kernel_is_left_waiting(group, device,
 @needs_ranks(2)
 def test_the_probe_of_a_deadline_sees_nccl_aborted_and_the_gpu_free(group, device, comm):
     library = StandInNccl(device, comm)
-    found = gpu_deadline.check(group, partial(NcclTransport, device=device, library=library), 0.05)
+    found = deadline.check(group, partial(NcclTransport, device=device, library=library), 0.05)
     assert found["seconds_late"] >= 0
     assert library.aborted == 1
 

@@ -8,8 +8,8 @@ import pytest
 import mpistrat
 from mpistrat.communicator.device import DeviceCommunicator
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.tools import call_time, verbs_rank
 from mpistrat.topology.world import World
+from tests.gpu import call_time, verbs_rank
 from tests.gpu.bound import stand_in
 
 

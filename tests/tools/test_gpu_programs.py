@@ -10,7 +10,7 @@ import pytest
 
 import mpistrat
 from mpistrat.launch.mpiexec import command
-from mpistrat.tools import training_pair, verbs_rank
+from tests.gpu import training_pair, verbs_rank
 from tests.processes import run_bounded
 
 SECONDS = 120.0
@@ -19,7 +19,7 @@ ON_CPU = {"MPISTRAT_DEVICE": "cpu"}
 
 def test_verbs_are_compared_on_several_ranks(tmp_path):
     report = tmp_path / "report.json"
-    argv, extra = command(2, [sys.executable, "-m", "mpistrat.tools.verbs_rank", "--report", str(report)], "2x1")
+    argv, extra = command(2, [sys.executable, "-m", "tests.gpu.verbs_rank", "--report", str(report)], "2x1")
     done = run_bounded(argv, SECONDS, {**os.environ, **extra, **ON_CPU})
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(report.read_text())
@@ -36,7 +36,7 @@ def test_a_wrong_sum_is_told(monkeypatch):
 
 def test_two_trainings_are_compared(tmp_path):
     report = tmp_path / "report.json"
-    argv = [sys.executable, "-m", "mpistrat.tools.training_pair", "--ranks", "2", "--nodes", "2x1", "--devices", "cpu,cpu"]
+    argv = [sys.executable, "-m", "tests.gpu.training_pair", "--ranks", "2", "--nodes", "2x1", "--devices", "cpu,cpu"]
     done = run_bounded([*argv, "--report", str(report)], SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(report.read_text())

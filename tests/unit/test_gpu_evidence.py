@@ -11,11 +11,11 @@ from collections import Counter
 import pytest
 
 from mpistrat.device.cuda import count_visible
-from mpistrat.testing import gpu_evidence
-from mpistrat.testing.gpu_conformance import SUBJECTS
-from mpistrat.testing.gpu_evidence import changed_since, collect, run_probe
-from mpistrat.testing.gpu_machine import Machine, driver_version
-from mpistrat.testing.gpu_probes import PROBES, Goal, Probe
+from tests.gpu import evidence as gpu_evidence
+from tests.gpu.conformance import SUBJECTS
+from tests.gpu.evidence import changed_since, collect, run_probe
+from tests.gpu.machine import Machine, driver_version
+from tests.gpu.probes import PROBES, Goal, Probe
 from tests.processes import run_bounded
 
 H200 = Machine(["NVIDIA H200"], {"CuPy": "14.2.0", "NCCL": "2.32.3", "Open MPI": "5.0.11"})
@@ -45,7 +45,7 @@ def test_without_a_gpu_everything_says_why_it_is_left_out(tmp_path):
     if count:
         pytest.skip("there is a GPU: tests/gpu runs all of this")
     out = tmp_path / "new" / "evidence.json"
-    done = run_bounded([sys.executable, "-m", "mpistrat.testing.gpu_evidence", "--out", str(out)], 120)
+    done = run_bounded([sys.executable, "-m", "tests.gpu.evidence", "--out", str(out)], 120)
     assert done.returncode == 0, done.stdout + done.stderr
     evidence = json.loads(out.read_text())
     assert evidence["is_complete"]
@@ -62,7 +62,7 @@ def test_without_a_gpu_everything_says_why_it_is_left_out(tmp_path):
 
 
 def test_every_transport_of_a_gpu_is_tried_in_every_shape():
-    tried = {probe.name for probe in PROBES if probe.command[0] == "mpistrat.testing.gpu_conformance"}
+    tried = {probe.name for probe in PROBES if probe.command[0] == "tests.gpu.conformance"}
     alone = {f"{name} {shape}" for name in ("staged", "cuda_ipc", "cuda_aware") for shape in ("1x2", "1x4", "2x2")}
     shared = {f"nccl {way} {shape}" for way in (SEVERAL, HOST_IDS) for shape in ("1x2", "1x4", "2x2")}
     assert tried == {*ON_HOST, *alone, *shared, "nccl 1x1", "nccl 1x2", "nccl 1x4"}

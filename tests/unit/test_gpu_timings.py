@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpistrat.testing import gpu_timings
-from mpistrat.testing.gpu_probes import PROBES
-from mpistrat.testing.gpu_timings import TIMINGS, Sizes
-from tests.gpu import on_host
+from tests.gpu import on_host, timings
+from tests.gpu.probes import PROBES
 from tests.gpu.stand_in import StandInDevice
+from tests.gpu.timings import TIMINGS, Sizes
 
 MOVES = ["move_segments<float, bfloat16>", "move_segments<bfloat16, float>", "move_segments<float, float>"]
 FOLDS = ["fold_peers<float, Sum>"]
@@ -29,8 +28,8 @@ def kernels(tmp_path_factory):
 def test_a_timing_gives_the_figures_that_have_goals(kernels, name):
     device = StandInDevice()
     device.kernels = kernels
-    figures = TIMINGS[name](gpu_timings._Bench(device, SMALL))
-    [probe] = [probe for probe in PROBES if probe.command[:2] == ("mpistrat.testing.gpu_timings", name)]
+    figures = TIMINGS[name](timings._Bench(device, SMALL))
+    [probe] = [probe for probe in PROBES if probe.command[:2] == ("tests.gpu.timings", name)]
     assert probe.goals
     assert {goal.figure for goal in probe.goals} <= figures.keys()
     assert all(np.isfinite(value) for value in figures.values())

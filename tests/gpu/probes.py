@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from mpistrat.testing.gpu_machine import Machine
+from tests.gpu.machine import Machine
 
 __all__ = ["PROBES", "Goal", "Probe"]
 
@@ -125,7 +125,7 @@ def _gpus(number: int) -> Need:
 
 
 def _timing(name: str, shows: str, goal: Goal) -> Probe:
-    command = ("mpistrat.testing.gpu_timings", name)
+    command = ("tests.gpu.timings", name)
     return Probe(f"timing {name}", shows, command, (_gpu,), environ=_ON_GPU, goals=(goal,))
 
 
@@ -137,7 +137,7 @@ def _conformance(
         Probe(
             f"{transport}{f' {way}' if way else ''} {shape}",
             shows,
-            ("mpistrat.testing.gpu_conformance", transport, "--shape", shape, *more),
+            ("tests.gpu.conformance", transport, "--shape", shape, *more),
             (_mpi, *needs),
             num_ranks,
             environ,
@@ -152,7 +152,7 @@ def _strategy(shape: str, transport: str = "auto", needs: Sequence[Need] = ()) -
     return Probe(
         f"strategy {shape}{by}",
         "every verb of a strategy on device arrays, through all layers, against NumPy",
-        ("mpistrat.tools.verbs_rank",),
+        ("tests.gpu.verbs_rank",),
         (_mpi, _gpu, *needs),
         SHAPES[shape],
         {**environ, **(_SHARED_BY_RANKS if transport == "nccl" else {})},
@@ -168,7 +168,7 @@ PROBES: tuple[Probe, ...] = (
     Probe(
         "timing call",
         "what Python takes for an all-reduce whose plan is known, of one array and of 161, on a rank alone",
-        ("mpistrat.tools.call_time",),
+        ("tests.gpu.call_time",),
         (_gpu, _mpi),
         environ=_ON_GPU,
         goals=(Goal("python_us", 30, is_upper=True),),
@@ -183,7 +183,7 @@ PROBES: tuple[Probe, ...] = (
     Probe(
         "training",
         "the demo's training on GPUs and on CPUs, to the same losses",
-        ("mpistrat.tools.training_pair", "--ranks", "4", "--nodes", "2x2"),
+        ("tests.gpu.training_pair", "--ranks", "4", "--nodes", "2x2"),
         (_mpi, _gpu, _images),
         environ=_ON_GPU,
         goals=(Goal("largest_difference", 1e-3, is_upper=True),),
@@ -203,7 +203,7 @@ PROBES: tuple[Probe, ...] = (
     Probe(
         "nccl deadline",
         "a collective of NCCL that one rank alone enters is ended by its deadline, and the GPU is free again",
-        ("mpistrat.testing.gpu_deadline",),
+        ("tests.gpu.deadline",),
         (_mpi, _gpu, _nccl, _several_ranks_per_gpu),
         2,
         {**_ON_GPU, **_SHARED_BY_RANKS},

@@ -1,6 +1,6 @@
 """How fast one GPU does our work, beside what a copy reaches in the same process.
 
-    python -m mpistrat.testing.gpu_timings pack --report FILE
+    python -m tests.gpu.timings pack --report FILE
 
 Bandwidths count what is read and what is written. Work is put on the stream while copies keep the GPU busy, and their time is
 taken away again: so a kernel is measured, and not how fast Python launches it, which is told beside it.
@@ -31,10 +31,10 @@ from mpistrat.launch.bootstrap import start
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp
-from mpistrat.testing.gradients import resnet50
 from mpistrat.transports.base import drive
 from mpistrat.transports.cuda_ipc import MAX_BLOCKS
 from mpistrat.transports.staged import StagedTransport
+from tests.gradients import resnet50
 
 __all__ = ["TIMINGS", "Sizes"]
 

@@ -1,6 +1,6 @@
 """Run everything that needs a GPU on a machine that has one, and write what came of it as JSON.
 
-    python -m mpistrat.testing.gpu_evidence --out FILE
+    python -m tests.gpu.evidence --out FILE
 
 Each probe has a session of its own and a deadline; the file is written anew after each, so that what is known survives a probe
 that takes the machine down. Without a GPU every probe that needs one says why it was left out.
@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.launch.mpiexec import command
-from mpistrat.testing.gpu_machine import Machine, look
-from mpistrat.testing.gpu_probes import PROBES, Probe
 from mpistrat.testing.processes import TIMED_OUT, run_bounded
+from tests.gpu.machine import Machine, look
+from tests.gpu.probes import PROBES, Probe
 
 __all__ = ["OK", "changed_since", "collect", "run_probe"]
 
@@ -33,7 +33,8 @@ OK, FAILED, SKIPPED = "ok", "failed", "skipped"
 BUDGET_SECONDS = 570.0
 SHOWN_LINES = 12
 
-_PACKAGE = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
+_PACKAGE = _ROOT / "mpistrat"
 _SHAPING = ("CUDA_", "FI_", "I_MPI_", "MPICH_", "MPIR_", "MPISTRAT_", "NCCL_", "OMPI_MCA_", "UCX_")
 _SOURCES = (
     "device/*.*",
@@ -42,8 +43,7 @@ _SOURCES = (
     "transports/nccl.py",
     "transports/staged.py",
     "execution/device_*.py",
-    "cross_device/device_*.py",
-    "communicator/device.py",
+    "communicator/device*.py",
 )
 
 
@@ -117,7 +117,7 @@ def run_probe(probe: Probe, machine: Machine, seconds_left: float = BUDGET_SECON
         report = Path(folder, "report.json")
         argv = [sys.executable, "-m", *probe.command, "--report", str(report)]
         argv, extra = command(probe.num_ranks, argv) if probe.num_ranks else (argv, {})
-        done = run_bounded(argv, probe.seconds, {**os.environ, **extra, **probe.environ})
+        done = run_bounded(argv, probe.seconds, {**os.environ, **extra, **probe.environ}, _ROOT)
         figures = json.loads(report.read_text()) if report.exists() and not done.returncode else {}  # else it may be cut off
     seconds = round(time.monotonic() - begun, 1)
     if done.returncode == TIMED_OUT:

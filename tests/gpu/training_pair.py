@@ -1,6 +1,6 @@
 """Train what the demo trains on GPUs and on CPUs, one job after the other, and compare the losses of all steps.
 
-python -m mpistrat.tools.training_pair --ranks 4 --nodes 2x2 --report FILE
+python -m tests.gpu.training_pair --ranks 4 --nodes 2x2 --report FILE
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _run(device: str, num_ranks: int, nodes: str) -> dict[str, Any]:
     """Run a job to its end, and return what its first rank wrote."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "losses.json")
-        program = [sys.executable, "-m", "mpistrat.tools.training_pair", "--as-rank", "--report", str(report)]
+        program = [sys.executable, "-m", "tests.gpu.training_pair", "--as-rank", "--report", str(report)]
         argv, extra = command(num_ranks, program, nodes)
         # in this process's session: whoever ends that ends the job
         done = subprocess.run(argv, env={**os.environ, **extra, settings.DEVICE.name: device}, check=False)

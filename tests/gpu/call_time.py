@@ -1,6 +1,6 @@
 """What Python takes for a call on device arrays whose plan is known: one rank alone, so that nobody is waited for.
 
-MPISTRAT_DEVICE=gpu python -m mpistrat.tools.call_time --report FILE
+MPISTRAT_DEVICE=gpu python -m tests.gpu.call_time --report FILE
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mpistrat.errors import LaunchError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import ReduceOp
-from mpistrat.testing.gradients import resnet50
 from mpistrat.topology.world import World
+from tests.gradients import resnet50
 
 __all__ = ["main", "measure"]
 

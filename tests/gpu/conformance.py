@@ -1,6 +1,6 @@
 """The conformance kit on one transport, as the ranks of a job run it: on real device memory where the transport is of a GPU.
 
-    mpiexec -n 4 python -m mpistrat.testing.gpu_conformance cuda_ipc --shape 2x2 --report FILE
+    mpiexec -n 4 python -m tests.gpu.conformance cuda_ipc --shape 2x2 --report FILE
 
 Several ranks may share a GPU. On several virtual nodes a transport that works inside a node is tried on every node at once,
 one that works between nodes on every rail.

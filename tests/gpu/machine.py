@@ -1,6 +1,6 @@
 """What a machine has for a GPU's sake: GPUs, CUDA, CuPy, NCCL and MPI, and why not where it has none.
 
-    python -m mpistrat.testing.gpu_machine      # prints it as JSON
+    python -m tests.gpu.machine      # prints it as JSON
 
 It is asked in a process of its own: whoever has touched CUDA once cannot let go of it again.
 """
@@ -53,7 +53,7 @@ class Machine:
 
 def look() -> Machine:
     """Return what this machine has, asked in another process."""
-    done = run_bounded([sys.executable, "-m", "mpistrat.testing.gpu_machine"], LOOK_SECONDS)
+    done = run_bounded([sys.executable, "-m", "tests.gpu.machine"], LOOK_SECONDS, cwd=Path(__file__).parents[2])
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         return Machine(missing={"GPU": f"who looked for GPUs ended with {done.returncode}: {last}"})

@@ -1,6 +1,6 @@
 """A collective of NCCL that one rank alone enters: its deadline must end it, and the GPU must be free again.
 
-mpiexec -n 2 python -m mpistrat.testing.gpu_deadline --report FILE
+mpiexec -n 2 python -m tests.gpu.deadline --report FILE
 """
 
 from __future__ import annotations
