@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mpistrat.cluster.ranks import RankResolver
-from mpistrat.groups.meeting import meeting
+from mpistrat.groups.rendezvous import rendezvous
 
 __all__ = ["MPIClusterResolver"]
 
@@ -36,5 +36,5 @@ class MPIClusterResolver(RankResolver):
 
     def __init__(self, jobs: Mapping[str, int] | None = None, port_base: int = 8888, rpc_layer: str | None = None) -> None:
         call = f"MPIClusterResolver(jobs={jobs!r}, port_base={port_base!r}, rpc_layer={rpc_layer!r})"
-        with meeting("MPIClusterResolver") as job:
+        with rendezvous("MPIClusterResolver") as job:
             job.agree(call, lambda: RankResolver.__init__(self, job.world, job.rank, jobs, port_base, rpc_layer))

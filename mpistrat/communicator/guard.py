@@ -40,7 +40,7 @@ from mpistrat.groups.agreement import (
     chained,
     word_of,
 )
-from mpistrat.groups.arrival import LONGEST_GRACE_SECONDS, Arrival
+from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, DeadlineBarrier
 from mpistrat.groups.group import MOST_UNCONFIRMED
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import abort, exit_code
@@ -108,7 +108,7 @@ class CollectiveGuard:
     ) -> None:
         world = hierarchy.world
         nodes = [world.nodes[world.place(rank).node_index].name for rank in range(world.size)]
-        self._arrival = Arrival(hierarchy.world_group, nodes)
+        self._deadline_barrier = DeadlineBarrier(hierarchy.world_group, nodes)
         self._agreement, self._comm, self._memory, self._rank = agreement, hierarchy.world_group.comm, memory, hierarchy.rank
         self._present, self._one_node = hierarchy.call, world.num_nodes == 1
         self._window = window if hierarchy.intra.size > 1 else None
@@ -160,7 +160,7 @@ class CollectiveGuard:
 
     def is_broken(self) -> bool:
         """Return whether a collective has failed, here or on a rank that has told so."""
-        return bool(self._failure) or self._arrival.is_given_up()
+        return bool(self._failure) or self._deadline_barrier.is_given_up()
 
     def require_sound(self) -> None:
         """Raise UnavailableError if a collective has failed."""
@@ -280,7 +280,7 @@ class CollectiveGuard:
             text,
             error,
             lambda enter: self._drive(
-                call, self._arrival.steps(enter, lambda: str(call), call.seconds, self._absent), is_arriving=True
+                call, self._deadline_barrier.steps(enter, lambda: str(call), call.seconds, self._absent), is_arriving=True
             ),
             facts,
             call.number,
@@ -327,11 +327,11 @@ class CollectiveGuard:
 
     def overdue(self, call: Call) -> DeadlineExceededError:
         """Tell all ranks that the call is given up here, and return the error that says who does not answer."""
-        return self._arrival.overdue(str(call), call.seconds, self._missing())
+        return self._deadline_barrier.overdue(str(call), call.seconds, self._missing())
 
     def give_up(self) -> None:
         """Tell all ranks that this one comes to no collective any more."""
-        self._arrival.give_up()
+        self._deadline_barrier.give_up()
 
     def fail(self, verb: str, error: BaseException) -> None:
         """Let no other collective through: one has failed here, and ranks may be out of step."""
@@ -368,7 +368,7 @@ class CollectiveGuard:
         found = self._agreement.check(
             call.text,
             None,
-            lambda enter: self._drive(call, self._arrival.steps(enter, call.describe, call.seconds), is_arriving=True),
+            lambda enter: self._drive(call, self._deadline_barrier.steps(enter, call.describe, call.seconds), is_arriving=True),
             (history, 0),
         )
         if (found[:, 0] == history).all():
@@ -382,7 +382,7 @@ class CollectiveGuard:
         raise self._failed(call, error)
 
     def _drive(self, call: Call, steps: Steps, timeout_seconds: float = 0.0, is_arriving: bool = False) -> None:
-        """Go through steps; those of an arrival see to deadlines themselves, and to what others say of them."""
+        """Go through steps; those of a deadline barrier see to deadlines themselves, and to what others say of them."""
         rests = rest if call.is_started else None
         try:
             if is_arriving:
@@ -404,8 +404,8 @@ class CollectiveGuard:
         self._look_at_verdict()
         # whose own time is all but up says by itself who is missing
         is_last_moment = self._ends and self._ends - time.monotonic() < LONGEST_GRACE_SECONDS
-        if not is_last_moment and self._arrival.is_given_up():
-            raise self._arrival.given_up(self._what(), self._missing())
+        if not is_last_moment and self._deadline_barrier.is_given_up():
+            raise self._deadline_barrier.given_up(self._what(), self._missing())
 
     def _look_at_verdict(self) -> None:
         if self._watcher is not None:
@@ -416,7 +416,7 @@ class CollectiveGuard:
         return f"collective {self._count()}, {self.signature.text}"
 
     def _overdue(self) -> DeadlineExceededError:
-        return self._arrival.overdue(self._what(), self._options.timeout_seconds or 0.0, self._missing())
+        return self._deadline_barrier.overdue(self._what(), self._options.timeout_seconds or 0.0, self._missing())
 
     def _stuck(self, call: Call) -> DeadlineExceededError:
         """Return the error of a call whose time is up while this rank is in a call of MPI that does not return."""

@@ -70,7 +70,9 @@ class BoundPlan:
         self._bound: dict[tuple[int, int, int], list[list[tuple[str, Operation]]]] = {}
         self._casters: dict[tuple[int, int, int], Cast] = {}
         # rails have a channel for each slot; the operations inside a node follow each other
-        self._abreast = executor.abreast(plan.depth) if any(phase.scope is Scope.INTER for phase in plan.phases) else 1
+        self._max_in_flight = (
+            executor.max_in_flight(plan.depth) if any(phase.scope is Scope.INTER for phase in plan.phases) else 1
+        )
         # what a plan without a phase inside the node works on no peer reads, nor need peers go this way too
         self._is_shown = any(phase.scope is Scope.INTRA for phase in plan.phases)
         # a plan of one chunk takes its two slots in turn
@@ -129,7 +131,7 @@ class BoundPlan:
                 executor.release(chunk.slot)
 
         if len(chunks) > 1:
-            yield from overlap(len(chunks), self.plan.depth, self._abreast, head, middle, tail)
+            yield from overlap(len(chunks), self.plan.depth, self._max_in_flight, head, middle, tail)
         elif chunks:
             yield from head(0)
             yield from middle(0)
@@ -197,7 +199,7 @@ class BoundPlan:
             lane = "intra" if scope == "copy" else scope
             # rails and chunks that are between nodes at the same time are drawn in rows of their own
             if lane == Scope.INTER.value:
-                lane = f"{lane} rail {last}" if self._abreast == 1 else f"{lane} rail {last} {chunk.slot}"
+                lane = f"{lane} rail {last}" if self._max_in_flight == 1 else f"{lane} rail {last} {chunk.slot}"
             self._executor.timeline.record(name, lane, started, chunk.nbytes)
 
 

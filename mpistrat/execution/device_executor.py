@@ -17,7 +17,7 @@ from mpistrat.arrays import Array
 from mpistrat.device.base import Device, Event, address
 from mpistrat.execution.bound_plan import BoundPlan, CopySteps, DirectPlan
 from mpistrat.execution.executor import Executor
-from mpistrat.execution.ladder import DeviceTransports, device_transports
+from mpistrat.execution.select import DeviceTransports, device_transports
 from mpistrat.groups.group import Group
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
@@ -76,7 +76,7 @@ class DeviceExecutor(Executor):
         self._bound.add(bound)
         return bound
 
-    def abreast(self, depth: int) -> int:
+    def max_in_flight(self, depth: int) -> int:
         """Return how many of `depth` chunks may be between nodes: one where rails have no channels.
 
         A copy to the host comes first, and which of several ends first differs between ranks.

@@ -13,7 +13,7 @@ from mpistrat.arrays import Array
 from mpistrat.device.base import Device
 from mpistrat.errors import TransportError
 from mpistrat.execution.bound_plan import BoundPlan, CopySteps, DirectPlan
-from mpistrat.execution.ladder import Transports, host_transports
+from mpistrat.execution.select import Transports, host_transports
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.packing.fuse import CopyIn, CopyOut
@@ -47,7 +47,7 @@ class Executor:
     hierarchy : Hierarchy
         The groups of this rank.
     transports : Transports, optional
-        What moves their bytes; by default what `ladder.host_transports` finds.
+        What moves their bytes; by default what `select.host_transports` finds.
 
     Attributes
     ----------
@@ -109,7 +109,7 @@ class Executor:
         self._reserve(slots * slot_bytes)
         return BoundPlan(self, plan, layout, dtype, op, slots, slot_bytes, wire)
 
-    def abreast(self, depth: int) -> int:
+    def max_in_flight(self, depth: int) -> int:
         """Return how many of `depth` chunks may be between nodes at a time: what starts at once starts in one order."""
         return depth
 

@@ -4,7 +4,7 @@ File law: what a lane does next is a function of chunk indexes only, never of wh
 issue the operations of a group in one order.
 
 With depth 2 the INTRA lane runs head 0, head 1, tail 0, head 2, tail 1, …. Head k is what comes before the middle of chunk k
-(copy in, reduce-scatter), tail k what comes after it. Middles start in the order of the chunks, `abreast` of them at a time:
+(copy in, reduce-scatter), tail k what comes after it. Middles start in the order of the chunks, `max_in_flight` of them at a time:
 one where they share a group without channels.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["overlap", "side_by_side"]
 ChunkSteps = Callable[[int], Steps]
 
 
-def overlap(num_chunks: int, depth: int, abreast: int, head: ChunkSteps, middle: ChunkSteps, tail: ChunkSteps) -> Steps:
+def overlap(num_chunks: int, depth: int, max_in_flight: int, head: ChunkSteps, middle: ChunkSteps, tail: ChunkSteps) -> Steps:
     """Return the steps of all chunks, with at most `depth` chunks between their head and their tail."""
     heads_done = num_through = 0
     through = [False] * num_chunks
@@ -48,7 +48,7 @@ def overlap(num_chunks: int, depth: int, abreast: int, head: ChunkSteps, middle:
     while lanes:
         answers = [next(lane, None) for lane in lanes]
         lanes = [lane for lane, answer in zip(lanes, answers, strict=True) if answer is not None]
-        if started < heads_done and started - num_through < abreast:
+        if started < heads_done and started - num_through < max_in_flight:
             lanes.append(inter(started))
             started += 1
             answers.append(WORKED)

@@ -11,7 +11,7 @@ from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.destinations import OnSomeReplicas
 from mpistrat.cross_device.to_one_device import ReductionToOneDevice
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.groups.meeting import meeting
+from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.strategy.agreed import described, make_communicator
 from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
@@ -52,7 +52,7 @@ class CentralStorageStrategy(Strategy):
 
     def __init__(self, compute_devices: Sequence[str] | None = None, parameter_device: str | None = None) -> None:
         call = described("CentralStorageStrategy", compute_devices=compute_devices, parameter_device=parameter_device)
-        with meeting("CentralStorageStrategy") as job:
+        with rendezvous("CentralStorageStrategy") as job:
 
             def check() -> int:
                 check_one_node("CentralStorageStrategy", job.world, "launch on one node")

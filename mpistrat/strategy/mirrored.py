@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.cross_device.ops import CrossDeviceOps
-from mpistrat.groups.meeting import meeting
+from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.strategy.agreed import check_communication, described, make_communicator, time_to_meet
 from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
@@ -69,7 +69,7 @@ class MirroredStrategy(Strategy):
             num_packs=num_packs,
             allow_multiple_nodes=allow_multiple_nodes,
         )
-        with meeting("MirroredStrategy", time_to_meet(communication_options)) as job:
+        with rendezvous("MirroredStrategy", time_to_meet(communication_options)) as job:
 
             def check() -> None:
                 if not allow_multiple_nodes:

@@ -15,7 +15,7 @@ from mpistrat.communicator.base import Communicator
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.errors import CollectiveError, DeadlineExceededError, InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.groups.meeting import Meeting, meeting
+from mpistrat.groups.rendezvous import Rendezvous, rendezvous
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy.agreed import check_communication, described, make_communicator, time_to_meet
 from mpistrat.strategy.base import Strategy
@@ -75,7 +75,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             reads_variable = cluster_resolver is None and _default_kind() is TFConfigClusterResolver
             return TFConfigClusterResolver() if reads_variable else cluster_resolver
 
-        with meeting("MultiWorkerMirroredStrategy", time_to_meet(communication_options)) as job:
+        with rendezvous("MultiWorkerMirroredStrategy", time_to_meet(communication_options)) as job:
             found = job.agree(call, check)
             self._cluster_resolver = MPIClusterResolver() if found is None else found
             chief = _chief(job, self._cluster_resolver)
@@ -124,7 +124,7 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy, metac
             stacklevel=2,
         )
         name = "experimental.MultiWorkerMirroredStrategy"
-        with meeting(name) as job:
+        with rendezvous(name) as job:
             call = described(name, communication=communication)
             options = job.agree(call, lambda: CommunicationOptions(implementation=communication))
         super().__init__(cluster_resolver, options)
@@ -173,7 +173,7 @@ def _check_resolver(resolver: object) -> None:
         )
 
 
-def _chief(job: Meeting, resolver: ClusterResolver) -> int:
+def _chief(job: Rendezvous, resolver: ClusterResolver) -> int:
     """Return the rank of the chief, after all have read the same cluster. A collective call."""
     role = job.agree("reading the cluster resolver", lambda: training_role(resolver))
     job.agree(f"{role.spec!r}, read from the cluster resolver", lambda: None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.groups.meeting import Meeting
+from mpistrat.groups.rendezvous import Rendezvous
 from mpistrat.topology.devices import device_name, ranks_of
 from mpistrat.topology.world import World
 
@@ -60,16 +60,18 @@ def check_devices(argument: str, devices: Sequence[str] | None, world: World) ->
         )
 
 
-def node_world(meeting: Meeting) -> World:
+def node_world(rendezvous: Rendezvous) -> World:
     """Return the picture of this rank's node alone, with its ranks counted from 0."""
-    node = meeting.world.nodes[meeting.world.place(meeting.rank).node_index]
+    node = rendezvous.world.nodes[rendezvous.world.place(rendezvous.rank).node_index]
     return World.from_node_of_rank([0] * len(node.ranks), [node.name] * len(node.ranks))
 
 
-def node_hierarchy(meeting: Meeting) -> Hierarchy:
+def node_hierarchy(rendezvous: Rendezvous) -> Hierarchy:
     """Return the groups of this rank's node. A collective call of all ranks of the job."""
-    node_comm = cast("MPI.Intracomm", meeting.comm.Split(meeting.world.place(meeting.rank).node_index, meeting.rank))
-    hierarchy = Hierarchy(node_comm, node_world(meeting))
+    node_comm = cast(
+        "MPI.Intracomm", rendezvous.comm.Split(rendezvous.world.place(rendezvous.rank).node_index, rendezvous.rank)
+    )
+    hierarchy = Hierarchy(node_comm, node_world(rendezvous))
     node_comm.Free()
     return hierarchy
 

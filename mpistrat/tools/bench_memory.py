@@ -16,7 +16,7 @@ from mpistrat.device.binding import bound_device
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.binding import what_is_bound
 from mpistrat.topology.discover import discover
-from mpistrat.topology.roll_call import roll_call
+from mpistrat.topology.gpu_assignment import check_gpu_assignment
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,9 +38,9 @@ def communicator(comm: MPI.Intracomm) -> MpiCommunicator:
     Raises
     ------
     LaunchError, TopologyError
-        As `topology.roll_call`, if the devices of the ranks do not go together.
+        As `topology.check_gpu_assignment`, if the devices of the ranks do not go together.
     """
-    roll_call(comm)
+    check_gpu_assignment(comm)
     hierarchy, device = Hierarchy(comm, discover(comm)), bound_device()
     return MpiCommunicator(hierarchy) if device is None else DeviceCommunicator(hierarchy, device)
 

@@ -15,7 +15,7 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.context.values import PerReplica
 from mpistrat.errors import AgreementError, DeadlineExceededError, UnavailableError
 from mpistrat.groups.agreement import ROW
-from mpistrat.groups.arrival import LONGEST_GRACE_SECONDS
+from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import ReduceOp

@@ -22,7 +22,7 @@ from mpistrat.cross_device.all_reduce import HierarchicalAllReduce
 from mpistrat.cross_device.ops import CrossDeviceOps
 from mpistrat.cross_device.to_one_device import ReductionToOneDevice
 from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededError, InvalidArgumentError, LaunchError
-from mpistrat.groups.meeting import meeting
+from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy import multi_worker
 from mpistrat.strategy.central_storage import CentralStorageStrategy
@@ -518,10 +518,10 @@ def test_a_meeting_that_not_all_come_to(comm, monkeypatch):
         def Idup(self):  # noqa: N802
             return None, Never()
 
-    monkeypatch.setattr("mpistrat.groups.meeting.bootstrap.start", Alone)
+    monkeypatch.setattr("mpistrat.groups.rendezvous.bootstrap.start", Alone)
     began = time.monotonic()
     for make in (
-        lambda: meeting("the test", 0.05).__enter__(),
+        lambda: rendezvous("the test", 0.05).__enter__(),
         lambda: mpistrat.MirroredStrategy(communication_options=CommunicationOptions(timeout_seconds=0.05)),
         lambda: mpistrat.MultiWorkerMirroredStrategy(communication_options=CommunicationOptions(timeout_seconds=0.05)),
     ):

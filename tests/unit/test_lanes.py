@@ -15,7 +15,7 @@ from mpistrat.transports.base import WAITING, WORKED
 Event = tuple[str, int, str]
 
 
-def play(num_chunks: int, depth: int, abreast: int, seed: int) -> list[Event]:
+def play(num_chunks: int, depth: int, max_in_flight: int, seed: int) -> list[Event]:
     """Run chunks whose steps wait at random; return what began and ended."""
     random_steps = random.Random(seed)
     log: list[Event] = []
@@ -29,14 +29,14 @@ def play(num_chunks: int, depth: int, abreast: int, seed: int) -> list[Event]:
 
         return steps
 
-    for _ in overlap(num_chunks, depth, abreast, part("head"), part("middle"), part("tail")):
+    for _ in overlap(num_chunks, depth, max_in_flight, part("head"), part("middle"), part("tail")):
         pass
     return log
 
 
 @given(st.integers(1, 8), st.integers(1, 5), st.integers(1, 5), st.integers())
-def test_order_and_depth(num_chunks: int, depth: int, abreast: int, seed: int) -> None:
-    log = play(num_chunks, depth, abreast, seed)
+def test_order_and_depth(num_chunks: int, depth: int, max_in_flight: int, seed: int) -> None:
+    log = play(num_chunks, depth, max_in_flight, seed)
     at = {event: position for position, event in enumerate(log)}
     assert len(log) == len(at) == 6 * num_chunks, "everything, once"
     for chunk in range(num_chunks):
@@ -47,15 +47,17 @@ def test_order_and_depth(num_chunks: int, depth: int, abreast: int, seed: int) -
     middles = [(chunk, what) for name, chunk, what in log if name == "middle"]
     assert [chunk for chunk, what in middles if what == "begins"] == list(range(num_chunks)), "they begin in order"
     balance = list(accumulate(1 if what == "begins" else -1 for _, what in middles))
-    assert max(balance) <= abreast
+    assert max(balance) <= max_in_flight
 
 
 @given(st.integers(1, 8), st.integers(1, 5), st.integers(1, 5), st.tuples(st.integers(), st.integers()))
-def test_the_order_of_a_lane_depends_on_indexes_only(num_chunks: int, depth: int, abreast: int, seeds: tuple[int, int]) -> None:
-    logs = [play(num_chunks, depth, abreast, seed) for seed in seeds]
+def test_the_order_of_a_lane_depends_on_indexes_only(
+    num_chunks: int, depth: int, max_in_flight: int, seeds: tuple[int, int]
+) -> None:
+    logs = [play(num_chunks, depth, max_in_flight, seed) for seed in seeds]
     intra, inter = ([[event for event in log if (event[0] == "middle") == middle] for log in logs] for middle in (False, True))
     assert intra[0] == intra[1]
-    assert abreast > 1 or inter[0] == inter[1]
+    assert max_in_flight > 1 or inter[0] == inter[1]
 
 
 def test_the_order_that_is_documented() -> None:

@@ -70,11 +70,11 @@ class _Staged(_World):
     The copies are made by somebody else, each at its own time: what makes them is stepped like ranks.
     """
 
-    def __init__(self, nodes: int, chunks: int, abreast: int) -> None:
+    def __init__(self, nodes: int, chunks: int, max_in_flight: int) -> None:
         super().__init__(nodes, 1, chunks, overlap)
         self.copied = [[False] * chunks for _ in range(nodes)]
         parts = [[partial(self._part, rank, name) for name in ("scatter", "rail", "gather")] for rank in range(nodes)]
-        self.running = [overlap(chunks, 2, abreast, *three) for three in parts]
+        self.running = [overlap(chunks, 2, max_in_flight, *three) for three in parts]
         self.num_actors = nodes * (1 + chunks)
 
     def step(self, actor: int) -> None:
@@ -125,12 +125,12 @@ def test_every_interleaving_ends_and_collectives_meet_their_like(nodes, local, c
 
 
 def test_where_chunks_are_copied_before_they_go_between_nodes_one_goes_at_a_time():
-    assert _visit_all(lambda: _Staged(2, 2, abreast=1)) > 50
+    assert _visit_all(lambda: _Staged(2, 2, max_in_flight=1)) > 50
     with pytest.raises(AssertionError, match=r"issues 'rail [01]' where a peer in \('rail',\) has issued 'rail [01]'"):
-        _visit_all(lambda: _Staged(2, 2, abreast=2))
+        _visit_all(lambda: _Staged(2, 2, max_in_flight=2))
 
 
-def _eager(num_chunks: int, depth: int, abreast: int, head: Callable, middle: Callable, tail: Callable) -> Steps:
+def _eager(num_chunks: int, depth: int, max_in_flight: int, head: Callable, middle: Callable, tail: Callable) -> Steps:
     """Break the law: gather whichever chunk is through between the nodes, before the next one is begun."""
     through: list[int] = []
 

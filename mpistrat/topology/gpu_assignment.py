@@ -1,4 +1,4 @@
-"""Roll call: every rank says which GPU it drives and how it came by it, and all learn whether that goes together."""
+"""Check the GPUs of all ranks: each says which one it drives, and how it came by it; all learn whether that goes together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpistrat.topology.gpus import Gpu, check_gpus, neighbours
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Answer", "check_answers", "isolation", "roll_call"]
+__all__ = ["Answer", "check_answers", "check_gpu_assignment", "isolation"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Answer:
     near: str = ""
 
 
-def roll_call(comm: MPI.Intracomm) -> None:
+def check_gpu_assignment(comm: MPI.Intracomm) -> None:
     """Check that the ranks' devices go together. A collective call, of a few bytes where nobody drives a GPU.
 
     Rank 0 says on stderr where ranks do not see the GPUs of their neighbours, and with MPISTRAT_VERBOSE who drives what.
@@ -59,7 +59,7 @@ def roll_call(comm: MPI.Intracomm) -> None:
         On all ranks, if some drive a GPU and others none, or several the same without MPISTRAT_ALLOW_SHARED_GPU.
     """
     try:
-        _roll_call(comm)
+        _check_assignment(comm)
     except MpistratError as error:
         error.raised_everywhere = True
         raise
@@ -112,7 +112,7 @@ def isolation(answers: Sequence[Answer]) -> str:
     )
 
 
-def _roll_call(comm: MPI.Intracomm) -> None:
+def _check_assignment(comm: MPI.Intracomm) -> None:
     bound, verbose = what_is_bound(), _read(settings.VERBOSE)
     drive_gpus, verbosities = zip(
         *comm.allgather((bound_device() is not None or bool(bound and bound.problem), verbose)), strict=True

@@ -1,6 +1,6 @@
-"""Meeting: all ranks of the job come together while a strategy or resolver is made, and learn whether each of them can.
+"""Rendezvous: all ranks of the job come together while a strategy or resolver is made, and learn whether each of them can.
 
-File law: nothing here waits for ranks that have not come, but the meeting itself, and that has its deadline.
+File law: nothing here waits for ranks that have not come, but the rendezvous itself, and that has its deadline.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.group import Group
 from mpistrat.launch import bootstrap
 from mpistrat.topology.discover import discover
-from mpistrat.topology.roll_call import roll_call
+from mpistrat.topology.gpu_assignment import check_gpu_assignment
 from mpistrat.topology.world import World
 from mpistrat.watch import watcher
 from mpistrat.watch.watched import watched
@@ -23,20 +23,20 @@ from mpistrat.watch.watched import watched
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Meeting", "meeting"]
+__all__ = ["Rendezvous", "rendezvous"]
 
 T = TypeVar("T")
 
 _POLL_SECONDS = 0.0005
 
 
-class Meeting:
+class Rendezvous:
     """What the ranks have in common while they meet.
 
     Attributes
     ----------
     comm : MPI.Intracomm
-        All ranks of the job; freed when the meeting ends.
+        All ranks of the job; freed when the rendezvous ends.
     world : World
         Which rank sits where.
     rank : int
@@ -74,7 +74,7 @@ class Meeting:
 
 
 @contextmanager
-def meeting(call: str, timeout_seconds: float = 0.0) -> Iterator[Meeting]:
+def rendezvous(call: str, timeout_seconds: float = 0.0) -> Iterator[Rendezvous]:
     """Start MPI, wait until all ranks have come, and find out which sits where, on what. A collective call, as is leaving it.
 
     Parameters
@@ -87,7 +87,7 @@ def meeting(call: str, timeout_seconds: float = 0.0) -> Iterator[Meeting]:
     Raises
     ------
     LaunchError, TopologyError
-        As `bootstrap.start`, `topology.discover` and `topology.roll_call`.
+        As `bootstrap.start`, `topology.discover` and `topology.check_gpu_assignment`.
     DeadlineExceededError
         If not all ranks come in time.
     """
@@ -99,10 +99,10 @@ def meeting(call: str, timeout_seconds: float = 0.0) -> Iterator[Meeting]:
         group = Group(_own(world, call, timeout_seconds), "world", tuple(range(world.Get_size())))
         try:
             _watch(world, call, timeout_seconds)
-            roll_call(group.comm)
+            check_gpu_assignment(group.comm)
             found = discover(group.comm)
             watcher.introduce(found.nodes[found.place(group.rank).node_index].name)
-            yield Meeting(group, found)
+            yield Rendezvous(group, found)
         finally:
             group.close()
 

@@ -1,4 +1,4 @@
-"""Arrival: wait until every rank has come to a collective call, and find out which have not.
+"""DeadlineBarrier: wait until every rank has come to a collective call, and find out which have not.
 
 A rank enters by starting a collective of MPI that does not block, and looks by turns for its end and for notices. When its time
 is up it tells the others; those who have come answer at once, so that after a short grace all know who is there. What has ended
@@ -24,7 +24,7 @@ from mpistrat.groups.group import Group, ranks_text
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["LONGEST_GRACE_SECONDS", "NOTICE_TAG", "Arrival"]
+__all__ = ["LONGEST_GRACE_SECONDS", "NOTICE_TAG", "DeadlineBarrier"]
 
 NOTICE_TAG = 32_767  # the largest that every MPI accepts
 SHORTEST_GRACE_SECONDS, LONGEST_GRACE_SECONDS = 0.2, 1.0
@@ -38,7 +38,7 @@ _WAITING = False
 _LOOKS = 8
 
 
-class Arrival:
+class DeadlineBarrier:
     """Meets the other ranks of a group, under a deadline.
 
     Parameters

@@ -1,6 +1,6 @@
-"""Ladder: which transports serve the groups of a rank: those that are named, or the first ones that can, and why.
+"""Select the transports of a rank's groups: those that are named, or the first that can be used, and say why.
 
-File law: the ranks of a group take one transport: what one of them lacks none takes, and what one raises all do.
+File law: all ranks of a group use one transport. It is used only if every rank supports it, and what one rank raises all do.
 """
 
 from __future__ import annotations

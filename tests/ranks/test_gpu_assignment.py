@@ -8,10 +8,10 @@ import pytest
 
 from mpistrat.device.binding import bind, bound_device
 from mpistrat.errors import LaunchError, SettingError, TopologyError
-from mpistrat.groups.meeting import meeting
+from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.launch.binding import bind_device
 from mpistrat.launch.environment import LauncherView, detect
-from mpistrat.topology.roll_call import roll_call
+from mpistrat.topology.gpu_assignment import check_gpu_assignment
 from tests.gpu.fake_cuda import FakeCuda
 from tests.gpu.stand_in import StandInDevice
 from tests.launches import needs_ranks
@@ -31,7 +31,7 @@ def test_each_rank_drives_a_gpu_of_its_own(fake, comm, capsys, monkeypatch):
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", f"{comm.size}x1")  # the GPUs are those of the machine, whatever is pretended
     fake.show(*range(comm.size))
     bind_device(_view(comm))
-    with meeting("a test") as job:
+    with rendezvous("a test") as job:
         assert job.world.num_nodes == comm.size
     assert bound_device().index == comm.rank
     told = capsys.readouterr().err.splitlines()
@@ -44,29 +44,29 @@ def test_each_rank_drives_a_gpu_of_its_own(fake, comm, capsys, monkeypatch):
 def test_the_launcher_of_this_very_job_tells_each_rank_its_gpu(fake, comm):
     fake.show(*range(comm.size))
     bind_device(detect())
-    roll_call(comm)
+    check_gpu_assignment(comm)
     assert bound_device().index == comm.rank
 
 
 def test_ranks_without_gpus_have_nothing_to_say_but_why_when_asked(fake, comm, capsys, monkeypatch):
     bind_device(_view(comm))
-    roll_call(comm)
+    check_gpu_assignment(comm)
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("MPISTRAT_VERBOSE", "1")
-    roll_call(comm)
+    check_gpu_assignment(comm)
     said = "mpistrat: computing on CPUs: CuPy is not installed\n"
     assert capsys.readouterr().err == (said if comm.rank == 0 else "")
 
 
 def test_a_device_that_was_bound_by_hand_takes_part(fake, comm):
     bind(StandInDevice())
-    roll_call(comm)
+    check_gpu_assignment(comm)
 
 
 def test_a_setting_that_rank_0_alone_cannot_read_is_told_to_all(fake, comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_VERBOSE", "maybe" if comm.rank == 0 else "")
     bind_device(_view(comm))
-    with pytest.raises(SettingError, match="rank 0: MPISTRAT_VERBOSE='maybe'") as raised, meeting("a test"):
+    with pytest.raises(SettingError, match="rank 0: MPISTRAT_VERBOSE='maybe'") as raised, rendezvous("a test"):
         pass
     assert raised.value.raised_everywhere
 
@@ -80,7 +80,7 @@ def test_a_gpu_that_one_rank_cannot_ask_is_told_to_all(fake, comm, monkeypatch):
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(bound_device(), "identity", fail)
     with pytest.raises(LaunchError, match=f"rank {comm.size - 1} on .*: device .* which GPU it is: cudaErrorECCUncorrectable"):
-        roll_call(comm)
+        check_gpu_assignment(comm)
 
 
 @needs_ranks(2)
@@ -91,7 +91,7 @@ def test_no_gpu_where_one_is_wanted_is_told_to_all(fake, comm, monkeypatch):
     with pytest.raises(
         LaunchError, match="rank 0 on .*: MPISTRAT_DEVICE=gpu was set, but CuPy is not installed. Ask"
     ) as raised:
-        roll_call(comm)
+        check_gpu_assignment(comm)
     assert raised.value.raised_everywhere
 
 
@@ -100,7 +100,7 @@ def test_a_mixed_job_is_refused_and_says_why_some_have_none(fake, comm):
     fake.show(*range(comm.size) if comm.rank else ())
     bind_device(_view(comm))
     with pytest.raises(TopologyError, match=r"ranks 0 see none: .* \(on .*: CuPy is not installed\)"):
-        roll_call(comm)
+        check_gpu_assignment(comm)
 
 
 @needs_ranks(2)
@@ -110,11 +110,11 @@ def test_more_ranks_than_gpus_is_refused_unless_allowed(fake, comm, monkeypatch,
     fake.show(*range(comm.size - 1))
     bind_device(_view(comm))
     if allowed == "1":
-        roll_call(comm)
+        check_gpu_assignment(comm)
         return
     expected = f"ranks 0, {comm.size - 1} drive the same GPU" if not allowed else "MPISTRAT_ALLOW_SHARED_GPU='maybe'"
     with pytest.raises((TopologyError, LaunchError), match=expected):
-        roll_call(comm)
+        check_gpu_assignment(comm)
 
 
 @needs_ranks(2)
@@ -124,14 +124,14 @@ def test_a_local_rank_that_is_another_ones_is_refused_with_both_values(fake, com
     bind_device(_view(comm, 0))
     expected = rf"rank 1 on .* because srun told it to be local rank 0; .* it is local rank 1 of {comm.size}"
     with pytest.raises(LaunchError, match=expected):
-        roll_call(comm)
+        check_gpu_assignment(comm)
 
 
 def test_a_place_that_nobody_told_is_found_among_the_peers(fake, comm):
     fake.show(*range(comm.size))
     bind_device(None)
     assert bound_device().index == 0
-    roll_call(comm)
+    check_gpu_assignment(comm)
     assert bound_device().index == comm.rank
 
 
@@ -139,7 +139,7 @@ def test_a_place_that_nobody_told_is_found_among_the_peers(fake, comm):
 def test_ranks_that_do_not_see_their_neighbours_gpus_are_told_how_to(fake, comm, capsys):
     fake.show(comm.rank)
     bind_device(_view(comm))
-    roll_call(comm)
+    check_gpu_assignment(comm)
     said = capsys.readouterr().err
     assert ("see one GPU each" in said) == ("--gpu-bind=none" in said) == (comm.rank == 0)
 
@@ -148,5 +148,5 @@ def test_what_cuda_is_shown_is_left_alone(fake, comm, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     fake.show(*range(comm.size))
     bind_device(_view(comm))
-    roll_call(comm)
+    check_gpu_assignment(comm)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,0"
