@@ -74,7 +74,7 @@ class OutOfRangeError(MpistratError, StopIteration):
 
 
 class UnsupportedDtypeError(MpistratError, TypeError):
-    """A value is no array, or has a dtype that the operation is not defined for."""
+    """A value is not an array, or has a dtype that the operation is not defined for."""
 
 
 class Unsuitable(MpistratError, ValueError):  # noqa: N818 - a normal answer of a planner, named as one reads it

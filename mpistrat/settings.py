@@ -127,9 +127,9 @@ def parse_bytes(text: str) -> int:
         count = int(amount)
     except (ValueError, KeyError, OverflowError):
         accepted = "a number and B, KiB, MiB, GiB, KB, MB or GB are accepted, for example 64MiB"
-        raise ValueError(f"{text!r} is no size: {accepted}") from None
+        raise ValueError(f"{text!r} is not a size: {accepted}") from None
     if count < 0 or count != amount:
-        raise ValueError(f"{text!r} is no whole, non-negative number of bytes")
+        raise ValueError(f"{text!r} is not a whole, non-negative number of bytes")
     return count
 
 

@@ -127,7 +127,7 @@ def test_no_name_says_nothing():
 def test_nothing_strays_in_the_top_folder():
     listed = run_bounded(["git", "ls-files", "--cached", "--others", "--exclude-standard"], 30, cwd=_ROOT)
     if listed.returncode:
-        pytest.skip("this is no git checkout")
+        pytest.skip("this is not a git checkout")
     assert sorted({line.partition("/")[0] for line in listed.stdout.splitlines()} - _TOP) == []
 
 

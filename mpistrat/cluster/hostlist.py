@@ -27,7 +27,7 @@ def expand_hosts(text: str) -> list[str]:
     Raises
     ------
     InvalidArgumentError
-        If the text is no host list.
+        If the text is not a host list.
     """
     return [host for name in _names(text) for host in _expanded(name, text)]
 
@@ -38,7 +38,7 @@ def expand_tasks(text: str) -> list[int]:
     Raises
     ------
     InvalidArgumentError
-        If the text is no list of task counts.
+        If the text is not a list of task counts.
     """
     counts: list[int] = []
     for part in text.strip().split(","):

@@ -27,7 +27,7 @@ class MPIClusterResolver(RankResolver):
     Raises
     ------
     InvalidArgumentError
-        If `port_base`, or a number of tasks, is no number that can be had.
+        If `port_base`, or a number of tasks, is not a number that can be had.
     LaunchError
         If the jobs have more or fewer tasks than there are ranks.
     AgreementError

@@ -81,7 +81,7 @@ class SimpleClusterResolver(ClusterResolver):
     Raises
     ------
     TypeError
-        If `cluster_spec` is no ClusterSpec, or `master` no string.
+        If `cluster_spec` is not a ClusterSpec, or `master` no string.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ def check_role(cluster: Cluster, task_type: str | None, task_id: int | None) -> 
     Raises
     ------
     InvalidArgumentError
-        If the type is no type of task or the cluster has no such task, or more than one chief or evaluator.
+        If the type is not a type of task or the cluster has no such task, or more than one chief or evaluator.
     """
     spec = ClusterSpec(cluster)
     if task_type not in _TYPES:

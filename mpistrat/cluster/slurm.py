@@ -45,7 +45,7 @@ class SlurmClusterResolver(RankResolver):
         If srun did not start this process, its variables contradict each other or the arguments, the jobs have more or
         fewer tasks than the step, or the tasks of a node need more GPUs than it has.
     InvalidArgumentError
-        If an argument is no number that can be had, or a node is missing from `tasks_per_node`.
+        If an argument is not a number that can be had, or a node is missing from `tasks_per_node`.
     """
 
     def __init__(

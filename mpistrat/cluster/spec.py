@@ -26,7 +26,7 @@ class ClusterSpec:
     Raises
     ------
     TypeError
-        If it is neither, a job's name or an address is no string, or tasks are in neither a list nor a dict.
+        If it is neither, a job's name or an address is not a string, or tasks are in neither a list nor a dict.
     InvalidArgumentError
         If a task index is negative.
 

@@ -86,9 +86,9 @@ def _read() -> dict[str, Any]:
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise InvalidArgumentError(f"TF_CONFIG={text!r} is no JSON ({error}); accepted is {_EXAMPLE}") from None
+        raise InvalidArgumentError(f"TF_CONFIG={text!r} is not valid JSON ({error}); accepted is {_EXAMPLE}") from None
     if not isinstance(config, dict):
-        raise InvalidArgumentError(f"TF_CONFIG={text!r} is no JSON object; accepted is {_EXAMPLE}")
+        raise InvalidArgumentError(f"TF_CONFIG={text!r} is not a JSON object; accepted is {_EXAMPLE}")
     return config
 
 

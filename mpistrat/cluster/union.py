@@ -32,7 +32,7 @@ class UnionResolver(ClusterResolver):
     InvalidArgumentError
         If there is no resolver, or another keyword.
     TypeError
-        If one is no ClusterResolver.
+        If one is not a ClusterResolver.
     """
 
     def __init__(self, *resolvers: ClusterResolver, **keywords: Any) -> None:

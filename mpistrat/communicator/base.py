@@ -161,7 +161,7 @@ class Communicator(ABC):
         Raises
         ------
         InvalidArgumentError
-            If `root` is no replica, or shapes or dtypes differ: on every replica.
+            If `root` is not a replica, or shapes or dtypes differ: on every replica.
         """
 
     @abstractmethod
@@ -183,7 +183,7 @@ class Communicator(ABC):
         Raises
         ------
         InvalidArgumentError
-            If `root` is no replica.
+            If `root` is not a replica.
         """
 
     @abstractmethod

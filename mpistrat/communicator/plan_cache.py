@@ -75,7 +75,7 @@ class PlanCache:
         return batch
 
     def has(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> bool:
-        """Return whether there is a plan for arrays like these, so that to find it is no collective call."""
+        """Return whether there is a plan for arrays like these, so that to find it is not a collective call."""
         batch = self._plans.get(_signature(op, arrays, options, num_packs))
         return batch is not None and is_current(batch, self._executor)
 

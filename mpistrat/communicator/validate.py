@@ -35,7 +35,7 @@ def check_gather(array: Array, axis: int, verb: str = "all_gather") -> int:
     InvalidArgumentError
         If the array has no axes, or `axis` is none of them.
     TypeError
-        If `axis` is no integer.
+        If `axis` is not an integer.
     """
     if array.ndim == 0:
         raise InvalidArgumentError(f"{verb} needs arrays with at least one axis; got a scalar: pass x.reshape(1)")
@@ -67,7 +67,7 @@ def check_root(root: int, num_replicas: int) -> None:
     InvalidArgumentError
         If it is not.
     TypeError
-        If it is no integer.
+        If it is not an integer.
     """
     if not 0 <= _index(root, "root") < num_replicas:
         raise InvalidArgumentError(f"root must be a replica, 0 to {num_replicas - 1}; got {root}")

@@ -69,8 +69,8 @@ class CrossDeviceOps:
         reduce_op : ReduceOp or str
             SUM, MEAN, MIN, MAX or PROD, in any case.
         per_replica_value : DistributedValues, IndexedSlices or array_like
-            What is combined. A value that is no per-replica value is equal on all replicas: its mean, minimum and maximum are
-            itself, its sum and product are refused, with several replicas, unless it is zero.
+            What is combined. A value that is not a per-replica value is equal on all replicas: its mean, minimum and maximum
+            are itself, its sum and product are refused, with several replicas, unless it is zero.
         destinations : DistributedValues, array, str, int or set
             Where the result is wanted: a value, variable or array stands for the replicas that hold it, and is not changed; a
             device string (``rank:2``) or a rank for that rank; a set of these for all of them.
@@ -88,8 +88,8 @@ class CrossDeviceOps:
         RuntimeError
             If called inside ``strategy.run``, or outside all scopes with a value of a strategy.
         InvalidArgumentError
-            If the value is no array, the sum or product of a value that is equal everywhere is asked for, or `destinations` is
-            empty or nothing that names ranks.
+            If the value is not an array, the sum or product of a value that is equal everywhere is asked for, or `destinations`
+            is empty or nothing that names ranks.
         UnsupportedDtypeError
             If `reduce_op` is not defined for the dtype.
         TypeError
@@ -122,7 +122,7 @@ class CrossDeviceOps:
         Raises
         ------
         InvalidArgumentError
-            If `value_destination_pairs` is no iterable of 2-tuples, and as for `reduce`, which see for the other errors.
+            If `value_destination_pairs` is not an iterable of 2-tuples, and as for `reduce`, which see for the other errors.
         """
         return self._reduce("batch_reduce", reduce_op, value_destination_pairs, options)
 
@@ -146,7 +146,7 @@ class CrossDeviceOps:
         RuntimeError
             If called inside ``strategy.run``, or outside all scopes with a value of a strategy.
         InvalidArgumentError
-            If the value is no array or differs between replicas, or `destinations` is empty or nothing that names ranks.
+            If the value is not an array or differs between replicas, or `destinations` is empty or nothing that names ranks.
         """
         _require_cross_replica(self, "broadcast")
         communicator = current_communicator()

@@ -42,7 +42,8 @@ def checked_pairs(op: ReduceOp, pairs: Iterable[tuple[Any, Any]], communicator: 
     Raises
     ------
     InvalidArgumentError
-        If `pairs` is no iterable of 2-tuples, a value is no array, its sum is ambiguous, or its destinations name no ranks.
+        If `pairs` is not an iterable of 2-tuples, a value is not an array, its sum is ambiguous, or its destinations name no
+        ranks.
     UnsupportedDtypeError
         If `op` is not defined for a dtype.
     RuntimeError
@@ -62,7 +63,7 @@ def checked_component(value: Any) -> Array | IndexedSlices:
     Raises
     ------
     InvalidArgumentError
-        If it is no array of numbers.
+        If it is not an array of numbers.
     """
     component = value.in_replica() if isinstance(value, DistributedValues) else value
     if isinstance(component, IndexedSlices):
@@ -108,7 +109,7 @@ def check_unambiguous(op: ReduceOp, num_components: int) -> None:
     """
     if op not in IDEMPOTENT and num_components > 1:
         raise InvalidArgumentError(
-            f"{op.name} of a value that is no per-replica value is ambiguous with {num_components} replicas: does it count "
+            f"{op.name} of a value that is not a per-replica value is ambiguous with {num_components} replicas: does it count "
             f"once, or {num_components} times?\n"
             '    incorrect:  strategy.reduce("sum", 5.0, axis=None)\n'
             '    correct:    strategy.reduce("sum", strategy.run(fn), axis=None), with what fn returns on each replica; or '

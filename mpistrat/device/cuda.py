@@ -246,7 +246,7 @@ def _meaning(status: int) -> str:
         runtime.check_status(status)
     except runtime.CUDARuntimeError as error:
         return f"{error}"
-    raise AssertionError(f"{status} is no error")
+    raise AssertionError(f"{status} is not an error")
 
 
 @cache

@@ -73,7 +73,7 @@ class BoundPlan:
         self._max_in_flight = (
             executor.max_in_flight(plan.depth) if any(phase.scope is Scope.INTER for phase in plan.phases) else 1
         )
-        # what a plan without a phase inside the node works on no peer reads, nor need peers go this way too
+        # without an INTRA phase no peer reads our slots, and peers may take another path
         self._is_shown = any(phase.scope is Scope.INTRA for phase in plan.phases)
         # a plan of one chunk takes its two slots in turn
         turns = slots if plan.num_chunks == 1 else 1

@@ -4,8 +4,8 @@ File law: what a lane does next is a function of chunk indexes only, never of wh
 issue the operations of a group in one order.
 
 With depth 2 the INTRA lane runs head 0, head 1, tail 0, head 2, tail 1, …. Head k is what comes before the middle of chunk k
-(copy in, reduce-scatter), tail k what comes after it. Middles start in the order of the chunks, `max_in_flight` of them at a time:
-one where they share a group without channels.
+(copy in, reduce-scatter), tail k what comes after it. Middles start in the order of the chunks, `max_in_flight` of them at a
+time: one where they share a group without channels.
 """
 
 from __future__ import annotations

@@ -125,5 +125,5 @@ def _own(comm: MPI.Comm, name: str, ranks: tuple[int, ...], call: PresentCall) -
     """Return the group of a communicator that was split off an intracommunicator, and so is one."""
     from mpi4py import MPI
 
-    assert isinstance(comm, MPI.Intracomm), f"{name}: {comm!r} is no intracommunicator"
+    assert isinstance(comm, MPI.Intracomm), f"{name}: {comm!r} is not an intracommunicator"
     return Group(comm, name, ranks, call)

@@ -82,7 +82,7 @@ class Dataset(ABC):
         Raises
         ------
         TypeError
-            If a number is no int.
+            If a number is not an int.
         InvalidArgumentError
             If there is no such part, or the dataset has none.
         """

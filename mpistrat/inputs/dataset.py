@@ -37,7 +37,7 @@ class ArrayDataset(RowDataset):
     Raises
     ------
     TypeError
-        If `batch_size` or `seed` is no int.
+        If `batch_size` or `seed` is not an int.
     InvalidArgumentError
         If there are no arrays, one has no axis, the first extents differ, `batch_size` is less than 1 or `seed` negative.
     """

@@ -132,7 +132,7 @@ def distribute_dataset(strategy: Strategy, dataset: Any, options: InputOptions |
     Raises
     ------
     TypeError
-        If it is no dataset, or the options are none.
+        If it is not a dataset, or the options are none.
     NotImplementedError
         If PER_REPLICA is asked for.
     InvalidArgumentError
@@ -176,7 +176,7 @@ def distribute_from_function(
     TypeError
         If `dataset_fn` cannot be called or returns no dataset, or the options are none.
     NotImplementedError
-        If PER_REPLICA is asked for and the strategy is no MirroredStrategy.
+        If PER_REPLICA is asked for and the strategy is not a MirroredStrategy.
     AgreementError
         If another rank raises.
     """
@@ -213,7 +213,7 @@ def _part_of(dataset: Dataset, policy: AutoShardPolicy, pipeline: int, num_pipel
     Raises
     ------
     InvalidArgumentError
-        If FILE is to shard what is no `FileDataset`, or one of fewer files than pipelines; or HINT a dataset without the
+        If FILE is to shard what is not a `FileDataset`, or one of fewer files than pipelines; or HINT a dataset without the
         marker `SHARD_HINT`, which no other policy accepts.
     """
     if policy is AUTO:

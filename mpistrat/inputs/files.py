@@ -49,7 +49,7 @@ class FileDataset(Dataset):
     Raises
     ------
     TypeError
-        If `files` is one path, `read_fn` cannot be called, or `batch_size` or `seed` is no int.
+        If `files` is one path, `read_fn` cannot be called, or `batch_size` or `seed` is not an int.
     InvalidArgumentError
         If there are no files, `batch_size` is less than 1 or `seed` negative.
     """

@@ -51,7 +51,7 @@ class MapDataset(RowDataset):
     Raises
     ------
     TypeError
-        If the samples lack ``__getitem__`` or ``__len__``, or `batch_size` or `seed` is no int.
+        If the samples lack ``__getitem__`` or ``__len__``, or `batch_size` or `seed` is not an int.
     InvalidArgumentError
         If `batch_size` is less than 1 or `seed` negative.
     """

@@ -64,7 +64,7 @@ def readable(leaf: Any) -> Array:
     InvalidArgumentError
         If its memory is on a device that is not this replica's.
     UnsupportedDtypeError
-        If it is no array, or has a mask.
+        If it is not an array, or has a mask.
     """
     return np.asarray(leaf) if type(leaf) in (np.ndarray, np.memmap) else as_array(leaf)
 
@@ -96,7 +96,7 @@ def share(batch: Any, replica: int, num_replicas: int) -> Any:
     Raises
     ------
     InvalidArgumentError
-        If it is no batch: see `num_rows`.
+        If it is not a batch: see `num_rows`.
     """
     return map_leaves(_copy, _cut(batch, *shard_bounds(num_rows(batch), replica, num_replicas)))
 
@@ -107,7 +107,7 @@ def pieces(batch: Any, replica: int, num_replicas: int) -> Iterator[Any]:
     Raises
     ------
     InvalidArgumentError
-        If it is no batch: see `num_rows`.
+        If it is not a batch: see `num_rows`.
     """
     sizes = piece_sizes(num_rows(batch), replica, num_replicas)
     for size, stop in zip(sizes, accumulate(sizes), strict=True):

@@ -41,7 +41,7 @@ class RowDataset(Dataset):
     Raises
     ------
     TypeError
-        If `batch_size` or `seed` is no int.
+        If `batch_size` or `seed` is not an int.
     InvalidArgumentError
         If `batch_size` is less than 1 or `seed` negative.
     """

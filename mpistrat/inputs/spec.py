@@ -36,7 +36,7 @@ def spec_of(batch: Any) -> Any:
     Raises
     ------
     InvalidArgumentError
-        If it is no batch: see `rebatch.num_rows`.
+        If it is not a batch: see `rebatch.num_rows`.
     """
     num_rows(batch)
     return map_leaves(lambda leaf: ArraySpec((None, *map(int, leaf.shape[1:])), _dtype(leaf)), batch)

@@ -69,7 +69,7 @@ def checked_aggregation(aggregation: object) -> VariableAggregation:
     Raises
     ------
     InvalidArgumentError
-        If it is no member.
+        If it is not a member.
     """
     if aggregation is None:
         return VariableAggregation.NONE

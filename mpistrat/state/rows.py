@@ -55,7 +55,7 @@ def checked_rows(method: str, delta: object, target: Array, owner: object) -> Ro
     Raises
     ------
     TypeError
-        If `delta` is no IndexedSlices.
+        If `delta` is not an IndexedSlices.
     InvalidArgumentError
         If the rows have another shape, or an index or an integer of theirs is out of range.
     UnsupportedDtypeError

@@ -76,7 +76,7 @@ class ScatterUpdates(Concerned):
             If rows have another shape than those of the variable or an index is out of range; under central storage also
             inside ``strategy.run`` with aggregation NONE.
         TypeError
-            If it is no IndexedSlices, or the operation is not defined for the kind of number.
+            If it is not an IndexedSlices, or the operation is not defined for the kind of number.
         RuntimeError
             If another strategy than the variable's own is current.
         AgreementError

@@ -80,10 +80,10 @@ class Variable(ScatterUpdates):  # numpydoc ignore=PR02
     Raises
     ------
     InvalidArgumentError
-        If `synchronization` is NONE or no member, `aggregation` is no member, the mean of integers is asked for, the initial
+        If `synchronization` is NONE or no member, `aggregation` is not a member, the mean of integers is asked for, the initial
         value has another shape than `shape`, or `constraint` cannot be called.
     UnsupportedDtypeError
-        If the initial value is no array of numbers, or `dtype` cannot hold the kind of number that it has.
+        If the initial value is not an array of numbers, or `dtype` cannot hold the kind of number that it has.
     AgreementError
         On every rank, if ranks make different variables.
     RuntimeError

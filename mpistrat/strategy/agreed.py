@@ -39,7 +39,7 @@ def check_communication(cross_device_ops: object, options: object, num_packs: in
     InvalidArgumentError
         If the options are no CommunicationOptions, or `num_packs` is negative or says what `cross_device_ops` says already.
     TypeError
-        If `cross_device_ops` is no CrossDeviceOps.
+        If `cross_device_ops` is not a CrossDeviceOps.
     """
     if not isinstance(options, (CommunicationOptions, type(None))):
         raise InvalidArgumentError(f"communication_options must be CommunicationOptions or None; got {type(options).__name__}")

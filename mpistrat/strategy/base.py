@@ -180,7 +180,7 @@ class Strategy(Combining, Feeding, DeprecatedNames):
         InvalidArgumentError
             If `options` are of another type, or ask for what cannot be done.
         UnsupportedDtypeError
-            If a leaf is no array, or its dtype cannot be added.
+            If a leaf is not an array, or its dtype cannot be added.
         RuntimeError
             If the strategy was closed.
         """

@@ -45,7 +45,7 @@ class CentralStorageStrategy(Strategy):
     InvalidArgumentError
         If `compute_devices` names something else than the ranks of this node, or there is no such `parameter_device`.
     TypeError
-        If `compute_devices` is no list.
+        If `compute_devices` is not a list.
     AgreementError
         If ranks passed different arguments, and on the others where one rank is refused.
     """

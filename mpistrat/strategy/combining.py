@@ -77,7 +77,7 @@ class Combining:
         InvalidArgumentError
             If the operation is unknown, an axis is out of range, the sum is ambiguous, or `options` are of another type.
         UnsupportedDtypeError
-            If a component is no array, or the operation is not defined for its dtype.
+            If a component is not an array, or the operation is not defined for its dtype.
         NotImplementedError
             If slices are to be reduced over axes, or otherwise than by SUM or MEAN.
         AgreementError
@@ -167,9 +167,9 @@ class Combining:
         RuntimeError
             If called inside `run`, or in the scope of another strategy.
         InvalidArgumentError
-            If `root` is no replica.
+            If `root` is not a replica.
         UnsupportedDtypeError
-            If a leaf is no array of numbers.
+            If a leaf is not an array of numbers.
         """
         self.extended.require_cross_replica("strategy.broadcast")
         with self.replica_context as context:

@@ -60,7 +60,7 @@ class Feeding:
         RuntimeError
             If called inside `run`, or in the scope of another strategy.
         TypeError
-            If it is no dataset.
+            If it is not a dataset.
         NotImplementedError
             If the options ask for replication PER_REPLICA.
         """
@@ -91,7 +91,7 @@ class Feeding:
         TypeError
             If the function does not return a dataset.
         NotImplementedError
-            If the options ask for replication PER_REPLICA, and this is no MirroredStrategy.
+            If the options ask for replication PER_REPLICA, and this is not a MirroredStrategy.
         """
         self.extended.require_cross_replica("strategy.distribute_datasets_from_function")
         return _inputs()[1](self, dataset_fn, options)

@@ -45,7 +45,7 @@ class MirroredStrategy(Strategy):
         If `devices` names something else than the ranks of this node, the options are no CommunicationOptions, or
         `num_packs` is negative or passed beside `cross_device_ops`.
     TypeError
-        If `devices` is no list, or `cross_device_ops` no CrossDeviceOps.
+        If `devices` is not a list, or `cross_device_ops` no CrossDeviceOps.
     AgreementError
         If ranks passed different arguments, and on the others where one rank is refused.
     DeadlineExceededError

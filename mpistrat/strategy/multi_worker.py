@@ -45,7 +45,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     Raises
     ------
     InvalidArgumentError
-        If `cluster_resolver` is no ClusterResolver, does not say which task this is, or says a task that does not train;
+        If `cluster_resolver` is not a ClusterResolver, does not say which task this is, or says a task that does not train;
         ``TF_CONFIG`` cannot be read; the options are no CommunicationOptions; or `num_packs` is negative.
     LaunchError
         On every rank, if a task of the cluster that trains is none of the ranks.

@@ -72,8 +72,8 @@ def local_part(op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int] | 
     InvalidArgumentError
         If an axis is out of range, `op` is not defined over axes, or the sum of a mirrored value is ambiguous.
     UnsupportedDtypeError
-        If a component is no array, or `op` is not defined for its dtype. Over axes booleans are counted; across replicas they
-        have no sum and no mean.
+        If a component is not an array, or `op` is not defined for its dtype. Over axes booleans are counted; across replicas
+        they have no sum and no mean.
     NotImplementedError
         If slices are to be reduced over axes, or otherwise than by SUM or MEAN.
     """

@@ -43,7 +43,7 @@ class ReplicaContext(ReplicaReduction):
     Raises
     ------
     InvalidArgumentError
-        If the id is no integer of the strategy's replicas.
+        If the id is not an integer of the strategy's replicas.
     """
 
     def __init__(self, strategy: Strategy, replica_id_in_sync_group: Any = None) -> None:

@@ -70,7 +70,7 @@ class ReplicaExchange:
         InvalidArgumentError
             If a leaf has no such axis, or other extents differ.
         UnsupportedDtypeError
-            If a leaf is no array of numbers.
+            If a leaf is not an array of numbers.
         NotImplementedError
             If a leaf is IndexedSlices.
         """
@@ -96,9 +96,9 @@ class ReplicaExchange:
         RuntimeError
             If this replica context is not the current one.
         InvalidArgumentError
-            If `root` is no replica.
+            If `root` is not a replica.
         UnsupportedDtypeError
-            If a leaf is no array of numbers.
+            If a leaf is not an array of numbers.
         NotImplementedError
             If a leaf is IndexedSlices.
         """
@@ -131,7 +131,7 @@ class ReplicaExchange:
         InvalidArgumentError
             If the operation is unknown, or a leaf has no such axis.
         UnsupportedDtypeError
-            If a leaf is no array, or the operation is not defined for its dtype, as the sum of booleans.
+            If a leaf is not an array, or the operation is not defined for its dtype, as the sum of booleans.
         NotImplementedError
             If a leaf is IndexedSlices.
         """
@@ -168,7 +168,7 @@ class ReplicaExchange:
         InvalidArgumentError
             If there is not one array for each replica, or they do not fit.
         UnsupportedDtypeError
-            If one of them is no array of numbers.
+            If one of them is not an array of numbers.
         """
         self._require_current("all_to_all")
         leaves = list(values)

@@ -66,7 +66,7 @@ class ReplicaReduction(ReplicaExchange):
             If the operation is unknown, `options` are of another type, or `weight` is negative, no number, out of the range of
             a leaf's dtype, or passed with another operation than MEAN.
         UnsupportedDtypeError
-            If a leaf is no array, or the operation is not defined for its dtype, as the sum of booleans.
+            If a leaf is not an array, or the operation is not defined for its dtype, as the sum of booleans.
         NotImplementedError
             If slices are to be combined otherwise than by SUM or MEAN without weight.
         AgreementError

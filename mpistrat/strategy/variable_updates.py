@@ -65,7 +65,7 @@ class VariableUpdates:
         Raises
         ------
         TypeError
-            If `var` is no variable, or an argument is a per-replica value and the arrays of `var` are to stay equal, or an
+            If `var` is not a variable, or an argument is a per-replica value and the arrays of `var` are to stay equal, or an
             argument is a value that only some replicas have.
         AgreementError
             On the other ranks where one rank is refused: from the next collective.

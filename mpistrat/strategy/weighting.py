@@ -32,7 +32,7 @@ def weighted_part(op: ReduceOp, arrays: Sequence[Any], weight: Any) -> tuple[lis
     Raises
     ------
     InvalidArgumentError
-        If `op` is not MEAN, or `weight` is no finite number, negative, or out of the range of the dtype of an array.
+        If `op` is not MEAN, or `weight` is not a finite number, negative, or out of the range of the dtype of an array.
     UnsupportedDtypeError
         If an array has integers or booleans.
     NotImplementedError

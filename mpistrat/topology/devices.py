@@ -66,7 +66,7 @@ def parse_device(name: object) -> Device:
     Raises
     ------
     InvalidArgumentError
-        If it is no device name.
+        If it is not a device name.
     """
     text = name.strip() if isinstance(name, str) else ""
     ranked = _RANK.fullmatch(text)
@@ -74,7 +74,7 @@ def parse_device(name: object) -> Device:
         return Device("", rank=int(ranked[1]))
     match = _NAME.fullmatch(text)
     if match is None or (match["task"] and not match["job"]):
-        raise InvalidArgumentError(f"{name!r} is no device name; {_ACCEPTED}")
+        raise InvalidArgumentError(f"{name!r} is not a device name; {_ACCEPTED}")
     job = (match["job"] or "localhost").lower()
     if job not in ("localhost", "worker") or int(match["replica"] or 0) or (job == "localhost" and int(match["task"] or 0)):
         raise InvalidArgumentError(
@@ -97,7 +97,7 @@ def ranks_of(name: object, world: World) -> tuple[int, ...]:
     Raises
     ------
     InvalidArgumentError
-        If it is no device name, or nobody in `world` has such a device.
+        If it is not a device name, or nobody in `world` has such a device.
     """
     device = parse_device(name)
     driven = parse_device(own_device()).kind

@@ -75,7 +75,7 @@ class _Whole(Parts):
         transport, count = self.transport, self.lists.count
         step = WHOLE_SLOT_BYTES // self.itemsize
         starts = range(0, count, step)
-        if len(starts) > 1:  # one block is no walk: `OneBlock`, by which a peer may go, takes none
+        if len(starts) > 1:  # one block is not a walk: `OneBlock`, by which a peer may go, takes none
             starts = transport.walk(starts)
         blocks = [self.lists.cuts.pieces(start, min(start + step, count)) for start in starts]
         slots: list[list[Array]] = []

@@ -114,7 +114,7 @@ class PeerMemory:
         ranks = self._group.ranks
         raise UnavailableError(
             f"rank {ranks[self._group.rank]}: {act} rank {ranks[rank]} failed ({problem}); the rank has ended, or its array is "
-            "no ordinary memory: MPISTRAT_PEER_MEMORY=0 goes through shared memory instead"
+            "not in ordinary memory: MPISTRAT_PEER_MEMORY=0 goes through shared memory instead"
         )
 
     def _copy(self, way: int, rank: int, remote: Spans, local: Spans) -> str:

@@ -118,7 +118,7 @@ class Tuning:
         Raises
         ------
         ValueError
-            If the text is no tuning, or one of another version; says what was expected.
+            If the text is not a tuning, or one of another version; says what was expected.
         """
         try:
             document = cache.parse(text)
@@ -137,7 +137,7 @@ class Tuning:
             )
             return cls(conditions, str(document["date"]), replace(DEFAULT, **constants), measurements)
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"it is no file of mpistrat tune ({type(error).__name__}: {error})") from None
+            raise ValueError(f"it is not a file of mpistrat tune ({type(error).__name__}: {error})") from None
 
 
 def present_conditions(world: World) -> Conditions:
@@ -159,7 +159,7 @@ def present_conditions(world: World) -> Conditions:
 
 def _positive(number: Any) -> float:
     if not (type(number) in (int, float) and 0 < number < float("inf")):
-        raise ValueError(f"it is no file of mpistrat tune ({number!r} is no positive number)")
+        raise ValueError(f"it is not a file of mpistrat tune ({number!r} is not a positive number)")
     return float(number)
 
 

@@ -75,7 +75,7 @@ def test_memory_that_is_not_there_is_an_error_that_says_whose(peers, group):
     peer = (group.rank + 1) % group.size
     message = (
         rf"rank {group.rank}: reading 24 bytes of rank {peer} failed \(Bad address\); the rank has ended, "
-        r"or its array is no ordinary memory: MPISTRAT_PEER_MEMORY=0 goes through shared memory instead"
+        r"or its array is not in ordinary memory: MPISTRAT_PEER_MEMORY=0 goes through shared memory instead"
     )
     with pytest.raises(UnavailableError, match=message):
         peers.read(peer, Spans(4096, 24), whole(np.empty(3)))

@@ -96,7 +96,7 @@ class TestMirrored:
                 "device '/gpu:0' cannot be had: ranks drive no GPU here; accepted are /cpu:0 (each rank's own) and rank:0",
             ),
             (["rank:99"], "device 'rank:99' cannot be had: there is no rank 99; accepted are /cpu:0"),
-            (["tpu:0"], "'tpu:0' is no device name; accepted are /cpu:0"),
+            (["tpu:0"], "'tpu:0' is not a device name; accepted are /cpu:0"),
             (["rank:0", "rank:0"], "devices=['rank:0', 'rank:0'] names rank 0 more than once. This node has"),
             ([], "devices=[] leaves out rank 0"),
         ],
@@ -324,7 +324,7 @@ class TestMultiWorker:
     @needs_ranks(2)
     def test_tf_config_that_one_rank_cannot_read(self, comm, monkeypatch, together):
         monkeypatch.setenv("TF_CONFIG", "{" if comm.rank == 1 else "{}")
-        with pytest.raises(InvalidArgumentError if comm.rank == 1 else AgreementError, match="TF_CONFIG='{' is no JSON"):
+        with pytest.raises(InvalidArgumentError if comm.rank == 1 else AgreementError, match="TF_CONFIG='{' is not valid JSON"):
             mpistrat.MultiWorkerMirroredStrategy()
 
     @needs_ranks(2)
@@ -481,8 +481,8 @@ class TestOneDevice:
             ),
             ("/cpu:1", "device '/cpu:1' cannot be had: each rank drives one device; accepted are /cpu:0"),
             ("rank:1", "device 'rank:1' cannot be had: there is no rank 1; accepted are /cpu:0 (each rank's own) and rank:0"),
-            ("tpu", "'tpu' is no device name; accepted are /cpu:0"),
-            (0, "0 is no device name; accepted are /cpu:0"),
+            ("tpu", "'tpu' is not a device name; accepted are /cpu:0"),
+            (0, "0 is not a device name; accepted are /cpu:0"),
         ],
     )
     def test_a_device_that_there_is_not(self, device, message):

@@ -88,7 +88,7 @@ def test_the_sum_of_a_plain_value_is_refused_on_all_ranks_or_on_none(comm, monke
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
     strategy = mpistrat.MultiWorkerMirroredStrategy()
     for op in ("sum", "prod"):
-        with pytest.raises(InvalidArgumentError, match=f"{op.upper()} of a value that is no per-replica value is ambiguous"):
+        with pytest.raises(InvalidArgumentError, match=f"{op.upper()} of a value that is not a per-replica value is ambiguous"):
             strategy.reduce(op, [PerReplica(1.0), float(comm.rank == 1)], axis=None)
         assert strategy.reduce(op, [PerReplica(1.0), 0.0], axis=None)[1] == 0
     strategy.close()

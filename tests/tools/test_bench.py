@@ -135,7 +135,7 @@ def test_names_of_algorithms_are_the_planners():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--max-bytes", "lots"], "'lots' is no size: a number and B, KiB"),
+        (["--max-bytes", "lots"], "'lots' is not a size: a number and B, KiB"),
         (
             ["--min-bytes", "6"],
             "sizes from 6 to 67108864 bytes by a factor of 4 cannot be measured: accepted are multiples of 4",

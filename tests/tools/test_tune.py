@@ -44,7 +44,7 @@ def test_it_measures_and_keeps_and_shows_and_deletes(kept, capsys):
     assert cli.main(["tune", "--show"]) == 0
     shown = capsys.readouterr().out
     assert f"{path}\n\ncluster " in shown
-    assert f"{kept / 'other.json'}\nis ignored: it is no file of mpistrat tune" in shown
+    assert f"{kept / 'other.json'}\nis ignored: it is not a file of mpistrat tune" in shown
     assert shown.endswith(f"2 files of mpistrat tune in {kept}\n")
 
     assert cli.main(["tune", "--delete"]) == 0
@@ -84,7 +84,7 @@ def test_one_rank_has_nothing_to_tune(kept):
 @pytest.mark.parametrize(
     ("size", "message"),
     [
-        ("lots", "'lots' is no size: a number and B, KiB"),
+        ("lots", "'lots' is not a size: a number and B, KiB"),
         ("8", "--max-bytes 8 says too little: accepted are sizes of at least"),
     ],
 )

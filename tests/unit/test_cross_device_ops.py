@@ -249,9 +249,9 @@ def test_outside_all_scopes_there_is_one_replica() -> None:
         ("", "destinations must not be empty; accepted"),
         (set(), "destinations must not be empty; accepted"),
         ({None}, "destinations cannot be None"),
-        ("root", "'root' is no device name; accepted are /cpu:0"),
+        ("root", "'root' is not a device name; accepted are /cpu:0"),
         ("rank:5", "'rank:5' cannot be had: there is no rank 5"),
-        (-1, "'rank:-1' is no device name"),
+        (-1, "'rank:-1' is not a device name"),
         (5, "there is no rank 5"),
     ],
 )

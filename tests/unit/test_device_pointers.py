@@ -1,4 +1,4 @@
-"""Addresses of device arrays: high ones, empty arrays that are nowhere, parts, and what is no flat array."""
+"""Addresses of device arrays: high ones, empty arrays that are nowhere, parts, and what is not a flat array."""
 
 from __future__ import annotations
 

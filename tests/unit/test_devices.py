@@ -72,7 +72,7 @@ ACCEPTED = "accepted are /cpu:0, CPU:0, /gpu:0, /device:CPU:0, /job:worker/repli
 def test_a_text_that_is_no_device_name(name):
     with pytest.raises(InvalidArgumentError) as caught:
         parse_device(name)
-    assert str(caught.value) == f"{name!r} is no device name; {ACCEPTED}"
+    assert str(caught.value) == f"{name!r} is not a device name; {ACCEPTED}"
 
 
 @pytest.mark.parametrize(

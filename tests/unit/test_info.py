@@ -38,7 +38,7 @@ def test_a_setting_says_where_it_comes_from(capsys: pytest.CaptureFixture[str], 
     rows = {row["name"]: row for row in json.loads(run(capsys, "--json"))["settings"]}
     assert (rows["MPISTRAT_TIMEOUT_SECONDS"]["value"], rows["MPISTRAT_TIMEOUT_SECONDS"]["origin"]) == (7.0, "environment")
     assert (rows["MPISTRAT_STALL_SECONDS"]["value"], rows["MPISTRAT_STALL_SECONDS"]["origin"]) == (30.0, "default")
-    assert "'many' is no size" in rows["MPISTRAT_CHUNK_BYTES"]["problem"]
+    assert "'many' is not a size" in rows["MPISTRAT_CHUNK_BYTES"]["problem"]
 
 
 def test_a_misspelt_variable_is_named_with_the_one_that_is_meant(

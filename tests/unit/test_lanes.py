@@ -88,7 +88,7 @@ def test_a_wait_of_one_lane_does_not_stop_the_other() -> None:
     assert WAITING in [WAITING, *steps]
 
 
-def test_middles_go_abreast() -> None:
+def test_several_middles_are_in_flight() -> None:
     entered: list[int] = []
 
     def middle(chunk: int) -> Iterator[bool]:

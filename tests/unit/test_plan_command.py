@@ -84,13 +84,13 @@ def test_any_world_size_and_dtype(capsys: pytest.CaptureFixture[str], words: tup
     [
         ({"--world": "2y2"}, "node shape '2y2' is malformed; accepted are NODESxRANKS"),
         ({"--world": "0x2"}, "has a node without ranks or no nodes"),
-        ({"--bytes": "lots"}, "'lots' is no size: a number and B, KiB"),
+        ({"--bytes": "lots"}, "'lots' is not a size: a number and B, KiB"),
         ({"--bytes": "10"}, "10 bytes are no whole number of float32 elements; pass --bytes as a multiple of 4"),
         ({"--dtype": "object"}, "unknown dtype 'object'; accepted are bool, int8,"),
         ({"--dtype": ","}, "unknown dtype ','; accepted are bool, int8,"),
         ({"--algorithm": "best"}, "unknown algorithm 'best'; accepted are auto, flat"),
         ({"--world": "1x4", "--algorithm": "leader"}, "algorithm 'leader' cannot be used on World(1x4"),
-        ({"--chunk-bytes": "x"}, "'x' is no size"),
+        ({"--chunk-bytes": "x"}, "'x' is not a size"),
     ],
 )
 def test_bad_input_is_explained(capsys: pytest.CaptureFixture[str], changed: dict[str, str], message: str) -> None:

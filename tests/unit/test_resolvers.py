@@ -127,8 +127,8 @@ class TestTFConfig:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("{", r"TF_CONFIG='{' is no JSON \(Expecting .*\); accepted is {\"cluster\": "),
-            ("[1]", r"TF_CONFIG='\[1\]' is no JSON object; accepted is"),
+            ("{", r"TF_CONFIG='{' is not valid JSON \(Expecting .*\); accepted is {\"cluster\": "),
+            ("[1]", r"TF_CONFIG='\[1\]' is not a JSON object; accepted is"),
             ('{"task": 3}', "'task' of TF_CONFIG must be an object; got 3; accepted is"),
             ('{"task": {"index": "x"}}', "the task index must be a number; got 'x'; TF_CONFIG is as in"),
             ('{"task": {"index": 1.5}}', "the task index must be a number; got 1.5"),

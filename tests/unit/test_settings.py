@@ -34,14 +34,14 @@ def test_sizes(text: str, expected: int) -> None:
 @pytest.mark.parametrize("text", ["", "MiB", "1TiB", "1.2.3MiB", "lots", "nan", "inf", "0x10", "1e400", "1 MiB 2"])
 def test_what_is_no_size_says_what_is(text: str) -> None:
     with pytest.raises(
-        ValueError, match="is no size: a number and B, KiB, MiB, GiB, KB, MB or GB are accepted, for example 64MiB"
+        ValueError, match="is not a size: a number and B, KiB, MiB, GiB, KB, MB or GB are accepted, for example 64MiB"
     ):
         parse_bytes(text)
 
 
 @pytest.mark.parametrize("text", ["-1", "0.5", "1.0001KiB", "-64MiB"])
 def test_sizes_are_whole_and_not_negative(text: str) -> None:
-    with pytest.raises(ValueError, match="is no whole, non-negative number of bytes"):
+    with pytest.raises(ValueError, match="is not a whole, non-negative number of bytes"):
         parse_bytes(text)
 
 

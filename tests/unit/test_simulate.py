@@ -123,7 +123,7 @@ def test_an_all_reduce_inside_each_node_serves_as_well() -> None:
 @pytest.mark.parametrize("chunk_count", [0, -2, 3])
 def test_chunks_must_hold_equal_shards(chunk_count: int) -> None:
     plan = dataclasses.replace(plan_of("2x2", WORLD), chunk_count=chunk_count)
-    with pytest.raises(AssertionError, match=f"chunk_count {chunk_count} is no positive multiple of 2 shards"):
+    with pytest.raises(AssertionError, match=f"chunk_count {chunk_count} is not a positive multiple of 2 shards"):
         simulate(plan)
 
 

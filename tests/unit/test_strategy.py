@@ -99,7 +99,9 @@ def test_a_value_that_is_equal_on_all_replicas(wrap):
     assert on_replicas(2, mean) == [[5, 5, 5]] * 2
     assert on_replicas(2, lambda strategy: strategy.reduce("sum", wrap(0), axis=None)) == [0, 0]
     assert on_replicas(1, lambda strategy: strategy.reduce("sum", wrap(5), axis=None)) == [5]
-    with pytest.raises(InvalidArgumentError, match="SUM of a value that is no per-replica value is ambiguous with 2 replicas"):
+    with pytest.raises(
+        InvalidArgumentError, match="SUM of a value that is not a per-replica value is ambiguous with 2 replicas"
+    ):
         on_replicas(2, lambda strategy: strategy.reduce("sum", wrap(5), axis=None))
     with pytest.raises(InvalidArgumentError, match="ambiguous"):
         on_replicas(2, lambda strategy: strategy.reduce("sum", wrap(np.array([5, 6])), axis=0))
@@ -186,7 +188,7 @@ def test_the_sum_of_a_plain_value_that_is_zero_on_some_replicas_only_is_refused_
 
     def program(strategy):
         value = [PerReplica(np.ones(1)), np.array([float(strategy.rank)])]
-        with pytest.raises(InvalidArgumentError, match=f"{op.upper()} of a value that is no per-replica value") as raised:
+        with pytest.raises(InvalidArgumentError, match=f"{op.upper()} of a value that is not a per-replica value") as raised:
             strategy.reduce(op, value, axis=axis)
         assert raised.value.raised_everywhere
         return strategy.reduce(op, [PerReplica(np.ones(1)), np.zeros(1)], axis=axis)

@@ -78,7 +78,7 @@ class Counted(collections.OrderedDict):
 
 
 class Frozen(collections.abc.Mapping):
-    """A Mapping that is no dict."""
+    """A Mapping that is not a dict."""
 
     def __init__(self, items: Any) -> None:
         self._items = dict(items)
