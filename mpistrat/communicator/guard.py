@@ -113,21 +113,17 @@ class CollectiveGuard:
         self._present, self._one_node = hierarchy.call, world.num_nodes == 1
         self._window = window if hierarchy.intra.size > 1 else None
         self._options, self.checks, self._count = options, settings.CHECK.read(), count
-        self._present.confirm = self._confirm
-        self._present.has_deadline = bool(options.timeout_seconds)
-        self.lock = threading.Lock()
-        self.refusal = ""
-        self.noted = 0
+        self._present.confirm, self._present.has_deadline = self._confirm, bool(options.timeout_seconds)
+        self.lock, self.refusal, self.noted = threading.Lock(), "", 0
         self.communicator, self._job_ranks = hierarchy.number, hierarchy.job_ranks
         self._recorded_ranks = "" if hierarchy.is_whole_job else spans_text(sorted(hierarchy.job_ranks))
         self.indexes: dict[int, int] = {}
         self._recorder, self._watcher, self._slot = recorder(), start(), 0
         self.signature = Signature("")
-        self._notes: list[str] = []
+        self._any_has_deadline, self._notes = False, list[str]()
         self._last: Job | None = None
         self._last_thread = 0
-        self._ends = 0.0
-        self._failure = ""
+        self._ends, self._failure = 0.0, ""
         self._cause: BaseException | None = None
         _guards.add(self)
 
@@ -154,6 +150,7 @@ class CollectiveGuard:
             (self._recorder.leave if kind is None else self._recorder.fail)(self._slot)
             self._slot = 0
         self._present.has_deadline = bool(self._options.timeout_seconds)
+        self._any_has_deadline = False
         if self._watcher is not None:
             self._watcher.limit = None
         self.lock.release()
@@ -255,7 +252,7 @@ class CollectiveGuard:
         AgreementError
             On every rank, if the calls differ; on one that passes an `error`, that error.
         """
-        text = call.text
+        text, facts = call.text, (*facts, bool(call.ends))
         self.signature = Signature(call.describe())
         self.enter(call, self.signature.word ^ call.noted)
         if self._watcher is not None and call.ends:
@@ -264,7 +261,7 @@ class CollectiveGuard:
         self._present.word = word_of(text if error is None else f"{text} {error!r}") | COMPARED
         if self._window is not None:
             try:
-                self._drive(call, self._window.meet_with((*facts, bool(call.ends))), call.rest_seconds)
+                self._drive(call, self._window.meet_with(facts), call.rest_seconds)
                 found = np.array(self._window.facts())
                 # under a deadline, of whomever, all ranks learn together whether all have come in time
                 if self._one_node and error is None and not found[:, 2].any():
@@ -276,7 +273,7 @@ class CollectiveGuard:
                 must_tell = self._one_node
             if must_tell:
                 self._agreement.tell(text, error, call.number)
-        return self._agreement.check(
+        found = self._agreement.check(
             text,
             error,
             lambda enter: self._drive(
@@ -285,6 +282,9 @@ class CollectiveGuard:
             facts,
             call.number,
         )
+        # MPI's blocking and started collectives do not match: where one rank has a deadline, all go as under one
+        self._any_has_deadline = bool(found[:, 2].any())
+        return found[:, :2]
 
     def refuse(self, call: Call, error: Exception) -> NoReturn:
         """Raise the error of a call that this rank cannot make; ranks that make it learn so from the record of this one."""
@@ -297,7 +297,7 @@ class CollectiveGuard:
         self.signature = signature
         self._present.word = word = signature.word ^ call.noted
         self.enter(call, word)
-        self._present.has_deadline = bool(call.seconds)
+        self._present.has_deadline = bool(call.seconds) or self._any_has_deadline
 
     def run(self, call: Call, steps: Steps) -> None:
         """Go through the steps of a call that has been let in, in what is left of its time.
@@ -369,7 +369,7 @@ class CollectiveGuard:
             call.text,
             None,
             lambda enter: self._drive(call, self._deadline_barrier.steps(enter, call.describe, call.seconds), is_arriving=True),
-            (history, 0),
+            (history, 0, 0),
         )
         if (found[:, 0] == history).all():
             return

@@ -28,7 +28,7 @@ Meet = Callable[[Callable[[], "MPI.Request"]], None]
 COMPARED = 1
 """The bit of a word that says that its rank compares calls before it does anything else, and exchanges texts if they differ."""
 
-ROW = 3
+ROW = 4
 _WORD_MASK = (1 << 63) - 2
 _POLL_SECONDS = 50e-6
 _WORDS_KEPT = 4096
@@ -106,10 +106,10 @@ class Agreement:
         call: str,
         error: Exception | None = None,
         meet: Meet | None = None,
-        facts: Sequence[int] = (0, 0),
+        facts: Sequence[int] = (0, 0, 0),
         number: int = 0,
     ) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Check that all ranks pass the same text; return two numbers that each passes with it. A collective call.
+        """Check that all ranks pass the same text; return three numbers that each passes with it. A collective call.
 
         Parameters
         ----------
@@ -119,7 +119,7 @@ class Agreement:
             Why this rank cannot make the call; it is raised here, and the other ranks are told.
         meet : callable, optional
             Starts the exchange that it is given, and returns when that has ended; by default it polls without a deadline.
-        facts : sequence of two int
+        facts : sequence of three int
             What the other ranks must know of this one.
         number : int
             What to call the collective; by default it is counted here.
@@ -127,7 +127,7 @@ class Agreement:
         Returns
         -------
         ndarray
-            int64, (ranks, 2): the facts of every rank; valid until the next call.
+            int64, (ranks, 3): the facts of every rank; valid until the next call.
 
         Raises
         ------
@@ -136,7 +136,7 @@ class Agreement:
         """
         self._sequence += 1
         word = word_of(call if error is None else f"{call} {error!r}")
-        self._row[0], self._row[1], self._row[2] = word, *facts
+        self._row[:] = word, *facts
         (meet or _poll)(lambda: self._group.comm.Iallgather(self._row, self._rows))
         if (self._rows[:, 0] != word).any():
             self.tell(call, error, number)
