@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.text import format_bytes, format_seconds, format_table
-from tests.benchmarks.check_cost import SIZES, program, take_turns
 from tests.benchmarks.contest import Contest
+from tests.benchmarks.safety_cost import SIZES, program, take_turns
 from tests.hosts.lab import Lab
 
 __all__ = ["compare"]

@@ -8,9 +8,9 @@ from typing import Any, Protocol, cast
 
 from tests.benchmarks.session import Session
 
-__all__ = ["EXPERIMENTS", "Experiment", "find"]
+__all__ = ["EXPERIMENTS", "Experiment", "find", "page_of"]
 
-# In the order of `all`. One row here, one module, one page of docs/benchmarks with its name.
+# In the order of `all`. One row here, one module, one page of docs/benchmarks: with its name, or with that of its PAGE.
 EXPERIMENTS = (
     "large_messages",
     "small_messages",
@@ -24,6 +24,9 @@ EXPERIMENTS = (
     "choosing",
     "scale",
     "safety",
+    "safety_programs",
+    "safety_hangs",
+    "safety_cost",
 )
 
 
@@ -43,3 +46,8 @@ class Experiment(Protocol):
 def find(name: str) -> Experiment:
     """Return the experiment of this name."""
     return cast(Experiment, importlib.import_module(f"tests.benchmarks.{name}"))
+
+
+def page_of(name: str) -> str:
+    """Return the name of the page that shows an experiment."""
+    return str(getattr(find(name), "PAGE", name))

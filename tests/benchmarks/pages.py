@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.experiments import find
+from tests.benchmarks.experiments import find, page_of
 
 __all__ = ["DOCS", "markdown_table", "publish", "show", "with_results"]
 
@@ -19,7 +19,12 @@ _PART = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 def publish(result: dict[str, Any], folder: Path) -> list[Path]:
     """Write a result, its figure, and the page with its table, which is begun where there is none; return the files."""
     name = result["experiment"]
-    results, image, page = folder / "results" / f"{name}.json", folder / "images" / f"{name}.png", folder / f"{name}.md"
+    results, image = folder / "results" / f"{name}.json", folder / "images" / f"{name}.png"
+    page = folder / f"{page_of(name)}.md"
+        folder / "results" / f"{name}.json",
+        folder / "images" / f"{name}.png",
+        folder / f"{page_of(name)}.md",
+    )
     for path in (results, image):
         path.parent.mkdir(parents=True, exist_ok=True)
     results.write_text(json.dumps(result, indent=1) + "\n")

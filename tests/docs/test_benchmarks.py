@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tests.benchmarks.experiments import EXPERIMENTS, find
+from tests.benchmarks.experiments import EXPERIMENTS, find, page_of
 from tests.benchmarks.pages import DOCS, with_results
 from tests.docs.pages import links
 
@@ -12,8 +12,9 @@ from tests.docs.pages import links
 def test_every_experiment_has_a_page_and_a_row_in_the_index():
     index = links((DOCS / "index.md").read_text())
     for name in EXPERIMENTS:
-        assert f"<!-- measured: {name} -->\n" in (DOCS / f"{name}.md").read_text(), name
-        assert f"{name}.md" in index, f"docs/benchmarks/index.md does not link {name}.md"
+        page = f"{page_of(name)}.md"
+        assert f"<!-- measured: {name} -->\n" in (DOCS / page).read_text(), name
+        assert page in index, f"docs/benchmarks/index.md does not link {page}"
 
 
 def test_every_experiment_is_captioned_and_can_be_tabulated_and_drawn():

@@ -1,6 +1,6 @@
 """Whatever a rank does instead of coming: stderr says which rank is missing, and at which line of the program it is.
 
-All of it on one host, and what differs on several; ``python -m tests.benchmarks safety`` tries all of it there as well.
+All of it on one host, and what differs on several; ``python -m tests.benchmarks safety_hangs`` tries all of it there as well.
 """
 
 from __future__ import annotations

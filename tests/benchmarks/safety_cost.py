@@ -1,4 +1,7 @@
-"""What comparing every call costs: two jobs in one lab, one with the check on and one with it off, in turns."""
+"""What comparing every call costs, on top of the same calls with the check off.
+
+Two jobs in one lab, one with the check on and one with it off, take turns.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.text import format_bytes, format_seconds
+from tests.benchmarks.cases import verdict
 from tests.benchmarks.contest import Contender, Contest
 from tests.benchmarks.pages import markdown_table
 from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
 
-__all__ = ["CASES", "QUICK", "SIZES", "CostCase", "cost_table", "measure_cost", "program", "take_turns", "too_dear"]
+__all__ = ["PAGE", "SIZES", "draw", "program", "run", "table", "take_turns"]
+
+PAGE = "safety"
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (8, 128, KIB, 8 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
@@ -34,7 +40,7 @@ class CostCase:
     hosts: int
     ranks: int
     sizes: Sequence[int] = SIZES
-    seconds: float = 4.0
+    seconds: float = 2.0
     launches: int = 4
 
     @property
@@ -47,7 +53,48 @@ CASES = (CostCase(1, 2), CostCase(1, 4), CostCase(4, 8))
 QUICK = (CostCase(1, 2, (8, 64 * KIB, 4 * MIB), 1.0, 2),)
 
 
-def measure_cost(session: Session, cases: Sequence[CostCase]) -> list[dict[str, Any]]:
+def run(session: Session) -> dict[str, Any]:
+    """Measure in every place."""
+    return {"cost": _measure(session, QUICK if session.quick else CASES)}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return whether the check is cheap, and the times."""
+    cost = result["cost"]
+    dear = [f"{row['where']} {format_bytes(row['nbytes'])} {_added(row)}" for row in cost if not _is_cheap(row)]
+    limits = "at most 0.4 µs at 8 B on one host with 2 ranks, and 3 % elsewhere"
+    heads = ["where", "size", "check off", "check on", "on top: median of all pairs (the middle half of them)"]
+    rows = [[row["where"], format_bytes(row["nbytes"]), *_cells(row)] for row in cost]
+    return f"{verdict(limits, len(cost) - len(dear), dear)}\n{markdown_table(heads, rows)}"
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw what the check costs over the size, with the half of all pairs in the middle."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for where in dict.fromkeys(row["where"] for row in result["cost"]):
+        rows = [row for row in result["cost"] if row["where"] == where]
+        shares = [[100 * (on / off - 1) for on, off in zip(row["on"], row["off"], strict=True)] for row in rows]
+        quartiles = [statistics.quantiles(share, n=4) for share in shares]
+        middles = [middle for _, middle, _ in quartiles]
+        spans = [[middle - low for low, middle, _ in quartiles], [high - middle for _, middle, high in quartiles]]
+        axes.errorbar([row["nbytes"] for row in rows], middles, spans, fmt="o-", markersize=4, capsize=3, label=where)
+    axes.axhline(3, color="tab:red", linewidth=1, linestyle="--", label="3 %")
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("bytes")
+    axes.set_ylabel("% on top of the check off")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _measure(session: Session, cases: Sequence[CostCase]) -> list[dict[str, Any]]:
     """Return a row for each case and size."""
     rows = []
     for case in cases:
@@ -68,17 +115,6 @@ def measure_cost(session: Session, cases: Sequence[CostCase]) -> list[dict[str, 
             rows.append({"where": case.where, "ranks": case.ranks, "nbytes": nbytes, **both})
             session.say(f"{case.where}, {format_bytes(nbytes)}: {' | '.join(_cells(rows[-1]))}")
     return rows
-
-
-def too_dear(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return where the check costs more than it may."""
-    return [f"{row['where']} {format_bytes(row['nbytes'])} {_added(row)}" for row in rows if not _is_cheap(row)]
-
-
-def cost_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the times in Markdown."""
-    heads = ["where", "size", "check off", "check on", "on top: median of all pairs (the middle half of them)"]
-    return markdown_table(heads, [[row["where"], format_bytes(row["nbytes"]), *_cells(row)] for row in rows])
 
 
 def program(name: str, tree: Path, env: Mapping[str, str]) -> Contender:

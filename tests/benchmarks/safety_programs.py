@@ -1,0 +1,41 @@
+"""Random programs with one disagreement, and random pairs of calls: what becomes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks import safety
+from tests.benchmarks.session import Session
+from tests.disagreements.places import Place
+from tests.disagreements.plans import drawn_plans
+
+__all__ = ["PAGE", "draw", "run", "table"]
+
+PAGE = "safety"
+COUNTS = {
+    "drawn_program": {"1x2": 250, "2+1": 250, "2x2": 250, "1x4": 250},
+    "drawn_pair": {"1x2": 3000},
+}
+_WORDS = {"drawn_program": "random programs", "drawn_pair": "random pairs"}
+
+
+def run(session: Session) -> dict[str, Any]:
+    """Run so many of each."""
+    groups = []
+    for name, counts in COUNTS.items():
+        for shape, count in counts.items():
+            plans = drawn_plans(name, Place(shape).size, count // 50 if session.quick else count, 300_000)
+            groups.append({"what": _WORDS[name], **safety.run_group(session, shape, plans)})
+    return {"groups": groups}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return whether ranks were told, and the classes of all programs."""
+    return safety.judged(result["groups"])
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw how many ended in which class."""
+    groups = [{**group, "shape": f"{group['what']}, {group['shape']}"} for group in result["groups"]]
+    safety.draw({"groups": groups}, path)
