@@ -21,10 +21,6 @@ def publish(result: dict[str, Any], folder: Path) -> list[Path]:
     name = result["experiment"]
     results, image = folder / "results" / f"{name}.json", folder / "images" / f"{name}.png"
     page = folder / f"{page_of(name)}.md"
-        folder / "results" / f"{name}.json",
-        folder / "images" / f"{name}.png",
-        folder / f"{page_of(name)}.md",
-    )
     for path in (results, image):
         path.parent.mkdir(parents=True, exist_ok=True)
     results.write_text(json.dumps(result, indent=1) + "\n")
