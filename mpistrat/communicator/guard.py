@@ -44,7 +44,6 @@ from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, DeadlineBarr
 from mpistrat.groups.group import MOST_UNCONFIRMED
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import abort, exit_code
-from mpistrat.text import spans_text
 from mpistrat.transports.base import Steps, drive, leave_to_peers
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 from mpistrat.watch.reader import RankFile
@@ -115,15 +114,13 @@ class CollectiveGuard:
         self._options, self.checks, self._count = options, settings.CHECK.read(), count
         self._present.confirm, self._present.has_deadline = self._confirm, bool(options.timeout_seconds)
         self.lock, self.refusal, self.noted = threading.Lock(), "", 0
-        self.communicator, self._job_ranks = hierarchy.number, hierarchy.job_ranks
-        self._recorded_ranks = "" if hierarchy.is_whole_job else spans_text(sorted(hierarchy.job_ranks))
+        self.communicator, self._job_ranks, self._members = hierarchy.number, hierarchy.job_ranks, hierarchy.members
         self.indexes: dict[int, int] = {}
         self._recorder, self._watcher, self._slot = recorder(), start(), 0
         self.signature = Signature("")
         self._any_has_deadline, self._notes = False, list[str]()
         self._last: Job | None = None
-        self._last_thread = 0
-        self._ends, self._failure = 0.0, ""
+        self._last_thread, self._ends, self._failure = 0, 0.0, ""
         self._cause: BaseException | None = None
         _guards.add(self)
 
@@ -149,11 +146,13 @@ class CollectiveGuard:
         if self._slot:
             (self._recorder.leave if kind is None else self._recorder.fail)(self._slot)
             self._slot = 0
-        self._present.has_deadline = bool(self._options.timeout_seconds)
-        self._any_has_deadline = False
+        self._forget_deadline()
+        self.lock.release()
+
+    def _forget_deadline(self) -> None:
+        self._present.has_deadline, self._any_has_deadline = bool(self._options.timeout_seconds), False
         if self._watcher is not None:
             self._watcher.limit = None
-        self.lock.release()
 
     def is_broken(self) -> bool:
         """Return whether a collective has failed, here or on a rank that has told so."""
@@ -190,6 +189,8 @@ class CollectiveGuard:
                 except BaseException:
                     self._recorder.fail(slot)
                     raise
+                finally:
+                    self._forget_deadline()
                 self._recorder.leave(slot)
                 return result
 
@@ -212,7 +213,7 @@ class CollectiveGuard:
         if index is None:
             if len(self.indexes) >= _INDEXES_KEPT:
                 self.indexes.clear()
-            index = self.indexes[word] = self._recorder.intern(verb, *details, text, word, self._recorded_ranks)
+            index = self.indexes[word] = self._recorder.intern(verb, *details, text, word, self._members)
         return index
 
     def enter(self, call: Call, word: int) -> None:
@@ -335,10 +336,8 @@ class CollectiveGuard:
 
     def fail(self, verb: str, error: BaseException) -> None:
         """Let no other collective through: one has failed here, and ranks may be out of step."""
-        name = type(error).__name__
-        self._cause = error
-        self._failure = f"an earlier {verb} did not end ({name}), and ranks may be out of step; make a new strategy"
-        self.refusal = self._failure
+        self._cause, why = error, f"did not end ({type(error).__name__}), and ranks may be out of step"
+        self.refusal = self._failure = f"an earlier {verb} {why}; make a new strategy"
         if self._watcher is not None:
             self._watcher.dismiss(self.communicator)
         leave_to_peers(self._memory)

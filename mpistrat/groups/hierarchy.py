@@ -12,7 +12,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpistrat.groups.group import Group, PresentCall
+from mpistrat.text import spans_text
 from mpistrat.topology.world import World
+from mpistrat.watch.layout import LONGEST_TEXT, UNTOLD
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -84,11 +86,14 @@ class Hierarchy:
         return _own(joined, name, ranks, self.call)
 
     @property
-    def is_whole_job(self) -> bool:
-        """Whether these are all ranks of the job."""
+    def members(self) -> str:
+        """Which ranks of the job these are, for the record: empty if all, UNTOLD if that takes too long a text."""
         from mpi4py import MPI
 
-        return len(self.job_ranks) == MPI.COMM_WORLD.Get_size()
+        if len(self.job_ranks) == MPI.COMM_WORLD.Get_size():
+            return ""
+        text = spans_text(sorted(self.job_ranks))
+        return text if len(text) <= LONGEST_TEXT else UNTOLD
 
     def all_agree(self, yes: bool) -> bool:
         """Return whether all ranks say yes. A collective call."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NoReturn
 
 from mpistrat.arrays import array_module, as_array
@@ -25,7 +24,6 @@ from mpistrat.strategy.feeding import register_inputs as register_inputs
 from mpistrat.strategy.replica_context import ReplicaContext
 from mpistrat.strategy.run_options import RunOptions
 from mpistrat.structures import flatten
-from mpistrat.watch.watched import watched
 
 __all__ = ["Strategy", "register_inputs"]
 
@@ -220,8 +218,7 @@ class Strategy(Combining, Feeding, DeprecatedNames):
         ops = self._extended.communicator
         if default_mode().strategy is self or isinstance(ops, ClosedCommunicator):
             return
-        with watched(f"{type(self).__name__}.close()") if ops.size > 1 else nullcontext():
-            ops.close()
+        ops.close()
         self._extended.communicator = ClosedCommunicator(repr(self), ops)
         # the replica context keeps the operations at hand: a new one, with those that are closed
         self.replica_context = ReplicaContext(self, ops.rank)

@@ -14,11 +14,13 @@ __all__ = [
     "FILE_BYTES",
     "HEADER",
     "LINES",
+    "LONGEST_TEXT",
     "MAGIC",
     "RING_RECORDS",
     "RING_START",
     "STARTED_BIT",
     "TEXTS",
+    "UNTOLD",
     "VERSION",
     "WORDS",
     "Field",
@@ -28,6 +30,10 @@ __all__ = [
 
 MAGIC = int.from_bytes(b"mpistrat", "little")
 VERSION = 2
+
+
+# who takes part in a collective where a text of it would be longer than an entry has room for
+UNTOLD, LONGEST_TEXT = "?", 400
 
 
 class State(IntEnum):

@@ -215,7 +215,10 @@ class RankFile:
         if found is None:
             return Description()
         encoded, nbytes, digest = found
-        verb, op, dtype, plan, ranks, text = encoded.decode(errors="replace").split("\0", 5)
+        parts = encoded.decode(errors="replace").split("\0", 5)
+        if len(parts) < 6:
+            return Description()
+        verb, op, dtype, plan, ranks, text = parts
         return Description(verb, op, dtype, nbytes, plan, ranks, text, digest)
 
     def _line(self, index: int) -> str:

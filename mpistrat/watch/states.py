@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from mpistrat.text import format_elapsed, parse_spans
-from mpistrat.watch.layout import State
+from mpistrat.watch.layout import UNTOLD, State
 from mpistrat.watch.reader import RankFile, Record
 
 __all__ = ["Call", "Key", "RankState", "aged", "decode", "encode", "look"]
@@ -43,7 +44,7 @@ class Call:
     has_failed, is_started : bool
         Whether it raised; whether the program goes on meanwhile.
     ranks : str
-        Which ranks of the job it takes, as text; empty if all.
+        Which ranks of the job it takes, as text; empty if all, UNTOLD where that is too long: then nobody is waited for.
     """
 
     communicator: int
@@ -60,7 +61,7 @@ class Call:
 
     def takes(self, rank: int) -> bool:
         """Return whether a rank of the job has to come to it."""
-        return not self.ranks or any(rank in span for span in parse_spans(self.ranks))
+        return not self.ranks or rank in _members(self.ranks)
 
     @property
     def key(self) -> Key:
@@ -183,6 +184,11 @@ class RankState:
         if self.state in ("in", "out") and not self.is_silent:
             return f"; now at {self.now_at}"
         return f"; last seen {format_elapsed(self.seen_seconds_ago)} ago at {self.now_at}"
+
+
+@lru_cache(256)
+def _members(ranks: str) -> frozenset[int]:
+    return frozenset() if ranks == UNTOLD else frozenset().union(*parse_spans(ranks))
 
 
 def look(file: RankFile, wanted: Collection[Key] = ()) -> RankState:

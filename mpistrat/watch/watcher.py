@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -181,6 +182,7 @@ class Watcher:
     def dismiss(self, communicator: int) -> None:
         """Raise nothing, from here on, that is found about collectives of a communicator: it has failed here."""
         self._notices.dismiss(communicator)
+        self.verdict = None
 
     def end(self) -> None:
         """Say that this program has ended, wait until all have, and stop; then MPI can end."""
@@ -188,14 +190,17 @@ class Watcher:
             return
         has_failed = exit_code.ending_code() != 0
         self._recorder.set_state(State.FAILED if has_failed else State.ENDED)
-        if self._talk is not None and _mpi_runs() and not has_failed:  # a job that fails ends now, with the code of this rank
-            self._wait_for_all(self._talk.comm)
-            if self._wants_trace:
-                trace.write_merged(self._talk.comm, self._own)
+        talk = self._talker()
+        if talk is not None and not has_failed:  # a job that fails ends now, with the code of this rank
+            all_have_ended = self._wait_for_all(talk.comm)
+            if all_have_ended and self._wants_trace:
+                trace.write_merged(talk.comm, self._own)
         self._stopping = True
         self._wake.set()
         self._thread.join(LONGEST_GOODBYE_SECONDS)
-        if has_failed and (talk := self._talker()) is not None:
+        if talk is not None:
+            deque(talk.received(), 0)  # MPI is to end without a message that nobody has taken
+        if has_failed and talk is not None:
             talk.send({"failed": self._own.rank}, [rank for ranks in talk.others for rank in ranks])
         if self._keyval is not None and _mpi_runs():
             _delete(self._keyval)
@@ -209,7 +214,8 @@ class Watcher:
         self._keyval = MPI.Comm.Create_keyval(delete_fn=lambda comm, keyval, value: self.end())
         MPI.COMM_SELF.Set_attr(self._keyval, None)
 
-    def _wait_for_all(self, comm: MPI.Intracomm) -> None:
+    def _wait_for_all(self, comm: MPI.Intracomm) -> bool:
+        """Wait until all programs have ended; return False if one has failed instead."""
         request = comm.Ibarrier()
         began, pause, patience, look = time.monotonic(), 0.0001, self._patience or math.inf, WAKE_SECONDS
         while not request.Test():
@@ -219,13 +225,14 @@ class Watcher:
             if waited > look:
                 look = waited + WAKE_SECONDS
                 if self._has_failed_rank or any(file.state is State.FAILED for file in self._neighbours.files()):
-                    return  # that one ends MPI without waiting for others, and waits in that for this one
+                    return False  # that one ends MPI without waiting for others, and waits in that for this one
             if waited > patience:
                 patience *= 2
                 states = self.compare(ANSWER_SECONDS)
                 is_lowest = not any(state.state == "ended" for state in states[: self._own.rank])
                 if is_lowest and any(state.state != "ended" for state in states):
                     _tell(end_report(states[self._own.rank], waited, states))
+        return True
 
     def _run(self) -> None:
         """Watch; what goes wrong here must not end a job that may be well."""
@@ -352,6 +359,8 @@ class Watcher:
         self._take_notices()
 
     def _take_notices(self) -> None:
+        if self._verdict_on is not None and self._verdict_on not in self._inside():
+            self.verdict = self._verdict_on = None
         if self.verdict is None:
             notice = self._notices.first(self._inside())
             if notice is not None:
@@ -366,11 +375,12 @@ class Watcher:
             self._confide(talk)
         for source, message in talk.received():
             if "ask" in message:
-                if source < self._own.rank:
+                if source < self._own.rank and self._waiting is not None and [*_key(self._waiting)] in message["wanted"]:
                     self._surveyed = time.monotonic()
                 talk.send(self._answer(message), [source])
-            elif "tell" in message and self._survey is not None:
-                self._survey.take(message)
+            elif "tell" in message:
+                if self._survey is not None:
+                    self._survey.take(message)
             elif "heard" in message:
                 self._heard |= {state.rank: (time.monotonic(), state) for state in decode(message["heard"])}
             elif "failed" in message:
@@ -381,7 +391,7 @@ class Watcher:
     def _confide(self, talk: Talk) -> None:
         """Tell a rank of another host what this one does, as long as it can."""
         self._confided = time.monotonic()
-        if talk.others:
+        if talk.others and self._own.state is State.RUNNING:
             talk.send({"heard": encode([look(self._own)])}, [talk.confidant])
 
     def _heard_of(self) -> list[RankState]:

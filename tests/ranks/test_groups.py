@@ -70,7 +70,7 @@ def test_they_know_which_ranks_of_the_job_they_are(comm):
     half = comm.Split(comm.rank % 2, comm.rank)
     hierarchy = Hierarchy(half, World.from_shape(f"1x{half.size}"))
     assert hierarchy.job_ranks == tuple(range(comm.rank % 2, comm.size, 2))
-    assert hierarchy.is_whole_job == (comm.size == 1)
+    assert (hierarchy.members == "") == (comm.size == 1)
     hierarchy.close()
     half.Free()
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mpistrat.errors import AgreementError, UnavailableError
+from mpistrat.watch.layout import UNTOLD
 from mpistrat.watch.recorder import digest
 from mpistrat.watch.report import stall_report
 from mpistrat.watch.states import Call, RankState, decode, encode
@@ -166,6 +167,12 @@ def test_nobody_waits_for_ranks_that_a_collective_does_not_take(others: str, is_
     assert bool(judged(states)) is is_known
     assert waits_for(states, {ONE, TWO}) == ({0: [1, 2, 3], 2: [0, 1, 3]} if is_known else {0: [1], 2: [3]})
     assert ("rank 2" in stall_report(states[0], states)) is is_known
+
+
+def test_nobody_is_waited_for_where_it_is_not_told_who_takes_part() -> None:
+    states = ranks(replace(call(ONE), ranks=UNTOLD), None, replace(call(TWO), ranks=UNTOLD), None)
+    assert judged(states) == ""
+    assert waits_for(states, {ONE, TWO}) == {0: [], 2: []}
 
 
 def test_who_waits_for_whom() -> None:
