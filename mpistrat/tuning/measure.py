@@ -23,7 +23,7 @@ from mpistrat.tuning.fit import ITEM_BYTES, Measurement
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MAX_BYTES", "Make", "measure"]
+__all__ = ["MAX_BYTES", "Make", "Measured", "measure"]
 
 MAX_BYTES = 2**24
 _MIN_BYTES, _STEP_FACTOR = 16, 4

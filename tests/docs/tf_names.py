@@ -129,7 +129,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "StrategyExtended(container_strategy)",
             READING,
-            "Made of `collectives`, and the strategy is told later, for `container_strategy`.",
+            "Made of a `communicator`, and the strategy is told later, for `container_strategy`.",
         ),
         Row(
             "StrategyExtended.reduce_to(reduce_op, value, destinations, options=None)", READING, "Takes MIN, MAX and PROD too."
@@ -162,7 +162,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "StrategyExtended._create_variable(next_creator, **kwargs)",
             NOT_PLANNED,
-            "A hook for authors; here a strategy is made of collectives, a `CrossDeviceOps` and devices, "
+            "A hook for authors; here a strategy is made of a communicator, a `CrossDeviceOps` and devices, "
             "which are arguments of `StrategyExtended`.",
         ),
     ),

@@ -40,3 +40,27 @@ def test_a_rank_that_never_comes_ends_the_job(job: Job, fault: str, strict: str)
     assert "DeadlineExceededError: rank " in ended.marked[-1]
     assert f"did not end within 0.5 s; not all ranks have arrived: missing rank 1 ({HOST})" in ended.marked[-1]
     assert not ended.leftovers()
+
+
+STARTED = """
+    import numpy as np
+    import mpistrat
+    from mpistrat.experimental import CommunicationOptions
+
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+    options = CommunicationOptions(timeout_seconds=0.5)
+
+    def started():
+        mpistrat.get_replica_context().start_all_reduce("sum", np.ones(3), options).wait()
+
+    strategy.run(started)
+    if comm.rank == 1:
+        time.sleep(5.0)
+    strategy.close()
+    print("done")
+"""
+
+
+def test_the_deadline_of_what_was_started_ends_with_it(job: Job) -> None:
+    ended = job(2, STARTED)
+    assert (ended.code, ended.stdout.split()) == (0, ["done"] * 2), ended.stderr
