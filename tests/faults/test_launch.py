@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,8 @@ def test_ctrl_c_ends_the_job(folder: Path, kill: Callable[[int, int], None]) -> 
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # where these tests run in the background, a shell has turned Ctrl-C off
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert process.stdout is not None
