@@ -22,7 +22,14 @@ _MISSING = re.compile(r"\branks? (\d+(?:[-–, ]+(?:and )?\d+)*)")
 _ABSENT = re.compile(r"missing|absent|not (?:yet )?(?:in it|come|arrived)", re.IGNORECASE)
 _LINE = re.compile(r"(\w[\w./-]*\.py)(?::|\", line )(\d+)")
 _RAW = re.compile(r"Bad address|bytes failed|MPI_ERR|Errno|No such process", re.IGNORECASE)
-_OURS = {"AgreementError", "LaunchError", "DeadlineExceededError", "UnavailableError", "InvalidArgumentError", "UnsupportedDtypeError"}
+_OURS = {
+    "AgreementError",
+    "LaunchError",
+    "DeadlineExceededError",
+    "UnavailableError",
+    "InvalidArgumentError",
+    "UnsupportedDtypeError",
+}
 
 
 @dataclass
