@@ -34,6 +34,8 @@ WAITING, WORKED = False, True
 # where there is room, while ranks that only yield to each other may share a core for long
 _SHARED_CORE_SECONDS = 20e-6
 _SLEEP_SECONDS = 1e-6
+# a small call ends within so many turns, and sooner than the shortest sleep
+_SHORT_WAITS = 64
 _POLLS_PER_CLOCK = 256
 
 _left_to_peers: list[object] = []
@@ -217,8 +219,11 @@ def drive(
             raise
 
 
-def give_way(waits: int = 0) -> None:
-    """Let another process have the core, however often there was nothing to do."""
+def give_way(waits: int = _SHORT_WAITS) -> None:
+    """Let another process have the core; sleep where it is shared, after so many turns in a row without anything to do."""
+    if waits < _SHORT_WAITS:
+        os.sched_yield()
+        return
     before = time.perf_counter()
     os.sched_yield()
     if time.perf_counter() - before > _SHARED_CORE_SECONDS:
