@@ -49,7 +49,7 @@ def execute(arguments: argparse.Namespace) -> int:
     Raises
     ------
     InvalidArgumentError
-        If a job is asked for that there is not.
+        If the job that was asked for does not exist.
     """
     jobs = sorted(_all_jobs(), key=lambda job: (not job.is_running, -job.path.stat().st_mtime))
     chosen = _chosen(jobs, arguments.job)

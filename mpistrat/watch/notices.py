@@ -1,4 +1,4 @@
-"""Notices: what one watching thread has found, the others of its host read: that ranks wait in vain."""
+"""Notices: a watcher that finds a deadlock or a mismatch posts it to the other ranks of its host."""
 
 from __future__ import annotations
 
@@ -95,11 +95,11 @@ class Notices:
         return next((notice for notice in self._all() if notice.is_for_all or notice.key in inside), None)
 
     def dismiss(self, communicator: int) -> None:
-        """Take no notice, from here on, of those about a communicator: it has failed here."""
+        """Ignore notices about a communicator that has failed on this rank, those posted later included."""
         self._failed.add(communicator)
 
     def ignore(self) -> None:
-        """Take no notice of those that there are."""
+        """Ignore all notices posted so far."""
         self._ignored |= {path.name.removeprefix(_PREFIX) for path in self._paths()} | {notice.name for notice in self._own}
 
     def _all(self) -> Iterator[Notice]:

@@ -43,7 +43,7 @@ from mpistrat.watch.layout import (
 __all__ = ["FlightRecorder", "digest", "recorder"]
 
 _MOST_PLACES = 16_384
-# modules of Python's that a call of ours goes through
+# standard-library modules that may lie on the stack between the program and this library
 _BETWEEN = ("threading", "contextlib")
 _write_entry = struct.Struct("=5Q").pack_into
 _frame_at = sys._getframe
@@ -79,7 +79,7 @@ class FlightRecorder:
         self._slots = cycle([(start, start // 8 + WORDS - 1) for start in starts])
         self._calls = _Interned(CALLS, self.memory)
         self._lines = _Interned(LINES, self.memory)
-        # where a program was -> its line; 0 for code of ours. Codes are kept, for an address is given out again
+        # (id of the code, instruction) -> index of the line, 0 inside this library; codes are kept, so that ids stay unique
         self._places: dict[tuple[int, int], int] = {}
         self._codes: dict[int, CodeType] = {}
         self._introduce(rank, size)

@@ -1,4 +1,4 @@
-"""Collectives of all ranks that belong to no communicator of ours, such as making one, are recorded like others."""
+"""Record collectives over all ranks that happen outside a communicator, such as making a strategy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _numbers = iter(range(2**62))
 
 @contextmanager
 def watched(text: str) -> Iterator[None]:
-    """Record a collective of all ranks that belongs to no strategy, such as making one.
+    """Record a collective over all ranks that happens outside a communicator.
 
     Parameters
     ----------

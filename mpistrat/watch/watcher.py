@@ -468,7 +468,7 @@ def _tells(state: RankState) -> bool:
 
 
 def _delete(keyval: int) -> None:
-    """Have MPI call nothing of ours when it ends: Python has by then."""
+    """Remove the callback from MPI: MPI_Finalize may run after the interpreter has shut down."""
     from mpi4py import MPI
 
     MPI.COMM_SELF.Delete_attr(keyval)
