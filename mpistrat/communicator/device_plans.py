@@ -76,11 +76,13 @@ class MixedPlanCache:
 
     def find(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> BoundBatch:
         """Return the plan for arrays like these: see `PlanCache.find`. A collective call where there is none yet."""
+        parts = self._split(arrays)
+        if len(parts) == 1:
+            book = parts[0][0]
+            return book.find(op, arrays, self._options(book, options), num_packs)
         found = BoundBatch(text=describe_all_reduce(op, arrays, options, num_packs))
-        for book, indices in self._split(arrays):
+        for book, indices in parts:
             batch = book.find(op, [arrays[index] for index in indices], self._options(book, options), num_packs)
-            if len(indices) == len(arrays):
-                return batch
             found += [Bucket(tuple(indices[index] for index in bucket.indices), bucket.bound) for bucket in batch]
         return found
 

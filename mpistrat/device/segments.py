@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["THREADS", "UNROLL", "SegmentTable"]
+__all__ = ["BYTES_UNDER_WAY", "THREADS", "SegmentTable"]
 
 THREADS = 256
 """Threads of a block."""
 
-UNROLL = 4
-"""Packets that a thread moves."""
+BYTES_UNDER_WAY = 64
+"""What a thread reads."""
 
 PACKET_BYTES = 16
 
@@ -41,7 +41,7 @@ class SegmentTable:
 
     def __init__(self, counts: Sequence[int], source: np.dtype[Any], target: np.dtype[Any]) -> None:
         self._kept = [index for index, count in enumerate(counts) if count]
-        per_tile = THREADS * UNROLL * PACKET_BYTES // min(source.itemsize, target.itemsize)
+        per_tile = THREADS * BYTES_UNDER_WAY // source.itemsize
         tiles = [-(-counts[index] // per_tile) for index in self._kept]
         self.rows: NDArray[Any] = np.zeros((len(self._kept), 3), np.uint64)
         self.rows[:, 2] = [counts[index] for index in self._kept]

@@ -20,7 +20,7 @@ I32, I64, C64 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.complex64)
 MOVES = [(F32, F32), (F32, BF16), (BF16, F32), (F32, F16), (F16, F32), (F64, F64), (I32, I64), (I64, I32)]
 SUM, MIN, MAX, PROD = ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD
 FOLDS = [(F32, SUM), (F32, MIN), (F32, MAX), (F32, PROD), (BF16, SUM), (F16, SUM), (I64, SUM), (I32, MAX), (C64, PROD)]
-TILE = {dtypes: segments.THREADS * segments.UNROLL * 16 // min(d.itemsize for d in dtypes) for dtypes in MOVES}
+TILE = {dtypes: segments.THREADS * segments.BYTES_UNDER_WAY // dtypes[0].itemsize for dtypes in MOVES}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def _fold(kernels, buffers, start, target, op):
 def test_the_constants_of_both_languages_agree():
     text = (files("mpistrat.device") / "kernels.cu").read_text()
     constants = dict(re.findall(r"constexpr int (\w+) = (\d+);", text))
-    assert (int(constants["THREADS"]), int(constants["UNROLL"])) == (segments.THREADS, segments.UNROLL)
+    assert (int(constants["THREADS"]), int(constants["BYTES_UNDER_WAY"])) == (segments.THREADS, segments.BYTES_UNDER_WAY)
 
 
 @pytest.mark.parametrize("dtypes", MOVES, ids=lambda dtypes: f"{dtypes[0]} to {dtypes[1]}")
