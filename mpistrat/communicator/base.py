@@ -82,7 +82,7 @@ class Communicator(ABC):
             `out`, or new arrays; never the arrays that came in.
         """
 
-    def all_reduce_again(self, op: ReduceOp, arrays: Sequence[Array], noted: int = 0) -> list[Array] | None:
+    def all_reduce_again(self, op: ReduceOp, arrays: Sequence[Array], noted: int = 0, frames: int = 2) -> list[Array] | None:
         """Do what `all_reduce` does if arrays like these have a short way already; else do nothing, and return None.
 
         A collective call. It is for callers that can spare looking at the arrays where the communicator has seen their like.
@@ -93,6 +93,8 @@ class Communicator(ABC):
             As for `all_reduce`.
         noted : int
             The word of what would be noted before (see `note`), as `groups.agreement.word_of` returns it.
+        frames : int
+            How many frames of this library lie between this call and the program, at least.
         """
         return None
 

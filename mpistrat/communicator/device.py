@@ -92,9 +92,9 @@ class DeviceCommunicator(MpiCommunicator):
             self._guard.run(call, steps)
             return results
 
-    def all_reduce_again(self, op: ReduceOp, arrays: Sequence[Array], noted: int = 0) -> list[Array] | None:
+    def all_reduce_again(self, op: ReduceOp, arrays: Sequence[Array], noted: int = 0, frames: int = 2) -> list[Array] | None:
         """Combine arrays in host memory like earlier ones: see `Communicator.all_reduce_again`. A collective call."""
-        return None if any(map(is_on_device, arrays)) else super().all_reduce_again(op, arrays, noted)
+        return None if any(map(is_on_device, arrays)) else super().all_reduce_again(op, arrays, noted, frames)
 
     def start_all_reduce(
         self,

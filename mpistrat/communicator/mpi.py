@@ -131,7 +131,7 @@ class MpiCommunicator(ExchangeVerbs):
             self._settle()
             return results
 
-    def all_reduce_again(self, op: ReduceOp, arrays: Sequence[Array], noted: int = 0) -> list[Array] | None:
+    def all_reduce_again(self, op: ReduceOp, arrays: Sequence[Array], noted: int = 0, frames: int = 2) -> list[Array] | None:
         """Combine arrays like earlier ones, which go at once: see `Communicator.all_reduce_again`. A collective call."""
         guard = self._guard
         if len(arrays) == 1:
@@ -146,7 +146,7 @@ class MpiCommunicator(ExchangeVerbs):
             guard.signature = signature = quick.signature
             self._present.word = word = quick.word ^ (guard.noted_before(noted) if guard.noted else noted)
             index = guard.indexes.get(word) or guard.index(word, "all_reduce", signature.text, signature.details)
-            slot = self._recorder.enter(guard.communicator, number, index, FRAMES)
+            slot = self._recorder.enter(guard.communicator, number, index, frames + 1)
             results = quick.run(arrays)
             self._recorder.leave(slot)
             return results

@@ -79,6 +79,7 @@ class SmallBatch:
         assert bucket.indices == tuple(reversed(range(len(arrays)))), "arrays are packed from the last to the first"
         self._dtype = arrays[0].dtype
         self._sent_dtype = accumulation_dtype(op, self._dtype)
+        self._is_cast = self._sent_dtype != self._dtype
         self._divisor = num_replicas if op is ReduceOp.MEAN else 1
         self._combine, self.signature, self.word = combine, signature, signature.word
         self._padding = bytes((bucket.bound.flat_count - sum(array.size for array in arrays)) * self._dtype.itemsize)
@@ -87,12 +88,12 @@ class SmallBatch:
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
         """Return the arrays combined: views of one new array, apart from each other. A collective call."""
-        given = np.frombuffer(_joined(arrays[::-1], self._padding), self._dtype).astype(self._sent_dtype, copy=False)
-        total = self._combine(given, None)
+        given = np.frombuffer(_joined(arrays[::-1], self._padding), self._dtype)
+        total = self._combine(given.astype(self._sent_dtype) if self._is_cast else given, None)
         if self._divisor > 1:
             divide(total, self._divisor, out=total)
         # the fields of a record come out as views, all in one call
-        results = list(np.ndarray((), self._record, total.astype(self._dtype, copy=False)).item())
+        results = list(np.ndarray((), self._record, total.astype(self._dtype) if self._is_cast else total).item())
         for index in self._scalars:
             results[index] = results[index].reshape(())
         return results

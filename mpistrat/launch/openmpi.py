@@ -21,6 +21,7 @@ __all__ = [
     "has_wheel",
     "num_cores",
     "parameters",
+    "yields_when_idle",
 ]
 
 
@@ -104,6 +105,11 @@ def has_chosen_collectives(environ: Mapping[str, str]) -> bool:
     """Return whether the user has set any parameter of the collectives, in the environment or in the file at home."""
     named = {name.removeprefix("OMPI_MCA_") for name in environ if name.startswith("OMPI_MCA_")} | _names_in_file(environ)
     return any(name == "coll" or name.startswith("coll_") for name in named)
+
+
+def yields_when_idle(environ: Mapping[str, str]) -> bool:
+    """Return whether ranks that wait give their core away at once: somebody knows that ranks outnumber cores."""
+    return environ.get("OMPI_MCA_mpi_yield_when_idle", "").lower() in ("1", "true", "yes")
 
 
 def num_cores(cpus: Iterable[int] | None = None, system: Path = Path("/sys/devices/system/cpu")) -> int:

@@ -19,6 +19,8 @@ from mpistrat.structures import ONE_LEAF, OUTLINES_KEPT, Structure, flatten, fla
 
 __all__ = ["ReplicaReduction"]
 
+_FRAMES = 3  # between the communicator and the program
+
 
 class ReplicaReduction(ReplicaExchange):
     """The collective calls of a replica context that combine arrays."""
@@ -107,18 +109,17 @@ class ReplicaReduction(ReplicaExchange):
         if not self._is_quick:
             return None
         try:
-            if type(value) is np.ndarray:
-                known = _of_one_array.get(reduce_op) or _parsed(reduce_op)
-                results = self._ops.all_reduce_again(known[0], (value,), known[1])
-                return None if results is None else results[0]
-            op = ReduceOp.parse(reduce_op)
+            op, word = _of_one_array.get(reduce_op) or _parsed(reduce_op)
         except (TypeError, InvalidArgumentError):
             return None  # the other replicas must learn of it
+        if type(value) is np.ndarray:
+            results = self._ops.all_reduce_again(op, (value,), word, _FRAMES)
+            return None if results is None else results[0]
         nest = flatten_arrays(value)
         if nest is None:
             return None
         leaves, structure = nest
-        results = self._ops.all_reduce_again(op, leaves, _noted(op, structure))
+        results = self._ops.all_reduce_again(op, leaves, _noted(op, structure), _FRAMES)
         return None if results is None else rebuild(structure, results)
 
     def start_all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Work[Any]:

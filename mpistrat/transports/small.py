@@ -10,7 +10,9 @@ is ever read, and every wait can be given up.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -18,9 +20,10 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.launch.openmpi import num_cores
+from mpistrat.launch.openmpi import num_cores, yields_when_idle
 from mpistrat.reduction import ReduceOp, combine
-from mpistrat.transports.base import WAITING, Steps, drive, leave_to_peers
+from mpistrat.transports.base import WAITING, Steps, drive
+from mpistrat.transports.leader_messages import LeaderMessages
 from mpistrat.transports.shared_memory import CALL, ENTERED, RESULT, SMALL_BYTES, SharedMemoryTransport
 
 __all__ = ["MOST_NODES", "SmallAllReduce", "SmallExchange"]
@@ -30,6 +33,7 @@ MOST_NODES = 4
 MOST_RANKS = 16
 """Of a node: beyond, a tree of MPI's takes fewer steps."""
 _POLLS = 40  # before the core is given away; a peer that has a core of its own comes meanwhile
+_YIELDS = 100  # before deadlines and verdicts are looked at
 _RESULT_SLOTS = 2  # the first of them
 
 
@@ -53,10 +57,23 @@ class SmallExchange:
         self.window, self.call, self.leaders = window, hierarchy.call, hierarchy.leaders
         self.rank, self.is_leader = hierarchy.intra.rank, hierarchy.intra.rank == 0
         self.is_one_node = hierarchy.world.num_nodes == 1
+        self.are_all_leaders = hierarchy.world.num_nodes == hierarchy.world.size
         self.turn = self.count = 0
-        self.polls = _POLLS if hierarchy.intra.size <= num_cores() else 0
+        is_crowded = hierarchy.intra.size > num_cores() or yields_when_idle(os.environ)
+        self.polls = 0 if is_crowded else _POLLS
         self.drive: Callable[[Steps], None] = _drive
         self._is_possible = self._agreed(hierarchy)
+
+    def wait(self, has_come: Callable[[], bool]) -> None:
+        """Wait for a peer, without a look at deadlines and verdicts in the short time that this takes as a rule."""
+        for _ in range(self.polls):
+            if has_come():
+                return
+        for _ in range(_YIELDS):
+            if has_come():
+                return
+            os.sched_yield()
+        self.drive(_until(has_come))
 
     def serves(self, nbytes: int) -> bool:
         """Return whether an array of so many bytes goes this way: the same on all ranks."""
@@ -97,10 +114,9 @@ class SmallAllReduce:
             [window.small[0][_RESULT_SLOTS + turn][:nbytes].view(dtype).reshape(shape) for turn in range(2)] if window else []
         )
         leaders = exchange.leaders
-        self._total = np.empty(shape, dtype)
-        self._sums = (
-            [self._total if rank == leaders.rank else np.empty(shape, dtype) for rank in range(leaders.size)] if leaders else []
-        )
+        # of each node, of which this rank makes its own node's, if it is a leader
+        self._sums = [np.empty(shape, dtype) for _ in range(leaders.size)] if leaders else []
+        self._messages: LeaderMessages | None = None
         self._one_node = exchange.is_one_node
 
     def run(self, source: Array, target: Array | None = None) -> Array:
@@ -117,37 +133,48 @@ class SmallAllReduce:
         return target
 
     def at_once(self) -> Callable[[Array, Array | None], Array]:
-        """Return what does the same as `run`; on one node with fewer lines of Python, each of which counts here."""
-        exchange, window, fold = self._exchange, self._exchange.window, self._fold
-        if window is None or not self._one_node:
-            return self.run
-        slots, shape, dtype = self._slots, self._shape, self._dtype
-        own_slots = [slots[turn][exchange.rank] for turn in range(2)]
-        call, own, others, compared, fence = exchange.call, window.own, window.others, window.compared, window.fence_memory
-        is_pair, is_fenced = len(others) == 1, window.is_fenced
+        """Return what does the same as `run` with fewer lines of Python, each of which counts here."""
+        if self._one_node:
+            return self._on_one_node()
+        return self._between_nodes() if self._exchange.window else self._alone_on_its_node()
+
+    def steps(self, source: Array, target: Array) -> Steps:
+        """Return the steps of the same."""
+        exchange, window = self._exchange, self._exchange.window
+        slots = self._put(source)
+        if window is not None:
+            entered = window.announce(exchange.call.word)
+            for words in window.others:
+                yield from _until(partial(_has_reached, words, ENTERED, entered))
+            window.compare(entered)
+        if self._one_node:
+            self._sum(slots, target)
+            return
+        exchange.count += 1
+        if exchange.is_leader:
+            messages = self._send(slots)
+            try:
+                for test in messages.tests:
+                    yield from _until(test)
+            except BaseException:
+                messages.give_up()
+                raise
+            self._publish(target)
+            return
+        assert window is not None, "a rank that is not a leader shares memory with one"
+        yield from _until(partial(_has_reached, window.words[0], RESULT, exchange.count))
+        window.fence_memory()
+        np.copyto(target, self._results[exchange.turn])
+
+    def _on_one_node(self) -> Callable[[Array, Array | None], Array]:
+        fold, slots, shape, dtype = self._fold, self._slots, self._shape, self._dtype
+        assert self._exchange.window is not None, "ranks of a node share memory"
+        meet = self._meeting(self._exchange.window)
+        is_pair = len(slots[0]) == 2 and bool(shape)
 
         def run(source: Array, target: Array | None = None) -> Array:
-            exchange.turn = turn = 1 - exchange.turn
-            own_slots[turn][...] = source
-            window.entered = entered = window.entered + 1
-            place = CALL + (entered & 1)
-            own[place] = word = call.word
-            if is_fenced:
-                fence()
-            own[ENTERED] = entered
-            for words in others:
-                if words[ENTERED] < entered:
-                    polls = exchange.polls
-                    while words[ENTERED] < entered and polls:
-                        polls -= 1
-                    if words[ENTERED] < entered:
-                        exchange.drive(_until(words, ENTERED, entered))
-            if is_fenced:
-                fence()
-            for words in compared:
-                if words[place] != word:
-                    window.compare(entered)
-            if is_pair and shape:
+            turn = meet(source)
+            if is_pair:
                 first, second = slots[turn]
                 total: Array = fold(first, second, out=target)
                 return total
@@ -158,33 +185,93 @@ class SmallAllReduce:
 
         return run
 
-    def steps(self, source: Array, target: Array) -> Steps:
-        """Return the steps of the same."""
-        exchange, window = self._exchange, self._exchange.window
-        slots = self._put(source)
-        if window is not None:
-            entered = window.announce(exchange.call.word)
-            for words in window.others:
-                yield from _until(words, ENTERED, entered)
-            window.compare(entered)
-        if self._one_node:
-            self._sum(slots, target)
-            return
-        exchange.count += 1
-        if exchange.is_leader:
-            # what is raised on a leader alone, where a warning counts as an error, would leave the others waiting
-            with np.errstate(all="ignore"):
-                self._sum(slots, self._total)
-            yield from self._join_leaders(target)
-            if window is not None:
-                np.copyto(self._results[exchange.turn], target)
-                window.fence_memory()
-                window.own[RESULT] = exchange.count
-            return
-        assert window is not None, "a rank that is not a leader shares memory with one"
-        yield from _until(window.words[0], RESULT, exchange.count)
-        window.fence_memory()
-        np.copyto(target, self._results[exchange.turn])
+    def _alone_on_its_node(self) -> Callable[[Array, Array | None], Array]:
+        exchange, fold, shape, dtype = self._exchange, self._fold, self._shape, self._dtype
+        call, wait, sums = exchange.call, exchange.wait, self._sums
+        assert exchange.leaders is not None, "this rank is a leader"
+        own = sums[exchange.leaders.rank]
+        is_pair = len(sums) == 2 and bool(shape) and exchange.are_all_leaders
+
+        def run(source: Array, target: Array | None = None) -> Array:
+            own[...] = source
+            messages = self._messages
+            if messages is None or messages.word != call.word:
+                messages = self._bind()
+            messages.start()
+            try:
+                for has_come in messages.tests:
+                    if not has_come():
+                        wait(has_come)
+            except BaseException:
+                messages.give_up()
+                raise
+            if is_pair:
+                first, second = sums
+                total: Array = fold(first, second, out=target)
+                return total
+            if target is None:
+                target = np.empty(shape, dtype)
+            self._publish(target)
+            return target
+
+        return run
+
+    def _between_nodes(self) -> Callable[[Array, Array | None], Array]:
+        exchange, window, slots, shape, dtype = self._exchange, self._exchange.window, self._slots, self._shape, self._dtype
+        assert window is not None, "ranks of a node share memory"
+        meet, wait, is_leader, words = self._meeting(window), exchange.wait, exchange.is_leader, window.words[0]
+
+        def run(source: Array, target: Array | None = None) -> Array:
+            if target is None:
+                target = np.empty(shape, dtype)
+            turn = meet(source)
+            exchange.count = count = exchange.count + 1
+            if is_leader:
+                messages = self._send(slots[turn])
+                try:
+                    for has_come in messages.tests:
+                        if not has_come():
+                            wait(has_come)
+                except BaseException:
+                    messages.give_up()
+                    raise
+                self._publish(target)
+                return target
+            if words[RESULT] < count:
+                wait(partial(_has_reached, words, RESULT, count))
+            window.fence_memory()
+            target[...] = self._results[turn]
+            return target
+
+        return run
+
+    def _meeting(self, window: SharedMemoryTransport) -> Callable[[Array], int]:
+        """Return what copies a source into this rank's slot and meets the ranks of the node: it returns whose turn it is."""
+        exchange = self._exchange
+        own_slots = [slots[exchange.rank] for slots in self._slots]
+        call, own, others, compared, fence = exchange.call, window.own, window.others, window.compared, window.fence_memory
+        is_fenced = window.is_fenced
+
+        def meet(source: Array) -> int:
+            exchange.turn = turn = 1 - exchange.turn
+            own_slots[turn][...] = source
+            window.entered = entered = window.entered + 1
+            place = CALL + (entered & 1)
+            own[place] = word = call.word
+            if is_fenced:
+                fence()
+            own[ENTERED] = entered
+            for words in others:
+                if words[ENTERED] < entered:
+                    exchange.wait(partial(_has_reached, words, ENTERED, entered))
+            if is_fenced:
+                fence()
+            for words in compared:
+                if words[place] != word:
+                    window.compare(entered)
+            return turn
+
+        return meet
 
     def _put(self, source: Array) -> list[Array]:
         """Copy the source into this rank's slot; return the slots of all ranks of the node."""
@@ -196,40 +283,59 @@ class SmallAllReduce:
 
     def _sum(self, slots: list[Array], target: Array) -> None:
         if len(slots) == 1:
-            np.copyto(target, slots[0])
+            target[...] = slots[0]
             return
         fold = self._fold
         fold(slots[0], slots[1], out=target)
         for slot in slots[2:]:
             fold(target, slot, out=target)
 
-    def _join_leaders(self, target: Array) -> Steps:
-        """Sum what the leaders of all nodes have summed, in the order of the nodes."""
-        group = self._exchange.leaders
+    def _send(self, slots: list[Array]) -> LeaderMessages:
+        """Sum what the ranks of this node have given, and begin to exchange the sums of all nodes."""
+        exchange, group = self._exchange, self._exchange.leaders
         assert group is not None, "this rank is a leader"
-        comm, tag, peers = group.comm, self._exchange.call.tag(0), [rank for rank in range(group.size) if rank != group.rank]
-        requests = [comm.Irecv(_message(self._sums[peer]), peer, tag) for peer in peers]
-        requests += [comm.Isend(_message(self._total), peer, tag) for peer in peers]
-        try:
-            for request in requests:
-                while not request.Test():
-                    yield WAITING
-        except BaseException:
-            leave_to_peers((requests, self._sums))
-            raise
+        messages = self._messages
+        if messages is None or messages.word != exchange.call.word:
+            messages = self._bind()
+        own = self._sums[group.rank]
+        if len(slots) == 1:
+            own[...] = slots[0]
+        else:
+            # where a warning counts as an error, one that is raised on leaders alone would leave the others waiting
+            with np.errstate(all="ignore"):
+                self._sum(slots, own)
+        messages.start()
+        return messages
+
+    def _bind(self) -> LeaderMessages:
+        """Return the messages of the present call."""
+        exchange = self._exchange
+        assert exchange.leaders is not None, "this rank is a leader"
+        self._messages = LeaderMessages(exchange.leaders, exchange.call, self._sums)
+        return self._messages
+
+    def _publish(self, target: Array) -> None:
+        """Sum what the leaders of all nodes have sent, in the order of the nodes, and hand it to the ranks of this node."""
+        exchange, window = self._exchange, self._exchange.window
+        if exchange.are_all_leaders:
+            self._sum(self._sums, target)
+            return
         with np.errstate(all="ignore"):
             self._sum(self._sums, target)
+        if window is None:
+            return
+        self._results[exchange.turn][...] = target
+        window.fence_memory()
+        window.own[RESULT] = exchange.count
 
 
-def _message(array: Array) -> list[Any]:
-    from mpi4py import MPI
-
-    return [array, array.nbytes, MPI.BYTE]
-
-
-def _until(words: memoryview, index: int, least: int) -> Steps:
-    while words[index] < least:
+def _until(has_come: Callable[[], bool]) -> Steps:
+    while not has_come():
         yield WAITING
+
+
+def _has_reached(words: memoryview, index: int, least: int) -> bool:
+    return words[index] >= least
 
 
 def _drive(steps: Steps) -> None:

@@ -1,0 +1,64 @@
+"""LeaderMessages: small arrays from the leader of each node to those of all others, as persistent messages of MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpistrat.arrays import Array
+from mpistrat.groups.group import Group, PresentCall
+from mpistrat.transports.base import leave_to_peers
+
+__all__ = ["LeaderMessages"]
+
+
+class LeaderMessages:
+    """Messages that are bound once and started at each call, which takes less time than to make them anew.
+
+    Parameters
+    ----------
+    group : Group
+        The leaders.
+    call : PresentCall
+        Whose tag they carry.
+    arrays : sequence of ndarray
+        One for each leader, all of one size: this rank's own is sent, the others are received.
+
+    Attributes
+    ----------
+    word : int
+        Of the call whose tag they carry.
+    tests : list of callable
+        Each says whether a message is through.
+    """
+
+    def __init__(self, group: Group, call: PresentCall, arrays: Sequence[Array]) -> None:
+        from mpi4py import MPI
+
+        tag = call.tag(0)
+
+        peers = [rank for rank in range(group.size) if rank != group.rank]
+        self.word, self._arrays = call.word, arrays
+        self._requests = [group.comm.Recv_init(_message(arrays[peer]), peer, tag) for peer in peers]
+        self._requests += [group.comm.Send_init(_message(arrays[group.rank]), peer, tag) for peer in peers]
+        self._start_all, self._is_finalized = MPI.Prequest.Startall, MPI.Is_finalized
+        self.tests = [request.Test for request in self._requests]
+
+    def start(self) -> None:
+        """Begin to send and to receive."""
+        self._start_all(self._requests)
+
+    def give_up(self) -> None:
+        """Leave messages that are under way alone: a peer that is late may still write into the arrays."""
+        leave_to_peers(self)
+
+    def __del__(self) -> None:
+        if not self._is_finalized():
+            for request in self._requests:
+                request.Free()
+
+
+def _message(array: Array) -> list[Any]:
+    from mpi4py import MPI
+
+    return [array, array.nbytes, MPI.BYTE]
