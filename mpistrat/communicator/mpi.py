@@ -283,11 +283,15 @@ class MpiCommunicator(ExchangeVerbs):
             self._refuse(call, refused)
         batch = self._batch(call, op, arrays, self._num_packs)
         if call.verb == "all_reduce" and call.options is self._options:
-            self._fast.learn(op, arrays, batch)
+            self._learn(op, arrays, batch)
         # a call of another verb has arguments that its batch does not know
         self._guard.begin(call, batch.signature(call.verb) if call.verb == "all_reduce" else Signature(call.describe()))
         results, sources = self._landing(arrays, out)
-        return self._steps(call, batch, sources, results), results
+        return self._steps(batch, sources, results), results
+
+    def _learn(self, op: ReduceOp, arrays: Sequence[Array], batch: BoundBatch) -> None:
+        """Note the plan of a call with the strategy's own options, for calls like it."""
+        self._fast.learn(op, arrays, batch)
 
     def _batch(self, call: Call, op: ReduceOp, arrays: Sequence[Array], num_packs: int | None) -> BoundBatch:
         """Return the plan of a call, after ranks have compared it if they bind memory for it or it has a deadline."""
@@ -320,7 +324,7 @@ class MpiCommunicator(ExchangeVerbs):
     def _check_out(self, out: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
         return check_out(out, arrays)
 
-    def _steps(self, call: Call, batch: BoundBatch, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
+    def _steps(self, batch: BoundBatch, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
         """Return the steps that combine `sources` into `results`, after a meeting of the node if they begin otherwise."""
         if self._window is not None and not batch.begins_with_meeting:
             yield from self._window.meet()
@@ -347,7 +351,7 @@ class MpiCommunicator(ExchangeVerbs):
         call.begin()
         batch = self._batch(call, op, arrays, num_packs)
         self._guard.begin(call, batch.signature("start_all_reduce"))
-        self._guard.run(call, self._steps(call, batch, arrays, results))
+        self._guard.run(call, self._steps(batch, arrays, results))
         self._settle()
         return results
 

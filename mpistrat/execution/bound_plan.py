@@ -272,7 +272,7 @@ class DirectPlan:
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
         """Return the steps that reduce `sources` into C-contiguous `targets`. A collective call."""
         started = time.perf_counter()
-        flat = [np.ascontiguousarray(source).reshape(-1) for source in sources]
+        flat = [source.reshape(-1) for source in sources]  # a copy where it is not contiguous
         lists = Lists(flat, [target.reshape(-1) for target in targets], self._count, self._cuts)
         yield from self._between(lists, self.fold)
         if self._executor.timeline.enabled:

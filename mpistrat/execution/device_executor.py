@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from mpistrat.algorithms.plan import Plan, Verb
+from mpistrat.algorithms.plan import Plan, Scope, Verb
 from mpistrat.arrays import Array
 from mpistrat.device.base import Device, Event, address
 from mpistrat.execution.bound_plan import BoundPlan, CopySteps, DirectPlan
@@ -22,14 +22,17 @@ from mpistrat.groups.group import Group
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.packing.wire import Wire
-from mpistrat.reduction import ReduceOp
+from mpistrat.reduction import Fold, ReduceOp, divide
 from mpistrat.transports.base import WAITING, Operation, Part, Steps, Transport
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.nccl import NcclTransport, nccl_refusal
 from mpistrat.transports.ordered import Caster, ordered_all_reduce
+from mpistrat.transports.parts import Lists
 from mpistrat.transports.staged import StagedTransport
 
 __all__ = ["DeviceExecutor"]
+
+DIRECT_FROM_BYTES = 1 << 20  # of each array: to pack smaller ones takes less time than to begin as many operations
 
 _REDUCING = (Verb.ALL_REDUCE, Verb.REDUCE_SCATTER, Verb.REDUCE)
 
@@ -72,8 +75,8 @@ class DeviceExecutor(Executor):
     ) -> BoundPlan | DirectPlan:
         """Prepare `plan` for buckets of `layout`: see `Executor.bind`. A collective call."""
         bound = super().bind(plan, layout, dtype, op, given, wire)
-        assert isinstance(bound, BoundPlan), "arrays on a device go through buckets"
-        self._bound.add(bound)
+        if isinstance(bound, BoundPlan):
+            self._bound.add(bound)
         return bound
 
     def max_in_flight(self, depth: int) -> int:
@@ -125,8 +128,24 @@ class DeviceExecutor(Executor):
         self._unbind()
         self.intra.dispose()
 
-    def _direct(self, *_: object) -> None:
-        """Return None: all goes through buckets."""
+    def _direct(
+        self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Collection[np.dtype[Any]]
+    ) -> DirectPlan | None:
+        """Return how NCCL does it between the arrays themselves: one, or a few large ones, on one node."""
+        is_large = layout.count * dtype.itemsize >= DIRECT_FROM_BYTES * (len(layout.offsets) - 1)
+        if not isinstance(self.intra, NcclTransport) or {phase.scope for phase in plan.phases} != {Scope.INTRA}:
+            return None
+        if set(given) != {dtype} or not layout.has_whole_arrays or not (layout.is_one_array or is_large):
+            return None
+        return None if self.intra.refusal(dtype, op) else DirectPlan(self, plan, self._between, layout, dtype, op)
+
+    def _between(self, lists: Lists, fold: Fold) -> Steps:
+        """Combine arrays of the caller by NCCL, after what the caller's stream has been given so far."""
+        assert isinstance(self.intra, NcclTransport), "others work on buckets"
+        yield from self.intra.all_reduce_between(lists.sources, lists.targets, fold.op)
+        if fold.divisor > 1:
+            for target in lists.targets:
+                divide(target, fold.divisor, out=target)
 
     def _inside(self, verb: Verb, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
         """Return the transport inside the node, or where it does not combine such values one through the host."""

@@ -53,6 +53,11 @@ class Layout:
         """Whether the range is all of a single array."""
         return len(self.offsets) == 2 and self.count == self.offsets[-1]
 
+    @property
+    def has_whole_arrays(self) -> bool:
+        """Whether the range is all of every array."""
+        return self.first == 0 and self.count == self.offsets[-1]
+
     def pieces(self, start: int, stop: int, longest: int) -> list[Piece]:
         """Return what lies in elements [start, stop) of the buffer, in order, as pieces of at most `longest` elements."""
         found: list[Piece] = []

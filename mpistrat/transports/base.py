@@ -219,11 +219,8 @@ def drive(
             raise
 
 
-def give_way(waits: int = _SHORT_WAITS) -> None:
-    """Let another process have the core; sleep where it is shared, after so many turns in a row without anything to do."""
-    if waits < _SHORT_WAITS:
-        os.sched_yield()
-        return
+def give_way(waits: int = 0) -> None:
+    """Let another process have the core, however often there was nothing to do; sleep where it is shared."""
     before = time.perf_counter()
     os.sched_yield()
     if time.perf_counter() - before > _SHARED_CORE_SECONDS:

@@ -121,6 +121,17 @@ class NcclTransport(Transport):
         call = lambda comm, stream: comm.allReduce(start, start, count, kind, native, stream)  # noqa: E731
         return self._operation([call], [Part(0, buffer.size, (buffer,))])
 
+    def all_reduce_between(self, sources: Sequence[DeviceArray], targets: Sequence[DeviceArray], op: ReduceOp) -> Steps:
+        """Combine arrays of the caller, all of one dtype: ncclAllReduce of each, together. A collective call."""
+        kind, width, native = self._native(targets[0], op)
+
+        def bind(source: DeviceArray, target: DeviceArray) -> _Call:
+            start, end, count = address(source), address(target), source.size * width
+            return lambda comm, stream: comm.allReduce(start, end, count, kind, native, stream)
+
+        calls = list(map(bind, sources, targets))
+        return self._operation(calls, []).run()
+
     def reduce_scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind ncclReduceScatter in place, or one ncclReduce per part where parts differ."""
         kind, width, native = self._native(buffer, op)

@@ -482,8 +482,29 @@ def test_no_mapped_memory_is_kept_when_its_owner_frees_it(mapped):
         assert not any(arena() for arena in arenas)
 
 
+@pytest.mark.parametrize("counts", [[7], [100_003], [1 << 18, 1 << 18]], ids=["one", "one of some size", "two large ones"])
+def test_nccl_works_on_the_arrays_themselves(comm, counts):
+    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
+        given = [values(count, np.float32, seed + comm.rank) for seed, count in enumerate(counts)]
+        arrays = [pair.up(array) for array in given]
+        for op in (SUM, MEAN, ReduceOp.PROD):
+            expected = pair.host.all_reduce(op, given)
+            for out in (None, [pair.up(np.zeros_like(array)) for array in given]):
+                for _ in range(2):  # the second time past the checks
+                    for found, wanted in zip(pair.gpu.all_reduce(op, arrays, out=out), expected, strict=True):
+                        np.testing.assert_array_equal(pair.device.get(found), wanted)
+        for array, before in zip(arrays, given, strict=True):
+            np.testing.assert_array_equal(pair.device.get(array), before)
+        if pair.size > 1:
+            assert pair.gpu.memory_report().device_bytes == 0
+        expected = pair.host.all_reduce(SUM, given)
+        assert pair.gpu.all_reduce(SUM, arrays, out=arrays)[0] is arrays[0]
+        for array, wanted in zip(arrays, expected, strict=True):
+            np.testing.assert_array_equal(pair.device.get(array), wanted)
+
+
 def test_what_is_held_and_done_is_told(pair):
-    arrays = [pair.up(values(50_000, np.float32, 0)), values((), np.float64, 0)]
+    arrays = [pair.up(values(25_000, np.float32, seed)) for seed in range(2)] + [values((), np.float64, 0)]
     pair.gpu.all_reduce(SUM, arrays)
     report = pair.gpu.memory_report()
     assert report.device_bytes >= 200_000
