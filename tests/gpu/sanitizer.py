@@ -127,7 +127,7 @@ def _watched(tool: str, *more: str) -> int:
     if more and not found:
         raise AssertionError(f"{tool} overlooks a write beyond the end of an array: that it finds nothing else shows nothing")
     if not more and (found or done.returncode):
-        print(f"{tool} ended with {done.returncode}", done.stdout[-3000:], done.stderr[-3000:], sep="\n")
+        print(f"{tool} ended with {done.returncode}", done.stdout[-3000:], done.stderr[-3000:], sep="\n", file=sys.stderr)
     if not more and done.returncode:
         raise AssertionError(f"the kernels were not run to their end under {tool}: see above")
     return found
