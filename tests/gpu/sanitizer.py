@@ -34,7 +34,7 @@ from tests.gpu.machine import find_sanitizer
 __all__ = ["PLANTED", "errors_in", "kernels", "try_all"]
 
 TOOLS = ("memcheck", "initcheck", "racecheck")
-OPTIONS = {"memcheck": ("--report-api-errors", "no")}  # what CUDA refuses, such as a query, is no access to memory
+OPTIONS = ("--report-api-errors", "no")  # what CUDA refuses, such as a query, is no access to memory
 TOOL_SECONDS = 100.0
 COUNTS = (1, 33, 4099)
 PEERS = 3
@@ -122,7 +122,7 @@ def _be_subject(has_fault: bool) -> None:
 
 def _watched(tool: str, *more: str) -> int:
     program = [sys.executable, "-m", "tests.gpu.sanitizer", "--as-subject", *more]
-    done = run_bounded([find_sanitizer(), "--tool", tool, *OPTIONS.get(tool, ()), *program], TOOL_SECONDS, cwd=_ROOT)
+    done = run_bounded([find_sanitizer(), "--tool", tool, *OPTIONS, *program], TOOL_SECONDS, cwd=_ROOT)
     found = errors_in(done.stdout + done.stderr)
     if more and not found:
         raise AssertionError(f"{tool} overlooks a write beyond the end of an array: that it finds nothing else shows nothing")
