@@ -1,6 +1,7 @@
 """Run everything that needs a GPU on a machine that has one, and write what came of it as JSON.
 
-    python -m tests.gpu.evidence --out FILE
+    python -m tests.gpu.evidence --out FILE                     # --only TEXT…: a part of it
+    python -m tests.gpu.evidence --out FILE --merge PART PART   # joins what several runs wrote
 
 Each probe has a session of its own and a deadline; the file is written anew after each, so that what is known survives a probe
 that takes the machine down. Without a GPU every probe that needs one says why it was left out.
@@ -25,35 +26,32 @@ from typing import Any
 from mpistrat.launch.mpiexec import command
 from mpistrat.testing.processes import TIMED_OUT, run_bounded
 from tests.gpu.machine import Machine, look
+from tests.gpu.parts import FAILED, OK, SKIPPED, merged
 from tests.gpu.probes import PROBES, Probe
 
 __all__ = ["OK", "changed_since", "collect", "run_probe"]
 
-OK, FAILED, SKIPPED = "ok", "failed", "skipped"
-BUDGET_SECONDS = 570.0
+BUDGET_SECONDS = 500.0
 SHOWN_LINES = 12
 
 _ROOT = Path(__file__).parents[2]
 _PACKAGE = _ROOT / "mpistrat"
 _SHAPING = ("CUDA_", "FI_", "I_MPI_", "MPICH_", "MPIR_", "MPISTRAT_", "NCCL_", "OMPI_MCA_", "UCX_")
-_SOURCES = (
-    "device/*.*",
-    "packing/fuse_device.py",
-    "transports/cuda_*.py",
-    "transports/nccl.py",
-    "transports/staged.py",
-    "execution/device_*.py",
-    "communicator/device*.py",
-)
+_SOURCES = ("device/*.*", "packing/*.py", "transports/*.py", "execution/*.py", "communicator/*.py")
+"""All files on the way of an array."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Collect the evidence; return 1 if a probe failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only probes with this text in their names")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="only probes with such a text in their names")
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="PART", help="run nothing; join what was written before")
     arguments = parser.parse_args(argv)
-    probes = [probe for probe in PROBES if arguments.only in probe.name]
+    if arguments.merge:
+        _write(arguments.out, merged([json.loads(part.read_text()) for part in arguments.merge], [p.name for p in PROBES]))
+        return 0
+    probes = [probe for probe in PROBES if any(text in probe.name for text in arguments.only)]
     evidence = collect(look(), probes, lambda found: _write(arguments.out, found))
     return int(any(case["outcome"] == FAILED for case in evidence["cases"]))
 
@@ -77,7 +75,7 @@ def collect(machine: Machine, probes: Sequence[Probe], write: Callable[[Mapping[
     """
     begun = time.monotonic()
     evidence: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": _now()[:10],
         "commit": _commit(),
         "machine": asdict(machine),
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_SHAPING)},
@@ -104,8 +102,8 @@ def run_probe(probe: Probe, machine: Machine, seconds_left: float = BUDGET_SECON
     Returns
     -------
     dict
-        ``name``, ``outcome`` (OK, FAILED or SKIPPED), ``reason`` for any but OK, ``seconds``, ``figures``, and for each goal of
-        the probe whether it was reached.
+        ``name``, ``at`` (when it ended), ``outcome`` (OK, FAILED or SKIPPED), ``reason`` for any but OK, ``seconds``,
+        ``figures``, for each goal of the probe whether it was reached, and ``stderr``, the end of it.
     """
     refusal = probe.refusal(machine)
     if not refusal and seconds_left < probe.seconds:
@@ -126,7 +124,7 @@ def run_probe(probe: Probe, machine: Machine, seconds_left: float = BUDGET_SECON
         return _case(probe, FAILED, f"it ended with {done.returncode}\n{_tail(done)}", seconds)
     if "skipped" in figures:
         return _case(probe, SKIPPED, figures["skipped"], seconds)
-    return _case(probe, OK, "", seconds, figures)
+    return _case(probe, OK, "", seconds, figures, _end_of(done.stderr))
 
 
 def changed_since(evidence: Mapping[str, Any], package: Path = _PACKAGE) -> list[str]:
@@ -136,16 +134,23 @@ def changed_since(evidence: Mapping[str, Any], package: Path = _PACKAGE) -> list
 
 
 def _case(
-    probe: Probe, outcome: str, reason: str, seconds: float = 0.0, figures: Mapping[str, float] | None = None
+    probe: Probe,
+    outcome: str,
+    reason: str,
+    seconds: float = 0.0,
+    figures: Mapping[str, float] | None = None,
+    stderr: str = "",
 ) -> dict[str, Any]:
     goals = {str(goal): goal.is_reached(figures) for goal in probe.goals} if figures else {}
     return {
         "name": probe.name,
+        "at": _now(),
         "outcome": outcome,
         "reason": reason,
         "seconds": seconds,
         "figures": dict(figures or {}),
         "goals": goals,
+        "stderr": stderr,
     }
 
 
@@ -166,8 +171,16 @@ def _commit() -> str:
         return ""
 
 
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
 def _tail(done: subprocess.CompletedProcess[str]) -> str:
-    return "\n".join((done.stdout + done.stderr).strip().splitlines()[-SHOWN_LINES:])
+    return _end_of(done.stdout + done.stderr)
+
+
+def _end_of(text: str) -> str:
+    return "\n".join(text.strip().splitlines()[-SHOWN_LINES:])
 
 
 def _line(case: Mapping[str, Any]) -> str:

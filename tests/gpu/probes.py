@@ -26,6 +26,7 @@ _NCCL = {
     "NCCL_RAS_ENABLE": "0",
     "NCCL_DEBUG": "WARN",
 }
+_IN_CHUNKS = {"MPISTRAT_ALGORITHM": "pipelined", "MPISTRAT_CHUNK_BYTES": "1MiB"}
 _SHARED_BY_RANKS = {**_NCCL, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 
@@ -106,6 +107,10 @@ def _nccl(machine: Machine) -> str:
     return machine.missing.get("NCCL", "")
 
 
+def _sanitizer(machine: Machine) -> str:
+    return machine.missing.get("compute-sanitizer", "")
+
+
 def _images(machine: Machine) -> str:
     return machine.missing.get("scikit-learn", "")
 
@@ -141,9 +146,14 @@ def _conformance(
             (_mpi, *needs),
             num_ranks,
             environ,
+            seconds=_seconds(transport, num_ranks),
         )
         for shape, num_ranks in shapes.items()
     ]
+
+
+def _seconds(transport: str, num_ranks: int) -> float:
+    return 120.0 if transport == "nccl" and num_ranks > 2 else 60.0
 
 
 def _strategy(shape: str, transport: str = "auto", needs: Sequence[Need] = ()) -> Probe:
@@ -156,6 +166,91 @@ def _strategy(shape: str, transport: str = "auto", needs: Sequence[Need] = ()) -
         (_mpi, _gpu, *needs),
         SHAPES[shape],
         {**environ, **(_SHARED_BY_RANKS if transport == "nccl" else {})},
+        seconds=_seconds(transport, SHAPES[shape]),
+    )
+
+
+def _program(
+    name: str,
+    shows: str,
+    command: tuple[str, ...],
+    shape: str,
+    transport: str,
+    goals: tuple[Goal, ...] = (),
+    seconds: float = 60.0,
+    **environ: str,
+) -> Probe:
+    """Return a program of several ranks that share a GPU, by a transport inside their nodes."""
+    by_nccl = transport == "nccl"
+    return Probe(
+        f"{name} {shape}, by {transport}",
+        shows,
+        command,
+        (_mpi, _gpu, *((_nccl, _several_ranks_per_gpu) if by_nccl else ())),
+        SHAPES[shape],
+        {
+            **_ON_GPU,
+            **(_SHARED_BY_RANKS if by_nccl else {}),
+            "MPISTRAT_VIRTUAL_NODES": shape,
+            "MPISTRAT_INTRA_TRANSPORT": transport,
+            **environ,
+        },
+        goals,
+        seconds,
+    )
+
+
+def _soak(transport: str, seconds: float) -> Probe:
+    return _program(
+        "soak",
+        "2000 steps of started and plain collectives of changing sizes, each compared with NumPy, and the memory they leave",
+        ("tests.gpu.soak",),
+        "2x2",
+        transport,
+        (Goal("device_mib_growth", 0, is_upper=True),),
+        seconds,
+        MPISTRAT_CHUNK_BYTES="1MiB",
+    )
+
+
+def _streams(shape: str, transport: str, seconds: float = 60.0, **environ: str) -> Probe:
+    return _program(
+        "streams",
+        "arrays that a side stream writes late, in plain and started calls; wrong only where a wait is taken away",
+        ("tests.gpu.streams",),
+        shape,
+        transport,
+        seconds=seconds,
+        **environ,
+    )
+
+
+def _open_close(transport: str, rounds: int, seconds: float) -> Probe:
+    return _program(
+        "open and close",
+        "strategies, some two at a time, with buffers that grow: memory, files and threads that they leave",
+        ("tests.gpu.open_close", "--rounds", str(rounds)),
+        "1x2",
+        transport,
+        tuple(Goal(f"{held}_growth", 0, is_upper=True) for held in ("device_mib", "allocations", "threads", "files")),
+        seconds,
+    )
+
+
+def _first_fault(transport: str, needs: Sequence[Need] = ()) -> Probe:
+    environ = {**_ON_GPU, "MPISTRAT_INTRA_TRANSPORT": transport, **(_SHARED_BY_RANKS if transport == "nccl" else {})}
+    return Probe(
+        f"first fault, by {transport}",
+        "a rank that raises, or is killed, before the first collective: the job ends and names it, and the GPU is free",
+        ("tests.gpu.first_fault",),
+        (_mpi, _gpu, *needs),
+        environ=environ,
+        goals=(
+            Goal("raise_seconds", 10, is_upper=True),
+            Goal("kill_seconds", 10, is_upper=True),
+            Goal("mib_left", 0, is_upper=True),
+        ),
+        seconds=150.0,
     )
 
 
@@ -173,6 +268,16 @@ PROBES: tuple[Probe, ...] = (
         environ=_ON_GPU,
         goals=(Goal("python_us", 30, is_upper=True),),
     ),
+    Probe(
+        "overhead",
+        "a rank's all-reduce beside ncclAllReduce and a copy, until the GPU is through",
+        ("tests.gpu.overhead",),
+        (_mpi, _gpu, _nccl),
+        environ={**_ON_GPU, **_NCCL},
+        goals=tuple(
+            Goal(f"{ratio}_{size}", 1.05, is_upper=True) for size in ("16MiB", "256MiB") for ratio in ("ratio", "ratio_out")
+        ),
+    ),
     *chain.from_iterable(
         _conformance(transport, {"1x2": 2}, (), _ON_CPU) for transport in ("shared_memory", "mpi", "mpi_ring")
     ),
@@ -180,6 +285,32 @@ PROBES: tuple[Probe, ...] = (
     *(_strategy(shape) for shape in SHAPES),
     _strategy("2x2", "staged"),
     *_conformance("cuda_aware", SHAPES, (_gpu,), _ON_GPU),
+    _streams("1x2", "cuda_ipc"),
+    *(_streams("2x2", transport, **_IN_CHUNKS) for transport in ("cuda_ipc", "staged")),
+    *(
+        _program(
+            f"interop {library}",
+            f"arrays of {name} on a GPU, float32 and bfloat16, also on a stream of its own",
+            ("tests.gpu.interop", library),
+            "1x2",
+            "cuda_ipc",
+            seconds=120.0,
+            XLA_PYTHON_CLIENT_PREALLOCATE="false",
+        )
+        for library, name in (("torch", "PyTorch"), ("jax", "JAX"))
+    ),
+    Probe(
+        "sanitizer",
+        "every kernel on arrays at odd offsets under NVIDIA's compute-sanitizer, which finds an error that is planted",
+        ("tests.gpu.sanitizer",),
+        (_gpu, _sanitizer),
+        environ=_ON_GPU,
+        goals=tuple(Goal(f"{tool}_errors", 0, is_upper=True) for tool in ("memcheck", "initcheck", "racecheck")),
+        seconds=300.0,
+    ),
+    _first_fault("cuda_ipc"),
+    _open_close("cuda_ipc", 100, 150.0),
+    _soak("cuda_ipc", 200.0),
     Probe(
         "training",
         "the demo's training on GPUs and on CPUs, to the same losses",
@@ -209,6 +340,10 @@ PROBES: tuple[Probe, ...] = (
         {**_ON_GPU, **_SHARED_BY_RANKS},
         (Goal("seconds_late", 5.0, is_upper=True),),
     ),
+    _first_fault("nccl", (_nccl, _several_ranks_per_gpu)),
+    _streams("2x2", "nccl", 120.0, **_IN_CHUNKS),
+    _open_close("nccl", 24, 150.0),
+    _soak("nccl", 250.0),
     *_conformance("nccl", SHAPES, (_gpu, _nccl), {**_ON_GPU, **_NCCL}, "with a host id for every rank", "--host-id-per-rank"),
 )
 """In the order in which they run: what is short and measures first, what may hang last."""

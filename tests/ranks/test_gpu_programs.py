@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import ml_dtypes
+import numpy as np
 import pytest
 
 import mpistrat
 from mpistrat.communicator.device import DeviceCommunicator
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
-from tests.gpu import call_time, verbs_rank
+from tests.gpu import call_time, interop, open_close, overhead, sanitizer, soak, streams, verbs_rank
 from tests.gpu.bound import stand_in
+from tests.gpu.stand_in import UNFINISHED
+from tests.launches import needs_ranks
+
+DELAY_TURNS = 400
+
+
+@contextmanager
+def on_nodes(comm, shape, monkeypatch) -> Iterator[tuple]:
+    """Give a strategy on stand-in devices of these virtual nodes, and the device."""
+    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
+    monkeypatch.setenv("MPISTRAT_ALLOW_SHARED_GPU", "1")
+    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "4KiB")
+    with stand_in(comm, World.from_shape(shape)) as device:
+        strategy = mpistrat.MultiWorkerMirroredStrategy()
+        yield strategy, device
+        strategy.close()
 
 
 def test_every_verb_on_device_arrays(comm, monkeypatch):
@@ -38,3 +58,93 @@ def test_a_call_of_a_rank_alone_is_timed(comm):
         communicator.close()
     assert figures.keys() == {"python_us", "python_us_of_gradients"}
     assert min(figures.values()) > 0
+
+
+def test_a_rank_alone_is_compared_with_a_copy(comm):
+    if comm.size > 1:
+        pytest.skip("one rank is meant")
+    world = World.from_shape("1x1")
+    with stand_in(comm, world) as device:
+        communicator = DeviceCommunicator(Hierarchy(comm, world), device)
+
+        def raw(source, target, count, stream):
+            device.current_stream().copy(target, source, 4 * count)
+
+        figures = overhead.measure(communicator, device, raw, {"4KiB": 4096}, rounds=2)
+        assert figures["ratio_4KiB"] > 0
+        assert figures.keys() == {
+            *(f"{way}_us_4KiB" for way in ("copy", "nccl", "call", "out")),
+            "ratio_4KiB",
+            "ratio_out_4KiB",
+        }
+        with pytest.raises(AssertionError, match="nccl of 1024 floats"):
+            overhead.measure(communicator, device, lambda *_: None, {"4KiB": 4096}, rounds=1)
+        communicator.close()
+
+
+def test_every_kernel_at_odd_offsets(comm):
+    if comm.size > 1:
+        pytest.skip("one rank is meant")
+    with stand_in(comm, World.from_shape("1x1")) as device:
+        assert sanitizer.try_all(device) > 600
+        assert {*sanitizer.kernels()} == {*device.kernels._moves, *device.kernels._folds}
+
+
+@needs_ranks(2)
+def test_what_is_written_late_is_waited_for(comm, monkeypatch):
+    if comm.size not in (2, 4):
+        pytest.skip("one node, and two")
+
+    def delay(stream):
+        left = iter(range(DELAY_TURNS))
+        stream.put(lambda: UNFINISHED if next(left, None) is not None else None)
+
+    with on_nodes(comm, {2: "1x2", 4: "2x2"}[comm.size], monkeypatch) as (strategy, device):
+        found = streams.check(strategy, device, delay, (4099, 128))
+        assert found["right"] == 2 * streams.TURNS
+        assert min(found["wrong_without_event"], found["wrong_without_wait"]) > 0
+        monkeypatch.setattr(streams, "_without", lambda *_: nullcontext())
+        with pytest.raises(AssertionError, match="the delay proves nothing"):
+            streams.check(strategy, device, delay, (64,))
+
+
+@needs_ranks(2)
+def test_a_soak_finds_what_grows(comm, monkeypatch):
+    if comm.size != 4:
+        pytest.skip("4 ranks on 2 nodes tell all")
+    held = iter([{"device_mib": 10.0}, {"device_mib": 12.5}])
+    with on_nodes(comm, "2x2", monkeypatch) as (strategy, _):
+        figures = soak.soak(strategy, 8, 4, 5000, lambda barrier: next(held))
+        assert figures["device_mib_growth"] == 2.5
+        assert figures["compared"] > 3 * figures["steps"]
+        monkeypatch.setattr(soak, "_of", lambda rows, context: rows)
+        with pytest.raises(AssertionError, match="not what NumPy makes of it"):
+            soak.soak(strategy, 1, 1, 5000, lambda barrier: {})
+
+
+@needs_ranks(2)
+def test_strategies_are_opened_and_closed(comm, monkeypatch):
+    if comm.size != 2:
+        pytest.skip("two ranks are meant")
+    monkeypatch.setenv("MPISTRAT_ALLOW_SHARED_GPU", "1")
+    held = iter([{"threads": 3, "files": 7}, {"threads": 5, "files": 7}])
+    with stand_in(comm, World.from_shape("1x2")):
+        figures = open_close.open_and_close(6, 3, (1 << 10, 1 << 14), lambda barrier: next(held))
+    assert figures == {"rounds": 6, "threads_growth": 2, "files_growth": 0}
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("library", interop.KINDS)
+def test_arrays_of_other_libraries_in_memory_of_the_host(comm, library, monkeypatch):
+    if comm.size != 2:
+        pytest.skip("two ranks are meant")
+    monkeypatch.setattr(interop, "COUNTS", (1, 1000))
+    kind = interop.KINDS[library]("cpu")
+    if kind.missing():
+        pytest.skip(kind.missing())
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+    assert interop.check(strategy, kind) == {"compared": 2 * 2 * 6}
+    monkeypatch.setattr(kind, "read", lambda array: np.asarray(interop.KINDS[library].read(kind, array) + 1))
+    with pytest.raises(AssertionError, match="24 of the cases failed"):
+        interop.check(strategy, kind)
+    strategy.close()

@@ -14,15 +14,19 @@ from mpistrat.device.cuda import count_visible
 from tests.gpu import evidence as gpu_evidence
 from tests.gpu.conformance import SUBJECTS
 from tests.gpu.evidence import changed_since, collect, run_probe
-from tests.gpu.machine import Machine, driver_version
+from tests.gpu.machine import Machine, driver_version, loaded, states
+from tests.gpu.parts import DIFFERS, merged
 from tests.gpu.probes import PROBES, Goal, Probe
 from tests.processes import run_bounded
 
 H200 = Machine(["NVIDIA H200"], {"CuPy": "14.2.0", "NCCL": "2.32.3", "Open MPI": "5.0.11"})
-SEVERAL, HOST_IDS, BY_NCCL = (
-    "with several ranks on a GPU",
-    "with a host id for every rank",
+SEVERAL, HOST_IDS = "with several ranks on a GPU", "with a host id for every rank"
+BY_NCCL = (
     "strategy 2x2, by nccl inside nodes",
+    "first fault, by nccl",
+    "streams 2x2, by nccl",
+    "open and close 1x2, by nccl",
+    "soak 2x2, by nccl",
 )
 ON_HOST = ["shared_memory 1x2", "mpi 1x2", "mpi_ring 1x2"]
 
@@ -56,7 +60,7 @@ def test_without_a_gpu_everything_says_why_it_is_left_out(tmp_path):
     assert min(ran.values()) > 1000
     # whoever adds a probe counts here: one that is lost is not missed by itself
     reasons = Counter(case["reason"] for case in evidence["cases"] if case["outcome"] == "skipped")
-    assert reasons == {why: 31}
+    assert reasons == {why: 45}
     assert not changed_since(evidence)
     assert evidence["environment"]["MPISTRAT_STRICT"] == "1"
 
@@ -77,20 +81,32 @@ def test_every_transport_of_a_gpu_is_tried_in_every_shape():
         (
             Machine(["NVIDIA H200"] * 4, H200.versions | {"NCCL": "2.28.9"}),
             dict.fromkeys(
-                [*(f"nccl {SEVERAL} {shape}" for shape in ("1x2", "1x4", "2x2")), BY_NCCL, "nccl deadline"],
+                [*(f"nccl {SEVERAL} {shape}" for shape in ("1x2", "1x4", "2x2")), *BY_NCCL, "nccl deadline"],
                 "NCCL 2.28.9 lets no two ranks share a GPU; 2.30 does",
             ),
         ),
         (
             Machine(["NVIDIA H200"] * 4, {}, {"NCCL": "no libnccl"}),
-            {probe.name: "no libnccl" for probe in PROBES if probe.name.startswith("nccl") or probe.name == BY_NCCL},
+            {
+                probe.name: "no libnccl"
+                for probe in PROBES
+                if probe.name.startswith("nccl") or probe.name in (*BY_NCCL, "overhead")
+            },
         ),
         (
             Machine(["NVIDIA H200"] * 4, {"NCCL": "2.30.7"}, {"MPI": "no MPI", "scikit-learn": "no images"}),
-            {probe.name: "no MPI" for probe in PROBES if not probe.name.startswith("timing") or probe.name == "timing call"},
+            {
+                probe.name: "no MPI"
+                for probe in PROBES
+                if probe.name == "timing call" or not probe.name.startswith(("timing", "sanitizer"))
+            },
+        ),
+        (
+            Machine(["NVIDIA H200"] * 4, {"NCCL": "2.30.7"}, {"compute-sanitizer": "no toolkit"}),
+            {"sanitizer": "no toolkit"},
         ),
     ],
-    ids=["one GPU", "an old NCCL", "no NCCL", "no MPI"],
+    ids=["one GPU", "an old NCCL", "no NCCL", "no MPI", "no sanitizer"],
 )
 def test_a_machine_that_lacks_something_runs_the_rest(machine, expected):
     refusals = {probe.name: probe.refusal(machine) for probe in PROBES if probe.refusal(machine)}
@@ -108,11 +124,47 @@ def test_the_version_of_the_driver_is_read():
     assert driver_version("") == {}
 
 
+def test_the_state_of_each_gpu_is_read():
+    one, other = states(
+        "GPU-1, Default, Disabled, Enabled, 345 MHz, 1980 MHz, 2619 MHz\nGPU-2, Exclusive_Process, [N/A], [N/A], 1, 2, 3\n"
+    )
+    assert (one["uuid"], one["mig.mode.current"], one["clocks.max.sm"]) == ("GPU-1", "Disabled", "1980 MHz")
+    assert other["compute_mode"] == "Exclusive_Process"
+
+
+def test_the_libraries_that_are_loaded_are_found():
+    maps = """7f00-7f01 r--p 00000000 08:01 12 /opt/nvidia/lib/libnccl.so.2
+7f01-7f02 r-xp 00001000 08:01 12 /opt/nvidia/lib/libnccl.so.2
+7f02-7f03 r--p 00000000 08:01 13 /usr/lib/libcuda.so.580.1
+7f03-7f04 r--p 00000000 08:01 14 /opt/mpi/libmpi.so.40.40.8
+7f04-7f05 r--p 00000000 08:01 15 /opt/mpi/libmpi_mpifh.so.40
+7f05-7f06 rw-p 00000000 00:00 0
+"""
+    assert loaded(maps) == {
+        "libnccl": "/opt/nvidia/lib/libnccl.so.2",
+        "libcuda": "/usr/lib/libcuda.so.580.1",
+        "libmpi": "/opt/mpi/libmpi.so.40.40.8",
+    }
+
+
+def test_four_ranks_of_nccl_have_more_time():
+    longer = {probe.name for probe in PROBES if probe.num_ranks == 4 and "nccl" in probe.name}
+    assert len(longer) == 8
+    assert min(probe.seconds for probe in PROBES if probe.name in longer) >= 120
+    assert max(probe.seconds for probe in PROBES) < gpu_evidence.BUDGET_SECONDS
+
+
 def test_a_probe_is_judged_by_what_it_writes(program):
     case = run_probe(program("report.write_text('{\"fraction\": 0.5}')", goals=(Goal("fraction", 0.85),)), H200)
     assert (case["outcome"], case["figures"], case["goals"]) == ("ok", {"fraction": 0.5}, {"fraction >= 0.85": False})
-    case = run_probe(program("report.write_text('{\"us\": 20}')", goals=(Goal("us", 30, is_upper=True),)), H200)
-    assert case["goals"] == {"us <= 30": True}
+    assert case["stderr"] == ""
+    case = run_probe(
+        program(
+            "report.write_text('{\"us\": 20}'); print('NCCL WARN', file=sys.stderr)", goals=(Goal("us", 30, is_upper=True),)
+        ),
+        H200,
+    )
+    assert (case["goals"], case["stderr"]) == ({"us <= 30": True}, "NCCL WARN")
     case = run_probe(program('report.write_text(\'{"skipped": "planted"}\')'), H200)
     assert (case["outcome"], case["reason"]) == ("skipped", "planted")
 
@@ -145,15 +197,44 @@ def test_what_no_longer_fits_into_the_time_is_left_out(program, monkeypatch):
     assert (case["outcome"], case["reason"]) == ("skipped", "no time was left: it may take 60 s")
 
 
-def test_evidence_is_stale_when_the_code_of_the_gpu_has_changed(tmp_path):
-    for path in ("device/cuda.py", "device/kernels.cu", "transports/nccl.py", "transports/cuda_aware.py", "transports/mpi.py"):
+def test_evidence_is_stale_when_a_file_on_the_way_of_an_array_has_changed(tmp_path):
+    paths = ("device/cuda.py", "device/kernels.cu", "packing/layout.py", "transports/mpi.py", "execution/engine.py")
+    for path in (*paths, "communicator/guard.py", "tools/plot.py"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text("as it was")
     evidence = {"sources": gpu_evidence._digests(tmp_path)}
     assert changed_since(evidence, tmp_path) == []
-    (tmp_path / "transports/mpi.py").write_text("no GPU's business")
+    (tmp_path / "tools/plot.py").write_text("no array's business")
     assert changed_since(evidence, tmp_path) == []
-    (tmp_path / "device/kernels.cu").write_text("as it is")
-    (tmp_path / "device/new.py").write_text("as it is")
-    (tmp_path / "transports/cuda_aware.py").unlink()
-    assert changed_since(evidence, tmp_path) == ["device/kernels.cu", "device/new.py", "transports/cuda_aware.py"]
+    for path in (*paths[:-1], "communicator/guard.py", "device/new.py"):
+        (tmp_path / path).write_text("as it is")
+    (tmp_path / "execution/engine.py").unlink()
+    assert changed_since(evidence, tmp_path) == sorted((*paths, "communicator/guard.py", "device/new.py"))
+
+
+def part(at, cases, **sources):
+    """Return what a run wrote at a time; cases are pairs of a name and an outcome."""
+    named = [{"name": name, "at": f"2026-11-22T{at}", "outcome": outcome, "seconds": 1} for name, outcome in cases]
+    return {"date": "2026-11-22", "commit": at, "seconds": 10, "is_complete": True, "sources": sources, "cases": named}
+
+
+def test_parts_are_joined_and_the_newer_case_wins(tmp_path):
+    late = part("12", [("soak", "failed"), ("staged", "skipped")], **{"a.py": "1", "b.py": "2"})
+    early = part("11", [("staged", "ok"), ("soak", "ok"), ("ipc", "skipped")], **{"a.py": "1", "b.py": "1", "c.py": "1"})
+    found = merged([late, early], ["ipc", "staged", "soak", "unheard"])
+    assert [(case["name"], case["outcome"], case["part"]) for case in found["cases"]] == [
+        ("ipc", "skipped", 0),
+        ("staged", "ok", 0),
+        ("soak", "failed", 1),
+    ]
+    assert [one["commit"] for one in found["parts"]] == ["11", "12"]
+    assert (found["commit"], found["seconds"], found["is_complete"]) == ("12", 20, False)
+    assert found["sources"] == {"a.py": "1", "b.py": DIFFERS, "c.py": DIFFERS}
+    again = merged([part("13", [("unheard", "ok")], **{"a.py": "1"}), found], ["ipc", "staged", "soak", "unheard"])
+    assert [(case["name"], case["part"]) for case in again["cases"]] == [("ipc", 0), ("staged", 0), ("soak", 1), ("unheard", 2)]
+    assert again["is_complete"]
+    for name, evidence in (("late", late), ("early", early)):
+        (tmp_path / name).write_text(json.dumps(evidence))
+    out = tmp_path / "whole.json"
+    assert gpu_evidence.main(["--out", str(out), "--merge", str(tmp_path / "late"), str(tmp_path / "early")]) == 0
+    assert len(json.loads(out.read_text())["cases"]) == 3

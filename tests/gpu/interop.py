@@ -1,0 +1,240 @@
+"""Arrays of PyTorch and JAX in the memory of GPUs, through a strategy: the right values, and the kind of array that was sent.
+
+    mpistrat run -n 2 -m tests.gpu.interop torch --report FILE
+
+JAX takes most of the GPU's memory for itself unless XLA_PYTHON_CLIENT_PREALLOCATE=false is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+import mpistrat
+
+__all__ = ["KINDS", "Kind", "check"]
+
+DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
+COUNTS = (1, 1000, 1_000_003)
+DELAY_CYCLES = 200_000_000  # about a tenth of a second
+
+
+class Kind(ABC):
+    """A library whose arrays are tried.
+
+    Parameters
+    ----------
+    device : str
+        ``gpu``, or ``cpu`` for arrays in memory of the host.
+    """
+
+    def __init__(self, device: str = "gpu") -> None:
+        self.device = device
+
+    @abstractmethod
+    def missing(self) -> str:
+        """Return why there are no such arrays there, or an empty text."""
+
+    @abstractmethod
+    def make(self, values: NDArray[Any]) -> Any:
+        """Return an array of these values."""
+
+    @abstractmethod
+    def read(self, array: Any) -> NDArray[Any]:
+        """Return the values of what must be such an array, on that device."""
+
+    def late(self, values: NDArray[Any]) -> Any:
+        """Return an array whose values are written late, by work that is under way."""
+        return self.make(values)
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Return a context in which the library computes on a stream that is not the default one."""
+        return nullcontext()
+
+
+class Torch(Kind):
+    """PyTorch."""
+
+    def missing(self) -> str:
+        if importlib.util.find_spec("torch") is None:
+            return "PyTorch is not installed"
+        import torch
+
+        return "PyTorch sees no GPU" if self.device == "gpu" and not torch.cuda.is_available() else ""
+
+    def make(self, values: NDArray[Any]) -> Any:
+        import torch
+
+        if values.dtype == DTYPES[1]:
+            return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16).to(self._name)
+        return torch.from_numpy(values).to(self._name)
+
+    def read(self, array: Any) -> NDArray[Any]:
+        import torch
+
+        assert isinstance(array, torch.Tensor), f"a tensor was sent, and {type(array)} came back"
+        assert array.device.type == self._name, f"a tensor on {self._name} was sent, and one on {array.device} came back"
+        host = array.cpu()
+        found: NDArray[Any] = (
+            host.numpy() if host.dtype is not torch.bfloat16 else host.view(torch.int16).numpy().view(DTYPES[1])
+        )
+        return found
+
+    def late(self, values: NDArray[Any]) -> Any:
+        import torch
+
+        ready = self.make(values)
+        array = torch.zeros_like(ready)
+        if self.device == "gpu":
+            torch.cuda.synchronize()
+            torch.cuda._sleep(DELAY_CYCLES)
+        array.copy_(ready)
+        return array
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        import torch
+
+        return torch.cuda.stream(torch.cuda.Stream()) if self.device == "gpu" else nullcontext()
+
+    @property
+    def _name(self) -> str:
+        return "cuda" if self.device == "gpu" else "cpu"
+
+
+class Jax(Kind):
+    """JAX."""
+
+    def missing(self) -> str:
+        if importlib.util.find_spec("jax") is None:
+            return "JAX is not installed"
+        import jax
+
+        try:
+            jax.devices(self.device)
+        except RuntimeError as error:
+            return f"JAX: {error}"
+        return ""
+
+    def make(self, values: NDArray[Any]) -> Any:
+        import jax
+
+        return jax.device_put(values, jax.devices(self.device)[0])
+
+    def read(self, array: Any) -> NDArray[Any]:
+        import jax
+
+        assert isinstance(array, jax.Array), f"a JAX array was sent, and {type(array)} came back"
+        [device] = array.devices()
+        assert (device.platform == "cpu") == (self.device == "cpu"), f"the array came back on {device}"
+        return np.asarray(array)
+
+    def late(self, values: NDArray[Any]) -> Any:
+        import jax
+
+        array = self.make(values)
+        if self.device == "cpu":
+            return array
+        busy = jax.numpy.ones((4096, 4096), np.float32, device=array.device)
+        for _ in range(20):
+            busy = busy @ busy * 1e-4
+        return array + (busy[0, 0] * 0).astype(array.dtype)
+
+
+KINDS: dict[str, type[Kind]] = {"torch": Torch, "jax": Jax}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Try the arrays of a library; let rank 0 write what came of it. A collective call."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("library", choices=KINDS)
+    parser.add_argument("--report", type=Path, required=True, help="where rank 0 writes what came of it")
+    arguments = parser.parse_args(argv)
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+    kind = KINDS[arguments.library]()
+    missing = kind.missing()
+    found = {"skipped": missing} if missing else check(strategy, kind)
+    chief = strategy.extended.should_save_summary
+    strategy.close()
+    if chief:
+        arguments.report.write_text(json.dumps(found))
+
+
+def check(strategy: mpistrat.Strategy, kind: Kind) -> dict[str, float]:
+    """Send arrays of a library through the verbs that combine and move them. A collective call.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        Of all ranks.
+    kind : Kind
+        The library.
+
+    Returns
+    -------
+    dict
+        ``compared``: the results.
+
+    Raises
+    ------
+    AssertionError
+        If any of them is wrong or of another kind, or a verb raised; all of these are named.
+    """
+
+    def run() -> tuple[int, list[str]]:
+        compared, problems = 0, []
+        for what, send, wanted in _cases(kind):
+            try:
+                found = kind.read(send())
+                compared += 1
+                if found.dtype != wanted.dtype or found.shape != wanted.shape or found.tobytes() != wanted.tobytes():
+                    problems.append(f"{what}: got {found.dtype} {found.shape} {found[:3]}, not {wanted.dtype} {wanted[:3]}")
+            except Exception as error:  # the next case may tell more
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                problems.append(f"{what}: {type(error).__name__}: {error} ({where.filename}:{where.lineno})")
+        return compared, problems
+
+    [(compared, problems)] = strategy.experimental_local_results(strategy.run(run))
+    if problems:
+        raise AssertionError("\n".join([f"{len(problems)} of the cases failed:", *problems]))
+    return {"compared": compared}
+
+
+def _cases(kind: Kind) -> Iterator[tuple[str, Callable[[], Any], NDArray[Any]]]:
+    """Return what is called, the call, and what it should return."""
+    context = mpistrat.get_replica_context()
+    size, me = context.num_replicas_in_sync, context.replica_id_in_sync_group
+    for dtype in DTYPES:
+        for count in COUNTS:
+            every = [(np.arange(count) % 7 + rank).astype(dtype) for rank in range(size)]
+            total = np.sum([one.astype(np.float32) for one in every], axis=0).astype(dtype)
+            text, mine = f"{count} of {dtype}", every[me]
+            yield f"all_reduce of {text}", lambda mine=mine: context.all_reduce("sum", kind.make(mine)), total
+            yield (
+                f"start_all_reduce of {text}",
+                lambda mine=mine: context.start_all_reduce("sum", kind.make(mine)).wait(),
+                total,
+            )
+            yield f"all_reduce of {text}, written late", lambda mine=mine: context.all_reduce("sum", kind.late(mine)), total
+            yield f"broadcast of {text}", lambda mine=mine: context.broadcast(kind.make(mine), size - 1), every[-1]
+            yield f"all_gather of {text}", lambda mine=mine: context.all_gather(kind.make(mine), 0), np.concatenate(every)
+            with kind.on_stream():
+                yield (
+                    f"all_reduce of {text}, written late on another stream",
+                    lambda mine=mine: context.all_reduce("sum", kind.late(mine)),
+                    total,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""Every kernel on arrays that begin at odd elements, in allocations that end with them, watched by NVIDIA's sanitizer.
+
+    python -m tests.gpu.sanitizer --report FILE
+
+That it finds nothing shows little, unless it finds a write that is planted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mpistrat.device import cuda
+from mpistrat.device.base import Device, DeviceArray, address
+from mpistrat.device.kernels import TYPES, fold_into_kernel, fold_kernel, move_kernel
+from mpistrat.errors import UnsupportedDtypeError
+from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
+from mpistrat.packing.layout import Layout
+from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, combine
+from mpistrat.testing.processes import run_bounded
+from tests.gpu.machine import find_sanitizer
+
+__all__ = ["PLANTED", "errors_in", "kernels", "try_all"]
+
+TOOLS = ("memcheck", "initcheck", "racecheck")
+OPTIONS = ("--report-api-errors", "no")  # what CUDA refuses, such as a query, is no access to memory
+TOOL_SECONDS = 70.0  # four of them end before the probe does
+COUNTS = (1, 33, 4099)
+PEERS = 3
+BLOCKS = 2
+F32 = np.dtype(np.float32)
+PLANTED = 64
+"""Elements that are written beyond the end of an allocation."""
+
+_ROOT = Path(__file__).parents[2]
+_SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Start the sanitizer's tools on this module; or run the kernels, which they watch."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--as-subject", action="store_true", help="run the kernels")
+    parser.add_argument("--planted", action="store_true", help="and write beyond the end of an array")
+    parser.add_argument("--report", type=Path, help="where to write how many errors were found")
+    arguments = parser.parse_args(argv)
+    if arguments.as_subject:
+        _be_subject(arguments.planted)
+        return
+    figures = {f"{tool}_errors": _watched(tool) for tool in TOOLS}
+    figures["planted_errors"] = _watched("memcheck", "--planted")
+    arguments.report.write_text(json.dumps(figures))
+
+
+def try_all(device: Device) -> int:
+    """Pack, unpack and fold arrays of every dtype that begin at odd elements, and return how many results were compared.
+
+    Raises
+    ------
+    AssertionError
+        If one of them is not what NumPy makes of it.
+    """
+    compared = 0
+    for dtype, op in _pairs():
+        wide = accumulation_dtype(op, dtype)
+        arrays = [_values(dtype, count, index) for index, count in enumerate(COUNTS)]
+        for what, found, expected in (*_moved(device, arrays, wide), *_folded(device, wide, op)):
+            compared += 1
+            if found.dtype != expected.dtype or found.tobytes() != expected.tobytes():
+                raise AssertionError(f"{what} of {dtype} by {op.name} is not what NumPy makes of it")
+    return compared
+
+
+def kernels() -> list[str]:
+    """Return the names of all kernels that `try_all` launches."""
+    names = set()
+    for dtype, op in _pairs():
+        wide = accumulation_dtype(op, dtype)
+        pair = [np.dtype(f"f{dtype.itemsize // 2}")] * 2 if dtype.kind == "c" else [dtype, wide]
+        names |= {move_kernel(*pair), move_kernel(*reversed(pair)), fold_kernel(wide, op), fold_into_kernel(wide, op)}
+    return sorted(names)
+
+
+def errors_in(said: str) -> int:
+    """Return how many errors, or hazards, the sanitizer has found.
+
+    Raises
+    ------
+    AssertionError
+        If it does not say.
+    """
+    found = _SUMMARY.search(said)
+    if not found:
+        raise AssertionError(f"the sanitizer says nothing of errors:\n{said[-3000:]}")
+    return int(found[1])
+
+
+def _be_subject(has_fault: bool) -> None:
+    import cupy
+
+    # one compilation, where a call at a time would take minutes beside the sanitizer
+    source = (files("mpistrat.device") / "kernels.cu").read_text()
+    names = [fold_into_kernel(F32, ReduceOp.SUM)] if has_fault else kernels()
+    module = cupy.RawModule(code=source, options=("-std=c++17", "-lineinfo"), name_expressions=names)
+    device = cuda.CudaDevice(0)
+    with patch.object(cuda, "_kernel", module.get_function), device.activate(device.stream()):
+        if has_fault:
+            _write_beyond(device)
+        else:
+            print(f"{try_all(device)} results compared")
+
+
+def _watched(tool: str, *more: str) -> int:
+    program = [sys.executable, "-m", "tests.gpu.sanitizer", "--as-subject", *more]
+    done = run_bounded([find_sanitizer(), "--tool", tool, *OPTIONS, *program], TOOL_SECONDS, cwd=_ROOT)
+    found = errors_in(done.stdout + done.stderr)
+    if more and not found:
+        raise AssertionError(f"{tool} overlooks a write beyond the end of an array: that it finds nothing else shows nothing")
+    if not more and (found or done.returncode):
+        print(f"{tool} ended with {done.returncode}", done.stdout[-3000:], done.stderr[-3000:], sep="\n", file=sys.stderr)
+    if not more and done.returncode:
+        raise AssertionError(f"the kernels were not run to their end under {tool}: see above")
+    return found
+
+
+def _pairs() -> Iterator[tuple[np.dtype[Any], ReduceOp]]:
+    """Return each dtype with each operation that is defined for it."""
+    for dtype in TYPES:
+        for op in ReduceOp:
+            try:
+                check_dtype(op, dtype)
+            except UnsupportedDtypeError:
+                continue
+            yield dtype, op
+
+
+def _moved(
+    device: Device, arrays: Sequence[NDArray[Any]], wide: np.dtype[Any]
+) -> Iterator[tuple[str, NDArray[Any], NDArray[Any]]]:
+    """Pack arrays into a bucket and take it apart again."""
+    layout = Layout([array.size for array in arrays])
+    sources, targets = [_odd(device, array) for array in arrays], [_odd(device, np.zeros_like(array)) for array in arrays]
+    bucket = _odd(device, np.zeros(layout.count, wide))
+    for _ in DeviceCopyIn(device, layout, 0, layout.count, bucket).run(sources):
+        pass
+    for _ in DeviceCopyOut(device, layout, 0, layout.count, [(0, layout.count, bucket)], 1).run(targets):
+        pass
+    yield "a bucket", device.get(bucket), np.concatenate(arrays).astype(wide)
+    for target, array in zip(targets, arrays, strict=True):
+        yield "what was unpacked", device.get(target), array
+
+
+def _folded(device: Device, dtype: np.dtype[Any], op: ReduceOp) -> Iterator[tuple[str, NDArray[Any], NDArray[Any]]]:
+    """Fold the arenas of peers, and one array into another."""
+    stream = device.current_stream()
+    for count in COUNTS:
+        rows = [_values(dtype, count, seed) for seed in range(PEERS)]
+        arenas = [_odd(device, row) for row in rows]
+        table = device.allocate(8 * PEERS)
+        device.put(table, np.array([address(arena) - dtype.itemsize for arena in arenas], np.uint64).view(np.uint8))
+        target = _odd(device, np.zeros(count, dtype))
+        folded = address(table), np.int32(PEERS), dtype.itemsize, address(target), count
+        stream.launch(fold_kernel(dtype, op), BLOCKS, folded)
+        yield "what peers hold", device.get(target), reduce(combine(op), rows)
+        stream.launch(fold_into_kernel(dtype, op), BLOCKS, (address(arenas[0]), address(arenas[1]), count))
+        yield "what arrived", device.get(arenas[0]), combine(op)(rows[0], rows[1])
+
+
+def _values(dtype: np.dtype[Any], count: int, seed: int) -> NDArray[Any]:
+    """Return whole numbers, small enough to be added and multiplied without rounding."""
+    return np.random.default_rng(seed).integers(0, 2 if dtype.kind == "b" else 5, count).astype(dtype)
+
+
+def _odd(device: Device, values: NDArray[Any]) -> DeviceArray:
+    """Return values on the device from the second element of an allocation on, which ends with them."""
+    memory = device.allocate(values.nbytes + values.itemsize).view(values.dtype)
+    device.put(memory, np.concatenate([values[:1], values]))
+    return memory[1:]
+
+
+def _write_beyond(device: Device) -> None:
+    one, other = device.allocate(4096), device.allocate(4096 + 4 * PLANTED)
+    for memory in (one, other):
+        device.put(memory, np.zeros(memory.nbytes, np.uint8))
+    device.current_stream().launch(fold_into_kernel(F32, ReduceOp.SUM), BLOCKS, (address(one), address(other), 1024 + PLANTED))
+    device.get(other)
+
+
+if __name__ == "__main__":
+    main()
