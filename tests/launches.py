@@ -64,6 +64,10 @@ def pytest_configure(config: pytest.Config) -> None:
         # Not before: it starts MPI, which the session that launches others must not.
         config.pluginmanager.import_plugin("tests.rank_agreement")
         return
+    # What killed jobs have left in /tmp by the number of their mpiexec must not meet one of this session.
+    sessions = tempfile.TemporaryDirectory(prefix="mpistrat-tests-")
+    os.environ.update(PRTE_MCA_prte_tmpdir_base=sessions.name)
+    config.add_cleanup(sessions.cleanup)
     # No file of the lane is collected here: launch the lane, and let the ranks select.
     selected = [argument for argument in config.args if _is_in_lane(argument, config)]
     config.stash[_SELECTED] = [str(config.invocation_params.dir / argument) for argument in selected]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+
+from mpistrat.launch import openmpi
 
 __all__ = ["follow"]
 
@@ -38,6 +41,7 @@ def follow(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
     def begin() -> None:
         library.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # this thread, which forks, is the one that waits
+        openmpi.remove_rendezvous_files(os.getpid(), environ)  # this process becomes mpiexec
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     process = subprocess.Popen(list(argv), env=dict(environ), preexec_fn=begin)

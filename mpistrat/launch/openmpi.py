@@ -1,12 +1,14 @@
 """What we ask of Open MPI where the user has not: a quick start, quiet windows, ranks that yield a shared core, collectives.
 
 Other MPIs ignore these variables. Each is set before MPI starts, by whoever starts it: `bootstrap` or `mpiexec`.
+And what its mpiexec needs that we start: a session directory in which no other was killed.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +23,7 @@ __all__ = [
     "has_wheel",
     "num_cores",
     "parameters",
+    "remove_rendezvous_files",
     "yields_when_idle",
 ]
 
@@ -68,6 +71,9 @@ PARAMETERS: tuple[Parameter, ...] = (
 COMPONENTS_KEY = "ompi_comm_coll_preference"
 WITHOUT_HAN = "^han"
 ONLY_BASIC = "basic,^han,tuned"
+
+# What says where mpiexec makes its session directory, the first one that is set.
+_SESSION_BASES = ("PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_tmpdir_base", "TMPDIR", "TEMP", "TMP")
 
 
 def parameters(environ: Mapping[str, str], crowded: bool, alone: bool = False) -> dict[str, str]:
@@ -125,6 +131,26 @@ def num_cores(cpus: Iterable[int] | None = None, system: Path = Path("/sys/devic
     """
     cpus = os.sched_getaffinity(0) | os.sched_getaffinity(os.getppid()) if cpus is None else cpus
     return len({_core(cpu, system) for cpu in cpus})
+
+
+def remove_rendezvous_files(pid: int, environ: Mapping[str, str]) -> None:
+    """Remove what an mpiexec that was killed has left in its session directory for tools to find it by.
+
+    Open MPI 5 names that directory by the number of mpiexec's process, and the next mpiexec of that number does not start where
+    such files are: "The PMIx server's listener thread failed to start".
+
+    Parameters
+    ----------
+    pid : int
+        The number of a process that is no mpiexec now: one that is about to become it, or has been killed.
+    environ : mapping
+        The variables that mpiexec runs with.
+    """
+    base = next((environ[name] for name in _SESSION_BASES if environ.get(name)), "/tmp")
+    host = os.uname().nodename.partition(".")[0]
+    for path in Path(base, f"ompi.{pid}").glob(f"pmix.{host}*.tool*"):
+        with suppress(OSError):  # it may be another user's
+            path.unlink()
 
 
 def _core(cpu: int, system: Path) -> str:

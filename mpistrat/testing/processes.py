@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mpistrat.launch.openmpi import remove_rendezvous_files
+
 __all__ = ["TIMED_OUT", "kill_session", "run_bounded"]
 
 TIMED_OUT = 124  # as timeout(1) has it
@@ -63,8 +65,12 @@ def run_bounded(
 
 def kill_session(leader: int) -> None:
     """Kill every process of a session, which may be over already."""
+    killed = {leader}
     # Not by process group: mpiexec gives each of its ranks one of its own.
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(ProcessLookupError):
             if os.getsid(int(process.name)) == leader:
                 os.kill(int(process.name), signal.SIGKILL)
+                killed.add(int(process.name))
+    for pid in killed:  # any of them may have been mpiexec
+        remove_rendezvous_files(pid, os.environ)

@@ -147,8 +147,7 @@ def _chosen(jobs: Sequence[Examined], wanted: str) -> list[Examined]:
     if not wanted:
         running = [job for job in jobs if job.is_running]
         return running if len(running) == 1 else [*jobs]
-    pid = int(wanted) if wanted.isdigit() else 0
-    found = [job for job in jobs if job.name == wanted or (pid and _has_process(job, pid))]
+    found = [job for job in jobs if job.name == wanted] or (_of_process(jobs, int(wanted)) if wanted.isdigit() else [])
     found = found or [job for job in jobs if job.name.startswith(wanted)]
     if not found:
         known = ", ".join(job.name for job in jobs[:_MOST_SHOWN]) or "none"
@@ -156,18 +155,31 @@ def _chosen(jobs: Sequence[Examined], wanted: str) -> list[Examined]:
     return found
 
 
-def _has_process(job: Examined, pid: int) -> bool:
-    """Return whether a process is a rank of a job, or has started one."""
-    for state in job.states:
-        found = state.pid
-        for _ in range(_MOST_ANCESTORS):
-            if found == pid:
-                return True
-            seen = process.find(found)
-            if seen is None:
-                break
-            found = seen.parent
-    return False
+def _of_process(jobs: Sequence[Examined], pid: int) -> list[Examined]:
+    """Return the jobs of which a process is a rank, or has started one; or else the last that had a rank of that number.
+
+    A job that was killed counts only then: numbers of processes are given out again.
+    """
+    there = [job for job in jobs if any(_descends_from(rank, pid) for rank in _processes(job))]
+    return there or [job for job in jobs if any(state.pid == pid for state in job.states)][:1]
+
+
+def _processes(job: Examined) -> Iterator[process.Process | None]:
+    """Yield the processes of a job's ranks that are there: those of its records, and those that keep none and were seen."""
+    files = Neighbours(job.path).files()
+    for file in files:
+        with suppress(LookupError):  # it is another container's
+            yield file.process()
+    recorded = {file.rank for file in files}
+    yield from (process.find(state.pid) for state in job.states if state.rank not in recorded)
+
+
+def _descends_from(found: process.Process | None, pid: int) -> bool:
+    for _ in range(_MOST_ANCESTORS):
+        if found is None or found.pid == pid:
+            break
+        found = process.find(found.parent)
+    return found is not None and found.pid == pid
 
 
 def _row(job: Examined) -> tuple[str, str, str, str]:

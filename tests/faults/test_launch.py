@@ -90,6 +90,19 @@ def test_a_run_that_is_killed_takes_the_job_with_it(folder: Path) -> None:
         process.stdout.close()
 
 
+def test_what_an_mpiexec_that_was_killed_has_left_stops_no_later_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRTE_MCA_prte_tmpdir_base", str(folder))
+    with subprocess.Popen(["true"]) as process:
+        numbers = range(process.pid + 1, process.pid + 1001)
+    for number in numbers:  # one of which mpiexec will have
+        (folder / f"ompi.{number}").mkdir(mode=0o700)
+        (folder / f"ompi.{number}/pmix.{os.uname().nodename}.tool").touch()
+    (folder / "job.py").write_text("import os; print(os.getppid())")
+    done = run_bounded([*MPISTRAT_RUN, "-n", "1", "job.py"], SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) in numbers, "a counter of processes that has begun again; run the test again"
+
+
 def test_srun_that_mpi_does_not_see_is_an_error() -> None:
     # This process is alone, and says that srun started four.
     variables = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}

@@ -181,7 +181,7 @@ class Lab:
         hostfile = own / "hostfile"
         hostfile.write_text("".join(f"{host}\n" for host in self.host_of_each_rank(num_ranks, placement)))
         options = ["--hostfile", str(hostfile), "--map-by", "seq:OVERSUBSCRIBE", "--bind-to", "none"]
-        return [_mpirun(), *options, "-n", str(num_ranks), *argv], {"TMPDIR": str(own), **_OPEN_MPI}
+        return [_mpirun(), *options, "-n", str(num_ranks), *argv], {"PRTE_MCA_prte_tmpdir_base": str(own), **_OPEN_MPI}
 
     def host_of_each_rank(self, num_ranks: int, placement: str) -> list[str]:
         """Return the host of rank 0, of rank 1, and so on, for a placement as `run` takes it."""

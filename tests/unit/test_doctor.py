@@ -1,0 +1,59 @@
+"""`mpistrat doctor`: which job is meant, where numbers of processes are given out again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.tools import doctor
+from mpistrat.watch import folder
+from mpistrat.watch.layout import Field
+from mpistrat.watch.recorder import FlightRecorder
+
+Record = Callable[..., None]
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
+    """Write the record of a job of one rank: of this process, or of one of its number that was killed so many seconds ago."""
+    monkeypatch.setattr(folder, "bases", lambda: [tmp_path])
+    tmp_path.chmod(0o700)
+
+    def write(name: str, killed: int | None = None) -> None:
+        (tmp_path / name).mkdir(mode=0o700)
+        recorder = FlightRecorder(tmp_path / name / "rank-0")
+        if killed is not None:
+            recorder._put(Field.STARTED, 1)
+            seconds = (tmp_path / name).stat().st_mtime - killed
+            os.utime(tmp_path / name, (seconds, seconds))
+
+    return write
+
+
+def jobs_of(capsys: pytest.CaptureFixture[str], wanted: str) -> list[str]:
+    assert doctor.execute(argparse.Namespace(job=wanted, json=True)) == 0
+    return [job["job"] for job in json.loads(capsys.readouterr().out)]
+
+
+@pytest.mark.parametrize("pid", [os.getpid(), os.getppid()], ids=["the rank", "what has started it"])
+def test_a_process_is_of_the_job_that_runs_and_not_of_one_killed_before(
+    record: Record, capsys: pytest.CaptureFixture[str], pid: int
+) -> None:
+    record("killed", killed=60)
+    record("running")
+    assert jobs_of(capsys, str(pid)) == ["running"]
+
+
+def test_where_none_runs_the_last_one_with_such_a_rank_is_meant(record: Record, capsys: pytest.CaptureFixture[str]) -> None:
+    record("first", killed=120)
+    record("second", killed=60)
+    assert jobs_of(capsys, str(os.getpid())) == ["second"]
+    assert jobs_of(capsys, "first") == ["first"]
+    with pytest.raises(InvalidArgumentError, match="or has such a process"):
+        jobs_of(capsys, str(os.getppid()))
