@@ -108,6 +108,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
+        importlib.import_module("mpistrat.strategy")  # registers the default strategy, which any of them may ask for
         value = getattr(importlib.import_module(_HOMES[name]), name)
     elif name in _MODULES:
         value = importlib.import_module(f"mpistrat.{name}")

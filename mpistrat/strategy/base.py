@@ -1,34 +1,37 @@
-"""Strategy: how one program runs on many replicas, and the default strategy of one."""
+"""Strategy: how one program runs on many replicas."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from mpistrat.arrays import array_module, as_array
+from mpistrat.arrays import Array, array_module, as_array, as_operand, like
 from mpistrat.communicator.closed import ClosedCommunicator
 from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.local import LocalCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
-from mpistrat.context.stack import Mode, Scope, default_mode, register_default
+from mpistrat.communicator.sparse import IndexedSlices, gather_refused
+from mpistrat.communicator.validate import check_gather
+from mpistrat.context.input_context import InputContext, ValueContext
+from mpistrat.context.stack import Mode, Scope, default_mode
 from mpistrat.context.values import across_replicas, regroup, select_replica
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.memory import MemoryReport
-from mpistrat.strategy.combining import Combining
-from mpistrat.strategy.default_context import DefaultReplicaContext
-from mpistrat.strategy.deprecated import DeprecatedNames
+from mpistrat.inputs.distribute import distribute_dataset, distribute_from_function
+from mpistrat.reduction import ReduceOp
+from mpistrat.strategy import deprecated
+from mpistrat.strategy.deprecated import hinted
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.feeding import Feeding
-from mpistrat.strategy.feeding import register_inputs as register_inputs
+from mpistrat.strategy.reducing import check_doubtful, local_part
 from mpistrat.strategy.replica_context import ReplicaContext
 from mpistrat.strategy.run_options import RunOptions
-from mpistrat.structures import flatten
+from mpistrat.structures import flatten, rebuild
 
-__all__ = ["Strategy", "register_inputs"]
+__all__ = ["Strategy"]
 
 
-class Strategy(Combining, Feeding, DeprecatedNames):
+class Strategy:
     """Runs one program on many replicas. One rank is one replica.
 
     Parameters
@@ -36,6 +39,8 @@ class Strategy(Combining, Feeding, DeprecatedNames):
     extended : StrategyExtended
         How it communicates; the strategies of this package make theirs themselves.
     """
+
+    _accepts_per_replica = False  # whether `distribute_datasets_from_function` accepts InputReplicationMode.PER_REPLICA
 
     def __init__(self, extended: StrategyExtended) -> None:
         self._extended = extended
@@ -156,6 +161,223 @@ class Strategy(Combining, Feeding, DeprecatedNames):
         """
         return select_replica(across_replicas(value))
 
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        axis: int | Sequence[int] | None,
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> Any:
+        """Combine a per-replica value to plain arrays, which every rank receives.
+
+        A collective call.
+
+        Parameters
+        ----------
+        reduce_op : ReduceOp or str
+            SUM or MEAN, and with ``axis=None`` also MIN, MAX or PROD; in any case.
+        value : nest of per-replica values
+            The leaves are reduced together. A leaf that is not a distributed value is what this rank passes: MEAN, MIN and MAX
+            combine the ranks' values; SUM and PROD are refused on every rank, unless it is zero on all. Of a mirrored value
+            the mean, minimum and maximum are itself, and sums are refused likewise.
+        axis : int, sequence of int, or None
+            Axes to reduce each component over first. The mean is exact then: the sum over all replicas divided by the
+            number of elements on all replicas, so replicas with fewer or no rows weigh as they should. Booleans are counted,
+            as NumPy does; across replicas, with ``axis=None``, they have neither sum nor mean.
+        options : CommunicationOptions, optional
+            Merged over those of the strategy. Not in TensorFlow.
+        experimental_hints : CommunicationOptions, optional
+            The old name of `options`; deprecated.
+
+        Returns
+        -------
+        nest of array
+            Arrays of the kinds that came in: NumPy for NumPy, PyTorch for PyTorch. Of slices, slices.
+
+        Raises
+        ------
+        RuntimeError
+            If called inside `run`, or in the scope of another strategy.
+        TypeError
+            If `reduce_op` is neither ReduceOp nor str, or `axis` of another type.
+        InvalidArgumentError
+            If the operation is unknown, an axis is out of range, the sum is ambiguous, or `options` are of another type.
+        UnsupportedDtypeError
+            If a component is not an array, or the operation is not defined for its dtype.
+        NotImplementedError
+            If slices are to be reduced over axes, or otherwise than by SUM or MEAN.
+        AgreementError
+            On every rank, if ranks pass different structures, shapes, dtypes, axes or operations, or did so in an earlier call.
+        """
+        self._extended.require_cross_replica("strategy.reduce")
+        communicator = self._extended.communicator
+        leaves, structure = flatten(across_replicas(value))
+        wanted = hinted(options, experimental_hints)
+        try:
+            check_options(wanted)
+            op = ReduceOp.parse(reduce_op)
+            part = local_part(op, leaves, axis, communicator.size)
+        except Exception as error:  # whatever the user's arrays raise when they are read, the other ranks must learn of it
+            communicator.refuse("reduce", error, wanted)
+        call = f"reduce({op.name}, axis={axis!r}) of {structure}, {len(part.sent)} arrays to combine"
+        communicator.note(call, wanted)
+        check_doubtful(part, communicator, wanted)
+        totals = part.finish(self._extended.all_reduce(part.op, part.sent, wanted))
+        communicator.confirm()
+        return rebuild(structure, [like(*pair) for pair in zip(totals, select_replica(leaves), strict=True)])
+
+    def gather(
+        self,
+        value: Any,
+        axis: int,
+        options: CommunicationOptions | None = None,
+        *,
+        experimental_hints: CommunicationOptions | None = None,
+    ) -> Any:
+        """Concatenate the components of a per-replica value along an axis, in replica order; every rank receives the result.
+
+        A collective call.
+
+        Parameters
+        ----------
+        value : nest of per-replica values
+            Components have at least one axis, and agree in all extents but that of `axis`. The component of a leaf that is
+            not a distributed value is what this rank passes.
+        axis : int
+            Where to concatenate.
+        options : CommunicationOptions, optional
+            Merged over those of the strategy. Not in TensorFlow.
+        experimental_hints : CommunicationOptions, optional
+            The old name of `options`; deprecated.
+
+        Raises
+        ------
+        RuntimeError
+            If called inside `run`, or in the scope of another strategy.
+        InvalidArgumentError
+            If a component has no such axis, other extents differ, or `options` are of another type.
+        NotImplementedError
+            If a component is IndexedSlices.
+        AgreementError
+            On every rank, if ranks pass different structures, dtypes or axes.
+        """
+        self._extended.require_cross_replica("strategy.gather")
+        communicator = self._extended.communicator
+        leaves, structure = flatten(across_replicas(value))
+        wanted = hinted(options, experimental_hints)
+        try:
+            check_options(wanted)
+            arrays = [_gatherable(leaf, axis) for leaf in leaves]
+        except Exception as error:  # as in `reduce`
+            communicator.refuse("gather", error, wanted)
+        communicator.note(f"gather(axis={axis}) of {structure}", wanted)
+        results = [self._extended.all_gather(array, axis, wanted) for array in arrays]
+        return rebuild(structure, [like(*pair) for pair in zip(results, select_replica(leaves), strict=True)])
+
+    def broadcast(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
+        """Return the value of replica `root` as plain arrays, on every rank. Not in TensorFlow.
+
+        A collective call.
+
+        Parameters
+        ----------
+        value : nest of array_like
+            The same structure on all ranks; only the shapes and dtypes of `root` count.
+        root : int
+            The replica whose value it is.
+        options : CommunicationOptions, optional
+            Merged over those of the strategy.
+
+        Raises
+        ------
+        RuntimeError
+            If called inside `run`, or in the scope of another strategy.
+        InvalidArgumentError
+            If `root` is not a replica.
+        UnsupportedDtypeError
+            If a leaf is not an array of numbers.
+        """
+        self._extended.require_cross_replica("strategy.broadcast")
+        with self.replica_context as context:
+            return context.broadcast(select_replica(value), root, options)
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Iterable[Any]:
+        """Return the dataset whose elements are split over the replicas: global batches in, per-replica batches out.
+
+        A collective call: all ranks must describe the same data, or they would not end together.
+
+        Parameters
+        ----------
+        dataset : ArrayDataset or iterable
+            Batched with the global batch size. The default strategy returns it as it is.
+        options : InputOptions, optional
+            How it is shared out, and how far to read ahead.
+
+        Raises
+        ------
+        RuntimeError
+            If called inside `run`, or in the scope of another strategy.
+        TypeError
+            If it is not a dataset.
+        NotImplementedError
+            If the options ask for replication PER_REPLICA.
+        """
+        self._extended.require_cross_replica("strategy.experimental_distribute_dataset")
+        if hasattr(dataset, "distribute") and default_mode().strategy is not self:
+            shared: Iterable[Any] = dataset.distribute(self, options)
+            return shared
+        return distribute_dataset(self, dataset, options)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: Any = None
+    ) -> Iterable[Any]:
+        """Return the dataset whose elements are those of ``dataset_fn(context)``, which every rank calls once.
+
+        A collective call. Nothing is split: the function batches with the size of a replica's batch, and takes its shard.
+
+        Parameters
+        ----------
+        dataset_fn : callable
+            Takes an `InputContext`, which says which input pipeline it makes and for how many replicas; returns a dataset.
+        options : InputOptions, optional
+            How far to read ahead.
+
+        Raises
+        ------
+        RuntimeError
+            If called inside `run`, or in the scope of another strategy.
+        TypeError
+            If the function does not return a dataset.
+        NotImplementedError
+            If the options ask for replication PER_REPLICA, and this is not a MirroredStrategy.
+        """
+        self._extended.require_cross_replica("strategy.distribute_datasets_from_function")
+        return distribute_from_function(self, dataset_fn, options, accepts_per_replica=self._accepts_per_replica)
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Return per-replica values whose components ``value_fn(context)`` returns, which every rank calls once.
+
+        Parameters
+        ----------
+        value_fn : callable
+            Takes a `ValueContext`, which says for which replica it is called; returns a nest.
+
+        Returns
+        -------
+        nest
+            Each leaf a per-replica value; with one replica, just what `value_fn` returned.
+
+        Raises
+        ------
+        RuntimeError
+            If called inside `run`, or in the scope of another strategy.
+        """
+        self._extended.require_cross_replica("strategy.experimental_distribute_values_from_function")
+        communicator = self._extended.communicator
+        return regroup(value_fn(ValueContext(communicator.rank, communicator.size)), communicator.size)
+
     def explain(self, value: Any, options: CommunicationOptions | None = None) -> Explanation:
         """Explain what an all-reduce of a value does: packs, plans, bytes, predicted times and the last one measured.
 
@@ -223,6 +445,18 @@ class Strategy(Combining, Feeding, DeprecatedNames):
         # the replica context keeps the operations at hand: a new one, with those that are closed
         self.replica_context = ReplicaContext(self, ops.rank)
 
+    # names of TensorFlow 1, and spellings that have been replaced
+    unwrap = deprecated.unwrap
+    group = deprecated.group
+    configure = deprecated.configure
+    update_config_proto = deprecated.update_config_proto
+    experimental_run = deprecated.experimental_run
+    make_dataset_iterator = deprecated.make_dataset_iterator
+    make_input_fn_iterator = deprecated.make_input_fn_iterator
+    experimental_make_numpy_dataset = deprecated.experimental_make_numpy_dataset
+    experimental_distribute_datasets_from_function = deprecated.experimental_distribute_datasets_from_function
+    colocate_vars_with = deprecated.colocate_vars_with
+
     def __copy__(self) -> NoReturn:
         raise RuntimeError(
             f"{self!r} cannot be copied: both copies would share one extended part, which belongs to one strategy.\n"
@@ -249,8 +483,10 @@ class Strategy(Combining, Feeding, DeprecatedNames):
         return f"{type(self).__name__}(replica={ops.rank}({ops.size}), world={ops.world.shape})"
 
 
-@register_default
-def _default_mode() -> Mode:
-    strategy = Strategy(StrategyExtended(LocalCommunicator()))
-    strategy.replica_context = DefaultReplicaContext(strategy)
-    return strategy.replica_context.mode
+def _gatherable(leaf: Any, axis: int) -> Array:
+    component = select_replica(leaf)
+    if isinstance(component, IndexedSlices):
+        raise gather_refused(component)
+    array = as_operand(component)
+    check_gather(array, axis)
+    return array

@@ -52,6 +52,8 @@ class MirroredStrategy(Strategy):
         If the options have a deadline, and not all ranks make this call in time.
     """
 
+    _accepts_per_replica = True
+
     def __init__(
         self,
         devices: Sequence[str] | None = None,
