@@ -9,10 +9,10 @@ from mpistrat.context.input_context import InputContext
 from mpistrat.context.stack import default_mode
 from mpistrat.context.strategy_like import StrategyLike
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.base import Dataset
+from mpistrat.inputs.dataset import Dataset
+from mpistrat.inputs.input_options import AutoShardPolicy, InputOptions, InputReplicationMode, read_options
 from mpistrat.inputs.iterable import as_dataset
 from mpistrat.inputs.iterator import DistributedIterator, Feed
-from mpistrat.inputs.options import AutoShardPolicy, InputOptions, InputReplicationMode, read_options
 from mpistrat.inputs.rebatch import batched, num_pieces, piece_sizes, pieces
 
 __all__ = ["DistributedDataset", "distribute_dataset", "distribute_from_function"]

@@ -15,10 +15,10 @@ from mpistrat.context.strategy_like import StrategyLike
 from mpistrat.context.values import regroup
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, OutOfRangeError
+from mpistrat.inputs.array_spec import empty_like, spec_of
 from mpistrat.inputs.fetch import Fetcher
-from mpistrat.inputs.options import InputOptions
+from mpistrat.inputs.input_options import InputOptions
 from mpistrat.inputs.prefetch import Prefetcher
-from mpistrat.inputs.spec import empty_like, spec_of
 from mpistrat.reduction import ReduceOp
 
 __all__ = ["DistributedIterator", "Feed", "OptionalElement"]

@@ -11,9 +11,9 @@ from mpistrat.communicator.local import LocalCommunicator
 from mpistrat.context.stack import Mode, register_default
 from mpistrat.launch.environment import LauncherView, detect
 from mpistrat.strategy.advice import OUTSIDE_RUN
-from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.replica_context import ReplicaContext
+from mpistrat.strategy.strategy import Strategy
 
 __all__ = ["DefaultReplicaContext"]
 

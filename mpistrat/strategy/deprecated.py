@@ -12,7 +12,7 @@ from typing import Any
 
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.context.input_context import InputContext
-from mpistrat.inputs.dataset import ArrayDataset
+from mpistrat.inputs.array_dataset import ArrayDataset
 from mpistrat.reduction import ReduceOp
 
 __all__ = [

@@ -14,7 +14,7 @@ from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, gather_refused
 from mpistrat.communicator.validate import check_gather
 from mpistrat.context.input_context import InputContext, ValueContext
-from mpistrat.context.stack import Mode, Scope, default_mode
+from mpistrat.context.stack import Mode, StrategyScope, default_mode
 from mpistrat.context.values import across_replicas, regroup, select_replica
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.memory import MemoryReport
@@ -88,7 +88,7 @@ class Strategy:
         """Where the roles of the tasks come from; None where there are no roles."""
         return None
 
-    def scope(self) -> Scope:
+    def scope(self) -> StrategyScope:
         """Return a context manager in which this strategy is the current one, and variables become its variables.
 
         Entering it communicates nothing, and selects no device: a rank is bound to its own when it starts.
@@ -99,7 +99,7 @@ class Strategy:
             On entering, if another strategy is current, or inside `run`. On leaving, if it is left out of order.
         """
         default = default_mode()
-        return Scope(default if default.strategy is self else self.cross_replica_mode)
+        return StrategyScope(default if default.strategy is self else self.cross_replica_mode)
 
     def run(
         self,
