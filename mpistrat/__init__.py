@@ -26,18 +26,18 @@ if TYPE_CHECKING:
     from mpistrat.cross_device.ops import CrossDeviceOps as CrossDeviceOps
     from mpistrat.cross_device.to_one_device import ReductionToOneDevice as ReductionToOneDevice
     from mpistrat.execution.memory import MemoryReport as MemoryReport
-    from mpistrat.inputs.base import Dataset as Dataset
-    from mpistrat.inputs.dataset import ArrayDataset as ArrayDataset
+    from mpistrat.inputs.array_dataset import ArrayDataset as ArrayDataset
+    from mpistrat.inputs.array_spec import ArraySpec as ArraySpec
+    from mpistrat.inputs.dataset import Dataset as Dataset
     from mpistrat.inputs.distribute import DistributedDataset as DistributedDataset
     from mpistrat.inputs.files import FileDataset as FileDataset
+    from mpistrat.inputs.input_options import SHARD_HINT as SHARD_HINT
+    from mpistrat.inputs.input_options import AutoShardPolicy as AutoShardPolicy
+    from mpistrat.inputs.input_options import InputOptions as InputOptions
+    from mpistrat.inputs.input_options import InputReplicationMode as InputReplicationMode
     from mpistrat.inputs.iterator import DistributedIterator as DistributedIterator
     from mpistrat.inputs.iterator import OptionalElement as OptionalElement
     from mpistrat.inputs.map_dataset import MapDataset as MapDataset
-    from mpistrat.inputs.options import SHARD_HINT as SHARD_HINT
-    from mpistrat.inputs.options import AutoShardPolicy as AutoShardPolicy
-    from mpistrat.inputs.options import InputOptions as InputOptions
-    from mpistrat.inputs.options import InputReplicationMode as InputReplicationMode
-    from mpistrat.inputs.spec import ArraySpec as ArraySpec
     from mpistrat.reduction import ReduceOp as ReduceOp
     from mpistrat.state.aggregation import VariableAggregation as VariableAggregation
     from mpistrat.state.aggregation import VariableSynchronization as VariableSynchronization
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from mpistrat.strategy import get_strategy as get_strategy
     from mpistrat.strategy import has_strategy as has_strategy
     from mpistrat.strategy import in_cross_replica_context as in_cross_replica_context
-    from mpistrat.strategy.base import Strategy as Strategy
     from mpistrat.strategy.deprecated import get_loss_reduction as get_loss_reduction
     from mpistrat.strategy.extended import StrategyExtended as StrategyExtended
     from mpistrat.strategy.mirrored import MirroredStrategy as MirroredStrategy
@@ -55,15 +54,16 @@ if TYPE_CHECKING:
     from mpistrat.strategy.one_device import OneDeviceStrategy as OneDeviceStrategy
     from mpistrat.strategy.replica_context import ReplicaContext as ReplicaContext
     from mpistrat.strategy.run_options import RunOptions as RunOptions
+    from mpistrat.strategy.strategy import Strategy as Strategy
 
 _HOMES = {
-    "ArrayDataset": "mpistrat.inputs.dataset",
-    "ArraySpec": "mpistrat.inputs.spec",
-    "AutoShardPolicy": "mpistrat.inputs.options",
+    "ArrayDataset": "mpistrat.inputs.array_dataset",
+    "ArraySpec": "mpistrat.inputs.array_spec",
+    "AutoShardPolicy": "mpistrat.inputs.input_options",
     "ClusterSpec": "mpistrat.cluster.spec",
     "CollectiveAllReduce": "mpistrat.cross_device.all_reduce",
     "CrossDeviceOps": "mpistrat.cross_device.ops",
-    "Dataset": "mpistrat.inputs.base",
+    "Dataset": "mpistrat.inputs.dataset",
     "DistributedDataset": "mpistrat.inputs.distribute",
     "DistributedIterator": "mpistrat.inputs.iterator",
     "DistributedValues": "mpistrat.context.values",
@@ -72,8 +72,8 @@ _HOMES = {
     "HierarchicalCopyAllReduce": "mpistrat.cross_device.all_reduce",
     "IndexedSlices": "mpistrat.communicator.sparse",
     "InputContext": "mpistrat.context.input_context",
-    "InputOptions": "mpistrat.inputs.options",
-    "InputReplicationMode": "mpistrat.inputs.options",
+    "InputOptions": "mpistrat.inputs.input_options",
+    "InputReplicationMode": "mpistrat.inputs.input_options",
     "MapDataset": "mpistrat.inputs.map_dataset",
     "MemoryReport": "mpistrat.execution.memory",
     "Mirrored": "mpistrat.context.values",
@@ -87,8 +87,8 @@ _HOMES = {
     "ReductionToOneDevice": "mpistrat.cross_device.to_one_device",
     "ReplicaContext": "mpistrat.strategy.replica_context",
     "RunOptions": "mpistrat.strategy.run_options",
-    "SHARD_HINT": "mpistrat.inputs.options",
-    "Strategy": "mpistrat.strategy.base",
+    "SHARD_HINT": "mpistrat.inputs.input_options",
+    "Strategy": "mpistrat.strategy.strategy",
     "StrategyExtended": "mpistrat.strategy.extended",
     "Variable": "mpistrat.state.variables",
     "VariableAggregation": "mpistrat.state.aggregation",
@@ -108,6 +108,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
+        importlib.import_module("mpistrat.strategy")  # registers the default strategy, which any of them may ask for
         value = getattr(importlib.import_module(_HOMES[name]), name)
     elif name in _MODULES:
         value = importlib.import_module(f"mpistrat.{name}")

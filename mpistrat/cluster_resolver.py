@@ -1,6 +1,6 @@
 """TensorFlow's ``tf.distribute.cluster_resolver``: who is in the cluster, and which task this process is."""
 
-from mpistrat.cluster.mpi import MPIClusterResolver
+from mpistrat.cluster.mpi_resolver import MPIClusterResolver
 from mpistrat.cluster.resolver import ClusterResolver, SimpleClusterResolver
 from mpistrat.cluster.slurm import SlurmClusterResolver
 from mpistrat.cluster.tf_config import TFConfigClusterResolver

@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from mpistrat import settings
 
-__all__ = ["Event", "Timeline", "kept", "leave_to_others", "write_chrome_trace", "write_trace"]
+__all__ = ["Timeline", "TimelineEvent", "kept", "leave_to_others", "write_chrome_trace", "write_trace"]
 
 _kept: list[Timeline] = []
 
 
-class Event(NamedTuple):
+class TimelineEvent(NamedTuple):
     """One phase that ran on this rank.
 
     Attributes
@@ -51,13 +51,13 @@ class Timeline:
             if not _kept:
                 atexit.register(_write_alone)
             _kept.append(self)
-        self.events: list[Event] = []
+        self.events: list[TimelineEvent] = []
         # perf_counter has no common origin between processes; the wall clock of this moment aligns the ranks of one host
         self.epoch_seconds = time.time() - time.perf_counter()
 
     def record(self, name: str, lane: str, start_seconds: float, nbytes: int = 0) -> None:
         """Note that something that began at `start_seconds` has ended now."""
-        self.events.append(Event(name, lane, start_seconds, time.perf_counter(), nbytes))
+        self.events.append(TimelineEvent(name, lane, start_seconds, time.perf_counter(), nbytes))
 
     def busy_seconds(self, lanes: Iterable[str]) -> float:
         """Return the seconds during which at least one of the `lanes` was busy; ``inter`` stands for ``inter 0`` as well."""

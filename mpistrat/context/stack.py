@@ -23,7 +23,7 @@ from typing import Any
 
 __all__ = [
     "Mode",
-    "Scope",
+    "StrategyScope",
     "current",
     "default_mode",
     "enter_or_assert_strategy",
@@ -163,7 +163,7 @@ def pop(mode: Mode) -> None:
     modes.pop()
 
 
-class Scope:
+class StrategyScope:
     """Context manager that enters the cross-replica mode of a strategy; it may be entered again while it is entered.
 
     Parameters

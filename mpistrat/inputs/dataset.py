@@ -1,81 +1,118 @@
-"""ArrayDataset: global batches of rows of arrays in memory or in files."""
+"""Dataset: what every source of batches can do."""
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from mpistrat.arrays import Array, like
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.rebatch import readable
-from mpistrat.inputs.rows import RowDataset
-from mpistrat.inputs.spec import spec_of
-from mpistrat.structures import flatten, leaf_names, rebuild
+from mpistrat.inputs.checks import checked_int
+from mpistrat.inputs.input_options import SHARD_HINT
 
-__all__ = ["ArrayDataset"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Dataset"]
 
 
-class ArrayDataset(RowDataset):
-    """Cuts arrays into global batches along their first axis. It can be iterated again and again.
+class Dataset(ABC):
+    """A source of batches. Iterating over it yields the batches of an epoch, each time of the next one.
 
-    Each iteration is an epoch. The order depends on `seed` and the epoch's number, never on the number of replicas, so any
-    number of replicas sees the same global batches.
-
-    Parameters
+    Attributes
     ----------
-    arrays : nest of array_like
-        Equal extents along the first axis; batches are arrays of the same kinds. Memory maps are read row by row, and by a
-        replica only where the rows are its own.
-    batch_size : int
-        Rows of a global batch: of all replicas together.
-    shuffle : bool
-        Whether each epoch has another order.
-    seed : int
-        Not negative; the same on all ranks.
-    drop_remainder : bool
-        Whether a last batch with fewer rows is left out.
-
-    Raises
-    ------
-    TypeError
-        If `batch_size` or `seed` is not an int.
-    InvalidArgumentError
-        If there are no arrays, one has no axis, the first extents differ, `batch_size` is less than 1 or `seed` negative.
+    is_file_based : bool
+        Whether it consists of files, of which each input pipeline can read its own.
+    is_hinted : bool
+        Whether it was sharded by the marker `SHARD_HINT`, and waits for its numbers.
     """
 
-    def __init__(
-        self, arrays: Any, batch_size: int, shuffle: bool = False, seed: int = 0, drop_remainder: bool = False
-    ) -> None:
-        self._given, self._structure = flatten(arrays)
-        self._arrays = [readable(leaf) for leaf in self._given]
-        num_rows = _common_extent(self._arrays, leaf_names(arrays, "arrays"))
-        super().__init__(num_rows, batch_size, shuffle, seed, drop_remainder)
+    is_file_based: bool = False
+    is_hinted: bool = False
+    _epoch: int = 0
+
+    @abstractmethod
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
+        """Yield a replica's share of each batch of an epoch.
+
+        Parameters
+        ----------
+        epoch : int
+            Which order to use, where the dataset is shuffled.
+        replica, num_replicas : int
+            Whose share; by default the whole batches.
+        """
 
     @property
+    @abstractmethod
+    def num_batches(self) -> int | None:
+        """How many batches an epoch has; None where only iterating tells."""
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows of a global batch, but for the last ones; None where a batch may have any number."""
+        return None
+
+    @property
+    def num_rows(self) -> int | None:
+        """How many rows the batches of an epoch have; None where only iterating tells."""
+        return None
+
+    @property
+    @abstractmethod
     def element_spec(self) -> Any:
         """The nest of `ArraySpec` that describes every batch."""
-        return spec_of(rebuild(self._structure, list(self._arrays)))
 
-    def _read(self, rows: Array) -> Any:
-        # not array.take: of an array that is not contiguous it copies everything first
-        taken = [like(array[rows], given) for array, given in zip(self._arrays, self._given, strict=True)]
-        return rebuild(self._structure, taken)
+    @abstractmethod
+    def describe(self) -> str:
+        """Return what must be the same on all ranks that share the batches: sizes, dtypes, order."""
 
-    def _describe_row(self) -> str:
-        rows = ", ".join(f"{array.dtype} {array.shape[1:]}" for array in self._arrays)
-        return f"[{rows}] in {self._structure}"
+    def shard(self, num_shards: int, index: int) -> Self:
+        """Return the dataset of every `num_shards`-th row, sample or file, from number `index` on.
 
+        Parameters
+        ----------
+        num_shards : int
+            Number of parts, for example ``context.num_input_pipelines``.
+        index : int
+            Which part, for example ``context.input_pipeline_id``. `SHARD_HINT` for both leaves the numbers to
+            ``AutoShardPolicy.HINT``.
 
-def _common_extent(arrays: list[Array], names: list[str]) -> int:
-    if not arrays:
-        raise InvalidArgumentError("a dataset needs at least one array; got an empty structure")
-    for array, name in zip(arrays, names, strict=True):
-        if array.ndim == 0:
+        Raises
+        ------
+        TypeError
+            If a number is not an int.
+        InvalidArgumentError
+            If there is no such part, or the dataset has none.
+        """
+        if num_shards == index == SHARD_HINT:
+            hinted = self._copy()
+            hinted.is_hinted = True
+            return hinted
+        num_shards = checked_int(num_shards, "num_shards", 1)
+        if checked_int(index, "index", 0) >= num_shards:
+            raise InvalidArgumentError(f"index must be one of 0 to {num_shards - 1}; got {index}")
+        return self._part(num_shards, index)
+
+    def settled(self, num_shards: int, index: int) -> Self:
+        """Return the dataset with these numbers in place of its marker."""
+        hinted = self._copy()
+        hinted.is_hinted = False
+        return hinted.shard(num_shards, index)
+
+    @abstractmethod
+    def _part(self, num_shards: int, index: int) -> Self:
+        """Return what `shard` returns, for numbers that were checked."""
+
+    def _copy(self) -> Self:
+        return copy.copy(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.is_hinted:
             raise InvalidArgumentError(
-                f"{name} is a scalar; a dataset cuts arrays along their first axis. A list counts as a structure: "
-                "np.array(list) makes an array of it"
+                "the dataset was sharded by SHARD_HINT, which waits for the numbers of an input pipeline: distribute it with "
+                "InputOptions(auto_shard_policy=AutoShardPolicy.HINT), or shard it by numbers"
             )
-    extents = [len(array) for array in arrays]
-    if len(set(extents)) > 1:
-        found = ", ".join(f"{name} has {extent}" for name, extent in zip(names, extents, strict=True))
-        raise InvalidArgumentError(f"all arrays of a dataset need the same number of rows; {found}")
-    return extents[0]
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        return self.batches(epoch)

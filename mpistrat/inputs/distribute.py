@@ -7,15 +7,13 @@ from typing import Any, cast
 
 from mpistrat.context.input_context import InputContext
 from mpistrat.context.stack import default_mode
+from mpistrat.context.strategy_like import StrategyLike
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.base import Dataset
+from mpistrat.inputs.dataset import Dataset
+from mpistrat.inputs.input_options import AutoShardPolicy, InputOptions, InputReplicationMode, read_options
 from mpistrat.inputs.iterable import as_dataset
 from mpistrat.inputs.iterator import DistributedIterator, Feed
-from mpistrat.inputs.options import AutoShardPolicy, InputOptions, InputReplicationMode, read_options
 from mpistrat.inputs.rebatch import batched, num_pieces, piece_sizes, pieces
-from mpistrat.strategy.base import Strategy
-from mpistrat.strategy.feeding import register_inputs
-from mpistrat.strategy.mirrored import MirroredStrategy
 
 __all__ = ["DistributedDataset", "distribute_dataset", "distribute_from_function"]
 
@@ -46,7 +44,7 @@ class DistributedDataset:
         How far to read ahead, and whether to bring what is read to the replica's GPU, if it has one.
     """
 
-    def __init__(self, strategy: Strategy, dataset: Dataset, policy: AutoShardPolicy | None, options: InputOptions) -> None:
+    def __init__(self, strategy: StrategyLike, dataset: Dataset, policy: AutoShardPolicy | None, options: InputOptions) -> None:
         self._strategy = strategy
         self._dataset = dataset
         self._policy = policy
@@ -117,7 +115,7 @@ class DistributedDataset:
         return (piece for batch in whole for piece in pieces(batch, communicator.rank, communicator.size))
 
 
-def distribute_dataset(strategy: Strategy, dataset: Any, options: InputOptions | None = None) -> Iterable[Any]:
+def distribute_dataset(strategy: StrategyLike, dataset: Any, options: InputOptions | None = None) -> Iterable[Any]:
     """Return what ``strategy.experimental_distribute_dataset(dataset, options)`` returns. A collective call.
 
     Parameters
@@ -143,7 +141,7 @@ def distribute_dataset(strategy: Strategy, dataset: Any, options: InputOptions |
     communicator, call = strategy.extended.communicator, "experimental_distribute_dataset"
     try:
         wanted = read_options(options)
-        _check_replication(strategy, call, wanted)
+        _refuse_per_replica(strategy, call, wanted)
         if default_mode().strategy is strategy:
             return cast("Iterable[Any]", dataset)
         source = as_dataset(dataset)
@@ -157,7 +155,11 @@ def distribute_dataset(strategy: Strategy, dataset: Any, options: InputOptions |
 
 
 def distribute_from_function(
-    strategy: Strategy, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    strategy: StrategyLike,
+    dataset_fn: Callable[[InputContext], Any],
+    options: InputOptions | None = None,
+    *,
+    accepts_per_replica: bool = False,
 ) -> Iterable[Any]:
     """Return what ``strategy.distribute_datasets_from_function(dataset_fn, options)`` returns. A collective call.
 
@@ -170,20 +172,23 @@ def distribute_from_function(
         batches have the rows of one replica; they are not shared and not cut.
     options : InputOptions, optional
         How far to read ahead.
+    accepts_per_replica : bool, optional
+        Whether the options may ask for replication PER_REPLICA.
 
     Raises
     ------
     TypeError
         If `dataset_fn` cannot be called or returns no dataset, or the options are none.
     NotImplementedError
-        If PER_REPLICA is asked for and the strategy is not a MirroredStrategy.
+        If PER_REPLICA is asked for and not accepted.
     AgreementError
         If another rank raises.
     """
     communicator, call = strategy.extended.communicator, "distribute_datasets_from_function"
     try:
         wanted = read_options(options)
-        _check_replication(strategy, call, wanted)
+        if not accepts_per_replica:
+            _refuse_per_replica(strategy, call, wanted)
         if not callable(dataset_fn):
             raise TypeError(f"dataset_fn must be a function of an InputContext that returns a dataset; got {dataset_fn!r}")
         if default_mode().strategy is strategy:
@@ -197,10 +202,8 @@ def distribute_from_function(
     return DistributedDataset(strategy, part, None, wanted)
 
 
-def _check_replication(strategy: Strategy, call: str, options: InputOptions) -> None:
-    if options.experimental_replication_mode is InputReplicationMode.PER_WORKER:
-        return
-    if not isinstance(strategy, MirroredStrategy) or call != "distribute_datasets_from_function":
+def _refuse_per_replica(strategy: StrategyLike, call: str, options: InputOptions) -> None:
+    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise NotImplementedError(
             "InputReplicationMode.PER_REPLICA is for MirroredStrategy.distribute_datasets_from_function only; got "
             f"{type(strategy).__name__}.{call}. PER_WORKER too makes one input pipeline for each replica: a rank is one"
@@ -246,6 +249,3 @@ def _files(dataset: Dataset, pipeline: int, num_pipelines: int) -> Dataset:
             "mpistrat.FileDataset"
         )
     return dataset.shard(num_pipelines, pipeline)
-
-
-register_inputs(distribute_dataset, distribute_from_function)

@@ -11,10 +11,10 @@ from zlib import crc32
 import numpy as np
 
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.base import Dataset
+from mpistrat.inputs.array_spec import spec_of
 from mpistrat.inputs.checks import checked_int
+from mpistrat.inputs.dataset import Dataset
 from mpistrat.inputs.rebatch import batched, num_rows, readable, share
-from mpistrat.inputs.spec import spec_of
 from mpistrat.structures import map_leaves
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from itertools import chain, islice
 from typing import Any, NoReturn
 
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.base import Dataset
+from mpistrat.inputs.array_spec import spec_of
+from mpistrat.inputs.dataset import Dataset
 from mpistrat.inputs.rebatch import share
-from mpistrat.inputs.spec import spec_of
 
 __all__ = ["IterableDataset", "as_dataset"]
 

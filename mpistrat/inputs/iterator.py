@@ -11,15 +11,15 @@ import numpy as np
 
 from mpistrat.communicator.base import Communicator
 from mpistrat.context.stack import in_replica_context_of
+from mpistrat.context.strategy_like import StrategyLike
 from mpistrat.context.values import regroup
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, OutOfRangeError
+from mpistrat.inputs.array_spec import empty_like, spec_of
 from mpistrat.inputs.fetch import Fetcher
-from mpistrat.inputs.options import InputOptions
+from mpistrat.inputs.input_options import InputOptions
 from mpistrat.inputs.prefetch import Prefetcher
-from mpistrat.inputs.spec import empty_like, spec_of
 from mpistrat.reduction import ReduceOp
-from mpistrat.strategy.base import Strategy
 
 __all__ = ["DistributedIterator", "Feed", "OptionalElement"]
 
@@ -100,7 +100,7 @@ class DistributedIterator(Iterator[Any]):
         How many elements are made ahead, and whether they are brought to the replica's GPU.
     """
 
-    def __init__(self, strategy: Strategy, feed: Feed, options: InputOptions) -> None:
+    def __init__(self, strategy: StrategyLike, feed: Feed, options: InputOptions) -> None:
         self._strategy = strategy
         self._batches = _made_ahead(feed.batches, options)
         self._length, self._epoch = feed.length, feed.epoch

@@ -10,8 +10,8 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array, like
 from mpistrat.errors import InvalidArgumentError
+from mpistrat.inputs.array_spec import spec_of
 from mpistrat.inputs.rows import RowDataset
-from mpistrat.inputs.spec import spec_of
 from mpistrat.structures import map_leaves
 
 __all__ = ["MapDataset", "Samples", "stack"]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.inputs.base import Dataset
 from mpistrat.inputs.checks import checked_int
+from mpistrat.inputs.dataset import Dataset
 from mpistrat.inputs.rebatch import shard_bounds
 
 if TYPE_CHECKING:

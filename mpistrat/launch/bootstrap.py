@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpistrat import settings
 from mpistrat.errors import LaunchError
-from mpistrat.launch import abort, binding, environment, exit_code, forks, launcher_process, nested, openmpi
+from mpistrat.launch import abort, environment, exit_code, forks, gpu_binding, launcher_process, nested, openmpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -97,7 +97,7 @@ def _start() -> MPI.Intracomm:
     nested.forget_launcher(os.environ)
     view = environment.detect()
     launcher = launcher_process.find_launcher(os.environ)
-    binding.bind_device(view)
+    gpu_binding.bind_device(view)
     if "mpi4py.MPI" not in sys.modules:
         crowded = view is not None and (view.local_size or 1) > openmpi.num_cores()
         os.environ.update(openmpi.parameters(os.environ, crowded, alone=view is None))

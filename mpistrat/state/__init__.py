@@ -1,1 +1,30 @@
-"""What must be equal everywhere."""
+"""What must be equal everywhere: variables.
+
+==============================  ==============================  ================================================
+operation                       ON_WRITE                        ON_READ
+==============================  ==============================  ================================================
+read in ``run``                 this replica's array            this replica's array
+read elsewhere                  this rank's array               arrays combined by `aggregation`; a collective;
+                                                                NONE: refused
+assign in ``run``               value combined by               this replica's array only
+                                `aggregation`; a collective;
+                                NONE: a value that is equal
+                                on all, else refused
+assign elsewhere                the value, on all               SUM: value / N on each replica; else the value
+assign_add, _sub in ``run``     delta combined likewise         this replica's array only
+assign_add, _sub elsewhere      the delta, on all               SUM: refused; else the delta
+scatter updates in ``run``      the rows of all replicas;       refused
+                                NONE: rows that are equal
+                                on all, else refused
+… _min, _max, _update           ONLY_FIRST_REPLICA: the rows    refused
+in ``run``                      of replica 0; NONE: rows that
+                                are equal; else refused
+scatter updates elsewhere       the rows, on all                refused
+save: `numpy` elsewhere         this rank's array               the combined array
+restore: `assign` elsewhere     the value, on all               what reads back as the value
+==============================  ==============================  ================================================
+
+Inside the function that ``extended.update`` calls, all of it means this replica's array only. So it does for variables of the
+default strategy, which are plain arrays. Under central storage there is one array: ON_READ acts as ON_WRITE, and in ``run``
+what NONE says of values that are equal holds for scatter_min, _max and _update alone; else it is refused.
+"""

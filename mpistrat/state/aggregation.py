@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpistrat.arrays import Array, in_dtype, to_host
+from mpistrat.communicator.base import Communicator
+from mpistrat.context.strategy_like import StrategyLike
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.reduction import ReduceOp
-
-if TYPE_CHECKING:
-    from mpistrat.communicator.base import Communicator
-    from mpistrat.strategy.base import Strategy
 
 __all__ = [
     "VariableAggregation",
@@ -78,7 +75,7 @@ def checked_aggregation(aggregation: object) -> VariableAggregation:
     raise _unknown("aggregation", aggregation, VariableAggregation)
 
 
-def aggregated(aggregation: VariableAggregation, array: Array, strategy: Strategy) -> Array:
+def aggregated(aggregation: VariableAggregation, array: Array, strategy: StrategyLike) -> Array:
     """Return the arrays of all replicas as one. A collective call, of `strategy`, inside its ``run`` or outside.
 
     Parameters

@@ -1,163 +1,136 @@
-"""Rows and single entries: the methods of a variable that read some of them, and those that change them."""
+"""Scatter updates: the rows they take, those of all replicas together, and what is done with them to an array.
+
+================  ============================================================
+`scatter_add`     adds each row
+`scatter_sub`     subtracts it
+`scatter_mul`     multiplies by it
+`scatter_div`     divides by it
+`scatter_min`     keeps the lesser of it and what is there
+`scatter_max`     keeps the greater
+`scatter_update`  puts it in the place of what is there; the last one stays
+================  ============================================================
+
+Rows of one index are applied one after the other: no row is lost.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
 
-from mpistrat.arrays import Array, as_array, in_dtype, like
-from mpistrat.state.concern import Concerned, Where
-from mpistrat.state.indices import checked_places, flattened
+from mpistrat.arrays import Array, is_on_device, like, to_host
+from mpistrat.communicator.sparse import IndexedSlices
+from mpistrat.context.fitting import converted
+from mpistrat.context.strategy_like import StrategyLike
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
+from mpistrat.state.aggregation import VariableAggregation
 
-if TYPE_CHECKING:
-    from mpistrat.communicator.sparse import IndexedSlices
-    from mpistrat.state.variables import Variable
+__all__ = ["COMPARING", "Rows", "apply", "by_rows", "checked_rows", "gathered_rows"]
 
-__all__ = ["ScatterUpdates"]
+# the rows, and where each belongs
+Rows = tuple[Array, Array]
+
+# the updates that no SUM or MEAN of the replicas' rows makes sense for
+COMPARING = ("scatter_max", "scatter_min", "scatter_update")
+
+_UFUNCS = {
+    "scatter_add": np.add,
+    "scatter_sub": np.subtract,
+    "scatter_mul": np.multiply,
+    "scatter_div": np.divide,
+    "scatter_min": np.minimum,
+    "scatter_max": np.maximum,
+}
+_ORDERED = {"scatter_min": ReduceOp.MIN, "scatter_max": ReduceOp.MAX}
 
 
-class ScatterUpdates(Concerned):
-    """A variable of which some rows or entries can be read, and changed; it says itself how changes are applied."""
+def by_rows(method: str) -> str:
+    """Return the method that does to rows what ``scatter_nd_…`` does to single entries."""
+    return method.replace("_nd_", "_")
 
-    def sparse_read(self, indices: Any, name: str | None = None) -> Array:
-        """Return some of the rows, as a new array; communicates and raises like `read`.
 
-        Parameters
-        ----------
-        indices : array_like of int
-            Which rows, counted along the first axis, in any shape; the result has this shape and then that of a row.
-        name : str, optional
-            Without effect; accepted because programs for TensorFlow pass it.
+def checked_rows(method: str, delta: object, target: Array, owner: object) -> Rows:
+    """Return the rows that `delta` holds, after checking that `method` can apply them to `target`, the array of `owner`.
 
-        Raises
-        ------
-        InvalidArgumentError
-            If an index is negative or out of range, or the variable has no axis.
-        UnsupportedDtypeError
-            If the indices are no integers.
-        """
-        return self._taken("sparse_read", lambda: as_array(indices, "indices")[..., np.newaxis])
+    Raises
+    ------
+    TypeError
+        If `delta` is not an IndexedSlices.
+    InvalidArgumentError
+        If the rows have another shape, or an index or an integer of theirs is out of range.
+    UnsupportedDtypeError
+        If the array cannot hold the kind of number that the rows have, or `method` is not defined for its dtype.
+    """
+    if not isinstance(delta, IndexedSlices):
+        raise TypeError(
+            f"{owner!r}.{method} takes IndexedSlices; got {type(delta).__name__}.\n"
+            f"    incorrect:  variable.{method}(values)\n"
+            f"    correct:    variable.{method}(mpistrat.IndexedSlices(values, indices))"
+        )
+    _check_method(method, target, owner)
+    values, indices = delta.values, delta.indices
+    if target.ndim == 0 or values.shape[1:] != target.shape[1:]:
+        raise InvalidArgumentError(
+            f"{owner!r} has shape {target.shape}; rows of shape {values.shape[1:]} cannot be scattered into it"
+        )
+    if indices.size and indices.max() >= len(target):
+        accepted = f"0 to {len(target) - 1} are accepted" if len(target) else "it has no rows"
+        raise InvalidArgumentError(f"index {indices.max()} is out of range for {owner!r}: {accepted}")
+    return converted(values, target.dtype, owner), indices
 
-    def gather_nd(self, indices: Any, name: str | None = None) -> Array:
-        """Return single entries, as a new array; communicates and raises like `sparse_read`.
 
-        Parameters
-        ----------
-        indices : array_like of int
-            Its last axis holds the indices of one entry along the first axes of the variable: of all of them for a number, of
-            fewer for an array.
-        name : str, optional
-            Without effect; accepted because programs for TensorFlow pass it.
-        """
-        return self._taken("gather_nd", lambda: indices)
+def gathered_rows(rows: Rows, aggregation: VariableAggregation, strategy: StrategyLike) -> Rows:
+    """Return the rows of all replicas, in replica order. A collective call.
 
-    def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
-        """Add rows to those that indices name, and return the variable.
+    Parameters
+    ----------
+    rows : Rows
+        Those of this replica; replicas may have different numbers of them.
+    aggregation : VariableAggregation
+        SUM: all rows; MEAN: all, each divided by the number of replicas; ONLY_FIRST_REPLICA: the rows of replica 0.
+    strategy : Strategy
+        Whose replicas they are.
+    """
+    communicator = strategy.extended.communicator
+    rows = to_host(rows[0]), to_host(rows[1])  # where they are applied
+    if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        return communicator.broadcast(rows[0]), communicator.broadcast(rows[1])
+    values, indices = (communicator.all_gather(part) for part in rows)
+    if aggregation is VariableAggregation.MEAN:
+        wide = values.astype(_wide(values), copy=False)
+        values = wide / wide.dtype.type(communicator.size)
+    return values, indices
 
-        A collective call inside ``strategy.run``: the rows of all replicas are applied, in replica order; with MEAN each is
-        divided by their number, with ONLY_FIRST_REPLICA only those of replica 0 are, with NONE the replicas' rows must be
-        equal and are applied once. Outside it ranks compare their rows as `assign` does its values. Rows of one index are
-        applied one after the other.
 
-        Parameters
-        ----------
-        sparse_delta : IndexedSlices
-            The rows, and where they belong. Replicas may have different numbers of them, or none.
-        use_locking, name : bool, str
-            Without effect; accepted because programs for TensorFlow pass them.
+def apply(method: str, target: Array, rows: Rows) -> None:
+    """Apply rows to `target`, 16-bit floats in float32; the rows that are touched go through host memory."""
+    values, indices = map(to_host, rows)
+    if method == "scatter_update" and not is_on_device(target):
+        target[indices] = values
+        return
+    # the rows that are touched, once each, in the dtype of accumulation; of rows with one index, CuPy would let any be the last
+    touched, position = np.unique(indices, return_inverse=True)
+    wide = to_host(target[touched]).astype(_wide(target), copy=False)
+    if method == "scatter_update":
+        wide[position] = values
+    else:
+        _UFUNCS[method].at(wide, position, values.astype(wide.dtype, copy=False))
+    target[touched] = like(wide.astype(target.dtype, copy=False), target)
 
-        Raises
-        ------
-        NotImplementedError
-            If the variable is synchronized ON_READ.
-        InvalidArgumentError
-            If rows have another shape than those of the variable or an index is out of range; under central storage also
-            inside ``strategy.run`` with aggregation NONE.
-        TypeError
-            If it is not an IndexedSlices, or the operation is not defined for the kind of number.
-        RuntimeError
-            If another strategy than the variable's own is current.
-        AgreementError
-            On every replica, if they pass different rows inside ``strategy.run`` with aggregation NONE. From the next
-            collective, if ranks pass different ones outside it.
-        """
-        return self._scatter("scatter_add", sparse_delta)
 
-    def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
-        """Subtract rows, and return the variable; communicates and raises like `scatter_add`."""
-        return self._scatter("scatter_sub", sparse_delta)
+def _wide(array: Array) -> np.dtype[np.generic]:
+    return accumulation_dtype(ReduceOp.SUM, array.dtype)
 
-    def scatter_mul(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
-        """Multiply by rows, and return the variable; communicates and raises like `scatter_add`."""
-        return self._scatter("scatter_mul", sparse_delta)
 
-    def scatter_div(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
-        """Divide by rows, and return the variable; communicates and raises like `scatter_add`. Integers have no quotient."""
-        return self._scatter("scatter_div", sparse_delta)
-
-    def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
-        """Keep the lesser numbers of rows and variable, and return it; communicates and raises like `scatter_update`."""
-        return self._scatter("scatter_min", sparse_delta)
-
-    def scatter_max(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
-        """Keep the greater numbers of rows and variable, and return it; communicates and raises like `scatter_update`."""
-        return self._scatter("scatter_max", sparse_delta)
-
-    def scatter_update(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
-        """Put rows in the place of others, and return the variable; communicates and raises like `scatter_add`.
-
-        But inside ``strategy.run`` the aggregation must be ONLY_FIRST_REPLICA or NONE.
-
-        Raises
-        ------
-        NotImplementedError
-            Inside ``strategy.run`` with aggregation SUM or MEAN.
-        """
-        return self._scatter("scatter_update", sparse_delta)
-
-    def scatter_nd_add(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
-        """Add to single entries, and return the variable; communicates and raises like `scatter_add`.
-
-        Parameters
-        ----------
-        indices : array_like of int
-            Its last axis holds the indices of one entry along the first axes of the variable: of all of them for a number, of
-            fewer for an array.
-        updates : array_like
-            One for each entry, of its shape.
-        name : str, optional
-            Without effect; accepted because programs for TensorFlow pass it.
-        """
-        return self._scatter("scatter_nd_add", (indices, updates))
-
-    def scatter_nd_sub(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
-        """Subtract from single entries, as `scatter_nd_add` adds to them."""
-        return self._scatter("scatter_nd_sub", (indices, updates))
-
-    def scatter_nd_min(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
-        """Keep the lesser numbers of updates and entries, as `scatter_nd_add` adds; communicates like `scatter_update`."""
-        return self._scatter("scatter_nd_min", (indices, updates))
-
-    def scatter_nd_max(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
-        """Keep the greater numbers of updates and entries, as `scatter_nd_add` adds; communicates like `scatter_update`."""
-        return self._scatter("scatter_nd_max", (indices, updates))
-
-    def scatter_nd_update(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
-        """Put updates in the place of single entries, as `scatter_nd_add` adds; communicates like `scatter_update`."""
-        return self._scatter("scatter_nd_update", (indices, updates))
-
-    def _taken(self, method: str, places: Callable[[], Any]) -> Array:
-        """Return the entries whose indices `places` returns."""
-        try:
-            numbers, entry = checked_places(f"{self!r}.{method}", places(), self.shape)
-        except (TypeError, ValueError) as error:
-            self._refuse(method, error, Where.OUTSIDE if self._is_combined_here() else Where.HERE)
-        array = self.read()
-        taken = flattened(array, entry).take(like(numbers, array), axis=0)
-        return in_dtype(taken, taken.dtype)  # a number is an array of no axes
-
-    def _scatter(self, method: str, delta: Any) -> Variable:
-        """Apply the rows of all whom it concerns, or for ``scatter_nd_…`` indices and updates, and return the variable."""
-        raise NotImplementedError
+def _check_method(method: str, target: Array, owner: object) -> None:
+    if method in _ORDERED:
+        check_dtype(_ORDERED[method], target.dtype, repr(owner))
+    if method == "scatter_sub" and target.dtype.kind == "b":
+        raise UnsupportedDtypeError(
+            f"{owner!r}.{method} is not defined for bool; accepted are integers, floats and complex numbers"
+        )
+    if method == "scatter_div" and target.dtype.kind in "biu":
+        raise UnsupportedDtypeError(
+            f"{owner!r}.{method} is not defined for {target.dtype}, which cannot hold a quotient; accepted are floats and "
+            "complex numbers, or scatter_update with the quotients that you have rounded"
+        )

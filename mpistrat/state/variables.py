@@ -1,57 +1,33 @@
 """Variable: an array that all replicas keep, equal on all of them or combined when it is read.
 
-==============================  ==============================  ================================================
-operation                       ON_WRITE                        ON_READ
-==============================  ==============================  ================================================
-read in ``run``                 this replica's array            this replica's array
-read elsewhere                  this rank's array               arrays combined by `aggregation`; a collective;
-                                                                NONE: refused
-assign in ``run``               value combined by               this replica's array only
-                                `aggregation`; a collective;
-                                NONE: a value that is equal
-                                on all, else refused
-assign elsewhere                the value, on all               SUM: value / N on each replica; else the value
-assign_add, _sub in ``run``     delta combined likewise         this replica's array only
-assign_add, _sub elsewhere      the delta, on all               SUM: refused; else the delta
-scatter updates in ``run``      the rows of all replicas;       refused
-                                NONE: rows that are equal
-                                on all, else refused
-… _min, _max, _update           ONLY_FIRST_REPLICA: the rows    refused
-in ``run``                      of replica 0; NONE: rows that
-                                are equal; else refused
-scatter updates elsewhere       the rows, on all                refused
-save: `numpy` elsewhere         this rank's array               the combined array
-restore: `assign` elsewhere     the value, on all               what reads back as the value
-==============================  ==============================  ================================================
-
-Inside the function that ``extended.update`` calls, all of it means this replica's array only. So it does for variables of the
-default strategy, which are plain arrays. Under central storage there is one array: ON_READ acts as ON_WRITE, and in ``run``
-what NONE says of values that are equal holds for scatter_min, _max and _update alone; else it is refused.
+The docstring of `mpistrat.state` has the table of what each operation does, inside ``run`` and elsewhere.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from mpistrat.arrays import Array, is_on_device, to_host
+from mpistrat.arrays import Array, as_array, in_dtype, is_on_device, like, to_device, to_host
+from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.fitting import fitted
-from mpistrat.context.stack import default_mode, misplaced
-from mpistrat.context.values import DistributedValues, PerReplica, select_replica
-from mpistrat.errors import AgreementError, UnsupportedDtypeError
+from mpistrat.context.stack import default_mode, get_strategy, in_replica_context_of, misplaced, require_no_default_scope
+from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, select_replica
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.state import refusals
-from mpistrat.state.aggregation import VariableAggregation, aggregated, check_equal, share
-from mpistrat.state.concern import Where
-from mpistrat.state.indices import checked_slices, flattened
-from mpistrat.state.rows import COMPARING, Rows, apply, by_rows, checked_rows, gathered_rows
-from mpistrat.state.scatter import ScatterUpdates
+from mpistrat.state.aggregation import VariableAggregation, VariableSynchronization, aggregated, share
+from mpistrat.state.declaration import Declaration, UpdateScope, initial_array
+from mpistrat.state.indices import checked_places, checked_slices, flattened
+from mpistrat.state.scatter import COMPARING, Rows, apply, by_rows, checked_rows, gathered_rows
+from mpistrat.state.variable_call import VariableCall
 
 __all__ = ["Variable"]
 
 
-class Variable(ScatterUpdates):  # numpydoc ignore=PR02
+class Variable(Mirrored):
     """An array that the replicas of the current strategy share. It can be used like an array; `assign` changes it.
 
     Making one is a collective call: the initial value of replica 0 is sent to all. Outside all scopes it belongs to the
@@ -90,6 +66,78 @@ class Variable(ScatterUpdates):  # numpydoc ignore=PR02
         If the current scope was entered inside that of the default strategy.
     """
 
+    def __init__(
+        self,
+        initial_value: Any,
+        trainable: bool | None = None,
+        name: str | None = None,
+        dtype: Any = None,
+        constraint: Callable[[Any], Any] | None = None,
+        synchronization: VariableSynchronization | None = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation | None = VariableAggregation.NONE,
+        shape: Sequence[int] | None = None,
+    ) -> None:
+        strategy, name = get_strategy(), name or "Variable"
+        communicator = strategy.extended.communicator
+        try:
+            require_no_default_scope("mpistrat.Variable")
+            declared = Declaration.checked(strategy, name, trainable, constraint, synchronization, aggregation)
+            value = initial_array(initial_value, dtype, shape, name)
+        except Exception as error:
+            communicator.refuse(f"Variable(name={name!r})", error)
+        communicator.note(f"Variable({name!r}, {value.dtype} {value.shape}, {declared})")
+        self._declaration = declared
+        self._hold(to_device(np.array(communicator.broadcast(value), order="C")))
+        if declared.aggregation is VariableAggregation.MEAN and self.dtype.kind in "biu":
+            raise InvalidArgumentError(
+                f"{name} has dtype {self.dtype}, whose mean it cannot hold: use aggregation SUM or a float dtype"
+            )
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return self._declaration.name
+
+    @property
+    def trainable(self) -> bool:
+        """Whether an optimiser should change it."""
+        return self._declaration.trainable
+
+    @property
+    def constraint(self) -> Callable[[Any], Any] | None:
+        """What an optimiser should call with a new value, to put its result in the place of it; the variable never calls it."""
+        return self._declaration.constraint
+
+    @property
+    def initial_value(self) -> NoReturn:
+        """Not kept, as in TensorFlow without graphs: read the variable right after making it.
+
+        Raises
+        ------
+        RuntimeError
+            Always, and says how to keep it.
+        """
+        raise refusals.not_kept(self)
+
+    def is_initialized(self, name: str | None = None) -> bool:
+        """Return True: a variable has its initial value from the start. `name` is for programs for TensorFlow."""
+        return True
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """ON_WRITE or ON_READ."""
+        return self._declaration.synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How the values of the replicas become one."""
+        return self._declaration.aggregation
+
+    @property
+    def distribute_strategy(self) -> Any:
+        """The strategy in whose scope it was made."""
+        return self._declaration.strategy
+
     @property
     def value(self) -> Array:
         """The array, on a GPU that of CuPy; not to be written to. It changes when the variable does."""
@@ -114,7 +162,7 @@ class Variable(ScatterUpdates):  # numpydoc ignore=PR02
 
     def across_replicas(self) -> DistributedValues:
         """Return what ``strategy.reduce`` combines: the arrays of the replicas for ON_READ, else the variable, equal on all."""
-        return PerReplica(self._view) if self._is_on_read else self
+        return PerReplica(self._view) if self._declaration.is_on_read else self
 
     def read(self) -> Array:
         """Return the array; for a variable synchronized ON_READ, a collective call outside ``strategy.run``.
@@ -126,12 +174,46 @@ class Variable(ScatterUpdates):  # numpydoc ignore=PR02
         InvalidArgumentError
             If the arrays of an ON_READ variable are to be combined and its aggregation is NONE.
         """
-        if not self._is_combined_here():
+        declared = self._declaration
+        if not declared.is_combined_here():
             return self._view
-        if self._aggregation is VariableAggregation.NONE:
-            self._refuse("read", refusals.unreadable(self, self._strategy.num_replicas_in_sync), Where.OUTSIDE)
-        self._agree("read", Where.OUTSIDE, ())
-        return aggregated(self._aggregation, self._array, self._strategy)
+        call = self._call("read", UpdateScope.OUTSIDE)
+        if declared.aggregation is VariableAggregation.NONE:
+            call.refuse(refusals.unreadable(self, declared.strategy.num_replicas_in_sync))
+        call.compare()
+        return aggregated(declared.aggregation, self._array, declared.strategy)
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> Array:
+        """Return some of the rows, as a new array; communicates and raises like `read`.
+
+        Parameters
+        ----------
+        indices : array_like of int
+            Which rows, counted along the first axis, in any shape; the result has this shape and then that of a row.
+        name : str, optional
+            Without effect; accepted because programs for TensorFlow pass it.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If an index is negative or out of range, or the variable has no axis.
+        UnsupportedDtypeError
+            If the indices are no integers.
+        """
+        return self._take("sparse_read", lambda: as_array(indices, "indices")[..., np.newaxis])
+
+    def gather_nd(self, indices: Any, name: str | None = None) -> Array:
+        """Return single entries, as a new array; communicates and raises like `sparse_read`.
+
+        Parameters
+        ----------
+        indices : array_like of int
+            Its last axis holds the indices of one entry along the first axes of the variable: of all of them for a number, of
+            fewer for an array.
+        name : str, optional
+            Without effect; accepted because programs for TensorFlow pass it.
+        """
+        return self._take("gather_nd", lambda: indices)
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         """Set the variable to a value, and return it.
@@ -166,7 +248,8 @@ class Variable(ScatterUpdates):  # numpydoc ignore=PR02
             collective, if ranks pass different ones outside it.
         """
         self._array[...] = self._incoming("assign", value)
-        return self._written(read_value)
+        self._send_root()
+        return self if read_value else None
 
     def assign_add(self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         """Add to the variable, and return it; communicates and raises like `assign`.
@@ -174,12 +257,109 @@ class Variable(ScatterUpdates):  # numpydoc ignore=PR02
         Outside ``strategy.run`` it raises InvalidArgumentError for a variable that is synchronized ON_READ and summed.
         """
         np.add(self._array, self._incoming("assign_add", delta), out=self._array)
-        return self._written(read_value)
+        self._send_root()
+        return self if read_value else None
 
     def assign_sub(self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         """Subtract from the variable, and return it; communicates and raises like `assign_add`. Booleans have no difference."""
         np.subtract(self._array, self._incoming("assign_sub", delta), out=self._array)
-        return self._written(read_value)
+        self._send_root()
+        return self if read_value else None
+
+    def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
+        """Add rows to those that indices name, and return the variable.
+
+        A collective call inside ``strategy.run``: the rows of all replicas are applied, in replica order; with MEAN each is
+        divided by their number, with ONLY_FIRST_REPLICA only those of replica 0 are, with NONE the replicas' rows must be
+        equal and are applied once. Outside it ranks compare their rows as `assign` does its values. Rows of one index are
+        applied one after the other.
+
+        Parameters
+        ----------
+        sparse_delta : IndexedSlices
+            The rows, and where they belong. Replicas may have different numbers of them, or none.
+        use_locking, name : bool, str
+            Without effect; accepted because programs for TensorFlow pass them.
+
+        Raises
+        ------
+        NotImplementedError
+            If the variable is synchronized ON_READ.
+        InvalidArgumentError
+            If rows have another shape than those of the variable or an index is out of range; under central storage also
+            inside ``strategy.run`` with aggregation NONE.
+        TypeError
+            If it is not an IndexedSlices, or the operation is not defined for the kind of number.
+        RuntimeError
+            If another strategy than the variable's own is current.
+        AgreementError
+            On every replica, if they pass different rows inside ``strategy.run`` with aggregation NONE. From the next
+            collective, if ranks pass different ones outside it.
+        """
+        return self._scatter("scatter_add", sparse_delta)
+
+    def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
+        """Subtract rows, and return the variable; communicates and raises like `scatter_add`."""
+        return self._scatter("scatter_sub", sparse_delta)
+
+    def scatter_mul(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
+        """Multiply by rows, and return the variable; communicates and raises like `scatter_add`."""
+        return self._scatter("scatter_mul", sparse_delta)
+
+    def scatter_div(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
+        """Divide by rows, and return the variable; communicates and raises like `scatter_add`. Integers have no quotient."""
+        return self._scatter("scatter_div", sparse_delta)
+
+    def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
+        """Keep the lesser numbers of rows and variable, and return it; communicates and raises like `scatter_update`."""
+        return self._scatter("scatter_min", sparse_delta)
+
+    def scatter_max(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
+        """Keep the greater numbers of rows and variable, and return it; communicates and raises like `scatter_update`."""
+        return self._scatter("scatter_max", sparse_delta)
+
+    def scatter_update(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
+        """Put rows in the place of others, and return the variable; communicates and raises like `scatter_add`.
+
+        But inside ``strategy.run`` the aggregation must be ONLY_FIRST_REPLICA or NONE.
+
+        Raises
+        ------
+        NotImplementedError
+            Inside ``strategy.run`` with aggregation SUM or MEAN.
+        """
+        return self._scatter("scatter_update", sparse_delta)
+
+    def scatter_nd_add(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
+        """Add to single entries, and return the variable; communicates and raises like `scatter_add`.
+
+        Parameters
+        ----------
+        indices : array_like of int
+            Its last axis holds the indices of one entry along the first axes of the variable: of all of them for a number, of
+            fewer for an array.
+        updates : array_like
+            One for each entry, of its shape.
+        name : str, optional
+            Without effect; accepted because programs for TensorFlow pass it.
+        """
+        return self._scatter("scatter_nd_add", (indices, updates))
+
+    def scatter_nd_sub(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
+        """Subtract from single entries, as `scatter_nd_add` adds to them."""
+        return self._scatter("scatter_nd_sub", (indices, updates))
+
+    def scatter_nd_min(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
+        """Keep the lesser numbers of updates and entries, as `scatter_nd_add` adds; communicates like `scatter_update`."""
+        return self._scatter("scatter_nd_min", (indices, updates))
+
+    def scatter_nd_max(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
+        """Keep the greater numbers of updates and entries, as `scatter_nd_add` adds; communicates like `scatter_update`."""
+        return self._scatter("scatter_nd_max", (indices, updates))
+
+    def scatter_nd_update(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
+        """Put updates in the place of single entries, as `scatter_nd_add` adds; communicates like `scatter_update`."""
+        return self._scatter("scatter_nd_update", (indices, updates))
 
     def writable(self) -> Array:
         """Return the array of this replica, to be written to: what ``ctx.update(variable, fn)`` hands to `fn`.
@@ -189,10 +369,10 @@ class Variable(ScatterUpdates):  # numpydoc ignore=PR02
         RuntimeError
             Outside ``run`` of the variable's strategy. A variable of the default strategy is writable outside all scopes.
         """
-        if self._where("ctx.update of a variable") is Where.OUTSIDE:
+        if self._declaration.update_scope("ctx.update of a variable") is UpdateScope.OUTSIDE:
             raise misplaced(
                 f"ctx.update of {self!r}",
-                f"inside strategy.run of {self._strategy!r}",
+                f"inside strategy.run of {self._declaration.strategy!r}",
                 "mpistrat.get_replica_context().update(variable, fn), outside strategy.run",
                 "def step(): mpistrat.get_replica_context().update(variable, fn), then strategy.run(step)",
             )
@@ -208,80 +388,110 @@ class Variable(ScatterUpdates):  # numpydoc ignore=PR02
         """
         return fn(self, *select_replica(tuple(args)), **select_replica(dict(kwargs or {})))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        in_replica_context_of(self._declaration.strategy, "copy.deepcopy of a variable")  # refused under another strategy
+        copied = copy.copy(self)
+        copied._hold(self._array.copy())
+        memo[id(self)] = copied
+        return copied
+
+    def __repr__(self) -> str:
+        declared = self._declaration
+        is_plain = declared.aggregation is VariableAggregation.NONE
+        kind = "" if is_plain else f", {declared.synchronization.name} {declared.aggregation.name}"
+        return f"{type(self).__name__}({declared.name!r}, {self._array.dtype} {self._array.shape}{kind})"
+
+    def _hold(self, array: Array) -> None:
+        """Make `array` the one of this replica, of which users see a view that cannot be written to, where there is such."""
+        self._array = array
+        self._view: Array = array.view()
+        if not is_on_device(array):  # CuPy has no arrays that are only read
+            self._view.flags.writeable = False
+        self._component = self._view
+
+    def _call(self, method: str, scope: UpdateScope | None = None) -> VariableCall:
+        scope = self._declaration.update_scope(f"Variable.{method}") if scope is None else scope
+        return VariableCall(self, self._declaration, method, scope)
+
+    def _take(self, method: str, places: Callable[[], Any]) -> Array:
+        """Return the entries whose indices `places` returns."""
+        try:
+            numbers, entry = checked_places(f"{self!r}.{method}", places(), self.shape)
+        except (TypeError, ValueError) as error:
+            is_combined = self._declaration.is_combined_here()
+            self._call(method, UpdateScope.OUTSIDE if is_combined else UpdateScope.HERE).refuse(error)
+        array = self.read()
+        taken = flattened(array, entry).take(like(numbers, array), axis=0)
+        return in_dtype(taken, taken.dtype)  # a number is an array of no axes
+
     def _incoming(self, method: str, value: Any) -> Array:
         """Return what a value that is assigned here does to the array of this replica."""
-        where = self._where(f"Variable.{method}")
+        call, declared = self._call(method), self._declaration
         try:
-            array = self._checked(method, value, where)
+            array = self._checked(call, value)
         except (TypeError, ValueError) as error:
-            self._refuse(method, error, where)
-        self._agree(method, where, (array,))
-        if where is Where.IN_RUN and not self._is_on_read:
-            if self._aggregation is VariableAggregation.NONE:
-                self._require_equal(method, (array,))
+            call.refuse(error)
+        call.compare(array)
+        if call.scope is UpdateScope.IN_RUN and not declared.is_on_read:
+            if declared.aggregation is VariableAggregation.NONE:
+                call.require_equal(array)
                 return array
-            return aggregated(self._aggregation, array, self._strategy)
-        if where is Where.OUTSIDE and self._is_on_read and self._aggregation is VariableAggregation.SUM:
-            return share(array, self._strategy.extended.communicator)
+            return aggregated(declared.aggregation, array, declared.strategy)
+        is_summed = declared.is_on_read and declared.aggregation is VariableAggregation.SUM
+        if is_summed and call.scope is UpdateScope.OUTSIDE:
+            return share(array, declared.communicator)
+        return array
+
+    def _checked(self, call: VariableCall, value: Any) -> Array:
+        value, declared = call.component(value), self._declaration
+        if call.method == "assign_sub" and self.dtype.kind == "b":
+            raise UnsupportedDtypeError(f"{call} is not defined for bool; accepted are integers, floats and complex")
+        array = fitted(value, self._array, self)
+        is_summed = declared.is_on_read and declared.aggregation is VariableAggregation.SUM
+        if is_summed and call.scope is UpdateScope.OUTSIDE and call.method != "assign":
+            raise refusals.sum_outside_run(self, call.method)
+        if call.scope is UpdateScope.IN_RUN and declared.needs_aggregation:
+            raise refusals.no_aggregation(self, call.method, declared.strategy.num_replicas_in_sync)
         return array
 
     def _scatter(self, method: str, delta: Any) -> Variable:
-        where = self._where(f"Variable.{method}")
+        """Apply rows, or for ``scatter_nd_…`` indices and updates, of the ranks that take part, and return the variable."""
+        call, declared = self._call(method), self._declaration
         try:
-            target, rows = self._checked_rows(method, delta, where)
+            target, rows = self._checked_rows(call, delta)
         except (TypeError, ValueError, NotImplementedError) as error:
-            self._refuse(method, error, where)
-        self._agree(method, where, rows)
-        if where is Where.IN_RUN and self._aggregation is VariableAggregation.NONE:
-            self._require_equal(method, rows)
-        elif where is Where.IN_RUN:
-            rows = gathered_rows(rows, self._aggregation, self._strategy)
+            call.refuse(error)
+        call.compare(*rows)
+        if call.scope is UpdateScope.IN_RUN:
+            if declared.aggregation is VariableAggregation.NONE:
+                call.require_equal(*rows)
+            else:
+                rows = gathered_rows(rows, declared.aggregation, declared.strategy)
         apply(by_rows(method), target, rows)
-        self._written()
+        self._send_root()
         return self
 
-    def _require_equal(self, method: str, arrays: tuple[Array, ...]) -> None:
-        """Check that all replicas change the variable in the same way, for nothing says how their values become one."""
-        communicator = self._strategy.extended.communicator
-        if communicator.size == 1:
-            return
-        try:
-            check_equal(f"{self!r}.{method}", arrays, communicator)
-        except AgreementError as error:
-            raise refusals.differing(self, method, communicator.size, error) from None
-
-    def _checked(self, method: str, value: Any, where: Where) -> Array:
-        value = self._own(method, value, where)
-        if method == "assign_sub" and self.dtype.kind == "b":
-            raise UnsupportedDtypeError(f"{self!r}.{method} is not defined for bool; accepted are integers, floats and complex")
-        array = fitted(value, self._array, self)
-        is_summed = self._aggregation is VariableAggregation.SUM
-        if where is Where.OUTSIDE and self._is_on_read and is_summed and method != "assign":
-            raise refusals.sum_outside_run(self, method)
-        if where is Where.IN_RUN and self._needs_aggregation:
-            raise refusals.no_aggregation(self, method, self._strategy.num_replicas_in_sync)
-        return array
-
-    def _checked_rows(self, method: str, delta: Any, where: Where) -> tuple[Array, Rows]:
+    def _checked_rows(self, call: VariableCall, delta: Any) -> tuple[Array, Rows]:
         """Return the array whose rows are changed, which may be a view in which leading axes are one, and the rows."""
-        by_entries = by_rows(method) != method
-        given = [self._own(method, part, where) for part in (delta if by_entries else (delta,))]
-        if self._is_on_read and self._strategy is not default_mode().strategy:
-            raise refusals.no_scatter(self, method)
-        if where is Where.IN_RUN:
-            is_comparing = by_rows(method) in COMPARING
-            if is_comparing and self._aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
-                raise refusals.no_such_aggregation(self, method)
-            if not is_comparing and self._needs_aggregation:
-                raise refusals.no_aggregation(self, method, self._strategy.num_replicas_in_sync)
+        declared, method = self._declaration, by_rows(call.method)
+        by_entries = method != call.method
+        given = [call.component(part) for part in (delta if by_entries else (delta,))]
+        if declared.is_on_read and declared.strategy is not default_mode().strategy:
+            raise refusals.no_scatter(self, call.method)
+        if call.scope is UpdateScope.IN_RUN:
+            is_comparing = method in COMPARING
+            if is_comparing and declared.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
+                raise refusals.no_such_aggregation(self, call.method)
+            if not is_comparing and declared.needs_aggregation:
+                raise refusals.no_aggregation(self, call.method, declared.strategy.num_replicas_in_sync)
         if not by_entries:
             return self._array, checked_rows(method, given[0], self._array, self)
-        slices = checked_slices(f"{self!r}.{method}", given[0], given[1], self.shape)
+        slices = checked_slices(str(call), given[0], given[1], self.shape)
         target = flattened(self._array, slices.values.shape[1:])
-        return target, checked_rows(by_rows(method), slices, target, self)
+        return target, checked_rows(method, slices, target, self)
 
-    def _written(self, read_value: bool = True) -> Variable | None:
-        """Return the variable if wanted; under central storage after the array of the root has been sent to all."""
-        if self._root is not None:
-            self._array[...] = self._strategy.extended.communicator.broadcast(self._array, self._root)
-        return self if read_value else None
+    def _send_root(self) -> None:
+        """Send the array of the root to all, under central storage."""
+        root = self._declaration.root
+        if root is not None:
+            self._array[...] = self._declaration.communicator.broadcast(self._array, root)

@@ -13,9 +13,9 @@ from mpistrat.cross_device.to_one_device import ReductionToOneDevice
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.strategy.agreed import described, make_communicator
-from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.one_node import check_devices, check_one_node, node_devices, node_hierarchy
+from mpistrat.strategy.strategy import Strategy
 from mpistrat.structures import flatten, map_leaves
 from mpistrat.topology.devices import device_name, ranks_of
 

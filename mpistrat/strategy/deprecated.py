@@ -1,21 +1,34 @@
-"""Names of TensorFlow 1, and spellings that have been replaced: each warns, and does what the present name does."""
+"""Names of TensorFlow 1, and spellings that have been replaced: each warns, and does what the present name does.
+
+Functions with a `self` are methods of `Strategy`.
+"""
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.context.input_context import InputContext
+from mpistrat.inputs.array_dataset import ArrayDataset
 from mpistrat.reduction import ReduceOp
 
-if TYPE_CHECKING:
-    from mpistrat.context.input_context import InputContext
-    from mpistrat.strategy.extended import StrategyExtended
-
-__all__ = ["DeprecatedNames", "get_loss_reduction", "hinted"]
+__all__ = [
+    "colocate_vars_with",
+    "configure",
+    "experimental_distribute_datasets_from_function",
+    "experimental_make_numpy_dataset",
+    "experimental_run",
+    "get_loss_reduction",
+    "group",
+    "hinted",
+    "make_dataset_iterator",
+    "make_input_fn_iterator",
+    "unwrap",
+    "update_config_proto",
+]
 
 
 def get_loss_reduction() -> ReduceOp:
@@ -38,149 +51,135 @@ def hinted(
     return experimental_hints.merge(options)
 
 
-class DeprecatedNames:
-    """The methods of a strategy that have other names now."""
+def unwrap(self: Any, value: Any) -> tuple[Any, ...]:
+    """Return ``experimental_local_results(value)``.
 
-    if TYPE_CHECKING:
+    .. deprecated:: TensorFlow 2.0
+    """
+    _warn("strategy.unwrap", "strategy.experimental_local_results(value)")
+    results: tuple[Any, ...] = self.experimental_local_results(value)
+    return results
 
-        @property
-        def extended(self) -> StrategyExtended:
-            """What the strategy brings along."""
 
-        def run(self, fn: Callable[..., Any], args: tuple[Any, ...] = ()) -> Any:
-            """Call `fn` once on each replica."""
+def group(self: Any, value: Any, name: str | None = None) -> None:
+    """Wait for a value, which is to say do nothing: what has been returned has been computed.
 
-        def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-            """Return the components that this rank holds."""
+    .. deprecated:: TensorFlow 2.0
+    """
+    _warn("strategy.group", "the value itself")
 
-        def experimental_distribute_dataset(self, dataset: Any) -> Iterable[Any]:
-            """Return the dataset whose elements are split over the replicas."""
 
-        def distribute_datasets_from_function(
-            self, dataset_fn: Callable[[InputContext], Any], options: Any = None
-        ) -> Iterable[Any]:
-            """Return the dataset whose elements are those of a function."""
+def configure(
+    self: Any,
+    session_config: Any = None,
+    cluster_spec: Any = None,
+    task_type: str | None = None,
+    task_id: int | None = None,
+) -> None:
+    """Do nothing: there is no session.
 
-    def unwrap(self, value: Any) -> tuple[Any, ...]:
-        """Return ``experimental_local_results(value)``.
+    .. deprecated:: TensorFlow 2.0
 
-        .. deprecated:: TensorFlow 2.0
-        """
-        _warn("strategy.unwrap", "strategy.experimental_local_results(value)")
-        return self.experimental_local_results(value)
-
-    def group(self, value: Any, name: str | None = None) -> None:
-        """Wait for a value, which is to say do nothing: what has been returned has been computed.
-
-        .. deprecated:: TensorFlow 2.0
-        """
-        _warn("strategy.group", "the value itself")
-
-    def configure(
-        self,
-        session_config: Any = None,
-        cluster_spec: Any = None,
-        task_type: str | None = None,
-        task_id: int | None = None,
-    ) -> None:
-        """Do nothing: there is no session.
-
-        .. deprecated:: TensorFlow 2.0
-
-        Raises
-        ------
-        NotImplementedError
-            If a cluster or a task is passed: a strategy is told of these when it is made.
-        """
-        _warn("strategy.configure", "MultiWorkerMirroredStrategy(cluster_resolver)")
-        if (cluster_spec, task_type, task_id) != (None, None, None):
-            raise NotImplementedError(
-                f"a strategy cannot be moved to another cluster: got cluster_spec={cluster_spec!r}, task_type={task_type!r}, "
-                f"task_id={task_id!r}.\n"
-                "    incorrect:  strategy.configure(cluster_spec=spec, task_type=kind, task_id=index)\n"
-                "    correct:    mpistrat.MultiWorkerMirroredStrategy(cluster_resolver)"
-            )
-
-    def update_config_proto(self, config_proto: Any) -> Any:
-        """Return `config_proto`: there is no session that it could configure.
-
-        .. deprecated:: TensorFlow 2.0
-        """
-        _warn("strategy.update_config_proto", "CommunicationOptions")
-        return config_proto
-
-    def experimental_run(self, fn: Callable[..., Any], input_iterator: Iterator[Any] | None = None) -> Any:
-        """Return ``run(fn, args=(next(input_iterator),))``, or ``run(fn)`` where there is no iterator.
-
-        .. deprecated:: TensorFlow 2.0
-        """
-        _warn("strategy.experimental_run", "strategy.run(fn, args=(next(iterator),))")
-        return self.run(fn) if input_iterator is None else self.run(fn, (next(input_iterator),))
-
-    def make_dataset_iterator(self, dataset: Any) -> Iterator[Any]:
-        """Return ``iter(experimental_distribute_dataset(dataset))``. A collective call.
-
-        .. deprecated:: TensorFlow 2.0
-        """
-        _warn("strategy.make_dataset_iterator", "iter(strategy.experimental_distribute_dataset(dataset))")
-        return iter(self.experimental_distribute_dataset(dataset))
-
-    def make_input_fn_iterator(self, input_fn: Callable[[InputContext], Any], replication_mode: Any = None) -> Iterator[Any]:
-        """Return ``iter(distribute_datasets_from_function(input_fn))``. A collective call.
-
-        .. deprecated:: TensorFlow 2.0
-
-        Raises
-        ------
-        NotImplementedError
-            If the replication mode is another than PER_WORKER, which is the default.
-        """
-        _warn("strategy.make_input_fn_iterator", "iter(strategy.distribute_datasets_from_function(input_fn))")
-        if getattr(replication_mode, "name", "PER_WORKER") != "PER_WORKER":
-            raise NotImplementedError(
-                f"make_input_fn_iterator takes replication mode PER_WORKER, got {replication_mode}.\n"
-                "    correct:    strategy.distribute_datasets_from_function(input_fn, "
-                "mpistrat.InputOptions(experimental_replication_mode=…))"
-            )
-        return iter(self.distribute_datasets_from_function(input_fn))
-
-    def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None, *, batch_size: int) -> Any:
-        """Return ``ArrayDataset(numpy_input, batch_size)``.
-
-        .. deprecated:: TensorFlow 2.0
-
-        Parameters
-        ----------
-        numpy_input : nest of array_like
-            Equal extents along the first axis.
-        session : object
-            Not used.
-        batch_size : int
-            Rows of a global batch. TensorFlow returns single rows, to be batched; here a dataset consists of batches.
-        """
-        _warn("strategy.experimental_make_numpy_dataset", "mpistrat.ArrayDataset(arrays, batch_size)")
-        # the inputs layer lies above this one, so it is imported by name
-        return importlib.import_module("mpistrat.inputs.dataset").ArrayDataset(numpy_input, batch_size)
-
-    def experimental_distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Any], options: Any = None
-    ) -> Iterable[Any]:
-        """Return ``distribute_datasets_from_function(dataset_fn, options)``. A collective call.
-
-        .. deprecated:: TensorFlow 2.4
-        """
-        _warn(
-            "strategy.experimental_distribute_datasets_from_function", "strategy.distribute_datasets_from_function(dataset_fn)"
+    Raises
+    ------
+    NotImplementedError
+        If a cluster or a task is passed: a strategy is told of these when it is made.
+    """
+    _warn("strategy.configure", "MultiWorkerMirroredStrategy(cluster_resolver)")
+    if (cluster_spec, task_type, task_id) != (None, None, None):
+        raise NotImplementedError(
+            f"a strategy cannot be moved to another cluster: got cluster_spec={cluster_spec!r}, task_type={task_type!r}, "
+            f"task_id={task_id!r}.\n"
+            "    incorrect:  strategy.configure(cluster_spec=spec, task_type=kind, task_id=index)\n"
+            "    correct:    mpistrat.MultiWorkerMirroredStrategy(cluster_resolver)"
         )
-        return self.distribute_datasets_from_function(dataset_fn, options)
 
-    def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
-        """Return ``extended.colocate_vars_with(variable)``.
 
-        .. deprecated:: TensorFlow 2.0
-        """
-        _warn("strategy.colocate_vars_with", "strategy.extended.colocate_vars_with(variable)")
-        return self.extended.colocate_vars_with(colocate_with_variable)
+def update_config_proto(self: Any, config_proto: Any) -> Any:
+    """Return `config_proto`: there is no session that it could configure.
+
+    .. deprecated:: TensorFlow 2.0
+    """
+    _warn("strategy.update_config_proto", "CommunicationOptions")
+    return config_proto
+
+
+def experimental_run(self: Any, fn: Callable[..., Any], input_iterator: Iterator[Any] | None = None) -> Any:
+    """Return ``run(fn, args=(next(input_iterator),))``, or ``run(fn)`` where there is no iterator.
+
+    .. deprecated:: TensorFlow 2.0
+    """
+    _warn("strategy.experimental_run", "strategy.run(fn, args=(next(iterator),))")
+    return self.run(fn) if input_iterator is None else self.run(fn, (next(input_iterator),))
+
+
+def make_dataset_iterator(self: Any, dataset: Any) -> Iterator[Any]:
+    """Return ``iter(experimental_distribute_dataset(dataset))``. A collective call.
+
+    .. deprecated:: TensorFlow 2.0
+    """
+    _warn("strategy.make_dataset_iterator", "iter(strategy.experimental_distribute_dataset(dataset))")
+    return iter(self.experimental_distribute_dataset(dataset))
+
+
+def make_input_fn_iterator(self: Any, input_fn: Callable[[InputContext], Any], replication_mode: Any = None) -> Iterator[Any]:
+    """Return ``iter(distribute_datasets_from_function(input_fn))``. A collective call.
+
+    .. deprecated:: TensorFlow 2.0
+
+    Raises
+    ------
+    NotImplementedError
+        If the replication mode is another than PER_WORKER, which is the default.
+    """
+    _warn("strategy.make_input_fn_iterator", "iter(strategy.distribute_datasets_from_function(input_fn))")
+    if getattr(replication_mode, "name", "PER_WORKER") != "PER_WORKER":
+        raise NotImplementedError(
+            f"make_input_fn_iterator takes replication mode PER_WORKER, got {replication_mode}.\n"
+            "    correct:    strategy.distribute_datasets_from_function(input_fn, "
+            "mpistrat.InputOptions(experimental_replication_mode=…))"
+        )
+    return iter(self.distribute_datasets_from_function(input_fn))
+
+
+def experimental_make_numpy_dataset(self: Any, numpy_input: Any, session: Any = None, *, batch_size: int) -> ArrayDataset:
+    """Return ``ArrayDataset(numpy_input, batch_size)``.
+
+    .. deprecated:: TensorFlow 2.0
+
+    Parameters
+    ----------
+    numpy_input : nest of array_like
+        Equal extents along the first axis.
+    session : object
+        Not used.
+    batch_size : int
+        Rows of a global batch. TensorFlow returns single rows, to be batched; here a dataset consists of batches.
+    """
+    _warn("strategy.experimental_make_numpy_dataset", "mpistrat.ArrayDataset(arrays, batch_size)")
+    return ArrayDataset(numpy_input, batch_size)
+
+
+def experimental_distribute_datasets_from_function(
+    self: Any, dataset_fn: Callable[[InputContext], Any], options: Any = None
+) -> Iterable[Any]:
+    """Return ``distribute_datasets_from_function(dataset_fn, options)``. A collective call.
+
+    .. deprecated:: TensorFlow 2.4
+    """
+    _warn("strategy.experimental_distribute_datasets_from_function", "strategy.distribute_datasets_from_function(dataset_fn)")
+    dataset: Iterable[Any] = self.distribute_datasets_from_function(dataset_fn, options)
+    return dataset
+
+
+def colocate_vars_with(self: Any, colocate_with_variable: Any) -> AbstractContextManager[None]:
+    """Return ``extended.colocate_vars_with(variable)``.
+
+    .. deprecated:: TensorFlow 2.0
+    """
+    _warn("strategy.colocate_vars_with", "strategy.extended.colocate_vars_with(variable)")
+    colocated: AbstractContextManager[None] = self.extended.colocate_vars_with(colocate_with_variable)
+    return colocated
 
 
 def _warn(name: str, present: str) -> None:

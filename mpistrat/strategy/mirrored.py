@@ -8,9 +8,9 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.cross_device.ops import CrossDeviceOps
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.strategy.agreed import check_communication, described, make_communicator, time_to_meet
-from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.one_node import check_devices, check_one_node, node_devices, node_hierarchy, node_world
+from mpistrat.strategy.strategy import Strategy
 
 __all__ = ["MirroredStrategy"]
 
@@ -51,6 +51,8 @@ class MirroredStrategy(Strategy):
     DeadlineExceededError
         If the options have a deadline, and not all ranks make this call in time.
     """
+
+    _accepts_per_replica = True
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ import warnings
 
 import numpy as np
 
-from mpistrat.cluster.mpi import MPIClusterResolver
+from mpistrat.cluster.mpi_resolver import MPIClusterResolver
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.tf_config import TFConfigClusterResolver
 from mpistrat.cluster.training import chief_rank, training_role
@@ -18,8 +18,8 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.groups.rendezvous import Rendezvous, rendezvous
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy.agreed import check_communication, described, make_communicator, time_to_meet
-from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
+from mpistrat.strategy.strategy import Strategy
 from mpistrat.topology.devices import device_name
 
 __all__ = ["ExperimentalMultiWorkerMirroredStrategy", "MultiWorkerExtended", "MultiWorkerMirroredStrategy"]

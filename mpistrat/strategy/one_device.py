@@ -5,10 +5,10 @@ from __future__ import annotations
 from mpistrat.communicator.local import LocalCommunicator
 from mpistrat.device.binding import own_device
 from mpistrat.errors import LaunchError
-from mpistrat.launch.binding import bind_device, what_is_bound
 from mpistrat.launch.environment import detect
-from mpistrat.strategy.base import Strategy
+from mpistrat.launch.gpu_binding import bind_device, what_is_bound
 from mpistrat.strategy.extended import StrategyExtended
+from mpistrat.strategy.strategy import Strategy
 from mpistrat.topology.devices import parse_device, ranks_of
 
 __all__ = ["OneDeviceStrategy"]

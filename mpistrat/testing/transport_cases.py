@@ -18,7 +18,7 @@ from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, check_dtype, combine
 from mpistrat.transports.base import Operation, Transport
 
-__all__ = ["DTYPES", "VERBS", "Case", "Verb", "cases", "divisions", "inputs", "operations", "poison"]
+__all__ = ["DTYPES", "VERBS", "Case", "VerbSpec", "cases", "divisions", "inputs", "operations", "poison"]
 
 DTYPES: tuple[np.dtype[Any], ...] = tuple(np.dtype(code) for code in "?bBhHiIqQfdFD")
 
@@ -65,7 +65,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Verb:
+class VerbSpec:
     """A method of `Transport`, and what it means.
 
     Attributes
@@ -106,20 +106,20 @@ def _joined(case: Case, given: Array) -> Array:
     return np.concatenate([row[_part(case, rank)] for rank, row in enumerate(given)])
 
 
-VERBS: dict[str, Verb] = {
-    "all_reduce": Verb(lambda transport, buffer, case: transport.all_reduce(buffer, case.op), _all, _all, _total),
-    "reduce_scatter": Verb(
+VERBS: dict[str, VerbSpec] = {
+    "all_reduce": VerbSpec(lambda transport, buffer, case: transport.all_reduce(buffer, case.op), _all, _all, _total),
+    "reduce_scatter": VerbSpec(
         lambda transport, buffer, case: transport.reduce_scatter(buffer, case.bounds, case.op),
         _all,
         _part,
         _total,
         in_place=True,
     ),
-    "all_gather": Verb(lambda transport, buffer, case: transport.all_gather(buffer, case.bounds), _part, _all, _joined),
-    "reduce": Verb(
+    "all_gather": VerbSpec(lambda transport, buffer, case: transport.all_gather(buffer, case.bounds), _part, _all, _joined),
+    "reduce": VerbSpec(
         lambda transport, buffer, case: transport.reduce(buffer, case.op, case.root), _all, _at_root, _total, in_place=True
     ),
-    "broadcast": Verb(
+    "broadcast": VerbSpec(
         lambda transport, buffer, case: transport.broadcast(buffer, case.root),
         _at_root,
         _all,

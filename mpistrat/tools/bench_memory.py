@@ -14,7 +14,7 @@ from mpistrat.communicator.device import DeviceCommunicator
 from mpistrat.communicator.mpi import MpiCommunicator
 from mpistrat.device.binding import bound_device
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.launch.binding import what_is_bound
+from mpistrat.launch.gpu_binding import what_is_bound
 from mpistrat.topology.discover import discover
 from mpistrat.topology.gpu_assignment import check_gpu_assignment
 

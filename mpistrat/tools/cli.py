@@ -18,7 +18,7 @@ __all__ = ["COMMANDS", "main", "make_parser"]
 COMMANDS = {
     "run": ("mpistrat.tools.run", "start a script on several ranks, with the right mpiexec for this machine"),
     "demo": ("mpistrat.tools.demo", "train a small network on four ranks and show what happens"),
-    "plan": ("mpistrat.tools.plan", "show how an all-reduce would run on any world; needs no MPI"),
+    "plan": ("mpistrat.tools.plan_command", "show how an all-reduce would run on any world; needs no MPI"),
     "bench": ("mpistrat.tools.bench", "measure collectives against bare MPI, under any launcher"),
     "doctor": ("mpistrat.tools.doctor", "show what each rank of a job on this host is doing, and which wait for which"),
     "info": ("mpistrat.tools.info", "show versions, the MPI that is found, GPUs, settings in force; starts no MPI"),

@@ -13,7 +13,7 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.text import format_bytes, format_seconds, format_table
 from mpistrat.tools.memory_rate import copy_bytes_per_second
 from mpistrat.tools.turns import check_sum, take_turns
-from mpistrat.tools.wire_rate import Wire, find_wire
+from mpistrat.tools.wire_rate import WireRate, find_wire
 
 __all__ = ["COMPARED_BYTES", "Comparison", "Size", "compare"]
 
@@ -63,7 +63,7 @@ class Comparison:
 
     Attributes
     ----------
-    wire : Wire or None
+    wire : WireRate or None
         The link between two machines; None where all ranks are on one.
     copy_bytes_per_second : float
         What each rank reads and writes while all copy.
@@ -71,7 +71,7 @@ class Comparison:
         In the order of their bytes.
     """
 
-    wire: Wire | None
+    wire: WireRate | None
     copy_bytes_per_second: float
     sizes: list[Size]
 
@@ -119,7 +119,7 @@ def compare(ops: MpiCommunicator, sizes: Sequence[int]) -> Comparison:
     return Comparison(wire, copied, [_measure(ops, nbytes, wire, copied) for nbytes in sizes])
 
 
-def _measure(ops: MpiCommunicator, nbytes: int, wire: Wire | None, copied: float) -> Size:
+def _measure(ops: MpiCommunicator, nbytes: int, wire: WireRate | None, copied: float) -> Size:
     comm = ops.hierarchy.world_group.comm
     source = np.full(nbytes // ITEM_BYTES, ops.rank + 1, np.float32)
     target = np.empty_like(source)

@@ -19,7 +19,7 @@ from mpistrat import settings
 from mpistrat.communicator.base import Communicator
 from mpistrat.communicator.device import DeviceCommunicator
 from mpistrat.experimental import CommunicationOptions
-from mpistrat.launch.binding import what_is_bound
+from mpistrat.launch.gpu_binding import what_is_bound
 from mpistrat.text import format_bytes, format_count, format_table
 from mpistrat.timeline import Timeline, write_chrome_trace
 from mpistrat.tools import train_digits

@@ -13,7 +13,7 @@ from mpistrat.text import format_count
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Wire", "find_wire"]
+__all__ = ["WireRate", "find_wire"]
 
 BLOCK_BYTES, WINDOW = 60 << 10, 64  # blocks that MPI sends at once, without asking the receiver, and many of them
 BUDGET_SECONDS, STREAMS = 0.3, 5
@@ -21,7 +21,7 @@ MIN_BLOCKS, MAX_BLOCKS = 64, 100_000
 
 
 @dataclass(frozen=True)
-class Wire:
+class WireRate:
     """The links of a job's machines, as far as two of them tell.
 
     Attributes
@@ -52,7 +52,7 @@ class Wire:
         return 2 * (self.machines - 1) / self.machines * nbytes / self.bytes_per_second
 
 
-def find_wire(comm: MPI.Intracomm) -> Wire | None:
+def find_wire(comm: MPI.Intracomm) -> WireRate | None:
     """Measure the links between rank 0's machine and another one; None where there is no other. A collective call.
 
     The best of several streams counts: it is the links that are asked for, not what else the machines do.
@@ -71,7 +71,7 @@ def find_wire(comm: MPI.Intracomm) -> Wire | None:
     affordable: float = comm.allreduce(_stream(comm, partner, MIN_BLOCKS) / MIN_BLOCKS, MPI.MAX)
     blocks = int(min(max(BUDGET_SECONDS / affordable, MIN_BLOCKS), MAX_BLOCKS))
     seconds = min(comm.allreduce(_stream(comm, partner, blocks), MPI.MAX) for _ in range(STREAMS))
-    return Wire(len(machines), (one, other), len(pairs), len(pairs) * blocks * BLOCK_BYTES / seconds)
+    return WireRate(len(machines), (one, other), len(pairs), len(pairs) * blocks * BLOCK_BYTES / seconds)
 
 
 def _stream(comm: MPI.Intracomm, partner: int, blocks: int) -> float:

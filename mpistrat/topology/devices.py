@@ -24,7 +24,7 @@ from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.topology.world import World
 
-__all__ = ["Device", "device_name", "parse_device", "ranks_of"]
+__all__ = ["DeviceSpec", "device_name", "parse_device", "ranks_of"]
 
 _ACCEPTED = "accepted are /cpu:0, CPU:0, /gpu:0, /device:CPU:0, /job:worker/replica:0/task:1/device:CPU:0 and rank:1"
 _RANK = re.compile(r"rank:(\d+)", re.IGNORECASE)
@@ -36,7 +36,7 @@ _NAME = re.compile(
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceSpec:
     """What a device's name says.
 
     Attributes
@@ -60,7 +60,7 @@ class Device:
         return f"/job:worker/replica:0/task:{self.rank}/device:{own}" if self.kind else f"rank:{self.rank}"
 
 
-def parse_device(name: object) -> Device:
+def parse_device(name: object) -> DeviceSpec:
     """Return what a device's name says, whether or not there is such a device.
 
     Raises
@@ -71,7 +71,7 @@ def parse_device(name: object) -> Device:
     text = name.strip() if isinstance(name, str) else ""
     ranked = _RANK.fullmatch(text)
     if ranked:
-        return Device("", rank=int(ranked[1]))
+        return DeviceSpec("", rank=int(ranked[1]))
     match = _NAME.fullmatch(text)
     if match is None or (match["task"] and not match["job"]):
         raise InvalidArgumentError(f"{name!r} is not a device name; {_ACCEPTED}")
@@ -83,12 +83,12 @@ def parse_device(name: object) -> Device:
         )
     if job == "worker" and match["task"] is None:
         raise InvalidArgumentError(f"device {name!r} does not say which task; {_ACCEPTED}")
-    return Device(match["kind"].upper(), int(match["index"] or 0), int(match["task"]) if job == "worker" else None)
+    return DeviceSpec(match["kind"].upper(), int(match["index"] or 0), int(match["task"]) if job == "worker" else None)
 
 
 def device_name(rank: int) -> str:
     """Return the full name of a rank's device."""
-    return str(Device(parse_device(own_device()).kind, rank=rank))
+    return str(DeviceSpec(parse_device(own_device()).kind, rank=rank))
 
 
 def ranks_of(name: object, world: World) -> tuple[int, ...]:

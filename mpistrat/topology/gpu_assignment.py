@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from mpistrat import settings
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import LaunchError, MpistratError, SettingError, TopologyError
-from mpistrat.launch.binding import Bound, bind_again, what_is_bound
-from mpistrat.topology.gpus import Gpu, check_gpus, neighbours
+from mpistrat.launch.gpu_binding import Bound, bind_again, what_is_bound
+from mpistrat.topology.gpus import Gpu, check_gpus, gpu_affinity
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -162,7 +162,7 @@ def _answer(comm: MPI.Intracomm) -> Answer:
         gpu = Gpu(node, index=device.index, **asdict(device.identity()))
     except RuntimeError as error:  # CUDA's own
         return Answer(node, place, replace(bound, problem=f"device {device.index} does not say which GPU it is: {error}"))
-    return Answer(node, place, bound, gpu, str(neighbours(gpu.pci_bus_id)))
+    return Answer(node, place, bound, gpu, str(gpu_affinity(gpu.pci_bus_id)))
 
 
 def _read(setting: settings.Setting[bool]) -> bool | str:

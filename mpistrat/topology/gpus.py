@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mpistrat.errors import TopologyError
 
-__all__ = ["Gpu", "Neighbours", "check_gpus", "neighbours"]
+__all__ = ["Gpu", "GpuAffinity", "check_gpus", "gpu_affinity"]
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Neighbours:
-    """What is near a GPU.
+class GpuAffinity:
+    """Which memory, cores and network adapters are near a GPU.
 
     Attributes
     ----------
@@ -110,7 +110,7 @@ def check_gpus(gpus: Sequence[Gpu | None], allow_shared: bool) -> None:
         )
 
 
-def neighbours(pci_bus_id: str, sys: Path = Path("/sys")) -> Neighbours:
+def gpu_affinity(pci_bus_id: str, sys: Path = Path("/sys")) -> GpuAffinity:
     """Return what is near a GPU, as far as the machine says.
 
     Parameters
@@ -123,7 +123,7 @@ def neighbours(pci_bus_id: str, sys: Path = Path("/sys")) -> Neighbours:
     device = sys / "bus/pci/devices" / pci_bus_id.lower()
     numa = _read(device / "numa_node")
     numa_node = int(numa) if numa.isdigit() else None  # -1: the machine does not say
-    return Neighbours(numa_node, _cores(_read(device / "local_cpulist")), _nearest_adapters(device, sys / "class/infiniband"))
+    return GpuAffinity(numa_node, _cores(_read(device / "local_cpulist")), _nearest_adapters(device, sys / "class/infiniband"))
 
 
 def _nearest_adapters(device: Path, adapters: Path) -> tuple[str, ...]:

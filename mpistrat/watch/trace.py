@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpistrat import timeline
-from mpistrat.timeline import Event, Timeline
+from mpistrat.timeline import Timeline, TimelineEvent
 from mpistrat.watch.reader import RankFile
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def _own_timeline(own: RankFile) -> Timeline:
     records = [record for record in reversed(own.records()) if record.left]
     # both clocks are CLOCK_MONOTONIC
     calls = [
-        Event(record.call.text, _LANE, record.entered / 1e9, record.left / 1e9, record.call.nbytes)
+        TimelineEvent(record.call.text, _LANE, record.entered / 1e9, record.left / 1e9, record.call.nbytes)
         for record in records
         if not record.is_started
     ]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from mpistrat.communicator.base import Communicator
     from mpistrat.groups.hierarchy import Hierarchy
-    from mpistrat.strategy.base import Strategy
+    from mpistrat.strategy.strategy import Strategy
 
 # The node shapes of each number of ranks.
 SHAPES = {

@@ -9,12 +9,12 @@ import pytest
 
 import mpistrat
 from mpistrat.errors import AgreementError, InvalidArgumentError
-from mpistrat.inputs.dataset import ArrayDataset
+from mpistrat.inputs.array_dataset import ArrayDataset
+from mpistrat.inputs.array_spec import ArraySpec
 from mpistrat.inputs.files import FileDataset
+from mpistrat.inputs.input_options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode
 from mpistrat.inputs.map_dataset import MapDataset
-from mpistrat.inputs.options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode
 from mpistrat.inputs.rebatch import shard_bounds
-from mpistrat.inputs.spec import ArraySpec
 from tests.launches import needs_ranks
 
 OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy

@@ -9,7 +9,7 @@ from mpistrat.communicator.mpi import MpiCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, DeadlineExceededError, SettingError, UnavailableError
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.inputs.dataset import ArrayDataset
+from mpistrat.inputs.array_dataset import ArrayDataset
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
 from tests.launches import needs_ranks

@@ -15,7 +15,7 @@ from mpistrat.errors import SettingError
 from mpistrat.settings import ALGORITHM
 from mpistrat.tools import bench, cli, turns
 from mpistrat.tools.compare import Comparison, Size
-from mpistrat.tools.wire_rate import Wire
+from mpistrat.tools.wire_rate import WireRate
 from tests.processes import run_bounded
 
 SECONDS = 120.0  # it needs a few; this is for a machine that has much else to do
@@ -109,7 +109,7 @@ def test_the_verdict_is_against_the_best_of_all():
     far = Size(1 << 20, "flat", {"auto": 1.0, "MPI": 2.0, "leader": 0.5}, 0.5)
     assert (near.best, near.verdict) == ("flat", "auto is best")
     assert (far.best, far.verdict) == ("leader", "leader takes 0.50 of auto's time")
-    text = Comparison(Wire(4, ("one", "two"), 2, 125e6), 10e9, [near, far]).text()
+    text = Comparison(WireRate(4, ("one", "two"), 2, 125e6), 10e9, [near, far]).text()
     assert text.splitlines()[0] == "wire: 1000 Mbit/s each way between one and two, 2 ranks of each at once, as MPI moves it"
     _, _, _, head, row, *_ = text.splitlines()
     assert " ".join(head.split()) == "size auto MPI flat leader plan x MPI of wire verdict"
@@ -118,7 +118,7 @@ def test_the_verdict_is_against_the_best_of_all():
 
 
 def test_the_wire_bounds_an_all_reduce():
-    assert Wire(4, ("one", "two"), 1, 100e6).all_reduce_seconds(200_000_000) == pytest.approx(3.0)
+    assert WireRate(4, ("one", "two"), 1, 100e6).all_reduce_seconds(200_000_000) == pytest.approx(3.0)
 
 
 def test_names_of_algorithms_are_the_planners():

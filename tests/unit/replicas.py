@@ -16,8 +16,8 @@ from mpistrat.communicator.validate import check_gather
 from mpistrat.errors import AgreementError
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype, combine, divide
-from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
+from mpistrat.strategy.strategy import Strategy
 from mpistrat.timeline import Timeline
 from mpistrat.topology.world import World
 

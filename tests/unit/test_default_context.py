@@ -102,3 +102,10 @@ def test_mpi_is_not_started_for_the_question():
     environ = {**OPEN_MPI, "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["1", "False"]
+
+
+@pytest.mark.parametrize("line", ["mpistrat.PerReplica(3.0).read()", "mpistrat.Variable(3.0)", "mpistrat.Mirrored(3.0) + 1"])
+def test_any_public_name_finds_the_default_strategy(line):
+    program = f"import mpistrat\ntry: {line}\nexcept mpistrat.errors.InvalidArgumentError as error: print(error)"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert ("a per-replica value was read" in said) == ("PerReplica" in line)

@@ -8,10 +8,10 @@ import pytest
 
 from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.topology.devices import Device, device_name, parse_device, ranks_of
+from mpistrat.topology.devices import DeviceSpec, device_name, parse_device, ranks_of
 from mpistrat.topology.world import World
 
-OWN = Device("CPU")
+OWN = DeviceSpec("CPU")
 
 
 @pytest.mark.parametrize(
@@ -25,15 +25,15 @@ OWN = Device("CPU")
         ("device:cpu:0", OWN),
         (" /cpu:0 ", OWN),
         ("/job:localhost/replica:0/task:0/device:CPU:0", OWN),
-        ("/cpu:1", Device("CPU", 1)),
-        ("/gpu:0", Device("GPU")),
-        ("GPU:3", Device("GPU", 3)),
-        ("/device:GPU:1", Device("GPU", 1)),
-        ("rank:3", Device("", rank=3)),
-        ("Rank:12", Device("", rank=12)),
-        ("/job:worker/replica:0/task:1/device:GPU:0", Device("GPU", rank=1)),
-        ("/job:worker/replica:0/task:2/cpu:0", Device("CPU", rank=2)),
-        ("/job:worker/task:2/device:CPU:0", Device("CPU", rank=2)),
+        ("/cpu:1", DeviceSpec("CPU", 1)),
+        ("/gpu:0", DeviceSpec("GPU")),
+        ("GPU:3", DeviceSpec("GPU", 3)),
+        ("/device:GPU:1", DeviceSpec("GPU", 1)),
+        ("rank:3", DeviceSpec("", rank=3)),
+        ("Rank:12", DeviceSpec("", rank=12)),
+        ("/job:worker/replica:0/task:1/device:GPU:0", DeviceSpec("GPU", rank=1)),
+        ("/job:worker/replica:0/task:2/cpu:0", DeviceSpec("CPU", rank=2)),
+        ("/job:worker/task:2/device:CPU:0", DeviceSpec("CPU", rank=2)),
     ],
 )
 def test_a_name_is_read_as_tensorflow_spells_it(name, device):
@@ -44,7 +44,7 @@ def test_a_device_prints_as_its_name():
     for name in ("/cpu:0", "/gpu:1", "rank:3", "/job:worker/replica:0/task:1/device:GPU:0"):
         assert str(parse_device(name)) == name
     assert device_name(3) == "/job:worker/replica:0/task:3/device:CPU:0"
-    assert parse_device(device_name(3)) == Device("CPU", rank=3)
+    assert parse_device(device_name(3)) == DeviceSpec("CPU", rank=3)
     assert own_device() == "/cpu:0"
 
 

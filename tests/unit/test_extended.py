@@ -11,8 +11,8 @@ from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.all_reduce import HierarchicalAllReduce, NcclAllReduce
 from mpistrat.cross_device.ops import CrossDeviceOps
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.strategy.base import Strategy
 from mpistrat.strategy.extended import StrategyExtended
+from mpistrat.strategy.strategy import Strategy
 from tests.unit.replicas import on_replicas
 
 

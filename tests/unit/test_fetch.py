@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.inputs.array_spec import ArraySpec
 from mpistrat.inputs.fetch import Fetcher
-from mpistrat.inputs.spec import ArraySpec
 from tests.gpu.stand_in_arrays import stand_in_gpu
 from tests.other_arrays import StandardArray, fake_torch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpistrat.errors import TopologyError
-from mpistrat.topology.gpus import Gpu, check_gpus, neighbours
+from mpistrat.topology.gpus import Gpu, check_gpus, gpu_affinity
 
 
 def _gpu(node="node0", uuid="a" * 32, index=0):
@@ -66,15 +66,15 @@ def machine(tmp_path):
 
 
 def test_the_nearest_memory_and_adapters_are_found(machine):
-    first, second = neighbours("0000:17:00.0", machine), neighbours("0000:65:00.0", machine)
+    first, second = gpu_affinity("0000:17:00.0", machine), gpu_affinity("0000:65:00.0", machine)
     assert (first.numa_node, first.cpus, first.adapters) == (0, {0, 1, 2, 3, 8}, ("mlx5_0", "mlx5_1"))
     assert (second.numa_node, second.cpus, second.adapters) == (1, {4, 5, 6, 7}, ("mlx5_2",))
-    assert neighbours("0000:17:00.0".upper(), machine) == first
+    assert gpu_affinity("0000:17:00.0".upper(), machine) == first
     assert str(first) == "near memory of NUMA node 0, mlx5_0, mlx5_1"
 
 
 def test_a_machine_that_says_nothing_has_no_neighbours(tmp_path, machine):
-    unknown = neighbours("0000:99:00.0", tmp_path / "nowhere")
+    unknown = gpu_affinity("0000:99:00.0", tmp_path / "nowhere")
     assert (unknown.numa_node, unknown.cpus, unknown.adapters) == (None, frozenset(), ())
     (machine / "bus/pci/devices/0000:17:00.0/numa_node").write_text("-1\n")
-    assert neighbours("0000:17:00.0", machine).numa_node is None
+    assert gpu_affinity("0000:17:00.0", machine).numa_node is None

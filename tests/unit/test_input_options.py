@@ -3,7 +3,7 @@
 import pytest
 
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.options import AutoShardPolicy, InputOptions, InputReplicationMode, read_options
+from mpistrat.inputs.input_options import AutoShardPolicy, InputOptions, InputReplicationMode, read_options
 
 PER_REPLICA = InputReplicationMode.PER_REPLICA
 

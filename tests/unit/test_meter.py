@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpistrat.timeline import Event, Timeline
+from mpistrat.timeline import Timeline, TimelineEvent
 from mpistrat.tools import meter
 from mpistrat.tools.meter import Meter, Step, images_per_second, mean_loss, share_communicating
 
@@ -14,9 +14,9 @@ def test_steps_follow_each_other(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(meter.time, "perf_counter", lambda: next(clock))
     measured = Meter(timeline)
     assert timeline.enabled
-    timeline.events += [Event("ring", "inter", 10.0, 10.5, 0), Event("sum", "intra", 10.25, 11.0, 0)]
+    timeline.events += [TimelineEvent("ring", "inter", 10.0, 10.5, 0), TimelineEvent("sum", "intra", 10.25, 11.0, 0)]
     assert measured.end_step(0, 2.0, 100) == Step(0, 2.0, 100, 2.0, 1.0)
-    timeline.events.append(Event("sum", "world", 13.0, 14.0, 0))
+    timeline.events.append(TimelineEvent("sum", "world", 13.0, 14.0, 0))
     assert measured.end_step(0, 1.0, 50) == Step(0, 1.0, 50, 4.0, 1.0)
     assert [event[:4] for event in timeline.events if event.lane == "step"] == [
         ("step 0", "step", 10.0, 12.0),

@@ -14,7 +14,7 @@ import pytest
 
 from mpistrat.algorithms import pipelined
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
-from mpistrat.tools import cli, plan
+from mpistrat.tools import cli, plan_command
 from mpistrat.topology.world import World
 from mpistrat.tuning.fit import Measurement
 from mpistrat.tuning.model import Conditions, Tuning
@@ -22,8 +22,8 @@ from mpistrat.tuning.model import Conditions, Tuning
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     parser = argparse.ArgumentParser(prog="mpistrat plan")
-    plan.add_arguments(parser)
-    code = plan.execute(parser.parse_args(words))
+    plan_command.add_arguments(parser)
+    code = plan_command.execute(parser.parse_args(words))
     return code, *capsys.readouterr()
 
 
@@ -189,7 +189,7 @@ def test_one_rank_of_several_without_a_reader_ends_the_others_by_an_exception(
 ) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", size)
-    monkeypatch.setattr(plan, "execute", lambda _: (_ for _ in ()).throw(BrokenPipeError))
+    monkeypatch.setattr(plan_command, "execute", lambda _: (_ for _ in ()).throw(BrokenPipeError))
     monkeypatch.setattr(cli, "_without_reader", lambda: 141)
     words = ["plan", "--world", "4x8", "--bytes", "8"]
     if ends_quietly:
@@ -201,8 +201,9 @@ def test_one_rank_of_several_without_a_reader_ends_the_others_by_an_exception(
 
 def test_no_mpi_is_needed() -> None:
     program = (
-        "import argparse, sys; sys.modules.update(mpi4py=None, cupy=None); from mpistrat.tools import plan;"
-        "parser = argparse.ArgumentParser(); plan.add_arguments(parser); sys.exit(plan.execute(parser.parse_args()))"
+        "import argparse, sys; sys.modules.update(mpi4py=None, cupy=None); from mpistrat.tools import plan_command;"
+        "parser = argparse.ArgumentParser(); plan_command.add_arguments(parser);"
+        "sys.exit(plan_command.execute(parser.parse_args()))"
     )
     words = [sys.executable, "-c", program, "--world", "4x8", "--bytes", "64MiB"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.dataset import ArrayDataset
+from mpistrat.inputs.array_dataset import ArrayDataset
+from mpistrat.inputs.array_spec import ArraySpec
 from mpistrat.inputs.files import FileDataset
+from mpistrat.inputs.input_options import SHARD_HINT
 from mpistrat.inputs.iterable import IterableDataset, as_dataset
 from mpistrat.inputs.map_dataset import MapDataset
-from mpistrat.inputs.options import SHARD_HINT
-from mpistrat.inputs.spec import ArraySpec
 
 INT64 = np.dtype(np.int64)
 

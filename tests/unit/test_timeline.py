@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.timeline import Event, Timeline, write_chrome_trace
+from mpistrat.timeline import Timeline, TimelineEvent, write_chrome_trace
 
 
-def timeline(*events: Event, epoch_seconds: float = 0.0) -> Timeline:
+def timeline(*events: TimelineEvent, epoch_seconds: float = 0.0) -> Timeline:
     made = Timeline()
     made.events, made.epoch_seconds = list(events), epoch_seconds
     return made
@@ -21,10 +21,10 @@ def timeline(*events: Event, epoch_seconds: float = 0.0) -> Timeline:
 
 def test_seconds_during_which_two_lanes_are_busy_count_once():
     line = timeline(
-        Event("a", "intra", 0.0, 2.0, 0),
-        Event("b", "inter", 1.0, 3.0, 0),
-        Event("c", "intra", 5.0, 6.0, 0),
-        Event("d", "step", 0, 9, 0),
+        TimelineEvent("a", "intra", 0.0, 2.0, 0),
+        TimelineEvent("b", "inter", 1.0, 3.0, 0),
+        TimelineEvent("c", "intra", 5.0, 6.0, 0),
+        TimelineEvent("d", "step", 0, 9, 0),
     )
     assert line.busy_seconds(["intra", "inter"]) == 4.0
     assert line.busy_seconds(["inter"]) == 2.0
@@ -42,8 +42,10 @@ def test_recording_notes_what_ended_now():
 
 def test_a_trace_has_a_process_per_rank_and_a_named_row_per_lane(tmp_path: Path):
     # both ranks did the same thing at the same time, on clocks with different origins
-    first = timeline(Event("sum", "intra", 1.0, 1.5, 64), Event("ring", "inter", 1.5, 2.0, 32), epoch_seconds=100.0)
-    second = timeline(Event("sum", "intra", 11.0, 11.5, 64), epoch_seconds=90.0)
+    first = timeline(
+        TimelineEvent("sum", "intra", 1.0, 1.5, 64), TimelineEvent("ring", "inter", 1.5, 2.0, 32), epoch_seconds=100.0
+    )
+    second = timeline(TimelineEvent("sum", "intra", 11.0, 11.5, 64), epoch_seconds=90.0)
     write_chrome_trace(tmp_path / "trace.json", {1: second, 0: first})
     rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {(row["name"], row["pid"], row["tid"]): row["args"]["name"] for row in rows if row["ph"] == "M"}

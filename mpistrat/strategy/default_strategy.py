@@ -1,4 +1,4 @@
-"""DefaultReplicaContext: the replica context outside all scopes, whose collectives warn in a job of several ranks."""
+"""The default strategy, of one replica, current outside all scopes; its collectives warn in a job of several ranks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import warnings
 from pathlib import Path
 
 from mpistrat import settings
+from mpistrat.communicator.local import LocalCommunicator
+from mpistrat.context.stack import Mode, register_default
 from mpistrat.launch.environment import LauncherView, detect
 from mpistrat.strategy.advice import OUTSIDE_RUN
+from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.replica_context import ReplicaContext
+from mpistrat.strategy.strategy import Strategy
 
 __all__ = ["DefaultReplicaContext"]
 
@@ -39,6 +43,13 @@ class DefaultReplicaContext(ReplicaContext):
             raise RuntimeError(_text(method, view))
         self._is_settled = True
         warnings.warn(_text(method, view), UserWarning, stacklevel=_levels_to_user())
+
+
+@register_default
+def _default_mode() -> Mode:
+    strategy = Strategy(StrategyExtended(LocalCommunicator()))
+    strategy.replica_context = DefaultReplicaContext(strategy)
+    return strategy.replica_context.mode
 
 
 def _has_peers(view: LauncherView) -> bool:

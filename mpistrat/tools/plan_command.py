@@ -18,7 +18,7 @@ from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtyp
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_table
 from mpistrat.tools.gpu_paths import paths_text
-from mpistrat.tools.scale import scale_report
+from mpistrat.tools.plan_at_scale import scale_report
 from mpistrat.topology.world import World
 from mpistrat.tuning.model import Tuning
 

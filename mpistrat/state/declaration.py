@@ -1,0 +1,147 @@
+"""Declaration: what a variable was made with, and which ranks take part when it is used somewhere in the program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, as_array, to_host
+from mpistrat.communicator.base import Communicator
+from mpistrat.context.fitting import converted
+from mpistrat.context.stack import default_mode, get_update_replica_id, in_replica_context_of
+from mpistrat.context.strategy_like import StrategyLike
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.state.aggregation import (
+    VariableAggregation,
+    VariableSynchronization,
+    checked_aggregation,
+    checked_synchronization,
+)
+
+__all__ = ["Declaration", "UpdateScope", "initial_array"]
+
+
+class UpdateScope(Enum):
+    """Which ranks take part in a call on a variable: this one alone, the replicas inside ``run``, or all ranks outside it."""
+
+    HERE = 0
+    IN_RUN = 1
+    OUTSIDE = 2
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a variable was made with; its parameters are those of `mpistrat.Variable`, checked.
+
+    Attributes
+    ----------
+    strategy : Strategy
+        In whose scope it was made.
+    name : str
+        What errors call it.
+    trainable : bool
+        Whether an optimiser should change it.
+    constraint : callable or None
+        What an optimiser should call with a new value.
+    synchronization : VariableSynchronization
+        ON_WRITE or ON_READ.
+    aggregation : VariableAggregation
+        How the values of the replicas become one.
+    """
+
+    strategy: StrategyLike
+    name: str
+    trainable: bool
+    constraint: Callable[[Any], Any] | None
+    synchronization: VariableSynchronization
+    aggregation: VariableAggregation
+
+    @classmethod
+    def checked(
+        cls,
+        strategy: StrategyLike,
+        name: str,
+        trainable: bool | None,
+        constraint: Any,
+        synchronization: object,
+        aggregation: object,
+    ) -> Declaration:
+        """Return the declaration of a variable, each parameter as `mpistrat.Variable` takes it.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If one of them is not accepted.
+        """
+        kind, combined = checked_synchronization(synchronization), checked_aggregation(aggregation)
+        is_trainable = kind is not VariableSynchronization.ON_READ if trainable is None else bool(trainable)
+        if not (constraint is None or callable(constraint)):
+            raise InvalidArgumentError(f"{name}: constraint must be None or a function of the new value; got {constraint!r}")
+        return cls(strategy, name, is_trainable, constraint, kind, combined)
+
+    def __str__(self) -> str:
+        return f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
+
+    @property
+    def communicator(self) -> Communicator:
+        """That of the strategy, at this moment: a strategy that is closed has another one."""
+        return self.strategy.extended.communicator
+
+    @property
+    def root(self) -> int | None:
+        """The rank that keeps the array, under central storage."""
+        extended: Any = self.strategy.extended
+        return extended.root if getattr(extended, "is_central", False) else None
+
+    @property
+    def is_on_read(self) -> bool:
+        """Whether each replica has an array of its own, combined when it is read."""
+        return self.synchronization is VariableSynchronization.ON_READ and self.root is None
+
+    @property
+    def needs_aggregation(self) -> bool:
+        """Whether replicas cannot assign: under central storage, without an aggregation."""
+        return self.root is not None and self.aggregation is VariableAggregation.NONE
+
+    def is_combined_here(self) -> bool:
+        """Return whether reading the variable at this place of the program combines the arrays of all ranks."""
+        if self.strategy is default_mode().strategy:
+            return False
+        return self.update_scope("reading a variable") is UpdateScope.OUTSIDE and self.is_on_read
+
+    def update_scope(self, call: str) -> UpdateScope:
+        """Return which ranks take part in a call that is made here.
+
+        Raises
+        ------
+        RuntimeError
+            If another strategy is current; `call` is what the message says was called.
+        """
+        inside = in_replica_context_of(self.strategy, call)
+        if self.strategy is default_mode().strategy or get_update_replica_id() is not None:
+            return UpdateScope.HERE
+        return UpdateScope.IN_RUN if inside else UpdateScope.OUTSIDE
+
+
+def initial_array(given: Any, dtype: Any, shape: Sequence[int] | None, name: str) -> Array:
+    """Return an initial value, or what the function given as one returns, in host memory, and in the dtype asked for.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If it has another shape than the one asked for, or an integer is out of range for the dtype.
+    UnsupportedDtypeError
+        If it is not an array of numbers, or the dtype cannot hold the kind of number that it has.
+    """
+    value = to_host(as_array(given() if callable(given) else given, name))
+    if shape is not None and value.shape != tuple(shape):
+        raise InvalidArgumentError(
+            f"{name} is to have shape {tuple(shape)}; an initial value of shape {value.shape} does not fit; each extent "
+            "must be a number, since a variable keeps its shape"
+        )
+    wanted = value.dtype if dtype is None else as_array(np.empty(0, dtype), name).dtype
+    return converted(value, wanted, name)
