@@ -29,7 +29,7 @@ from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.work import Work
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
-from mpistrat.transports.base import WAITING, Steps
+from mpistrat.transports.steps import WAITING, Steps
 
 __all__ = ["DeviceCommunicator"]
 

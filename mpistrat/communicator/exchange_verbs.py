@@ -55,7 +55,7 @@ class ExchangeVerbs(Communicator):
         self._merged: dict[CommunicationOptions, CommunicationOptions] = {}
         self._executor = Executor(hierarchy)
         self._guard = CollectiveGuard(
-            hierarchy, agreement, self._executor.window, self._options, lambda: self.num_collectives, self
+            hierarchy, agreement, self._executor.intra.window, self._options, lambda: self.num_collectives, self
         )
         self._bytes = MpiTransport(self._group)
 

@@ -31,8 +31,7 @@ from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Signature
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
-from mpistrat.transports.base import Steps
-from mpistrat.transports.mpi_world import WorldTransport
+from mpistrat.transports.steps import Steps
 from mpistrat.tuning.file import shared_model
 from mpistrat.watch.recorder import recorder
 
@@ -72,14 +71,11 @@ class MpiCommunicator(ExchangeVerbs):
     ) -> None:
         self._num_packs = check_num_packs(num_packs)
         super().__init__(hierarchy, options)
-        world = self._executor.world
-        assert isinstance(world, WorldTransport), "all ranks are joined by MPI"
-        world.small.drive = self._executor.drive = self._guard.drive_present
         self._fast = FastPaths(self._executor)
         # one small array in one all-reduce over all ranks is the commonest call: where ranks share cores each line counts
         self._quick = self._fast.known
         self._recorder = recorder()
-        self._present, self._window = hierarchy.call, self._executor.window if hierarchy.intra.size > 1 else None
+        self._present, self._window = hierarchy.call, self._executor.intra.window if hierarchy.intra.size > 1 else None
         self.timeline = self._executor.timeline
         self._verbose = self.rank == 0 and settings.VERBOSE.read()
         self._plans: PlanCache | MixedPlanCache = PlanCache(

@@ -22,11 +22,12 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import openmpi
 from mpistrat.reduction import Fold, ReduceOp, divide
 from mpistrat.topology.world import World
-from mpistrat.transports.base import Operation, Part, Steps, address
+from mpistrat.transports.base import Operation, Part
+from mpistrat.transports.flat_arrays import FlatArrays
 from mpistrat.transports.mpi import MpiTransport, until_complete
-from mpistrat.transports.parts import Lists
-from mpistrat.transports.shared_memory import SharedMemoryTransport
 from mpistrat.transports.small import SmallAllReduce, SmallExchange
+from mpistrat.transports.steps import Steps, address
+from mpistrat.transports.window import NodeWindow
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -97,7 +98,7 @@ class WorldTransport(MpiTransport):
     ----------
     hierarchy : Hierarchy
         Its communicators are duplicated, and given what we ask of Open MPI on the way.
-    window : SharedMemoryTransport, optional
+    window : NodeWindow, optional
         Of the ranks of this node, where they share memory.
 
     Attributes
@@ -106,7 +107,9 @@ class WorldTransport(MpiTransport):
         What small arrays go by.
     """
 
-    def __init__(self, hierarchy: Hierarchy, window: SharedMemoryTransport | None = None) -> None:
+    combines_arrays = True
+
+    def __init__(self, hierarchy: Hierarchy, window: NodeWindow | None = None) -> None:
         self._world, self._call = hierarchy.world, hierarchy.call
         self._window = window if hierarchy.intra.size > 1 else None
         self.small = SmallExchange(hierarchy, self._window)
@@ -124,9 +127,9 @@ class WorldTransport(MpiTransport):
         steps = self.steps_of(op, buffer.dtype, buffer.shape)
         return Operation(lambda: steps(buffer, buffer), [Part(0, buffer.size, (buffer,))])
 
-    def all_reduce_between(self, lists: Lists, fold: Fold) -> Steps:
+    def all_reduce_between(self, arrays: FlatArrays, fold: Fold) -> Steps:
         """Combine the one array of the caller of all ranks, as `fold` does, if that does not widen it."""
-        [source], [target] = lists.sources, lists.targets
+        [source], [target] = arrays.sources, arrays.targets
         yield from self.steps_of(fold.op, source.dtype, source.shape)(source, target)
         if fold.divisor > 1:
             divide(target, fold.divisor, out=target)
@@ -143,14 +146,14 @@ class WorldTransport(MpiTransport):
         return lambda source, target: self._by_mpi(op, source, target)
 
     def at_once(self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Callable[[Array, Array | None], Array]:
-        """Return what does the same at once, and returns the target: a new array where it is None."""
+        """Return what combines such an array at once, by way of `small` or of MPI."""
         if self.small.serves(_nbytes(dtype, shape)):
             return SmallAllReduce(self.small, op, dtype, shape).at_once()
 
         def run(source: Array, target: Array | None = None) -> Array:
             if target is None:
                 target = np.empty(shape, source.dtype)  # dtypes that are equal may have names of their own in MPI
-            self.small.drive(self._by_mpi(op, np.require(source, requirements=["C", "A"]), target))
+            self._call.drive(self._by_mpi(op, np.require(source, requirements=["C", "A"]), target))
             return target
 
         return run

@@ -22,9 +22,9 @@ from mpistrat.arrays import Array
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.openmpi import num_cores, yields_when_idle
 from mpistrat.reduction import ReduceOp, combine
-from mpistrat.transports.base import WAITING, Steps, drive
 from mpistrat.transports.leader_messages import LeaderMessages
-from mpistrat.transports.shared_memory import CALL, ENTERED, RESULT, SMALL_BYTES, SharedMemoryTransport
+from mpistrat.transports.steps import WAITING, Steps
+from mpistrat.transports.window import CALL, ENTERED, RESULT, SMALL_BYTES, NodeWindow
 
 __all__ = ["MOST_NODES", "SmallAllReduce", "SmallExchange"]
 
@@ -44,16 +44,11 @@ class SmallExchange:
     ----------
     hierarchy : Hierarchy
         All ranks.
-    window : SharedMemoryTransport or None
+    window : NodeWindow or None
         Of the ranks of this node; None where they share no memory.
-
-    Attributes
-    ----------
-    drive : callable
-        Goes through the steps of a wait, under the deadline of the call that is under way.
     """
 
-    def __init__(self, hierarchy: Hierarchy, window: SharedMemoryTransport | None) -> None:
+    def __init__(self, hierarchy: Hierarchy, window: NodeWindow | None) -> None:
         self.window, self.call, self.leaders = window, hierarchy.call, hierarchy.leaders
         self.rank, self.is_leader = hierarchy.intra.rank, hierarchy.intra.rank == 0
         self.is_one_node = hierarchy.world.num_nodes == 1
@@ -61,7 +56,6 @@ class SmallExchange:
         self.turn = self.count = 0
         is_crowded = hierarchy.intra.size > num_cores() or yields_when_idle(os.environ)
         self.polls = 0 if is_crowded else _POLLS
-        self.drive: Callable[[Steps], None] = _drive
         self._is_possible = self._agreed(hierarchy)
 
     def wait(self, has_come: Callable[[], bool]) -> None:
@@ -73,7 +67,7 @@ class SmallExchange:
             if has_come():
                 return
             os.sched_yield()
-        self.drive(_until(has_come))
+        self.call.drive(_until(has_come))
 
     def serves(self, nbytes: int) -> bool:
         """Return whether an array of so many bytes goes this way: the same on all ranks."""
@@ -129,7 +123,7 @@ class SmallAllReduce:
         """
         if target is None:
             target = np.empty(self._shape, self._dtype)
-        self._exchange.drive(self.steps(source, target))
+        self._exchange.call.drive(self.steps(source, target))
         return target
 
     def at_once(self) -> Callable[[Array, Array | None], Array]:
@@ -245,7 +239,7 @@ class SmallAllReduce:
 
         return run
 
-    def _meeting(self, window: SharedMemoryTransport) -> Callable[[Array], int]:
+    def _meeting(self, window: NodeWindow) -> Callable[[Array], int]:
         """Return what copies a source into this rank's slot and meets the ranks of the node: it returns whose turn it is."""
         exchange = self._exchange
         own_slots = [slots[exchange.rank] for slots in self._slots]
@@ -336,7 +330,3 @@ def _until(has_come: Callable[[], bool]) -> Steps:
 
 def _has_reached(words: memoryview, index: int, least: int) -> bool:
     return words[index] >= least
-
-
-def _drive(steps: Steps) -> None:
-    drive(steps, lambda: "all_reduce")

@@ -9,10 +9,10 @@ from mpistrat.errors import AgreementError, UnavailableError
 from mpistrat.groups.agreement import CallsDifferError, word_of
 from mpistrat.reduction import combine
 from mpistrat.testing.transport_cases import DTYPES, inputs, operations
-from mpistrat.transports.base import drive
 from mpistrat.transports.mpi_world import WorldTransport
-from mpistrat.transports.shared_memory import SMALL_BYTES, SharedMemoryTransport
 from mpistrat.transports.small import MOST_NODES, SmallAllReduce
+from mpistrat.transports.steps import drive
+from mpistrat.transports.window import SMALL_BYTES, NodeWindow
 from tests.launches import needs_ranks
 
 pytestmark = needs_ranks(2)
@@ -20,7 +20,7 @@ pytestmark = needs_ranks(2)
 
 @pytest.fixture
 def transport(hierarchy):
-    window = SharedMemoryTransport(hierarchy.intra) if hierarchy.intra.size > 1 else None
+    window = NodeWindow(hierarchy.intra) if hierarchy.intra.size > 1 else None
     transport = WorldTransport(hierarchy, window)
     yield transport
     transport.close()
