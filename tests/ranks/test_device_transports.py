@@ -25,7 +25,9 @@ from mpistrat.transports.steps import drive
 from tests.gpu import deadline, on_host
 from tests.gpu.stand_in import StandInDevice
 from tests.gpu.stand_in_nccl import StandInNccl
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
+
+pytestmark = up_to_ranks(4)
 
 CHUNK_BYTES = {"many chunks": 4096, "one chunk": 1 << 22}
 MAKES = (fold_kernel, fold_into_kernel)
