@@ -9,7 +9,7 @@ everywhere. Which component serves a communicator can be said when that is made,
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -150,27 +150,50 @@ class WorldTransport(MpiTransport):
         if self.small.serves(_nbytes(dtype, shape)):
             return SmallAllReduce(self.small, op, dtype, shape).at_once()
 
+        several = self._world.num_nodes > 1
+
         def run(source: Array, target: Array | None = None) -> Array:
             if target is None:
                 target = np.empty(shape, source.dtype)  # dtypes that are equal may have names of their own in MPI
-            self._call.drive(self._by_mpi(op, np.require(source, requirements=["C", "A"]), target))
+            source = np.require(source, requirements=["C", "A"])
+            if self._call.has_deadline or (several and source.nbytes >= POLL_FROM_BYTES):
+                self._call.drive(self._by_mpi(op, source, target))
+                return target
+            if self._window is not None:
+                self.small.meet(self._window)
+            self._combine(op, source, target)
             return target
 
         return run
 
     def _by_mpi(self, op: ReduceOp, source: Array, target: Array) -> Steps:
         """Let the ranks of this node meet, then combine the arrays by MPI."""
-        from mpi4py import MPI
-
         if self._window is not None:
             yield from self._window.meet()
-        native, in_place = self.native_op(op, source.dtype), address(source) == address(target)
+        if not (self._call.has_deadline or (self._world.num_nodes > 1 and source.nbytes >= POLL_FROM_BYTES)):
+            self._combine(op, source, target)
+            return
+        native = self.native_op(op, source.dtype)
+        for given, result in self._parts(source, target):
+            yield from until_complete(self.group.comm.Iallreduce(given, result, native), (source, result))
+        self._note(source)
+
+    def _combine(self, op: ReduceOp, source: Array, target: Array) -> None:
+        """Combine the arrays by collectives of MPI that block."""
+        native, all_reduce = self.native_op(op, source.dtype), self._blocking(source.nbytes)
+        for given, result in self._parts(source, target):
+            all_reduce(given, result, native)
+        self._note(source)
+
+    def _parts(self, source: Array, target: Array) -> Iterator[tuple[Any, Array]]:
+        """Yield what MPI is given in each of its calls, and where the result goes."""
+        from mpi4py import MPI
+
+        in_place = address(source) == address(target)
         for part, result in zip(self._pieces(source.reshape(-1)), self._pieces(target.reshape(-1)), strict=True):
-            given: Any = MPI.IN_PLACE if in_place else part
-            if self._call.has_deadline or (self._world.num_nodes > 1 and part.nbytes >= POLL_FROM_BYTES):
-                yield from until_complete(self.group.comm.Iallreduce(given, result, native), (part, result))
-            else:
-                self._blocking(part.nbytes)(given, result, native)
+            yield MPI.IN_PLACE if in_place else part, result
+
+    def _note(self, source: Array) -> None:
         if self._world.num_nodes > 1 or self._window is None:
             self._call.add_unconfirmed(source.nbytes)
 

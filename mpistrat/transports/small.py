@@ -24,7 +24,7 @@ from mpistrat.launch.openmpi import num_cores, yields_when_idle
 from mpistrat.reduction import ReduceOp, combine
 from mpistrat.transports.leader_messages import LeaderMessages
 from mpistrat.transports.steps import WAITING, Steps
-from mpistrat.transports.window import CALL, ENTERED, RESULT, SMALL_BYTES, NodeWindow
+from mpistrat.transports.window import CALL, ENTERED, LEAST_SMALL_BYTES, RESULT, NodeWindow
 
 __all__ = ["MOST_NODES", "SmallAllReduce", "SmallExchange"]
 
@@ -57,6 +57,7 @@ class SmallExchange:
         is_crowded = hierarchy.intra.size > num_cores() or yields_when_idle(os.environ)
         self.polls = 0 if is_crowded else _POLLS
         self._is_possible = self._agreed(hierarchy)
+        self.most_bytes = window.small_bytes if self.is_one_node and window else LEAST_SMALL_BYTES
 
     def wait(self, has_come: Callable[[], bool]) -> None:
         """Wait for a peer, without a look at deadlines and verdicts in the short time that this takes as a rule."""
@@ -69,9 +70,23 @@ class SmallExchange:
             os.sched_yield()
         self.call.drive(_until(has_come))
 
+    def meet(self, window: NodeWindow) -> None:
+        """Meet the ranks of this node.
+
+        Raises
+        ------
+        CallsDifferError
+            On all of them, if one of them has come with another call.
+        """
+        entered = window.announce(self.call.word)
+        for words in window.others:
+            if words[ENTERED] < entered:
+                self.wait(partial(_has_reached, words, ENTERED, entered))
+        window.compare(entered)
+
     def serves(self, nbytes: int) -> bool:
         """Return whether an array of so many bytes goes this way: the same on all ranks."""
-        return self._is_possible and 0 < nbytes <= SMALL_BYTES
+        return self._is_possible and 0 < nbytes <= self.most_bytes
 
     def _agreed(self, hierarchy: Hierarchy) -> bool:
         """Return whether all nodes can: each has a window, or a single rank."""

@@ -30,17 +30,16 @@ from mpistrat.transports.steps import WAITING, Steps, address
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["CALL", "ENTERED", "RESULT", "SMALL_BYTES", "NodeWindow", "window_refusal"]
+__all__ = ["CALL", "ENTERED", "LEAST_SMALL_BYTES", "RESULT", "NodeWindow", "window_refusal"]
 
 HEADER_BYTES = 256
 ENTERED, CALL, FACTS, RELEASED, RESULT = 0, 1, 4, 16, 24
 """Where a rank's control words lie, in words of 8 bytes: meetings entered; beside them, so that peers read them in one cache
 line, the words of the last two calls, and three facts of each; results released; small results published."""
-SMALL_BYTES = 1 << 15
-"""The longest array that has a slot in the control window."""
+LEAST_SMALL_BYTES, MOST_SMALL_BYTES, ALL_SMALL_BYTES = 1 << 15, 1 << 18, 1 << 20
+"""The longest array that has a slot in the control window: every rank reads those of all."""
 SMALL_SLOTS = 4
 """Of each rank: two for what it adds, two for the results it publishes, each used by turns."""
-CONTROL_BYTES = HEADER_BYTES + SMALL_SLOTS * SMALL_BYTES
 
 
 def window_refusal(group: Group) -> str:
@@ -72,6 +71,8 @@ class NodeWindow:
         Those of the peers, and those of them whose calls are compared: none where MPISTRAT_CHECK is off.
     small : list of list of ndarray
         The slots for small arrays of each rank.
+    small_bytes : int
+        How long each of them is.
     arenas : list of ndarray
         The data of each rank.
     peers : PeerMemory
@@ -91,7 +92,8 @@ class NodeWindow:
         self._turn = 0
         self.entered = 0
         self._released = 0
-        self._control, memory = self._shared(CONTROL_BYTES)
+        self.small_bytes = nbytes = min(MOST_SMALL_BYTES, max(LEAST_SMALL_BYTES, ALL_SMALL_BYTES // group.size))
+        self._control, memory = self._shared(HEADER_BYTES + SMALL_SLOTS * nbytes)
         memory[group.rank][:HEADER_BYTES] = bytes(HEADER_BYTES)
         self._control.Sync()
         group.comm.Barrier()
@@ -101,7 +103,7 @@ class NodeWindow:
         self.compared = self.others if settings.CHECK.read() else []
         self.own = self.words[group.rank]
         self.small = [
-            [np.frombuffer(buffer, np.uint8)[HEADER_BYTES + slot * SMALL_BYTES :][:SMALL_BYTES] for slot in range(SMALL_SLOTS)]
+            [np.frombuffer(buffer, np.uint8)[HEADER_BYTES + slot * nbytes :][:nbytes] for slot in range(SMALL_SLOTS)]
             for buffer in memory
         ]
         # x86 keeps the order of stores, and that of loads
