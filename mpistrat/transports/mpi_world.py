@@ -37,8 +37,8 @@ __all__ = ["Route", "WorldTransport", "route"]
 AllReduce = Callable[[Any, Any, "MPI.Op"], None]
 
 KIB = 1 << 10
-POLL_FROM_BYTES = 64 * KIB
-"""Between nodes: from here on a collective that does not block takes no longer than one that does."""
+POLL_FROM_BYTES = 512 * KIB
+"""Between nodes: from here on a collective that does not block takes no longer than one that does. 4x2, 64 KiB: 1.9 and 0.9 ms."""
 _KEPT = 64
 LINEAR_UP_TO = 4  # beyond, Open MPI's component basic climbs trees instead of serving each rank in turn
 

@@ -33,7 +33,7 @@ MOST_NODES = 4
 MOST_RANKS = 16
 """Of a node: beyond, a tree of MPI's takes fewer steps."""
 _POLLS = 40  # before the core is given away; a peer that has a core of its own comes meanwhile
-_YIELDS = 100  # before deadlines and verdicts are looked at
+_YIELDS = 600  # before deadlines and verdicts are looked at
 _RESULT_SLOTS = 2  # the first of them
 
 
