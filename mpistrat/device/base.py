@@ -43,6 +43,10 @@ class Stream(ABC):
         """Copy bytes from address to address; either may be of the device, or pinned memory of the host."""
 
     @abstractmethod
+    def clear(self, target: int, nbytes: int) -> None:
+        """Set bytes of the device to zero."""
+
+    @abstractmethod
     def record(self) -> Event:
         """Return the point that the stream has been filled to."""
 
@@ -74,7 +78,7 @@ class Identity:
     name : str
         Such as ``NVIDIA H200``.
     uuid : str
-        Of the GPU, or of the instance of a divided one: hexadecimal.
+        Of the GPU, or of the instance of a divided one: hexadecimal; empty if the driver tells none.
     pci_bus_id : str
         Such as ``0000:17:00.0``.
     """

@@ -71,9 +71,8 @@ class CudaDevice(Device):
         """Return what the driver says."""
         from cupy.cuda import runtime
 
-        properties = runtime.getDeviceProperties(self.index)
-        bus = runtime.deviceGetPCIBusId(self.index)
-        return Identity(properties["name"].decode(), bytes(properties["uuid"]).hex(), bus.lower())
+        name = runtime.getDeviceProperties(self.index)["name"].decode()
+        return Identity(name, _uuid(self.index), runtime.deviceGetPCIBusId(self.index).lower())
 
     def use(self) -> None:
         """Make this the current device of CuPy on the calling thread, from here on."""
@@ -115,7 +114,7 @@ class CudaDevice(Device):
                     "cupy.get_default_memory_pool().free_all_blocks(), or make it smaller from the beginning (set_limit); or "
                     "set bytes_per_pack, which makes the buffers of collectives smaller"
                 ) from None
-            return self._array(_Memory(start, runtime.free), nbytes)
+            return self._array(_Memory(start, runtime.free, self), nbytes)
 
     def export(self, memory: DeviceArray) -> bytes:
         """Return the handle of the allocation.
@@ -145,7 +144,7 @@ class CudaDevice(Device):
                 f"memory of another process's GPU cannot be mapped ({error}): the GPUs of a node must reach each other, and "
                 "each process must see all of them (SLURM: --gpu-bind=none instead of --gpus-per-task)"
             ) from None
-        return self._array(_Memory(start, runtime.ipcCloseMemHandle), nbytes)
+        return self._array(_Memory(start, runtime.ipcCloseMemHandle, self), nbytes)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         """Return memory of the host, page-locked."""
@@ -212,6 +211,11 @@ class _CudaStream(Stream):
 
         runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, self.pointer)
 
+    def clear(self, target: int, nbytes: int) -> None:
+        from cupy.cuda import runtime
+
+        runtime.memsetAsync(target, 0, nbytes, self.pointer)
+
     def record(self) -> Event:
         import cupy
 
@@ -228,14 +232,26 @@ class _CudaStream(Stream):
 
 
 class _Memory:
-    """Memory that is given back with the last array on it."""
+    """Memory that is given back with the last array on it, on whichever thread that happens."""
 
-    def __init__(self, start: int, give_back: Callable[[int], None]) -> None:
-        self.start, self._give_back = start, give_back
+    def __init__(self, start: int, give_back: Callable[[int], None], device: CudaDevice) -> None:
+        self.start, self._give_back, self._device = start, give_back, device
 
     def __del__(self) -> None:
         if not sys.is_finalizing():  # CUDA may be gone by then, and everything with it
-            self._give_back(self.start)
+            with self._device.activate():
+                self._give_back(self.start)
+
+
+def _uuid(index: int) -> str:
+    """Return the UUID of a GPU, or of the instance of a divided one, in hexadecimal; an empty text if the driver tells none.
+
+    The driver is asked: what CuPy hands out ends at the first zero byte.
+    """
+    driver, device, uuid = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    ask = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid  # drivers before 11.4 know the first one
+    failed = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index) or ask(uuid, device)
+    return "" if failed else bytes(uuid).hex()
 
 
 def _meaning(status: int) -> str:

@@ -203,6 +203,8 @@ def _try(name: str, group: Group, device: Device) -> tuple[Transport | None, str
     except RuntimeError as error:  # a TransportError, or CUDA's own
         reason = str(error)
     reason = next(filter(None, group.comm.allgather(reason)), "")
+    if reason and transport is not None:
+        transport.abort(reason)
     return (None, reason) if reason else (transport, "")
 
 

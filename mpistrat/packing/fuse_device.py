@@ -43,7 +43,7 @@ class DeviceCopyIn:
         """Copy from flat `arrays`, casting where the buffer has another dtype."""
         self._mover.run(arrays)
         if self._padding.size:
-            self._device.put(self._padding, np.zeros(self._padding.size, self._padding.dtype))
+            self._device.current_stream().clear(address(self._padding), self._padding.nbytes)
         return iter(())
 
 

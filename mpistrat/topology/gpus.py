@@ -42,8 +42,8 @@ class Gpu:
 
     @property
     def key(self) -> str:
-        """What no other GPU has: its UUID, or where the driver tells none its place in the machine."""
-        return self.uuid if self.uuid.strip("0") else f"{self.node} {self.pci_bus_id}"
+        """What no other GPU has: its place in the machine, and its UUID, which tells instances of a divided GPU apart."""
+        return f"{self.node} {self.pci_bus_id} {self.uuid}"
 
     def __str__(self) -> str:
         return f"{self.name} {self.pci_bus_id} on {self.node} (device {self.index}, UUID {self.uuid[:8]}…)"

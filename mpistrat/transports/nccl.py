@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -31,6 +32,7 @@ __all__ = ["NcclTransport", "native_type", "nccl_refusal"]
 
 JOIN_SECONDS = 120.0
 POLLS_PER_CHECK = 64
+_POLL_SECONDS = 1e-4
 
 _TYPES = {
     "int8": "INT8",
@@ -190,6 +192,13 @@ class NcclTransport(Transport):
     def close(self) -> None:
         """Keep the communicator: other memory will be used with it."""
 
+    def dispose(self) -> None:
+        """Destroy the communicator, here and now: CuPy would do it when its object is collected, on whichever thread."""
+        if not self._failure:
+            self._failure = "it was closed"
+            self._comm.destroy()
+        self._comm = None
+
     def _native(self, buffer: DeviceArray, op: ReduceOp) -> tuple[int, int, int]:
         native = native_type(buffer.dtype, op)
         if native is None:
@@ -240,13 +249,17 @@ class NcclTransport(Transport):
         if any(self.group.comm.allgather(os.environ.get("NCCL_COMM_BLOCKING") == "0")):
             raise TransportError("NCCL_COMM_BLOCKING=0 is set, which CuPy cannot handle; unset it")
         self._check_versions()
-        identifier = self._identifier()
+        # NCCL connects ranks where it is first used, by a wait on the host that nothing ends: here, on the thread below
+        os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+        values, identifier = self._trial_memory(), self._identifier()
         found: list[Any] = []
 
         def join() -> None:
             try:
                 with self._device.activate():  # a new thread computes on GPU 0
-                    found.append(self._nccl.NcclCommunicator(self.group.size, identifier, self.group.rank))
+                    comm = self._nccl.NcclCommunicator(self.group.size, identifier, self.group.rank)
+                    self._try_verbs(comm, values)
+                    found.append(comm)
             except Exception as error:
                 found.append(error)
 
@@ -264,6 +277,43 @@ class NcclTransport(Transport):
                 "MPISTRAT_INTRA_TRANSPORT=cuda_ipc works without NCCL"
             )
         return found[0]
+
+    def _try_verbs(self, comm: Any, values: DeviceArray) -> None:
+        """Make the first call of each verb, and check what comes of them.
+
+        Raises
+        ------
+        TransportError
+            If that is wrong.
+        """
+        size, kind, total = self.group.size, self._nccl.NCCL_FLOAT32, self._nccl.NCCL_SUM
+        self._device.put(values, np.ones(size, np.float32))
+        self._stream.wait(self._device.current_stream().record())
+        start, stream = address(values), self._stream.pointer
+        own = start + 4 * self.group.rank
+        comm.allReduce(start, start, size, kind, total, stream)
+        comm.reduce(start, start, size, kind, total, 0, stream)
+        comm.broadcast(start, start, size, kind, 0, stream)
+        comm.reduceScatter(start, own, 1, kind, total, stream)
+        comm.allGather(own, start, 1, kind, stream)
+        event = self._stream.record()
+        while not event.done():
+            time.sleep(_POLL_SECONDS)
+        found = self._device.get(values)
+        if not (found == size**3).all():
+            raise TransportError(f"its first sums were wrong: {found.tolist()} in the place of {size**3}")
+
+    def _trial_memory(self) -> DeviceArray:
+        """Return memory for the first calls: where one rank has none, all must know before they wait for it."""
+        values, problem = None, ""
+        try:
+            values = self._device.allocate(4 * self.group.size).view(np.float32)
+        except RuntimeError as error:  # a TransportError, or CUDA's own
+            problem = f"{error}"
+        problem = next(filter(None, self.group.comm.allgather(problem)), "")
+        if problem:
+            raise TransportError(problem)
+        return values
 
     def _identifier(self) -> Any:
         """Return what names the communicator on all ranks; the first one has NCCL make it, which looks for a network then."""

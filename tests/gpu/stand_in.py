@@ -84,6 +84,10 @@ class _Stream(Stream):
         assert self._device.is_active(), "a copy by a thread that computes on another GPU"
         self.put(lambda: ctypes.memmove(target, source, nbytes))
 
+    def clear(self, target: int, nbytes: int) -> None:
+        assert self._device.is_active(), "memory is cleared by a thread that computes on another GPU"
+        self.put(lambda: ctypes.memset(target, 0, nbytes))
+
     def record(self) -> Event:
         assert self._device.is_active(), "an event of a thread that computes on another GPU"
         return _Event(self._device, self, self.filled)

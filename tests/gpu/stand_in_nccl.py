@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,8 @@ from mpistrat.transports.mpi import mpi_op
 from tests.gpu.stand_in import UNFINISHED, StandInDevice
 
 __all__ = ["StandInNccl"]
+
+CONNECT_SECONDS = 10.0
 
 _TYPES = {"INT8": "i1", "UINT8": "u1", "INT32": "i4", "UINT32": "u4", "INT64": "i8", "UINT64": "u8", "FLOAT32": "f4"}
 _TYPES |= {"FLOAT64": "f8"}
@@ -40,7 +43,7 @@ class StandInNccl:
         self.device, self.comm, self.version = device, comm.Dup(), version
         self.grouped: list[tuple[int, Callable[[], MPI.Request]]] | None = None
         self.error = ""
-        self.aborted = 0
+        self.aborted = self.destroyed = 0
         for name, code in _TYPES.items():
             setattr(self, f"NCCL_{name}", np.dtype(code))
 
@@ -86,6 +89,7 @@ class _Communicator:
     def __init__(self, library: StandInNccl) -> None:
         self._library, self._comm = library, library.comm
         self._sent: deque[np.ndarray] = deque(maxlen=1000)
+        self._connected: set[str] = set()
 
     def check_async_error(self) -> None:
         if self._library.error:
@@ -94,20 +98,35 @@ class _Communicator:
     def abort(self) -> None:
         self._library.aborted += 1
 
+    def destroy(self) -> None:
+        self._library.destroyed += 1
+
+    def _connect(self, verb: str) -> None:
+        """Wait on the host for all ranks at the first call of a verb, as NCCL does."""
+        if verb not in self._connected:
+            request, ends = self._comm.Ibarrier(), time.monotonic() + CONNECT_SECONDS
+            while not request.Test():
+                assert time.monotonic() < ends, f"NCCL blocks in the first {verb}: not all ranks have come"
+            self._connected.add(verb)
+
     def allReduce(self, send: int, receive: int, count: int, kind: Any, op: Any, stream: int) -> None:  # noqa: N802
+        self._connect("allReduce")
         self._issue(
             stream, lambda: self._comm.Iallreduce(self._copy(send, count, kind), _at(receive, count, kind), mpi_op(op, kind))
         )
 
     def reduce(self, send: int, receive: int, count: int, kind: Any, op: Any, root: int, stream: int) -> None:
+        self._connect("reduce")
         target = lambda: _at(receive, count, kind) if self._comm.rank == root else None  # noqa: E731
         self._issue(stream, lambda: self._comm.Ireduce(self._copy(send, count, kind), target(), mpi_op(op, kind), root))
 
     def broadcast(self, send: int, receive: int, count: int, kind: Any, root: int, stream: int) -> None:
+        self._connect("broadcast")
         assert send == receive
         self._issue(stream, lambda: self._comm.Ibcast(_at(receive, count, kind), root))
 
     def reduceScatter(self, send: int, receive: int, count: int, kind: Any, op: Any, stream: int) -> None:  # noqa: N802
+        self._connect("reduceScatter")
         whole = count * self._comm.size
         self._issue(
             stream,
@@ -117,6 +136,7 @@ class _Communicator:
         )
 
     def allGather(self, send: int, receive: int, count: int, kind: Any, stream: int) -> None:  # noqa: N802
+        self._connect("allGather")
         whole = count * self._comm.size
         self._issue(stream, lambda: self._comm.Iallgather(self._copy(send, count, kind), _at(receive, whole, kind)))
 

@@ -16,12 +16,12 @@ from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
 from mpistrat.testing.transport_cases import DTYPES, operations
 from mpistrat.testing.transport_suite import check_transport
-from mpistrat.transports import base, cuda_aware
+from mpistrat.transports import cuda_aware, steps
 from mpistrat.transports.cuda_aware import CudaAwareRing
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.staged import StagedTransport
-from mpistrat.transports.steps import drive
+from mpistrat.transports.steps import WAITING, drive
 from tests.gpu import deadline, on_host
 from tests.gpu.stand_in import StandInDevice
 from tests.gpu.stand_in_nccl import StandInNccl
@@ -89,6 +89,27 @@ def test_what_nccl_cannot_combine_is_refused_and_says_what_can(group, device, co
             transport.all_reduce(buffer, op)
         assert transport.refusal(np.dtype(dtype), op) in str(raised.value)
     transport.close()
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_a_communicator_of_nccl_is_destroyed_once_and_by_its_owner(group, device, comm, is_aborted):
+    library = StandInNccl(device, comm)
+    transport = NcclTransport(group, device, library)
+    if is_aborted:
+        transport.abort("planted")
+    transport.close()
+    assert library.destroyed == 0
+    transport.dispose()
+    assert (library.destroyed, library.aborted) == ((0, 1) if is_aborted else (1, 0))
+    with pytest.raises(TransportError, match="NCCL has failed: (planted|it was closed)"):
+        next(transport.all_reduce(device.allocate(64).view(np.float32), ReduceOp.SUM).run())
+
+
+def test_wrong_first_sums_of_nccl_are_told_to_all(group, device, comm, monkeypatch):
+    get = device.get
+    monkeypatch.setattr(device, "get", lambda array: get(array) + (comm.rank == comm.size - 1))
+    with pytest.raises(TransportError, match=rf"NCCL could not join ranks? {comm.size - 1}: its first sums were wrong"):
+        NcclTransport(group, device, StandInNccl(device, comm))
 
 
 @needs_ranks(2)
@@ -217,7 +238,7 @@ def test_an_mpi_that_delivers_wrong_values_is_not_used_by_anybody(group, bound, 
 def test_an_mpi_that_delivers_nothing_is_told_to_all(group, bound, monkeypatch):
     monkeypatch.setattr(cuda_aware, "_FIRST_SECONDS", 0.05)
     if group.rank == 1:
-        monkeypatch.setattr(cuda_aware._DeviceRing, "run", lambda self: repeat(base.WAITING))
+        monkeypatch.setattr(cuda_aware._DeviceRing, "run", lambda self: repeat(WAITING))
     late = "world: the first exchange of device memory did not end within 0.05 s; .*MPISTRAT_MPI_GPU=off goes through memory"
     with pytest.raises(TransportError, match=late):
         CudaAwareRing(group, bound).first_exchange()
@@ -227,9 +248,9 @@ def test_an_mpi_that_delivers_nothing_is_told_to_all(group, bound, monkeypatch):
 def test_a_deadline_ends_the_ring_and_leaves_its_memory_to_the_peers(group, bound, comm):
     transport = CudaAwareRing(group, bound)
     operation = transport.all_reduce(transport.allocate(64).view(np.float32), ReduceOp.SUM)
-    before = len(base._left_to_peers)
+    before = len(steps._left_to_peers)
     if comm.rank == 0:
         with pytest.raises(DeadlineExceededError, match="a sum did not end within 0.05 s"):
             drive(operation.run(), lambda: "a sum", 0.05)
-        assert len(base._left_to_peers) == before + 1
+        assert len(steps._left_to_peers) == before + 1
     comm.Barrier()

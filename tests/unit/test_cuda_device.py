@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import threading
+from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.device import cuda
 from mpistrat.device.base import address
 from mpistrat.device.cuda import CudaDevice, _CudaEvent
 from mpistrat.errors import TransportError
@@ -28,6 +30,7 @@ SIGNATURES = {
     "cuda.runtime.ipcGetMemHandle": "devPtr",
     "cuda.runtime.ipcOpenMemHandle": "bytes handle, unsigned int flags",
     "cuda.runtime.ipcCloseMemHandle": "devPtr",
+    "cuda.runtime.memsetAsync": "ptr, int value, size_t size, intptr_t stream",
     "cuda.runtime.memcpyAsync": "dst, intptr_t src, size_t size, int kind, intptr_t stream",
     "cuda.runtime.eventQuery": "event",
     "cuda.runtime.check_status": "status",
@@ -142,6 +145,35 @@ def test_a_gpu_that_has_failed_is_no_gpu_that_is_busy(cupy, monkeypatch):
 
 class _Native:
     ptr = 1
+
+
+@pytest.mark.parametrize("status", [0, 100])
+def test_a_uuid_is_not_cut_at_a_zero_byte(monkeypatch, status):
+    class Driver:
+        cuInit = cuDeviceGet = staticmethod(lambda *_: 0)  # noqa: N815 - the names of CUDA
+
+        @staticmethod
+        def cuDeviceGetUuid_v2(uuid, device):  # noqa: N802
+            uuid[:] = [0x47, 0, 0x11, *range(13)]
+            return status
+
+    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: Driver())
+    assert cuda._uuid(0) == ("" if status else "470011" + bytes(range(13)).hex())
+
+
+def test_memory_is_given_back_on_its_own_gpu():
+    steps = []
+
+    class Device(StandInDevice):
+        @contextmanager
+        def activate(self, stream=None):
+            steps.append("in")
+            yield
+            steps.append("out")
+
+    memory = cuda._Memory(4096, lambda start: steps.append(start), Device())
+    del memory
+    assert steps == ["in", 4096, "out"]
 
 
 def test_the_stand_in_knows_which_threads_compute_on_it():

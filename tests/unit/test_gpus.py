@@ -26,6 +26,11 @@ def test_two_ranks_on_one_gpu_are_refused_unless_that_is_allowed():
     check_gpus(gpus, allow_shared=True)
 
 
+def test_equal_uuids_in_different_places_are_different_gpus():
+    # the UUIDs of two nodes, cut short in the same way, or of a driver that is virtual
+    check_gpus([_gpu("node0", "ab"), _gpu("node1", "ab")], allow_shared=False)
+
+
 def test_gpus_without_a_uuid_are_told_apart_by_their_place():
     twins = [Gpu(node, "0" * 32, bus, "GRID", 0) for node, bus in (("node0", "a"), ("node0", "b"), ("node1", "a"))]
     check_gpus(twins, allow_shared=False)
