@@ -18,12 +18,11 @@ from mpistrat.communicator.validate import is_fit
 from mpistrat.execution.bound_plan import DirectPlan
 from mpistrat.execution.executor import Executor
 from mpistrat.reduction import ReduceOp, accumulation_dtype
-from mpistrat.transports.mpi_world import WorldTransport
 
 __all__ = ["SIGNATURE", "FastPaths"]
 
-SIGNATURE = attrgetter("shape", "dtype")
-"""What arrays that take one way have in common."""
+SIGNATURE = attrgetter("shape", "dtype", "__class__")
+"""What arrays that take one path have in common."""
 
 
 class FastPaths:
@@ -62,26 +61,26 @@ class FastPaths:
         if at_once is not None:
             self.known[likeness] = OneArray(op, 1, _into_new(at_once, batch), signature)  # divided already
             return
-        world = self._executor.world
-        assert isinstance(world, WorldTransport), "only MPI works on arrays of the caller"
         if len(arrays) == 1 and dtype == arrays[0].dtype:
-            self.known[likeness] = OneArray(op, size, world.at_once(op, dtype, arrays[0].shape), signature)
+            self.known[likeness] = OneArray(op, size, self._executor.at_once(op, dtype, arrays[0].shape), signature)
         elif sum(array.nbytes for array in arrays) <= SMALL_BATCH_BYTES and len({array.dtype for array in arrays}) == 1:
-            combine = world.at_once(op, dtype, (bound.flat_count,))
+            combine = self._executor.at_once(op, dtype, (bound.flat_count,))
             self.known[likeness] = SmallBatch(op, arrays, batch[0], size, combine, signature)
 
-    def into(self, op: ReduceOp, source: Array, target: Array) -> OneArray | None:
-        """Return the way of one array into memory of the caller, if there is one; for operations that do not divide."""
-        last = self._last
+    def into(self, op: ReduceOp, arrays: Sequence[Array], out: Sequence[Array]) -> OneArray | None:
+        """Return the path of one array into memory of the caller, if there is one; for operations that do not divide."""
+        if len(arrays) != 1 or len(out) != 1 or op is ReduceOp.MEAN:
+            return None
+        source, target, last = arrays[0], out[0], self._last
         if last is not None and source is last[0] and target is last[1] and op is last[2]:
             return last[3]
-        way = self.known.get((op._value_, (source.shape, source.dtype)))
-        if not isinstance(way, OneArray) or not source.flags.c_contiguous or not is_fit(target, source):
+        path = self.known.get((op._value_, SIGNATURE(source)))
+        if not isinstance(path, OneArray) or not source.flags.c_contiguous or not is_fit(target, source):
             return None
         # larger ones must not be kept alive, and to look at them again takes little of their time
         if source.nbytes <= SMALL_BATCH_BYTES:
-            self._last = source, target, op, way
-        return way
+            self._last = source, target, op, path
+        return path
 
     def forget(self) -> None:
         """Forget all ways."""

@@ -48,11 +48,6 @@ class Executor:
         The groups of this rank.
     transports : Transports, optional
         What moves their bytes; by default what `select.host_transports` finds.
-
-    Attributes
-    ----------
-    drive : callable
-        Goes through the steps of what is done at once, under the deadline of the call that is under way.
     """
 
     device: Device | None = None
@@ -108,6 +103,16 @@ class Executor:
         slot_bytes = -(-padded // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
         self._reserve(slots * slot_bytes)
         return BoundPlan(self, plan, layout, dtype, op, slots, slot_bytes, wire)
+
+    def drive_by(self, drive: Callable[[Steps], None]) -> None:
+        """Have what is done at once go through its steps by `drive`, under the deadline of the call that is under way."""
+        assert isinstance(self.world, WorldTransport), "only MPI works on arrays of the caller"
+        self.drive = self.world.small.drive = drive
+
+    def at_once(self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Callable[[Array, Array | None], Array]:
+        """Return what combines one array of all ranks at once, into its second argument or a new array."""
+        assert isinstance(self.world, WorldTransport), "only MPI works on arrays of the caller"
+        return self.world.at_once(op, dtype, shape)
 
     def max_in_flight(self, depth: int) -> int:
         """Return how many of `depth` chunks may be between nodes at a time: what starts at once starts in one order."""
