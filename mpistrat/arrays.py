@@ -20,6 +20,7 @@ __all__ = [
     "array_module",
     "as_array",
     "as_operand",
+    "flat",
     "in_dtype",
     "is_on_device",
     "like",
@@ -86,6 +87,11 @@ def to_device(array: Array) -> Array:
     with device.activate():
         copied: Array = device.array_module.asarray(array)
         return copied
+
+
+def flat(array: Array) -> Array:
+    """Return an array with one axis, contiguous: a copy in C order where it is not. `reshape` leaves gaps between elements."""
+    return array.reshape(-1) if array.flags.c_contiguous else array.copy().reshape(-1)
 
 
 def in_dtype(array: Array, dtype: np.dtype[Any]) -> Array:

@@ -97,7 +97,7 @@ def check_dtype(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None
     UnsupportedDtypeError
         If it is not; the message says which dtypes are.
     """
-    # 8-bit floats have the kind of a float, but are no numbers of NumPy's, nor of MPI's
+    # 8-bit floats have the kind of a float, but NumPy does not count them as numbers, nor does MPI
     is_number = dtype.kind in "biufc" and issubclass(dtype.type, (np.number, np.bool_))
     if not is_number and dtype not in HALF_DTYPES:
         raise UnsupportedDtypeError(f"{name} has dtype {dtype}, which no collective can carry; accepted are {ACCEPTED}")

@@ -23,7 +23,7 @@ from mpistrat.launch.environment import detect
 from mpistrat.launch.mpiexec import command
 from tests.processes import run_bounded
 
-__all__ = ["Launch", "needs_ranks"]
+__all__ = ["Launch", "needs_ranks", "up_to_ranks"]
 
 NUM_RANKS = (1, 2, 3, 4, 8)
 LAUNCH_SECONDS = 1200.0
@@ -36,6 +36,11 @@ _SELECTED = pytest.StashKey[list[str]]()
 def needs_ranks(minimum: int) -> pytest.MarkDecorator:
     """Mark a test that makes sense from this many ranks on; launches of fewer skip it."""
     return pytest.mark.mpi(min_size=minimum)
+
+
+def up_to_ranks(maximum: int) -> pytest.MarkDecorator:
+    """Mark tests of what is the same on more ranks, and on nodes of other shapes: larger launches skip them."""
+    return pytest.mark.mpi(max_size=maximum)
 
 
 def is_one_rank(config: pytest.Config) -> bool:

@@ -59,12 +59,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         )
     for item in items:
         for mark in item.iter_markers("mpi"):
-            unknown = set(mark.kwargs) - {"min_size"}
+            unknown = set(mark.kwargs) - {"min_size", "max_size"}
             if unknown:
-                raise pytest.UsageError(f"{item.nodeid}: unknown {sorted(unknown)} in its mpi mark; use needs_ranks(minimum)")
-            minimum = mark.kwargs.get("min_size", 1)
+                raise pytest.UsageError(f"{item.nodeid}: unknown {sorted(unknown)} in its mpi mark; see tests/launches.py")
+            minimum, maximum = mark.kwargs.get("min_size", 1), mark.kwargs.get("max_size", comm.size)
             if comm.size < minimum:
                 item.add_marker(pytest.mark.skip(reason=f"needs {minimum} ranks or more"))
+            if comm.size > maximum:
+                item.add_marker(pytest.mark.skip(reason=f"up to {maximum} ranks have all of it"))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -16,6 +16,7 @@ _ROOT = Path(__file__).parents[1]
 _HEAD = """
 import pytest
 from mpi4py import MPI
+from tests.launches import up_to_ranks
 
 world = MPI.COMM_WORLD
 """
@@ -48,6 +49,14 @@ def test_one_rank_is_wrong():
 
 def test_the_next_one_is_not_touched():
     assert world.allreduce(1) == 3
+
+@up_to_ranks(2)
+def test_of_fewer_ranks():
+    assert False, "planted"
+
+@up_to_ranks(3)
+def test_of_these_ranks():
+    pass
 """
     )
     assert done.returncode == 1
@@ -55,7 +64,9 @@ def test_the_next_one_is_not_touched():
     assert tests["test_one_rank_is_wrong"]["text"].startswith("rank 1 of 3:")
     assert "AssertionError: planted" in tests["test_one_rank_is_wrong"]["text"]
     assert tests["test_the_next_one_is_not_touched"]["outcome"] == "passed"
-    assert done.stdout.count("1 failed, 1 passed") == 1, "only rank 0 prints"
+    skipped = tests["test_of_fewer_ranks"]
+    assert (skipped["outcome"], skipped["text"]) == ("skipped", "up to 2 ranks have all of it")
+    assert done.stdout.count("1 failed, 2 passed, 1 skipped") == 1, "only rank 0 prints"
 
 
 def test_a_skip_on_one_rank_only_is_a_failure(launch):
@@ -108,4 +119,4 @@ def test_spelling():
 """
     )
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "unknown ['minsize'] in its mpi mark; use needs_ranks(minimum)" in done.stderr
+    assert "unknown ['minsize'] in its mpi mark; see tests/launches.py" in done.stderr

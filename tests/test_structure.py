@@ -25,26 +25,10 @@ _MODULES_NAMED_ALIKE: set[str] = {
 }
 _CLASSES_NAMED_ALIKE: set[str] = {
     "mpistrat.execution.bound_plan._Chunk",
-    "mpistrat.packing.layout.Piece",
-    "mpistrat.transports.parts.Piece",
     "mpistrat.transports.staged._Chunk",
 }
-_MODULES_IN_CYCLES: set[str] = {
-    "mpistrat.execution.bound_plan",
-    "mpistrat.execution.executor",
-    "mpistrat.transports.attached",
-    "mpistrat.transports.exchange",
-    "mpistrat.transports.parts",
-    "mpistrat.transports.shared_memory",
-}
-_TRANSPORTS_TOLD_APART: set[str] = {
-    "mpistrat.execution.device_executor: CudaIpcTransport",
-    "mpistrat.execution.device_executor: NcclTransport",
-    "mpistrat.execution.device_executor: StagedTransport",
-    "mpistrat.execution.executor: SharedMemoryTransport",
-    "mpistrat.execution.executor: WorldTransport",
-    "mpistrat.execution.select: SharedMemoryTransport",
-}
+_MODULES_IN_CYCLES: set[str] = set()
+_TRANSPORTS_TOLD_APART: set[str] = set()
 
 # They look names up in a table when these are first used: public names, and commands. No layer lies above them.
 _LOOK_UP_MODULES = {"mpistrat", "mpistrat.tools.cli"}

@@ -3,8 +3,8 @@
 Phases
     ``world all_reduce``
 Communication steps
-    Up to 32 KiB on up to 4 nodes one exchange between the leaders of the nodes, none on one node; see `transports.small`. Else
-    MPI's choice: ceil(log2 p) for small buffers by recursive doubling, up to 2(p-1) for large ones by a ring.
+    Up to 32 KiB on up to 4 nodes one exchange between their leaders, up to 256 KiB on one node none, see `transports.small`;
+    else MPI's choice: ceil(log2 p) for small buffers by recursive doubling, up to 2(p-1) for large ones by a ring.
 Bytes on the wire per node
     2(n-1)/n·S at best. MPI libraries that send for each rank of a node on its own need a multiple of it.
 Good when

@@ -11,6 +11,7 @@ import numpy as np
 
 from mpistrat.algorithms.plan import Plan
 from mpistrat.arrays import Array
+from mpistrat.execution.binder import bind
 from mpistrat.execution.bound_plan import BoundPlan, DirectPlan
 from mpistrat.execution.executor import Executor
 from mpistrat.groups.agreement import Signature
@@ -18,7 +19,7 @@ from mpistrat.packing.buckets import pack_by_bytes, split_evenly
 from mpistrat.packing.layout import Layout
 from mpistrat.packing.wire import Wire
 from mpistrat.reduction import ReduceOp, accumulation_dtype
-from mpistrat.transports.base import Steps
+from mpistrat.transports.steps import Steps
 
 __all__ = ["BoundBatch", "Bucket", "Packing", "bind_batch", "is_current", "lay_out", "run_batch"]
 
@@ -121,7 +122,7 @@ def bind_batch(
     for dtype, members, layout in lay_out(op, arrays, packing):
         given = {arrays[index].dtype for index in members}
         plan, wire = choose(layout.count, dtype)
-        batch.append(Bucket(members, executor.bind(plan, layout, dtype, op, given, wire)))
+        batch.append(Bucket(members, bind(executor, plan, layout, dtype, op, given, wire)))
     if is_current(batch, executor):
         return batch
     # enlarging the scratch memory for a later bucket unbound the earlier ones; now it is large enough for all

@@ -107,8 +107,7 @@ class Communicator(BaseCommunicator):
         self._options = shared_defaults(agreement).merge(options)
         self._executor = Executor(self.hierarchy)
         self.timeline = self._executor.timeline
-        self._guard = CollectiveGuard(self.hierarchy, agreement, self._executor.window, self._options, self)
-        self._executor.drive_by(self._guard.drive_present)
+        self._guard = CollectiveGuard(self.hierarchy, agreement, self._executor.intra.window, self._options, self)
         self._recorder, self._present = recorder(), self.hierarchy.call
         self._verbose = self.rank == 0 and settings.VERBOSE.read()
         self._say(f"{self.world}: {', '.join(f'{node.name} has ranks {node.ranks}' for node in self.world.nodes)}")

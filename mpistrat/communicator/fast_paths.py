@@ -61,10 +61,11 @@ class FastPaths:
         if at_once is not None:
             self.known[likeness] = OneArray(op, 1, _into_new(at_once, batch), signature)  # divided already
             return
+        world = self._executor.world
         if len(arrays) == 1 and dtype == arrays[0].dtype:
-            self.known[likeness] = OneArray(op, size, self._executor.at_once(op, dtype, arrays[0].shape), signature)
+            self.known[likeness] = OneArray(op, size, world.at_once(op, dtype, arrays[0].shape), signature)
         elif sum(array.nbytes for array in arrays) <= SMALL_BATCH_BYTES and len({array.dtype for array in arrays}) == 1:
-            combine = self._executor.at_once(op, dtype, (bound.flat_count,))
+            combine = world.at_once(op, dtype, (bound.flat_count,))
             self.known[likeness] = SmallBatch(op, arrays, batch[0], size, combine, signature)
 
     def into(self, op: ReduceOp, arrays: Sequence[Array], out: Sequence[Array]) -> OneArray | None:

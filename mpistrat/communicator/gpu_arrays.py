@@ -23,7 +23,7 @@ from mpistrat.device.base import Device, Event
 from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.executor import Executor
 from mpistrat.reduction import ReduceOp
-from mpistrat.transports.base import WAITING, Steps
+from mpistrat.transports.steps import WAITING, Steps
 
 __all__ = ["GpuArrays", "has_arrays"]
 

@@ -44,8 +44,8 @@ from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, DeadlineBarr
 from mpistrat.groups.group import MOST_UNCONFIRMED
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch import abort, exit_code
-from mpistrat.transports.base import Steps, drive, leave_to_peers
-from mpistrat.transports.shared_memory import SharedMemoryTransport
+from mpistrat.transports.steps import Steps, drive, leave_to_peers
+from mpistrat.transports.window import NodeWindow
 from mpistrat.watch.reader import RankFile
 from mpistrat.watch.recorder import recorder
 from mpistrat.watch.watcher import start
@@ -69,7 +69,7 @@ class CollectiveGuard:
         Whose ranks call.
     agreement : Agreement
         Compares the calls of all ranks.
-    window : SharedMemoryTransport or None
+    window : NodeWindow or None
         In which the ranks of this node meet, if there are several and they share memory.
     options : CommunicationOptions
         Hold for calls that are made without a call object.
@@ -100,7 +100,7 @@ class CollectiveGuard:
         self,
         hierarchy: Hierarchy,
         agreement: Agreement,
-        window: SharedMemoryTransport | None,
+        window: NodeWindow | None,
         options: CommunicationOptions,
         memory: object,
     ) -> None:
@@ -111,7 +111,8 @@ class CollectiveGuard:
         self._present, self._one_node = hierarchy.call, world.num_nodes == 1
         self._window = window if hierarchy.intra.size > 1 else None
         self._options, self.checks, self.number = options, settings.CHECK.read(), 0
-        self._present.confirm, self._present.has_deadline = self._confirm, bool(options.timeout_seconds)
+        self._present.confirm, self._present.drive = self._confirm, self.drive_present
+        self._present.has_deadline = bool(options.timeout_seconds)
         self.lock, self.refusal, self.noted = threading.Lock(), "", 0
         self.communicator, self._job_ranks, self._members = hierarchy.number, hierarchy.job_ranks, hierarchy.members
         self.indexes: dict[int, int] = {}

@@ -24,7 +24,7 @@ from mpistrat.execution.executor import Executor
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Signature
 from mpistrat.reduction import ReduceOp
-from mpistrat.transports.base import Steps
+from mpistrat.transports.steps import Steps
 from mpistrat.watch.recorder import recorder
 
 __all__ = ["Reductions"]
@@ -65,7 +65,7 @@ class Reductions:
         self.fast = FastPaths(executor)
         self.plans: PlanCache | MixedPlanCache = plans if gpu is None else gpu.plans
         self._present, self._rank, self._size = executor.hierarchy.call, executor.hierarchy.rank, executor.hierarchy.world.size
-        self._window = executor.window if executor.hierarchy.intra.size > 1 else None
+        self._window = executor.intra.window if executor.hierarchy.intra.size > 1 else None
         self._recorder = recorder()
         self.active: Callable[[], AbstractContextManager[None]] = nullcontext if gpu is None else gpu.activate
         self.num_packs: int | None = None

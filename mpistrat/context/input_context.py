@@ -25,7 +25,7 @@ class InputContext:
     Raises
     ------
     InvalidArgumentError
-        If there are no pipelines or no replicas, or the pipeline is none of them.
+        If there are no pipelines or no replicas, or the id is not that of a pipeline.
     """
 
     num_input_pipelines: int = 1
@@ -71,7 +71,7 @@ class ValueContext:
     Raises
     ------
     InvalidArgumentError
-        If there are no replicas, or this is none of them.
+        If there are no replicas, or the id is not that of a replica.
     """
 
     replica_id_in_sync_group: int = 0

@@ -103,7 +103,7 @@ def get_replica_context() -> Any:
 
 
 def in_cross_replica_context() -> bool:
-    """Return whether this is right inside ``strategy.scope()`` or a ``merge_fn``; False in ``run`` and outside all scopes."""
+    """Return whether the thread is in cross-replica context: in ``strategy.scope()`` or a ``merge_fn``, and not in ``run``."""
     return current().replica_context is None
 
 

@@ -203,7 +203,7 @@ class Mirrored(DistributedValues):
         return array_module() if is_on_device(as_array(self._component)) else np
 
     def __len__(self) -> int:
-        return len(as_array(self._component))  # the length is no secret of the other replicas: nothing is read
+        return len(as_array(self._component))  # equal on all replicas: nothing has to be read
 
 
 def select_replica(value: Any) -> Any:

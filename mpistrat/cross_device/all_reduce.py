@@ -86,7 +86,7 @@ class CollectiveAllReduce(HierarchicalAllReduce):
     Raises
     ------
     InvalidArgumentError
-        If `num_packs` is negative, or the options are no CommunicationOptions.
+        If `num_packs` is negative, or the options are not CommunicationOptions.
     """
 
     def __init__(self, options: CommunicationOptions | None = None, num_packs: int | None = None) -> None:

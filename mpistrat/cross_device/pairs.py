@@ -83,7 +83,7 @@ def broadcast_source(tensor: Any) -> tuple[int, Array | IndexedSlices]:
     Raises
     ------
     InvalidArgumentError
-        If the components differ, or are no arrays of numbers.
+        If the components differ, or are not arrays of numbers.
     RuntimeError
         If the value of a strategy is copied outside all scopes.
     """

@@ -10,30 +10,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from mpistrat.algorithms.plan import Plan, Scope
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, flat
+from mpistrat.execution.executor import CopySteps, Executor
 from mpistrat.execution.lanes import overlap, side_by_side
 from mpistrat.packing.layout import Layout
 from mpistrat.packing.wire import Cast, Wire
 from mpistrat.reduction import Fold, ReduceOp
-from mpistrat.transports.base import Operation, Steps
-from mpistrat.transports.parts import Cuts, Lists
+from mpistrat.transports.base import Operation
+from mpistrat.transports.flat_arrays import Cuts, FlatArrays
+from mpistrat.transports.steps import Steps
 
-if TYPE_CHECKING:
-    from mpistrat.execution.executor import Executor
-
-__all__ = ["BoundPlan", "CopySteps", "DirectPlan"]
-
-
-class CopySteps(Protocol):
-    """What copies between arrays and a bucket."""
-
-    def run(self, arrays: Sequence[Array]) -> Steps:
-        """Return the steps."""
+__all__ = ["BoundPlan", "DirectPlan"]
 
 
 class BoundPlan:
@@ -106,7 +98,9 @@ class BoundPlan:
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
         """Return the steps that reduce `sources` into C-contiguous `targets`. A collective call."""
         executor = self._executor
-        sources, targets = [array.reshape(-1) for array in sources], [array.reshape(-1) for array in targets]
+        # on a device arrays are told by their addresses alone
+        sources = [array.reshape(-1) if executor.device is None else flat(array) for array in sources]
+        targets = [array.reshape(-1) for array in targets]
         turn = executor.enter(self._slots, self._slot_bytes) if self._is_shown else 0
         chunks = self._turns[turn % len(self._turns)]
 
@@ -235,7 +229,7 @@ class DirectPlan:
         self,
         executor: Executor,
         plan: Plan,
-        between: Callable[[Lists, Fold], Steps],
+        between: Callable[[FlatArrays, Fold], Steps],
         layout: Layout,
         dtype: np.dtype[Any],
         op: ReduceOp,
@@ -272,16 +266,15 @@ class DirectPlan:
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
         """Return the steps that reduce `sources` into C-contiguous `targets`. A collective call."""
         started = time.perf_counter()
-        flat = [source.reshape(-1) for source in sources]  # a copy where it is not contiguous
-        lists = Lists(flat, [target.reshape(-1) for target in targets], self._count, self._cuts)
-        yield from self._between(lists, self.fold)
+        arrays = FlatArrays(list(map(flat, sources)), [target.reshape(-1) for target in targets], self._count, self._cuts)
+        yield from self._between(arrays, self.fold)
         if self._executor.timeline.enabled:
             scope = self.plan.phases[0].scope.value if self.plan.phases else Scope.WORLD.value
-            self._executor.timeline.record(f"{scope} all_reduce", scope, started, lists.nbytes)
+            self._executor.timeline.record(f"{scope} all_reduce", scope, started, arrays.nbytes)
 
     def run_at_once(self, source: Array, target: Array) -> None:
         """Reduce one array, and return when it is done. A collective call."""
-        self._executor.drive(self.run([source], [target]))
+        self._executor.hierarchy.call.drive(self.run([source], [target]))
 
 
 @dataclass

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 
 from mpistrat.algorithms.plan import Plan, Scope, Verb
 from mpistrat.arrays import Array
 from mpistrat.device.base import Device, Event, address
-from mpistrat.execution.bound_plan import BoundPlan, CopySteps, DirectPlan
-from mpistrat.execution.executor import Executor
+from mpistrat.execution.executor import CopySteps, Executor
 from mpistrat.execution.select import DeviceTransports, device_transports
 from mpistrat.groups.group import Group
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
-from mpistrat.packing.wire import Wire
-from mpistrat.reduction import Fold, ReduceOp, divide
-from mpistrat.transports.base import WAITING, Operation, Part, Steps, Transport
-from mpistrat.transports.cuda_ipc import CudaIpcTransport
-from mpistrat.transports.nccl import NcclTransport, nccl_refusal
+from mpistrat.reduction import Fold, ReduceOp
+from mpistrat.transports.base import Operation, Part, Transport
+from mpistrat.transports.flat_arrays import FlatArrays
+from mpistrat.transports.nccl import nccl_refusal
 from mpistrat.transports.ordered import Caster, ordered_all_reduce
-from mpistrat.transports.parts import Lists
-from mpistrat.transports.staged import StagedTransport
+from mpistrat.transports.steps import WAITING, Steps
 
 __all__ = ["DeviceExecutor"]
 
@@ -59,25 +55,7 @@ class DeviceExecutor(Executor):
         super().__init__(host.hierarchy, device_transports(host.hierarchy, device, host.transports))
         self.device, self._device, self.timeline = device, device, host.timeline
         self._shares_memory = host._shares_memory  # where ranks meet before each call
-        # memory of peers must not be mapped any more when they free it
-        self._bound: WeakSet[BoundPlan] = WeakSet()
-        self._peers_read = isinstance(self.intra, CudaIpcTransport)
         self._copied_out: Event | None = None
-
-    def bind(
-        self,
-        plan: Plan,
-        layout: Layout,
-        dtype: np.dtype[Any],
-        op: ReduceOp,
-        given: Collection[np.dtype[Any]],
-        wire: Wire | None = None,
-    ) -> BoundPlan | DirectPlan:
-        """Prepare `plan` for buckets of `layout`: see `Executor.bind`. A collective call."""
-        bound = super().bind(plan, layout, dtype, op, given, wire)
-        if isinstance(bound, BoundPlan):
-            self._bound.add(bound)
-        return bound
 
     def max_in_flight(self, depth: int) -> int:
         """Return how many of `depth` chunks may be between nodes: one where rails have no channels.
@@ -111,41 +89,28 @@ class DeviceExecutor(Executor):
         """The memory of the host that device memory is staged through."""
         of_groups = (self.world, self.intra, self.transports.intra_by_host, self.transports.leaders)
         every = [*of_groups, *self.rails.values(), *self.transports.small_rails.values()]
-        return sum(transport.scratch_bytes for transport in every if isinstance(transport, StagedTransport))
-
-    @property
-    def rail_bytes(self) -> int:
-        """Memory of the device where segments land; of what is staged the host's transports count it."""
-        return sum(rail.scratch_bytes for rail in self.rails.values() if not isinstance(rail, StagedTransport))
+        return sum(transport.pinned_bytes for transport in every if transport is not None)
 
     def abort(self, reason: str) -> None:
         """Give up what NCCL has under way: its kernels would wait for peers for ever. The peers must do likewise."""
-        if isinstance(self.intra, NcclTransport):
-            self.intra.abort(reason)
+        self.intra.abort(reason)
 
     def close(self) -> None:
         """Free the scratch memory and what transports made. A collective call."""
-        self._unbind()
+        for bound in self.bound_plans:
+            bound.unbind()  # memory of peers must not be mapped any more when they free it
         self.intra.dispose()
 
-    def _direct(
+    def between(
         self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Collection[np.dtype[Any]]
-    ) -> DirectPlan | None:
-        """Return how NCCL does it between the arrays themselves: one, or a few large ones, on one node."""
+    ) -> Callable[[FlatArrays, Fold], Steps] | None:
+        """Return what combines one array, or a few large ones, on one node: see `Executor.between`."""
         is_large = layout.count * dtype.itemsize >= DIRECT_FROM_BYTES * (len(layout.offsets) - 1)
-        if not isinstance(self.intra, NcclTransport) or {phase.scope for phase in plan.phases} != {Scope.INTRA}:
+        if not self.intra.combines_arrays or {phase.scope for phase in plan.phases} != {Scope.INTRA}:
             return None
         if set(given) != {dtype} or not layout.has_whole_arrays or not (layout.is_one_array or is_large):
             return None
-        return None if self.intra.refusal(dtype, op) else DirectPlan(self, plan, self._between, layout, dtype, op)
-
-    def _between(self, lists: Lists, fold: Fold) -> Steps:
-        """Combine arrays of the caller by NCCL, after what the caller's stream has been given so far."""
-        assert isinstance(self.intra, NcclTransport), "others work on buckets"
-        yield from self.intra.all_reduce_between(lists.sources, lists.targets, fold.op)
-        if fold.divisor > 1:
-            for target in lists.targets:
-                divide(target, fold.divisor, out=target)
+        return None if self.intra.refusal(dtype, op) else self.intra.all_reduce_between
 
     def _inside(self, verb: Verb, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
         """Return the transport inside the node, or where it does not combine such values one through the host."""
@@ -154,19 +119,10 @@ class DeviceExecutor(Executor):
 
     def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> Operation:
         """Bind what the host does, between copies of the whole buffer."""
-        assert isinstance(self.world, StagedTransport), "MPI adds in memory of the host"
         order = [(rank, 0) for rank in range(group.size)]
-        return self.world.around(buffer, lambda whole: ordered_all_reduce(group, [whole], order, whole, op, channel, caster))
-
-    def _reserve(self, nbytes: int) -> None:
-        if nbytes > self._arena.nbytes:
-            self._unbind()
-        super()._reserve(nbytes)
-
-    def _unbind(self) -> None:
-        for bound in self._bound:
-            bound.unbind()
-        self._bound.clear()
+        return self.transports.world.around(
+            buffer, lambda whole: ordered_all_reduce(group, [whole], order, whole, op, channel, caster)
+        )
 
     def _follow(self) -> None:
         """Let the current stream wait for the last copies out; where they are its own, that takes no time."""
@@ -176,7 +132,7 @@ class DeviceExecutor(Executor):
 
     def _note_copied(self) -> Steps:
         self._copied_out = self._device.current_stream().record()
-        while self._peers_read and not self._copied_out.done():
+        while self.intra.peers_read and not self._copied_out.done():
             yield WAITING
 
 

@@ -25,7 +25,7 @@ from queue import SimpleQueue
 
 from mpistrat.errors import UnavailableError
 from mpistrat.launch import abort, exit_code
-from mpistrat.transports.base import give_way
+from mpistrat.transports.steps import give_way
 
 __all__ = ["Job", "raise_unclaimed_failure", "rest", "submit"]
 

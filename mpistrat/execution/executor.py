@@ -1,9 +1,10 @@
-"""Bind the phases of plans to transports, and own the scratch memory that they work on."""
+"""Executor: the transports that phases of plans are bound to, and the scratch memory that they work on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import numpy as np
 
@@ -12,35 +13,44 @@ from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
 from mpistrat.device.base import Device
 from mpistrat.errors import TransportError
-from mpistrat.execution.bound_plan import BoundPlan, CopySteps, DirectPlan
 from mpistrat.execution.select import Transports, host_transports
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.packing.fuse import CopyIn, CopyOut
 from mpistrat.packing.layout import Layout
-from mpistrat.packing.wire import Wire
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
 from mpistrat.timeline import Timeline
-from mpistrat.transports.base import Operation, Part, Steps, Transport, drive
-from mpistrat.transports.exchange import WHOLE_SLOT_BYTES, OneBlock, exchange_bytes
-from mpistrat.transports.mpi_world import WorldTransport
+from mpistrat.transports.base import Operation, Part, Transport
+from mpistrat.transports.exchange import OneBlock, exchange_bytes
+from mpistrat.transports.flat_arrays import FlatArrays
 from mpistrat.transports.ordered import Caster, ordered_all_reduce
-from mpistrat.transports.parts import Lists
-from mpistrat.transports.shared_memory import SharedMemoryTransport
+from mpistrat.transports.steps import Steps
 
-__all__ = ["Executor"]
+__all__ = ["CopySteps", "Executor", "Holder"]
 
 Casters = Callable[[int, int], Caster]
 """What casts the parts of a chunk that this rank sends beyond its node: (index of the part, elements) -> caster."""
 
-SLOT_ALIGNMENT_BYTES = 4096
 RING_FROM_BYTES = 1 << 16
-LONE_SLOT_BYTES = 1 << 22  # a chunk that is alone, and as long as this, has one slot: memory counts for more than a short wait
 _EXCHANGE_GEOMETRY = (1, 0)  # that of no bucket
 
 
+class Holder(Protocol):
+    """What is bound to scratch memory."""
+
+    def unbind(self) -> None:
+        """Let go of it."""
+
+
+class CopySteps(Protocol):
+    """What copies between arrays and a bucket."""
+
+    def run(self, arrays: Sequence[Array]) -> Steps:
+        """Return the steps."""
+
+
 class Executor:
-    """Binds plans to the transports of one hierarchy. Making one is a collective call.
+    """Binds phases of plans to the transports of one hierarchy. Making one is a collective call.
 
     Parameters
     ----------
@@ -48,6 +58,15 @@ class Executor:
         The groups of this rank.
     transports : Transports, optional
         What moves their bytes; by default what `select.host_transports` finds.
+
+    Attributes
+    ----------
+    generation : int
+        Of the scratch memory: it grows when that is enlarged.
+    bound_plans : WeakSet
+        What is bound to it, and let go when it is enlarged.
+    largest_pack_bytes : int
+        The longest bucket so far.
     """
 
     device: Device | None = None
@@ -64,55 +83,9 @@ class Executor:
         self._last_mark = 0
         self._turn = -1
         self.generation = 0
-        self._shares_memory = hierarchy.all_agree(self.window is not None or hierarchy.intra.size == 1)
-        self.drive: Callable[[Steps], None] = _drive
+        self.bound_plans: WeakSet[Holder] = WeakSet()
+        self._shares_memory = hierarchy.all_agree(self.intra.window is not None or hierarchy.intra.size == 1)
         self.largest_pack_bytes = 0
-
-    def bind(
-        self,
-        plan: Plan,
-        layout: Layout,
-        dtype: np.dtype[Any],
-        op: ReduceOp,
-        given: Collection[np.dtype[Any]],
-        wire: Wire | None = None,
-    ) -> BoundPlan | DirectPlan:
-        """Prepare `plan` for buckets of `layout`. A collective call.
-
-        Parameters
-        ----------
-        plan : Plan
-            What to do, the same on all ranks.
-        layout : Layout
-            The arrays of the bucket.
-        dtype : dtype
-            In which the bucket is summed and sent.
-        op : ReduceOp
-            How to combine.
-        given : collection of dtype
-            Which dtypes the arrays of the bucket have.
-        wire : Wire, optional
-            Where phases go beyond the node, add in the order of the ranks and send in its dtype; by default as is fastest.
-        """
-        self.largest_pack_bytes = max(self.largest_pack_bytes, layout.count * dtype.itemsize)
-        direct = None if plan.in_order or wire is not None else self._direct(plan, layout, dtype, op, given)
-        if direct is not None:
-            return direct
-        padded = plan.padded(min(plan.chunk_count, plan.count)) * dtype.itemsize
-        slots = 1 if plan.num_chunks == 1 and padded >= LONE_SLOT_BYTES else plan.depth + 1
-        slot_bytes = -(-padded // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
-        self._reserve(slots * slot_bytes)
-        return BoundPlan(self, plan, layout, dtype, op, slots, slot_bytes, wire)
-
-    def drive_by(self, drive: Callable[[Steps], None]) -> None:
-        """Have what is done at once go through its steps by `drive`, under the deadline of the call that is under way."""
-        assert isinstance(self.world, WorldTransport), "only MPI works on arrays of the caller"
-        self.drive = self.world.small.drive = drive
-
-    def at_once(self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Callable[[Array, Array | None], Array]:
-        """Return what combines one array of all ranks at once, into its second argument or a new array."""
-        assert isinstance(self.world, WorldTransport), "only MPI works on arrays of the caller"
-        return self.world.at_once(op, dtype, shape)
 
     def max_in_flight(self, depth: int) -> int:
         """Return how many of `depth` chunks may be between nodes at a time: what starts at once starts in one order."""
@@ -177,7 +150,7 @@ class Executor:
     def begins_with_meeting(self, scope: Scope, in_order: bool) -> bool:
         """Return whether ranks of a node meet in shared memory before they do anything in a phase."""
         if scope is Scope.INTRA:
-            return self.window is not None
+            return self.intra.window is not None
         return scope is Scope.WORLD and not in_order and self.device is None
 
     def is_compared(self, plan: Plan, shard_bytes: int, is_ordered: bool) -> bool:
@@ -219,23 +192,9 @@ class Executor:
         """Tell the peers that this rank has read what it wanted of its chunk."""
         self._marks[slot] = self._last_mark = self.intra.release()
 
-    def exchange(self, lists: Lists, fold: Fold) -> Steps:
-        """Return the steps of an all-reduce between arrays of the caller inside the node."""
-        assert isinstance(self.intra, SharedMemoryTransport), "only shared memory works on arrays of the caller"
-        # exchanges take care of each other; what else used the memory must have been read
-        self.enter(*_EXCHANGE_GEOMETRY)
-        yield from self.acquire(0)
-        yield from self.intra.all_reduce_between(lists, fold)
-        self._last_mark = self.intra.release()
-
     def nccl_refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
         """Return why NCCL does not combine such values here, or an empty text."""
         return "these are host arrays"
-
-    @property
-    def window(self) -> SharedMemoryTransport | None:
-        """In which ranks of this node meet, where they share memory."""
-        return self.intra if isinstance(self.intra, SharedMemoryTransport) else None
 
     @property
     def window_bytes(self) -> int:
@@ -247,54 +206,52 @@ class Executor:
         """What the transports between nodes hold beside it."""
         return sum(rail.scratch_bytes for rail in self.rails.values())
 
-    def _direct(
+    def between(
         self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Collection[np.dtype[Any]]
-    ) -> DirectPlan | None:
-        """Return how a transport does it between the arrays themselves, or None where it must go through buckets."""
+    ) -> Callable[[FlatArrays, Fold], Steps] | None:
+        """Return what combines arrays of the caller where they lie; None where they must go through buckets.
+
+        A collective call.
+
+        Parameters
+        ----------
+        plan, layout, dtype, op, given : Plan, Layout, dtype, ReduceOp, collection of dtype
+            As for `binder.bind`.
+        """
         held, scopes = next(iter(given)), {phase.scope for phase in plan.phases}
         if len(set(given)) > 1:
             return None
         if scopes <= {Scope.WORLD} and layout.is_one_array and held == dtype:
-            assert isinstance(self.world, WorldTransport), "only MPI works on arrays of the caller"
-            return DirectPlan(self, plan, self.world.all_reduce_between, layout, held, op)
-        if not (scopes == {Scope.INTRA} and isinstance(self.intra, SharedMemoryTransport) and held in (dtype, *HALF_DTYPES)):
+            return self.world.all_reduce_between
+        if scopes != {Scope.INTRA} or not self.intra.combines_arrays or held not in (dtype, *HALF_DTYPES):
             return None
-        self._reserve(exchange_bytes(self.intra.group.size))
-        direct = DirectPlan(self, plan, self.exchange, layout, held, op)
-        if layout.is_one_array and plan.count and held == dtype:
-            is_small = self.intra.group.size == 2 and plan.num_bytes <= WHOLE_SLOT_BYTES
-            direct.at_once = self._at_once(held, plan.count, direct.fold) if is_small else direct.run_at_once
-        return direct
+        self.reserve(exchange_bytes(self.intra.group.size))
+        return self._exchange
 
-    def _inside(self, verb: Verb, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
-        """Return what carries out a verb inside the node on such values."""
-        return self.intra
-
-    def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> Operation:
-        """Bind an all-reduce of one buffer per rank, in the order of the ranks."""
-        return ordered_all_reduce(group, [buffer], [(rank, 0) for rank in range(group.size)], buffer, op, channel, caster)
-
-    def _at_once(self, dtype: np.dtype[Any], count: int, fold: Fold) -> Callable[[Array, Array], None]:
-        """Return what does the same at once with one small array."""
-        intra, generation = self.intra, self.generation
-        assert isinstance(intra, SharedMemoryTransport), "only shared memory works on arrays of the caller"
-        block = OneBlock(intra, dtype, count, fold, self.drive)
+    def at_once(self, dtype: np.dtype[Any], count: int, fold: Fold) -> Callable[[Array, Array], None]:
+        """Return what `between` returned does with one array of one block on a node of two ranks, at once."""
+        window, generation, drive = self.intra.window, self.generation, self.hierarchy.call.drive
+        assert window is not None, "only ranks that share memory see each other's blocks"
+        block = OneBlock(window, dtype, count, fold, drive)
 
         def run(source: Array, target: Array) -> None:
             nonlocal block, generation
             if generation != self.generation:
-                block, generation = OneBlock(intra, dtype, count, fold, self.drive), self.generation
+                block, generation = OneBlock(window, dtype, count, fold, drive), self.generation
             if self.enter(*_EXCHANGE_GEOMETRY) == 0:
-                self.drive(self.acquire(0))
+                drive(self.acquire(0))
             block.run(source, target)
-            self._last_mark = intra.release()
+            self._last_mark = self.intra.release()
 
         return run
 
-    def _reserve(self, nbytes: int) -> None:
-        """Enlarge the scratch memory if need be; what was bound to the old one must be bound again."""
+    def reserve(self, nbytes: int) -> None:
+        """Enlarge the scratch memory if need be; what was bound to the old one must be bound again. A collective call then."""
         if nbytes <= self._arena.nbytes:
             return
+        for bound in self.bound_plans:
+            bound.unbind()
+        self.bound_plans.clear()
         self.hierarchy.intra.comm.Barrier()
         self.intra.close()
         held_bytes, self._arena = self._arena.nbytes, np.empty(0, np.uint8)
@@ -306,6 +263,22 @@ class Executor:
         except TransportError as error:
             refusal = error
         self._raise_together(refusal, held_bytes)
+
+    def _inside(self, verb: Verb, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
+        """Return what carries out a verb inside the node on such values."""
+        return self.intra
+
+    def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> Operation:
+        """Bind an all-reduce of one buffer per rank, in the order of the ranks."""
+        return ordered_all_reduce(group, [buffer], [(rank, 0) for rank in range(group.size)], buffer, op, channel, caster)
+
+    def _exchange(self, arrays: FlatArrays, fold: Fold) -> Steps:
+        """Return the steps of an all-reduce between arrays of the caller inside the node, by way of the scratch memory."""
+        # exchanges take care of each other; what else used the memory must have been read
+        self.enter(*_EXCHANGE_GEOMETRY)
+        yield from self.acquire(0)
+        yield from self.intra.all_reduce_between(arrays, fold)
+        self._last_mark = self.intra.release()
 
     def _raise_together(self, refusal: TransportError | None, held_bytes: int) -> None:
         """Raise on all ranks what the ranks of one node found; what was bound to the memory held before finds as much again."""
@@ -321,10 +294,6 @@ class Executor:
         """Free the scratch memory and what transports made. A collective call."""
         self.world.close()
         self.intra.dispose()
-
-
-def _drive(steps: Steps) -> None:
-    drive(steps, lambda: "all_reduce")
 
 
 def _bind(transport: Transport, verb: Verb, buffer: Array, bounds: list[int], op: ReduceOp) -> Operation:

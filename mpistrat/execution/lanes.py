@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mpistrat.transports.base import WAITING, WORKED, Steps
+from mpistrat.transports.steps import WAITING, WORKED, Steps
 
 __all__ = ["overlap", "side_by_side"]
 

@@ -76,6 +76,8 @@ class DeviceTransports(Transports):
 
     Attributes
     ----------
+    world : StagedTransport
+        Of all ranks.
     intra_by_host : Transport or None
         Inside the node, for values that `intra` does not combine.
     path : str
@@ -88,6 +90,7 @@ class DeviceTransports(Transports):
         Whether several operations of a rail may be under way together.
     """
 
+    world: StagedTransport
     intra_by_host: Transport | None = None
     path: str = ""
     why: str = ""
@@ -111,7 +114,7 @@ def host_transports(hierarchy: Hierarchy) -> Transports:
     inside = _make(intra, _INTRA, hierarchy.intra)
     return Transports(
         inside,
-        WorldTransport(hierarchy, inside if isinstance(inside, SharedMemoryTransport) else None),
+        WorldTransport(hierarchy, inside.window),
         {shard: _make(inter, _INTER, rail) for shard, rail in hierarchy.rails.items()},
         {shard: MpiTransport(rail) for shard, rail in hierarchy.rails.items()},
         MpiTransport(hierarchy.leaders) if hierarchy.leaders else None,

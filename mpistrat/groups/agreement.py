@@ -6,6 +6,7 @@ differ.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -21,7 +22,7 @@ from mpistrat.watch.watcher import watcher
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["COMPARED", "Agreement", "CallsDifferError", "Signature", "calls_differ", "chained", "word_of"]
+__all__ = ["COMPARED", "Agreement", "CallsDifferError", "Signature", "calls_differ", "chained", "pause", "word_of"]
 
 Meet = Callable[[Callable[[], "MPI.Request"]], None]
 
@@ -30,7 +31,7 @@ COMPARED = 1
 
 ROW = 4
 _WORD_MASK = (1 << 63) - 2
-_POLL_SECONDS = 50e-6
+_YIELD_SECONDS, _POLL_SECONDS = 0.02, 0.0005
 _WORDS_KEPT = 4096
 
 
@@ -180,9 +181,23 @@ def calls_differ(number: int, texts: Mapping[int, str], group: str = "world") ->
     )
 
 
+def pause(began: float) -> None:
+    """Give the core away while others are waited for: at first for one turn, then, as they may be late by hours, asleep.
+
+    Parameters
+    ----------
+    began : float
+        When the wait began, on the clock `time.monotonic`.
+    """
+    if time.monotonic() - began < _YIELD_SECONDS:
+        os.sched_yield()
+    else:
+        time.sleep(_POLL_SECONDS)
+
+
 def _poll(enter: Callable[[], MPI.Request]) -> None:
-    request, watching = enter(), watcher()
+    request, watching, began = enter(), watcher(), time.monotonic()
     while not request.Test():
         if watching is not None:
             watching.raise_verdict()
-        time.sleep(_POLL_SECONDS)
+        pause(began)

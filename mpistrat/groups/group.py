@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from mpistrat import settings
@@ -29,11 +30,13 @@ class PresentCall:
         in their tags, so that messages of different calls never meet.
     has_deadline : bool
         Whether nothing may wait for the other ranks in a call of MPI that blocks.
+    drive : callable
+        Goes through the steps of a wait, under the deadline of the call.
     confirm : callable
         Compares the words of those calls that MPI has carried out without a look at them, on all ranks. A collective call.
     """
 
-    __slots__ = ("_history", "_span", "_unconfirmed", "confirm", "has_deadline", "word")
+    __slots__ = ("_history", "_span", "_unconfirmed", "confirm", "drive", "has_deadline", "word")
 
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -41,6 +44,7 @@ class PresentCall:
         self.word = self._history = self._unconfirmed = 0
         self.has_deadline = False
         self.confirm: Callable[[int], None] = _confirm_nothing
+        self.drive: Callable[[Iterator[bool]], None] = _go_through
         most = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0
         self._span = (min(int(most), _MOST_TAG) - _FIRST_TAG) // _CHANNELS if settings.CHECK.read() else 0
 
@@ -70,6 +74,12 @@ class PresentCall:
         if self._unconfirmed:
             self._unconfirmed = 0
             self.confirm(self._history)
+
+
+def _go_through(steps: Iterator[bool]) -> None:
+    """Stand in where there is no deadline."""
+    for _ in steps:
+        os.sched_yield()
 
 
 def _confirm_nothing(history: int) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 from mpistrat.errors import DeadlineExceededError
-from mpistrat.groups.agreement import Agreement
+from mpistrat.groups.agreement import Agreement, pause
 from mpistrat.groups.group import Group
 from mpistrat.launch import bootstrap
 from mpistrat.topology.discover import discover
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["Rendezvous", "rendezvous"]
 
 T = TypeVar("T")
-
-_POLL_SECONDS = 0.0005
 
 
 class Rendezvous:
@@ -129,7 +127,8 @@ def _watch(world: MPI.Intracomm, call: str, timeout_seconds: float) -> None:
 def _own(comm: MPI.Intracomm, call: str, timeout_seconds: float) -> MPI.Intracomm:
     """Return a duplicate of a communicator; it comes to be when all ranks have asked for it."""
     own, request = comm.Idup()
-    deadline = time.monotonic() + (timeout_seconds or float("inf"))
+    began = time.monotonic()
+    deadline = began + (timeout_seconds or float("inf"))
     watching = watcher.watcher()
     while not request.Test():
         if watching is not None:
@@ -140,5 +139,5 @@ def _own(comm: MPI.Intracomm, call: str, timeout_seconds: float) -> MPI.Intracom
                 f"{comm.Get_size()} ranks had not come to {call}. Either they do not make this call, or they need longer: "
                 "raise CommunicationOptions(timeout_seconds=…) or MPISTRAT_TIMEOUT_SECONDS"
             )
-        time.sleep(_POLL_SECONDS)
+        pause(began)
     return own

@@ -16,7 +16,7 @@ def checked_int(value: Any, argument: str, least: int) -> int:
     Raises
     ------
     TypeError
-        If it is none.
+        If it is not an integer.
     InvalidArgumentError
         If it is less than `least`.
     """

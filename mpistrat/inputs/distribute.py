@@ -130,7 +130,7 @@ def distribute_dataset(strategy: StrategyLike, dataset: Any, options: InputOptio
     Raises
     ------
     TypeError
-        If it is not a dataset, or the options are none.
+        If it is not a dataset, or the options are not InputOptions.
     NotImplementedError
         If PER_REPLICA is asked for.
     InvalidArgumentError
@@ -178,7 +178,7 @@ def distribute_from_function(
     Raises
     ------
     TypeError
-        If `dataset_fn` cannot be called or returns no dataset, or the options are none.
+        If `dataset_fn` cannot be called or returns something else than a dataset, or the options are not InputOptions.
     NotImplementedError
         If PER_REPLICA is asked for and not accepted.
     AgreementError

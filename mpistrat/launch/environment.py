@@ -137,7 +137,7 @@ _OF_LAUNCHERS = re.compile(
     r"HYD|MPI_LOCAL|SLURM_|PALS_|MV2_COMM|I_MPI_(HYDRA|PMI|JOB|PIN|INFO)|FLUX_|JSM_"
 )
 
-# A batch script's shell has SLURM_PROCID=0 too, but no step. The steps that are no srun of the user's (batch, external,
+# A batch script's shell has SLURM_PROCID=0 too, but no step. The steps that are not an srun of the user's (batch, external,
 # interactive shell) are numbered downwards from 2^32.
 _FIRST_SPECIAL_STEP = 2**32 - 16
 

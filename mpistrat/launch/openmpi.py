@@ -142,7 +142,7 @@ def remove_rendezvous_files(pid: int, environ: Mapping[str, str]) -> None:
     Parameters
     ----------
     pid : int
-        The number of a process that is no mpiexec now: one that is about to become it, or has been killed.
+        The number of a process that is not an mpiexec now: one that is about to become it, or has been killed.
     environ : mapping
         The variables that mpiexec runs with.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -91,18 +92,18 @@ class Declaration:
         """That of the strategy, at this moment: a strategy that is closed has another one."""
         return self.strategy.extended.communicator
 
-    @property
+    @cached_property
     def root(self) -> int | None:
         """The rank that keeps the array, under central storage."""
         extended: Any = self.strategy.extended
         return extended.root if getattr(extended, "is_central", False) else None
 
-    @property
+    @cached_property
     def is_on_read(self) -> bool:
         """Whether each replica has an array of its own, combined when it is read."""
         return self.synchronization is VariableSynchronization.ON_READ and self.root is None
 
-    @property
+    @cached_property
     def needs_aggregation(self) -> bool:
         """Whether replicas cannot assign: under central storage, without an aggregation."""
         return self.root is not None and self.aggregation is VariableAggregation.NONE

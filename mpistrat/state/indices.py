@@ -46,7 +46,7 @@ def checked_places(call: str, indices: Any, shape: tuple[int, ...]) -> Places:
     InvalidArgumentError
         If `indices` has no axis, names more axes than there are, or an index is negative or outside the array.
     UnsupportedDtypeError
-        If they are no integers.
+        If they are not integers.
     """
     array = to_host(as_array(indices, "indices"))
     if array.size and array.dtype.kind not in "iu":

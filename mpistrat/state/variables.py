@@ -198,7 +198,7 @@ class Variable(Mirrored):
         InvalidArgumentError
             If an index is negative or out of range, or the variable has no axis.
         UnsupportedDtypeError
-            If the indices are no integers.
+            If the indices are not integers.
         """
         return self._take("sparse_read", lambda: as_array(indices, "indices")[..., np.newaxis])
 

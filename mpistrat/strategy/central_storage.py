@@ -12,8 +12,8 @@ from mpistrat.cross_device.destinations import OnSomeReplicas
 from mpistrat.cross_device.to_one_device import ReductionToOneDevice
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.rendezvous import rendezvous
-from mpistrat.strategy.agreed import described, make_communicator
 from mpistrat.strategy.extended import StrategyExtended
+from mpistrat.strategy.make_communicator import described, make_communicator
 from mpistrat.strategy.one_node import check_devices, check_one_node, node_devices, node_hierarchy
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.structures import flatten, map_leaves
@@ -96,7 +96,7 @@ class CentralStorageExtended(StrategyExtended):
     def batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Iterable[Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Combine values as `StrategyExtended.batch_reduce_to`, with destinations as in `reduce_to`. A collective call."""
         pairs = value_destination_pairs
-        if isinstance(pairs, Iterable):  # what are no pairs is refused further down
+        if isinstance(pairs, Iterable):  # what is not a pair is refused by the method of the parent
             pairs = [(pair[0], self._kept(pair[1])) if isinstance(pair, tuple) and len(pair) == 2 else pair for pair in pairs]
         return super().batch_reduce_to(reduce_op, pairs, *args, **kwargs)
 

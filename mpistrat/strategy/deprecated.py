@@ -62,7 +62,7 @@ def unwrap(self: Any, value: Any) -> tuple[Any, ...]:
 
 
 def group(self: Any, value: Any, name: str | None = None) -> None:
-    """Wait for a value, which is to say do nothing: what has been returned has been computed.
+    """Do nothing: what has been returned has been computed.
 
     .. deprecated:: TensorFlow 2.0
     """

@@ -8,8 +8,8 @@ from mpistrat.communicator.meeting import time_to_meet
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.cross_device.ops import CrossDeviceOps
 from mpistrat.groups.rendezvous import rendezvous
-from mpistrat.strategy.agreed import check_communication, described, make_communicator
 from mpistrat.strategy.extended import StrategyExtended
+from mpistrat.strategy.make_communicator import check_communication, described, make_communicator
 from mpistrat.strategy.one_node import check_devices, check_one_node, node_devices, node_hierarchy, node_world
 from mpistrat.strategy.strategy import Strategy
 
@@ -43,10 +43,10 @@ class MirroredStrategy(Strategy):
     LaunchError
         On every rank, if the job spans several nodes and that was not allowed.
     InvalidArgumentError
-        If `devices` names something else than the ranks of this node, the options are no CommunicationOptions, or
+        If `devices` names something else than the ranks of this node, the options are not CommunicationOptions, or
         `num_packs` is negative or passed beside `cross_device_ops`.
     TypeError
-        If `devices` is not a list, or `cross_device_ops` no CrossDeviceOps.
+        If `devices` is not a list, or `cross_device_ops` not a CrossDeviceOps.
     AgreementError
         If ranks passed different arguments, and on the others where one rank is refused.
     DeadlineExceededError

@@ -18,8 +18,8 @@ from mpistrat.errors import CollectiveError, DeadlineExceededError, InvalidArgum
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.groups.rendezvous import Rendezvous, rendezvous
 from mpistrat.reduction import ReduceOp
-from mpistrat.strategy.agreed import check_communication, described, make_communicator
 from mpistrat.strategy.extended import StrategyExtended
+from mpistrat.strategy.make_communicator import check_communication, described, make_communicator
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.topology.devices import device_name
 
@@ -47,9 +47,9 @@ class MultiWorkerMirroredStrategy(Strategy):
     ------
     InvalidArgumentError
         If `cluster_resolver` is not a ClusterResolver, does not say which task this is, or says a task that does not train;
-        ``TF_CONFIG`` cannot be read; the options are no CommunicationOptions; or `num_packs` is negative.
+        ``TF_CONFIG`` cannot be read; the options are not CommunicationOptions; or `num_packs` is negative.
     LaunchError
-        On every rank, if a task of the cluster that trains is none of the ranks.
+        On every rank, if a training task of the cluster is not among the ranks.
     AgreementError
         If ranks passed different arguments or read different clusters, and on the others where one rank is refused.
     DeadlineExceededError

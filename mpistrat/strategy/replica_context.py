@@ -42,10 +42,11 @@ class Updatable(Protocol):
 
 
 class ReplicaContext:
-    """One replica inside ``strategy.run``; a context manager. Its collectives are called by every replica, in the same order.
+    """One replica inside ``strategy.run``; a context manager.
 
-    Values are nests: dicts, lists, tuples and registered classes of arrays, in any depth. Results are arrays of the kinds that
-    came in: NumPy for NumPy and numbers, CuPy for CuPy, PyTorch for PyTorch. A variable counts as the array of this replica.
+    Every replica makes the same collective calls, in the same order. Values are nests: dicts, lists, tuples and registered
+    classes of arrays, in any depth. Results are arrays of the kinds that came in: NumPy for NumPy and numbers, CuPy for CuPy,
+    PyTorch for PyTorch. A variable counts as the array of this replica.
 
     Parameters
     ----------

@@ -139,7 +139,7 @@ class Strategy:
         InvalidArgumentError
             If `args` is neither a list nor a tuple.
         TypeError
-            If `options` are no RunOptions.
+            If `options` are not RunOptions.
         RuntimeError
             If called inside `run`, or in the scope of another strategy.
         """

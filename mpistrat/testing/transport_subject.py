@@ -17,7 +17,8 @@ from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, combine
 from mpistrat.testing.transport_cases import VERBS, Case, inputs, poison
-from mpistrat.transports.base import Operation, Steps, Transport, drive
+from mpistrat.transports.base import Operation, Transport
+from mpistrat.transports.steps import Steps, drive
 
 __all__ = ["LARGE_COUNT", "NUM_SLOTS", "SLOT_BYTES", "STUCK_SECONDS", "Subject"]
 

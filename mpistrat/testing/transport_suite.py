@@ -22,7 +22,8 @@ from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
 from mpistrat.testing.transport_cases import DTYPES, VERBS, Case, cases, divisions, operations
 from mpistrat.testing.transport_subject import LARGE_COUNT, NUM_SLOTS, SLOT_BYTES, STUCK_SECONDS, Subject
-from mpistrat.transports.base import WORKED, Steps, Transport
+from mpistrat.transports.base import Transport
+from mpistrat.transports.steps import WORKED, Steps
 
 __all__ = ["check_transport"]
 

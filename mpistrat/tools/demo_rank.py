@@ -94,7 +94,7 @@ def _where(ops: BaseCommunicator) -> str:
 
 
 def _topology(world: World) -> str:
-    """Return a row for each node, a column for each rail: who joins whom."""
+    """Return a row for each node, a column for each rail: which ranks reduce together."""
     shards = range(world.num_shards)
     nodes = [(node.name, *(f"rank {world.owner(shard, node.index)}" for shard in shards)) for node in world.nodes]
     return format_table([("", *(f"rail {shard}" for shard in shards)), *nodes])

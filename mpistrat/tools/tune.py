@@ -44,7 +44,7 @@ def execute(arguments: argparse.Namespace) -> int:
     Raises
     ------
     InvalidArgumentError
-        If the size is none, or too small to say anything.
+        If the size cannot be read, or is too small to measure anything.
     LaunchError
         If there is no MPI, or a single rank, which has nobody to communicate with; or the file cannot be written.
     """

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.arrays import Array
-from mpistrat.transports.base import WORKED, Steps, address, leave_to_peers
-from mpistrat.transports.parts import Parts, Piece
+from mpistrat.transports.flat_arrays import Section
+from mpistrat.transports.parts import Parts
 from mpistrat.transports.peer_memory import Spans
+from mpistrat.transports.steps import WORKED, Steps, address, leave_to_peers
 
 __all__ = ["TABLE_ARRAYS", "TABLE_BYTES", "Attached"]
 
@@ -29,18 +30,18 @@ class Attached(Parts):
 
     def run(self) -> Steps:
         """Return the steps. A collective call."""
-        lists, transport = self.lists, self.transport
-        sources, targets = ([address(array) for array in arrays] for arrays in (lists.sources, lists.targets))
-        self.tables = [arena[: 16 * len(sources)].view(np.uint64).reshape(2, -1) for arena in transport.arenas]
+        arrays, window = self.arrays, self.window
+        sources, targets = ([address(array) for array in several] for several in (arrays.sources, arrays.targets))
+        self.tables = [arena[: 16 * len(sources)].view(np.uint64).reshape(2, -1) for arena in window.arenas]
         self.tables[self.rank][:] = sources, targets
         try:
-            yield from transport.meet()
+            yield from window.meet()
             # all have left earlier exchanges, so that this rank's arena is free for what arrives
             yield from self._walk(any(map(eq, sources, targets)))
             # the caller may change its arrays once nobody reads or writes them
-            yield from transport.meet()
+            yield from window.meet()
         except BaseException:
-            leave_to_peers((lists.sources, lists.targets))
+            leave_to_peers((arrays.sources, arrays.targets))
             raise
 
     def _walk(self, is_in_place: bool) -> Steps:
@@ -54,8 +55,8 @@ class Attached(Parts):
             [(target, [source, *(others or [target])]) for source, target, others in self.views(pieces, arrived)]
             for pieces in blocks.pieces
         ]
-        peers = self.transport.peers
-        for index in self.transport.walk(range(len(sums))):
+        peers = self.window.peers
+        for index in self.window.walk(range(len(sums))):
             for peer, remote, local in blocks.reads[index]:
                 peers.read(peer, remote, local)
             for target, addends in sums[index]:
@@ -66,15 +67,15 @@ class Attached(Parts):
 
     def _room(self) -> list[Array]:
         """Return where blocks of the peers arrive."""
-        room = self.transport.arenas[self.rank][TABLE_BYTES : TABLE_BYTES + ARRIVED_BYTES].view(self.lists.dtype)
+        room = self.window.arenas[self.rank][TABLE_BYTES : TABLE_BYTES + ARRIVED_BYTES].view(self.arrays.dtype)
         count = room.size // len(self.others)
         return [room[index * count : (index + 1) * count] for index in range(len(self.others))]
 
     def _blocks(self, count: int) -> _Blocks:
         """Return this rank's part in blocks of so many elements, made once for all calls with arrays like these."""
-        kept, (first, last) = self.lists.cuts.kept, self.bounds[self.rank : self.rank + 2]
+        kept, (first, last) = self.arrays.cuts.kept, self.bounds[self.rank : self.rank + 2]
         if count not in kept:
-            pieces = [self.lists.cuts.pieces(start, min(start + count, last)) for start in range(first, last, count)]
+            pieces = [self.arrays.cuts.pieces(start, min(start + count, last)) for start in range(first, last, count)]
             kept[count] = _Blocks(pieces, self.itemsize, self.rank, self.others)
         found: _Blocks = kept[count]
         return found
@@ -85,7 +86,7 @@ class _Blocks:
 
     Parameters
     ----------
-    pieces : sequence of sequence of Piece
+    pieces : sequence of sequence of Section
         Of each block.
     itemsize : int
         Bytes of an element.
@@ -100,7 +101,7 @@ class _Blocks:
         For each block and peer: the peer, what lies there, and where here.
     """
 
-    def __init__(self, pieces: Sequence[Sequence[Piece]], itemsize: int, rank: int, others: Sequence[int]) -> None:
+    def __init__(self, pieces: Sequence[Sequence[Section]], itemsize: int, rank: int, others: Sequence[int]) -> None:
         self.pieces, self._rank, self._others = pieces, rank, others
         rows = [(one.array, one.start, one.offset, one.stop - one.start) for block in pieces for one in block]
         columns = np.array(rows, np.uint64).reshape(-1, 4).T

@@ -3,17 +3,15 @@
 As with MPI 4's persistent collectives, binding does all the planning: a verb is given its buffer and returns an
 `Operation`; running it allocates nothing.
 
-File law: an operation does not block. ``run()`` returns a generator that yields WAITING wherever it would have to wait and
-WORKED after each piece of work, so that one thread can advance several operations, and every wait has its deadline in one
-place (`drive`).
+File law: an operation does not block. ``run()`` returns steps, so that one thread can advance several operations, and every
+wait has its deadline in one place (`steps.drive`). What a transport can do beside the verbs its attributes say: nobody
+asks which transport it is.
 """
 
 from __future__ import annotations
 
-import os
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,24 +19,13 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.device.base import Device
-from mpistrat.errors import DeadlineExceededError
 from mpistrat.groups.group import Group
-from mpistrat.reduction import ReduceOp
+from mpistrat.reduction import Fold, ReduceOp
+from mpistrat.transports.flat_arrays import FlatArrays
+from mpistrat.transports.steps import Steps
+from mpistrat.transports.window import NodeWindow
 
-__all__ = ["WAITING", "WORKED", "Operation", "Part", "Steps", "Transport", "address", "drive", "give_way", "leave_to_peers"]
-
-Steps = Iterator[bool]
-WAITING, WORKED = False, True
-
-# a yield that takes longer has let another process run on this core, perhaps beside an idle one: a rank that sleeps is woken
-# where there is room, while ranks that only yield to each other may share a core for long
-_SHARED_CORE_SECONDS = 20e-6
-_SLEEP_SECONDS = 1e-6
-# a small call ends within so many turns, and sooner than the shortest sleep
-_SHORT_WAITS = 64
-_POLLS_PER_CLOCK = 256
-
-_left_to_peers: list[object] = []
+__all__ = ["Operation", "Part", "Transport"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +77,12 @@ class Transport(ABC):
     name: ClassVar[str]
     device: Device | None = None
     """The GPU whose memory the verbs work on; None: they work on memory of the host."""
+    window: NodeWindow | None = None
+    """In which ranks of a node meet; None where they share no memory."""
+    combines_arrays: ClassVar[bool] = False
+    """Whether `all_reduce_between` combines arrays of the caller."""
+    peers_read: ClassVar[bool] = False
+    """Whether peers read the memory of this rank by themselves, so that it must be ready when they are told so."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -133,6 +126,25 @@ class Transport(ABC):
     def broadcast(self, buffer: Array, root: int = 0) -> Operation:
         """Bind: every rank gets the buffer of `root`."""
 
+    def all_reduce_between(self, arrays: FlatArrays, fold: Fold) -> Steps:
+        """Combine arrays of the caller of all ranks, without a buffer; where `combines_arrays` says so. A collective call.
+
+        Parameters
+        ----------
+        arrays : FlatArrays
+            As many, and as long, on all ranks.
+        fold : Fold
+            How to combine.
+        """
+        raise NotImplementedError(f"{self.name} works on buffers")
+
+    def at_once(self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Callable[[Array, Array | None], Array]:
+        """Return what combines one array of the caller and returns the target: a new array where that is None.
+
+        For arrays of one shape and dtype, where `combines_arrays` says so; it is a collective call.
+        """
+        raise NotImplementedError(f"{self.name} works on buffers")
+
     def refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
         """Return why such values cannot be combined, or an empty text; binding a verb to them raises TransportError."""
         return ""
@@ -145,9 +157,17 @@ class Transport(ABC):
         """Wait until all peers have passed the release that returned `mark` here, so that memory can be written again."""
         return iter(())
 
+    def abort(self, reason: str) -> None:  # noqa: B027 - most transports wait for nothing that their peers must end
+        """Give up what is under way and would wait for peers for ever. The peers must do likewise."""
+
     @property
     def scratch_bytes(self) -> int:
-        """The memory that its operations share, beside what `allocate` returned."""
+        """The memory that its operations share, beside what `allocate` returned: of the kind that the verbs work on."""
+        return 0
+
+    @property
+    def pinned_bytes(self) -> int:
+        """The memory of the host that memory of a device is copied through."""
         return 0
 
     def close(self) -> None:  # noqa: B027 - most transports have nothing to give back
@@ -159,79 +179,3 @@ class Transport(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.group!r})"
-
-
-def drive(
-    steps: Steps,
-    what: Callable[[], str],
-    timeout_seconds: float = 0.0,
-    overdue: Callable[[], DeadlineExceededError] | None = None,
-    rest: Callable[[int], None] | None = None,
-    look: Callable[[], None] | None = None,
-) -> None:
-    """Advance `steps` to the end, giving the core away whenever they wait.
-
-    Parameters
-    ----------
-    steps : iterator
-        What to advance.
-    what : callable
-        Says, for the error, what is being waited for.
-    timeout_seconds : float
-        Deadline in seconds from now; 0 means none.
-    overdue : callable, optional
-        Returns the error to raise once the deadline has passed; by default it says what did not end.
-    rest : callable, optional
-        Called with how often in a row the steps waited before, to give the core away; by default just for a moment.
-    look : callable, optional
-        Called now and then while the steps wait; it raises if they will not end.
-
-    Raises
-    ------
-    DeadlineExceededError
-        If the deadline passes first.
-    """
-    give = give_way if rest is None else rest
-    polls_per_clock = _POLLS_PER_CLOCK if rest is None else 1
-    polls = waits = 0
-    deadline = time.monotonic() + timeout_seconds if timeout_seconds else 0.0
-    for worked in steps:
-        if worked:
-            waits = 0
-            continue
-        give(waits)
-        waits += 1
-        polls += 1
-        if polls % polls_per_clock:
-            continue
-        try:
-            if look is not None:
-                look()
-            if deadline and time.monotonic() > deadline:
-                raise (
-                    DeadlineExceededError(f"{what()} did not end within {timeout_seconds:g} s; not all ranks have arrived")
-                    if overdue is None
-                    else overdue()
-                )
-        except BaseException:
-            if isinstance(steps, Generator):
-                steps.close()  # what is cut off here must not go on later
-            raise
-
-
-def give_way(waits: int = 0) -> None:
-    """Let another process have the core, however often there was nothing to do; sleep where it is shared."""
-    before = time.perf_counter()
-    os.sched_yield()
-    if time.perf_counter() - before > _SHARED_CORE_SECONDS:
-        time.sleep(_SLEEP_SECONDS)
-
-
-def address(array: Array) -> int:
-    """Return where the array's memory begins."""
-    return int(array.__array_interface__["data"][0])
-
-
-def leave_to_peers(memory: object) -> None:
-    """Never free what a failed collective worked on: a peer that is late may still read and write it."""
-    _left_to_peers.append(memory)

@@ -25,8 +25,9 @@ from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups.group import Group
 from mpistrat.launch.cuda_awareness import agreed_verdict
 from mpistrat.reduction import ReduceOp
-from mpistrat.transports.base import WAITING, WORKED, Operation, Part, Steps, Transport, drive, leave_to_peers
+from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.ring import Ring
+from mpistrat.transports.steps import WAITING, WORKED, Steps, drive, leave_to_peers
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -22,8 +22,9 @@ from mpistrat.device.segments import THREADS
 from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
-from mpistrat.transports.base import WAITING, Operation, Part, Steps, Transport
-from mpistrat.transports.shared_memory import SharedMemoryTransport
+from mpistrat.transports.base import Operation, Part, Transport
+from mpistrat.transports.steps import WAITING, Steps
+from mpistrat.transports.window import NodeWindow, window_refusal
 
 __all__ = ["CudaIpcTransport"]
 
@@ -43,19 +44,20 @@ class CudaIpcTransport(Transport):
     """
 
     name = "cuda_ipc"
+    peers_read = True
 
     def __init__(self, group: Group, device: Device | None = None) -> None:
         super().__init__(group)
         self.device = self._device = device or CudaDevice()
         self._stream = self._device.stream()
-        self._meeting = SharedMemoryTransport(group)
+        self._meeting = NodeWindow(group)
         self._arenas: list[DeviceArray] = []
         self._table: DeviceArray = None
 
     @classmethod
     def probe(cls, group: Group) -> str:
         """Return why the ranks cannot map each other's memory, or an empty text."""
-        return SharedMemoryTransport.probe(group)
+        return window_refusal(group)
 
     def allocate(self, nbytes: int) -> DeviceArray:
         """Return this rank's arena; every rank asks for the same size, once until `close`.

@@ -1,4 +1,4 @@
-"""All-reduce between arrays of the caller, inside a node: what `SharedMemoryTransport.all_reduce_between` does.
+"""All-reduce between arrays of the caller, inside a node: in a window, or where they lie.
 
 =========  ====================================================  ===================================================
 way        what each rank does                                   taken for
@@ -16,18 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.reduction import Fold
 from mpistrat.transports.attached import TABLE_ARRAYS, TABLE_BYTES, Attached
-from mpistrat.transports.base import WORKED, Steps
-from mpistrat.transports.parts import Lists, Parts, Piece
-
-if TYPE_CHECKING:
-    from mpistrat.transports.shared_memory import SharedMemoryTransport
+from mpistrat.transports.flat_arrays import FlatArrays, Section
+from mpistrat.transports.parts import Parts
+from mpistrat.transports.steps import WORKED, Steps
+from mpistrat.transports.window import NodeWindow
 
 __all__ = ["WHOLE_SLOT_BYTES", "OneBlock", "exchange", "exchange_bytes"]
 
@@ -42,27 +41,27 @@ def exchange_bytes(num_ranks: int) -> int:
     return TABLE_BYTES + WINDOW_BYTES + (EXCHANGE_SLOTS * WHOLE_SLOT_BYTES if num_ranks == 2 else 0)
 
 
-def exchange(transport: SharedMemoryTransport, lists: Lists, fold: Fold) -> Steps:
+def exchange(window: NodeWindow, arrays: FlatArrays, fold: Fold) -> Steps:
     """Return the steps that combine the sources of all ranks into the targets. A collective call.
 
     Parameters
     ----------
-    transport : SharedMemoryTransport
-        Whose arenas are at least as long as `exchange_bytes` says.
-    lists : Lists
+    window : NodeWindow
+        Its arenas are at least as long as `exchange_bytes` says.
+    arrays : FlatArrays
         The arrays; as many, and as long, on all ranks.
     fold : Fold
         How to combine.
     """
     # where summing takes longer than copying, no element is summed twice
-    is_pair = transport.group.size == 2 and not fold.widens
+    is_pair = window.group.size == 2 and not fold.widens
     # the kernel looks at each page: that pays where arrays are so large that they lie in huge ones
-    attach_from = ATTACH_FROM_BYTES * len(lists.sources)
+    attach_from = ATTACH_FROM_BYTES * len(arrays.sources)
     # what fits one block may take the short way on the other rank, `OneBlock`
-    is_one_block = is_pair and len(lists.sources) == 1 and lists.nbytes <= WHOLE_SLOT_BYTES
-    if not is_one_block and lists.nbytes >= attach_from and len(lists.sources) <= TABLE_ARRAYS and not transport.peers.refusal:
-        return Attached(transport, lists, fold).run()
-    return (_Whole if is_pair else _Window)(transport, lists, fold).run()
+    is_one_block = is_pair and len(arrays.sources) == 1 and arrays.nbytes <= WHOLE_SLOT_BYTES
+    if not is_one_block and arrays.nbytes >= attach_from and len(arrays.sources) <= TABLE_ARRAYS and not window.peers.refusal:
+        return Attached(window, arrays, fold).run()
+    return (_Whole if is_pair else _Window)(window, arrays, fold).run()
 
 
 class _Whole(Parts):
@@ -72,28 +71,28 @@ class _Whole(Parts):
     """
 
     def run(self) -> Steps:
-        transport, count = self.transport, self.lists.count
+        window, count = self.window, self.arrays.count
         step = WHOLE_SLOT_BYTES // self.itemsize
         starts = range(0, count, step)
         if len(starts) > 1:  # one block is not a walk: `OneBlock`, by which a peer may go, takes none
-            starts = transport.walk(starts)
-        blocks = [self.lists.cuts.pieces(start, min(start + step, count)) for start in starts]
+            starts = window.walk(starts)
+        blocks = [self.arrays.cuts.pieces(start, min(start + step, count)) for start in starts]
         slots: list[list[Array]] = []
         for block in blocks[:1]:
             slots.append(self._put(block))
-            met = transport.meet()
+            met = window.meet()
         for index, block in enumerate(blocks):
             yield from met
             for following in blocks[index + 1 : index + 2]:
                 slots.append(self._put(following))
-                met = transport.meet()
+                met = window.meet()
             for _, target, addends in self.views(block, slots[index]):
                 self.fold.into(target, addends)
             yield WORKED
 
-    def _put(self, block: Sequence[Piece]) -> list[Array]:
+    def _put(self, block: Sequence[Section]) -> list[Array]:
         """Copy a block into this rank's arena; return the slots in the arenas of all."""
-        slots = _slots(self.transport, self.transport.next_turn(), WHOLE_SLOT_BYTES, self.lists.dtype)
+        slots = _slots(self.window, self.window.next_turn(), WHOLE_SLOT_BYTES, self.arrays.dtype)
         for source, _, (shown,) in self.views(block, [slots[self.rank]]):
             np.copyto(shown, source)
         return slots
@@ -104,7 +103,7 @@ class OneBlock:
 
     Parameters
     ----------
-    transport : SharedMemoryTransport
+    window : NodeWindow
         Of two ranks.
     dtype : dtype
         Of the array; no 16-bit float.
@@ -118,30 +117,30 @@ class OneBlock:
 
     def __init__(
         self,
-        transport: SharedMemoryTransport,
+        window: NodeWindow,
         dtype: np.dtype[Any],
         count: int,
         fold: Fold,
         drive: Callable[[Steps], None],
     ) -> None:
-        self._transport, self._rank, self._fold, self._drive = transport, transport.group.rank, fold, drive
-        self._turns = [_slots(transport, turn, count * dtype.itemsize, dtype) for turn in range(EXCHANGE_SLOTS)]
+        self._window, self._rank, self._fold, self._drive = window, window.group.rank, fold, drive
+        self._turns = [_slots(window, turn, count * dtype.itemsize, dtype) for turn in range(EXCHANGE_SLOTS)]
 
     def run(self, source: Array, target: Array) -> None:
         """Combine `source` of both ranks into `target`; C-contiguous arrays. A collective call."""
-        slots = self._turns[self._transport.next_turn() % EXCHANGE_SLOTS]
+        slots = self._turns[self._window.next_turn() % EXCHANGE_SLOTS]
         # what the peer reads is left to its cache
         addends = [*slots]
         addends[self._rank] = flat = source.reshape(-1)
         np.copyto(slots[self._rank], flat)
-        self._drive(self._transport.meet())
+        self._drive(self._window.meet())
         self._fold.into(target.reshape(-1), addends)
 
 
-def _slots(transport: SharedMemoryTransport, turn: int, nbytes: int, dtype: np.dtype[Any]) -> list[Array]:
+def _slots(window: NodeWindow, turn: int, nbytes: int, dtype: np.dtype[Any]) -> list[Array]:
     """Return where blocks of a turn lie in the arenas of all ranks."""
     first = TABLE_BYTES + WINDOW_BYTES + turn % EXCHANGE_SLOTS * WHOLE_SLOT_BYTES
-    return [arena[first : first + nbytes].view(dtype) for arena in transport.arenas]
+    return [arena[first : first + nbytes].view(dtype) for arena in window.arenas]
 
 
 class _Window(Parts):
@@ -152,9 +151,7 @@ class _Window(Parts):
     """
 
     def run(self) -> Steps:
-        self.arenas = [
-            arena[TABLE_BYTES : TABLE_BYTES + WINDOW_BYTES].view(self.lists.dtype) for arena in self.transport.arenas
-        ]
+        self.arenas = [arena[TABLE_BYTES : TABLE_BYTES + WINDOW_BYTES].view(self.arrays.dtype) for arena in self.window.arenas]
         self.slot_count = EXCHANGE_SLOT_BYTES // self.itemsize
         # the same places for every dtype: a peer may still read a result while the next exchange begins
         self.step = EXCHANGE_SLOT_BYTES // self.size // LARGEST_ITEM_BYTES * LARGEST_ITEM_BYTES // self.itemsize
@@ -163,7 +160,7 @@ class _Window(Parts):
         for turn in range(self.num_chunks + 2):
             self._put(turn)
             self._sum(turn - 1)
-            met = self.transport.meet()
+            met = self.window.meet()
             self._take(turn - 2)
             yield from met
 
@@ -171,7 +168,7 @@ class _Window(Parts):
         """Copy what others sum into this rank's arena."""
         for part in self.others if chunk < self.num_chunks else ():
             start, stop, place = self._span(chunk, part)
-            for source, _, (shown,) in self.views(self.lists.cuts.pieces(start, stop), [self.arenas[self.rank][place:]]):
+            for source, _, (shown,) in self.views(self.arrays.cuts.pieces(start, stop), [self.arenas[self.rank][place:]]):
                 np.copyto(shown, source)
 
     def _sum(self, chunk: int) -> None:
@@ -180,7 +177,7 @@ class _Window(Parts):
             return
         start, stop, place = self._span(chunk, self.rank)
         arenas = [self.arenas[peer][place:] for peer in (self.rank, *self.others)]
-        for source, target, (shown, *addends) in self.views(self.lists.cuts.pieces(start, stop), arenas):
+        for source, target, (shown, *addends) in self.views(self.arrays.cuts.pieces(start, stop), arenas):
             self.fold.into(target, [source, *addends])
             np.copyto(shown, target)
 
@@ -188,7 +185,7 @@ class _Window(Parts):
         """Copy the parts that others have summed to the targets."""
         for part in self.others if chunk >= 0 else ():
             start, stop, place = self._span(chunk, part)
-            for _, target, (shown,) in self.views(self.lists.cuts.pieces(start, stop), [self.arenas[part][place:]]):
+            for _, target, (shown,) in self.views(self.arrays.cuts.pieces(start, stop), [self.arenas[part][place:]]):
                 np.copyto(target, shown)
 
     def _span(self, chunk: int, part: int) -> tuple[int, int, int]:

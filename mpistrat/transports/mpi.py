@@ -16,7 +16,8 @@ from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, combine
-from mpistrat.transports.base import WAITING, Operation, Part, Steps, Transport, leave_to_peers
+from mpistrat.transports.base import Operation, Part, Transport
+from mpistrat.transports.steps import WAITING, Steps, leave_to_peers
 
 if TYPE_CHECKING:
     from mpi4py import MPI

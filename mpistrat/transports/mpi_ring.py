@@ -11,9 +11,10 @@ from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, combine
-from mpistrat.transports.base import WAITING, WORKED, Operation, Part, Steps, Transport
+from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.mpi import MpiTransport, mpi_datatype
 from mpistrat.transports.ring import Ring
+from mpistrat.transports.steps import WAITING, WORKED, Steps
 
 if TYPE_CHECKING:
     from mpi4py import MPI

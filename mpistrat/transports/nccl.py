@@ -22,8 +22,10 @@ from mpistrat.device.base import Device, DeviceArray, address
 from mpistrat.device.cuda import CudaDevice
 from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group, ranks_text
-from mpistrat.reduction import ReduceOp
-from mpistrat.transports.base import WAITING, Operation, Part, Steps, Transport
+from mpistrat.reduction import Fold, ReduceOp, divide
+from mpistrat.transports.base import Operation, Part, Transport
+from mpistrat.transports.flat_arrays import FlatArrays
+from mpistrat.transports.steps import WAITING, Steps
 
 __all__ = ["NcclTransport", "native_type", "nccl_refusal"]
 
@@ -88,6 +90,7 @@ class NcclTransport(Transport):
     """
 
     name = "nccl"
+    combines_arrays = True
 
     def __init__(self, group: Group, device: Device | None = None, library: Any = None) -> None:
         super().__init__(group)
@@ -121,16 +124,18 @@ class NcclTransport(Transport):
         call = lambda comm, stream: comm.allReduce(start, start, count, kind, native, stream)  # noqa: E731
         return self._operation([call], [Part(0, buffer.size, (buffer,))])
 
-    def all_reduce_between(self, sources: Sequence[DeviceArray], targets: Sequence[DeviceArray], op: ReduceOp) -> Steps:
-        """Combine arrays of the caller, all of one dtype: ncclAllReduce of each, together. A collective call."""
-        kind, width, native = self._native(targets[0], op)
+    def all_reduce_between(self, arrays: FlatArrays, fold: Fold) -> Steps:
+        """Combine arrays of the caller, after what its stream was given so far: ncclAllReduce of each, together."""
+        kind, width, native = self._native(arrays.targets[0], fold.op)
 
         def bind(source: DeviceArray, target: DeviceArray) -> _Call:
             start, end, count = address(source), address(target), source.size * width
             return lambda comm, stream: comm.allReduce(start, end, count, kind, native, stream)
 
-        calls = list(map(bind, sources, targets))
-        return self._operation(calls, []).run()
+        yield from self._operation(list(map(bind, arrays.sources, arrays.targets)), []).run()
+        if fold.divisor > 1:
+            for target in arrays.targets:
+                divide(target, fold.divisor, out=target)
 
     def reduce_scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind ncclReduceScatter in place, or one ncclReduce per part where parts differ."""

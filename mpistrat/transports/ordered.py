@@ -19,8 +19,9 @@ from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, combine
-from mpistrat.transports.base import WAITING, WORKED, Operation, Part, Steps, leave_to_peers
+from mpistrat.transports.base import Operation, Part
 from mpistrat.transports.mpi_ring import SEGMENT_BYTES
+from mpistrat.transports.steps import WAITING, WORKED, Steps, leave_to_peers
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -10,7 +10,7 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.groups.group import Group
-from mpistrat.transports.base import WAITING, Steps, leave_to_peers
+from mpistrat.transports.steps import WAITING, Steps, leave_to_peers
 
 __all__ = ["Pairwise"]
 

@@ -18,7 +18,7 @@ from mpistrat import settings
 from mpistrat.errors import UnavailableError
 from mpistrat.groups.group import Group
 from mpistrat.launch import launcher_process
-from mpistrat.transports.base import address
+from mpistrat.transports.steps import address
 
 __all__ = ["PeerMemory", "Spans"]
 

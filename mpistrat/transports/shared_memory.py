@@ -1,66 +1,39 @@
-"""shared_memory: host arrays of one node in an MPI shared window; peers are read where they lie.
+"""shared_memory: host arrays of one node in a shared window; peers are read where they lie.
 
-There are two windows. The control window lives as long as the transport: counters of each rank, the word that describes its
-present call, and slots for small arrays. The data window holds one arena per rank, and buffers lie at equal offsets in all
-arenas. A reduce-scatter lets each rank sum its part over the arenas of all; an all-gather or broadcast moves nothing: its parts
-are views of the owners' memory.
-
-File law: a counter of each rank says how many meetings it has entered, a second one how many results it has released. A store
-becomes visible in order because a memory fence stands between data and counter. At every meeting ranks compare the words of
-their calls before one of them reads what another has written.
+Buffers lie at equal offsets in the arenas of all ranks. A reduce-scatter lets each rank sum its part over the arenas of all; an
+all-gather or broadcast moves nothing: its parts are views of the owners' memory.
 """
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from mpistrat import settings
 from mpistrat.arrays import Array
-from mpistrat.errors import TransportError
-from mpistrat.groups.agreement import CallsDifferError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import Fold, ReduceOp, combine
-from mpistrat.text import format_bytes
-from mpistrat.transports.base import WAITING, WORKED, Operation, Part, Steps, Transport, address
+from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.exchange import exchange
-from mpistrat.transports.parts import Lists
-from mpistrat.transports.peer_memory import PeerMemory
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from mpistrat.transports.flat_arrays import FlatArrays
+from mpistrat.transports.steps import WORKED, Steps
+from mpistrat.transports.window import NodeWindow, window_refusal
 
 __all__ = ["SharedMemoryTransport"]
 
-HEADER_BYTES = 256
-ENTERED, CALL, FACTS, RELEASED, RESULT = 0, 1, 4, 16, 24
-"""Where a rank's control words lie, in words of 8 bytes: meetings entered; beside them, so that peers read them in one cache
-line, the words of the last two calls, and three facts of each; results released; small results published."""
-SMALL_BYTES = 1 << 15
-"""The longest array that has a slot in the control window."""
-SMALL_SLOTS = 4
-"""Of each rank: two for what it adds, two for the results it publishes, each used by turns."""
-CONTROL_BYTES = HEADER_BYTES + SMALL_SLOTS * SMALL_BYTES
 BLOCK_BYTES = 1 << 17  # a block of each peer and of the sum fit the cache of one core together
 
 
 class SharedMemoryTransport(Transport):
-    """The verbs over shared windows. They work only on memory that `allocate` returned. Making one is a collective call.
+    """The verbs over a shared window. They work only on memory that `allocate` returned. Making one is a collective call.
+
+    Parameters
+    ----------
+    group : Group
+        The ranks of a node.
 
     Attributes
     ----------
-    words : list of memoryview
-        The control words of each rank.
-    others, compared : list of memoryview
-        Those of the peers, and those of them whose calls are compared: none where MPISTRAT_CHECK is off.
-    small : list of list of ndarray
-        The slots for small arrays of each rank.
-    arenas : list of ndarray
-        The data of each rank.
+    window : NodeWindow
+        The memory that they share.
 
     Raises
     ------
@@ -69,60 +42,29 @@ class SharedMemoryTransport(Transport):
     """
 
     name = "shared_memory"
+    combines_arrays = True
+    window: NodeWindow
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
-        self._window: MPI.Win | None = None
-        self.arenas: list[Array] = []
-        self._is_backwards = False
-        self._turn = 0
-        self.entered = 0
-        self._released = 0
-        self._control, memory = self._shared(CONTROL_BYTES)
-        memory[group.rank][:HEADER_BYTES] = bytes(HEADER_BYTES)
-        self._control.Sync()
-        group.comm.Barrier()
-        self._control.Sync()
-        self.words = [memoryview(buffer)[:HEADER_BYTES].cast("Q") for buffer in memory]
-        self.others = [words for rank, words in enumerate(self.words) if rank != group.rank]
-        self.compared = self.others if settings.CHECK.read() else []
-        self.own = self.words[group.rank]
-        self.small = [
-            [np.frombuffer(buffer, np.uint8)[HEADER_BYTES + slot * SMALL_BYTES :][:SMALL_BYTES] for slot in range(SMALL_SLOTS)]
-            for buffer in memory
-        ]
-        # x86 keeps the order of stores, and that of loads
-        self.is_fenced = platform.machine() not in ("x86_64", "AMD64")
-        self.fence_memory = self._control.Sync if self.is_fenced else _nothing
-        self.peers = PeerMemory(group)
+        self.window = NodeWindow(group)
 
     @classmethod
     def probe(cls, group: Group) -> str:
         """Return why the ranks cannot share a window, or an empty text."""
-        from mpi4py import MPI
-
-        node = group.comm.Split_type(MPI.COMM_TYPE_SHARED)
-        together = node.Get_size() == group.size
-        node.Free()
-        # one rank's answer is everybody's, since a node is a property of all its ranks
-        if not group.comm.allreduce(together, MPI.LAND):
-            return f"the ranks of {group.name} do not share memory"
-        return ""
+        return window_refusal(group)
 
     def allocate(self, nbytes: int) -> Array:
         """Return this rank's arena; every rank asks for the same size, once until `close`."""
-        assert self._window is None, "allocate was called twice without close"
-        self._window, memory = self._shared(nbytes)
-        self.arenas = [np.frombuffer(buffer, np.uint8)[:nbytes] for buffer in memory]
-        return self.arenas[self.group.rank]
+        return self.window.allocate(nbytes)
 
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind: wait for all; whoever reads the result folds the arenas of all. One pass for two ranks, L - 1 for L."""
-        return self._after_all(None, [Part(0, buffer.size, tuple(self._views(buffer)))])
+        return self._after_all(None, [Part(0, buffer.size, tuple(self.window.views(buffer)))])
 
-    def all_reduce_between(self, lists: Lists, fold: Fold) -> Steps:
+    def all_reduce_between(self, arrays: FlatArrays, fold: Fold) -> Steps:
         """Combine arrays of the caller of all ranks, as `fold` does: see `transports.exchange`."""
-        return exchange(self, lists, fold)
+        return exchange(self.window, arrays, fold)
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind: wait for all, then sum this rank's part over all arenas, in blocks that stay in the cache."""
@@ -132,7 +74,7 @@ class SharedMemoryTransport(Transport):
 
     def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
         """Bind: wait for all; the parts are the owners' memory."""
-        views = self._views(buffer)
+        views = self.window.views(buffer)
         parts = [
             Part(bounds[rank], bounds[rank + 1], (view[bounds[rank] : bounds[rank + 1]],))
             for rank, view in enumerate(views)
@@ -148,68 +90,28 @@ class SharedMemoryTransport(Transport):
 
     def broadcast(self, buffer: Array, root: int = 0) -> Operation:
         """Bind: wait for all; the one part is the root's memory."""
-        return self._after_all(None, [Part(0, buffer.size, (self._views(buffer)[root],))])
+        return self._after_all(None, [Part(0, buffer.size, (self.window.views(buffer)[root],))])
 
     def release(self) -> int:
         """Publish that this rank has read every result so far."""
-        self._released += 1
-        self.fence_memory()
-        self.own[RELEASED] = self._released
-        return self._released
+        return self.window.release()
 
     def fence(self, mark: int) -> Steps:
         """Wait until every peer has released as often as this rank had when it got `mark`."""
-        return self._wait(RELEASED, mark)
+        return self.window.fence(mark)
 
     def close(self) -> None:
         """Free the arenas."""
-        if self._window is not None:
-            self.arenas = []
-            self._window.Unlock_all()
-            self._window.Free()
-            self._window = None
+        self.window.close()
 
     def dispose(self) -> None:
-        """Free the control window too; the transport cannot be used any more. A collective call."""
-        self.close()
-        self.words, self.others, self.compared, self.small = [], [], [], []
-        self._control.Unlock_all()
-        self._control.Free()
-
-    def walk(self, starts: range) -> range:
-        """Return `starts`, backwards every other time: what the last exchange touched last is still in the cache."""
-        self._is_backwards = not self._is_backwards
-        return starts[::-1] if self._is_backwards else starts
-
-    def next_turn(self) -> int:
-        """Return how often this was asked before, which ranks do in step."""
-        self._turn += 1
-        return self._turn
-
-    def _check_space(self, nbytes: int) -> None:
-        """Refuse, on all ranks, what the node's shared memory cannot hold: touching it would kill the process."""
-        from mpi4py import MPI
-
-        folder = os.statvfs("/dev/shm")
-        free = folder.f_bavail * folder.f_frsize
-        needed = self.group.size * nbytes
-        if self.group.comm.allreduce(free < needed, MPI.LOR):
-            raise TransportError(
-                f"{self.group.name}: {format_bytes(needed)} of shared memory are needed, {format_bytes(free)} are free in "
-                "/dev/shm; enlarge it (containers: --shm-size), lower MPISTRAT_CHUNK_BYTES, or set MPISTRAT_INTRA_TRANSPORT=mpi"
-            )
-
-    def _views(self, buffer: Array) -> list[Array]:
-        """Return the memory at the buffer's offset in every arena."""
-        arena = self.arenas[self.group.rank]
-        offset = address(buffer) - address(arena)
-        assert 0 <= offset <= arena.nbytes - buffer.nbytes, "the buffer does not lie in the arena of allocate"
-        return [peer[offset : offset + buffer.nbytes].view(buffer.dtype) for peer in self.arenas]
+        """Free the window; the transport cannot be used any more. A collective call."""
+        self.window.dispose()
 
     def _fold(self, buffer: Array, start: int, stop: int, op: ReduceOp) -> Callable[[], Steps]:
         """Return steps that fold [start, stop) of all peers into this rank's memory, in rank order."""
         fold, block = combine(op), max(1, BLOCK_BYTES // buffer.itemsize)
-        views = self._views(buffer)
+        views = self.window.views(buffer)
         mine = views.pop(self.group.rank)
         spans = [(first, min(first + block, stop)) for first in range(start, stop, block)]
         pairs = [(mine[a:b], peer[a:b]) for a, b in spans for peer in views]
@@ -225,87 +127,8 @@ class SharedMemoryTransport(Transport):
         """Return the operation that waits until all ranks have entered it, then acts."""
 
         def run() -> Steps:
-            yield from self.meet()
+            yield from self.window.meet()
             if act is not None:
                 yield from act()
 
         return Operation(run, parts)
-
-    def meet(self) -> Steps:
-        """Tell the peers that this rank has come here, at once, and return the steps that wait until all have.
-
-        Raises
-        ------
-        CallsDifferError
-            On all ranks, if they have come with different calls: before anything of a peer is read.
-        """
-        return self._meet(self.announce(self.group.call.word))
-
-    def announce(self, word: int) -> int:
-        """Tell the peers that this rank enters a meeting with a call; return the number of the meeting."""
-        self.entered = entered = self.entered + 1
-        # of two meetings in a row: a peer that has gone on to the next one must not change what is compared here
-        self.own[CALL + (entered & 1)] = word
-        self.fence_memory()
-        self.own[ENTERED] = entered
-        return entered
-
-    def meet_with(self, facts: Sequence[int]) -> Steps:
-        """Meet the peers as `meet` does, and leave three numbers for them, which `facts` returns."""
-        place = FACTS + 3 * ((self.entered + 1) & 1)
-        for index, fact in enumerate(facts):
-            self.own[place + index] = fact
-        return self.meet()
-
-    def facts(self) -> list[list[int]]:
-        """Return what each rank has left for the others in the last meeting."""
-        place = FACTS + 3 * (self.entered & 1)
-        return [words[place : place + 3].tolist() for words in self.words]
-
-    def compare(self, entered: int) -> None:
-        """Compare the words of all ranks in a meeting that all have entered.
-
-        Raises
-        ------
-        CallsDifferError
-            On all ranks, if they differ.
-        """
-        self.fence_memory()
-        place = CALL + (entered & 1)
-        word = self.own[place]
-        for words in self.compared:
-            if words[place] != word:
-                raise CallsDifferError([words[place] for words in self.words])
-
-    def missing(self) -> list[int]:
-        """Return the ranks, counted over all nodes, that have not entered the meeting that this rank is in."""
-        ranks = zip(self.group.ranks, self.words, strict=True)
-        return [rank for rank, words in ranks if words[ENTERED] < self.entered]
-
-    def _meet(self, entered: int) -> Steps:
-        yield from self._wait(ENTERED, entered)
-        self.compare(entered)
-
-    def _wait(self, word: int, least: int) -> Steps:
-        """Yield until that counter has reached `least` at every rank."""
-        for words in self.words:
-            while words[word] < least:
-                yield WAITING
-        self.fence_memory()
-
-    def _shared(self, nbytes: int) -> tuple[MPI.Win, list[Any]]:
-        """Return a window with so many bytes of each rank, and the memory of all."""
-        from mpi4py import MPI
-
-        assert nbytes > 0, "there is nothing to share"
-        self._check_space(nbytes)
-        info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
-        window = MPI.Win.Allocate_shared(nbytes, 1, info, self.group.comm)
-        info.Free()
-        window.Lock_all(MPI.MODE_NOCHECK)
-        memory: list[Any] = [window.Shared_query(rank)[0] for rank in range(self.group.size)]
-        return window, memory
-
-
-def _nothing() -> None:
-    """Do what a memory fence does on a processor that needs none."""

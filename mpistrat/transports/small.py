@@ -22,9 +22,9 @@ from mpistrat.arrays import Array
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.openmpi import num_cores, yields_when_idle
 from mpistrat.reduction import ReduceOp, combine
-from mpistrat.transports.base import WAITING, Steps, drive
 from mpistrat.transports.leader_messages import LeaderMessages
-from mpistrat.transports.shared_memory import CALL, ENTERED, RESULT, SMALL_BYTES, SharedMemoryTransport
+from mpistrat.transports.steps import WAITING, Steps
+from mpistrat.transports.window import CALL, ENTERED, LEAST_SMALL_BYTES, RESULT, NodeWindow
 
 __all__ = ["MOST_NODES", "SmallAllReduce", "SmallExchange"]
 
@@ -33,7 +33,7 @@ MOST_NODES = 4
 MOST_RANKS = 16
 """Of a node: beyond, a tree of MPI's takes fewer steps."""
 _POLLS = 40  # before the core is given away; a peer that has a core of its own comes meanwhile
-_YIELDS = 100  # before deadlines and verdicts are looked at
+_YIELDS = 600  # before deadlines and verdicts are looked at
 _RESULT_SLOTS = 2  # the first of them
 
 
@@ -44,16 +44,11 @@ class SmallExchange:
     ----------
     hierarchy : Hierarchy
         All ranks.
-    window : SharedMemoryTransport or None
+    window : NodeWindow or None
         Of the ranks of this node; None where they share no memory.
-
-    Attributes
-    ----------
-    drive : callable
-        Goes through the steps of a wait, under the deadline of the call that is under way.
     """
 
-    def __init__(self, hierarchy: Hierarchy, window: SharedMemoryTransport | None) -> None:
+    def __init__(self, hierarchy: Hierarchy, window: NodeWindow | None) -> None:
         self.window, self.call, self.leaders = window, hierarchy.call, hierarchy.leaders
         self.rank, self.is_leader = hierarchy.intra.rank, hierarchy.intra.rank == 0
         self.is_one_node = hierarchy.world.num_nodes == 1
@@ -61,8 +56,8 @@ class SmallExchange:
         self.turn = self.count = 0
         is_crowded = hierarchy.intra.size > num_cores() or yields_when_idle(os.environ)
         self.polls = 0 if is_crowded else _POLLS
-        self.drive: Callable[[Steps], None] = _drive
         self._is_possible = self._agreed(hierarchy)
+        self.most_bytes = window.small_bytes if self.is_one_node and window else LEAST_SMALL_BYTES
 
     def wait(self, has_come: Callable[[], bool]) -> None:
         """Wait for a peer, without a look at deadlines and verdicts in the short time that this takes as a rule."""
@@ -73,11 +68,25 @@ class SmallExchange:
             if has_come():
                 return
             os.sched_yield()
-        self.drive(_until(has_come))
+        self.call.drive(_until(has_come))
+
+    def meet(self, window: NodeWindow) -> None:
+        """Meet the ranks of this node.
+
+        Raises
+        ------
+        CallsDifferError
+            On all of them, if one of them has come with another call.
+        """
+        entered = window.announce(self.call.word)
+        for words in window.others:
+            if words[ENTERED] < entered:
+                self.wait(partial(_has_reached, words, ENTERED, entered))
+        window.compare(entered)
 
     def serves(self, nbytes: int) -> bool:
         """Return whether an array of so many bytes goes this way: the same on all ranks."""
-        return self._is_possible and 0 < nbytes <= SMALL_BYTES
+        return self._is_possible and 0 < nbytes <= self.most_bytes
 
     def _agreed(self, hierarchy: Hierarchy) -> bool:
         """Return whether all nodes can: each has a window, or a single rank."""
@@ -129,7 +138,7 @@ class SmallAllReduce:
         """
         if target is None:
             target = np.empty(self._shape, self._dtype)
-        self._exchange.drive(self.steps(source, target))
+        self._exchange.call.drive(self.steps(source, target))
         return target
 
     def at_once(self) -> Callable[[Array, Array | None], Array]:
@@ -245,7 +254,7 @@ class SmallAllReduce:
 
         return run
 
-    def _meeting(self, window: SharedMemoryTransport) -> Callable[[Array], int]:
+    def _meeting(self, window: NodeWindow) -> Callable[[Array], int]:
         """Return what copies a source into this rank's slot and meets the ranks of the node: it returns whose turn it is."""
         exchange = self._exchange
         own_slots = [slots[exchange.rank] for slots in self._slots]
@@ -336,7 +345,3 @@ def _until(has_come: Callable[[], bool]) -> Steps:
 
 def _has_reached(words: memoryview, index: int, least: int) -> bool:
     return words[index] >= least
-
-
-def _drive(steps: Steps) -> None:
-    drive(steps, lambda: "all_reduce")

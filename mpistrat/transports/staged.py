@@ -14,8 +14,9 @@ from mpistrat.device.base import Device, DeviceArray, Event, address
 from mpistrat.device.cuda import CudaDevice
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
-from mpistrat.transports.base import WAITING, Operation, Part, Steps, Transport
+from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.mpi_ring import MpiRingTransport
+from mpistrat.transports.steps import WAITING, Steps
 
 __all__ = ["StagedTransport"]
 
@@ -99,8 +100,8 @@ class StagedTransport(Transport):
         return Operation(lambda: self._run([chunk]), [Part(0, buffer.size, (buffer,))], slot.nbytes + operation.scratch_bytes)
 
     @property
-    def scratch_bytes(self) -> int:
-        """The pinned slots of all channels."""
+    def pinned_bytes(self) -> int:
+        """The slots of all channels."""
         return sum(slot.nbytes for slots in self._slots.values() for slot in slots)
 
     def _own(self, bounds: Sequence[int]) -> _Range:

@@ -17,8 +17,8 @@ from mpistrat.errors import DeadlineExceededError
 from mpistrat.groups.group import Group
 from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import ReduceOp
-from mpistrat.transports.base import drive
 from mpistrat.transports.nccl import NcclTransport
+from mpistrat.transports.steps import drive
 
 __all__ = ["check"]
 

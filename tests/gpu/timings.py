@@ -31,9 +31,9 @@ from mpistrat.launch.bootstrap import start
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp
-from mpistrat.transports.base import drive
 from mpistrat.transports.cuda_ipc import MAX_BLOCKS
 from mpistrat.transports.staged import StagedTransport
+from mpistrat.transports.steps import drive
 from tests.gradients import resnet50
 
 __all__ = ["TIMINGS", "Sizes"]

@@ -18,7 +18,9 @@ from mpistrat.cross_device.ops import CrossDeviceOps
 from mpistrat.cross_device.to_one_device import ReductionToOneDevice
 from mpistrat.errors import AgreementError, InvalidArgumentError, TransportError
 from mpistrat.reduction import ReduceOp
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
+
+pytestmark = up_to_ranks(4)
 
 FAMILY = [
     HierarchicalAllReduce,

@@ -502,6 +502,20 @@ def test_nccl_works_on_the_arrays_themselves(comm, counts):
             np.testing.assert_array_equal(pair.device.get(array), wanted)
 
 
+@pytest.mark.parametrize("count", [30, 300_000])
+@pytest.mark.parametrize("others", [0, 3], ids=["alone", "beside others"])
+def test_arrays_with_gaps_between_their_elements(comm, world, monkeypatch, count, others):
+    with Pair(comm, world) as pair:
+        whole = values(2 * count, np.float32, comm.rank)
+        small = [values(7, np.float32, comm.rank + seed) for seed in range(others)]
+        expected = pair.host.all_reduce(SUM, [whole[:count], *small])
+        gaps = pair.up(np.repeat(whole[:count], 3))[::3]
+        for given in (pair.up(whole[:count].copy()), gaps, pair.up(whole[:count].reshape(2, -1).T.copy()).T.reshape(-1)):
+            found = pair.gpu.all_reduce(SUM, [given, *map(pair.up, small)])
+            for one, wanted in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(pair.device.get(one), wanted)
+
+
 def test_what_is_held_and_done_is_told(pair):
     arrays = [pair.up(values(25_000, np.float32, seed)) for seed in range(2)] + [values((), np.float64, 0)]
     pair.gpu.all_reduce(SUM, arrays)

@@ -17,15 +17,17 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.testing.transport_cases import DTYPES, operations
 from mpistrat.testing.transport_suite import check_transport
 from mpistrat.transports import base, cuda_aware
-from mpistrat.transports.base import drive
 from mpistrat.transports.cuda_aware import CudaAwareRing
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.staged import StagedTransport
+from mpistrat.transports.steps import drive
 from tests.gpu import deadline, on_host
 from tests.gpu.stand_in import StandInDevice
 from tests.gpu.stand_in_nccl import StandInNccl
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
+
+pytestmark = up_to_ranks(4)
 
 CHUNK_BYTES = {"many chunks": 4096, "one chunk": 1 << 22}
 MAKES = (fold_kernel, fold_into_kernel)

@@ -8,14 +8,14 @@ import pytest
 
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.errors import DeadlineExceededError, SettingError, TransportError, Unsuitable
-from mpistrat.execution import executor as executor_module
+from mpistrat.execution import binder
 from mpistrat.execution.executor import Executor
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
-from mpistrat.transports.base import drive
 from mpistrat.transports.shared_memory import SharedMemoryTransport
+from mpistrat.transports.steps import drive
 from tests.launches import needs_ranks
 
 FLOAT32 = np.dtype(np.float32)
@@ -49,7 +49,7 @@ def bind(executor, algorithm, counts, chunk_bytes=0):
     """Bind the sum of arrays of so many float32."""
     layout = Layout(counts)
     plan = PLANNERS[algorithm](executor.hierarchy.world, layout.count, 4, chunk_bytes)
-    return executor.bind(plan, layout, FLOAT32, ReduceOp.SUM, {FLOAT32})
+    return binder.bind(executor, plan, layout, FLOAT32, ReduceOp.SUM, {FLOAT32})
 
 
 def bind_all(executor, counts, chunk_bytes):
@@ -68,7 +68,7 @@ def run(bound, sources):
 @pytest.fixture(params=["two slots", "one slot"])
 def slots(request, monkeypatch):
     """Let a chunk that is alone have one slot, as long ones have, or two."""
-    monkeypatch.setattr(executor_module, "LONE_SLOT_BYTES", 1 if request.param == "one slot" else 1 << 30)
+    monkeypatch.setattr(binder, "LONE_SLOT_BYTES", 1 if request.param == "one slot" else 1 << 30)
 
 
 def test_a_bound_plan_runs_again_and_again(executor, world, comm, slots):

@@ -10,7 +10,9 @@ import pytest
 
 import mpistrat
 from mpistrat.context.values import PerReplica
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
+
+pytestmark = up_to_ranks(4)
 
 ON_READ = mpistrat.VariableSynchronization.ON_READ
 SUM = mpistrat.VariableAggregation.SUM

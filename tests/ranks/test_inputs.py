@@ -15,13 +15,15 @@ from mpistrat.inputs.files import FileDataset
 from mpistrat.inputs.input_options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode
 from mpistrat.inputs.map_dataset import MapDataset
 from mpistrat.inputs.rebatch import shard_bounds
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
+
+pytestmark = up_to_ranks(4)
 
 OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy
 
 
 # Where the ranks are does not matter to their data: one shape, of nodes that differ.
-SHAPES = {1: "1x1", 2: "2x1", 3: "2+1", 4: "3+1", 8: "3+1+2+2"}
+SHAPES = {1: "1x1", 2: "2x1", 3: "2+1", 4: "3+1"}
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ import mpistrat
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import TransportError
-from mpistrat.execution.executor import SLOT_ALIGNMENT_BYTES
+from mpistrat.execution.binder import SLOT_ALIGNMENT_BYTES
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
 from mpistrat.transports.exchange import exchange_bytes
 from mpistrat.transports.mpi_ring import RECEIVES_AHEAD, SEGMENT_BYTES
-from mpistrat.transports.shared_memory import SharedMemoryTransport
+from mpistrat.transports.window import NodeWindow
 from tests.launches import needs_ranks
 
 SUM = ReduceOp.SUM
@@ -112,14 +112,14 @@ def test_where_more_memory_is_refused_what_went_before_goes_on(comm, monkeypatch
     arrays = [np.arange(50_000, dtype=np.float32) + ops.rank]
     mixed = [np.ones(100, np.float32), np.ones(10, np.float16)]
     expected = ops.all_reduce(SUM, arrays)[0], ops.all_reduce(SUM, mixed)[1]
-    check, most_bytes = SharedMemoryTransport._check_space, ops.memory_report().window_bytes
+    check, most_bytes = NodeWindow._check_space, ops.memory_report().window_bytes
 
     def little(transport, nbytes):
         if nbytes > most_bytes:
             raise TransportError("planted: no more shared memory")
         check(transport, nbytes)
 
-    monkeypatch.setattr(SharedMemoryTransport, "_check_space", little)
+    monkeypatch.setattr(NodeWindow, "_check_space", little)
     large = [np.ones(1 << 22, np.float32), np.ones(10, np.float16)]
     with pytest.raises(TransportError, match="planted"):
         ops.all_reduce(SUM, large, CommunicationOptions(algorithm="hierarchical"))

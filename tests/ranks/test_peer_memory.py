@@ -9,8 +9,8 @@ from mpistrat.errors import UnavailableError
 from mpistrat.groups.group import Group
 from mpistrat.launch import launcher_process
 from mpistrat.transports import peer_memory
-from mpistrat.transports.base import address
 from mpistrat.transports.peer_memory import PeerMemory, Spans
+from mpistrat.transports.steps import address
 from tests.launches import needs_ranks
 
 

@@ -9,10 +9,10 @@ from mpistrat.errors import AgreementError, UnavailableError
 from mpistrat.groups.agreement import CallsDifferError, word_of
 from mpistrat.reduction import combine
 from mpistrat.testing.transport_cases import DTYPES, inputs, operations
-from mpistrat.transports.base import drive
 from mpistrat.transports.mpi_world import WorldTransport
-from mpistrat.transports.shared_memory import SMALL_BYTES, SharedMemoryTransport
 from mpistrat.transports.small import MOST_NODES, SmallAllReduce
+from mpistrat.transports.steps import drive
+from mpistrat.transports.window import NodeWindow
 from tests.launches import needs_ranks
 
 pytestmark = needs_ranks(2)
@@ -20,7 +20,7 @@ pytestmark = needs_ranks(2)
 
 @pytest.fixture
 def transport(hierarchy):
-    window = SharedMemoryTransport(hierarchy.intra) if hierarchy.intra.size > 1 else None
+    window = NodeWindow(hierarchy.intra) if hierarchy.intra.size > 1 else None
     transport = WorldTransport(hierarchy, window)
     yield transport
     transport.close()
@@ -68,11 +68,12 @@ def test_ranks_may_take_the_long_way_and_the_short_way_together(small, comm):
 
 
 def test_a_result_stays_as_it_is_while_peers_are_late(small, comm):
-    run = SmallAllReduce(small, *_sum_of(SMALL_BYTES // 8)).at_once()
+    count = small.most_bytes // 8
+    run = SmallAllReduce(small, *_sum_of(count)).at_once()
     results = []
     for turn in range(6):
         time.sleep(0.01 * ((comm.rank + turn) % comm.size))
-        results.append(run(np.full(SMALL_BYTES // 8, turn * (comm.rank + 1.0)), None))
+        results.append(run(np.full(count, turn * (comm.rank + 1.0)), None))
     ranks = sum(range(1, comm.size + 1))
     assert all((result == turn * ranks).all() for turn, result in enumerate(results))
 
@@ -92,7 +93,7 @@ def test_ranks_of_a_node_in_different_calls_are_told_before_anything_is_read(sma
 
 
 def test_what_is_too_long_or_empty_goes_by_mpi(transport):
-    assert not transport.small.serves(SMALL_BYTES + 1)
+    assert not transport.small.serves(transport.small.most_bytes + 1)
     assert not transport.small.serves(0)
 
 

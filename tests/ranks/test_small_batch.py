@@ -17,7 +17,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
 from mpistrat.testing.transport_cases import DTYPES, operations
 from mpistrat.topology.world import World
-from mpistrat.transports.shared_memory import SharedMemoryTransport
+from mpistrat.transports.window import NodeWindow
 from tests.launches import needs_ranks
 
 SHAPES = [(3,), (), (2, 2), (0,), (5, 1)]
@@ -98,8 +98,8 @@ def test_a_rank_may_go_the_long_way_in_shared_memory(comm, monkeypatch, reads):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     monkeypatch.setenv("MPISTRAT_PEER_MEMORY", reads)
     ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
-    refusals, meet = [], SharedMemoryTransport.meet
-    monkeypatch.setattr(SharedMemoryTransport, "meet", lambda self: refusals.append(ops._guard.lock.locked()) or meet(self))
+    refusals, meet = [], NodeWindow.meet
+    monkeypatch.setattr(NodeWindow, "meet", lambda self: refusals.append(ops._guard.lock.locked()) or meet(self))
     # of one block, of one block that is worth attaching to, and of several: what follows must find the ranks in step
     for kib in (128, 1536, 3 * 1024, 3 * 1024):
         array = np.arange(kib << 8, dtype=np.float32)

@@ -28,7 +28,9 @@ from mpistrat.strategy import multi_worker
 from mpistrat.strategy.central_storage import CentralStorageStrategy
 from mpistrat.strategy.multi_worker import ExperimentalMultiWorkerMirroredStrategy
 from mpistrat.topology.devices import device_name
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
+
+pytestmark = up_to_ranks(4)
 
 CPU = "/job:worker/replica:0/task:{}/device:CPU:0"
 

@@ -8,6 +8,9 @@ import pytest
 import mpistrat
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored
+from tests.launches import up_to_ranks
+
+pytestmark = up_to_ranks(4)
 
 AGGREGATION = mpistrat.VariableAggregation
 ON_READ = mpistrat.VariableSynchronization.ON_READ

@@ -15,12 +15,13 @@ from mpistrat.reduction import Fold, ReduceOp, combine
 from mpistrat.testing import transport_suite
 from mpistrat.testing.transport_cases import DTYPES, VERBS, inputs, operations, poison
 from mpistrat.testing.transport_suite import check_transport
-from mpistrat.transports.base import Operation, Part, drive
+from mpistrat.transports.base import Operation, Part
 from mpistrat.transports.exchange import exchange_bytes
+from mpistrat.transports.flat_arrays import Cuts, FlatArrays
 from mpistrat.transports.mpi import MpiTransport, mpi_op
 from mpistrat.transports.mpi_ring import MpiRingTransport
-from mpistrat.transports.parts import Cuts, Lists
 from mpistrat.transports.shared_memory import SharedMemoryTransport
+from mpistrat.transports.steps import drive
 from tests.launches import needs_ranks
 
 BLOCKING_VERBS = {MpiTransport: tuple(VERBS), MpiRingTransport: ("reduce", "broadcast"), SharedMemoryTransport: ()}
@@ -64,8 +65,8 @@ def test_arrays_of_the_caller_are_reduced_where_they_lie(group):
 
     def run(source, target, op, divisor=1):
         pieces = partial(Layout([source.size]).pieces, longest=max(source.size, 1))
-        lists = Lists([source], [target], source.size, Cuts(pieces))
-        drive(between.all_reduce_between(lists, Fold(op, source.dtype, divisor)), lambda: "between", 30.0)
+        arrays = FlatArrays([source], [target], source.size, Cuts(pieces))
+        drive(between.all_reduce_between(arrays, Fold(op, source.dtype, divisor)), lambda: "between", 30.0)
 
     calls = [(np.dtype(np.float32), ReduceOp.SUM, count) for count in (0, 1, 3, 300_001)]
     calls += [(dtype, op, 67) for dtype in DTYPES for op in operations(dtype)]
@@ -134,8 +135,9 @@ class DoesNotFence(SharedMemoryTransport):
 
 
 class DoesNotWait(SharedMemoryTransport):
-    def _wait(self, word, least):
-        return iter(())
+    def __init__(self, group):
+        super().__init__(group)
+        self.window._wait = lambda word, least: iter(())
 
 
 class ForgetsAPart(SharedMemoryTransport):

@@ -17,7 +17,9 @@ from mpistrat.tuning.file import shared_model, tuning_path
 from mpistrat.tuning.fit import Measurement
 from mpistrat.tuning.measure import measure
 from mpistrat.tuning.model import Tuning, present_conditions
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
+
+pytestmark = up_to_ranks(4)
 
 FLOAT = np.dtype(np.float32)
 

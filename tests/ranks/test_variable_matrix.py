@@ -7,7 +7,7 @@ import mpistrat
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.strategy.central_storage import CentralStorageStrategy
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
 from tests.variable_matrix import (
     CELLS,
     METHODS,
@@ -18,6 +18,8 @@ from tests.variable_matrix import (
     declared,
     of_central_storage,
 )
+
+pytestmark = up_to_ranks(4)
 
 NONE, SUM, MEAN, ONLY_FIRST_REPLICA = mpistrat.VariableAggregation
 SYNCHRONIZATIONS = [mpistrat.VariableSynchronization.ON_WRITE, mpistrat.VariableSynchronization.ON_READ]

@@ -5,6 +5,9 @@ import pytest
 
 import mpistrat
 from mpistrat.errors import AgreementError
+from tests.launches import up_to_ranks
+
+pytestmark = up_to_ranks(4)
 
 AGGREGATION = mpistrat.VariableAggregation
 

@@ -10,9 +10,9 @@ from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp, combine
 from mpistrat.testing.transport_cases import DTYPES, inputs, operations, poison
 from mpistrat.transports import mpi_world
-from mpistrat.transports.base import drive
+from mpistrat.transports.flat_arrays import Cuts, FlatArrays
 from mpistrat.transports.mpi_world import Route, WorldTransport
-from mpistrat.transports.parts import Cuts, Lists
+from mpistrat.transports.steps import drive
 
 ROUTES = [Route(False), Route(True), Route(True, in_turn=True)]
 
@@ -30,8 +30,10 @@ def reduced(transport: WorldTransport, mine: np.ndarray, op: ReduceOp, in_place:
         drive(transport.all_reduce(target, op).run(), lambda: "all_reduce", 30.0)
         return target
     poison(target)
-    lists = Lists([mine], [target], mine.size, Cuts(lambda start, stop: Layout([mine.size]).pieces(start, stop, mine.size)))
-    drive(transport.all_reduce_between(lists, Fold(op, mine.dtype)), lambda: "between", 30.0)
+    arrays = FlatArrays(
+        [mine], [target], mine.size, Cuts(lambda start, stop: Layout([mine.size]).pieces(start, stop, mine.size))
+    )
+    drive(transport.all_reduce_between(arrays, Fold(op, mine.dtype)), lambda: "between", 30.0)
     return target
 
 

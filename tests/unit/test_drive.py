@@ -9,7 +9,7 @@ from itertools import repeat
 import pytest
 
 from mpistrat.errors import DeadlineExceededError
-from mpistrat.transports.base import WAITING, WORKED, drive
+from mpistrat.transports.steps import WAITING, WORKED, drive
 
 
 def test_steps_are_driven_to_the_end() -> None:

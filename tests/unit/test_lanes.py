@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrat.execution.lanes import overlap, side_by_side
-from mpistrat.transports.base import WAITING, WORKED
+from mpistrat.transports.steps import WAITING, WORKED
 
 Event = tuple[str, int, str]
 

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 from mpistrat.execution.lanes import overlap
-from mpistrat.transports.base import WAITING, Steps
+from mpistrat.transports.steps import WAITING, Steps
 
 Schedule = Callable[..., Steps]
 

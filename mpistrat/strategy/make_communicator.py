@@ -1,4 +1,4 @@
-"""What strategies of several ranks have in common: arguments that are checked alike, and a communicator made with them."""
+"""The communicator of a strategy of several ranks, and the arguments that it is made with, checked on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["check_communication", "described", "make_communicator"]
 
 
 def described(strategy: str, **arguments: object) -> str:
-    """Return the call that makes a strategy, in the same words on all ranks."""
+    """Return the text of the call that makes a strategy, by which ranks compare their arguments."""
     return f"{strategy}({', '.join(f'{name}={_named(value)}' for name, value in arguments.items())})"
 
 
@@ -24,7 +24,7 @@ def check_communication(cross_device_ops: object, options: object, num_packs: in
     Raises
     ------
     InvalidArgumentError
-        If the options are no CommunicationOptions, or `num_packs` is negative or says what `cross_device_ops` says already.
+        If the options are not CommunicationOptions, or `num_packs` is negative or says what `cross_device_ops` says already.
     TypeError
         If `cross_device_ops` is not a CrossDeviceOps.
     """

@@ -1,0 +1,74 @@
+"""Bind a plan to transports and memory: between the arrays of the caller where a transport can, else in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from mpistrat.algorithms.plan import Plan, Scope
+from mpistrat.execution.bound_plan import BoundPlan, DirectPlan
+from mpistrat.execution.executor import Executor
+from mpistrat.packing.layout import Layout
+from mpistrat.packing.wire import Wire
+from mpistrat.reduction import ReduceOp
+from mpistrat.transports.exchange import WHOLE_SLOT_BYTES
+
+__all__ = ["bind"]
+
+SLOT_ALIGNMENT_BYTES = 4096
+LONE_SLOT_BYTES = 1 << 22  # a chunk that is alone, and as long as this, has one slot: memory counts for more than a short wait
+
+
+def bind(
+    executor: Executor,
+    plan: Plan,
+    layout: Layout,
+    dtype: np.dtype[Any],
+    op: ReduceOp,
+    given: Collection[np.dtype[Any]],
+    wire: Wire | None = None,
+) -> BoundPlan | DirectPlan:
+    """Prepare `plan` for buckets of `layout`. A collective call.
+
+    Parameters
+    ----------
+    executor : Executor
+        Has the transports and the memory.
+    plan : Plan
+        What to do, the same on all ranks.
+    layout : Layout
+        The arrays of the bucket.
+    dtype : dtype
+        In which the bucket is summed and sent.
+    op : ReduceOp
+        How to combine.
+    given : collection of dtype
+        Which dtypes the arrays of the bucket have.
+    wire : Wire, optional
+        Where phases go beyond the node, add in the order of the ranks and send in its dtype; by default as is fastest.
+    """
+    executor.largest_pack_bytes = max(executor.largest_pack_bytes, layout.count * dtype.itemsize)
+    between = None if plan.in_order or wire is not None else executor.between(plan, layout, dtype, op, given)
+    if between is not None:
+        direct = DirectPlan(executor, plan, between, layout, next(iter(given)), op)
+        if _is_one_array_in_the_window(executor, plan, layout, dtype, given):
+            is_small = executor.intra.group.size == 2 and plan.num_bytes <= WHOLE_SLOT_BYTES
+            direct.at_once = executor.at_once(dtype, plan.count, direct.fold) if is_small else direct.run_at_once
+        return direct
+    padded = plan.padded(min(plan.chunk_count, plan.count)) * dtype.itemsize
+    slots = 1 if plan.num_chunks == 1 and padded >= LONE_SLOT_BYTES else plan.depth + 1
+    slot_bytes = -(-padded // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+    executor.reserve(slots * slot_bytes)
+    bound = BoundPlan(executor, plan, layout, dtype, op, slots, slot_bytes, wire)
+    executor.bound_plans.add(bound)
+    return bound
+
+
+def _is_one_array_in_the_window(
+    executor: Executor, plan: Plan, layout: Layout, dtype: np.dtype[Any], given: Collection[np.dtype[Any]]
+) -> bool:
+    if {phase.scope for phase in plan.phases} != {Scope.INTRA} or executor.intra.window is None:
+        return False
+    return layout.is_one_array and plan.count > 0 and set(given) == {dtype}
