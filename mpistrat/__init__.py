@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mpistrat import errors as errors
     from mpistrat import experimental as experimental
     from mpistrat.cluster.spec import ClusterSpec as ClusterSpec
+    from mpistrat.communicator.communicator import Communicator as Communicator
     from mpistrat.communicator.sparse import IndexedSlices as IndexedSlices
     from mpistrat.context.input_context import InputContext as InputContext
     from mpistrat.context.values import DistributedValues as DistributedValues
@@ -62,6 +63,7 @@ _HOMES = {
     "AutoShardPolicy": "mpistrat.inputs.input_options",
     "ClusterSpec": "mpistrat.cluster.spec",
     "CollectiveAllReduce": "mpistrat.cross_device.all_reduce",
+    "Communicator": "mpistrat.communicator.communicator",
     "CrossDeviceOps": "mpistrat.cross_device.ops",
     "Dataset": "mpistrat.inputs.dataset",
     "DistributedDataset": "mpistrat.inputs.distribute",

@@ -1,4 +1,4 @@
-"""Call: a collective call of this rank: what errors call it, and its deadline."""
+"""CollectiveCall: a collective call of this rank: what errors call it, and its deadline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from mpistrat.communicator.options import CommunicationOptions
 
-__all__ = ["Call"]
+__all__ = ["CollectiveCall"]
 
 # what a call that has met all ranks at the last moment may still take
 _LEAST_SECONDS = 0.2
@@ -18,7 +18,7 @@ _SAYS_NO_MORE = re.compile(r"all_reduce\(\w+\) of PyTreeSpec\(\*\)")  # than the
 
 
 @dataclass
-class Call:
+class CollectiveCall:
     """A collective call: what errors call it, and its deadline.
 
     Attributes

@@ -21,8 +21,8 @@ from mpistrat.reduction import ReduceOp, accumulation_dtype
 
 __all__ = ["SIGNATURE", "FastPaths"]
 
-SIGNATURE = attrgetter("shape", "dtype")
-"""What arrays that take one way have in common."""
+SIGNATURE = attrgetter("shape", "dtype", "__class__")
+"""What arrays that take one path have in common."""
 
 
 class FastPaths:
@@ -68,18 +68,20 @@ class FastPaths:
             combine = world.at_once(op, dtype, (bound.flat_count,))
             self.known[likeness] = SmallBatch(op, arrays, batch[0], size, combine, signature)
 
-    def into(self, op: ReduceOp, source: Array, target: Array) -> OneArray | None:
-        """Return the way of one array into memory of the caller, if there is one; for operations that do not divide."""
-        last = self._last
+    def into(self, op: ReduceOp, arrays: Sequence[Array], out: Sequence[Array]) -> OneArray | None:
+        """Return the path of one array into memory of the caller, if there is one; for operations that do not divide."""
+        if len(arrays) != 1 or len(out) != 1 or op is ReduceOp.MEAN:
+            return None
+        source, target, last = arrays[0], out[0], self._last
         if last is not None and source is last[0] and target is last[1] and op is last[2]:
             return last[3]
-        way = self.known.get((op._value_, (source.shape, source.dtype)))
-        if not isinstance(way, OneArray) or not source.flags.c_contiguous or not is_fit(target, source):
+        path = self.known.get((op._value_, SIGNATURE(source)))
+        if not isinstance(path, OneArray) or not source.flags.c_contiguous or not is_fit(target, source):
             return None
         # larger ones must not be kept alive, and to look at them again takes little of their time
         if source.nbytes <= SMALL_BATCH_BYTES:
-            self._last = source, target, op, way
-        return way
+            self._last = source, target, op, path
+        return path
 
     def forget(self) -> None:
         """Forget all ways."""

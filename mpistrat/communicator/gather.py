@@ -17,10 +17,13 @@ __all__ = ["require_equal", "shape_header", "shape_of", "shape_word"]
 _MAX_NDIM, _NAME_BYTES = 64, 32
 
 
-def shape_word(array: Array, free_axis: int | None = None) -> int:
-    """Return a number that is the same for arrays of one dtype and of equal extents, but for those along `free_axis`."""
+def shape_word(array: Array, free_axis: int | None = None, landing_extent: int | None = None) -> int:
+    """Return a number that is the same for arrays of one dtype and of equal extents, but for those along `free_axis`.
+
+    There the results must have one extent, where ranks name it.
+    """
     extents = tuple(-1 if axis == free_axis else extent for axis, extent in enumerate(array.shape))
-    return word_of(f"{array.dtype.name} {extents} {free_axis}")
+    return word_of(f"{array.dtype.name} {extents} {free_axis} {landing_extent}")
 
 
 def require_equal(words: np.ndarray[Any, np.dtype[np.int64]], needed: str, group: Group, array: Array) -> None:

@@ -26,7 +26,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from mpistrat import settings
-from mpistrat.communicator.call import Call
+from mpistrat.communicator.call import CollectiveCall
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import CollectiveError, DeadlineExceededError, UnavailableError
 from mpistrat.execution.engine import Job, raise_unclaimed_failure, rest, submit
@@ -73,13 +73,13 @@ class CollectiveGuard:
         In which the ranks of this node meet, if there are several and they share memory.
     options : CommunicationOptions
         Hold for calls that are made without a call object.
-    count : callable
-        Returns how many collectives there were.
     memory : object
         What calls work on; kept for ever once one has failed.
 
     Attributes
     ----------
+    number : int
+        How many collectives there were: the sequence number of the last one.
     refusal : str
         Why a collective cannot begin at once, or an empty text.
     checks : bool
@@ -102,7 +102,6 @@ class CollectiveGuard:
         agreement: Agreement,
         window: NodeWindow | None,
         options: CommunicationOptions,
-        count: Callable[[], int],
         memory: object,
     ) -> None:
         world = hierarchy.world
@@ -111,7 +110,7 @@ class CollectiveGuard:
         self._agreement, self._comm, self._memory, self._rank = agreement, hierarchy.world_group.comm, memory, hierarchy.rank
         self._present, self._one_node = hierarchy.call, world.num_nodes == 1
         self._window = window if hierarchy.intra.size > 1 else None
-        self._options, self.checks, self._count = options, settings.CHECK.read(), count
+        self._options, self.checks, self.number = options, settings.CHECK.read(), 0
         self._present.confirm, self._present.drive = self._confirm, self.drive_present
         self._present.has_deadline = bool(options.timeout_seconds)
         self.lock, self.refusal, self.noted = threading.Lock(), "", 0
@@ -178,7 +177,7 @@ class CollectiveGuard:
             self._last, self.refusal = None, self._failure
             raise_unclaimed_failure(self)
 
-    def start(self, call: Call, carry_out: Callable[[], T]) -> Work[T]:
+    def start(self, call: CollectiveCall, carry_out: Callable[[], T]) -> Work[T]:
         """Have the engine carry out a call, after all that was started before; until it has ended the engine has the ranks."""
         line, index = self._recorder.line(FRAMES), self.index(word_of(call.text), call.verb, call.text)
 
@@ -217,7 +216,7 @@ class CollectiveGuard:
             index = self.indexes[word] = self._recorder.intern(verb, *details, text, word, self._members)
         return index
 
-    def enter(self, call: Call, word: int) -> None:
+    def enter(self, call: CollectiveCall, word: int) -> None:
         """Record that this rank has entered a call."""
         if not (self._slot or call.is_started):
             index = self.indexes.get(word) or self.index(word, call.verb, call.text, self.signature.details)
@@ -230,7 +229,7 @@ class CollectiveGuard:
         self._notes.clear()
         return word
 
-    def take_notes(self, call: Call) -> None:
+    def take_notes(self, call: CollectiveCall) -> None:
         """Let a call carry what was noted before it."""
         if self._notes:
             call.noted, call.notes = self.noted, tuple(self._notes)
@@ -238,7 +237,7 @@ class CollectiveGuard:
             self._notes.clear()
 
     def agree(
-        self, call: Call, error: Exception | None = None, facts: Sequence[int] = (0, 0)
+        self, call: CollectiveCall, error: Exception | None = None, facts: Sequence[int] = (0, 0)
     ) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Wait until all ranks have come, check that they make the same call, and exchange two numbers. A collective call.
 
@@ -288,20 +287,20 @@ class CollectiveGuard:
         self._any_has_deadline = bool(found[:, 2].any())
         return found[:, :2]
 
-    def refuse(self, call: Call, error: Exception) -> NoReturn:
+    def refuse(self, call: CollectiveCall, error: Exception) -> NoReturn:
         """Raise the error of a call that this rank cannot make; ranks that make it learn so from the record of this one."""
         text = f"{call.text}, which failed: {type(error).__name__}: {error}"
         self.enter(replace(call, describe=lambda: text, notes=()), word_of(text))
         raise error
 
-    def begin(self, call: Call, signature: Signature) -> None:
+    def begin(self, call: CollectiveCall, signature: Signature) -> None:
         """Let a call be the present one: the signature describes it, but for what was noted."""
         self.signature = signature
         self._present.word = word = signature.word ^ call.noted
         self.enter(call, word)
         self._present.has_deadline = bool(call.seconds) or self._any_has_deadline
 
-    def run(self, call: Call, steps: Steps) -> None:
+    def run(self, call: CollectiveCall, steps: Steps) -> None:
         """Go through the steps of a call that has been let in, in what is left of its time.
 
         Once they have failed no other collective can be made.
@@ -327,7 +326,7 @@ class CollectiveGuard:
         self.fail("all_reduce", error)
         return error
 
-    def overdue(self, call: Call) -> DeadlineExceededError:
+    def overdue(self, call: CollectiveCall) -> DeadlineExceededError:
         """Tell all ranks that the call is given up here, and return the error that says who does not answer."""
         return self._deadline_barrier.overdue(str(call), call.seconds, self._missing())
 
@@ -364,7 +363,7 @@ class CollectiveGuard:
 
     def _confirm(self, history: int) -> None:
         """Compare the calls that MPI has carried out since the last time; name the first that differs. A collective call."""
-        call = Call(self._count(), "all_reduce", lambda: "the calls that MPI combined last", self._options)
+        call = CollectiveCall(self.number, "all_reduce", lambda: "the calls that MPI combined last", self._options)
         found = self._agreement.check(
             call.text,
             None,
@@ -377,11 +376,11 @@ class CollectiveGuard:
         mine = {record.number: record.call.text for record in records if record.communicator == self.communicator}
         recent = sorted(mine)[-MOST_UNCONFIRMED - 1 :]
         every: list[dict[int, str]] = self._comm.allgather({number: mine[number] for number in recent})
-        number = next((n for n in recent if len({texts.get(n) for texts in every}) > 1), self._count())
+        number = next((n for n in recent if len({texts.get(n) for texts in every}) > 1), self.number)
         error = calls_differ(number, {rank: texts.get(number, "another") for rank, texts in enumerate(every)})
         raise self._failed(call, error)
 
-    def _drive(self, call: Call, steps: Steps, timeout_seconds: float = 0.0, is_arriving: bool = False) -> None:
+    def _drive(self, call: CollectiveCall, steps: Steps, timeout_seconds: float = 0.0, is_arriving: bool = False) -> None:
         """Go through steps; those of a deadline barrier see to deadlines themselves, and to what others say of them."""
         rests = rest if call.is_started else None
         try:
@@ -413,12 +412,12 @@ class CollectiveGuard:
 
     def _what(self) -> str:
         """Return the call that is under way, in words."""
-        return f"collective {self._count()}, {self.signature.text}"
+        return f"collective {self.number}, {self.signature.text}"
 
     def _overdue(self) -> DeadlineExceededError:
         return self._deadline_barrier.overdue(self._what(), self._options.timeout_seconds or 0.0, self._missing())
 
-    def _stuck(self, call: Call) -> DeadlineExceededError:
+    def _stuck(self, call: CollectiveCall) -> DeadlineExceededError:
         """Return the error of a call whose time is up while this rank is in a call of MPI that does not return."""
         return DeadlineExceededError(
             f"rank {self._rank}: {call} did not end within {call.seconds:g} s: this rank waits in a call of MPI that does not "
@@ -434,7 +433,7 @@ class CollectiveGuard:
         """Return which ranks are known not to have entered the call that this one is in."""
         if self._watcher is None:
             return set()
-        key = self.communicator, self._count()
+        key = self.communicator, self.number
         states = self._watcher.compare(_ANSWER_SECONDS, self._job_ranks)
         return {rank for rank, state in enumerate(states) if state.state != "unknown" and state.at(key) is None}
 
@@ -450,20 +449,20 @@ class CollectiveGuard:
 
     def _different(self, text: str) -> CollectiveError:
         """Return the error that says which rank is in which call, and have the other ranks told as well."""
-        error = calls_differ(self._count(), self._texts(text))
+        error = calls_differ(self.number, self._texts(text))
         if self._watcher is not None:
-            self._watcher.tell((self.communicator, self._count()), error)
+            self._watcher.tell((self.communicator, self.number), error)
         return error
 
     def _texts(self, text: str) -> dict[int, str]:
         """Return what each rank is in, in words; `text` says it of this one."""
         texts = {self._rank: text}
         for rank, state in enumerate([] if self._watcher is None else self._watcher.compare(ranks=self._job_ranks)):
-            found = state.at((self.communicator, self._count()))
+            found = state.at((self.communicator, self.number))
             texts.setdefault(rank, found.text if found else f"({state.doing()})")
         return texts
 
-    def _failed(self, call: Call, error: CollectiveError) -> CollectiveError:
+    def _failed(self, call: CollectiveCall, error: CollectiveError) -> CollectiveError:
         self.fail(call.verb, error)
         return error
 

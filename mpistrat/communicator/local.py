@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from mpistrat.algorithms.choose import Choice
 from mpistrat.arrays import Array
-from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.interface import Arrays, BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.communicator.validate import apart, check_gather, check_out, check_parts, check_root
+from mpistrat.communicator.validate import apart, check_gather, check_out, check_parts, check_root, for_each
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.timeline import Timeline
@@ -19,24 +20,111 @@ from mpistrat.topology.world import World
 __all__ = ["LocalCommunicator"]
 
 
-class LocalCommunicator(Communicator):
+class LocalCommunicator(BaseCommunicator):
     """The operations of a single replica: nothing is sent and MPI is not started."""
 
     def __init__(self) -> None:
         self.world = World.from_shape("1x1")
         self.rank, self.size = 0, 1
         self.timeline = Timeline()
+        self._number = 0
+
+    @property
+    def num_collectives(self) -> int:
+        """Collective calls made so far."""
+        return self._number
 
     def all_reduce(
+        self, op: ReduceOp | str, arrays: Arrays, options: CommunicationOptions | None = None, out: Arrays | None = None
+    ) -> Any:
+        """Copy: the combination of one component is the component."""
+        self._count()
+        op = ReduceOp.parse(op)
+        given: Any = arrays
+        landing: Any = out
+        if isinstance(given, (list, tuple)):
+            return self._copies(op, given, landing)
+        return self._copies(op, [given], None if out is None else [landing])[0]
+
+    def start_all_reduce(
         self,
         op: ReduceOp | str,
-        arrays: Sequence[Array],
+        arrays: Arrays,
         options: CommunicationOptions | None = None,
-        out: Sequence[Array] | None = None,
-    ) -> list[Array]:
-        """Copy: the combination of one component is the component."""
-        self.num_collectives += 1
-        op = ReduceOp.parse(op)
+        out: Arrays | None = None,
+        structure: object = None,
+    ) -> Work[Any]:
+        """Return a handle that has ended."""
+        return Work.ended(self.all_reduce(op, arrays, options, out))
+
+    def reduce_scatter(
+        self,
+        op: ReduceOp | str,
+        arrays: Arrays,
+        axis: int = 0,
+        options: CommunicationOptions | None = None,
+        out: Arrays | None = None,
+    ) -> Any:
+        """Return a copy: the one part is all."""
+
+        def part(array: Array, target: Array | None) -> Array:
+            check_gather(array, axis, "reduce_scatter")
+            copied: Array = self.all_reduce(op, array, options, target)
+            return copied
+
+        return for_each(part, arrays, out)
+
+    def all_gather(
+        self, arrays: Arrays, axis: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None
+    ) -> Any:
+        """Return a copy, after the checks that several replicas would make."""
+
+        def whole(array: Array, target: Array | None) -> Array:
+            check_gather(array, axis)
+            return self._copy(array, target)
+
+        return for_each(whole, arrays, out)
+
+    def gather(self, arrays: Array | list[Array], root: int = 0, options: CommunicationOptions | None = None) -> Any:
+        """Return a copy."""
+        check_root(root, self.size)
+        return for_each(lambda array, _: [self._copy(array)], arrays)
+
+    def all_to_all(self, arrays: Arrays, options: CommunicationOptions | None = None) -> Any:
+        """Return copies."""
+        if not isinstance(arrays, (list, tuple)):
+            check_gather(arrays, 0, "all_to_all")
+            return self._copy(arrays)
+        check_parts(arrays, self.size)
+        return [self._copy(array) for array in arrays]
+
+    def broadcast(
+        self, arrays: Arrays, root: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None
+    ) -> Any:
+        """Return a copy."""
+        check_root(root, self.size)
+        return for_each(self._copy, arrays, out)
+
+    def barrier(self, options: CommunicationOptions | None = None) -> None:
+        """Count the call and return at once."""
+        self._count()
+
+    def agree(self, call: str, error: Exception | None = None, options: CommunicationOptions | None = None) -> None:
+        """Agree with nobody else."""
+        self._require_open()
+        if error is not None:
+            raise error
+
+    def choose(self, count: int, dtype: np.dtype[np.generic], options: CommunicationOptions | None = None) -> Choice | None:
+        """Return None."""
+        self._require_open()
+        return None
+
+    def _count(self) -> None:
+        self._require_open()
+        self._number += 1
+
+    def _copies(self, op: ReduceOp, arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
         for array in arrays:
             check_dtype(op, array.dtype)
         if out is None:
@@ -46,59 +134,6 @@ class LocalCommunicator(Communicator):
             np.copyto(target, array)
         return results
 
-    def start_all_reduce(
-        self,
-        op: ReduceOp | str,
-        arrays: Sequence[Array],
-        options: CommunicationOptions | None = None,
-        out: Sequence[Array] | None = None,
-        structure: object = None,
-    ) -> Work[list[Array]]:
-        """Return a handle that has ended."""
-        return Work.ended(self.all_reduce(op, arrays, options, out))
-
-    def reduce_scatter(
-        self, op: ReduceOp | str, array: Array, axis: int = 0, options: CommunicationOptions | None = None
-    ) -> Array:
-        """Return a copy: the one part is all."""
-        check_gather(array, axis, "reduce_scatter")
-        return self.all_reduce(op, [array], options)[0]
-
-    def all_gather(self, array: Array, axis: int = 0, options: CommunicationOptions | None = None) -> Array:
-        """Return a copy, after the checks that several replicas would make."""
-        check_gather(array, axis)
-        return self._copy(array)
-
-    def gather(self, array: Array, root: int = 0, options: CommunicationOptions | None = None) -> list[Array]:
-        """Return a copy."""
-        check_root(root, self.size)
-        return [self._copy(array)]
-
-    def all_to_all(self, arrays: Sequence[Array], options: CommunicationOptions | None = None) -> list[Array]:
-        """Return copies."""
-        check_parts(arrays, self.size)
-        return [self._copy(array) for array in arrays]
-
-    def broadcast(self, array: Array, root: int = 0, options: CommunicationOptions | None = None) -> Array:
-        """Return a copy."""
-        check_root(root, self.size)
-        return self._copy(array)
-
-    def barrier(self, options: CommunicationOptions | None = None) -> None:
-        """Count the call and return at once."""
-        self.num_collectives += 1
-
-    def agree(self, call: str, error: Exception | None = None, options: CommunicationOptions | None = None) -> None:
-        """Agree with nobody else."""
-        if error is not None:
-            raise error
-
-    def choose(self, count: int, dtype: np.dtype[np.generic], options: CommunicationOptions | None = None) -> Choice | None:
-        """Return None."""
-        return None
-
-    def _copy(self, array: Array) -> Array:
-        self.num_collectives += 1
-        check_dtype(ReduceOp.SUM, array.dtype)
-        copied: Array = array.copy()
-        return copied
+    def _copy(self, array: Array, target: Array | None = None) -> Array:
+        self._count()
+        return self._copies(ReduceOp.SUM, [array], None if target is None else [target])[0]

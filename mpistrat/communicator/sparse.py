@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, like, to_host
-from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_meaning, divide
@@ -99,7 +99,7 @@ class IndexedSlices:
 
 
 def all_reduce_slices(
-    communicator: Communicator, op: ReduceOp, slices: IndexedSlices, options: CommunicationOptions | None = None
+    communicator: BaseCommunicator, op: ReduceOp, slices: IndexedSlices, options: CommunicationOptions | None = None
 ) -> IndexedSlices:
     """Add up the rows of all replicas; every replica receives the result. A collective call.
 
@@ -108,7 +108,7 @@ def all_reduce_slices(
 
     Parameters
     ----------
-    communicator : Communicator
+    communicator : BaseCommunicator
         What to gather through.
     op : ReduceOp
         SUM or MEAN.
@@ -146,7 +146,7 @@ def all_reduce_slices(
     return IndexedSlices(like(results, slices.values), like(rows, slices.indices), slices.dense_shape)
 
 
-def broadcast_slices(communicator: Communicator, slices: IndexedSlices, root: int = 0) -> IndexedSlices:
+def broadcast_slices(communicator: BaseCommunicator, slices: IndexedSlices, root: int = 0) -> IndexedSlices:
     """Return the slices of replica `root`. A collective call.
 
     Raises

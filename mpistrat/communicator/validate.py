@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
@@ -11,20 +12,46 @@ from numpy.lib.array_utils import byte_bounds
 from mpistrat.arrays import Array, is_on_device
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.device.base import address
-from mpistrat.errors import InvalidArgumentError
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp
 
 __all__ = [
     "apart",
+    "check_array",
     "check_gather",
     "check_num_packs",
     "check_out",
     "check_parts",
     "check_root",
+    "check_target",
     "describe",
     "describe_all_reduce",
+    "for_each",
     "is_fit",
 ]
+
+
+def for_each(act: Callable[[Array, Array | None], Any], arrays: Any, out: Any = None) -> Any:
+    """Return what `act` makes of one array and its target; of a list of arrays a list of that, one after the other."""
+    if not isinstance(arrays, (list, tuple)):
+        return act(arrays, out)
+    targets = [None] * len(arrays) if out is None else out
+    return [act(array, target) for array, target in zip(arrays, targets, strict=True)]
+
+
+def check_array(array: object) -> None:
+    """Check that something is an array of NumPy or CuPy.
+
+    Raises
+    ------
+    UnsupportedDtypeError
+        If it is not.
+    """
+    if not (isinstance(array, np.ndarray) or is_on_device(array)):
+        raise UnsupportedDtypeError(
+            f"a communicator takes arrays of NumPy and CuPy; got {type(array).__name__}: pass numpy.asarray(x), or "
+            "cupy.from_dlpack(x) of what is on the GPU"
+        )
 
 
 def check_gather(array: Array, axis: int, verb: str = "all_gather") -> int:
@@ -103,14 +130,38 @@ def check_out(out: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
     if len(set(map(id, out))) < len(out):
         raise InvalidArgumentError("out holds an array twice, and each result needs one of its own; pass different arrays")
     for target, array in zip(out, arrays, strict=True):
-        # CuPy has no arrays that are only read
-        contiguous, writable = target.flags.c_contiguous, getattr(target.flags, "writeable", True)
-        if target.shape != array.shape or target.dtype != array.dtype or not contiguous or not writable:
-            raise InvalidArgumentError(
-                f"out must be a writable, C-contiguous {array.dtype} array of shape {array.shape}; "
-                f"got {target.dtype} {target.shape}, contiguous={contiguous}, writable={writable}"
-            )
+        check_target(target, array)
     return list(out)
+
+
+def check_target(target: Array, array: Array, shape: tuple[int, ...] | None = None) -> None:
+    """Check that what is made of an array can be written to `target`.
+
+    Parameters
+    ----------
+    target, array : ndarray
+        Where it goes, and what it is made of.
+    shape : tuple of int, optional
+        Of what is made, -1 for an extent that is not known yet; that of `array` by default.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If it lies in another memory, has another shape or dtype, or is not C-contiguous and writable.
+    """
+    check_array(target)
+    wanted = array.shape if shape is None else shape
+    # CuPy has no arrays that are only read
+    contiguous, writable = target.flags.c_contiguous, getattr(target.flags, "writeable", True)
+    if not (_has_shape(target, wanted) and target.dtype == array.dtype and contiguous and writable):
+        text = str(wanted).replace("-1", "any")
+        raise InvalidArgumentError(
+            f"out must be a writable, C-contiguous {array.dtype} array of shape {text}; "
+            f"got {target.dtype} {target.shape}, contiguous={contiguous}, writable={writable}"
+        )
+    if is_on_device(target) != is_on_device(array):
+        where = ["in host memory", "on a GPU"][:: -1 if is_on_device(array) else 1]
+        raise InvalidArgumentError(f"out must lie where the array does: the array is {where[0]}, out {where[1]}")
 
 
 def apart(arrays: Sequence[Array], out: Sequence[Array]) -> list[Array]:
@@ -129,7 +180,9 @@ def apart(arrays: Sequence[Array], out: Sequence[Array]) -> list[Array]:
 
 def is_fit(target: Array, source: Array) -> bool:
     """Return whether MPI can write to `target` what it makes of `source`; else the longer way says why not, or copies."""
-    if target.shape != source.shape or target.dtype is not source.dtype or not (target.flags.carray and source.flags.aligned):
+    if type(target) is not type(source) or target.shape != source.shape or target.dtype is not source.dtype:
+        return False
+    if not (target.flags.carray and source.flags.aligned):
         return False
     # arrays that own their memory do not overlap, unless they are one
     owners = source.base is None and target.base is None and source is not target
@@ -148,6 +201,12 @@ def describe_all_reduce(op: ReduceOp, arrays: Sequence[Array], options: Communic
     others = "".join(f", {name}={value}" for name, value in shaping.items() if value not in (None, False))
     always = f"algorithm={options.algorithm}, bytes_per_pack={options.bytes_per_pack}"
     return f"({op.name}, [{describe(arrays)}], {always}{others})"
+
+
+def _has_shape(array: Array, wanted: tuple[int, ...]) -> bool:
+    if array.shape == wanted:
+        return True
+    return array.ndim == len(wanted) and all(want in (-1, found) for want, found in zip(wanted, array.shape, strict=True))
 
 
 def _bounds(array: Array) -> tuple[int, int]:

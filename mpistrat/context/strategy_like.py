@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.reduction import ReduceOp
 
@@ -14,7 +14,7 @@ __all__ = ["ExtendedLike", "StrategyLike"]
 class ExtendedLike(Protocol):
     """The extended part of a strategy: see `mpistrat.StrategyExtended`."""
 
-    communicator: Communicator
+    communicator: BaseCommunicator
 
     def all_reduce(self, op: ReduceOp, arrays: list[Any], options: CommunicationOptions | None = None) -> list[Any]:
         """Combine arrays of this rank with those of the others. A collective call."""
@@ -25,7 +25,7 @@ class StrategyLike(Protocol):
 
     @property
     def extended(self) -> ExtendedLike:
-        """How the strategy communicates; its communicator is another one when the strategy has been closed."""
+        """How the strategy communicates; its communicator is closed with the strategy."""
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mpistrat.arrays import as_array, like
-from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices
 from mpistrat.context.values import PerReplica
@@ -68,7 +68,7 @@ class HierarchicalAllReduce(CrossDeviceOps):
         ]
         return [deliver(result, ranks, communicator) for result, ranks in zip(results, landing, strict=True)]
 
-    def _preference(self, communicator: Communicator) -> CommunicationOptions:
+    def _preference(self, communicator: BaseCommunicator) -> CommunicationOptions:
         """Return the options that this class stands for; those of a call win."""
         return CommunicationOptions()
 
@@ -97,7 +97,7 @@ class CollectiveAllReduce(HierarchicalAllReduce):
     def __repr__(self) -> str:
         return f"CollectiveAllReduce(options={self._options}, num_packs={self.num_packs})"
 
-    def _preference(self, communicator: Communicator) -> CommunicationOptions:
+    def _preference(self, communicator: BaseCommunicator) -> CommunicationOptions:
         return self._options
 
 
@@ -120,7 +120,7 @@ class HierarchicalCopyAllReduce(HierarchicalAllReduce):
     def __init__(self, num_packs: int = 1) -> None:
         super().__init__(num_packs)
 
-    def _preference(self, communicator: Communicator) -> CommunicationOptions:
+    def _preference(self, communicator: BaseCommunicator) -> CommunicationOptions:
         if communicator.world.num_nodes > 1:
             raise NotImplementedError(
                 f"HierarchicalCopyAllReduce combines the ranks of one node, and these replicas are {communicator.world}: use "
@@ -149,7 +149,7 @@ class NcclAllReduce(HierarchicalAllReduce):
     def __init__(self, num_packs: int = 1) -> None:
         super().__init__(num_packs)
 
-    def _preference(self, communicator: Communicator) -> CommunicationOptions:
+    def _preference(self, communicator: BaseCommunicator) -> CommunicationOptions:
         if bound_device() is None:
             raise TransportError(
                 "NcclAllReduce combines arrays in the memory of GPUs, and these replicas compute in host memory: use "
@@ -159,7 +159,7 @@ class NcclAllReduce(HierarchicalAllReduce):
 
 
 @contextmanager
-def _packed(communicator: Communicator, num_packs: int | None) -> Iterator[None]:
+def _packed(communicator: BaseCommunicator, num_packs: int | None) -> Iterator[None]:
     """Cut batches into `num_packs` for a while; None leaves it to the strategy."""
     before = communicator.num_packs
     if num_packs is not None:  # setting it, even to what it is, costs the communicator what it remembers

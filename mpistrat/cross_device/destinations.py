@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, as_array
-from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import DistributedValues, Mirrored
 from mpistrat.errors import InvalidArgumentError
@@ -81,7 +81,7 @@ class OnSomeReplicas(DistributedValues):
         return f"OnSomeReplicas({held}, on {_named(self.ranks)})"
 
 
-def resolve(destinations: Any, communicator: Communicator) -> tuple[int, ...]:
+def resolve(destinations: Any, communicator: BaseCommunicator) -> tuple[int, ...]:
     """Return the ranks that `destinations` names, in rising order.
 
     Values name the ranks that hold them, whatever is in them; a device string names the ranks that have the device.
@@ -97,7 +97,7 @@ def resolve(destinations: Any, communicator: Communicator) -> tuple[int, ...]:
     return tuple(sorted({rank for item in items for rank in _ranks(item, communicator)}))
 
 
-def deliver(result: Any, ranks: tuple[int, ...], communicator: Communicator) -> Any:
+def deliver(result: Any, ranks: tuple[int, ...], communicator: BaseCommunicator) -> Any:
     """Return a result that all ranks have computed as a value that lives on `ranks`; with one replica, the bare result."""
     if communicator.size == 1:
         return result
@@ -106,7 +106,7 @@ def deliver(result: Any, ranks: tuple[int, ...], communicator: Communicator) -> 
     return OnSomeReplicas(result if communicator.rank in ranks else _empty(result), ranks, communicator.rank)
 
 
-def _ranks(destination: Any, communicator: Communicator) -> Collection[int]:
+def _ranks(destination: Any, communicator: BaseCommunicator) -> Collection[int]:
     """Return the ranks that one destination names."""
     if isinstance(destination, OnSomeReplicas):
         return destination.ranks

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mpistrat.arrays import as_array, like
-from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, broadcast_slices, gather_refused
 from mpistrat.context.stack import current, default_mode, get_strategy, in_cross_replica_context, misplaced, pop, push
@@ -248,7 +248,7 @@ class CrossDeviceOps:
             return self.batch_reduce_implementation(op, pairs, options)
         return [self.reduce_implementation(op, value, destinations, options) for value, destinations in pairs]
 
-    def _settled(self, pair: Pair, communicator: Communicator) -> Any:
+    def _settled(self, pair: Pair, communicator: BaseCommunicator) -> Any:
         """Return the result of a value whose components need not be combined."""
         if isinstance(pair.value, OnSomeReplicas) and not set(pair.ranks) <= set(pair.value.ranks):
             return self.broadcast_implementation(pair.value, pair.destinations)
@@ -262,9 +262,9 @@ class CrossDeviceOps:
         return f"{type(self).__name__}(num_packs={self.num_packs})"
 
 
-def current_communicator() -> Communicator:
+def current_communicator() -> BaseCommunicator:
     """Return what the current strategy communicates through."""
-    communicator: Communicator = get_strategy().extended.communicator
+    communicator: BaseCommunicator = get_strategy().extended.communicator
     return communicator
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from mpistrat.arrays import Array, as_array, as_operand
-from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.sparse import IndexedSlices, check_slices
 from mpistrat.context.stack import current, default_mode, get_strategy, misplaced
 from mpistrat.context.values import DistributedValues, PerReplica
@@ -36,7 +36,7 @@ class Pair(NamedTuple):
         return f"{type(self.value).__name__} {kind} -> {self.ranks}"
 
 
-def checked_pairs(op: ReduceOp, pairs: Iterable[tuple[Any, Any]], communicator: Communicator) -> list[Pair]:
+def checked_pairs(op: ReduceOp, pairs: Iterable[tuple[Any, Any]], communicator: BaseCommunicator) -> list[Pair]:
     """Return pairs of values and destinations, after checking that each value can be reduced with `op`.
 
     Raises
@@ -117,12 +117,12 @@ def check_unambiguous(op: ReduceOp, num_components: int) -> None:
         )
 
 
-def is_open(pair: Pair, communicator: Communicator) -> bool:
+def is_open(pair: Pair, communicator: BaseCommunicator) -> bool:
     """Return whether there are several components to combine."""
     return communicator.size > 1 and isinstance(pair.value, PerReplica)
 
 
-def _checked(op: ReduceOp, value: Any, destinations: Any, communicator: Communicator) -> Pair:
+def _checked(op: ReduceOp, value: Any, destinations: Any, communicator: BaseCommunicator) -> Pair:
     _check_in_scope(value)
     if isinstance(value, DistributedValues):
         value = _components(value, communicator)
@@ -142,7 +142,7 @@ def _checked(op: ReduceOp, value: Any, destinations: Any, communicator: Communic
     return pair
 
 
-def _components(value: DistributedValues, communicator: Communicator) -> DistributedValues:
+def _components(value: DistributedValues, communicator: BaseCommunicator) -> DistributedValues:
     """Return what stands for a value where its components are combined."""
     found = value.across_replicas()
     if found is not value and communicator.size == 1:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, as_operand, like
-from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices
 from mpistrat.context.fitting import fitted
@@ -78,7 +78,7 @@ class ReductionToOneDevice(CrossDeviceOps):
             result = communicator.broadcast(result, root, options)
         return deliver(like(result, component), ranks, communicator)
 
-    def _root(self, communicator: Communicator) -> int:
+    def _root(self, communicator: BaseCommunicator) -> int:
         """Return the rank that `reduce_to_device` names."""
         ranks = resolve(self._reduce_to_device, communicator)
         if len(ranks) > 1:
@@ -92,7 +92,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         op: ReduceOp,
         array: Array,
         parts: list[Array] | None,
-        communicator: Communicator,
+        communicator: BaseCommunicator,
         options: CommunicationOptions,
     ) -> Array:
         """Return the combination of `parts` on the rank that has them; elsewhere just an array."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, TypeVar
 
 from mpistrat.errors import DeadlineExceededError
@@ -34,7 +34,7 @@ class Rendezvous:
     Attributes
     ----------
     comm : MPI.Intracomm
-        All ranks of the job; freed when the rendezvous ends.
+        All ranks that meet; freed when the rendezvous ends.
     world : World
         Which rank sits where.
     rank : int
@@ -72,8 +72,10 @@ class Rendezvous:
 
 
 @contextmanager
-def rendezvous(call: str, timeout_seconds: float = 0.0) -> Iterator[Rendezvous]:
+def rendezvous(call: str, timeout_seconds: float = 0.0, comm: MPI.Intracomm | None = None) -> Iterator[Rendezvous]:
     """Start MPI, wait until all ranks have come, and find out which sits where, on what. A collective call, as is leaving it.
+
+    Where only some ranks of the job meet, hosts do not begin to tell each other what their ranks wait for: it takes all.
 
     Parameters
     ----------
@@ -81,6 +83,8 @@ def rendezvous(call: str, timeout_seconds: float = 0.0) -> Iterator[Rendezvous]:
         What the ranks meet for, for errors.
     timeout_seconds : float
         How long to wait for the others; 0 means for ever.
+    comm : MPI.Intracomm, optional
+        The ranks that meet; by default all of the job.
 
     Raises
     ------
@@ -92,17 +96,25 @@ def rendezvous(call: str, timeout_seconds: float = 0.0) -> Iterator[Rendezvous]:
     early = watcher.start()  # before MPI, which waits for ranks that have not come, too
     if early is not None:
         early.begin()
-    with watched(call):
+    with nullcontext() if comm is not None and _is_part(comm) else watched(call):
         world = bootstrap.start()
-        group = Group(_own(world, call, timeout_seconds), "world", tuple(range(world.Get_size())))
+        group = Group(_own(comm or world, call, timeout_seconds), "world", tuple(range((comm or world).Get_size())))
         try:
-            _watch(world, call, timeout_seconds)
+            if group.size == world.Get_size():
+                _watch(world, call, timeout_seconds)
             check_gpu_assignment(group.comm)
             found = discover(group.comm)
             watcher.introduce(found.nodes[found.place(group.rank).node_index].name)
             yield Rendezvous(group, found)
         finally:
             group.close()
+
+
+def _is_part(comm: MPI.Intracomm) -> bool:
+    """Return whether a communicator has but some ranks of the job."""
+    from mpi4py import MPI
+
+    return comm.Get_size() < MPI.COMM_WORLD.Get_size()
 
 
 def _watch(world: MPI.Intracomm, call: str, timeout_seconds: float) -> None:
@@ -112,9 +124,9 @@ def _watch(world: MPI.Intracomm, call: str, timeout_seconds: float) -> None:
         found.join(_own(world, call, timeout_seconds))
 
 
-def _own(world: MPI.Intracomm, call: str, timeout_seconds: float) -> MPI.Intracomm:
-    """Return a duplicate of the world; it comes to be when all ranks have asked for it."""
-    own, request = world.Idup()
+def _own(comm: MPI.Intracomm, call: str, timeout_seconds: float) -> MPI.Intracomm:
+    """Return a duplicate of a communicator; it comes to be when all ranks have asked for it."""
+    own, request = comm.Idup()
     began = time.monotonic()
     deadline = began + (timeout_seconds or float("inf"))
     watching = watcher.watcher()
@@ -123,8 +135,8 @@ def _own(world: MPI.Intracomm, call: str, timeout_seconds: float) -> MPI.Intraco
             watching.raise_verdict()
         if time.monotonic() > deadline:
             raise DeadlineExceededError(
-                f"rank {world.Get_rank()}: timeout waiting for the cluster: after {timeout_seconds} s some of the "
-                f"{world.Get_size()} ranks had not come to {call}. Either they do not make this call, or they need longer: "
+                f"rank {comm.Get_rank()}: timeout waiting for the cluster: after {timeout_seconds} s some of the "
+                f"{comm.Get_size()} ranks had not come to {call}. Either they do not make this call, or they need longer: "
                 "raise CommunicationOptions(timeout_seconds=…) or MPISTRAT_TIMEOUT_SECONDS"
             )
         pause(began)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.context.stack import in_replica_context_of
 from mpistrat.context.strategy_like import StrategyLike
 from mpistrat.context.values import regroup
@@ -214,7 +214,7 @@ class DistributedIterator(Iterator[Any]):
             communicator.note(self._call)
         return not has_share if self._steps is None else self._taken >= self._steps
 
-    def _exchange(self, communicator: Communicator, has_share: bool, error: Exception | None) -> bool:
+    def _exchange(self, communicator: BaseCommunicator, has_share: bool, error: Exception | None) -> bool:
         state = _FAILED if error is not None else _GOES_ON if has_share else _ENDED
         length = _UNKNOWN if self._length is None else self._length
         knows = self._empty is not None
@@ -232,7 +232,7 @@ class DistributedIterator(Iterator[Any]):
             self._steps = length
         return bool(state == _ENDED)
 
-    def _learn(self, communicator: Communicator, root: int) -> None:
+    def _learn(self, communicator: BaseCommunicator, root: int) -> None:
         """Let replica `root`, which has had an element, send a batch of no rows to those that have not."""
         told = communicator.broadcast(np.frombuffer(pickle.dumps(self._empty), np.uint8), root)
         if self._empty is None:

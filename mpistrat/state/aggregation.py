@@ -9,7 +9,7 @@ from hashlib import blake2b
 import numpy as np
 
 from mpistrat.arrays import Array, in_dtype, to_host
-from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.context.strategy_like import StrategyLike
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.reduction import ReduceOp
@@ -93,7 +93,7 @@ def aggregated(aggregation: VariableAggregation, array: Array, strategy: Strateg
     return total
 
 
-def share(total: Array, communicator: Communicator) -> Array:
+def share(total: Array, communicator: BaseCommunicator) -> Array:
     """Return this replica's part of a sum: equal ones, but of integers without a remainder; a boolean is its own part."""
     if total.dtype.kind == "b":
         return total
@@ -103,7 +103,7 @@ def share(total: Array, communicator: Communicator) -> Array:
     return in_dtype(total / total.dtype.type(communicator.size), total.dtype)
 
 
-def check_equal(call: str, arrays: tuple[Array, ...], communicator: Communicator) -> None:
+def check_equal(call: str, arrays: tuple[Array, ...], communicator: BaseCommunicator) -> None:
     """Check at once that all replicas pass the same arrays, bit by bit. A collective call.
 
     Raises

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, to_host
-from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.context.fitting import converted
 from mpistrat.context.stack import default_mode, get_update_replica_id, in_replica_context_of
 from mpistrat.context.strategy_like import StrategyLike
@@ -88,7 +88,7 @@ class Declaration:
         return f"{self.synchronization.name}, {self.aggregation.name}, trainable={self.trainable}"
 
     @property
-    def communicator(self) -> Communicator:
+    def communicator(self) -> BaseCommunicator:
         """That of the strategy, at this moment: a strategy that is closed has another one."""
         return self.strategy.extended.communicator
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.context.stack import in_replica_context_of
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.destinations import OnSomeReplicas
@@ -70,7 +70,7 @@ class CentralStorageExtended(StrategyExtended):
 
     Parameters
     ----------
-    communicator : Communicator
+    communicator : BaseCommunicator
         Over the ranks of the node.
     root : int
         The rank that keeps the variables.
@@ -83,7 +83,7 @@ class CentralStorageExtended(StrategyExtended):
 
     is_central = True
 
-    def __init__(self, communicator: Communicator, root: int) -> None:
+    def __init__(self, communicator: BaseCommunicator, root: int) -> None:
         super().__init__(
             communicator, ReductionToOneDevice(root), node_devices(communicator.world), parameter_devices=(device_name(root),)
         )

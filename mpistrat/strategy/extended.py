@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.stack import (
@@ -43,7 +43,7 @@ class StrategyExtended:
 
     Parameters
     ----------
-    communicator : Communicator
+    communicator : BaseCommunicator
         Over the strategy's replicas.
     cross_device_ops : CrossDeviceOps, optional
         How the components of values are combined; HierarchicalAllReduce by default.
@@ -55,7 +55,7 @@ class StrategyExtended:
 
     def __init__(
         self,
-        communicator: Communicator,
+        communicator: BaseCommunicator,
         cross_device_ops: CrossDeviceOps | None = None,
         worker_devices: Sequence[str] | None = None,
         parameter_devices: Sequence[str] | None = None,

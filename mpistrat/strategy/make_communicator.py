@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-from mpistrat import settings
-from mpistrat.communicator.device import DeviceCommunicator
-from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.cross_device.all_reduce import HierarchicalAllReduce
 from mpistrat.cross_device.ops import CrossDeviceOps
-from mpistrat.device.binding import bound_device
-from mpistrat.errors import InvalidArgumentError, SettingError
+from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.watch.watched import watched
 
-__all__ = ["check_communication", "described", "make_communicator", "time_to_meet"]
+__all__ = ["check_communication", "described", "make_communicator"]
 
 
 def described(strategy: str, **arguments: object) -> str:
     """Return the text of the call that makes a strategy, by which ranks compare their arguments."""
     return f"{strategy}({', '.join(f'{name}={_named(value)}' for name, value in arguments.items())})"
-
-
-def time_to_meet(options: object) -> float:
-    """Return how many seconds ranks wait for each other while a strategy is made; 0 means for ever."""
-    if isinstance(options, CommunicationOptions) and options.timeout_seconds is not None:
-        return options.timeout_seconds
-    try:
-        return settings.TIMEOUT_SECONDS.read()
-    except SettingError:
-        return 0.0  # the communicator refuses it, where all ranks learn of it
 
 
 def check_communication(cross_device_ops: object, options: object, num_packs: int | None) -> None:
@@ -58,7 +45,7 @@ def check_communication(cross_device_ops: object, options: object, num_packs: in
         )
 
 
-def make_communicator(hierarchy: Hierarchy, options: CommunicationOptions | None, num_packs: int | None) -> MpiCommunicator:
+def make_communicator(hierarchy: Hierarchy, options: CommunicationOptions | None, num_packs: int | None) -> Communicator:
     """Return the communicator over `hierarchy`, which it owns from here on. A collective call.
 
     Parameters
@@ -68,7 +55,7 @@ def make_communicator(hierarchy: Hierarchy, options: CommunicationOptions | None
     options : CommunicationOptions or None
         Hold for every call that does not say otherwise; the same on all ranks.
     num_packs : int or None
-        As for `MpiCommunicator`; the same on all ranks.
+        As for `Communicator`; the same on all ranks.
 
     Raises
     ------
@@ -81,10 +68,7 @@ def make_communicator(hierarchy: Hierarchy, options: CommunicationOptions | None
     """
     try:
         with watched("making a strategy: what it communicates through"):
-            device = bound_device()
-            if device is not None:
-                return DeviceCommunicator(hierarchy, device, options, num_packs)
-            return MpiCommunicator(hierarchy, options, num_packs)
+            return Communicator(hierarchy, options, num_packs=num_packs)
     except Exception:
         hierarchy.close()
         raise

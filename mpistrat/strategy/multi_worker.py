@@ -11,14 +11,15 @@ from mpistrat.cluster.mpi_resolver import MPIClusterResolver
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.tf_config import TFConfigClusterResolver
 from mpistrat.cluster.training import chief_rank, training_role
-from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.interface import BaseCommunicator
+from mpistrat.communicator.meeting import time_to_meet
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.errors import CollectiveError, DeadlineExceededError, InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.groups.rendezvous import Rendezvous, rendezvous
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.make_communicator import check_communication, described, make_communicator, time_to_meet
+from mpistrat.strategy.make_communicator import check_communication, described, make_communicator
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.topology.devices import device_name
 
@@ -135,13 +136,13 @@ class MultiWorkerExtended(StrategyExtended):
 
     Parameters
     ----------
-    communicator : Communicator
+    communicator : BaseCommunicator
         Over all ranks.
     is_chief : bool
         Whether this rank writes checkpoints and logs.
     """
 
-    def __init__(self, communicator: Communicator, *, is_chief: bool) -> None:
+    def __init__(self, communicator: BaseCommunicator, *, is_chief: bool) -> None:
         super().__init__(communicator, worker_devices=(device_name(communicator.rank),))
         self._is_chief = is_chief
 
@@ -180,7 +181,7 @@ def _chief(job: Rendezvous, resolver: ClusterResolver) -> int:
     return chief_rank(job.comm.allgather(role))
 
 
-def _check_health(communicator: Communicator) -> None:
+def _check_health(communicator: BaseCommunicator) -> None:
     """Reduce one number over all ranks, so that what cannot work is known before the first step. A collective call."""
     try:
         [total] = communicator.all_reduce(ReduceOp.SUM, [np.ones(1, np.int64)])

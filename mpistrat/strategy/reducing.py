@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat.arrays import Array, as_operand, in_dtype, is_on_device
-from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices, check_slices
 from mpistrat.context.values import DistributedValues, PerReplica, select_replica
@@ -89,7 +89,7 @@ def local_part(op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int] | 
     raise InvalidArgumentError(f"reduce over axis={axis!r} takes SUM or MEAN, got {op.name}; use axis=None for {op.name}")
 
 
-def check_doubtful(part: LocalPart, communicator: Communicator, options: CommunicationOptions | None = None) -> None:
+def check_doubtful(part: LocalPart, communicator: BaseCommunicator, options: CommunicationOptions | None = None) -> None:
     """Check that all `doubtful` arrays are zero on all replicas. A collective call, if there are any.
 
     Whether they are zero may differ between replicas, which must all be refused together.

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpistrat.arrays import Array, as_operand, like
-from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, gather_refused
 from mpistrat.context.fitting import fitted
@@ -64,7 +64,7 @@ class ReplicaContext:
     def __init__(self, strategy: Any, replica_id_in_sync_group: Any = None) -> None:
         self._strategy = strategy
         self._extended: StrategyExtended = strategy.extended
-        self._communicator: Communicator = self._extended.communicator
+        self._communicator: BaseCommunicator = self._extended.communicator
         # arrays of the host need not be looked at; where replicas compute on GPUs, these are refused
         self._is_quick = self._extended.is_stock and bound_device() is None
         if replica_id_in_sync_group is None:

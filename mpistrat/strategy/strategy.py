@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from mpistrat.arrays import Array, array_module, as_array, as_operand, like
-from mpistrat.communicator.closed import ClosedCommunicator
 from mpistrat.communicator.explain import Explanation
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.local import LocalCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, gather_refused
@@ -52,6 +52,15 @@ class Strategy:
     def extended(self) -> StrategyExtended:
         """The part for authors of strategies and libraries."""
         return self._extended
+
+    @property
+    def communicator(self) -> BaseCommunicator:
+        """What the strategy communicates through: the verbs on plain arrays, in either context. Not in TensorFlow.
+
+        A `mpistrat.Communicator` where there are several replicas; one of a single replica has the same verbs. What is called
+        here counts as a collective of the strategy, so all replicas call it, in the same order.
+        """
+        return self._extended.communicator
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -406,7 +415,7 @@ class Strategy:
         """
         check_options(options)
         leaves = flatten(select_replica(value))[0]
-        return self._extended.communicator.explain_batch([as_array(leaf) for leaf in leaves], options)
+        return self._extended.communicator.explain([as_array(leaf) for leaf in leaves], options)
 
     def memory_report(self) -> MemoryReport:
         """Return what this rank holds to communicate: windows, scratch memory and plans, in bytes. Not in TensorFlow.
@@ -437,13 +446,8 @@ class Strategy:
             If called inside `run`, or in the scope of another strategy.
         """
         self._extended.require_cross_replica("strategy.close")
-        ops = self._extended.communicator
-        if default_mode().strategy is self or isinstance(ops, ClosedCommunicator):
-            return
-        ops.close()
-        self._extended.communicator = ClosedCommunicator(repr(self), ops)
-        # the replica context keeps the operations at hand: a new one, with those that are closed
-        self.replica_context = ReplicaContext(self, ops.rank)
+        if default_mode().strategy is not self:
+            self._extended.communicator.close(owner=repr(self))
 
     # names of TensorFlow 1, and spellings that have been replaced
     unwrap = deprecated.unwrap

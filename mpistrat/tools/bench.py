@@ -20,7 +20,7 @@ import numpy as np
 import mpistrat
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.arrays import Array
-from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch.bootstrap import start
@@ -110,7 +110,7 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def measure(ops: MpiCommunicator, nbytes: int, algorithm: str) -> Row:
+def measure(ops: Communicator, nbytes: int, algorithm: str) -> Row:
     """Return what one size takes. A collective call.
 
     Raises
@@ -136,7 +136,7 @@ def measure(ops: MpiCommunicator, nbytes: int, algorithm: str) -> Row:
     return Row(nbytes, plan, seconds, mpi_seconds, algorithm_gbs, bus_gbs, mpi_seconds / seconds, rounds)
 
 
-def _compare(arguments: argparse.Namespace, ops: MpiCommunicator, sizes: list[int]) -> None:
+def _compare(arguments: argparse.Namespace, ops: Communicator, sizes: list[int]) -> None:
     comparison = compare(ops, sizes)
     if ops.rank == 0:
         print(comparison.text())
@@ -144,7 +144,7 @@ def _compare(arguments: argparse.Namespace, ops: MpiCommunicator, sizes: list[in
             _write_json(arguments.json, ops, asdict(comparison))
 
 
-def _tabulate(arguments: argparse.Namespace, ops: MpiCommunicator, sizes: list[int]) -> None:
+def _tabulate(arguments: argparse.Namespace, ops: Communicator, sizes: list[int]) -> None:
     chief, rows = ops.rank == 0, []
     if chief:
         print(f"{'size':>10}  {'plan':<12}  {'time':>12}  {'MPI':>12}  {'alg GB/s':>9}  {'bus GB/s':>9}  {'x MPI':>6}")
@@ -161,7 +161,7 @@ def _tabulate(arguments: argparse.Namespace, ops: MpiCommunicator, sizes: list[i
         _write_plot(arguments.plot, ops, rows)
 
 
-def _ours(ops: MpiCommunicator, source: Array, target: Array, algorithm: str) -> tuple[Callable[[], object], str]:
+def _ours(ops: Communicator, source: Array, target: Array, algorithm: str) -> tuple[Callable[[], object], str]:
     # auto is what a call that says nothing gets
     options = None if algorithm == "auto" else CommunicationOptions(algorithm=algorithm)
     plan = ops.choose(source.size, source.dtype, options).plan
@@ -238,7 +238,7 @@ def _mpi_version() -> str:
     return str(MPI.Get_library_version()).split("\n")[0].split(",")[0].strip("\0 ")
 
 
-def _write_json(path: Path, ops: MpiCommunicator, figures: dict[str, Any]) -> None:
+def _write_json(path: Path, ops: Communicator, figures: dict[str, Any]) -> None:
     document = {
         "collective": "all_reduce",
         "dtype": "float32",
@@ -253,7 +253,7 @@ def _write_json(path: Path, ops: MpiCommunicator, figures: dict[str, Any]) -> No
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def _write_plot(path: Path, ops: MpiCommunicator, rows: list[Row]) -> None:
+def _write_plot(path: Path, ops: Communicator, rows: list[Row]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

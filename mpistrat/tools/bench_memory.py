@@ -10,8 +10,7 @@ import numpy as np
 
 from mpistrat import settings
 from mpistrat.arrays import Array, array_module
-from mpistrat.communicator.device import DeviceCommunicator
-from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.device.binding import bound_device
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.gpu_binding import what_is_bound
@@ -32,7 +31,7 @@ def prefer(device: str) -> None:
         os.environ[settings.DEVICE.name] = device
 
 
-def communicator(comm: MPI.Intracomm) -> MpiCommunicator:
+def communicator(comm: MPI.Intracomm) -> Communicator:
     """Return collectives over all ranks, for arrays where they compute. A collective call.
 
     Raises
@@ -41,30 +40,29 @@ def communicator(comm: MPI.Intracomm) -> MpiCommunicator:
         As `topology.check_gpu_assignment`, if the devices of the ranks do not go together.
     """
     check_gpu_assignment(comm)
-    hierarchy, device = Hierarchy(comm, discover(comm)), bound_device()
-    return MpiCommunicator(hierarchy) if device is None else DeviceCommunicator(hierarchy, device)
+    return Communicator(Hierarchy(comm, discover(comm)))
 
 
-def place_text(ops: MpiCommunicator) -> str:
+def place_text(ops: Communicator) -> str:
     """Return where arrays lie, why, and on GPUs which way they take."""
     bound = what_is_bound()
     why = f" ({bound.why})" if bound is not None and bound.why else ""
-    if isinstance(ops, DeviceCommunicator):
+    if ops.path:
         return f"on GPUs{why}: {ops.path}; bare MPI on arrays in host memory"
     return f"in host memory{why}"
 
 
-def filled(count: int, value: float, ops: MpiCommunicator) -> Array:
+def filled(count: int, value: float, ops: Communicator) -> Array:
     """Return an array of float32 where these collectives work."""
-    module: Any = array_module() if isinstance(ops, DeviceCommunicator) else np
+    module: Any = array_module() if ops.path else np
     array: Array = module.full(count, value, np.float32)
     return array
 
 
-def timed(run: Callable[[], object], ops: MpiCommunicator) -> Callable[[], object]:
+def timed(run: Callable[[], object], ops: Communicator) -> Callable[[], object]:
     """Return a call that ends when its results are there: on GPUs, when an event behind them has passed."""
     device = bound_device()
-    if device is None or not isinstance(ops, DeviceCommunicator):
+    if device is None or not ops.path:
         return run
 
     def until_there() -> None:

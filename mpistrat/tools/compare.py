@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.reduction import ReduceOp
 from mpistrat.text import format_bytes, format_seconds, format_table
@@ -99,12 +99,12 @@ class Comparison:
         )
 
 
-def compare(ops: MpiCommunicator, sizes: Sequence[int]) -> Comparison:
+def compare(ops: Communicator, sizes: Sequence[int]) -> Comparison:
     """Measure all algorithms and bare MPI at some sizes, in turns, beside what machine and links allow. A collective call.
 
     Parameters
     ----------
-    ops : MpiCommunicator
+    ops : Communicator
         The ranks.
     sizes : sequence of int
         Bytes of the arrays of float32.
@@ -119,7 +119,7 @@ def compare(ops: MpiCommunicator, sizes: Sequence[int]) -> Comparison:
     return Comparison(wire, copied, [_measure(ops, nbytes, wire, copied) for nbytes in sizes])
 
 
-def _measure(ops: MpiCommunicator, nbytes: int, wire: WireRate | None, copied: float) -> Size:
+def _measure(ops: Communicator, nbytes: int, wire: WireRate | None, copied: float) -> Size:
     comm = ops.hierarchy.world_group.comm
     source = np.full(nbytes // ITEM_BYTES, ops.rank + 1, np.float32)
     target = np.empty_like(source)

@@ -16,8 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 import mpistrat
 from mpistrat import settings
-from mpistrat.communicator.base import Communicator
-from mpistrat.communicator.device import DeviceCommunicator
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.experimental import CommunicationOptions
 from mpistrat.launch.gpu_binding import what_is_bound
 from mpistrat.text import format_bytes, format_count, format_table
@@ -65,18 +64,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     _conclude(console, accuracy, meter.steps, arguments.out)
 
 
-def _introduce(console: Console, ops: Communicator, options: CommunicationOptions) -> None:
+def _introduce(console: Console, ops: BaseCommunicator, options: CommunicationOptions) -> None:
     """Show the topology, and the plan for the gradients."""
     # the loss and the number of images travel with the gradients
     count = sum(array.size for array in train_digits.first_weights(HIDDEN).values()) + 2
     dtype = np.dtype(np.float32)
     kind = "virtual nodes on" if settings.VIRTUAL_NODES.read() else "real nodes, this is"
-    plan, _, reason = ops.explain(count * dtype.itemsize, dtype).partition("\n")
+    choice = ops.choose(count, dtype)
     facts = [
         ("computed", escape(_where(ops))),
         ("gradients", f"{format_bytes(count * dtype.itemsize)} of {dtype} on each rank, summed over all ranks in each step"),
-        ("plan", plan),
-        ("why", reason or "nobody else is there"),
+        ("plan", "one replica: nothing is sent" if choice is None else str(choice.plan)),
+        ("why", "nobody else is there" if choice is None else choice.reason),
     ]
     if options.wire_dtype:
         later = ", what that loses is sent in the next step" * options.error_feedback
@@ -85,11 +84,11 @@ def _introduce(console: Console, ops: Communicator, options: CommunicationOption
     console.print(_topology(ops.world), "", format_table(facts), "", sep="\n")
 
 
-def _where(ops: Communicator) -> str:
+def _where(ops: BaseCommunicator) -> str:
     """Return what this rank computes on and why, and on GPUs which way gradients take from one to the other."""
     found = what_is_bound()
     assert found is not None, "a strategy binds what it computes on"
-    if isinstance(ops, DeviceCommunicator):
+    if ops.path:
         return f"on GPUs, with CuPy ({found.why}); arrays are combined by {ops.path}"
     return f"in host memory, with NumPy: {found.why}"
 
@@ -123,7 +122,7 @@ def _summary(steps: Sequence[Step]) -> str:
     return f"loss {mean_loss(steps):.3f}  {rate:6.0f} images/s  {share:4.0%} communicating"
 
 
-def _all_timelines(ops: Communicator) -> dict[int, Timeline]:
+def _all_timelines(ops: BaseCommunicator) -> dict[int, Timeline]:
     """Return the timelines of all ranks. A collective call."""
     pickled = np.frombuffer(pickle.dumps(ops.timeline), np.uint8)
     stream = io.BytesIO(ops.all_gather(pickled).tobytes())

@@ -8,7 +8,7 @@ from pathlib import Path
 from mpistrat import cache, settings
 from mpistrat.algorithms.choose import PLANNERS, choose
 from mpistrat.algorithms.cost import CostModel
-from mpistrat.communicator.mpi import by_algorithm
+from mpistrat.communicator.communicator import by_algorithm
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch.bootstrap import start

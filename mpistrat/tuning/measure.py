@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
@@ -39,7 +39,7 @@ Times = dict[str, float]
 class Measured(Protocol):
     """What is measured: a communicator."""
 
-    def all_reduce(self, op: ReduceOp, arrays: Sequence[Array], options: None, out: Sequence[Array], /) -> object:
+    def all_reduce(self, op: ReduceOp, arrays: list[Array], options: None, out: list[Array], /) -> object:
         """Combine arrays across ranks."""
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from statistics import median
 
 import numpy as np
 
-from mpistrat.communicator.device import DeviceCommunicator
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.device.base import Device
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import LaunchError
@@ -38,18 +38,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = bound_device()
     if device is None:
         raise LaunchError("this process computes on its CPU; MPISTRAT_DEVICE=gpu says why")
-    communicator = DeviceCommunicator(Hierarchy(comm, World.from_shape("1x1")), device)
+    communicator = Communicator(Hierarchy(comm, World.from_shape("1x1")))
     figures = measure(communicator, device)
     communicator.close()
     arguments.report.write_text(json.dumps(figures))
 
 
-def measure(communicator: DeviceCommunicator, device: Device, calls: int = CALLS) -> dict[str, float]:
+def measure(communicator: Communicator, device: Device, calls: int = CALLS) -> dict[str, float]:
     """Return the median time of an all-reduce of one array of 1000 elements, and of arrays like a network's gradients.
 
     Parameters
     ----------
-    collectives : DeviceCommunicator
+    communicator : Communicator
         Of one rank.
     device : Device
         Its GPU.

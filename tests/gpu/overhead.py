@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import mpistrat
-from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.device.base import Device, address
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import LaunchError
@@ -49,13 +49,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(
-    communicator: Communicator, device: Device, raw: Raw, sizes: Mapping[str, int] | None = None, rounds: int = ROUNDS
+    communicator: BaseCommunicator, device: Device, raw: Raw, sizes: Mapping[str, int] | None = None, rounds: int = ROUNDS
 ) -> dict[str, float]:
     """Return the median times of each way to sum floats on a rank alone, and how ours compare with NCCL's.
 
     Parameters
     ----------
-    communicator : Communicator
+    communicator : BaseCommunicator
         Of one rank.
     device : Device
         Its GPU.
@@ -86,7 +86,7 @@ def measure(
     return figures
 
 
-def _times(communicator: Communicator, device: Device, raw: Raw, count: int, rounds: int) -> dict[str, float]:
+def _times(communicator: BaseCommunicator, device: Device, raw: Raw, count: int, rounds: int) -> dict[str, float]:
     """Return the median seconds of each way, which take turns."""
     values = np.random.default_rng(count).standard_normal(count, np.float32)
     source, stream = device.array_module.asarray(values), device.current_stream()

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 import mpistrat
 from mpistrat.arrays import is_on_device
-from mpistrat.communicator.device import DeviceCommunicator
 from mpistrat.device.binding import bound_device
 from mpistrat.experimental import CommunicationOptions
 
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _path(strategy: mpistrat.Strategy) -> str:
     """Return which way the arrays took."""
     communicator = strategy.extended.communicator
-    return communicator.path if isinstance(communicator, DeviceCommunicator) else "arrays in host memory"
+    return communicator.path or "arrays in host memory"
 
 
 def _try_all(strategy: mpistrat.Strategy) -> int:

@@ -15,7 +15,7 @@ from mpistrat.topology.world import World
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpistrat.communicator.base import Communicator
+    from mpistrat.communicator.interface import BaseCommunicator
     from mpistrat.groups.hierarchy import Hierarchy
     from mpistrat.strategy.strategy import Strategy
 
@@ -65,12 +65,12 @@ def hierarchy(comm: MPI.Intracomm, world: World) -> Iterator[Hierarchy]:
 
 
 @pytest.fixture
-def ops(comm: MPI.Intracomm, world: World) -> Iterator[Communicator]:
+def ops(comm: MPI.Intracomm, world: World) -> Iterator[BaseCommunicator]:
     """Give the all-reduce of the present node shape, with groups of its own."""
-    from mpistrat.communicator.mpi import MpiCommunicator
+    from mpistrat.communicator.communicator import Communicator
     from mpistrat.groups.hierarchy import Hierarchy
 
-    operations = MpiCommunicator(Hierarchy(comm, world))
+    operations = Communicator(Hierarchy(comm, world))
     yield operations
     operations.close()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.context.values import PerReplica
 from mpistrat.errors import AgreementError, DeadlineExceededError, UnavailableError
@@ -57,7 +57,7 @@ NAMES["started"] = "start_all_reduce"
 
 def make(comm):
     """Return collectives without a deadline of their own, that have made every call once."""
-    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(SHAPES[comm.size])))
+    ops = Communicator(Hierarchy(comm, World.from_shape(SHAPES[comm.size])))
     for call in VERBS.values():
         call(ops, 60)
     return ops
@@ -113,7 +113,7 @@ def test_every_verb_ends_and_names_who_is_missing(comm, monkeypatch, verb, stric
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_the_first_call_of_a_shape_has_the_deadline_too(comm, monkeypatch, strict):
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
-    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     message = r"collective 1, all_reduce\(SUM.*(missing rank 0 \(node0\)$|comes too late)"
     with late(comm, ops, 0), pytest.raises(DeadlineExceededError, match=message):
         ops.all_reduce(SUM, [np.ones(123_456)], within(SECONDS, algorithm="hierarchical"))
@@ -163,7 +163,7 @@ def test_who_is_late_but_in_time_is_no_error(comm):
 def test_at_the_last_moment_all_raise_or_none(comm):
     rng = np.random.default_rng(7)  # of one seed, so that all ranks draw the same
     for moment in rng.uniform(0.048, 0.06, 8):
-        ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+        ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
         comm.Barrier()
         time.sleep(moment * (comm.rank == comm.size - 1))
         try:
@@ -192,13 +192,13 @@ def test_settings_of_which_only_some_have_a_deadline_are_refused(comm, monkeypat
     if comm.rank:
         monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", "5")
     with pytest.raises(AgreementError, match=r"(?s)rank 0: settings .*MPISTRAT_TIMEOUT_SECONDS not set"):
-        MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+        Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
 
 
 @needs_ranks(2)
 def test_the_setting_is_the_deadline_of_calls_that_name_none(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", str(SECONDS))
-    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     time.sleep((SECONDS + 0.3) * (comm.rank == 0))
     ops.barrier(within(0))  # no deadline here, or in strict mode for its check
     with (
@@ -215,7 +215,7 @@ def test_steps_that_do_not_end_name_who_does_not_answer(comm, monkeypatch):
     ops = make(comm)
     last = comm.size - 1
     if comm.rank == last:
-        monkeypatch.setattr("mpistrat.communicator.mpi.run_batch", lambda *_: iter(()))
+        monkeypatch.setattr("mpistrat.communicator.reductions.run_batch", lambda *_: iter(()))
         VERBS["deterministic"](ops, 60)
     else:
         message = rf"did not end within 0.3 s; all .* no answer from rank {last} \(node1\)"
@@ -239,7 +239,7 @@ def test_a_missed_deadline_of_a_started_all_reduce(comm, monkeypatch):
     last = comm.size - 1
     options = CommunicationOptions(deterministic=True, timeout_seconds=SECONDS)
     if comm.rank == last:
-        monkeypatch.setattr("mpistrat.communicator.mpi.run_batch", lambda *_: iter(()))
+        monkeypatch.setattr("mpistrat.communicator.reductions.run_batch", lambda *_: iter(()))
     works = [ops.start_all_reduce(SUM, [ONES, ONES], options) for _ in range(3 if comm.rank < last else 1)]
     if comm.rank < last:
         message = rf"start_all_reduce\(SUM, .* did not end within 0.3 s; all ranks had arrived, .* from rank {last} \(node1\)"

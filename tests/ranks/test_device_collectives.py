@@ -11,8 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpistrat.communicator.device import DeviceCommunicator
-from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.device.kernels import TYPES
 from mpistrat.errors import (
@@ -44,10 +43,10 @@ class Pair:
     def __enter__(self):
         self.bound = stand_in(self.comm, self.world, self.has_nccl)
         self.device = self.bound.__enter__()
-        self.gpu = DeviceCommunicator(Hierarchy(self.comm, self.world), self.device)
-        self.host = MpiCommunicator(Hierarchy(self.comm, self.world))
+        self.gpu = Communicator(Hierarchy(self.comm, self.world))
+        self.host = Communicator(Hierarchy(self.comm, self.world), uses_gpu=False)
         self.rank, self.size = self.gpu.rank, self.gpu.size
-        self.library = getattr(self.gpu._on_device.intra, "_nccl", None)
+        self.library = getattr(self.gpu._gpu.executor.intra, "_nccl", None)
         return self
 
     def __exit__(self, *error):
@@ -197,7 +196,7 @@ def test_what_was_started_goes_on_between_other_calls(pair):
         np.testing.assert_array_equal(in_host.wait()[0], expected[0])
         for work, other in zip(works, expected, strict=False):
             [found] = work.wait()
-            assert gpu._stream.record().passed()
+            assert gpu._gpu.stream.record().passed()
             # nothing needs to be waited for: whichever stream looks, it is there
             with device.activate(device.stream()):
                 np.testing.assert_array_equal(device.get(found), other)
@@ -211,7 +210,7 @@ def test_what_is_started_comes_after_what_its_stream_was_given(pair):
     device.held = device.current_stream()
     device.put(given._memory, array)
     work = gpu.start_all_reduce(SUM, [given])
-    while not gpu._stream.waiting:
+    while not gpu._gpu.stream.waiting:
         time.sleep(0.0001)
     for _ in range(100):
         device.progress()
@@ -292,9 +291,9 @@ def test_what_goes_by_way_of_the_host_is_said_once(comm, world, monkeypatch, tmp
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "auto")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("mpistrat.execution.device_rails._said", set())
-    with stand_in(comm, world) as device:
+    with stand_in(comm, world):
         for _ in range(2):
-            communicator = DeviceCommunicator(Hierarchy(comm, world), device)
+            communicator = Communicator(Hierarchy(comm, world))
             communicator.close()
     said = capsys.readouterr().err
     assert said.count("memory of GPUs goes between nodes by way of the host: ") == (world.num_nodes > 1 and comm.rank == 0)
@@ -311,10 +310,10 @@ def test_wrong_values_from_an_mpi_that_was_named_are_raised_on_all(comm, world, 
     monkeypatch.setattr("mpistrat.transports.cuda_aware.CudaAwareRing.first_exchange", lambda self: wrong)
     hierarchy = Hierarchy(comm, world)
     with (
-        stand_in(comm, world) as device,
+        stand_in(comm, world),
         pytest.raises(TransportError, match="planted: wrong values, and MPISTRAT_MPI_GPU=on was set"),
     ):
-        DeviceCommunicator(hierarchy, device)
+        Communicator(hierarchy)
     hierarchy.close()
 
 
@@ -330,8 +329,8 @@ def test_a_rail_that_delivers_nothing_is_raised_on_all(comm, world, monkeypatch)
 
     monkeypatch.setattr("mpistrat.transports.cuda_aware.CudaAwareRing.first_exchange", first_exchange)
     hierarchy = Hierarchy(comm, world)
-    with stand_in(comm, world) as device, pytest.raises(TransportError, match="planted: rail 0 is late"):
-        DeviceCommunicator(hierarchy, device)
+    with stand_in(comm, world), pytest.raises(TransportError, match="planted: rail 0 is late"):
+        Communicator(hierarchy)
     hierarchy.close()
 
 
@@ -382,7 +381,7 @@ def test_a_transport_that_one_rank_cannot_make_nobody_takes(comm, monkeypatch):
             return allocate(nbytes)
 
         monkeypatch.setattr(device, "allocate", fail_once)
-        communicator = DeviceCommunicator(Hierarchy(comm, world), device)
+        communicator = Communicator(Hierarchy(comm, world))
         assert communicator.path.startswith("cuda_ipc inside nodes (nccl: planted: an error of CUDA's")
         communicator.close()
 
@@ -395,10 +394,10 @@ def test_a_transport_that_is_named_and_does_not_serve_is_refused_on_all(comm, mo
     hierarchy = Hierarchy(comm, world)
     reason = {"nccl": "nccl: CuPy finds no libnccl", "shared_memory": "shared_memory moves memory of the host"}[named]
     with (
-        stand_in(comm, world, has_nccl=False) as device,
+        stand_in(comm, world, has_nccl=False),
         pytest.raises(TransportError, match=f"={named} cannot move memory of GPUs here: node0: {reason}.*Accepted are auto"),
     ):
-        DeviceCommunicator(hierarchy, device)
+        Communicator(hierarchy)
     hierarchy.close()
 
 
@@ -407,7 +406,7 @@ def test_a_transport_of_gpus_is_refused_where_ranks_compute_on_cpus(comm, monkey
     monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "nccl")
     hierarchy = Hierarchy(comm, World.from_shape(f"1x{comm.size}"))
     with pytest.raises(TransportError, match="=nccl moves memory of GPUs, and these ranks compute on CPUs; accepted are auto"):
-        MpiCommunicator(hierarchy)
+        Communicator(hierarchy)
     hierarchy.close()
 
 
@@ -475,7 +474,7 @@ def test_a_gpu_without_memory_is_an_error_on_all_ranks(uneven):
 @needs_ranks(2)
 def test_no_mapped_memory_is_kept_when_its_owner_frees_it(mapped):
     mapped.compare(SUM, [values(10, np.float32, 0)])
-    arenas = [weakref.ref(arena) for arena in getattr(mapped.gpu._on_device.intra, "_arenas", [])]
+    arenas = [weakref.ref(arena) for arena in getattr(mapped.gpu._gpu.executor.intra, "_arenas", [])]
     mapped.compare(SUM, [values(100_000, np.float32, 0)])
     if mapped.gpu.hierarchy.intra.size > 1:
         assert arenas
@@ -525,11 +524,11 @@ def test_what_is_held_and_done_is_told(pair):
     assert report.num_plans == 2
     assert (report.pinned_bytes > 0) == (pair.world.num_nodes > 1)
     assert "GPU " in str(report)
-    explained = pair.gpu.explain_batch(arrays)
+    explained = pair.gpu.explain(arrays)
     assert [pack.dtype for pack in explained.packs] == ["float64", "float32"]
     if pair.world.size > 1:
         assert pair.gpu.path in str(explained)
-    assert "constants for GPUs that were never measured" in str(pair.gpu.explain_batch(arrays[:1]))
+    assert "constants for GPUs that were never measured" in str(pair.gpu.explain(arrays[:1]))
 
 
 @needs_ranks(2)
@@ -542,7 +541,7 @@ def test_a_deadline_ends_a_collective_on_gpus_on_all_ranks(comm, is_one_node):
         options = CommunicationOptions(timeout_seconds=0.3, algorithm="hierarchical")  # MPI's own all-reduce has no deadline
         pair.gpu.all_reduce(SUM, [given], options)
         if pair.rank == late:  # it has come, and then goes no further
-            pair.gpu._steps = lambda *_: repeat(False)
+            pair.gpu._reductions._steps = lambda *_: repeat(False)
         with pytest.raises(DeadlineExceededError, match=r"did not end within 0\.3 s|was given up by rank"):
             pair.gpu.all_reduce(SUM, [given], options)
         comm.Barrier()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.communicator.device import DeviceCommunicator
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
 from tests.gpu import call_time, interop, open_close, overhead, sanitizer, soak, streams, verbs_rank
@@ -53,7 +53,7 @@ def test_a_call_of_a_rank_alone_is_timed(comm):
         pytest.skip("one rank is meant")
     world = World.from_shape("1x1")
     with stand_in(comm, world) as device:
-        communicator = DeviceCommunicator(Hierarchy(comm, world), device)
+        communicator = Communicator(Hierarchy(comm, world))
         figures = call_time.measure(communicator, device, calls=1)
         communicator.close()
     assert figures.keys() == {"python_us", "python_us_of_gradients"}
@@ -65,7 +65,7 @@ def test_a_rank_alone_is_compared_with_a_copy(comm):
         pytest.skip("one rank is meant")
     world = World.from_shape("1x1")
     with stand_in(comm, world) as device:
-        communicator = DeviceCommunicator(Hierarchy(comm, world), device)
+        communicator = Communicator(Hierarchy(comm, world))
 
         def raw(source, target, count, stream):
             device.current_stream().copy(target, source, 4 * count)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.errors import AgreementError, UnavailableError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
@@ -20,7 +20,7 @@ SUM = ReduceOp.SUM
 @pytest.fixture
 def one_node(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     yield ops
     ops.close()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import TransportError
 from mpistrat.execution.binder import SLOT_ALIGNMENT_BYTES
@@ -108,7 +108,7 @@ def test_a_strategy_tells_what_it_holds(strategy):
 @needs_ranks(2)
 def test_where_more_memory_is_refused_what_went_before_goes_on(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     arrays = [np.arange(50_000, dtype=np.float32) + ops.rank]
     mixed = [np.ones(100, np.float32), np.ones(10, np.float16)]
     expected = ops.all_reduce(SUM, arrays)[0], ops.all_reduce(SUM, mixed)[1]

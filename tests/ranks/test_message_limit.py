@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
@@ -25,7 +25,7 @@ def limited(request, comm, world, monkeypatch):
     # messages that are bound, not those of calls whose arrays go straight to MPI
     monkeypatch.setattr("mpistrat.transports.mpi._message", checked(mpi._message))
     monkeypatch.setattr(mpi_ring._Ring, "_message", checked(mpi_ring._Ring._message))
-    ops = MpiCommunicator(Hierarchy(comm, world))
+    ops = Communicator(Hierarchy(comm, world))
     yield ops
     ops.close()
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.communicator.device import DeviceCommunicator
 from mpistrat.context.values import PerReplica
 from mpistrat.device import binding
 from mpistrat.errors import AgreementError, InvalidArgumentError
@@ -83,7 +82,7 @@ def test_the_demo_runs_on_gpus_and_says_so(comm, gpu, tmp_path, capsys, monkeypa
 
 
 def test_the_strategy_knows_where_it_computes(comm, on_gpu, xp):
-    assert isinstance(on_gpu.extended.communicator, DeviceCommunicator)
+    assert on_gpu.communicator.path
     assert on_gpu.array_module is xp
     assert on_gpu.extended.worker_devices == (f"/job:worker/replica:0/task:{comm.rank}/device:GPU:0",)
 

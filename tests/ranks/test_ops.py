@@ -1,4 +1,4 @@
-"""MpiCommunicator: every dtype, operation and algorithm on every node shape, against sums made in one place."""
+"""Communicator: every dtype, operation and algorithm on every node shape, against sums made in one place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.communicator import plan_cache
-from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.errors import (
     AgreementError,
@@ -39,7 +39,7 @@ MIXED = {1: "1x1", 2: "2x1", 3: "2+1", 4: "3+1", 8: "3+1+2+2"}
 @pytest.fixture
 def mixed(comm):
     """Give the all-reduce of one shape, for what does not depend on the shape."""
-    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(MIXED.get(comm.size, f"{comm.size}x1"))))
+    ops = Communicator(Hierarchy(comm, World.from_shape(MIXED.get(comm.size, f"{comm.size}x1"))))
     yield ops
     ops.close()
 
@@ -121,7 +121,7 @@ def test_large_buffers_by_rule(ops, world):
 @pytest.mark.parametrize("reads", ["0", "1"])
 def test_one_node_works_between_the_arrays_of_the_caller(comm, monkeypatch, reads):
     monkeypatch.setenv("MPISTRAT_PEER_MEMORY", reads)
-    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     for algorithm in ["hierarchical"] if comm.size == 1 else ["hierarchical", "pipelined"]:
         for count in (1, 0, 1000, 300_001, 1_000_003, 1000):
             given = rows(np.dtype(np.float64), MEAN, count, comm.size, count)
@@ -141,7 +141,7 @@ def test_one_node_works_between_the_arrays_of_the_caller(comm, monkeypatch, read
 @pytest.mark.parametrize("dtype", [np.dtype(np.float64), np.dtype(np.float16), BFLOAT16], ids=str)
 def test_one_node_works_between_lists_of_arrays(comm, monkeypatch, reads, dtype):
     monkeypatch.setenv("MPISTRAT_PEER_MEMORY", reads)
-    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     for counts in ([5, 0, 1000, 1, 70_001], [900_001, 0, 800_000]):
         sources = [(np.arange(count) % 7 + comm.rank).astype(dtype) for count in counts]
         for out in (None, sources):
@@ -302,7 +302,7 @@ def test_a_started_all_reduce_goes_on_while_it_is_asked(mixed):
 def test_a_rank_that_does_not_come_is_an_error_after_the_deadline(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")  # the check itself waits without a deadline
     monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", "30")
-    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")), by_name("hierarchical"))
+    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")), by_name("hierarchical"))
     array = np.ones(100, np.float32)
     assert ops.all_reduce(SUM, [array])[0][0] == comm.size
     if comm.rank < comm.size - 1:
@@ -374,7 +374,7 @@ def test_gathers_that_cannot_be_are_refused_on_every_rank(mixed, array, axis, er
 )
 def test_gathers_that_do_not_fit_are_refused_on_every_rank(comm, monkeypatch, strict, other):
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
-    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     mine = other if ops.rank == 1 else np.ones((2, 3), np.complex64 if other.dtype.kind == "c" else np.float64)
     with pytest.raises((InvalidArgumentError, AgreementError), match="all_gather"):
         ops.all_gather(mine, axis=0)
@@ -403,7 +403,7 @@ def test_broadcasts_that_cannot_be_are_refused_on_every_rank(mixed):
     assert mixed.broadcast(np.array(mixed.rank)) == 0
 
 
-def nothing_else(ops: MpiCommunicator) -> None:
+def nothing_else(ops: Communicator) -> None:
     """The call after a refused one works."""
     assert ops.all_reduce(SUM, [np.array([ops.rank])])[0] == sum(range(ops.size))
 
@@ -483,7 +483,7 @@ def test_a_wrong_call_on_one_rank_raises_on_all(mixed, wrong, error, message):
 
 
 def test_an_algorithm_that_does_not_apply_is_refused_on_every_rank(comm):
-    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     with pytest.raises(Unsuitable, match="algorithm 'leader' cannot be used on .*, because all ranks are on one node"):
         ops.all_reduce(SUM, [ONE], by_name("leader"))
     nothing_else(ops)
@@ -492,15 +492,15 @@ def test_an_algorithm_that_does_not_apply_is_refused_on_every_rank(comm):
 
 def test_settings_are_defaults_and_options_win(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_ALGORITHM", "hierarchical")
-    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"{comm.size}x1")))
+    ops = Communicator(Hierarchy(comm, World.from_shape(f"{comm.size}x1")))
     assert ops.choose(10, np.dtype(np.float32)).plan.algorithm == "hierarchical"
     assert ops.choose(10, np.dtype(np.float32), by_name("flat")).plan.algorithm == "flat"
-    assert ops.explain(40, np.dtype(np.float32)).startswith("hierarchical: ")
+    assert "hierarchical" in str(ops.explain(np.ones(10, np.float32)))
     ops.close()
     monkeypatch.setenv("MPISTRAT_ALGORITHM", "best")
     hierarchy = Hierarchy(comm, World.from_shape(f"{comm.size}x1"))
     with pytest.raises(SettingError, match="MPISTRAT_ALGORITHM='best' was found; auto, flat"):
-        MpiCommunicator(hierarchy)
+        Communicator(hierarchy)
     hierarchy.close()
 
 
@@ -526,7 +526,7 @@ def test_the_timeline_shows_the_phases(ops, world):
 def unchecked(comm, monkeypatch):
     """Give the all-reduce without strict mode, which then takes its shortest ways."""
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(MIXED.get(comm.size, f"{comm.size}x1"))))
+    ops = Communicator(Hierarchy(comm, World.from_shape(MIXED.get(comm.size, f"{comm.size}x1"))))
     yield ops
     ops.close()
 
@@ -581,7 +581,7 @@ def test_foreign_bytes_are_refused_without_strict_mode(unchecked):
 
 @pytest.mark.parametrize("num_packs", [0, 1, 3, 7])
 def test_num_packs_cut_the_elements_and_not_the_result(comm, world, num_packs):
-    ops = MpiCommunicator(Hierarchy(comm, world), num_packs=num_packs)
+    ops = Communicator(Hierarchy(comm, world), num_packs=num_packs)
     shapes = [(3, 5), (), (0,), (100_003,), (2, 2)]
     for algorithm in algorithms(world):
         arrays = [np.full(shape, ops.rank + 1, dtype) for shape in shapes for dtype in (np.float32, np.int64)]
@@ -594,13 +594,13 @@ def test_num_packs_cut_the_elements_and_not_the_result(comm, world, num_packs):
 def test_a_negative_num_packs_says_what_is_accepted(comm, world):
     hierarchy = Hierarchy(comm, world)
     with pytest.raises(InvalidArgumentError, match=r"num_packs must be None, 0 \(each array by itself\) or positive; got -1"):
-        MpiCommunicator(hierarchy, num_packs=-1)
+        Communicator(hierarchy, num_packs=-1)
     hierarchy.close()
 
 
 def test_the_arrays_of_the_last_call_are_told_from_others(comm, world, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = MpiCommunicator(Hierarchy(comm, world))
+    ops = Communicator(Hierarchy(comm, world))
     a, b = np.ones(2, np.float32), np.full(2, 2, np.float32)
     out, other = np.empty_like(a), np.empty_like(a)
     for source, target, op, expected in [

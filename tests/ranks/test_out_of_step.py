@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, DeadlineExceededError, SettingError, UnavailableError
 from mpistrat.groups.hierarchy import Hierarchy
@@ -18,7 +18,7 @@ SUM = ReduceOp.SUM
 
 
 def one_node(comm):
-    return MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    return Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
 
 
 @needs_ranks(2)
@@ -45,7 +45,7 @@ def test_a_setting_that_one_rank_cannot_read_is_told_to_all(comm, monkeypatch):
 
 
 def test_a_deadline_of_its_own_on_each_rank_changes_nothing(comm, world):
-    ops = MpiCommunicator(Hierarchy(comm, world))
+    ops = Communicator(Hierarchy(comm, world))
     for turn in range(6):
         options = CommunicationOptions(algorithm="hierarchical", timeout_seconds=20 + (turn * comm.rank) % 3)
         given = [np.full(1000, comm.rank + turn, dtype) for dtype in (np.float32, np.int8)]
@@ -55,7 +55,7 @@ def test_a_deadline_of_its_own_on_each_rank_changes_nothing(comm, world):
 
 
 def test_results_may_be_written_over_other_arrays_of_the_batch(comm, world):
-    ops = MpiCommunicator(Hierarchy(comm, world))
+    ops = Communicator(Hierarchy(comm, world))
     for algorithm in ("flat", "hierarchical", *(["pipelined"] if world.size > 1 else [])):
         options = CommunicationOptions(algorithm=algorithm)
         a, b = np.full(900_000, 1.0, np.float32), np.full(900_000, 2.0, np.float32)
@@ -89,7 +89,7 @@ def test_after_a_missed_deadline_nothing_is_computed_any_more(comm):
 
 
 def test_means_of_small_integers_do_not_wrap_around(comm, world):
-    ops = MpiCommunicator(Hierarchy(comm, world))
+    ops = Communicator(Hierarchy(comm, world))
     for algorithm in ("flat", "hierarchical"):
         options = CommunicationOptions(algorithm=algorithm)
         [mean] = ops.all_reduce(ReduceOp.MEAN, [np.full(5, 100, np.int8)], options)

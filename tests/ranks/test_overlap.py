@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, InvalidArgumentError, UnavailableError, UnsupportedDtypeError
 from mpistrat.groups.hierarchy import Hierarchy
@@ -21,7 +21,7 @@ SUM, MEAN, MAX = ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX
 
 
 def one_node(comm):
-    return MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    return Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
 
 
 def given(rank, count, seed):
@@ -100,7 +100,7 @@ def test_results_are_written_where_the_caller_wants_them(ops):
 
 
 def test_what_is_dropped_is_carried_out(comm, world):
-    ops = MpiCommunicator(Hierarchy(comm, world))
+    ops = Communicator(Hierarchy(comm, world))
     target = np.zeros(200_000, np.float32)
     ops.start_all_reduce(SUM, [given(ops.rank, target.size, 5)], out=[target])
     ops.start_all_reduce(SUM, [np.ones(4)])
@@ -187,7 +187,7 @@ def test_what_fails_is_the_last(comm, monkeypatch):
         yield
 
     with monkeypatch.context() as patch:
-        patch.setattr("mpistrat.communicator.mpi.run_batch", broken)
+        patch.setattr("mpistrat.communicator.reductions.run_batch", broken)
         works = [ops.start_all_reduce(SUM, [np.ones(2)]) for _ in range(2)]
         with pytest.raises(OSError, match="the wire is cut"):
             works[0].wait()
@@ -202,7 +202,7 @@ def test_what_fails_is_the_last(comm, monkeypatch):
 
 @needs_ranks(2)
 def test_strategies_share_the_engine_in_the_order_of_the_program(comm):
-    several = [one_node(comm), MpiCommunicator(Hierarchy(comm, World.from_shape(f"{comm.size}x1")))]
+    several = [one_node(comm), Communicator(Hierarchy(comm, World.from_shape(f"{comm.size}x1")))]
     works = [several[turn % 2].start_all_reduce(SUM, [np.full(2000, turn)]) for turn in range(6)]
     assert (several[0].all_reduce(SUM, [np.ones(1)])[0] == comm.size).all()
     assert [work.wait()[0][0] for work in works] == [turn * comm.size for turn in range(6)]

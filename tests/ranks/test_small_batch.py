@@ -9,7 +9,7 @@ import optree
 import pytest
 
 import mpistrat
-from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.small_batch import SMALL_BATCH_BYTES, SmallBatch
 from mpistrat.errors import UnavailableError, UnsupportedDtypeError
@@ -26,7 +26,7 @@ SHAPES = [(3,), (), (2, 2), (0,), (5, 1)]
 @pytest.fixture
 def ops(comm, world, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    operations = MpiCommunicator(Hierarchy(comm, world))
+    operations = Communicator(Hierarchy(comm, world))
     yield operations
     operations.close()
 
@@ -97,7 +97,7 @@ def test_a_rank_may_go_the_long_way(ops):
 def test_a_rank_may_go_the_long_way_in_shared_memory(comm, monkeypatch, reads):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     monkeypatch.setenv("MPISTRAT_PEER_MEMORY", reads)
-    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     refusals, meet = [], NodeWindow.meet
     monkeypatch.setattr(NodeWindow, "meet", lambda self: refusals.append(ops._guard.lock.locked()) or meet(self))
     # of one block, of one block that is worth attaching to, and of several: what follows must find the ranks in step
@@ -115,7 +115,7 @@ def test_a_rank_may_go_the_long_way_in_shared_memory(comm, monkeypatch, reads):
 @needs_ranks(2)
 def test_large_arrays_of_the_caller_are_not_kept(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
-    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     for count in (1 << 17, 3 << 18):
         source, target = np.ones(count), np.zeros(count)
         for _ in range(3):
@@ -131,7 +131,7 @@ def test_large_arrays_of_the_caller_are_not_kept(comm, monkeypatch):
 def test_what_is_sent_wider_than_a_message_may_be_goes_the_long_way(comm, world, monkeypatch, fast_paths):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", "64")
-    ops = MpiCommunicator(Hierarchy(comm, world))
+    ops = Communicator(Hierarchy(comm, world))
     arrays = [np.arange(30, dtype=np.int8)] * 2
     for _ in range(3):
         assert all(np.array_equal(mean, arrays[0]) for mean in ops.all_reduce(ReduceOp.MEAN, arrays))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices, broadcast_slices
 from mpistrat.errors import AgreementError, UnsupportedDtypeError
@@ -70,7 +70,7 @@ def test_the_mean_counts_replicas_that_have_no_such_row(ops):
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_what_differs_is_told_to_all(comm, monkeypatch, strict):
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
-    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     first = comm.rank == 0
     variants = [
         (IndexedSlices(np.ones((1, 2)), [0], (4 if first else 5, 2)), r"rank 0: .*dense_shape=\(4, 2\)"),
@@ -129,6 +129,6 @@ def mixed_ops():
 
     comm = start()
     shape = {1: "1x1", 2: "2x1", 3: "2+1", 4: "3+1", 8: "3+1+2+2"}.get(comm.size, f"{comm.size}x1")
-    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(shape)))
+    ops = Communicator(Hierarchy(comm, World.from_shape(shape)))
     yield ops
     ops.close()

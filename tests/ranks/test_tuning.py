@@ -8,7 +8,7 @@ import pytest
 from mpistrat import cache
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.algorithms.cost import DEFAULT
-from mpistrat.communicator.mpi import MpiCommunicator, by_algorithm
+from mpistrat.communicator.communicator import Communicator, by_algorithm
 from mpistrat.errors import Unsuitable
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
@@ -75,7 +75,7 @@ def test_all_ranks_choose_by_the_file_of_rank_0(comm, world, kept):
     if comm.Get_rank() == 0:
         tuning = Tuning.of(present_conditions(world), found)
         cache.write(tuning.to_json(), tuning_path(tuning.conditions))
-    ops = MpiCommunicator(Hierarchy(comm, world))
+    ops = Communicator(Hierarchy(comm, world))
     choice = ops.choose(16, FLOAT)
     assert choice.plan.algorithm == slowest_first[0]
     assert [round(one.seconds * 1e6) for one in sorted(choice.considered, key=lambda one: one.seconds) if one.plan] == [

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.groups.hierarchy import Hierarchy
@@ -23,7 +23,7 @@ SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 @pytest.fixture
 def mixed(comm):
     """Give the collectives of one shape, for what does not depend on the shape."""
-    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(MIXED.get(comm.size, f"{comm.size}x1"))))
+    ops = Communicator(Hierarchy(comm, World.from_shape(MIXED.get(comm.size, f"{comm.size}x1"))))
     yield ops
     ops.close()
 
@@ -94,7 +94,7 @@ def test_gather_brings_all_arrays_to_one_replica(mixed):
 
 def test_large_arrays_travel_in_small_messages(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", "1000")
-    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     arrived = ops.all_to_all([np.full(3001 + peer, ops.rank) for peer in range(ops.size)])
     assert [(len(array), *set(array.tolist())) for array in arrived] == [(3001 + ops.rank, peer) for peer in range(ops.size)]
     gathered = ops.gather(np.full(3001, ops.rank, np.float32))
@@ -265,7 +265,7 @@ def test_error_feedback_makes_up_for_what_casts_have_lost(comm, world, algorithm
     monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "2KiB")
     if world.size == 1 and algorithm == "pipelined":
         pytest.skip("pipelined declines one rank")
-    ops = MpiCommunicator(Hierarchy(comm, world))
+    ops = Communicator(Hierarchy(comm, world))
     count, calls = 3001, 8  # several chunks, which take the slots in turn
     given = np.random.default_rng(3).normal(size=(world.size, count)).astype(np.float32)
     exact = given.astype(np.float64).sum(0)
@@ -329,7 +329,7 @@ def test_16_bit_floats_may_be_sent_as_they_are(mixed):
 
 @needs_ranks(2)
 def test_a_flat_all_reduce_has_nothing_to_cast(comm):
-    ops = MpiCommunicator(Hierarchy(comm, World.from_shape(f"{comm.size}x1")))
+    ops = Communicator(Hierarchy(comm, World.from_shape(f"{comm.size}x1")))
     with pytest.raises(
         InvalidArgumentError, match=r"wire_dtype='float16' needs a step between nodes, which algorithm 'flat' does"
     ):

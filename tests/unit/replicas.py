@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.communicator.base import Communicator
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.validate import check_gather
 from mpistrat.errors import AgreementError
 from mpistrat.execution.work import Work
@@ -48,11 +48,15 @@ class _Reached(BaseException):
         self.call, self.contribution, self.finish = call, contribution, finish
 
 
-class _ReplayedOps(Communicator):
+class _ReplayedOps(BaseCommunicator):
     def __init__(self, rank: int, size: int, known: list[Any]) -> None:
         self.world = World.from_shape(f"1x{size}")
         self.rank, self.size, self.timeline = rank, size, Timeline()
         self._known, self._next = known, 0
+
+    @property
+    def num_collectives(self):
+        return self._next
 
     def _meet(self, call: str, contribution: Any, finish: Callable[[list[Any]], Any]) -> Any:
         if self._next == len(self._known):

@@ -10,18 +10,18 @@ from ours import comm, communicator, is_right
 from turns import Task, serve
 
 import mpistrat
-from mpistrat.communicator.mpi import MpiCommunicator
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 
 
 @cache
-def by_name(algorithm: str) -> MpiCommunicator:
+def by_name(algorithm: str) -> Communicator:
     """Return the collectives of a program that always asks for this algorithm."""
     if algorithm == "auto":
         return communicator
-    return MpiCommunicator(Hierarchy(comm, communicator.world), CommunicationOptions(algorithm=algorithm))
+    return Communicator(Hierarchy(comm, communicator.world), CommunicationOptions(algorithm=algorithm))
 
 
 def all_reduce(request: dict[str, Any]) -> Task:

@@ -1,0 +1,73 @@
+"""The ranks of an MPI communicator come together: they compare what they ask for, and get groups of their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpistrat import settings
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.validate import check_num_packs
+from mpistrat.errors import InvalidArgumentError, SettingError
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.groups.rendezvous import rendezvous
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["hierarchy_over", "time_to_meet"]
+
+
+def hierarchy_over(comm: MPI.Intracomm, options: CommunicationOptions | None, num_packs: int | None) -> Hierarchy:
+    """Return the groups of the ranks of `comm`, which is only duplicated. A collective call.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        Any ranks of the job.
+    options, num_packs : CommunicationOptions, int
+        What the communicator is to be made with: the same on all ranks.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If `comm` is not an intracommunicator of this rank, or the options cannot be used.
+    AgreementError
+        If ranks pass different options, and on the others where one rank is refused.
+    LaunchError, TopologyError, DeadlineExceededError
+        As `groups.rendezvous`.
+    """
+    _check_comm(comm)
+
+    def check() -> None:
+        if not isinstance(options, (CommunicationOptions, type(None))):
+            raise InvalidArgumentError(f"options must be CommunicationOptions or None; got {type(options).__name__}")
+        check_num_packs(num_packs)
+
+    with rendezvous("Communicator", time_to_meet(options), comm) as job:
+        job.agree(f"Communicator(options={options}, num_packs={num_packs})", check)
+        return Hierarchy(job.comm, job.world)
+
+
+def time_to_meet(options: object) -> float:
+    """Return how many seconds ranks wait for each other while a communicator is made; 0 means for ever."""
+    if isinstance(options, CommunicationOptions) and options.timeout_seconds is not None:
+        return options.timeout_seconds
+    try:
+        return settings.TIMEOUT_SECONDS.read()
+    except SettingError:
+        return 0.0  # the communicator refuses it, where all ranks learn of it
+
+
+def _check_comm(comm: object) -> None:
+    from mpi4py import MPI
+
+    if not isinstance(comm, MPI.Intracomm):
+        raise InvalidArgumentError(
+            f"a Communicator is made of an intracommunicator, such as MPI.COMM_WORLD; got {type(comm).__name__}"
+        )
+    if comm == MPI.COMM_NULL:
+        raise InvalidArgumentError(
+            "a Communicator is made by the ranks that are in it; this rank got MPI.COMM_NULL, so it is not among them.\n"
+            "    incorrect:  comm = mpistrat.Communicator(sub)\n"
+            "    correct:    if sub != MPI.COMM_NULL: comm = mpistrat.Communicator(sub)"
+        )

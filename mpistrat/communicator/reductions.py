@@ -1,0 +1,288 @@
+"""Reductions: how a communicator combines arrays that have no fast path: by a plan, in the call or on the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import numpy as np
+
+from mpistrat.arrays import Array, is_on_device
+from mpistrat.communicator.bound_batch import BoundBatch, run_batch
+from mpistrat.communicator.call import CollectiveCall
+from mpistrat.communicator.call_sequence import CallSequence
+from mpistrat.communicator.device_plans import MixedPlanCache
+from mpistrat.communicator.fast_paths import FastPaths
+from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
+from mpistrat.communicator.guard import FRAMES, CollectiveGuard
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.plan_cache import PlanCache
+from mpistrat.communicator.validate import apart, check_array, check_gather, check_out, describe, describe_all_reduce
+from mpistrat.errors import InvalidArgumentError, TransportError
+from mpistrat.execution.executor import Executor
+from mpistrat.execution.work import Work
+from mpistrat.groups.agreement import Signature
+from mpistrat.reduction import ReduceOp
+from mpistrat.transports.steps import Steps
+from mpistrat.watch.recorder import recorder
+
+__all__ = ["Reductions"]
+
+
+class Reductions:
+    """The verbs that combine arrays, for one communicator.
+
+    Parameters
+    ----------
+    executor : Executor
+        Of its host memory.
+    guard : CollectiveGuard
+        Lets calls through, and goes through their steps.
+    calls : CallSequence
+        The way into each call.
+    plans : PlanCache
+        Those of host memory.
+    gpu : GpuArrays or None
+        What works on GPUs, where ranks compute there.
+
+    Attributes
+    ----------
+    fast : FastPaths
+        Learns which arrays need no plan.
+    plans : PlanCache or MixedPlanCache
+        Those of all memory.
+    num_packs : int or None
+        How a batch is packed: see `mpistrat.Communicator`.
+    active : callable
+        Returns a context in which the calling thread computes where the communicator does.
+    """
+
+    def __init__(
+        self, executor: Executor, guard: CollectiveGuard, calls: CallSequence, plans: PlanCache, gpu: GpuArrays | None
+    ) -> None:
+        self._guard, self._calls, self._gpu = guard, calls, gpu
+        self.fast = FastPaths(executor)
+        self.plans: PlanCache | MixedPlanCache = plans if gpu is None else gpu.plans
+        self._present, self._rank, self._size = executor.hierarchy.call, executor.hierarchy.rank, executor.hierarchy.world.size
+        self._window = executor.intra.window if executor.hierarchy.intra.size > 1 else None
+        self._recorder = recorder()
+        self.active: Callable[[], AbstractContextManager[None]] = nullcontext if gpu is None else gpu.activate
+        self.num_packs: int | None = None
+
+    def all_reduce(
+        self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions | None, out: Sequence[Array] | None
+    ) -> list[Array]:
+        """Combine each array across ranks: see `mpistrat.Communicator.all_reduce`. A collective call."""
+
+        def check(wanted: CommunicationOptions) -> None:
+            self._check(op, arrays, wanted, self.num_packs, out)
+
+        def arguments(wanted: CommunicationOptions) -> str:
+            return describe_all_reduce(op, arrays, wanted, self.num_packs)
+
+        with self.active(), self._guard:
+            call, refused = self._calls.announce("all_reduce", arguments, options, check)
+            steps, results = self._let_in(call, refused, op, arrays, out)
+            self._guard.run(call, steps)
+            self._settle()
+            return results
+
+    def all_reduce_on_gpu(
+        self, op: ReduceOp, arrays: Sequence[Array], out: Sequence[Array] | None, noted: int = 0, frames: int = FRAMES - 1
+    ) -> list[Array] | None:
+        """Combine arrays on the GPU by the plan of an earlier call; do nothing, and return None, where all must be looked at.
+
+        A collective call.
+
+        Parameters
+        ----------
+        op, arrays, out : ReduceOp, sequence of ndarray, sequence of ndarray
+            As for `all_reduce`.
+        noted, frames : int
+            As for `BaseCommunicator.all_reduce_again`.
+        """
+        guard, gpu = self._guard, self._gpu
+        if gpu is None or guard.refusal or self._calls.options.timeout_seconds or self._calls.is_strict:
+            return None
+        batch = gpu.known(op, arrays, self.num_packs)
+        if batch is None:
+            return None
+        if out is not None:
+            try:
+                check_out(out, arrays)
+            except InvalidArgumentError:
+                return None  # the other ranks must learn of it
+        if not guard.lock.acquire(False):
+            return None
+        slot = 0
+        try:
+            guard.number = number = guard.number + 1
+            guard.signature = signature = batch.signature("all_reduce")
+            self._present.word = word = signature.word ^ guard.noted_before(noted)
+            index = guard.indexes.get(word) or guard.index(word, "all_reduce", signature.text, signature.details)
+            slot = self._recorder.enter(guard.communicator, number, index, frames + 1)
+            with gpu.activate():
+                results, sources = self._landing(arrays, out)
+                guard.drive_present(self._steps(batch, sources, results))
+            self._recorder.leave(slot)
+            return results
+        except BaseException as error:
+            if slot:
+                self._recorder.fail(slot)
+            raise guard.explain(error) from None
+        finally:
+            guard.lock.release()
+
+    def start_all_reduce(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions | None,
+        out: Sequence[Array] | None,
+        structure: object,
+    ) -> Work[list[Array]]:
+        """Start what `all_reduce` does: see `mpistrat.Communicator.start_all_reduce`. A collective call."""
+        # as they are now: what the program does with its list and with `num_packs` afterwards is none of this call
+        given, num_packs = list(arrays), self.num_packs
+
+        def check(wanted: CommunicationOptions) -> None:
+            self._check(op, given, wanted, num_packs, out)
+
+        def arguments(wanted: CommunicationOptions) -> str:
+            return describe_all_reduce(op, given, wanted, num_packs)
+
+        with self.active():
+            self._guard.require_startable()
+            if structure is not None:
+                self._guard.note(f"start_all_reduce of {structure}")
+            call, refused = self._calls.announce("start_all_reduce", arguments, options, check)
+            if refused is not None:
+                with self._guard:  # the others hear of it when the turn of their call comes
+                    call.begin()
+                    self._calls.refuse(call, refused)
+            call.is_started = True
+            results, sources = self._landing(given, out)
+            carry_out: Callable[[], list[Array]] = partial(self._carry_out, call, op, list(sources), results, num_packs)
+            if self._gpu is not None and has_arrays(given):
+                carry_out = self._gpu.after_given(carry_out, partial(self._guard.run, call))
+            return self._guard.start(call, carry_out)
+
+    def reduce_scatter(
+        self, op: ReduceOp, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None
+    ) -> Array:
+        """Combine arrays, and take this rank's part: see `mpistrat.Communicator.reduce_scatter`. A collective call."""
+
+        def check(wanted: CommunicationOptions) -> None:
+            check_array(array)
+            check_gather(array, axis, "reduce_scatter")
+            self.plans.check(op, [array], wanted)
+
+        with self.active(), self._guard:
+            arguments = lambda _: f"({op.name}, {describe([array])}, axis={axis})"  # noqa: E731 - a name would say no more
+            call, refused = self._calls.announce("reduce_scatter", arguments, options, check)
+            steps, [total] = self._let_in(call, refused, op, [array], None)
+            self._guard.run(call, steps)
+            self._settle()
+            part: Array = np.array_split(total, self._size, axis)[self._rank].copy()
+            return part
+
+    def _check(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions,
+        num_packs: int | None,
+        out: Sequence[Array] | None,
+    ) -> None:
+        """Raise if this rank cannot make an all-reduce; what there is a plan for has been checked before."""
+        for array in arrays:
+            check_array(array)
+        if not self.plans.has(op, arrays, options, num_packs):
+            self.plans.check(op, arrays, options)
+        if out is not None:
+            check_out(out, arrays)
+
+    def _let_in(
+        self,
+        call: CollectiveCall,
+        refused: Exception | None,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        out: Sequence[Array] | None,
+    ) -> tuple[Steps, list[Array]]:
+        """Meet the other ranks in a call that combines arrays; return its steps, and the results as they will be."""
+        call.begin()
+        if refused is not None:
+            self._calls.refuse(call, refused)
+        batch = self._batch(call, op, arrays, self.num_packs)
+        if call.verb == "all_reduce" and call.options is self._calls.options:
+            self._learn(op, arrays, batch)
+        # a call of another verb has arguments that its batch does not know
+        self._guard.begin(call, batch.signature(call.verb) if call.verb == "all_reduce" else Signature(call.describe()))
+        results, sources = self._landing(arrays, out)
+        return self._steps(batch, sources, results), results
+
+    def _learn(self, op: ReduceOp, arrays: Sequence[Array], batch: BoundBatch) -> None:
+        """Note the plan of a call with the communicator's own options, for calls like it."""
+        if self._gpu is not None and arrays and all(map(is_on_device, arrays)):
+            self._gpu.learn(op, arrays, self.num_packs, batch)
+        else:
+            self.fast.learn(op, arrays, batch)
+
+    def _batch(self, call: CollectiveCall, op: ReduceOp, arrays: Sequence[Array], num_packs: int | None) -> BoundBatch:
+        """Return the plan of a call, after ranks have compared it if they bind memory for it or it has a deadline."""
+        is_new = not self.plans.has(op, arrays, call.options, num_packs)
+        if call.ends or self._calls.is_strict or (is_new and self._guard.checks):
+            self._guard.agree(call)
+        return self.plans.find(op, arrays, call.options, num_packs)
+
+    def _landing(self, arrays: Sequence[Array], out: Sequence[Array] | None) -> tuple[list[Array], Sequence[Array]]:
+        """Return where results go, and what to combine."""
+        if out is not None:
+            results = list(out)
+            return results, apart(arrays, results)
+        try:
+            return [self._empty(array, array.shape) for array in arrays], arrays
+        except MemoryError as error:
+            self._guard.give_up()
+            self._guard.fail("all_reduce", error)
+            raise TransportError(
+                f"rank {self._rank}: no memory for the results ({error}); pass out=, or smaller arrays, or free some of "
+                "CuPy's: cupy.get_default_memory_pool().free_all_blocks()"
+            ) from None
+
+    def _empty(self, array: Array, shape: tuple[int, ...]) -> Array:
+        """Return a new array of a shape where `array` is."""
+        if self._gpu is not None and is_on_device(array):
+            return self._gpu.empty(shape, array.dtype)
+        return np.empty(shape, array.dtype)
+
+    def _steps(self, batch: BoundBatch, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
+        """Return the steps that combine `sources` into `results`, after a meeting of the node if they begin otherwise."""
+        steps = self._combine(batch, sources, results)
+        return self._gpu.watched(steps) if self._gpu is not None and has_arrays(results) else steps
+
+    def _combine(self, batch: BoundBatch, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
+        if self._window is not None and not batch.begins_with_meeting:
+            yield from self._window.meet()
+        yield from run_batch(batch, sources, results)
+        if not batch.is_compared:
+            self._present.add_unconfirmed(sum(array.nbytes for array in sources))
+
+    def _carry_out(
+        self, call: CollectiveCall, op: ReduceOp, arrays: list[Array], results: list[Array], num_packs: int | None
+    ) -> list[Array]:
+        """Do what was started, on the engine, and return the results."""
+        self._guard.require_sound()
+        call.begin()
+        batch = self._batch(call, op, arrays, num_packs)
+        self._guard.begin(call, batch.signature("start_all_reduce"))
+        self._guard.run(call, self._steps(batch, arrays, results))
+        self._settle()
+        return results
+
+    def _settle(self) -> None:
+        """With MPISTRAT_STRICT compare at once what could wait for a later call."""
+        if self._calls.is_strict:
+            self._present.settle()
