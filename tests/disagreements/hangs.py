@@ -15,7 +15,7 @@ __all__ = ["HANGS", "ODD", "WAITS", "Found", "Hang", "find_report"]
 
 ODD = 1  # the rank that does not come
 _NAME = "job.py"
-_LIMIT_SECONDS = 12.0
+_LIMIT_SECONDS = 60.0  # for one that is not reported at all
 
 _PROLOGUE = """
 import os, signal, sys, threading, time

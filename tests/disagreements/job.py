@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import selectors
 import socket
 import time
@@ -17,6 +16,7 @@ from tests.disagreements.kinds import KINDS
 from tests.disagreements.memory import changed
 from tests.disagreements.places import Folder, Place, default_environment, rank_program
 from tests.disagreements.verdicts import Evidence, Verdict, judge, missing_in_report
+from tests.processes import patient
 
 __all__ = ["PATIENCE_SECONDS", "STALL_SECONDS", "Done", "JobError", "run_cases"]
 
@@ -145,13 +145,13 @@ class _Job:
         evidence = Evidence(self._place.size)
         begun = (self._path / "output").stat().st_size
         self._ask(do="case", plan=asdict(plan))
-        deadline = time.monotonic() + self._seconds()
+        deadline = time.monotonic() + patient(self._patience)
         while len(evidence.ended) < self._place.size:
             lines = list(self._receive(0.25))
             for line in lines:
                 _note(line, evidence)
             if lines:
-                deadline = time.monotonic() + self._seconds()
+                deadline = time.monotonic() + patient(self._patience)
             evidence.output = self._output(begun)
             if not self._streams or self._process.poll() is not None:
                 break
@@ -171,10 +171,6 @@ class _Job:
             return False
         self._ask(do="leave", close=name == "right")
         return self._await("left")
-
-    def _seconds(self) -> float:
-        """Return how long to wait for a word: longer where others want the cores too, as ranks that wait for each other do."""
-        return self._patience * max(1.0, os.getloadavg()[0] / (2 * (os.cpu_count() or 1)))
 
     def end(self) -> None:
         """End the ranks."""
@@ -198,7 +194,7 @@ class _Job:
 
     def _last_words(self, evidence: Evidence) -> None:
         """Wait for the end of a job that has begun to end."""
-        deadline = time.monotonic() + self._seconds()
+        deadline = time.monotonic() + patient(self._patience)
         while self._process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         if self._process.poll() is None:
@@ -210,7 +206,7 @@ class _Job:
     def _await(self, key: str, found: list[dict[str, Any]] | None = None) -> bool:
         """Wait for a line with a key from each rank; return whether all said it in time."""
         said: list[dict[str, Any]] = [] if found is None else found
-        deadline = time.monotonic() + self._seconds()
+        deadline = time.monotonic() + patient(self._patience)
         while len(said) < self._place.size and time.monotonic() < deadline and len(self._streams) == self._place.size:
             said += [line for line in self._receive(0.25) if key in line]
         return len(said) == self._place.size

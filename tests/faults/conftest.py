@@ -6,25 +6,36 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from mpistrat.launch.mpiexec import command
-from tests.faults.jobs import PROLOGUE, Ended, ended
+from tests.faults.jobs import PROLOGUE, Ended, ended, run_until
 from tests.processes import run_bounded
 
-JOB_SECONDS = 40.0
+JOB_SECONDS = 120.0  # for one that hangs
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Callable[..., Ended]:
-    """Run a program text on some ranks and say how it ended; `python` is what stands before the script."""
+    """Run a program text on some ranks and say how it ended; `python` is what stands before the script.
 
-    def run(num_ranks: int, text: str, python: Sequence[str] = (sys.executable,), **environ: str) -> Ended:
+    With `enough` the job is ended as soon as that is true of what stands on its stderr.
+    """
+
+    def run(
+        num_ranks: int,
+        text: str,
+        python: Sequence[str] = (sys.executable,),
+        enough: Callable[[str], bool] | None = None,
+        **environ: str,
+    ) -> Ended:
         (tmp_path / "pid").mkdir()
         (tmp_path / "job.py").write_text(PROLOGUE + textwrap.dedent(text))
         argv, extra = command(num_ranks, [*python, "job.py"])
-        return ended(run_bounded(argv, JOB_SECONDS, {**os.environ, **extra, **environ}, tmp_path), tmp_path)
+        execute = partial(run_until, enough) if enough else run_bounded
+        return ended(execute(argv, JOB_SECONDS, {**os.environ, **extra, **environ}, tmp_path), tmp_path)
 
     return run

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["PROLOGUE", "Ended", "ended"]
+from tests.processes import kill_session, until
+
+__all__ = ["LIMIT_SECONDS", "PROLOGUE", "Ended", "ended", "run_until"]
+
+# From the fault to the end of a job, which takes a second or two, and more on a busy machine. What
+# nothing ends takes longer, or for ever.
+LIMIT_SECONDS = 60.0
 
 # Each rank writes its process into a file, and a rank about to fail the time.
 PROLOGUE = """
@@ -43,11 +50,9 @@ class Ended:
         lines = [line.lstrip("\0") for line in self.stderr.splitlines()]
         return [line for line in lines if line.startswith("[rank ")]
 
-    def leftovers(self, patience: float = 5.0) -> list[int]:
-        """Return the ranks' processes that are still there after some patience."""
-        deadline = time.monotonic() + patience
-        while any(map(_is_running, self.pids)) and time.monotonic() < deadline:
-            time.sleep(0.05)
+    def leftovers(self) -> list[int]:
+        """Return the ranks' processes that do not end."""
+        until(lambda: not any(map(_is_running, self.pids)), LIMIT_SECONDS)
         return [pid for pid in self.pids if _is_running(pid)]
 
 
@@ -58,6 +63,23 @@ def ended(done: subprocess.CompletedProcess[str], folder: Path) -> Ended:
     seconds = now - float(fault.read_text()) if fault.exists() else float("nan")
     pids = tuple(int(path.read_text()) for path in sorted((folder / "pid").iterdir()))
     return Ended(done.returncode, done.stdout, done.stderr, seconds, pids)
+
+
+def run_until(
+    enough: Callable[[str], bool], argv: Sequence[str], timeout: float, env: Mapping[str, str], cwd: Path
+) -> subprocess.CompletedProcess[str]:
+    """Run a command as `run_bounded` does, but no longer than until that is enough which stands on its stderr."""
+    out, err = cwd / "stdout", cwd / "stderr"
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=env, cwd=cwd, start_new_session=True
+        )
+    try:
+        until(lambda: process.poll() is not None or enough(err.read_text(errors="replace")), timeout)
+    finally:
+        kill_session(process.pid)
+        code = process.wait()
+    return subprocess.CompletedProcess(list(argv), code, out.read_text(errors="replace"), err.read_text(errors="replace"))
 
 
 def _is_running(pid: int) -> bool:

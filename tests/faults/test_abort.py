@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.faults.jobs import Ended
+from tests.faults.jobs import LIMIT_SECONDS, Ended
 
 Job = Callable[..., Ended]
 
-LIMIT_SECONDS = 5.0
 HOST = socket.gethostname()
 RUNNER = (sys.executable, "-m", "mpi4py")  # what mpistrat run puts before a script
 

@@ -7,13 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.faults.jobs import Ended
+from tests.faults.jobs import LIMIT_SECONDS, Ended
 
 Job = Callable[..., Ended]
 
 HOST = socket.gethostname()
 DEADLINE_SECONDS = 0.5
-LIMIT_SECONDS = DEADLINE_SECONDS + 6.0
 
 PROGRAM = """
     import numpy as np

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import PROLOGUE, ended
+from tests.faults.jobs import LIMIT_SECONDS, PROLOGUE, ended
 from tests.processes import kill_session, run_bounded
 
-SECONDS = 40.0
+SECONDS = 120.0
 MPISTRAT_RUN = [sys.executable, "-m", "mpistrat", "run"]
 
 
@@ -61,7 +61,7 @@ def test_ctrl_c_ends_the_job(folder: Path, kill: Callable[[int, int], None]) -> 
         started = time.monotonic()
         kill(process.pid, signal.SIGINT)  # the terminal sends it to the whole foreground group
         out, err = process.communicate(timeout=SECONDS)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < LIMIT_SECONDS
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -72,7 +72,7 @@ def test_ctrl_c_ends_the_job(folder: Path, kill: Callable[[int, int], None]) -> 
 
 
 def test_a_run_that_is_killed_takes_the_job_with_it(folder: Path) -> None:
-    (folder / "job.py").write_text(PROLOGUE + "print('up', flush=True)\ntime.sleep(30)")
+    (folder / "job.py").write_text(PROLOGUE + "print('up', flush=True)\ntime.sleep(1000)")
     process = subprocess.Popen(
         [*MPISTRAT_RUN, "-n", "2", "job.py"],
         stdin=subprocess.DEVNULL,

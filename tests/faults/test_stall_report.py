@@ -6,47 +6,49 @@ All of it on one host, and what differs on several; ``python -m tests.benchmarks
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from tests.disagreements.hangs import HANGS, WAITS, Hang, find_report
+from tests.disagreements.hangs import HANGS, WAITS, Found, Hang, find_report
 from tests.disagreements.places import Place
 
 ALL = HANGS | WAITS
+_JOBS_AT_A_TIME = 3
 ON_SEVERAL_HOSTS = ("stopped", "sleeps in C", "ended", "in MPI's own barrier", "makes a strategy", "large all_reduce")
 
 
 @pytest.fixture(scope="module")
-def one_host() -> Iterator[Place]:
-    """Give three ranks of one host."""
-    yield from _place("1x3")
+def on_one_host(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Found]]]:
+    """Give what three ranks of one host report, for every selected test; a few jobs at a time, as they mostly wait."""
+    function = test_the_rank_that_does_not_come_and_its_line_are_named.__name__
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.originalname == function]
+    with ThreadPoolExecutor(_JOBS_AT_A_TIME) as pool:
+        names = [str(item.callspec.params["name"]) for item in items]
+        yield {name: pool.submit(find_report, Place("1x3"), ALL[name]) for name in names}
+        pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(scope="module")
 def four_hosts() -> Iterator[Place]:
     """Give a rank on each of four hosts."""
-    yield from _place("hosts:1+1+1+1")
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_the_rank_that_does_not_come_and_its_line_are_named(one_host: Place, name: str) -> None:
-    check(one_host, ALL[name])
-
-
-@pytest.mark.parametrize("name", ON_SEVERAL_HOSTS)
-def test_they_are_named_on_other_hosts(four_hosts: Place, name: str) -> None:
-    check(four_hosts, ALL[name])
-
-
-def check(place: Place, hang: Hang) -> None:
-    """Run the program, and fail if the report does not name what it must."""
-    found = find_report(place, hang)
-    assert found.is_right(hang), found.output
-
-
-def _place(shape: str) -> Iterator[Place]:
-    place = Place(shape)
+    place = Place("hosts:1+1+1+1")
     if place.missing():
         pytest.skip(place.missing())
     yield place
     place.close()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_rank_that_does_not_come_and_its_line_are_named(on_one_host: dict[str, Future[Found]], name: str) -> None:
+    check(on_one_host[name].result(), ALL[name])
+
+
+@pytest.mark.parametrize("name", ON_SEVERAL_HOSTS)
+def test_they_are_named_on_other_hosts(four_hosts: Place, name: str) -> None:
+    check(find_report(four_hosts, ALL[name]), ALL[name])
+
+
+def check(found: Found, hang: Hang) -> None:
+    """Fail if the report does not name what it must."""
+    assert found.is_right(hang), found.output
