@@ -28,9 +28,9 @@ from mpistrat.communicator.options import CommunicationOptions, shared_defaults
 from mpistrat.communicator.plan_cache import PlanCache
 from mpistrat.communicator.reductions import Reductions
 from mpistrat.communicator.small_batch import OneArray, SmallBatch
-from mpistrat.communicator.validate import check_num_packs, for_each
+from mpistrat.communicator.validate import check_array, check_num_packs, for_each
 from mpistrat.device.binding import bound_device
-from mpistrat.errors import InvalidArgumentError
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.work import Work
@@ -195,7 +195,7 @@ class Communicator(BaseCommunicator):
             given, landing = [given], None if out is None else [out]
         results = self.all_reduce_again(op, given, 0, 2, landing) if options is None else None
         if results is None:
-            self._require_open()
+            self._admit("all_reduce", given, options)
             results = self._reductions.all_reduce(op, given, options, landing)
         return results[0] if is_one else results
 
@@ -258,10 +258,10 @@ class Communicator(BaseCommunicator):
         structure : object, optional
             Of the value whose leaves the arrays are: its text must be the same on all ranks.
         """
-        self._require_open()
-        op = self._parsed(op, "start_all_reduce", options)
         given: Any = arrays
         landing: Any = out
+        self._admit("start_all_reduce", given, options)
+        op = self._parsed(op, "start_all_reduce", options)
         if isinstance(given, (list, tuple)):
             return self._reductions.start_all_reduce(op, given, options, landing, structure)
         work = self._reductions.start_all_reduce(op, [given], options, None if out is None else [landing], structure)
@@ -288,7 +288,6 @@ class Communicator(BaseCommunicator):
         out : ndarray or list of ndarray, optional
             C-contiguous arrays of the shapes and dtypes of the parts to write to.
         """
-        self._require_open()
         op = self._parsed(op, "reduce_scatter", options)
 
         def one(array: Array, target: Array | None) -> Array:
@@ -346,7 +345,7 @@ class Communicator(BaseCommunicator):
         InvalidArgumentError
             If there is not one array for each rank, or they do not fit.
         """
-        self._require_open()
+        self._admit("all_to_all", arrays, options)
         with self._reductions.active():
             if isinstance(arrays, (list, tuple)):
                 return self._movement.all_to_all(arrays, options)
@@ -401,16 +400,7 @@ class Communicator(BaseCommunicator):
             self._calls.refuse(self._calls.announce_text(call, options), error)
 
     def confirm(self) -> None:
-        """Compare the calls that were not compared when they were made: those in which MPI combined arrays between nodes.
-
-        A collective call where there are such. Every 64 small calls it is made by itself, more often after long ones, and by
-        `close` and at the end of the program; with MPISTRAT_STRICT after each.
-
-        Raises
-        ------
-        AgreementError
-            On every rank, if they differ.
-        """
+        """Compare the calls that were not compared when they were made: see `BaseCommunicator.confirm`. A collective call."""
         if self._present.is_unconfirmed:
             with self._guard:
                 self._present.settle()
@@ -465,6 +455,15 @@ class Communicator(BaseCommunicator):
             self.hierarchy.close()
         super().close(owner)
 
+    def _admit(self, verb: str, arrays: Any, options: CommunicationOptions | None) -> None:
+        """Raise where this rank can make no such call: a communicator that was closed, or what is not an array."""
+        self._require_open()
+        try:
+            for array in arrays if isinstance(arrays, (list, tuple)) else [arrays]:
+                check_array(array)
+        except UnsupportedDtypeError as error:
+            self.refuse(verb, error, options)
+
     def _parsed(self, op: ReduceOp | str, verb: str, options: CommunicationOptions | None) -> ReduceOp:
         try:
             return ReduceOp.parse(op)
@@ -480,11 +479,11 @@ class Communicator(BaseCommunicator):
         options: CommunicationOptions | None,
     ) -> Any:
         """Return what a verb makes of one array, or of each of a list, of which all ranks must have as many."""
-        self._require_open()
+        self._admit(verb, arrays, options)
         if isinstance(arrays, (list, tuple)):
-            self.note(f"{verb} of {len(arrays)} arrays", options)
             if out is not None and len(out) != len(arrays):
                 self.refuse(verb, InvalidArgumentError(f"out must hold {len(arrays)} arrays, one for each; got {len(out)}"))
+            self.note(f"{verb} of {len(arrays)} arrays", options)
         with self._reductions.active():
             return for_each(act, arrays, out)
 

@@ -16,7 +16,7 @@ from mpistrat.communicator.call_sequence import CallSequence
 from mpistrat.communicator.gather import require_equal, shape_header, shape_of, shape_word
 from mpistrat.communicator.guard import CollectiveGuard
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.communicator.validate import check_array, check_gather, check_parts, check_root, check_target
+from mpistrat.communicator.validate import check_gather, check_parts, check_root, check_target
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, check_dtype
@@ -48,7 +48,6 @@ class DataMovement:
         """Concatenate along `axis`, in rank order: see `mpistrat.Communicator.all_gather`. A collective call."""
 
         def check(_: CommunicationOptions) -> None:
-            check_array(array)
             check_gather(array, axis)
             check_dtype(ReduceOp.SUM, array.dtype)
             if out is not None:
@@ -83,7 +82,6 @@ class DataMovement:
         """Collect the arrays of all ranks on one: see `mpistrat.Communicator.gather`. A collective call."""
 
         def check(_: CommunicationOptions) -> None:
-            check_array(array)
             check_root(root, self._size)
             check_dtype(ReduceOp.SUM, array.dtype)
 
@@ -102,8 +100,6 @@ class DataMovement:
         """Send an array to each rank: see `mpistrat.Communicator.all_to_all`. A collective call."""
 
         def check(_: CommunicationOptions) -> None:
-            for array in arrays:
-                check_array(array)
             check_parts(arrays, self._size)
             check_dtype(ReduceOp.SUM, arrays[0].dtype)
 
@@ -126,7 +122,6 @@ class DataMovement:
     def all_to_all_parts(self, array: Array, options: CommunicationOptions | None) -> Array:
         """Send each rank its part of an array along the first axis, and join what comes along it. A collective call."""
         try:
-            check_array(array)
             check_gather(array, 0, "all_to_all")
         except (TypeError, ValueError) as error:
             with self._guard:
@@ -139,7 +134,6 @@ class DataMovement:
         """Return the array of rank `root`: see `mpistrat.Communicator.broadcast`. A collective call."""
 
         def check(_: CommunicationOptions) -> None:
-            check_array(array)
             check_root(root, self._size)
             if out is not None:
                 check_target(out, array if self._rank == root else out)

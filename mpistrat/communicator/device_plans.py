@@ -74,6 +74,11 @@ class MixedPlanCache:
         self._host, self._device = host, device
         self.model = device.model
 
+    @property
+    def num_evicted(self) -> int:
+        """How many plans had to make room for others."""
+        return self._host.num_evicted + self._device.num_evicted
+
     def find(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> BoundBatch:
         """Return the plan for arrays like these: see `PlanCache.find`. A collective call where there is none yet."""
         parts = self._split(arrays)

@@ -168,7 +168,16 @@ class BaseCommunicator(ABC):
         """
 
     def confirm(self) -> None:  # noqa: B027 - as for `note`
-        """Compare the calls that were not compared when they were made. A collective call where there are such."""
+        """Compare the calls that were not compared when they were made: those in which MPI combined arrays between nodes.
+
+        A collective call where there are such. Every 64 small calls it is made by itself, more often after long ones, and by
+        `close` and at the end of the program; with MPISTRAT_STRICT after each.
+
+        Raises
+        ------
+        AgreementError
+            On every replica, if they differ.
+        """
 
     def refuse(self, call: str, error: Exception, options: CommunicationOptions | None = None) -> NoReturn:
         """Raise `error`, of a replica that cannot make the call, and let the others know, which make it.

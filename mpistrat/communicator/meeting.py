@@ -61,13 +61,13 @@ def time_to_meet(options: object) -> float:
 def _check_comm(comm: object) -> None:
     from mpi4py import MPI
 
-    if not isinstance(comm, MPI.Intracomm):
-        raise InvalidArgumentError(
-            f"a Communicator is made of an intracommunicator, such as MPI.COMM_WORLD; got {type(comm).__name__}"
-        )
     if comm == MPI.COMM_NULL:
         raise InvalidArgumentError(
             "a Communicator is made by the ranks that are in it; this rank got MPI.COMM_NULL, so it is not among them.\n"
             "    incorrect:  comm = mpistrat.Communicator(sub)\n"
             "    correct:    if sub != MPI.COMM_NULL: comm = mpistrat.Communicator(sub)"
+        )
+    if not isinstance(comm, MPI.Intracomm):
+        raise InvalidArgumentError(
+            f"a Communicator is made of an intracommunicator, such as MPI.COMM_WORLD; got {type(comm).__name__}"
         )

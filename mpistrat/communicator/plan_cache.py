@@ -43,12 +43,18 @@ class PlanCache:
         Is told which plan was chosen, and why.
     model : CostModel
         What plans are chosen by.
+
+    Attributes
+    ----------
+    num_evicted : int
+        How many plans had to make room for others: the same on all ranks.
     """
 
     def __init__(self, executor: Executor, say: Callable[[str], None], model: CostModel = DEFAULT) -> None:
         self._executor, self._world, self._say, self.model = executor, executor.hierarchy.world, say, model
         self._chunk_bytes = settings.CHUNK_BYTES.read()
         self._plans: OrderedDict[tuple[Any, ...], BoundBatch] = OrderedDict()
+        self.num_evicted = 0
 
     def find(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> BoundBatch:
         """Return the plan for arrays like these. A collective call where there is none yet.
@@ -71,7 +77,10 @@ class PlanCache:
             batch = bind_batch(self._executor, op, arrays, packing, lambda n, t: self._chosen(op, n, t, options), text)
             self._plans[signature] = batch
             if len(self._plans) > BATCHES_KEPT:
+                # the oldest, however much it is used: all ranks must forget the same one, and only some may have come here to
+                # use it, since one with its timeline on takes no fast path
                 self._plans.popitem(last=False)
+                self.num_evicted += 1
         return batch
 
     def has(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> bool:

@@ -18,7 +18,7 @@ from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
 from mpistrat.communicator.guard import FRAMES, CollectiveGuard
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.plan_cache import PlanCache
-from mpistrat.communicator.validate import apart, check_array, check_gather, check_out, describe, describe_all_reduce
+from mpistrat.communicator.validate import apart, check_gather, check_out, check_target, describe, describe_all_reduce
 from mpistrat.errors import InvalidArgumentError, TransportError
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.work import Work
@@ -61,7 +61,7 @@ class Reductions:
     def __init__(
         self, executor: Executor, guard: CollectiveGuard, calls: CallSequence, plans: PlanCache, gpu: GpuArrays | None
     ) -> None:
-        self._guard, self._calls, self._gpu = guard, calls, gpu
+        self._executor, self._guard, self._calls, self._gpu = executor, guard, calls, gpu
         self.fast = FastPaths(executor)
         self.plans: PlanCache | MixedPlanCache = plans if gpu is None else gpu.plans
         self._present, self._rank, self._size = executor.hierarchy.call, executor.hierarchy.rank, executor.hierarchy.world.size
@@ -174,9 +174,10 @@ class Reductions:
         """Combine arrays, and take this rank's part: see `mpistrat.Communicator.reduce_scatter`. A collective call."""
 
         def check(wanted: CommunicationOptions) -> None:
-            check_array(array)
             check_gather(array, axis, "reduce_scatter")
             self.plans.check(op, [array], wanted)
+            if out is not None:
+                check_target(out, array, self._own_part(array, axis).shape)
 
         with self.active(), self._guard:
             arguments = lambda _: f"({op.name}, {describe([array])}, axis={axis})"  # noqa: E731 - a name would say no more
@@ -184,8 +185,18 @@ class Reductions:
             steps, [total] = self._let_in(call, refused, op, [array], None)
             self._guard.run(call, steps)
             self._settle()
-            part: Array = np.array_split(total, self._size, axis)[self._rank].copy()
-            return part
+            part = self._own_part(total, axis)
+            result: Array = self._empty(array, part.shape) if out is None else out
+            result[...] = part
+            return result
+
+    def _own_part(self, array: Array, axis: int) -> Array:
+        """Return what this rank gets of an array along an axis: parts are as equal as can be, the first ones longer by one."""
+        axis %= array.ndim
+        least, longer = divmod(array.shape[axis], self._size)
+        start = self._rank * least + min(self._rank, longer)
+        part: Array = array[(slice(None),) * axis + (slice(start, start + least + (self._rank < longer)),)]
+        return part
 
     def _check(
         self,
@@ -196,8 +207,6 @@ class Reductions:
         out: Sequence[Array] | None,
     ) -> None:
         """Raise if this rank cannot make an all-reduce; what there is a plan for has been checked before."""
-        for array in arrays:
-            check_array(array)
         if not self.plans.has(op, arrays, options, num_packs):
             self.plans.check(op, arrays, options)
         if out is not None:
@@ -235,7 +244,12 @@ class Reductions:
         is_new = not self.plans.has(op, arrays, call.options, num_packs)
         if call.ends or self._calls.is_strict or (is_new and self._guard.checks):
             self._guard.agree(call)
-        return self.plans.find(op, arrays, call.options, num_packs)
+        before = self.plans.num_evicted, self._executor.generation
+        batch = self.plans.find(op, arrays, call.options, num_packs)
+        if before != (self.plans.num_evicted, self._executor.generation):
+            # a plan was let go, or its memory: the next call like it binds it anew, which ranks on a fast path would miss
+            self.fast.forget()
+        return batch
 
     def _landing(self, arrays: Sequence[Array], out: Sequence[Array] | None) -> tuple[list[Array], Sequence[Array]]:
         """Return where results go, and what to combine."""

@@ -25,7 +25,8 @@ def discover(comm: MPI.Intracomm, virtual_nodes: str | None = None) -> World:
     comm : MPI.Intracomm
         The ranks to place.
     virtual_nodes : str, optional
-        Pretend this node shape (``2x2``, ``3+1``, ``2x2:cyclic``); MPISTRAT_VIRTUAL_NODES of rank 0 by default.
+        Pretend this node shape (``2x2``, ``3+1``, ``2x2:cyclic``); MPISTRAT_VIRTUAL_NODES of rank 0 by default, which is the
+        shape of the job: where `comm` has but some of its ranks, they sit where it puts them.
 
     Raises
     ------
@@ -36,7 +37,7 @@ def discover(comm: MPI.Intracomm, virtual_nodes: str | None = None) -> World:
     shape = comm.bcast(settings.VIRTUAL_NODES.read() if virtual_nodes is None else virtual_nodes)
     if not shape:
         return World.from_node_of_rank(labels, names)
-    world = World.from_shape(shape, comm.Get_size())
+    world = _part_of_job(comm, shape) if virtual_nodes is None else World.from_shape(shape, comm.Get_size())
     for node in world.nodes:
         machines = sorted({names[rank] for rank in node.ranks})
         if len({labels[rank] for rank in node.ranks}) > 1:
@@ -46,6 +47,19 @@ def discover(comm: MPI.Intracomm, virtual_nodes: str | None = None) -> World:
                 "or choose a shape that divides each machine"
             )
     return world
+
+
+def _part_of_job(comm: MPI.Intracomm, shape: str) -> World:
+    """Return the picture of the ranks of `comm` in a job of a shape; where they are all of them, in the order of `comm`."""
+    from mpi4py import MPI
+
+    if comm.Get_size() == MPI.COMM_WORLD.Get_size():
+        return World.from_shape(shape, comm.Get_size())
+    job = World.from_shape(shape, MPI.COMM_WORLD.Get_size())
+    places = [job.place(rank) for rank in comm.allgather(MPI.COMM_WORLD.Get_rank())]
+    return World.from_node_of_rank(
+        [place.node_index for place in places], [job.nodes[place.node_index].name for place in places]
+    )
 
 
 def _real_nodes(comm: MPI.Intracomm) -> tuple[list[int], list[str]]:

@@ -1,0 +1,240 @@
+"""`mpistrat.Communicator` as authors of libraries use it: on communicators of MPI, arrays and lists, with and without `out`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpistrat
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.errors import AgreementError, InvalidArgumentError, UnsupportedDtypeError
+from tests.launches import needs_ranks
+
+
+@pytest.fixture
+def whole(comm):
+    with mpistrat.Communicator(comm) as communicator:
+        yield communicator
+
+
+def test_three_lines_are_enough(comm):
+    with mpistrat.Communicator(MPI.COMM_WORLD) as communicator:
+        total = communicator.all_reduce("sum", np.arange(4.0) + comm.rank)
+    assert total.tolist() == [comm.size * n + comm.size * (comm.size - 1) / 2 for n in range(4)]
+    assert MPI.COMM_WORLD.allreduce(1) == comm.size, "the user's communicator goes on"
+
+
+def test_it_knows_who_and_where_it_is(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", f"{comm.size - 1}+1" if comm.size > 1 else "1x1")
+    with mpistrat.Communicator(comm) as communicator:
+        assert (communicator.rank, communicator.size) == (comm.rank, comm.size)
+        is_last = comm.rank == comm.size - 1 and comm.size > 1
+        assert (communicator.node, communicator.local_rank) == ((1, 0) if is_last else (0, comm.rank))
+        assert communicator.world.num_nodes == min(comm.size, 2)
+
+
+def test_every_verb_takes_an_array_or_a_list(whole):
+    rank, size = whole.rank, whole.size
+    one, two = np.full(3, rank + 1.0), np.arange(2 * size) + rank
+    ones, twos = sum(range(size + 1)), size * np.arange(2 * size) + size * (size - 1) // 2
+    for op in ("sum", "SUM", mpistrat.ReduceOp.SUM):
+        assert whole.all_reduce(op, one).tolist() == [ones] * 3
+    for _ in range(2):  # the second time by the fast path
+        found = whole.all_reduce("sum", [one, two])
+        assert isinstance(found, list)
+        assert [array.tolist() for array in found] == [[ones] * 3, twos.tolist()]
+    assert whole.start_all_reduce("sum", one).wait().tolist() == [ones] * 3
+    assert [array.tolist() for array in whole.start_all_reduce("sum", [one, two]).wait()] == [[ones] * 3, twos.tolist()]
+    part = twos[2 * rank : 2 * rank + 2].tolist()
+    assert whole.reduce_scatter("sum", two).tolist() == part
+    assert [array.tolist() for array in whole.reduce_scatter("sum", [two, two])] == [part, part]
+    assert whole.all_gather(np.array([rank])).tolist() == list(range(size))
+    assert [array.tolist() for array in whole.all_gather([np.array([rank]), np.array([-rank])])] == [
+        list(range(size)),
+        [-each for each in range(size)],
+    ]
+    gathered = whole.gather([one, two], root=size - 1)
+    assert (gathered == [None, None]) if rank < size - 1 else ([len(each) for each in gathered] == [size, size])
+    assert whole.broadcast(np.array([rank]), root=size - 1).tolist() == [size - 1]
+    assert [array.item() for array in whole.broadcast([np.array(rank), np.array(7 * rank)], root=size - 1)] == [
+        size - 1,
+        7 * (size - 1),
+    ]
+    whole.barrier()
+
+
+def test_all_to_all_of_one_array_divides_it_along_its_first_axis(whole):
+    rank, size = whole.rank, whole.size
+    rows = np.arange(size * size).reshape(size * size, 1) + 1000 * rank
+    found = whole.all_to_all(rows)
+    assert found.tolist() == [[1000 * peer + size * rank + index] for peer in range(size) for index in range(size)]
+    arrived = whole.all_to_all([np.array([rank, peer]) for peer in range(size)])
+    assert [array.tolist() for array in arrived] == [[peer, rank] for peer in range(size)]
+
+
+def test_results_go_where_they_are_told(whole):
+    rank, size = whole.rank, whole.size
+    ones = sum(range(size + 1))
+    for axis in (0, 1, -1):
+        mine = np.full((2, 3), rank)
+        out = np.empty((2 * size, 3) if axis == 0 else (2, 3 * size), mine.dtype)
+        assert whole.all_gather(mine, axis, out=out) is out
+        assert np.array_equal(out, np.concatenate([np.full((2, 3), each) for each in range(size)], axis))
+    weights = np.full(4, float(rank))
+    assert whole.broadcast(weights, size - 1, out=weights) is weights
+    assert weights.tolist() == [size - 1] * 4
+    target = np.empty(2)
+    assert whole.reduce_scatter("sum", np.full(2 * size, rank + 1.0), out=target) is target
+    assert target.tolist() == [ones] * 2
+    for _ in range(3):
+        assert whole.all_reduce("sum", np.full(2, rank + 1.0), out=target) is target
+        assert target.tolist() == [ones] * 2
+    lists = whole.all_reduce(
+        "max", [np.full(2, rank), np.full(3, -rank)], out=[(a := np.empty(2, int)), (b := np.empty(3, int))]
+    )
+    assert lists[0] is a
+    assert lists[1] is b
+    assert (a.tolist(), b.tolist()) == ([size - 1] * 2, [0] * 3)
+
+
+WRONG = {
+    "a place of another shape": lambda c: c.all_gather(np.ones(3), out=np.ones(3 * c.size + 1)),
+    "a place of another dtype": lambda c: c.all_gather(np.ones(3), out=np.ones(3 * c.size, np.float32)),
+    "a place that does not fit what the root sends": lambda c: c.broadcast(np.ones(3), out=np.ones(4)),
+    "more arrays than places": lambda c: c.all_gather([np.ones(3)] * 2, out=[np.ones(3 * c.size)]),
+    "a place of the whole": lambda c: c.reduce_scatter("sum", np.ones(2 * c.size), out=np.ones(2 * c.size + 1)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_place_that_does_not_fit_is_refused_on_every_rank(whole, wrong):
+    with pytest.raises((InvalidArgumentError, AgreementError), match="out"):
+        wrong(whole)
+    assert whole.all_reduce("sum", np.ones(1)).tolist() == [whole.size]
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("wrong", [*WRONG.values(), lambda c: c.all_reduce("median", np.ones(3))], ids=[*WRONG, "operation"])
+def test_what_one_rank_does_wrong_all_learn(whole, wrong):
+    def right():
+        return whole.barrier()
+
+    # what only shows beside the others' arrays is no matter where calls differ
+    with pytest.raises((InvalidArgumentError, AgreementError) if whole.rank == 1 else AgreementError):
+        wrong(whole) if whole.rank == 1 else right()
+
+
+@needs_ranks(2)
+def test_lists_of_other_lengths_are_told(whole):
+    with pytest.raises(AgreementError, match="all_gather of 3 arrays"):
+        whole.all_gather([np.ones(1)] * (3 if whole.rank else 2))
+
+
+@pytest.mark.parametrize("value", [1.0, [1.0, 2.0], "text"])
+def test_what_is_not_an_array_is_refused(whole, value):
+    for call in (
+        lambda: whole.all_reduce("sum", value),
+        lambda: whole.start_all_reduce("sum", value),
+        lambda: whole.reduce_scatter("sum", value),
+        lambda: whole.all_gather(value),
+        lambda: whole.gather(value),
+        lambda: whole.broadcast(value),
+        lambda: whole.all_to_all(value if isinstance(value, str) else [value] * whole.size),
+    ):
+        with pytest.raises(UnsupportedDtypeError, match="takes arrays of NumPy and CuPy"):
+            call()
+    assert whole.all_reduce("sum", np.ones(1)).tolist() == [whole.size]
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("nodes", ["", "virtual"])
+def test_some_of_the_ranks_work_by_themselves(comm, monkeypatch, nodes):
+    if nodes:
+        monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", f"{comm.size}x1")
+    colour = comm.rank % 2
+    part = comm.Split(colour, -comm.rank)
+    members = [rank for rank in reversed(range(comm.size)) if rank % 2 == colour]
+    with mpistrat.Communicator(part) as communicator:
+        assert communicator.size == len(members)
+        assert communicator.world.num_nodes == (len(members) if nodes else 1)
+        for _ in range(3 + colour):  # the groups need not make as many calls
+            assert communicator.all_reduce("sum", np.full(5, comm.rank)).tolist() == [sum(members)] * 5
+            assert communicator.all_gather(np.array([comm.rank])).tolist() == members
+    part.Free()
+    with mpistrat.Communicator(comm) as communicator:
+        assert communicator.all_reduce("sum", np.ones(1)).item() == comm.size
+
+
+def test_a_communicator_is_made_of_an_intracommunicator(comm):
+    with pytest.raises(InvalidArgumentError, match="such as MPI.COMM_WORLD; got str"):
+        mpistrat.Communicator("world")
+    with pytest.raises(InvalidArgumentError, match="this rank got MPI.COMM_NULL"):
+        mpistrat.Communicator(MPI.COMM_NULL)
+    for options, num_packs in (("fast", None), (None, -1)):
+        with pytest.raises(InvalidArgumentError):
+            mpistrat.Communicator(comm, options, num_packs=num_packs)
+
+
+@needs_ranks(2)
+def test_options_that_differ_are_told(comm):
+    with pytest.raises(AgreementError, match=r"rank 0: Communicator\(options=CommunicationOptions"):
+        mpistrat.Communicator(comm, CommunicationOptions(bytes_per_pack=1000 + comm.rank))
+
+
+def test_what_was_closed_refuses_every_verb(comm):
+    communicator, one = mpistrat.Communicator(comm), np.ones(comm.size)
+    for _ in range(2):
+        communicator.all_reduce("sum", one)
+        communicator.all_reduce("sum", one, out=np.empty_like(one))
+    communicator.close()
+    communicator.close()
+    assert communicator.is_closed
+    for call in (
+        lambda: communicator.all_reduce("sum", one),
+        lambda: communicator.all_reduce("sum", one, out=one),
+        lambda: communicator.start_all_reduce("sum", one),
+        lambda: communicator.reduce_scatter("sum", one),
+        lambda: communicator.all_gather(one),
+        lambda: communicator.gather(one),
+        lambda: communicator.all_to_all(one),
+        lambda: communicator.broadcast(one),
+        communicator.barrier,
+        communicator.memory_report,
+        communicator.__enter__,
+        lambda: communicator.explain(one),
+        lambda: communicator.agree("this"),
+        lambda: communicator.choose(1, one.dtype),
+    ):
+        with pytest.raises(RuntimeError, match=r"this communicator was closed: Communicator\(rank="):
+            call()
+
+
+def test_an_error_passes_a_with_block_that_leaves_the_communicator_open(comm):
+    with pytest.raises(ZeroDivisionError), mpistrat.Communicator(comm) as communicator:
+        raise ZeroDivisionError
+    assert not communicator.is_closed
+    communicator.close()
+
+
+def test_it_explains_what_it_does(whole):
+    given = np.ones(100_000, np.float32)
+    whole.all_reduce("sum", given)
+    assert "of float32 from 1 array" in str(whole.explain(given))
+    assert whole.memory_report().rank == whole.rank
+
+
+def test_a_strategy_hands_its_communicator_out(strategy, comm):
+    communicator = strategy.communicator
+    assert isinstance(communicator, mpistrat.Communicator)
+    assert communicator.all_reduce("sum", np.ones(2)).tolist() == [comm.size] * 2
+    inside = strategy.run(lambda: strategy.communicator.all_gather(np.array([comm.rank])))
+    assert np.asarray(strategy.experimental_local_results(inside)[0]).tolist() == list(range(comm.size))
+
+
+def test_a_strategy_of_one_device_has_the_same_verbs():
+    communicator = mpistrat.OneDeviceStrategy().communicator
+    assert communicator.all_reduce("mean", [np.ones(2)])[0].tolist() == [1, 1]
+    assert communicator.reduce_scatter("sum", np.ones(2), out=np.empty(2)).tolist() == [1, 1]
+    assert communicator.all_to_all(np.ones(2)).tolist() == [1, 1]
+    assert (communicator.node, communicator.local_rank) == (0, 0)
