@@ -251,6 +251,13 @@ def test_a_transport_is_asked_for_what_it_can_do_and_not_which_it_is(package):
     _compare(found, _TRANSPORTS_TOLD_APART, "ask its Capabilities")
 
 
+def test_unit_tests_lie_in_the_folder_of_their_package():
+    folders = {path.parent.name for path in (_ROOT / "tests" / "unit").glob("*/test_*.py")}
+    assert sorted(folders - {path.parent.name for path in (_ROOT / "mpistrat").glob("*/__init__.py")}) == [
+        "harness"
+    ]  # what tests are made with
+
+
 def test_no_private_function_only_hands_its_arguments_on(package):
     assert sorted(forwarding(package)) == []
 

@@ -8,8 +8,8 @@ import pytest
 
 from mpistrat.device import binding
 from mpistrat.device.cuda import CudaDevice
-from tests.unit.test_fetch import *  # noqa: F403
-from tests.unit.test_on_device import *  # noqa: F403
+from tests.unit.device.test_binding import *  # noqa: F403
+from tests.unit.inputs.test_fetch import *  # noqa: F403
 
 
 @pytest.fixture

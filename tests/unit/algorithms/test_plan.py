@@ -19,7 +19,7 @@ from mpistrat.topology.world import World
 from tests.unit.worlds import random_worlds
 
 KIB, MIB = 2**10, 2**20
-PAGE = Path(__file__).parents[2] / "docs/reference/algorithms.md"
+PAGE = Path(__file__).parents[3] / "docs/reference/algorithms.md"
 
 SCATTER, RAILS, GATHER = "intra reduce_scatter", "inter all_reduce", "intra all_gather"
 
