@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mpistrat.algorithms.choose import Choice
 from mpistrat.algorithms.cost import DEFAULT, CostModel, predict_seconds
-from mpistrat.algorithms.report import alternatives_text, basis_text, phases_text, pieces_text
+from mpistrat.algorithms.plan_report import alternatives_text, basis_text, phases_text, pieces_text
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.topology.world import World
 

@@ -19,7 +19,7 @@ from mpistrat.communicator.device_plans import DevicePlanCache, MixedPlanCache
 from mpistrat.communicator.fast_paths import SIGNATURE
 from mpistrat.communicator.guard import CollectiveGuard
 from mpistrat.communicator.plan_cache import PlanCache
-from mpistrat.device.base import Device, Event
+from mpistrat.device.abstract import Device, Event
 from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.executor import Executor
 from mpistrat.reduction import ReduceOp

@@ -11,7 +11,7 @@ from numpy.lib.array_utils import byte_bounds
 
 from mpistrat.arrays import Array, is_on_device
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.device.base import address
+from mpistrat.device.abstract import address
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp
 

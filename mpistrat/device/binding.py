@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpistrat.device.base import Device
+from mpistrat.device.abstract import Device
 
 __all__ = ["bind", "bound_device", "own_device"]
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.device.base import Device, DeviceArray, Event, Identity, Stream, address
+from mpistrat.device.abstract import Device, DeviceArray, Event, Identity, Stream, address
 from mpistrat.device.segments import THREADS
 from mpistrat.errors import TransportError
 

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mpistrat.device.base import Device, DeviceArray
+from mpistrat.device.abstract import Device, DeviceArray
 from mpistrat.errors import InvalidArgumentError
 
 __all__ = ["export", "is_a", "read"]

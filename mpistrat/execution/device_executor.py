@@ -13,7 +13,7 @@ import numpy as np
 
 from mpistrat.algorithms.plan import Plan, Scope, Verb
 from mpistrat.arrays import Array
-from mpistrat.device.base import Device, Event, address
+from mpistrat.device.abstract import Device, Event, address
 from mpistrat.execution.executor import CopySteps, Executor
 from mpistrat.execution.select import DeviceTransports, device_transports
 from mpistrat.groups.group import Group

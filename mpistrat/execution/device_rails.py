@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import chain
 
 from mpistrat import settings
-from mpistrat.device.base import Device
+from mpistrat.device.abstract import Device
 from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy

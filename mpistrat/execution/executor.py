@@ -11,7 +11,7 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
-from mpistrat.device.base import Device
+from mpistrat.device.abstract import Device
 from mpistrat.errors import TransportError
 from mpistrat.execution.select import Transports, host_transports
 from mpistrat.groups.group import Group

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mpistrat import settings
-from mpistrat.device.base import Device
+from mpistrat.device.abstract import Device
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import TransportError
 from mpistrat.execution.device_rails import device_rails, staged

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mpistrat.groups.group import Group, PresentCall
 from mpistrat.text import spans_text
 from mpistrat.topology.world import World
-from mpistrat.watch.layout import LONGEST_TEXT, UNTOLD
+from mpistrat.watch.file_layout import LONGEST_TEXT, UNTOLD
 
 if TYPE_CHECKING:
     from mpi4py import MPI

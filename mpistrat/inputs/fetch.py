@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, is_on_device, like
-from mpistrat.device.base import Device, DeviceArray, Event, Stream, address
+from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
 from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.inputs.prefetch import Prefetcher
 from mpistrat.structures import Structure, flatten, rebuild

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.device.base import Device, DeviceArray, Event, Stream, address
+from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
 from mpistrat.device.kernels import move_kernel
 from mpistrat.device.segments import SegmentTable
 from mpistrat.packing.layout import Layout, Piece

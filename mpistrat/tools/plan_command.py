@@ -13,7 +13,7 @@ import numpy as np
 from mpistrat.algorithms.choose import PLANNERS, Choice, choose
 from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
 from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel
-from mpistrat.algorithms.report import alternatives_text, basis_text, phases_text, pieces_text
+from mpistrat.algorithms.plan_report import alternatives_text, basis_text, phases_text, pieces_text
 from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_table

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.device.base import Device
+from mpistrat.device.abstract import Device
 from mpistrat.groups.group import Group
 from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.transports.flat_arrays import FlatArrays

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrat import settings
-from mpistrat.device.base import Device, DeviceArray, Event, Stream, address
+from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
 from mpistrat.device.binding import bound_device
 from mpistrat.device.cuda import CudaDevice
 from mpistrat.device.kernels import fold_into_kernel

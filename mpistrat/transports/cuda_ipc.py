@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.device.base import Device, DeviceArray, address
+from mpistrat.device.abstract import Device, DeviceArray, address
 from mpistrat.device.cuda import CudaDevice
 from mpistrat.device.kernels import fold_kernel
 from mpistrat.device.segments import THREADS

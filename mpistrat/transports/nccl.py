@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.device.base import Device, DeviceArray, address
+from mpistrat.device.abstract import Device, DeviceArray, address
 from mpistrat.device.cuda import CudaDevice
 from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group, ranks_text

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpistrat.device.base import Device, DeviceArray, Event, address
+from mpistrat.device.abstract import Device, DeviceArray, Event, address
 from mpistrat.device.cuda import CudaDevice
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
@@ -96,7 +96,7 @@ class StagedTransport(Transport):
         """Bind an operation of host memory: it gets the whole buffer at once, and what it makes of that is copied back."""
         slot = self._device.pinned(buffer.nbytes).view(buffer.dtype)
         operation, move = bind(slot), self._move(buffer, slot, 0, 0, buffer.size)
-        chunk = _Chunk(operation, move, move)
+        chunk = _StagedChunk(operation, move, move)
         return Operation(lambda: self._run([chunk]), [Part(0, buffer.size, (buffer,))], slot.nbytes + operation.scratch_bytes)
 
     @property
@@ -126,7 +126,7 @@ class StagedTransport(Transport):
             slot = slots[index % NUM_SLOTS][: count * buffer.dtype.itemsize].view(buffer.dtype)
             stop = first + count
             moves = [self._move(buffer, slot, first, *wanted(first, stop)) for wanted in (given, promised)]
-            chunks.append(_Chunk(bind(slot, first), *moves))
+            chunks.append(_StagedChunk(bind(slot, first), *moves))
         return Operation(lambda: self._run(chunks), [Part(0, buffer.size, (buffer,))])
 
     def _chunk_bytes_of(self, nbytes: int) -> int:
@@ -145,7 +145,7 @@ class StagedTransport(Transport):
         host = int(slot.__array_interface__["data"][0]) + (start - first) * itemsize
         return _Move(address(buffer) + start * itemsize, host, (stop - start) * itemsize)
 
-    def _run(self, chunks: list[_Chunk]) -> Steps:
+    def _run(self, chunks: list[_StagedChunk]) -> Steps:
         computing = self._device.current_stream()
         before = computing.record()
         self._down.wait(before)
@@ -168,7 +168,7 @@ class StagedTransport(Transport):
             while not event.done():
                 yield WAITING
 
-    def _fetch(self, chunk: _Chunk) -> Event:
+    def _fetch(self, chunk: _StagedChunk) -> Event:
         if chunk.given.nbytes:
             self._down.copy(chunk.given.host, chunk.given.device, chunk.given.nbytes)
         return self._down.record()
@@ -184,7 +184,7 @@ class _Move:
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class _StagedChunk:
     operation: Operation
     given: _Move
     promised: _Move

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mpistrat.launch import environment
 from mpistrat.watch import process
-from mpistrat.watch.layout import FILE_BYTES, Field
+from mpistrat.watch.file_layout import FILE_BYTES, Field
 
 __all__ = ["bases", "has_owner", "job_name", "jobs", "make_job", "remove", "remove_old_jobs"]
 

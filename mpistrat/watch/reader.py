@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.watch import process
-from mpistrat.watch.layout import (
+from mpistrat.watch.file_layout import (
     CALLS,
     FAILED_BIT,
     FILE_BYTES,

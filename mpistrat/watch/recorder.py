@@ -23,7 +23,7 @@ from types import CodeType, FrameType
 from mpistrat.errors import LaunchError
 from mpistrat.launch import environment
 from mpistrat.watch import folder, process
-from mpistrat.watch.layout import (
+from mpistrat.watch.file_layout import (
     CALLS,
     FAILED_BIT,
     FILE_BYTES,

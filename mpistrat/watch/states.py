@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from mpistrat.text import format_elapsed, parse_spans
-from mpistrat.watch.layout import UNTOLD, State
+from mpistrat.watch.file_layout import UNTOLD, State
 from mpistrat.watch.reader import RankFile, Record
 
 __all__ = ["Call", "Key", "RankState", "aged", "decode", "encode", "look"]

@@ -22,12 +22,12 @@ from mpistrat import settings, timeline
 from mpistrat.errors import AgreementError, CollectiveError, LaunchError, SettingError
 from mpistrat.launch import environment, exit_code
 from mpistrat.watch import takeover, trace, users
-from mpistrat.watch.layout import State
+from mpistrat.watch.file_layout import State
 from mpistrat.watch.neighbours import Neighbours
 from mpistrat.watch.notices import Notice, Notices
 from mpistrat.watch.reader import RankFile, Record, seconds_since
 from mpistrat.watch.recorder import FlightRecorder, recorder
-from mpistrat.watch.report import end_report, stall_report
+from mpistrat.watch.stall_report import end_report, stall_report
 from mpistrat.watch.states import Key, RankState, aged, decode, encode, look
 from mpistrat.watch.survey import Survey, here
 from mpistrat.watch.talk import Message, Talk

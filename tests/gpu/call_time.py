@@ -15,7 +15,7 @@ from statistics import median
 import numpy as np
 
 from mpistrat.communicator.communicator import Communicator
-from mpistrat.device.base import Device
+from mpistrat.device.abstract import Device
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import LaunchError
 from mpistrat.groups.hierarchy import Hierarchy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpistrat.device import binding as device_binding
-from mpistrat.device.base import Identity
+from mpistrat.device.abstract import Identity
 from mpistrat.launch import gpu_binding
 from tests.gpu.stand_in import StandInDevice
 

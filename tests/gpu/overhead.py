@@ -19,7 +19,7 @@ import numpy as np
 
 import mpistrat
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.device.base import Device, address
+from mpistrat.device.abstract import Device, address
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import LaunchError
 from mpistrat.reduction import ReduceOp

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.device import cuda
-from mpistrat.device.base import Device, DeviceArray, address
+from mpistrat.device.abstract import Device, DeviceArray, address
 from mpistrat.device.kernels import TYPES, fold_into_kernel, fold_kernel, move_kernel
 from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut

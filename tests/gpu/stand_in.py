@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.device.base import Device, Event, Identity, Stream
+from mpistrat.device.abstract import Device, Event, Identity, Stream
 from mpistrat.errors import TransportError
 from tests.gpu.on_host import HostKernels
 

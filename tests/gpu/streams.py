@@ -20,7 +20,7 @@ from unittest.mock import patch
 import numpy as np
 
 import mpistrat
-from mpistrat.device.base import Device, Stream, address
+from mpistrat.device.abstract import Device, Stream, address
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import LaunchError
 

@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.device.base import Device, DeviceArray, address
+from mpistrat.device.abstract import Device, DeviceArray, address
 from mpistrat.device.cuda import CudaDevice
 from mpistrat.device.kernels import fold_kernel
 from mpistrat.groups.group import Group

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.device.base import Identity
+from mpistrat.device.abstract import Identity
 from mpistrat.device.binding import bind
 from mpistrat.errors import SettingError
 from mpistrat.launch import cuda_awareness, environment

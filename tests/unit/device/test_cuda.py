@@ -15,7 +15,7 @@ import pytest
 
 import mpistrat
 from mpistrat.device import cuda
-from mpistrat.device.base import address
+from mpistrat.device.abstract import address
 from mpistrat.device.cuda import CudaDevice, _CudaEvent
 from mpistrat.errors import TransportError
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut

@@ -13,7 +13,7 @@ import pytest
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.tools import doctor
 from mpistrat.watch import folder
-from mpistrat.watch.layout import Field
+from mpistrat.watch.file_layout import Field
 from mpistrat.watch.recorder import FlightRecorder
 
 Record = Callable[..., None]

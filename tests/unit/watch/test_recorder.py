@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.watch import folder, layout, process
-from mpistrat.watch.layout import State
+from mpistrat.watch import file_layout, folder, process
+from mpistrat.watch.file_layout import State
 from mpistrat.watch.reader import OVERWRITTEN, RankFile
 from mpistrat.watch.recorder import FlightRecorder, digest
 
@@ -92,10 +92,10 @@ def test_calls_of_two_threads_end_each_for_itself(written: FlightRecorder) -> No
 
 def test_the_ring_keeps_the_last_4096(written: FlightRecorder) -> None:
     index = call(written)
-    for number in range(layout.RING_RECORDS + 5):
+    for number in range(file_layout.RING_RECORDS + 5):
         written.leave(written.enter(0, number, index))
     records = read(written).records()
-    assert [record.number for record in records] == list(range(layout.RING_RECORDS + 4, 4, -1))
+    assert [record.number for record in records] == list(range(file_layout.RING_RECORDS + 4, 4, -1))
     assert {record.call.text for record in records} == {TEXT}
     assert read(written).find(0, 4) is None
     found = read(written).find(0, 5)
@@ -106,10 +106,10 @@ def test_the_ring_keeps_the_last_4096(written: FlightRecorder) -> None:
 def test_a_slot_that_is_used_again_forgets_that_the_collective_before_failed(written: FlightRecorder) -> None:
     file = read(written)
     written.fail(written.enter(2, 0, call(written)))
-    for number in range(1, layout.RING_RECORDS):
+    for number in range(1, file_layout.RING_RECORDS):
         written.leave(written.enter(2, number, call(written)))
-    slot = written.enter(2, layout.RING_RECORDS, call(written))
-    assert [record.number for record in file.inside()] == [layout.RING_RECORDS]
+    slot = written.enter(2, file_layout.RING_RECORDS, call(written))
+    assert [record.number for record in file.inside()] == [file_layout.RING_RECORDS]
     written.leave(slot)
     assert file.inside() == []
 
@@ -119,7 +119,7 @@ def test_equal_descriptions_share_an_index_and_the_least_recent_is_overwritten(w
     assert call(written, "first") == first != second
     written.leave(written.enter(0, 1, second))
     written.leave(written.enter(0, 2, first))
-    for other in range(layout.CALLS.entries - 1):
+    for other in range(file_layout.CALLS.entries - 1):
         call(written, f"other {other}")
     assert [record.call.text for record in read(written).records()] == ["first", OVERWRITTEN]
     assert call(written, "second") != second
@@ -155,7 +155,7 @@ def test_lines_of_codes_that_are_gone_are_not_mixed_up(written: FlightRecorder) 
         space = {"recorder": written, "index": index, "number": number}
         exec(compile("recorder.leave(recorder.enter(0, number, index))", f"file{number}", "exec"), space)
     assert {record.number: record.line for record in read(written).records()} == {
-        number: f"file{number}:1 (<module>)" if number >= 2000 - layout.LINES.entries else "" for number in range(2000)
+        number: f"file{number}:1 (<module>)" if number >= 2000 - file_layout.LINES.entries else "" for number in range(2000)
     }
 
 
@@ -280,7 +280,7 @@ def left_behind(base: Path, name: str, hours: float) -> Path:
     """Make what a job leaves whose process was killed so long ago."""
     made = FlightRecorder(folder.make_job(base, name) / "rank-0")
     assert made.path is not None
-    made._put(layout.Field.STARTED, 1)
+    made._put(file_layout.Field.STARTED, 1)
     os.utime(made.path.parent, (time.time() - hours * 3600,) * 2)
     return made.path.parent
 
@@ -296,7 +296,7 @@ def test_what_jobs_left_a_day_ago_is_removed_unless_they_run(tmp_path: Path) -> 
 
 
 def test_what_jobs_left_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "KEEP_BYTES", 2 * layout.FILE_BYTES)
+    monkeypatch.setattr(folder, "KEEP_BYTES", 2 * file_layout.FILE_BYTES)
     for hours in range(1, 5):
         left_behind(tmp_path / "base", f"{hours} hours ago", hours)
     folder.remove_old_jobs(tmp_path / "base")
@@ -316,7 +316,7 @@ def test_without_room_for_the_file_there_is_none(tmp_path: Path, monkeypatch: py
 
 
 def test_another_file_is_not_taken_for_a_record(tmp_path: Path) -> None:
-    (tmp_path / "rank-0").write_bytes(bytes(layout.FILE_BYTES))
+    (tmp_path / "rank-0").write_bytes(bytes(file_layout.FILE_BYTES))
     with pytest.raises(ValueError, match="not the record of a rank"):
         RankFile.open(tmp_path / "rank-0")
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from mpistrat.errors import AgreementError, UnavailableError
-from mpistrat.watch.layout import UNTOLD
+from mpistrat.watch.file_layout import UNTOLD
 from mpistrat.watch.recorder import digest
-from mpistrat.watch.report import stall_report
+from mpistrat.watch.stall_report import stall_report
 from mpistrat.watch.states import Call, RankState, decode, encode
 from mpistrat.watch.verdict import judge, waits_for
 
