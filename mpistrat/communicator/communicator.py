@@ -253,8 +253,7 @@ class Communicator(BaseCommunicator):
 
         Parameters
         ----------
-        op, arrays, options, out : ReduceOp or str, ndarray or list of ndarray, CommunicationOptions, ndarray or list of ndarray
-            As for `all_reduce`, which says what is raised too.
+        op, arrays, options, out : as for `all_reduce`, which says what is raised too
         structure : object, optional
             Of the value whose leaves the arrays are: its text must be the same on all ranks.
         """
@@ -434,7 +433,6 @@ class Communicator(BaseCommunicator):
         """Free the scratch memory and the duplicated communicators; closing again does nothing. A collective call.
 
         Where a collective has failed, here or on a peer, nothing is freed and nobody waited for: others may still use it.
-
         The `owner` is the strategy that is closed, for the error of later calls; by default it is the communicator.
         """
         if self.is_closed:
@@ -454,6 +452,11 @@ class Communicator(BaseCommunicator):
             self._executor.close()
             self.hierarchy.close()
         super().close(owner)
+
+    def _require_open(self) -> None:
+        if self.is_closed:
+            self._guard.require_sound()  # a collective that failed before says more
+        super()._require_open()
 
     def _admit(self, verb: str, arrays: Any, options: CommunicationOptions | None) -> None:
         """Raise where this rank can make no such call: a communicator that was closed, or what is not an array."""

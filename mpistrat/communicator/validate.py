@@ -40,14 +40,14 @@ def for_each(act: Callable[[Array, Array | None], Any], arrays: Any, out: Any = 
 
 
 def check_array(array: object) -> None:
-    """Check that something is an array of NumPy or CuPy.
+    """Check that something is an array of NumPy or CuPy, or a scalar of NumPy.
 
     Raises
     ------
     UnsupportedDtypeError
         If it is not.
     """
-    if not (isinstance(array, np.ndarray) or is_on_device(array)):
+    if not (isinstance(array, (np.ndarray, np.generic)) or is_on_device(array)):
         raise UnsupportedDtypeError(
             f"a communicator takes arrays of NumPy and CuPy; got {type(array).__name__}: pass numpy.asarray(x), or "
             "cupy.from_dlpack(x) of what is on the GPU"
