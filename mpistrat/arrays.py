@@ -1,4 +1,4 @@
-"""Arrays: what counts as one, where it lies, and how arrays of other libraries come in and go out without a copy."""
+"""Arrays: what is accepted as one, in which memory it is, and zero-copy conversion from and to other libraries."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
-"""An array of NumPy; where this process computes on a GPU, also one of `array_module`."""
+"""A NumPy array; if this process computes on a GPU, also a CuPy array."""
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
-# DLPack's numbers for kinds of memory: those that the host reads like its own (CPU, and pinned by CUDA or ROCm), …
+# DLPack's device types whose memory the host reads directly: CPU, and memory pinned by CUDA or ROCm
 _HOST_MEMORY = (1, 3, 11)
-# … and the names of others; the host could read managed memory, but not know when the device has finished writing it
+# Names of its other device types. The host could read managed memory, but cannot tell when the device has finished writing it.
 _DEVICE_NAMES = {2: "cuda", 8: "metal", 10: "rocm", 13: "cuda (managed memory)", 14: "oneapi"}
 
-# How a user brings an array of these libraries to the host.
+# How a user copies an array of these libraries to host memory, for error messages.
 _COPIES = {
     "torch": "{name}.cpu()",
     "cupy": "{name}.get()",
@@ -47,8 +47,8 @@ _COPIES = {
 }
 
 
-# … and to the GPU; to CuPy all others.
-_LIFTS = {
+# The same to the GPU; arrays of other libraries become CuPy arrays.
+_DEVICE_COPIES = {
     "torch": "{name}.cuda()",
     "jax": 'jax.device_put({name}, jax.devices("gpu")[0])',
     "jaxlib": 'jax.device_put({name}, jax.devices("gpu")[0])',
@@ -56,7 +56,7 @@ _LIFTS = {
 
 
 class Readable:
-    """A value of ours that reads as an array. NumPy reads it by ``__array__``, and then in host memory only."""
+    """A value of this library that can be used as an array. NumPy reads it by ``__array__``, and then in host memory only."""
 
     def read(self) -> Array:
         """Return the array."""
@@ -64,23 +64,23 @@ class Readable:
 
 
 def array_module() -> Any:
-    """Return the namespace of the arrays that this process computes on: CuPy on a GPU, NumPy elsewhere."""
+    """Return the array library of this process: CuPy if it computes on a GPU, else NumPy."""
     device = bound_device()
     return np if device is None else device.array_module
 
 
 def is_on_device(array: Any) -> bool:
-    """Return whether an array, as `as_array` returns it, is in the memory of a GPU."""
+    """Return whether an array that `as_array` returned is in GPU memory."""
     return type(array) is not np.ndarray and hasattr(type(array), "__cuda_array_interface__")
 
 
 def to_host(array: Array) -> Array:
-    """Return an array in host memory: itself, or a copy of what is on the GPU, after all work on its current stream."""
+    """Return an array in host memory: itself, or a copy from the GPU that waits for all work on the current stream."""
     return cast("Any", array).get() if is_on_device(array) else array
 
 
 def to_device(array: Array) -> Array:
-    """Return an array where this process computes: itself, or a copy on the GPU, in order on its current stream."""
+    """Return an array on the device of this process: itself, or a copy on the GPU, enqueued on the current stream."""
     device = bound_device()
     if device is None or is_on_device(array):
         return array
@@ -90,58 +90,58 @@ def to_device(array: Array) -> Array:
 
 
 def flat(array: Array) -> Array:
-    """Return an array with one axis, contiguous: a copy in C order where it is not. `reshape` leaves gaps between elements."""
+    """Return a contiguous array with one axis, a copy if needed: `reshape` alone may return a strided view."""
     return array.reshape(-1) if array.flags.c_contiguous else array.copy().reshape(-1)
 
 
 def in_dtype(array: Array, dtype: np.dtype[Any]) -> Array:
-    """Return an array in a dtype, without a copy where it is; a NumPy scalar becomes an array of no axes."""
+    """Return an array converted to a dtype, without a copy if it has it already; a NumPy scalar becomes a 0-d array."""
     return array.astype(dtype, copy=False) if is_on_device(array) else np.asarray(array, dtype)
 
 
 def as_array(value: Any, name: str = "value") -> Array:
-    """Return `value` as an array that shares its memory wherever that is possible.
+    """Return `value` as an array, without a copy wherever that is possible.
 
-    That is a NumPy array; where this process computes on a GPU and the value is there, a CuPy array.
+    The result is a NumPy array, or a CuPy array if the value is in the memory of the GPU that this process computes on.
 
     Parameters
     ----------
     value : array_like
-        An array, a Python number, a (rectangular) list of numbers, or anything in host memory that speaks ``__array__``,
-        ``__array_interface__``, the buffer protocol or DLPack: arrays of PyTorch and JAX for example, bfloat16 included.
-        The array of what cannot be written to, as those of JAX, cannot either. Of a tensor that requires a gradient the
-        values count: no gradient flows through a collective. Where this process computes on a GPU, anything in its memory
-        that CuPy takes, by DLPack or ``__cuda_array_interface__``.
+        An array, a Python number, a (rectangular) list of numbers, or anything in host memory that supports ``__array__``,
+        ``__array_interface__``, the buffer protocol or DLPack: PyTorch tensors and JAX arrays for example, bfloat16 included.
+        If the value is read-only, as JAX arrays are, so is the result. A tensor that requires a gradient is read by its
+        values: no gradient flows through a collective. If this process computes on a GPU, also anything in its memory that
+        CuPy accepts, by DLPack or ``__cuda_array_interface__``.
     name : str
-        What to call it in an error.
+        The name of the value in error messages.
 
     Raises
     ------
     InvalidArgumentError
-        If its memory is on a device that is not this replica's; the message names both.
+        If it is in the memory of another device than this replica's; the message names both.
     UnsupportedDtypeError
-        If it is a ragged list, a masked or sparse array, or its elements are objects, text, dates or records.
+        If it is a ragged list, a masked or sparse array, or its elements are objects, strings, dates or records.
     """
     array: Array = value if type(value) is np.ndarray else _read(value, name)
     if array.dtype.kind in "OUSMmT" or array.dtype.type is np.void:
         raise UnsupportedDtypeError(
-            f"{name} has dtype {array.dtype}, which no collective can carry; accepted are arrays of bool, integers, float16, "
-            "bfloat16, float32, float64 and complex numbers"
+            f"{name} has dtype {array.dtype}, which collectives do not support; accepted are arrays of bool, integers, "
+            "float16, bfloat16, float32, float64 and complex numbers"
         )
     return array
 
 
 def as_operand(value: Any, name: str = "value") -> Array:
-    """Return what `as_array` does, of a value that is to be combined with those of other replicas.
+    """Return `value` as an array, like `as_array`, for use as the operand of a collective.
 
-    An array whose elements do not lie at multiples of their alignment, as in a view of packed bytes, is copied: neither MPI
-    nor mpi4py works on such memory.
+    An array whose elements are not aligned, as in a view of packed bytes, is copied: neither MPI nor mpi4py works on such
+    memory.
 
     Raises
     ------
     InvalidArgumentError
-        Also if it has axes and is in host memory, where this process computes on a GPU: a copy that nobody asked for would
-        hide that the program computes elsewhere. Numbers pass.
+        Also if it is an array in host memory although this process computes on a GPU: an implicit copy would hide that the
+        program computes on the wrong device. Numbers are accepted.
     UnsupportedDtypeError
         As for `as_array`.
     """
@@ -149,33 +149,33 @@ def as_operand(value: Any, name: str = "value") -> Array:
     if type(array) is np.ndarray and not array.flags.aligned:
         array = array.copy()
     if array.ndim and bound_device() is not None and not is_on_device(array):
-        lifted = _LIFTS.get(_library(value), "strategy.array_module.asarray({name})").format(name=name)
+        copied = _DEVICE_COPIES.get(_library(value), "strategy.array_module.asarray({name})").format(name=name)
         raise InvalidArgumentError(
-            f"{name} is in host memory, this replica computes on {own_device()}; copy it first, {lifted}, or compute in host "
+            f"{name} is in host memory, this replica computes on {own_device()}; copy it first, {copied}, or compute in host "
             "memory with MPISTRAT_DEVICE=cpu"
         )
     return array
 
 
 def like(result: Array, original: Any) -> Any:
-    """Return `result` as the kind of array that `original` is.
+    """Return `result` as an array of the library that `original` belongs to.
 
     Parameters
     ----------
     result : array
-        What was computed from `original`; nobody else may write to it afterwards. Its shape and dtype may be others.
+        The result computed from `original`; the caller must not write to it afterwards. Shape and dtype may differ.
     original : array_like
-        What `as_array` has read.
+        The value that was passed to `as_array`.
 
     Returns
     -------
     array
-        For PyTorch, a tensor without a gradient on the device of `original`, which shares the memory of `result` where that is
-        there. For JAX an array on the device of `original`, which shares the memory where its address suits JAX and else is a
-        copy; JAX without 64-bit types keeps 32 bits. For CuPy, an array on this replica's GPU. For other arrays of the array
-        API standard, what the ``asarray`` of their namespace makes. For everything else, numbers and lists too, `result`
-        itself; but for a number, where this process computes on a GPU, a NumPy scalar: CuPy computes with these, and not with
-        NumPy arrays of no axes.
+        For PyTorch, a tensor without a gradient on the device of `original`, which shares the memory of `result` if that is
+        on the same device. For JAX, an array on the device of `original`, which shares the memory if its address has the
+        alignment that JAX needs, and else is a copy; JAX without 64-bit types keeps 32 bits. For CuPy, an array on this
+        replica's GPU. For other arrays of the array API standard, the result of their namespace's ``asarray``. For everything
+        else, numbers and lists too, `result` itself; but for a number, if this process computes on a GPU, a NumPy scalar:
+        CuPy computes with these, and not with 0-d NumPy arrays.
     """
     if type(original) is np.ndarray:
         return result
@@ -207,10 +207,10 @@ def _read(value: Any, name: str) -> Array:
         if is_a(value, "torch", "Tensor"):
             return _memory_of_tensor(value)
         if is_a(value, "numpy.ma", "MaskedArray"):
-            raise TypeError("it has a mask, which would be lost; choose what its masked elements count as, x.filled(0)")
+            raise TypeError("it has a mask, which would be lost; fill in a value for the masked elements, x.filled(0)")
         return _memory(value)
     except MpistratError:
-        raise  # from the __array__ of our own values
+        raise  # from the __array__ of a variable, for example
     except (TypeError, ValueError, BufferError) as error:
         raise UnsupportedDtypeError(f"{name} cannot be read as an array: {error}; pass an array of numbers") from None
 
@@ -220,21 +220,21 @@ def _memory(value: Any) -> Array:
         return np.asarray(value)
     try:
         return np.from_dlpack(value)
-    except RuntimeError as error:  # of a dtype that NumPy does not know
+    except RuntimeError as error:  # NumPy does not know the dtype
         raise TypeError(error) from None
 
 
 def _memory_of_tensor(tensor: Any) -> Array:
     torch = sys.modules["torch"]
-    if tensor.dtype is torch.bfloat16:  # NumPy itself has no such dtype: hand over the bits
+    if tensor.dtype is torch.bfloat16:  # NumPy itself has no such dtype: reinterpret the bits
         return _memory_of_tensor(tensor.view(torch.int16)).view(_BFLOAT16)
-    array: Array = tensor.numpy(force=True)  # copies only what is conjugated lazily
+    array: Array = tensor.numpy(force=True)  # copies only tensors with a lazy conjugation
     return array
 
 
 def _tensor(array: Array) -> Any:
     torch = sys.modules["torch"]
-    if not array.flags.writeable:  # PyTorch has no such tensors
+    if not array.flags.writeable:  # PyTorch has no read-only tensors
         array = array.copy()
     if array.dtype == _BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -255,7 +255,7 @@ def _check_device(value: Any, name: str) -> None:
 
 
 def _foreign_device(value: Any) -> str:
-    """Return the name of the device whose memory `value` is in; an empty text for memory of the host."""
+    """Return the name of the device whose memory `value` is in; an empty string for host memory."""
     if is_a(value, "torch", "Tensor"):
         return "" if value.device.type == "cpu" else str(value.device)
     if hasattr(value, "__dlpack_device__"):

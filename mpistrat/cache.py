@@ -1,4 +1,4 @@
-"""Where files lie that may be thrown away, and how they are written."""
+"""The cache folder of this user, and how its files are read and written."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["folder", "parse", "read", "record", "write"]
 
 T = TypeVar("T")
 
-MAX_BYTES = 1 << 24  # what we write is a thousandth of it
+MAX_BYTES = 1 << 24  # a thousand times the size of the files that we write
 
 
 def folder() -> Path:
-    """Return where they lie: ``$XDG_CACHE_HOME/mpistrat`` or ``~/.cache/mpistrat``.
+    """Return the cache folder: ``$XDG_CACHE_HOME/mpistrat`` or ``~/.cache/mpistrat``.
 
     Raises
     ------
@@ -34,26 +34,26 @@ def read(path: Path) -> str:
     Raises
     ------
     OSError
-        If it cannot be read, or is not an ordinary file: a pipe would have nothing to say, and keep who asks waiting.
+        If it cannot be read, or is not a regular file: reading a pipe could block for ever.
     ValueError
-        If it is larger than any file of this cache, or its bytes are not text.
+        If it is larger than any file of this cache, or is not UTF-8.
     """
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise OSError("it is not an ordinary file")
+            raise OSError("it is not a regular file")
         if status.st_size > MAX_BYTES:
             raise ValueError(f"it has {status.st_size} bytes, and at most {MAX_BYTES} are read")
         return file.read()
 
 
 def parse(text: str) -> Any:
-    """Return the JSON document that a text holds.
+    """Parse a JSON document.
 
     Raises
     ------
     ValueError
-        If it holds none, or one so deep that nobody wrote it with us.
+        If it is not JSON, or is nested too deeply to be a file of this library.
     """
     try:
         return json.loads(text)
@@ -62,12 +62,12 @@ def parse(text: str) -> Any:
 
 
 def record(kind: type[T], fields: dict[str, Any]) -> T:
-    """Return a dataclass of this kind, made of what a document says.
+    """Return an instance of a dataclass, made from the fields of a JSON document.
 
     Raises
     ------
     TypeError
-        If fields are missing or unknown, or one has another type than the class declares: ``"no"`` is true.
+        If fields are missing or unknown, or a value is not of the declared type: the string ``"no"`` would count as true.
     """
     made = kind(**fields)
     for name, expected in get_type_hints(kind).items():
@@ -77,7 +77,7 @@ def record(kind: type[T], fields: dict[str, Any]) -> T:
 
 
 def write(text: str, path: Path) -> None:
-    """Write a file, all at once: who reads it meanwhile finds the old one or the new one.
+    """Write a file atomically: a concurrent reader finds either the old file or the new one.
 
     Raises
     ------
@@ -87,5 +87,5 @@ def write(text: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".new", delete=False) as file:
         file.write(text)
-        os.fchmod(file.fileno(), 0o644)  # such a file is its owner's alone at first
+        os.fchmod(file.fileno(), 0o644)  # temporary files are created readable by their owner only
     Path(file.name).replace(path)

@@ -1,18 +1,18 @@
 """Every exception of the library, drawn as a tree.
 
 MpistratError
-├── LaunchError (RuntimeError)             the launcher and MPI tell different stories
-├── SettingError (ValueError)              an MPISTRAT_* variable cannot be read
-├── TopologyError (ValueError)             a node shape does not describe these ranks
-├── TransportError (RuntimeError)          a transport asked for by name cannot be had
-├── InvalidArgumentError (ValueError)      an argument no rank could have used
-├── OutOfRangeError (StopIteration)        the data has ended
-├── UnsupportedDtypeError (TypeError)      an array no collective can carry
-├── Unsuitable (ValueError)                a planner declines a world, and says why
-└── CollectiveError (RuntimeError)         something went wrong between ranks
+├── LaunchError (RuntimeError)             the launcher and MPI disagree on the number of ranks, or MPI cannot start
+├── SettingError (ValueError)              an MPISTRAT_* variable has an invalid value
+├── TopologyError (ValueError)             a node shape does not match the ranks of the job
+├── TransportError (RuntimeError)          a transport that was asked for by name is not available
+├── InvalidArgumentError (ValueError)      an argument is invalid on every rank
+├── OutOfRangeError (StopIteration)        the end of the data
+├── UnsupportedDtypeError (TypeError)      a dtype that collectives do not support
+├── Unsuitable (ValueError)                an algorithm does not apply to a world; the message says why
+└── CollectiveError (RuntimeError)         a collective failed between ranks
     ├── AgreementError                     ranks made different calls
-    ├── DeadlineExceededError (TimeoutError)   ranks did not arrive in time
-    └── UnavailableError                   a peer is gone
+    ├── DeadlineExceededError (TimeoutError)   a collective did not finish within its deadline
+    └── UnavailableError                   a peer has exited
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class MpistratError(Exception):
     Attributes
     ----------
     raised_everywhere : bool
-        True where every rank of the job raises the same error together, so that one traceback tells the story.
+        True where every rank of the job raises the same error at the same point, so that printing one traceback is enough.
     failed_ranks : tuple of int
-        The ranks whose own errors have led to this one: their tracebacks tell the story.
+        The ranks whose own errors caused this one: their tracebacks are the ones to read.
     """
 
     raised_everywhere: bool = False
@@ -50,39 +50,39 @@ class MpistratError(Exception):
 
 
 class LaunchError(MpistratError, RuntimeError):
-    """The launcher's variables and MPI disagree, or MPI cannot be started."""
+    """The launcher and MPI disagree on the number of ranks, or MPI cannot be started."""
 
 
 class SettingError(MpistratError, ValueError):
-    """An ``MPISTRAT_*`` variable has a value that its type does not accept."""
+    """An ``MPISTRAT_*`` variable has a value that the setting does not accept."""
 
 
 class TopologyError(MpistratError, ValueError):
-    """A node shape is malformed, or does not describe the ranks there are."""
+    """A node shape is malformed, or does not match the ranks of the job."""
 
 
 class TransportError(MpistratError, RuntimeError):
-    """A transport was asked for by name and cannot be had here."""
+    """A transport was asked for by name and is not available here."""
 
 
 class InvalidArgumentError(MpistratError, ValueError):
-    """An argument is outside what the call accepts."""
+    """An argument has a value that the call does not accept."""
 
 
 class OutOfRangeError(MpistratError, StopIteration):
-    """There is no further element: what ``iterator.get_next()`` raises at the end of the data, on every replica."""
+    """The data has ended: ``iterator.get_next()`` raises this on every replica."""
 
 
 class UnsupportedDtypeError(MpistratError, TypeError):
-    """A value is not an array, or has a dtype that the operation is not defined for."""
+    """A value is not an array, or the operation is not defined for its dtype."""
 
 
-class Unsuitable(MpistratError, ValueError):  # noqa: N818 - a normal answer of a planner, named as one reads it
-    """A planner declines: its algorithm does not apply, because of the reason in the message."""
+class Unsuitable(MpistratError, ValueError):  # noqa: N818 - a normal answer of a planner, not an error of the user's
+    """An algorithm does not apply to a world; the message says why."""
 
 
 class CollectiveError(MpistratError, RuntimeError):
-    """A collective call failed between ranks."""
+    """A collective failed between ranks."""
 
 
 class AgreementError(CollectiveError):
@@ -92,8 +92,8 @@ class AgreementError(CollectiveError):
 
 
 class DeadlineExceededError(CollectiveError, TimeoutError):
-    """A collective took longer than its deadline; some ranks did not arrive."""
+    """A collective did not finish within its deadline; some ranks may not have entered it."""
 
 
 class UnavailableError(CollectiveError):
-    """A rank that takes part in a collective is gone."""
+    """A rank that takes part in a collective has exited."""

@@ -1,4 +1,4 @@
-"""ReduceOp, and what each operation on values of replicas means for each dtype.
+"""ReduceOp, and what each reduction does for each dtype.
 
 ======  =======  ==============  =======================  =============================  ========
 op      bool     integers        float32, float64         float16, bfloat16              complex
@@ -37,7 +37,7 @@ __all__ = [
 Array = NDArray[Any]
 
 HALF_DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
-FOLD_COUNT = 1 << 15  # elements of a block: what is summed and where they are summed fit the cache of one core together
+FOLD_COUNT = 1 << 15  # elements per block: the operands and the result of one block fit the cache of a core together
 ACCEPTED = "bool, integers, float16, bfloat16, float32, float64 and complex numbers"
 
 
@@ -52,7 +52,7 @@ class ReduceOp(Enum):
 
     @classmethod
     def parse(cls, op: ReduceOp | str) -> ReduceOp:
-        """Return the operation that a member or a name, in any case, stands for.
+        """Return the operation for a member, or for a name in upper or lower case.
 
         Raises
         ------
@@ -69,11 +69,11 @@ class ReduceOp(Enum):
         accepted = ", ".join(member.name for member in cls)
         if not isinstance(op, str):
             raise TypeError(f"reduce_op must be a ReduceOp or a str, one of {accepted}; got {op!r}")
-        raise InvalidArgumentError(f"unknown reduce_op {op!r}; accepted are {accepted}, in any case")
+        raise InvalidArgumentError(f"unknown reduce_op {op!r}; accepted are {accepted}, in upper or lower case")
 
     @classmethod
     def from_variable_aggregation(cls, aggregation: Enum) -> ReduceOp:
-        """Return the operation that a variable's aggregation of that name stands for.
+        """Return the operation with the name of a variable's aggregation.
 
         Raises
         ------
@@ -82,7 +82,7 @@ class ReduceOp(Enum):
         """
         name = getattr(aggregation, "name", "")
         if name not in ("SUM", "MEAN"):
-            raise InvalidArgumentError(f"only VariableAggregation.SUM and MEAN stand for a reduce_op; got {aggregation!r}")
+            raise InvalidArgumentError(f"only VariableAggregation.SUM and MEAN have a reduce_op; got {aggregation!r}")
         return cls[name]
 
 
@@ -100,9 +100,9 @@ def check_dtype(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None
     # 8-bit floats have the kind of a float, but NumPy does not count them as numbers, nor does MPI
     is_number = dtype.kind in "biufc" and issubclass(dtype.type, (np.number, np.bool_))
     if not is_number and dtype not in HALF_DTYPES:
-        raise UnsupportedDtypeError(f"{name} has dtype {dtype}, which no collective can carry; accepted are {ACCEPTED}")
+        raise UnsupportedDtypeError(f"{name} has dtype {dtype}, which collectives do not support; accepted are {ACCEPTED}")
     if not dtype.isnative:
-        raise UnsupportedDtypeError(f"{name} has the foreign byte order {dtype.str}; convert it with .astype({dtype.name!r})")
+        raise UnsupportedDtypeError(f"{name} has non-native byte order ({dtype.str}); convert it with .astype({dtype.name!r})")
     if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.kind == "c":
         raise UnsupportedDtypeError(f"{op.name} is not defined for {name} of dtype {dtype}: complex numbers have no order")
     if op is ReduceOp.MEAN and dtype.kind == "b":
@@ -110,27 +110,27 @@ def check_dtype(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None
 
 
 def check_meaning(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None:
-    """Check that it is clear what `op` makes of values of `dtype` that replicas pass: the sum of booleans is not.
+    """Check that the meaning of `op` across replicas is unambiguous for `dtype`; that of a SUM of booleans is not.
 
-    Transports combine booleans by SUM as MPI does, by OR; NumPy counts. A program may mean either.
+    MPI, and so our transports, combine booleans under SUM by OR; NumPy counts them. A program may mean either.
 
     Raises
     ------
     UnsupportedDtypeError
-        If it is not clear, or `op` is not defined for `dtype`.
+        If it is ambiguous, or `op` is not defined for `dtype`.
     """
     check_dtype(op, dtype, name)
     if op is ReduceOp.SUM and dtype.kind == "b":
         raise UnsupportedDtypeError(
-            f"SUM is not defined for {name} of dtype bool across replicas: is it a count, or whether any is true? Use MAX for "
-            "whether any is true, MIN for whether all are, or to count cast it first, value.astype(np.int64)"
+            f"SUM is not defined for {name} of dtype bool across replicas: it could mean a count, or logical OR. Use MAX for "
+            "logical OR, MIN for logical AND, or to count cast it first, value.astype(np.int64)"
         )
 
 
 def accumulation_dtype(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype in which `op` combines values of `dtype`.
 
-    Float32 for 16-bit floats; 64 bits for the mean of integers, which would wrap around before it is divided; else `dtype`.
+    Float32 for 16-bit floats; 64 bits for the mean of integers, whose sum could wrap around before the division; else `dtype`.
     """
     if dtype in HALF_DTYPES:
         return np.dtype(np.float32)
@@ -149,7 +149,7 @@ _COMBINE: dict[ReduceOp, np.ufunc] = {
 
 
 def combine(op: ReduceOp) -> np.ufunc:
-    """Return the ufunc of two operands that `op` folds with; MEAN folds as SUM and is divided once, at the end."""
+    """Return the binary ufunc of `op`; MEAN is computed as SUM and divided once, at the end."""
     return _COMBINE[op]
 
 
@@ -161,10 +161,10 @@ def divide(total: Array, count: int, out: Array) -> None:
     total, out : ndarray
         Arrays of equal shape; they may be the same array.
     count : int
-        Number of components that were summed.
+        The number of values that were summed.
     """
     if total.dtype.kind in "iu":
-        # stays in integers, so that no bit of an int64 is lost in a float; floor division, corrected towards zero
+        # integer arithmetic, because float64 does not hold every int64; floor division, corrected towards zero
         wide = total.astype(np.uint64 if total.dtype.kind == "u" else np.int64, copy=False)
         quotient, remainder = np.divmod(wide, wide.dtype.type(count))
         out[...] = quotient + ((remainder != 0) & (wide < 0))
@@ -175,7 +175,7 @@ def divide(total: Array, count: int, out: Array) -> None:
 
 
 class Fold:
-    """Combines several arrays into one in a single pass over memory, block after block of what fits the cache.
+    """Combines several arrays into one in a single pass over memory, in blocks that fit the cache.
 
     16-bit floats are combined and divided in float32, and rounded once.
 

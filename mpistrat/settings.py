@@ -43,7 +43,7 @@ __all__ = [
 T = TypeVar("T")
 
 _PREFIX = "MPISTRAT_"
-_OUR_OWN = ("RANK_PID",)  # set by ranks for what they start
+_INTERNAL = ("RANK_PID",)  # set by ranks for the processes that they start
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -57,7 +57,7 @@ class Setting(Generic[T]):
     name : str
         The variable, ``MPISTRAT_…``.
     parse : callable
-        Turns the text into a value; raises ValueError with what it accepts.
+        Turns the text into a value; raises a ValueError that lists the accepted values.
     default : object
         The value where the variable is unset or empty.
     meaning : str
@@ -80,7 +80,7 @@ class Setting(Generic[T]):
         Raises
         ------
         SettingError
-            If the variable is set to a text that its type does not accept.
+            If the variable is set to a value that the setting does not accept.
         """
         text = (os.environ if environ is None else environ).get(self.name, "").strip()
         if not text:
@@ -92,7 +92,7 @@ class Setting(Generic[T]):
 
 
 def misspelt(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables ``MPISTRAT_…`` that this library does not know, each with the nearest known name, or an empty text.
+    """Return the unknown ``MPISTRAT_…`` variables, each with the nearest known name or an empty string.
 
     Parameters
     ----------
@@ -101,14 +101,14 @@ def misspelt(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """
     wanted = [setting.name.removeprefix(_PREFIX) for setting in SETTINGS]
     names = sorted(name for name in (os.environ if environ is None else environ) if name.upper().startswith(_PREFIX))
-    strange = [name for name in names if name not in {_PREFIX + known for known in (*wanted, *_OUR_OWN)}]
-    near = {name: difflib.get_close_matches(name[len(_PREFIX) :].upper(), wanted, 1) for name in strange}
+    unknown = [name for name in names if name not in {_PREFIX + known for known in (*wanted, *_INTERNAL)}]
+    near = {name: difflib.get_close_matches(name[len(_PREFIX) :].upper(), wanted, 1) for name in unknown}
     return {name: "".join(_PREFIX + match for match in matches) for name, matches in near.items()}
 
 
 def misspelt_text(name: str, near: str) -> str:
-    """Return what to tell a user of a variable that this library does not know; `near` is what `misspelt` says of it."""
-    return f"{name} is set, and is not a setting of mpistrat" + (f"; {near} is meant?" if near else "")
+    """Return the warning about an unknown variable; `near` is the name that `misspelt` suggests for it."""
+    return f"{name} is set, but is not a setting of mpistrat" + (f"; did you mean {near}?" if near else "")
 
 
 def parse_bytes(text: str) -> int:
@@ -163,93 +163,96 @@ VIRTUAL_NODES = Setting(
     "MPISTRAT_VIRTUAL_NODES",
     str,
     "",
-    "Pretend that the ranks sit on nodes of this shape: 2x2, 3+1, 2x2:cyclic. Empty: the real nodes.",
+    "Treat the ranks as if they were placed on nodes of this shape: 2x2, 3+1, 2x2:cyclic. Empty: the real nodes.",
 )
 DEVICE = Setting(
     "MPISTRAT_DEVICE",
     _one_of("auto", "gpu", "cpu"),
     "auto",
-    "What ranks compute on: auto (a GPU where CuPy is installed and sees one), gpu (an error where there is none) or cpu "
-    "(nobody looks for one).",
+    "The device that ranks compute on: auto (a GPU if CuPy is installed and finds one), gpu (an error if there is none) or cpu "
+    "(no GPU is looked for).",
 )
-ALLOW_SHARED_GPU = Setting("MPISTRAT_ALLOW_SHARED_GPU", _parse_bool, False, "Several ranks may drive one GPU: for tests.")
+ALLOW_SHARED_GPU = Setting("MPISTRAT_ALLOW_SHARED_GPU", _parse_bool, False, "Let several ranks share one GPU, for tests.")
 CHECK = Setting(
     "MPISTRAT_CHECK",
     _parse_bool,
     True,
-    "Compare the calls of all ranks. Off: ranks that make different calls get wrong results, or wait for ever.",
+    "Compare the collective calls of all ranks. Off: ranks that make different calls get wrong results or hang.",
 )
 STRICT = Setting(
     "MPISTRAT_STRICT",
     _parse_bool,
     False,
-    "Compare everything before a result is handed out, also what could be compared with a later call.",
+    "Compare each call completely before its result is returned, instead of leaving part of the comparison to a later call.",
 )
-ABORT = Setting("MPISTRAT_ABORT", _parse_bool, True, "An uncaught exception on one rank ends the whole job.")
+ABORT = Setting("MPISTRAT_ABORT", _parse_bool, True, "Abort the whole job when one rank has an uncaught exception.")
 ALGORITHM = Setting(
     "MPISTRAT_ALGORITHM",
     _one_of("auto", "flat", "leader", "hierarchical", "pipelined"),
     "auto",
-    "The all-reduce algorithm where a call names none.",
+    "The all-reduce algorithm of calls that do not name one.",
 )
 CHUNK_BYTES = Setting(
-    "MPISTRAT_CHUNK_BYTES", parse_bytes, 0, "Bytes that a pipelined all-reduce moves at a time. 0: chosen by the planner."
+    "MPISTRAT_CHUNK_BYTES", parse_bytes, 0, "The chunk size of a pipelined all-reduce. 0: chosen by the planner."
 )
 MAX_MESSAGE_BYTES = Setting(
-    "MPISTRAT_MAX_MESSAGE_BYTES", parse_bytes, 2**30, "The largest message handed to MPI in one call; larger ones are split."
+    "MPISTRAT_MAX_MESSAGE_BYTES", parse_bytes, 2**30, "The largest message passed to MPI in one call; larger ones are split."
 )
 INTRA_TRANSPORT = Setting(
     "MPISTRAT_INTRA_TRANSPORT",
     _one_of("auto", "shared_memory", "mpi", "nccl", "cuda_ipc", "staged"),
     "auto",
-    "How bytes move between ranks of one node: in host memory by shared_memory or mpi, in that of GPUs by nccl, cuda_ipc, "
-    "staged (through the host) or mpi (the same).",
+    "The transport between ranks of one node: shared_memory or mpi for arrays in host memory; nccl, cuda_ipc, or staged "
+    "(through host memory; mpi means the same) for arrays on GPUs.",
 )
 INTER_TRANSPORT = Setting(
     "MPISTRAT_INTER_TRANSPORT",
     _one_of("auto", "mpi_ring", "mpi"),
     "auto",
-    "How bytes move between nodes. Memory of GPUs goes there by way of the host where this names a transport; auto asks "
-    "MPISTRAT_MPI_GPU.",
+    "The transport between nodes. If it is named, arrays on GPUs are staged through host memory; with auto, MPISTRAT_MPI_GPU "
+    "decides.",
 )
 MPI_GPU = Setting(
     "MPISTRAT_MPI_GPU",
     _one_of("auto", "on", "off"),
     "auto",
-    "Whether MPI is handed memory of GPUs: on, off (it goes through memory of the host) or auto (on where the MPI library "
-    "takes it, which is found out once and kept). Rank 0 reads it for all.",
+    "Whether GPU memory is passed to MPI directly: on, off (staged through host memory) or auto (on if the MPI library is "
+    "CUDA-aware, which is tested once and cached). Rank 0 reads it for all ranks.",
 )
 PEER_MEMORY = Setting(
     "MPISTRAT_PEER_MEMORY",
     _parse_bool,
     True,
-    "Ranks of a node may read and write each other's arrays directly, where the kernel lets them.",
+    "Ranks of a node may read and write each other's arrays directly (cross-memory attach), if the kernel permits it.",
 )
 TUNING = Setting(
     "MPISTRAT_TUNING",
     str,
     "auto",
-    "What auto chooses algorithms by: auto (the file that mpistrat tune wrote for this cluster and these ranks, where there is "
-    "one), measure (the same, and where there is none it is made while a strategy is), off (constants of ours), or the path of "
-    "such a file. Rank 0 reads it for all.",
+    "The measurements by which auto chooses algorithms: auto (the file that mpistrat tune wrote for this cluster and rank "
+    "placement, if there is one), measure (the same; if there is none, creating a strategy runs the benchmark), off (the "
+    "built-in constants), or the path of such a file. Rank 0 reads it for all ranks.",
 )
 TIMEOUT_SECONDS = Setting(
-    "MPISTRAT_TIMEOUT_SECONDS", _parse_seconds, 0.0, "Deadline of each collective that names none, in seconds. 0: none."
+    "MPISTRAT_TIMEOUT_SECONDS", _parse_seconds, 0.0, "Deadline in seconds of collectives that set none themselves. 0: none."
 )
 STALL_SECONDS = Setting(
     "MPISTRAT_STALL_SECONDS",
     _parse_seconds,
     30.0,
-    "When a rank has waited so long in a collective, one rank prints which ranks are missing, and what they are doing; again "
-    "after twice as long. 0: never.",
+    "When a rank has waited this long in a collective, one rank prints which ranks are missing and what they are doing; again "
+    "after twice the time. 0: never.",
 )
 TIMELINE = Setting(
     "MPISTRAT_TIMELINE",
     str,
     "",
-    "A file, trace.json for example, that rank 0 writes at the end: what each rank did when, for ui.perfetto.dev. Empty: none.",
+    "A trace file, trace.json for example, with the timeline of every rank, which rank 0 writes at exit; open it at "
+    "ui.perfetto.dev. Empty: none.",
 )
-VERBOSE = Setting("MPISTRAT_VERBOSE", _parse_bool, False, "Rank 0 prints the nodes it found and each plan it chooses, and why.")
+VERBOSE = Setting(
+    "MPISTRAT_VERBOSE", _parse_bool, False, "Rank 0 prints the nodes that it found, and each plan that is chosen and why."
+)
 
 SETTINGS: tuple[Setting[Any], ...] = (
     VIRTUAL_NODES,
@@ -272,5 +275,5 @@ SETTINGS: tuple[Setting[Any], ...] = (
     VERBOSE,
 )
 
-# what must be the same on all ranks, or they would plan and send differently
+# must have the same value on all ranks, or they would plan and send differently
 SHARED: tuple[Setting[Any], ...] = (CHECK, STRICT, ALGORITHM, CHUNK_BYTES, MAX_MESSAGE_BYTES, INTRA_TRANSPORT, INTER_TRANSPORT)

@@ -1,10 +1,10 @@
 """Nested values: flatten, map, rebuild, and name a leaf in an error.
 
-A nested value is any combination of dict and other Mappings, list, tuple, namedtuple and registered classes; None is an empty
-nest.
+A nested value (a pytree, in PyTorch and JAX) is any combination of dict and other Mappings, list, tuple, namedtuple and
+registered classes; None is an empty nest.
 
-What is of a subclass of dict is put together again as a copy with other values, which keeps its attributes; any other Mapping
-by calling its class with a dict. A Mapping that does not hold then what it was given, an open file for example, is a leaf.
+An instance of a subclass of dict is rebuilt as a copy with new values, which keeps its attributes; any other Mapping by calling
+its class with a dict. A Mapping that cannot be rebuilt in this way, such as an open file, is a leaf.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["ONE_LEAF", "OUTLINES_KEPT", "Structure", "flatten", "flatten_arrays"
 Structure = optree.PyTreeSpec
 
 ONE_LEAF: Structure = optree.tree_structure(0)  # type: ignore[arg-type]
-"""Of a value that is an array itself."""
+"""The structure of a single array."""
 OUTLINES_KEPT = 64
-_MOST_LEVELS = 16  # a list that contains itself has no end
+_MAX_DEPTH = 16  # a list that contains itself would never end
 
-_NAMESPACE = "mpistrat"  # of optree's registry, where the Mappings that were met are known
+_NAMESPACE = "mpistrat"  # of optree's registry, in which Mapping types are registered when they are first seen
 _lock = threading.Lock()
 _leaf_types: set[type] = set()
 _nest_types: set[type] = set()
@@ -45,9 +45,9 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
 
 
 def flatten_arrays(value: Any) -> tuple[list[Any], Structure] | None:
-    """Return what `flatten` does for a nest of NumPy arrays and nothing else; None for other nests, and some of these.
+    """Return the same as `flatten` for a nest of NumPy arrays only; None for other nests, and for some of these.
 
-    From the second nest on that is built alike it takes a fraction of the time.
+    It caches structures: from the second nest of a structure on it takes a fraction of the time of `flatten`.
     """
     outline, found = _walk(value, np.ndarray)
     if outline is None:
@@ -74,7 +74,7 @@ def map_leaves(function: Callable[..., Any], value: Any, *others: Any) -> Any:
 
 def leaf_names(value: Any, root: str = "value") -> list[str]:
     """Return one name for each leaf, as a user would write it: ``value['w'][0]``."""
-    flatten(value)  # learns which Mappings there are
+    flatten(value)  # registers its Mapping types
     return [root + accessor.codify("") for accessor in optree.tree_accessors(value, namespace=_NAMESPACE)]
 
 
@@ -83,20 +83,20 @@ def _flattened_like(structure: Structure, value: Any) -> list[Any]:
     return structure.flatten_up_to(value)
 
 
-class _Like:
-    """How a Mapping is put together again; equal to that of any other with the same keys."""
+class _MappingSpec:
+    """How to rebuild a Mapping; two specs with the same keys are equal."""
 
     def __init__(self, mapping: Mapping[Any, Any]) -> None:
         self._mapping = mapping
         self.keys = _in_order(mapping)
 
     def rebuild(self, values: Iterable[Any]) -> Mapping[Any, Any]:
-        """Return a Mapping like the one that was taken apart, with other values."""
+        """Return a Mapping like the one that was flattened, with other values."""
         found = dict(zip(self.keys, values, strict=True))
-        return _made_like(self._mapping, {key: found[key] for key in self._mapping})  # in the order that they had
+        return _made_like(self._mapping, {key: found[key] for key in self._mapping})  # in their original order
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Like) and self.keys == other.keys
+        return isinstance(other, _MappingSpec) and self.keys == other.keys
 
     def __hash__(self) -> int:
         return hash(self.keys)
@@ -106,26 +106,26 @@ class _Like:
 
 
 def _learn(leaves: Iterable[Any]) -> bool:
-    """Register the types of leaves that are Mappings, so that these are taken apart; return whether there are any."""
+    """Register the types of leaves that are Mappings, so that these are flattened; return whether there are any."""
     with _lock:
         unknown = {type(leaf): leaf for leaf in leaves if type(leaf) not in _leaf_types}
-        nests = {kind for kind, leaf in unknown.items() if isinstance(leaf, Mapping) and _comes_back(leaf)}
+        nests = {kind for kind, leaf in unknown.items() if isinstance(leaf, Mapping) and _can_be_rebuilt(leaf)}
         _leaf_types.update(unknown.keys() - nests)
-        for kind in nests - _nest_types:  # another thread may have met it meanwhile
+        for kind in nests - _nest_types:  # another thread may have registered it meanwhile
             optree.register_pytree_node(
-                kind, _taken_apart, _put_together, path_entry_type=optree.MappingEntry, namespace=_NAMESPACE
+                kind, _flatten_mapping, _unflatten_mapping, path_entry_type=optree.MappingEntry, namespace=_NAMESPACE
             )
         _nest_types.update(nests)
         return bool(nests)
 
 
-def _comes_back(mapping: Mapping[Any, Any]) -> bool:
-    """Return whether a Mapping like this can be made with any values, and holds what it was given."""
+def _can_be_rebuilt(mapping: Mapping[Any, Any]) -> bool:
+    """Return whether a Mapping of this type can be made with any values, and then holds these."""
     values = {key: object() for key in mapping} or {"key": object()}
     try:
         again = _made_like(mapping, values)
         return type(again) is type(mapping) and all(again[key] is value for key, value in values.items())
-    except Exception:  # whatever a class of the user's raises that is made in another way
+    except Exception:  # the constructor of a user's class may raise anything
         return False
 
 
@@ -134,26 +134,26 @@ def _made_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any
         made: Mapping[Any, Any] = type(mapping)(items)  # type: ignore[call-arg]
         return made
     copied = copy.copy(mapping)
-    dict.update(copied, items)  # a subclass may accept certain values only
+    dict.update(copied, items)  # the subclass's own update may reject values
     attributes = getattr(copied, "__dict__", {})
-    for key in attributes.keys() & mapping.keys():  # some keep their items as attributes too
+    for key in attributes.keys() & mapping.keys():  # some classes store their items as attributes too
         if attributes[key] is mapping[key]:
             attributes[key] = items[key]
     return copied
 
 
-def _taken_apart(mapping: Any) -> tuple[list[Any], _Like, tuple[Any, ...]]:
-    like = _Like(mapping)
-    return [mapping[key] for key in like.keys], like, like.keys
+def _flatten_mapping(mapping: Any) -> tuple[list[Any], _MappingSpec, tuple[Any, ...]]:
+    spec = _MappingSpec(mapping)
+    return [mapping[key] for key in spec.keys], spec, spec.keys
 
 
-def _put_together(like: Any, values: Iterable[Any]) -> Mapping[Any, Any]:
-    rebuilt: Mapping[Any, Any] = like.rebuild(values)
+def _unflatten_mapping(spec: Any, values: Iterable[Any]) -> Mapping[Any, Any]:
+    rebuilt: Mapping[Any, Any] = spec.rebuild(values)
     return rebuilt
 
 
 def _in_order(mapping: Mapping[Any, Any]) -> tuple[Any, ...]:
-    """Return the keys in an order that does not depend on how the Mapping was filled, where they have one."""
+    """Return the keys sorted, so that insertion order does not matter; as they are if they cannot be compared."""
     try:
         return tuple(sorted(mapping))
     except TypeError:
@@ -161,15 +161,15 @@ def _in_order(mapping: Mapping[Any, Any]) -> tuple[Any, ...]:
 
 
 def _walk(value: Any, leaf: type) -> tuple[tuple[Any, ...] | None, list[Any]]:
-    """Go through a nest of dicts, lists, tuples and objects of type `leaf`, level by level.
+    """Traverse a nest of dicts, lists, tuples and objects of type `leaf`, level by level.
 
-    Return what tells it from nests that are built otherwise, and its leaves. Instead of the first None where something else is
-    in it, or containers of several kinds stand on one level.
+    Return a key that identifies its structure, and its leaves. The key is None if anything else is in the nest, or if one level
+    has containers of several types.
     """
     outline: list[Any] = []
     found: list[Any] = []
     level: list[Any] = [value]
-    for _ in range(_MOST_LEVELS):
+    for _ in range(_MAX_DEPTH):
         kinds = set(map(type, level))
         if kinds == {leaf}:
             return (*outline, len(level)), found + level
@@ -191,8 +191,8 @@ def _walk(value: Any, leaf: type) -> tuple[tuple[Any, ...] | None, list[Any]]:
 
 
 def _structure_and_order(value: Any, count: int) -> tuple[Structure, Callable[[list[Any]], tuple[Any, ...]] | None]:
-    """Return the structure of a nest, and what puts its leaves, level by level, in their order; None where that is the same."""
+    """Return the structure of a nest, and a function that reorders leaves from level order to that of `flatten`, or None."""
     structure = optree.tree_structure(value)
-    ranks = _walk(rebuild(structure, list(range(count))), int)[1]
-    order = sorted(range(count), key=ranks.__getitem__)
-    return structure, None if ranks == list(range(count)) else itemgetter(*order)
+    positions = _walk(rebuild(structure, list(range(count))), int)[1]
+    order = sorted(range(count), key=positions.__getitem__)
+    return structure, None if positions == list(range(count)) else itemgetter(*order)

@@ -1,4 +1,4 @@
-"""Sizes, times and tables, as a person at a terminal reads them."""
+"""Human-readable sizes, times and tables."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What happened when on this rank: phase, bytes, start, end.
+"""The timeline of this rank: one event per phase, with bytes, start and end.
 
-Recording is off until somebody asks for it, or MPISTRAT_TIMELINE does; an idle timeline costs one attribute look-up per phase.
+Recording is off unless MPISTRAT_TIMELINE or a caller turns it on; a timeline that is off costs one attribute look-up per phase.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class TimelineEvent(NamedTuple):
     Attributes
     ----------
     name : str
-        What ran, for example ``intra reduce_scatter``.
+        The phase, for example ``intra reduce_scatter``.
     lane : str
-        The row it is drawn in: ``intra``, ``inter``, or ``inter 1`` where several chunks are between nodes.
+        The row it is drawn in: ``intra``, ``inter``, or ``inter 1`` if several chunks are under way between nodes.
     start_seconds, end_seconds : float
         Seconds on the clock of `time.perf_counter`.
     nbytes : int
@@ -43,7 +43,7 @@ class TimelineEvent(NamedTuple):
 
 
 class Timeline:
-    """A list of events, recorded while `enabled`: from the beginning where MPISTRAT_TIMELINE is set."""
+    """A list of events, recorded while `enabled`: from the beginning if MPISTRAT_TIMELINE is set."""
 
     def __init__(self) -> None:
         self.enabled = bool(settings.TIMELINE.read())
@@ -56,7 +56,7 @@ class Timeline:
         self.epoch_seconds = time.time() - time.perf_counter()
 
     def record(self, name: str, lane: str, start_seconds: float, nbytes: int = 0) -> None:
-        """Note that something that began at `start_seconds` has ended now."""
+        """Record an event that began at `start_seconds` and ends now."""
         self.events.append(TimelineEvent(name, lane, start_seconds, time.perf_counter(), nbytes))
 
     def busy_seconds(self, lanes: Iterable[str]) -> float:
@@ -72,7 +72,7 @@ class Timeline:
 
 
 def kept() -> Timeline:
-    """Return one timeline with the events of all that were recorded because MPISTRAT_TIMELINE is set."""
+    """Return one timeline with the events of all timelines that MPISTRAT_TIMELINE has enabled."""
     whole = Timeline.__new__(Timeline)
     whole.enabled, whole.events, whole.epoch_seconds = False, [], time.time() - time.perf_counter()
     for timeline in _kept:
@@ -81,7 +81,7 @@ def kept() -> Timeline:
 
 
 def leave_to_others() -> None:
-    """Write nothing at exit: whoever calls this sees to it, for several ranks."""
+    """Write nothing at exit: the caller writes the trace, for several ranks."""
     atexit.unregister(_write_alone)
 
 
@@ -90,7 +90,7 @@ def _write_alone() -> None:
 
 
 def write_trace(timelines: dict[int, Timeline]) -> None:
-    """Write the file that MPISTRAT_TIMELINE names, or say why it cannot be written; at the end of a program nobody can help."""
+    """Write the file that MPISTRAT_TIMELINE names; if that fails, print why: at exit nobody could catch an exception."""
     path = settings.TIMELINE.read()
     try:
         write_chrome_trace(path, timelines)
@@ -112,7 +112,7 @@ def write_chrome_trace(path: str | Path, timelines: dict[int, Timeline]) -> None
     starts = [event.start_seconds + line.epoch_seconds for line in timelines.values() for event in line.events]
     origin = min(starts, default=0.0)
     for rank, timeline in sorted(timelines.items()):
-        # the format wants numbers for rows, and names beside them
+        # the trace format identifies rows by numbers, and names them in separate events
         lanes = {lane: row for row, lane in enumerate(dict.fromkeys(event.lane for event in timeline.events))}
         rows.append(_name("process_name", rank, 0, f"rank {rank}"))
         rows += [_name("thread_name", rank, row, lane) for lane, row in lanes.items()]

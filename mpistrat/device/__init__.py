@@ -1,1 +1,1 @@
-"""What a GPU does for us."""
+"""The GPU of a rank: memory, streams, kernels, and the exchange of arrays with other libraries."""

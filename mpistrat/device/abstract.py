@@ -1,7 +1,7 @@
-"""Device: what transports and packing ask of a GPU, in a few verbs.
+"""Device: the interface of a GPU that transports and packing use.
 
-File law: nothing here waits but `Device.get`. Work is put on streams; who must know when it is through polls an event. A
-device-wide synchronisation would stall the peers of a collective, as memory that is allocated or freed while one runs would.
+File law: nothing here waits but `Device.get`. Work is enqueued on streams, and its completion is polled with events. A
+device-wide synchronisation during a collective would stall its peers, and so would allocating or freeing device memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 __all__ = ["Device", "DeviceArray", "Event", "Identity", "Stream", "address"]
 
 DeviceArray = Any
-"""A one-dimensional array in the memory of a device: has `size`, `dtype`, `nbytes`, slices, and speaks
+"""A one-dimensional array in device memory: has `size`, `dtype`, `nbytes`, slices, and supports
 ``__cuda_array_interface__``."""
 
 
@@ -27,20 +27,20 @@ class Event(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Return whether everything before it is through; never waits."""
+        """Return whether all work before it has completed; never waits."""
 
 
 class Stream(ABC):
-    """Work that a device does in order."""
+    """A queue of work that a device executes in order."""
 
     @property
     @abstractmethod
     def pointer(self) -> int:
-        """What CUDA's libraries call the stream."""
+        """The cudaStream_t, as an integer."""
 
     @abstractmethod
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Copy bytes from address to address; either may be of the device, or pinned memory of the host."""
+        """Copy bytes from address to address; each may be in device memory or in pinned host memory."""
 
     @abstractmethod
     def clear(self, target: int, nbytes: int) -> None:
@@ -48,11 +48,11 @@ class Stream(ABC):
 
     @abstractmethod
     def record(self) -> Event:
-        """Return the point that the stream has been filled to."""
+        """Return an event that completes with all work enqueued so far."""
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Let nothing that is put on this stream from now on begin before the event, of whichever stream."""
+        """Make all work that is enqueued from now on wait for an event, which may be of another stream."""
 
     @abstractmethod
     def launch(self, kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
@@ -61,7 +61,7 @@ class Stream(ABC):
         Parameters
         ----------
         kernel : str
-            The name of the instance.
+            The name of the template instance.
         num_blocks : int
             Blocks of 256 threads.
         arguments : tuple
@@ -71,14 +71,14 @@ class Stream(ABC):
 
 @dataclass(frozen=True)
 class Identity:
-    """What tells a GPU from all others, in whichever process.
+    """Identifiers of a GPU that are valid in every process.
 
     Attributes
     ----------
     name : str
         Such as ``NVIDIA H200``.
     uuid : str
-        Of the GPU, or of the instance of a divided one: hexadecimal; empty if the driver tells none.
+        UUID of the GPU, or of the MIG instance, in hexadecimal; empty if the driver gives none.
     pci_bus_id : str
         Such as ``0000:17:00.0``.
     """
@@ -94,7 +94,7 @@ class Device(ABC):
     Attributes
     ----------
     index : int
-        As CUDA counts in this process.
+        CUDA's index in this process.
     """
 
     index: int
@@ -102,34 +102,34 @@ class Device(ABC):
     @property
     @abstractmethod
     def array_module(self) -> ModuleType:
-        """The namespace of its arrays: CuPy."""
+        """The array library of this device: CuPy."""
 
     @abstractmethod
     def identity(self) -> Identity:
-        """Return which GPU it is, whatever its index."""
+        """Return the identifiers of the GPU."""
 
     @abstractmethod
     def activate(self, stream: Stream | None = None) -> AbstractContextManager[None]:
-        """Make this the device that the calling thread computes on, and the stream its current one; undone when left."""
+        """Return a context manager in which this is the current device of the calling thread, and `stream` its stream."""
 
     @abstractmethod
     def allocate(self, nbytes: int) -> DeviceArray:
-        """Return memory of the device (uint8) in an allocation of its own, which other processes can map.
+        """Return device memory (uint8) in a separate allocation, which other processes can map.
 
         Raises
         ------
         TransportError
-            If the device has not so much left.
+            If the device is out of memory.
         """
 
     @abstractmethod
     def export(self, memory: DeviceArray) -> bytes:
-        """Return what another process of this machine maps memory from `allocate` by.
+        """Return a handle by which another process of this machine can map memory from `allocate`.
 
         Raises
         ------
         TransportError
-            If no other process can.
+            If the memory cannot be shared.
         """
 
     @abstractmethod
@@ -144,28 +144,28 @@ class Device(ABC):
 
     @abstractmethod
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return memory of the host that the device copies to and from by itself."""
+        """Return pinned host memory, which the device can copy to and from asynchronously."""
 
     @abstractmethod
     def put(self, target: DeviceArray, values: NDArray[Any]) -> None:
-        """Write values of the host on the current stream."""
+        """Copy a host array to the device, on the current stream."""
 
     @abstractmethod
     def get(self, source: DeviceArray) -> NDArray[Any]:
-        """Return the values of an array, after what was put on the current stream before; the one verb that waits."""
+        """Return a host copy of an array, after all work on the current stream; the only method that waits."""
 
     @abstractmethod
     def stream(self) -> Stream:
-        """Return a new stream, which follows no other one unless told to."""
+        """Return a new stream, independent of all others."""
 
     @abstractmethod
     def current_stream(self) -> Stream:
-        """Return the stream on which the caller computes."""
+        """Return the current stream of the caller."""
 
 
 def address(array: DeviceArray) -> int:
-    """Return where an array begins in the memory of the device; an empty one may be nowhere, at 0."""
+    """Return the device address of an array; that of an empty one may be 0."""
     try:
-        return int(array.data.ptr)  # CuPy: some microseconds less than the whole interface takes
-    except (AttributeError, ValueError):  # NumPy's `data` refuses dtypes that are not its own
+        return int(array.data.ptr)  # CuPy: some microseconds faster than the whole interface
+    except (AttributeError, ValueError):  # NumPy's `data` raises for dtypes such as bfloat16
         return int(array.__cuda_array_interface__["data"][0])

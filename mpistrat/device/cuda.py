@@ -1,7 +1,7 @@
-"""CudaDevice: a GPU of NVIDIA's, over CuPy.
+"""CudaDevice: an NVIDIA GPU, by CuPy.
 
-File law: memory and streams are made on the GPU of the object, whichever one the calling thread computes on: CUDA lets every
-new thread begin with GPU 0. Events and launches belong to the thread that `activate` has prepared.
+File law: memory and streams are created on the GPU of the object, whatever the current device of the calling thread: in CUDA
+every new thread begins with GPU 0. Events and launches need a thread for which `activate` has been called.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _SUCCESS, _NOT_READY = 0, 600  # of cudaError_t
 
 
 def count_visible() -> tuple[int, str]:
-    """Return how many GPUs this process sees, and why none where there is none. CuPy is imported only where it could work."""
+    """Return the number of GPUs that this process sees, and if none, why. CuPy is imported only if there is a driver."""
     if find_spec("cupy") is None:
         return 0, "CuPy is not installed: pip install 'mpistrat[cuda12]', or cuda13"
     if not _has_driver():
-        return 0, "this machine has no driver of NVIDIA's (libcuda.so.1)"
+        return 0, "this machine has no NVIDIA driver (libcuda.so.1)"
     try:
         from cupy.cuda import runtime
-    except Exception as error:  # one that was built for another NumPy raises a ValueError, for example
-        return 0, f"CuPy cannot be imported: {_first_words(error.__cause__ or error)}"
+    except Exception as error:  # a CuPy that was built for another NumPy raises a ValueError, for example
+        return 0, f"CuPy cannot be imported: {_first_line(error.__cause__ or error)}"
     try:
         count = int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as error:
@@ -46,12 +46,12 @@ def count_visible() -> tuple[int, str]:
 
 
 class CudaDevice(Device):
-    """A GPU that CUDA shows to this process.
+    """A GPU that is visible to this process.
 
     Parameters
     ----------
     index : int, optional
-        As CUDA counts in this process; by default the current device of CuPy.
+        CUDA's index in this process; by default the current device of CuPy.
     """
 
     def __init__(self, index: int | None = None) -> None:
@@ -68,21 +68,21 @@ class CudaDevice(Device):
         return module
 
     def identity(self) -> Identity:
-        """Return what the driver says."""
+        """Return the identifiers that the driver gives."""
         from cupy.cuda import runtime
 
         name = runtime.getDeviceProperties(self.index)["name"].decode()
         return Identity(name, _uuid(self.index), runtime.deviceGetPCIBusId(self.index).lower())
 
     def use(self) -> None:
-        """Make this the current device of CuPy on the calling thread, from here on."""
+        """Make this the current device of CuPy on the calling thread."""
         import cupy
 
         cupy.cuda.Device(self.index).use()
 
     @contextmanager
     def activate(self, stream: Stream | None = None) -> Iterator[None]:
-        """Make this the current device of CuPy on the calling thread, and `stream` its current stream."""
+        """Make this CuPy's current device on the calling thread, and `stream` its current stream, inside the context."""
         import cupy
 
         with cupy.cuda.Device(self.index):
@@ -94,12 +94,12 @@ class CudaDevice(Device):
                     yield
 
     def allocate(self, nbytes: int) -> DeviceArray:
-        """Return memory from cudaMalloc: a handle of CUDA IPC names a whole allocation, which a pool would share out.
+        """Return memory from cudaMalloc, not from CuPy's pool: a CUDA IPC handle stands for a whole allocation.
 
         Raises
         ------
         TransportError
-            If the GPU has not so much left.
+            If the GPU is out of memory.
         """
         from cupy.cuda import runtime
 
@@ -109,10 +109,10 @@ class CudaDevice(Device):
             except runtime.CUDARuntimeError as error:
                 free, total = runtime.memGetInfo()
                 raise TransportError(
-                    f"GPU {self.index} has no {nbytes / 2**20:.3g} MiB more for collectives ({error}): {free / 2**20:.0f} of "
-                    f"{total / 2**20:.0f} MiB are free. CuPy's pool keeps what was freed: "
-                    "cupy.get_default_memory_pool().free_all_blocks(), or make it smaller from the beginning (set_limit); or "
-                    "set bytes_per_pack, which makes the buffers of collectives smaller"
+                    f"GPU {self.index} is out of memory: a buffer of {nbytes / 2**20:.3g} MiB for collectives was asked for "
+                    f"({error}), and {free / 2**20:.0f} of {total / 2**20:.0f} MiB are free. CuPy's pool keeps memory that was "
+                    "freed: call cupy.get_default_memory_pool().free_all_blocks(), or limit the pool (set_limit); or set "
+                    "bytes_per_pack, which makes the buffers of collectives smaller"
                 ) from None
             return self._array(_Memory(start, runtime.free, self), nbytes)
 
@@ -122,18 +122,18 @@ class CudaDevice(Device):
         Raises
         ------
         TransportError
-            If this machine shares no memory of GPUs between processes.
+            If GPU memory cannot be shared between processes on this machine.
         """
         from cupy.cuda import runtime
 
         try:
             handle: bytes = runtime.ipcGetMemHandle(address(memory))
         except runtime.CUDARuntimeError as error:
-            raise TransportError(f"memory of GPU {self.index} cannot be shown to other processes ({error})") from None
+            raise TransportError(f"memory of GPU {self.index} cannot be shared with other processes ({error})") from None
         return handle
 
     def map(self, handle: bytes, nbytes: int) -> DeviceArray:
-        """Return the memory, mapped until the last array on it is gone."""
+        """Return the memory, which stays mapped until the last array on it is deleted."""
         from cupy.cuda import runtime
 
         try:
@@ -141,13 +141,13 @@ class CudaDevice(Device):
                 start = runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess)
         except runtime.CUDARuntimeError as error:
             raise TransportError(
-                f"memory of another process's GPU cannot be mapped ({error}): the GPUs of a node must reach each other, and "
-                "each process must see all of them (SLURM: --gpu-bind=none instead of --gpus-per-task)"
+                f"memory of another process's GPU cannot be mapped ({error}): CUDA IPC needs peer access between the GPUs of a "
+                "node, and each process must see all of them (SLURM: --gpu-bind=none instead of --gpus-per-task)"
             ) from None
         return self._array(_Memory(start, runtime.ipcCloseMemHandle, self), nbytes)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return memory of the host, page-locked."""
+        """Return pinned (page-locked) host memory."""
         import cupyx
 
         with self.activate():
@@ -155,16 +155,16 @@ class CudaDevice(Device):
         return memory[:nbytes]
 
     def put(self, target: DeviceArray, values: NDArray[Any]) -> None:
-        """Write values of the host on CuPy's current stream."""
+        """Copy a host array to the device, on CuPy's current stream."""
         target.set(values)
 
     def get(self, source: DeviceArray) -> NDArray[Any]:
-        """Return the values, after CuPy's current stream."""
+        """Return a host copy, after all work on CuPy's current stream."""
         values: NDArray[Any] = source.get()
         return values
 
     def stream(self) -> Stream:
-        """Return a stream that does not wait for the legacy default stream, nor that for it."""
+        """Return a stream that is not synchronised with the legacy default stream."""
         import cupy
 
         with self.activate():
@@ -177,7 +177,7 @@ class CudaDevice(Device):
         return _CudaStream(cupy.cuda.get_current_stream())
 
     def _array(self, memory: _Memory, nbytes: int) -> DeviceArray:
-        """Return memory as an array; that of a peer's GPU counts as ours, since this one reaches it."""
+        """Return memory as an array on this GPU, even if it is mapped from the GPU of a peer."""
         import cupy
 
         owned = cupy.cuda.UnownedMemory(memory.start, nbytes, memory, self.index)
@@ -191,10 +191,10 @@ class _CudaEvent(Event):
     def done(self) -> bool:
         from cupy.cuda import runtime
 
-        # CuPy's `Event.done` takes a GPU that has failed for one that is still busy
+        # CuPy's `Event.done` would report a GPU that has failed as still busy
         status = runtime.eventQuery(self.native.ptr)
         if status not in (_SUCCESS, _NOT_READY):
-            raise TransportError(f"the GPU has failed: {_meaning(status)}; CUDA cannot go on in this process")
+            raise TransportError(f"the GPU has failed: {_error_text(status)}; CUDA cannot be used any more in this process")
         return bool(status == _SUCCESS)
 
 
@@ -232,30 +232,30 @@ class _CudaStream(Stream):
 
 
 class _Memory:
-    """Memory that is given back with the last array on it, on whichever thread that happens."""
+    """Memory that is freed with the last array on it, on whichever thread that happens."""
 
-    def __init__(self, start: int, give_back: Callable[[int], None], device: CudaDevice) -> None:
-        self.start, self._give_back, self._device = start, give_back, device
+    def __init__(self, start: int, free: Callable[[int], None], device: CudaDevice) -> None:
+        self.start, self._free, self._device = start, free, device
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # CUDA may be gone by then, and everything with it
+        if not sys.is_finalizing():  # CUDA may have been shut down by then, and has freed everything
             with self._device.activate():
-                self._give_back(self.start)
+                self._free(self.start)
 
 
 def _uuid(index: int) -> str:
-    """Return the UUID of a GPU, or of the instance of a divided one, in hexadecimal; an empty text if the driver tells none.
+    """Return the UUID of a GPU, or of the MIG instance, in hexadecimal; an empty text if the driver gives none.
 
-    The driver is asked: what CuPy hands out ends at the first zero byte.
+    The driver is asked, because the UUID that CuPy returns ends at its first zero byte.
     """
     driver, device, uuid = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), (ctypes.c_ubyte * 16)()
-    ask = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid  # drivers before 11.4 know the first one
+    ask = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid  # drivers before 11.4 have only the first one
     failed = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index) or ask(uuid, device)
     return "" if failed else bytes(uuid).hex()
 
 
-def _meaning(status: int) -> str:
-    """Return what CUDA calls an error."""
+def _error_text(status: int) -> str:
+    """Return CUDA's message for an error code."""
     from cupy.cuda import runtime
 
     try:
@@ -267,7 +267,7 @@ def _meaning(status: int) -> str:
 
 @cache
 def _kernel(name: str) -> Any:
-    """Return an instance of a kernel, compiled for the current device; CuPy keeps the result on disk."""
+    """Return an instance of a kernel, compiled for the current device; CuPy caches it on disk."""
     import cupy
 
     source = (files("mpistrat.device") / "kernels.cu").read_text()
@@ -275,8 +275,8 @@ def _kernel(name: str) -> Any:
     return module.get_function(name)
 
 
-def _first_words(error: BaseException) -> str:
-    """Return the first line of an error that says something; CuPy puts a frame of ='s around what caused its own."""
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error that is not empty."""
     return next(filter(None, map(str.strip, f"{error}".splitlines())), type(error).__name__)
 
 

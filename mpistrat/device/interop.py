@@ -1,4 +1,4 @@
-"""Arrays in the memory of GPUs: those of CuPy as they are, those of PyTorch, JAX and others through DLPack, without a copy."""
+"""Arrays in GPU memory: CuPy's as they are, those of PyTorch, JAX and others through DLPack, without a copy."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from mpistrat.errors import InvalidArgumentError
 __all__ = ["export", "is_a", "read"]
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_CUDA_KINDS = (2, 13)  # DLPack's numbers for memory of a GPU of NVIDIA's, and for memory that such a GPU and the host manage
+_CUDA_KINDS = (2, 13)  # DLPack's device types for CUDA memory, and for CUDA managed memory
 
 
 def is_a(value: Any, module: str, name: str) -> bool:
-    """Return whether `value` is of a class, whose module is not imported: before the user did, there is no instance of it."""
+    """Return whether `value` is an instance of a class, without importing its module: if nobody did, there is no instance."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(value, kind)
 
 
 def read(value: Any, device: Device, name: str) -> DeviceArray | None:
-    """Return `value` as an array of the device's module that shares its memory; None if it is not in the memory of a GPU.
+    """Return `value` as an array of the device's library that shares its memory; None if it is not in GPU memory.
 
-    What its library has put on a stream of its own comes before what the caller puts on the current stream.
+    Work on the current stream of the caller is ordered after work that the other library has enqueued on its own stream.
 
     Raises
     ------
     InvalidArgumentError
-        If its memory is that of another GPU.
+        If it is in the memory of another GPU.
     """
     module = device.array_module
     if not isinstance(value, module.ndarray):
@@ -45,7 +45,7 @@ def read(value: Any, device: Device, name: str) -> DeviceArray | None:
 
 
 def export(result: DeviceArray, original: Any) -> Any:
-    """Return `result` as the kind of array that `original` is; its memory is shared where that kind can be on a GPU."""
+    """Return `result` as an array of the library that `original` belongs to, sharing memory if that library supports GPUs."""
     if is_a(original, "torch", "Tensor"):
         torch = sys.modules["torch"]
         if result.dtype == _BFLOAT16:
@@ -57,7 +57,7 @@ def export(result: DeviceArray, original: Any) -> Any:
 
 
 def _gpu_of(value: Any) -> int | None:
-    """Return which GPU holds a value of another library; -1 if only reading it tells, None if none does."""
+    """Return the index of the GPU that holds a value of another library; -1 if it is not known yet, None if no GPU does."""
     if is_a(value, "torch", "Tensor"):
         return int(value.device.index or 0) if value.device.type == "cuda" else None
     if hasattr(value, "__dlpack_device__"):
@@ -76,7 +76,7 @@ def _imported(value: Any, device: Device) -> DeviceArray:
 
 def _imported_tensor(tensor: Any, module: Any) -> DeviceArray:
     torch = sys.modules["torch"]
-    if tensor.dtype is torch.bfloat16:  # not every CuPy takes it through DLPack: hand over the bits
+    if tensor.dtype is torch.bfloat16:  # not every CuPy accepts it through DLPack: reinterpret the bits
         return module.from_dlpack(tensor.view(torch.int16)).view(_BFLOAT16)
     return module.from_dlpack(tensor)
 

@@ -1,12 +1,12 @@
-// Kernels of the device: arrays into buckets and out of them, and sums over the buffers of several ranks.
+// CUDA kernels: pack arrays into buckets and unpack them, and sum the buffers of several ranks.
 //
-// File law: no barrier, no shared memory, no header. Every thread works on its own, so that the same text compiles as C++ and
-// runs thread after thread on a host, where the tests compare it with NumPy.
+// File law: no barrier, no shared memory, no header. Every thread works independently, so that the same source compiles as C++
+// and runs thread after thread on a host, where the tests compare it with NumPy.
 //
-// Memory is moved in packets where both sides are aligned to 16 bytes, and element by element where they are not. A packet has
-// 16 bytes on the wider side: neighbouring threads then write neighbouring bytes. (With 16 bytes on the narrower side, a thread
-// that casts bfloat16 to float32 writes 32 bytes in two halves, and an H100 reaches 0.58 of its copy's bandwidth.)
-// Each thread has enough independent packets under way to read 64 bytes.
+// Memory is moved in packets if both sides are aligned to 16 bytes, and element by element if they are not. A packet has 16 bytes
+// on the wider side, so that neighbouring threads write neighbouring bytes. (With 16 bytes on the narrower side, a thread that
+// casts bfloat16 to float32 writes 32 bytes in two halves, and an H100 reaches 0.58 of its copy's bandwidth.)
+// Each thread has enough independent packets in flight to read 64 bytes.
 
 typedef unsigned char uint8;
 typedef unsigned short uint16;
@@ -16,7 +16,7 @@ typedef unsigned long long uint64;
 constexpr int THREADS = 256;
 constexpr int BYTES_UNDER_WAY = 64;
 
-// 16-bit floats are kept as bits, and computed with as float
+// 16-bit floats are stored as bits, and computed with as float
 
 struct bfloat16 {
     uint16 bits;
@@ -95,7 +95,7 @@ template <> __device__ inline float16 narrow<float16>(float value) {
 
 template <class T, int N> struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Packet { T items[N]; };
 
-// elements of a packet, and packets of a thread, where A is read and B is written
+// elements per packet, and packets per thread, if A is read and B is written
 template <class A, class B> struct Shape {
     static constexpr int WIDER = int(sizeof(A) > sizeof(B) ? sizeof(A) : sizeof(B));
     static constexpr int PER_PACKET = WIDER < 16 ? 16 / WIDER : 1;
@@ -116,7 +116,7 @@ template <class S, class D, class W> __device__ inline D converted(S value, W di
     return narrow<D>(typename Wide<D>::type(divisor == W(1) ? wide : typename Wide<S>::type(wide / divisor)));
 }
 
-// Copy every segment from source to target, cast from S to D, and divide; the divisor is of the type that S computes in.
+// Copy every segment from source to target, cast from S to D, and divide; the divisor has the type in which S is computed.
 template <class S, class D>
 __global__ void move_segments(const Segment* segments, const uint32* first_tile, int num_segments,
                               typename Wide<S>::type divisor) {
@@ -166,7 +166,7 @@ __global__ void move_segments(const Segment* segments, const uint32* first_tile,
         target[item] = converted<S, D>(source[item], divisor);
 }
 
-// One pass over the same range of every rank's buffer, in the order of the ranks: no running sum goes through memory.
+// One pass over the same range of every rank's buffer, in the order of the ranks; running sums stay in registers.
 
 struct Sum {
     template <class W> static __device__ inline W fold(W a, W b) { return a + b; }
@@ -185,8 +185,8 @@ struct Max {
     template <class W> static __device__ inline W fold(W a, W b) { return a != a || a > b ? a : b; }
 };
 
-// `peers` holds the address of each rank's arena; the range begins so many bytes behind it, and is written to `target`, which
-// may be this rank's own range.
+// `peers` holds the address of each rank's arena; the range begins `first_byte` bytes behind it. The result is written to
+// `target`, which may be this rank's own range.
 template <class T, class Op>
 __global__ void fold_peers(const uint64* peers, int num_peers, uint64 first_byte, T* target, uint64 count) {
     constexpr int PER_PACKET = sizeof(T) < 16 ? 16 / int(sizeof(T)) : 1;
@@ -219,7 +219,7 @@ __global__ void fold_peers(const uint64* peers, int num_peers, uint64 first_byte
     }
 }
 
-// Fold what another rank has sent into `target`.
+// Combine the array that another rank has sent with `target`, in place.
 template <class T, class Op>
 __global__ void fold_into(T* target, const T* arrived, uint64 count) {
     constexpr int PER_PACKET = sizeof(T) < 16 ? 16 / int(sizeof(T)) : 1;

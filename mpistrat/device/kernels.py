@@ -1,4 +1,4 @@
-"""What the kernels of `kernels.cu` are called, for each dtype and operation. Pure."""
+"""The names of the kernel instances of `kernels.cu`, for each dtype and operation. Pure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fold_kernel(dtype: np.dtype[Any], op: ReduceOp) -> str:
 
 
 def fold_into_kernel(dtype: np.dtype[Any], op: ReduceOp) -> str:
-    """Return the kernel that combines what arrived with what is there."""
+    """Return the kernel that combines a received array with another one, in place."""
     return f"fold_into<{TYPES[dtype]}, {_fold(dtype, op)}>"
 
 

@@ -1,4 +1,4 @@
-"""The table by which one launch on a device moves many arrays. Pure: see `kernels.cu` for who reads it."""
+"""The table of segments by which one kernel launch copies many arrays; `kernels.cu` reads it. Pure."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from numpy.typing import NDArray
 __all__ = ["BYTES_UNDER_WAY", "THREADS", "SegmentTable"]
 
 THREADS = 256
-"""Threads of a block."""
+"""Threads per block."""
 
 BYTES_UNDER_WAY = 64
-"""What a thread reads."""
+"""Bytes that a thread reads at a time."""
 
 PACKET_BYTES = 16
 
 
 class SegmentTable:
-    """Where each of many arrays is, where it goes, and which blocks of a launch move it.
+    """For each of many arrays: its source, its target, and the blocks of the launch that copy it.
 
     Parameters
     ----------
     counts : sequence of int
         Elements of each array; empty ones need no block.
     source, target : dtype
-        What is read, and what is written.
+        The dtype that is read, and the one that is written.
 
     Attributes
     ----------
@@ -36,7 +36,7 @@ class SegmentTable:
     first_tile : ndarray of uint32, shape (segments,)
         The first block of each segment.
     num_tiles : int
-        Blocks of the launch.
+        Number of blocks of the launch.
     """
 
     def __init__(self, counts: Sequence[int], source: np.dtype[Any], target: np.dtype[Any]) -> None:
@@ -49,6 +49,6 @@ class SegmentTable:
         self.num_tiles = sum(tiles)
 
     def point(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Set the addresses of all arrays; those of empty ones do not matter."""
+        """Set the addresses of all arrays; those of empty arrays are ignored."""
         if self._kept:
             self.rows[:, :2] = np.array([(sources[index], targets[index]) for index in self._kept], np.uint64)

@@ -1,7 +1,6 @@
-"""Agreement: check that every rank is making the same call, and tell all ranks where one is not.
+"""Agreement: check that every rank makes the same call, and raise on all ranks if one does not.
 
-A call is described by its text. What ranks compare is a word of 64 bits made of it; texts are exchanged only where words
-differ.
+A call is described by a text. Ranks compare a 64-bit hash of it, the word; texts are exchanged only if words differ.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = ["COMPARED", "Agreement", "CallsDifferError", "Signature", "calls_diff
 Meet = Callable[[Callable[[], "MPI.Request"]], None]
 
 COMPARED = 1
-"""The bit of a word that says that its rank compares calls before it does anything else, and exchanges texts if they differ."""
+"""The bit of a word that is set if its rank compares calls before it does anything else, and exchanges texts if they differ."""
 
 ROW = 4
 _WORD_MASK = (1 << 63) - 2
@@ -36,19 +35,19 @@ _WORDS_KEPT = 4096
 
 
 class Signature:
-    """What all ranks must pass alike in a call.
+    """The part of a call that must be the same on all ranks.
 
     Parameters
     ----------
     text : str
         The call with its arguments.
     details : tuple of (str, str, int, str)
-        For the record: the operation, the dtype, how many bytes this rank passes, and the plan.
+        For the flight record: the operation, the dtype, the bytes of this rank's arrays, and the plan.
 
     Attributes
     ----------
     word : int
-        What ranks compare: see `word_of`.
+        The hash of the text that ranks compare: see `word_of`.
     """
 
     __slots__ = ("details", "text", "word")
@@ -58,32 +57,32 @@ class Signature:
 
 
 class CallsDifferError(Exception):
-    """Ranks of a node have met in different calls.
+    """Ranks of a node are in different calls.
 
     Parameters
     ----------
     words : list of int
-        What each of them is in.
+        The word of the call that each of them is in.
     """
 
     def __init__(self, words: list[int]) -> None:
-        super().__init__("ranks of a node have met in different calls")
+        super().__init__("ranks of a node are in different calls")
         self.words = words
 
     @property
     def all_compare(self) -> bool:
-        """Whether every rank has done nothing yet but compare, so that they can exchange texts."""
+        """Whether no rank has done anything but compare yet, so that they can exchange texts."""
         return all(word & COMPARED for word in self.words)
 
 
 @lru_cache(_WORDS_KEPT)
 def word_of(text: str) -> int:
-    """Return the word of a text: the same in every process, even, and below 2**63."""
+    """Return the hash of a text: the same in every process, even, and below 2**63."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") & _WORD_MASK
 
 
 def chained(word: int, following: int) -> int:
-    """Return the word of a series of texts, of which the last one has the word `following`."""
+    """Return the hash of a sequence of texts: `word` is that of all but the last one, `following` that of the last one."""
     return (word * 0x9E3779B97F4A7C15 + following) & _WORD_MASK
 
 
@@ -117,13 +116,13 @@ class Agreement:
         call : str
             Describes the call: verb, op, dtypes and shapes.
         error : Exception, optional
-            Why this rank cannot make the call; it is raised here, and the other ranks are told.
+            Why this rank cannot make the call; it is raised here, and the other ranks raise an AgreementError.
         meet : callable, optional
-            Starts the exchange that it is given, and returns when that has ended; by default it polls without a deadline.
+            Starts the exchange that it is given, and returns when it has completed; by default it polls without a deadline.
         facts : sequence of three int
-            What the other ranks must know of this one.
+            Numbers to send to the other ranks.
         number : int
-            What to call the collective; by default it is counted here.
+            The number of the collective in error messages; by default it is counted here.
 
         Returns
         -------
@@ -133,7 +132,7 @@ class Agreement:
         Raises
         ------
         AgreementError
-            On every rank where the texts differ, naming who passed what.
+            On every rank if the texts differ; the message lists the text of each rank.
         """
         self._sequence += 1
         word = word_of(call if error is None else f"{call} {error!r}")
@@ -146,14 +145,14 @@ class Agreement:
         return self._rows[:, 1:]
 
     def tell(self, call: str, error: Exception | None = None, number: int = 0) -> NoReturn:
-        """Exchange what every rank did, and raise on all. A collective call of ranks that know that calls differ.
+        """Exchange the texts of all ranks and raise on all. A collective call, made when calls are known to differ.
 
         Parameters
         ----------
         call, error : str, Exception
             As for `check`.
         number : int
-            What to call it; by default it is counted here.
+            The number of the collective in error messages; by default it is counted here.
         """
         mine = call if error is None else f"{call}, which failed: {type(error).__name__}: {error}"
         told: list[tuple[str, bool]] = self._group.comm.allgather((mine, error is not None))
@@ -168,7 +167,7 @@ class Agreement:
 
 
 def calls_differ(number: int, texts: Mapping[int, str], group: str = "world") -> AgreementError:
-    """Return the error that says which rank made which call."""
+    """Return the error that lists which rank made which call."""
     variants: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
         variants.setdefault(text, []).append(rank)
@@ -182,7 +181,7 @@ def calls_differ(number: int, texts: Mapping[int, str], group: str = "world") ->
 
 
 def pause(began: float) -> None:
-    """Give the core away while others are waited for: at first for one turn, then, as they may be late by hours, asleep.
+    """Give up the core while waiting for other ranks: at first by a yield, later by short sleeps, as the wait may be long.
 
     Parameters
     ----------

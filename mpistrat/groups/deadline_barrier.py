@@ -1,11 +1,11 @@
-"""DeadlineBarrier: wait until every rank has come to a collective call, and find out which have not.
+"""DeadlineBarrier: wait until every rank has entered a collective call, or find out which ranks are missing.
 
-A rank enters by starting a collective of MPI that does not block, and looks by turns for its end and for notices. When its time
-is up it tells the others; those who have come answer at once, so that after a short grace all know who is there. What has ended
-by then has ended: all have come, if late. Otherwise all raise.
+A rank enters by starting a nonblocking MPI collective, and polls in turn for its completion and for notices. When its deadline
+passes it sends a notice to the others; ranks that have entered answer at once, so that after a short grace period all know who
+has entered. If the collective has completed by then, all ranks have entered, though late. Otherwise all raise.
 
-File law: a rank that finds a notice before it enters does not enter. The call of those who gave up can then never end behind
-their back, and leave them out of step with ranks for which it did.
+File law: a rank that finds a notice before it enters does not enter. So the collective cannot complete on some ranks after
+others have given it up, which would leave the ranks out of step.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ __all__ = ["LONGEST_GRACE_SECONDS", "NOTICE_TAG", "DeadlineBarrier"]
 NOTICE_TAG = 32_767  # the largest that every MPI accepts
 SHORTEST_GRACE_SECONDS, LONGEST_GRACE_SECONDS = 0.2, 1.0
 
-# what a notice says: "my time is up, and I am here"; "another's time is up, and I am here"; "I come to no call any more", for
-# that reason; the same, because a call has failed here
+# kinds of notices: "my deadline has passed, and I have entered"; "I have entered", in answer to that; "I enter no further
+# call", because a deadline has passed; the same, because a call has failed here
 _OVERDUE, _HERE, _GONE, _FAILED = 1, 2, 3, 4
 _WAITING = False
 
-# a look makes MPI take in messages, and only a later one may show them
-_LOOKS = 8
+# MPI may show a message only some probes after the one that received it
+_PROBES = 8
 
 
 class DeadlineBarrier:
-    """Meets the other ranks of a group, under a deadline.
+    """A barrier of the ranks of a group, with a deadline.
 
     Parameters
     ----------
     group : Group
-        The ranks; nothing else may send single messages with NOTICE_TAG on its communicator.
+        The ranks; nothing else may send messages with NOTICE_TAG on its communicator.
     nodes : sequence of str
         The name of each rank's node, for errors.
     """
@@ -56,7 +56,7 @@ class DeadlineBarrier:
         self._group, self._nodes = group, nodes
         self._others = [rank for rank in range(group.size) if rank != group.rank]
         self._turn = 0
-        # rank -> the turn of its last notice; for those that are gone also whether they had come to it
+        # rank -> the turn of its last notice; for ranks that have given up also whether they had entered it
         self._overdue: dict[int, int] = {}
         self._here: dict[int, int] = {}
         self._gone: dict[int, tuple[int, bool]] = {}
@@ -76,24 +76,24 @@ class DeadlineBarrier:
         Parameters
         ----------
         enter : callable
-            Starts the collective that ends when all have started it.
+            Starts the collective that completes when all ranks have started it.
         what : callable
-            Says, for an error, what the ranks were to meet for.
+            Returns the text of the call, for an error.
         seconds : float
-            Deadline in seconds from now; 0 means none of its own: the deadlines of others hold all the same.
+            Deadline in seconds from now; 0 means none of this rank's own: the deadlines of others hold all the same.
         absent : callable
-            Returns which ranks are known not to be in this call; others that have not entered may wait for those.
+            Returns which ranks are known not to be in this call; others that have not entered may be waiting for those.
 
         Raises
         ------
         DeadlineExceededError
-            On every rank that has come by then, if the deadline of one passes first; and on a rank that comes later.
+            On every rank that has entered, if the deadline of one passes first; and on a rank that tries to enter later.
         """
         self._turn += 1
-        for _ in range(_LOOKS):
+        for _ in range(_PROBES):
             self._listen()
         if self._gone or any(turn >= self._turn for turn in self._here.values()):
-            self._tell(_GONE, came=False)
+            self._tell(_GONE, entered=False)
             raise self._too_late(what)
         request = enter()
         deadline, grace_ends = time.monotonic() + seconds if seconds else math.inf, math.inf
@@ -102,43 +102,43 @@ class DeadlineBarrier:
             now = time.monotonic()
             if grace_ends < math.inf:
                 if now > grace_ends or (self._gone and not self._silent()):
-                    self._tell(_GONE, came=True)
-                    raise self._not_all_came(what, seconds, now > deadline, absent())
+                    self._tell(_GONE, entered=True)
+                    raise self._not_all_entered(what, seconds, now > deadline, absent())
             elif now > deadline or self._gone or self._turn in self._here.values():
-                self._tell(_OVERDUE if now > deadline else _HERE, came=True)
+                self._tell(_OVERDUE if now > deadline else _HERE, entered=True)
                 grace_ends = now + _grace(seconds)
             yield _WAITING
         if grace_ends < math.inf and self._listen():
-            self._tell(_GONE, came=True)
-            raise self._not_all_came(what, seconds, time.monotonic() > deadline, absent())
+            self._tell(_GONE, entered=True)
+            raise self._not_all_entered(what, seconds, time.monotonic() > deadline, absent())
 
     def is_given_up(self) -> bool:
-        """Return whether a rank has told that it comes to no call any more."""
+        """Return whether a rank has sent a notice that it enters no further call."""
         return self._listen()
 
     def give_up(self) -> None:
-        """Tell all that this rank comes to no call any more, because one has failed here."""
-        self._tell(_FAILED, came=True)
+        """Send a notice to all that this rank enters no further call, because one has failed here."""
+        self._tell(_FAILED, entered=True)
 
     @property
     def who_gave_up(self) -> str:
-        """The ranks that have told so, by name."""
+        """The names of the ranks that have given up."""
         return self._names(sorted(self._gone))
 
     def given_up(self, what: str, missing: Sequence[int] = ()) -> CollectiveError:
-        """Return the error of a call that another rank has given up, with the ranks that are known not to have come."""
+        """Return the error of a call that another rank has given up, with the ranks that are known not to have entered."""
         if self._failed:
-            self._tell(_FAILED, came=True)
-            return UnavailableError(
-                f"{self._where}: {what} cannot end: {self._names(sorted(self._failed))} gave up, for it failed there"
-            )
-        self._tell(_GONE, came=True)
+            self._tell(_FAILED, entered=True)
+            return UnavailableError(f"{self._where}: {what} cannot complete: it failed on {self._names(sorted(self._failed))}")
+        self._tell(_GONE, entered=True)
         late = f"; not all ranks have arrived: missing {self._names(missing)}" if missing else ""
-        return DeadlineExceededError(f"{self._where}: {what} was given up by {self.who_gave_up}, whose time was up{late}")
+        return DeadlineExceededError(
+            f"{self._where}: {what} was given up by {self.who_gave_up}, whose deadline had passed{late}"
+        )
 
     def overdue(self, what: str, seconds: float, missing: Sequence[int] = ()) -> DeadlineExceededError:
-        """Tell all that this rank gives up a call; return the error, with who has not come, or else who does not answer."""
-        self._tell(_GONE, came=True)
+        """Tell all ranks that this one gives up a call; return the error, with the ranks that are missing or do not answer."""
+        self._tell(_GONE, entered=True)
         if missing:
             return DeadlineExceededError(
                 f"{self._where}: {what} did not end within {seconds:g} s; not all ranks have arrived: missing "
@@ -155,14 +155,14 @@ class DeadlineBarrier:
         )
 
     def _listen(self) -> bool:
-        """Take in all notices that have come; return whether a rank is gone."""
+        """Receive all notices that have arrived; return whether a rank has given up."""
         comm = self._group.comm
         while comm.Iprobe(self._any, NOTICE_TAG, self._status):
             source = self._status.Get_source()
             comm.Recv(self._notice, source, NOTICE_TAG)
-            kind, turn, came = (int(word) for word in self._notice)
+            kind, turn, entered = (int(word) for word in self._notice)
             if kind in (_GONE, _FAILED):
-                self._gone[source] = turn, bool(came)
+                self._gone[source] = turn, bool(entered)
                 self._failed |= {source} if kind == _FAILED else set()
             else:
                 self._here[source] = turn
@@ -170,9 +170,9 @@ class DeadlineBarrier:
                     self._overdue[source] = turn
         return bool(self._gone)
 
-    def _tell(self, kind: int, came: bool) -> None:
-        # whether the receiver ever takes it is its own affair: nobody waits for these messages
-        notice = np.array([kind, self._turn, came], np.int64)
+    def _tell(self, kind: int, entered: bool) -> None:
+        # nobody waits for these messages, and the receiver may never receive them
+        notice = np.array([kind, self._turn, entered], np.int64)
         self._sent += [self._group.comm.Isend(notice, rank, NOTICE_TAG) for rank in self._others]
 
     def _silent(self) -> list[int]:
@@ -181,22 +181,23 @@ class DeadlineBarrier:
 
     def _missing(self) -> list[int]:
         """Return the ranks that have not entered, as far as is known."""
-        late = [rank for rank, (turn, came) in self._gone.items() if not came or turn != self._turn]
+        late = [rank for rank, (turn, entered) in self._gone.items() if not entered or turn != self._turn]
         return sorted({*self._silent(), *late})
 
-    def _not_all_came(
+    def _not_all_entered(
         self, what: Callable[[], str], seconds: float, is_own: bool, absent: Collection[int]
     ) -> DeadlineExceededError:
         missing = [rank for rank in self._missing() if rank in absent] or self._missing()
-        impatient = [rank for rank, turn in self._overdue.items() if turn == self._turn] or list(self._gone)
-        end = f"did not end within {seconds:g} s" if is_own else f"was given up by {self._names(impatient)}, whose time was up"
+        overdue = [rank for rank, turn in self._overdue.items() if turn == self._turn] or list(self._gone)
+        given_up = f"was given up by {self._names(overdue)}, whose deadline had passed"
+        end = f"did not end within {seconds:g} s" if is_own else given_up
         return DeadlineExceededError(
             f"{self._where}: {what()} {end}; not all ranks have arrived: missing {self._names(missing)}"
         )
 
     def _too_late(self, what: Callable[[], str]) -> DeadlineExceededError:
         gave_up = [rank for rank, turn in self._here.items() if turn >= self._turn]
-        gave_up += [rank for rank, (_, came) in self._gone.items() if came]
+        gave_up += [rank for rank, (_, entered) in self._gone.items() if entered]
         names = self._names(sorted({*(gave_up or self._gone)}))
         return DeadlineExceededError(f"{self._where}: {what()} comes too late: {names} gave up waiting")
 

@@ -1,4 +1,4 @@
-"""Group: a communicator that we own, with its name, the world ranks in it, and the call that is under way in it."""
+"""Group: a communicator of this library, with its name, the world ranks in it, and the call that is under way in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["MOST_UNCONFIRMED", "Group", "PresentCall", "ranks_text"]
 
 _CHANNELS = 32
-_FIRST_TAG, _MOST_TAG = 1 << 15, 1 << 30  # smaller tags are those of single messages
+_FIRST_TAG, _MAX_TAG = 1 << 15, 1 << 30  # smaller tags are used for messages outside of calls
 _MULTIPLIER, _MASK = 0x9E3779B97F4A7C15, (1 << 62) - 1
 MOST_UNCONFIRMED, _BYTES_PER_CALL = 64, 1 << 13
 
@@ -26,14 +26,14 @@ class PresentCall:
     Attributes
     ----------
     word : int
-        Describes it: see `groups.agreement.word_of`. Ranks compare it before one reads memory of another, and messages carry it
-        in their tags, so that messages of different calls never meet.
+        A hash of its text: see `groups.agreement.word_of`. Ranks compare it before one reads memory of another, and messages
+        carry it in their tags, so that messages of different calls are never matched.
     has_deadline : bool
-        Whether nothing may wait for the other ranks in a call of MPI that blocks.
+        Whether the call has a deadline, so that no blocking MPI call may wait for other ranks.
     drive : callable
-        Goes through the steps of a wait, under the deadline of the call.
+        Runs the steps of a wait to the end, under the deadline of the call.
     confirm : callable
-        Compares the words of those calls that MPI has carried out without a look at them, on all ranks. A collective call.
+        Compares the words of calls that ran as MPI collectives without a comparison, on all ranks. A collective call.
     """
 
     __slots__ = ("_history", "_span", "_unconfirmed", "confirm", "drive", "has_deadline", "word")
@@ -44,20 +44,20 @@ class PresentCall:
         self.word = self._history = self._unconfirmed = 0
         self.has_deadline = False
         self.confirm: Callable[[int], None] = _confirm_nothing
-        self.drive: Callable[[Iterator[bool]], None] = _go_through
-        most = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0
-        self._span = (min(int(most), _MOST_TAG) - _FIRST_TAG) // _CHANNELS if settings.CHECK.read() else 0
+        self.drive: Callable[[Iterator[bool]], None] = _run_to_end
+        tag_ub = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0
+        self._span = (min(int(tag_ub), _MAX_TAG) - _FIRST_TAG) // _CHANNELS if settings.CHECK.read() else 0
 
     def tag(self, channel: int) -> int:
         """Return the tag of the call's messages on a channel, of which there are 32."""
-        if self._span <= 0:  # MPISTRAT_CHECK is off, or MPI has the fewest tags that the standard allows
+        if self._span <= 0:  # MPISTRAT_CHECK is off, or MPI has only the smallest range of tags that the standard allows
             return channel
         return _FIRST_TAG + (self.word >> 1) % self._span * _CHANNELS + channel
 
     def add_unconfirmed(self, nbytes: int) -> None:
-        """Note that MPI has carried out this call with ranks of other nodes, whatever call they were in; confirm it in time.
+        """Record that this call ran as an MPI collective without comparing it with other nodes; compare some calls later.
 
-        Comparing takes as long as a small call. Every 64 small calls, and more often after long ones, it adds 2 % at most.
+        A comparison takes as long as a small call. One for 64 small calls, or for fewer large ones, adds 2 % at most.
         """
         self._history = (self._history * _MULTIPLIER + self.word) & _MASK
         self._unconfirmed += 1 + nbytes // _BYTES_PER_CALL
@@ -70,20 +70,20 @@ class PresentCall:
         return self._unconfirmed > 0
 
     def settle(self) -> None:
-        """Confirm what has not been confirmed yet. A collective call where there is something."""
+        """Confirm the calls that have not been confirmed yet. A collective call if there are any."""
         if self._unconfirmed:
             self._unconfirmed = 0
             self.confirm(self._history)
 
 
-def _go_through(steps: Iterator[bool]) -> None:
-    """Stand in where there is no deadline."""
+def _run_to_end(steps: Iterator[bool]) -> None:
+    """Run the steps of a wait without a deadline: the default of `PresentCall.drive`."""
     for _ in steps:
         os.sched_yield()
 
 
 def _confirm_nothing(history: int) -> None:
-    """Stand in where nobody compares."""
+    """Do nothing: the default of `PresentCall.confirm`, for calls that are not compared."""
 
 
 class Group:
@@ -94,11 +94,11 @@ class Group:
     comm : MPI.Intracomm
         A communicator made for this group; the group owns it and frees it.
     name : str
-        What errors call it: ``world``, ``intra node0``, ``rail 1``.
+        The name in error messages: ``world``, ``intra node0``, ``rail 1``.
     ranks : tuple of int
         The world ranks, in the order of their rank in `comm`.
     call : PresentCall, optional
-        What is under way; groups of one hierarchy share it.
+        The call that is under way; groups of one hierarchy share it.
     """
 
     def __init__(self, comm: MPI.Intracomm, name: str, ranks: tuple[int, ...], call: PresentCall | None = None) -> None:

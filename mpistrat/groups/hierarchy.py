@@ -4,7 +4,7 @@
     0 1 2   3 4          intra node1 = 3 4       rail 1 = 1 3
                                                  rail 2 = 2 4
 
-File law: every communicator is a duplicate that we own; nothing is ever sent on the user's.
+File law: every communicator is a duplicate owned by this library; nothing is ever sent on the user's.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ class Hierarchy:
     comm : MPI.Intracomm
         The ranks of `world`, in order; it is only duplicated.
     world : World
-        Which rank sits where, the same on all ranks.
+        The topology, the same on all ranks.
 
     Attributes
     ----------
     world_group, intra : Group
         All ranks; the ranks of this node.
     rails : dict
-        Shard -> the group of its owners, for each shard that this rank owns; empty where there is one node.
+        Shard -> the group of its owners, for each shard that this rank owns; empty if there is one node.
     leaders : Group or None
         The lowest ranks of all nodes; None on other ranks.
     call : PresentCall
-        What is under way in all of them.
+        The call that is under way in all of them.
     number : int
-        Tells these groups from those of other hierarchies, on all ranks alike.
+        A unique id of this hierarchy, the same on all its ranks.
     job_ranks : tuple of int
-        Which ranks of the job these are, in order.
+        The ranks of these ranks in COMM_WORLD, in order.
     """
 
     _numbers = iter(range(1, 2**31))
@@ -62,7 +62,7 @@ class Hierarchy:
         node = world.nodes[self.place.node_index]
         self.intra = _own(self.world_group.comm.Split(node.index, self.rank), f"intra {node.name}", node.ranks, self.call)
         several = world.num_nodes > 1
-        # each rank joins its rails in rising order, so no two ranks wait for each other crosswise
+        # each rank creates its rails in rising order, which excludes a deadlock
         self.rails = {
             shard: self._subgroup(world.rails[shard], f"rail {shard}", shard) for shard in world.shards_of(self.rank) if several
         }
@@ -70,7 +70,7 @@ class Hierarchy:
         self.leaders = self._subgroup(world.leaders, "leaders", world.num_shards) if is_leader else None
 
     def _agree_on_number(self) -> int:
-        """Return a number from the first rank: each rank may have made other hierarchies, alone or with some of these ranks."""
+        """Return an id chosen by the first rank: ranks may have made different numbers of hierarchies before."""
         from mpi4py import MPI
 
         number = MPI.COMM_WORLD.Get_rank() << 32 | next(self._numbers)
@@ -87,7 +87,7 @@ class Hierarchy:
 
     @property
     def members(self) -> str:
-        """Which ranks of the job these are, for the record: empty if all, UNTOLD if that takes too long a text."""
+        """The ranks of the job that these are, for the flight record: empty if all, UNTOLD if the text is too long."""
         from mpi4py import MPI
 
         if len(self.job_ranks) == MPI.COMM_WORLD.Get_size():
@@ -116,7 +116,7 @@ class Hierarchy:
 
 
 def _job_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
-    """Return which ranks of the job are in a communicator, in its order."""
+    """Return the ranks in COMM_WORLD of the members of a communicator, in its order."""
     from mpi4py import MPI
 
     own, job = comm.Get_group(), MPI.COMM_WORLD.Get_group()
@@ -127,7 +127,7 @@ def _job_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
 
 
 def _own(comm: MPI.Comm, name: str, ranks: tuple[int, ...], call: PresentCall) -> Group:
-    """Return the group of a communicator that was split off an intracommunicator, and so is one."""
+    """Return the group of a communicator, which must be an intracommunicator."""
     from mpi4py import MPI
 
     assert isinstance(comm, MPI.Intracomm), f"{name}: {comm!r} is not an intracommunicator"

@@ -1,6 +1,6 @@
-"""Rendezvous: all ranks of the job come together while a strategy or resolver is made, and learn whether each of them can.
+"""Rendezvous: all ranks wait for each other when a strategy or resolver is created, and agree that each of them can create it.
 
-File law: nothing here waits for ranks that have not come, but the rendezvous itself, and that has its deadline.
+File law: only the rendezvous itself waits for ranks that have not arrived, and it has a deadline.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ T = TypeVar("T")
 
 
 class Rendezvous:
-    """What the ranks have in common while they meet.
+    """The ranks of the job during a rendezvous.
 
     Attributes
     ----------
     comm : MPI.Intracomm
         All ranks that meet; freed when the rendezvous ends.
     world : World
-        Which rank sits where.
+        The topology.
     rank : int
         This rank.
     """
@@ -46,21 +46,21 @@ class Rendezvous:
         self.comm, self.rank, self.world = group.comm, group.rank, world
 
     def agree(self, call: str, check: Callable[[], T]) -> T:
-        """Return what `check` returns here, once all ranks have made the same call and none refuses it. A collective call.
+        """Return the result of `check`, after all ranks have made the same call and none has raised. A collective call.
 
         Parameters
         ----------
         call : str
-            Describes the call with its arguments, in the same words on all ranks.
+            The text of the call with its arguments, which must be the same on all ranks.
         check : callable
-            Raises where this rank cannot make the call; it must not communicate.
+            Raises if this rank cannot make the call; it must not communicate.
 
         Raises
         ------
         Exception
-            What `check` raised, on the rank where it did.
+            The exception of `check`, on the rank where it was raised.
         AgreementError
-            On all others then, and on all ranks where the calls differ.
+            On all other ranks then, and on all ranks if the calls differ.
         """
         error: Exception | None = None
         try:
@@ -73,27 +73,27 @@ class Rendezvous:
 
 @contextmanager
 def rendezvous(call: str, timeout_seconds: float = 0.0, comm: MPI.Intracomm | None = None) -> Iterator[Rendezvous]:
-    """Start MPI, wait until all ranks have come, and find out which sits where, on what. A collective call, as is leaving it.
+    """Start MPI, wait for all ranks, and discover their nodes and devices. A collective call, as is leaving the context.
 
     Where only some ranks of the job meet, hosts do not begin to tell each other what their ranks wait for: it takes all.
 
     Parameters
     ----------
     call : str
-        What the ranks meet for, for errors.
+        The text of the call, for errors.
     timeout_seconds : float
-        How long to wait for the others; 0 means for ever.
+        How long to wait for the other ranks; 0 means without a limit.
     comm : MPI.Intracomm, optional
-        The ranks that meet; by default all of the job.
+        The ranks that meet; by default all ranks of the job.
 
     Raises
     ------
     LaunchError, TopologyError
         As `bootstrap.start`, `topology.discover` and `topology.check_gpu_assignment`.
     DeadlineExceededError
-        If not all ranks come in time.
+        If not all ranks arrive in time.
     """
-    early = watcher.start()  # before MPI, which waits for ranks that have not come, too
+    early = watcher.start()  # before MPI, because MPI_Init waits for all ranks, too
     if early is not None:
         early.begin()
     with nullcontext() if comm is not None and _is_part(comm) else watched(call):
@@ -118,14 +118,14 @@ def _is_part(comm: MPI.Intracomm) -> bool:
 
 
 def _watch(world: MPI.Intracomm, call: str, timeout_seconds: float) -> None:
-    """Have the watchers of all ranks talk to each other; all have met."""
+    """Connect the watchers of all ranks, all of which have arrived."""
     found = watcher.start(world.Get_size())
     if found is not None and not found.has_joined:
         found.join(_own(world, call, timeout_seconds))
 
 
 def _own(comm: MPI.Intracomm, call: str, timeout_seconds: float) -> MPI.Intracomm:
-    """Return a duplicate of a communicator; it comes to be when all ranks have asked for it."""
+    """Return a duplicate of a communicator, which completes when all ranks have called this."""
     own, request = comm.Idup()
     began = time.monotonic()
     deadline = began + (timeout_seconds or float("inf"))
@@ -136,8 +136,8 @@ def _own(comm: MPI.Intracomm, call: str, timeout_seconds: float) -> MPI.Intracom
         if time.monotonic() > deadline:
             raise DeadlineExceededError(
                 f"rank {comm.Get_rank()}: timeout waiting for the cluster: after {timeout_seconds} s some of the "
-                f"{comm.Get_size()} ranks had not come to {call}. Either they do not make this call, or they need longer: "
-                "raise CommunicationOptions(timeout_seconds=…) or MPISTRAT_TIMEOUT_SECONDS"
+                f"{comm.Get_size()} ranks had not entered {call}. Either they do not make this call, or they need longer: "
+                "increase CommunicationOptions(timeout_seconds=…) or MPISTRAT_TIMEOUT_SECONDS"
             )
         pause(began)
     return own

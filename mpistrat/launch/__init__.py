@@ -1,1 +1,1 @@
-"""Who started me: launchers, MPI start, the right mpiexec, a clean end."""
+"""Launchers: which one started this process, starting MPI, finding the right mpiexec, and ending the job cleanly."""

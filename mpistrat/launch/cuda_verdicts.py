@@ -1,4 +1,4 @@
-"""What was found of MPI libraries and the memory of GPUs: a verdict for each library, in a file of its own."""
+"""The cache of CUDA-awareness: a verdict for each MPI library, in one file each."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["Library", "Verdict", "keep", "kept_for", "kept_verdicts"]
 
 @dataclass(frozen=True)
 class Library:
-    """An MPI library and a GPU, as far as an answer depends on them.
+    """An MPI library and a GPU: everything that the verdict depends on.
 
     Attributes
     ----------
     path, version : str
-        Where it lies, and what it calls itself.
+        The path of the library, and its version string.
     modified : int
-        When it was installed: nanoseconds of its file.
+        Modification time of its file, in nanoseconds.
     shaped_by : str
-        Variables of the environment that change how it moves bytes.
+        Environment variables that affect how it transfers messages.
     gpu : str
-        Whose memory it is to move, such as ``NVIDIA H200``.
+        The name of the GPU, such as ``NVIDIA H200``.
     """
 
     path: str
@@ -38,24 +38,24 @@ class Library:
 
     @property
     def file_name(self) -> str:
-        """A name of its own for each."""
+        """The name of its cache file."""
         return f"{zlib.crc32(json.dumps(asdict(self)).encode()):08x}.json"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether MPI is handed device memory, and why.
+    """Whether device memory is passed to MPI directly, and why.
 
     Attributes
     ----------
     is_aware : bool
         Whether it is.
     reason : str
-        Who said so.
+        How this was found out.
     is_final : bool
-        Whether the next job need not ask again.
+        Whether it may be cached, so that the next job need not probe again.
     is_setting : bool
-        Whether nobody was asked, because the user has said.
+        Whether the user has set it with MPISTRAT_MPI_GPU.
     """
 
     is_aware: bool
@@ -65,7 +65,7 @@ class Verdict:
 
 
 def kept_for(library: Library) -> Verdict | None:
-    """Return what an earlier job has found of a library; None where none has."""
+    """Return the verdict that an earlier job has cached for a library; None if there is none."""
     try:
         found = _read(_folder() / library.file_name)
     except RuntimeError:  # there is no home folder
@@ -74,7 +74,7 @@ def kept_for(library: Library) -> Verdict | None:
 
 
 def kept_verdicts() -> Iterator[tuple[Library, Verdict, str]]:
-    """Yield what earlier jobs of this user have found: the library, the verdict and the date."""
+    """Yield the cached verdicts of earlier jobs of this user: library, verdict and date."""
     try:
         files = sorted(_folder().glob("*.json"))
     except RuntimeError:  # there is no home folder
@@ -86,12 +86,12 @@ def kept_verdicts() -> Iterator[tuple[Library, Verdict, str]]:
 
 
 def keep(library: Library, verdict: Verdict) -> None:
-    """Let later jobs know what was found of a library, if that can be written."""
+    """Cache a verdict for later jobs, if the cache folder can be written."""
     document = {"library": asdict(library), "verdict": asdict(verdict), "date": datetime.date.today().isoformat()}
     try:
         cache.write(json.dumps(document, indent=1) + "\n", _folder() / library.file_name)
     except (OSError, RuntimeError):
-        return  # the next job asks again
+        return  # the next job probes again
 
 
 def _read(path: Path) -> tuple[Library, Verdict, str] | None:
@@ -100,7 +100,7 @@ def _read(path: Path) -> tuple[Library, Verdict, str] | None:
         library, verdict = cache.record(Library, document["library"]), cache.record(Verdict, document["verdict"])
         return library, verdict, str(document["date"])
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # it is asked again, and written anew
+        return None  # the library is probed again, and the file is overwritten
 
 
 def _folder() -> Path:

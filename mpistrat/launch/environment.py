@@ -1,6 +1,6 @@
-"""The launcher's variables: one LAUNCHERS row per launcher.
+"""The launcher's environment variables: one row of LAUNCHERS per launcher.
 
-File law: no MPI here, so that what the launcher promised is known before MPI starts and can be compared with it.
+File law: no MPI here, so that the launcher's number of ranks is known before MPI starts and can be compared with it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["LAUNCHERS", "Launcher", "LauncherView", "detect", "identity", "in_sl
 
 @dataclass(frozen=True)
 class LauncherView:
-    """What a launcher told this process about the job; None where it says nothing.
+    """What a launcher's variables say about the job; None where there is no variable.
 
     Attributes
     ----------
     launcher : str
-        Who started this process, as its row in LAUNCHERS names it.
+        The name of the launcher, from LAUNCHERS.
     rank, size : int or None
         Position in the job, and number of ranks.
     local_rank, local_size : int or None
@@ -38,18 +38,18 @@ class LauncherView:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Which variables a launcher sets for each rank.
+    """The variables that a launcher sets for each rank.
 
     Attributes
     ----------
     name : str
-        How errors call the launcher.
+        The launcher's name in error messages.
     rank, size, local_rank, local_size : str
-        Variables that hold a number; empty where there is none.
+        Variables that hold a number; empty if there is none.
     local_ranks : str
         A variable that lists the ranks of this node, separated by commas, where no variable counts them.
     marks : tuple of str
-        Variables that tell this launcher from others that set the same `rank`; all must be there.
+        Variables that distinguish this launcher from others that set the same `rank`; all must be set.
     """
 
     name: str
@@ -65,12 +65,12 @@ class Launcher:
         return all(environ.get(name) for name in (self.rank, *self.marks))
 
     def view(self, environ: Mapping[str, str]) -> LauncherView:
-        """Return what this launcher says in an environment.
+        """Read this launcher's variables from an environment.
 
         Raises
         ------
         LaunchError
-            If one of its variables holds no number.
+            If one of its variables is not a number.
         """
         rank, size, local_rank, local_size = (
             _number(self.name, name, environ) for name in (self.rank, self.size, self.local_rank, self.local_size)
@@ -126,24 +126,24 @@ LAUNCHERS: tuple[Launcher, ...] = (
     Launcher("a PMIx launcher", rank="PMIX_RANK"),
 )
 
-# Which job, beside which rank: what tells the ranks of a job from those of a job that one of them starts.
+# Variables that identify the job: they differ between a job and another one that one of its ranks starts.
 _OF_JOB = ("PMIX_NAMESPACE", "PMI_FD", "PMI_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
-# What a launcher tells its ranks: a process that finds it takes itself for one of them. What shapes the MPI library, such as
-# OMPI_MCA_pml, UCX_TLS or I_MPI_OFFLOAD, is not part of it.
+# Variables that a launcher sets for its ranks: a process that inherits them takes itself for a rank. Variables that configure
+# the MPI library, such as OMPI_MCA_pml, UCX_TLS or I_MPI_OFFLOAD, are not among them.
 _OF_LAUNCHERS = re.compile(
     r"PMI_|PMIX_|PRTE_|ORTE_|OMPI_(?!MCA_)|"
     r"OMPI_MCA_(ess|orte|plm|ras|rmaps|pmix|prte|initial|num_procs|cpu_type|PREFIXES)|"
     r"HYD|MPI_LOCAL|SLURM_|PALS_|MV2_COMM|I_MPI_(HYDRA|PMI|JOB|PIN|INFO)|FLUX_|JSM_"
 )
 
-# A batch script's shell has SLURM_PROCID=0 too, but no step. The steps that are not an srun of the user's (batch, external,
-# interactive shell) are numbered downwards from 2^32.
+# A batch script has SLURM_PROCID=0 too, but no step. Steps that the user has not started by srun (batch, external, interactive
+# shell) are numbered downwards from 2^32.
 _FIRST_SPECIAL_STEP = 2**32 - 16
 
 
 def detect(environ: Mapping[str, str] | None = None) -> LauncherView | None:
-    """Return what the launcher of this process says, or None where nothing started it as a rank.
+    """Return what the launcher of this process says, or None if no launcher started it as a rank.
 
     Parameters
     ----------
@@ -153,14 +153,14 @@ def detect(environ: Mapping[str, str] | None = None) -> LauncherView | None:
     Raises
     ------
     LaunchError
-        If a launcher's variable holds no number.
+        If a launcher's variable is not a number.
     """
     environ = os.environ if environ is None else environ
     return next((launcher.view(environ) for launcher in _which_started(environ)), None)
 
 
 def identity(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that say which rank of which job a process is; none where it is not a rank.
+    """Return the variables that identify the job and rank of a process; none if it is not a rank.
 
     Parameters
     ----------
@@ -172,12 +172,12 @@ def identity(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which MPI starts alone, and is shaped as before."""
+    """Return an environment in which MPI starts as a single process, configured as before."""
     return {name: value for name, value in environ.items() if not _OF_LAUNCHERS.match(name)}
 
 
 def in_slurm_allocation(environ: Mapping[str, str]) -> bool:
-    """Return whether this environment is that of a SLURM job, where the hosts are SLURM's to name."""
+    """Return whether this environment is that of a SLURM job, in which SLURM chooses the hosts."""
     return bool(environ.get("SLURM_JOB_ID"))
 
 
@@ -198,7 +198,7 @@ def _number(launcher: str, name: str, environ: Mapping[str, str]) -> int | None:
         return None
     if not text.isdigit():
         raise LaunchError(
-            f"{name}={text!r} was found, where {launcher} puts a number; "
+            f"{name}={text!r} was found, but {launcher} sets this variable to a number; "
             f"unset it if it was set by hand, and start with mpistrat run, mpiexec or srun"
         )
     return int(text)

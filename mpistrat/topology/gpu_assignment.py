@@ -1,4 +1,4 @@
-"""Check the GPUs of all ranks: each says which one it drives, and how it came by it; all learn whether that goes together."""
+"""Check the GPU assignment of all ranks: each tells which GPU it drives and why, and all check whether these are compatible."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ __all__ = ["Answer", "check_answers", "check_gpu_assignment", "isolation"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank says.
+    """The device of one rank.
 
     Attributes
     ----------
     node : str
         Its machine.
     place : tuple of int
-        Its local rank and the number of ranks there, by which ranks share memory.
+        Local rank and number of ranks on the machine, by which ranks share memory.
     bound : Bound
-        What it bound before MPI started.
+        The device that it has bound before MPI started.
     gpu : Gpu or None
-        What it drives; None: its CPU.
+        The GPU that it drives; None: it computes on its CPU.
     near : str
-        Which memory and adapters are near that.
+        The memory and network adapters near the GPU.
     """
 
     node: str
@@ -45,14 +45,14 @@ class Answer:
 
 
 def check_gpu_assignment(comm: MPI.Intracomm) -> None:
-    """Check that the ranks' devices go together. A collective call, of a few bytes where nobody drives a GPU.
+    """Check that the devices of all ranks are compatible. A collective call, of a few bytes if no rank drives a GPU.
 
-    Rank 0 says on stderr where ranks do not see the GPUs of their neighbours, and with MPISTRAT_VERBOSE who drives what.
+    Rank 0 warns on stderr if ranks do not see the GPUs of their neighbours; with MPISTRAT_VERBOSE it lists all GPUs.
 
     Raises
     ------
     LaunchError
-        On all ranks, if one of them cannot have the device it wants, or chose it by a local rank that is not its own.
+        On all ranks, if one of them cannot use the device that was asked for, or chose it by a wrong local rank.
     SettingError
         On all ranks, if MPISTRAT_VERBOSE cannot be read on one of them.
     TopologyError
@@ -66,24 +66,24 @@ def check_gpu_assignment(comm: MPI.Intracomm) -> None:
 
 
 def check_answers(answers: Sequence[Answer], allow_shared: bool | str) -> None:
-    """Check what all ranks said.
+    """Check the devices of all ranks.
 
     Parameters
     ----------
     answers : sequence of Answer
-        One of each rank.
+        One for each rank.
     allow_shared : bool or str
-        Whether several ranks may drive one GPU; a text says why that is not known.
+        Whether several ranks may drive one GPU, or a text that says why the setting cannot be read.
 
     Raises
     ------
     LaunchError, TopologyError
-        As `roll_call`.
+        As `check_gpu_assignment`.
     """
     problems = [(rank, answer.bound.problem) for rank, answer in enumerate(answers) if answer.bound.problem]
     if problems:
         rank, problem = problems[0]
-        others = f"; so it is on {len(problems)} of {len(answers)} ranks" if len(problems) > 1 else ""
+        others = f"; the same on {len(problems)} of {len(answers)} ranks" if len(problems) > 1 else ""
         raise LaunchError(
             f"rank {rank} on {answers[rank].node}: {problem}{others}. Ask for nodes with GPUs (SLURM: --gpus-per-node), or set "
             f"{settings.DEVICE.name}=auto or cpu"
@@ -101,13 +101,13 @@ def check_answers(answers: Sequence[Answer], allow_shared: bool | str) -> None:
 
 
 def isolation(answers: Sequence[Answer]) -> str:
-    """Return what to tell where ranks of one machine each see a GPU of their own and no other; an empty text elsewhere."""
+    """Return a warning if ranks of one machine each see one GPU and not those of the others; else an empty string."""
     alone = [answer for answer in answers if answer.gpu and answer.bound.num_visible == 1 and answer.place[1] > 1]
     if len({answer.gpu.key for answer in alone if answer.gpu}) < 2:
         return ""
     return (
-        f"ranks on {alone[0].node} see one GPU each, and not those of their neighbours: NCCL and CUDA IPC may not reach their "
-        "memory. SLURM: --gpus-per-node=N --gpu-bind=none instead of --gpus-per-task; elsewhere give all ranks of a node the "
+        f"each rank on {alone[0].node} sees only its own GPU: NCCL and CUDA IPC may not be able to reach the memory of the "
+        "others. SLURM: --gpus-per-node=N --gpu-bind=none instead of --gpus-per-task; elsewhere give all ranks of a node the "
         "same CUDA_VISIBLE_DEVICES"
     )
 
@@ -120,18 +120,18 @@ def _check_assignment(comm: MPI.Intracomm) -> None:
     for rank, problem in enumerate(verbosities):
         if isinstance(problem, str):
             raise SettingError(f"rank {rank}: {problem}")
-    speaks = verbose is True and comm.Get_rank() == 0
+    prints = verbose is True and comm.Get_rank() == 0
     if not any(drive_gpus):
-        if speaks and bound is not None:
-            _say(f"computing on CPUs: {bound.why}")
+        if prints and bound is not None:
+            _print(f"computing on CPUs: {bound.why}")
         return
     answers = comm.allgather(_answer(comm))
     check_answers(answers, comm.bcast(_read(settings.ALLOW_SHARED_GPU)))
     if comm.Get_rank() == 0:
-        _say(isolation(answers))
-    if speaks:
+        _print(isolation(answers))
+    if prints:
         for rank, answer in enumerate(answers):
-            _say(f"rank {rank}: {'; '.join(filter(None, (str(answer.gpu), answer.bound.why, answer.near)))}")
+            _print(f"rank {rank}: {'; '.join(filter(None, (str(answer.gpu), answer.bound.why, answer.near)))}")
 
 
 def _check_place(rank: int, answer: Answer) -> None:
@@ -139,10 +139,10 @@ def _check_place(rank: int, answer: Answer) -> None:
     if bound.place is None or bound.num_visible < 2 or bound.place[0] == local_rank:
         return
     raise LaunchError(
-        f"rank {rank} on {answer.node} drives {answer.gpu}, because {bound.told_by} told it to be local rank {bound.place[0]}; "
-        f"by the ranks that it shares memory with it is local rank {local_rank} of {answer.place[1]}. Start the job by the "
-        "launcher that belongs to this MPI (mpistrat run, its mpiexec, or srun with the right --mpi), and unset variables of "
-        "another launcher"
+        f"rank {rank} on {answer.node} drives {answer.gpu}, because {bound.told_by} set its local rank to {bound.place[0]}; "
+        f"but among the ranks that it shares memory with, it is local rank {local_rank} of {answer.place[1]}. Start the job "
+        "with the launcher that belongs to this MPI (mpistrat run, its mpiexec, or srun with the right --mpi), and unset "
+        "variables of another launcher"
     )
 
 
@@ -160,19 +160,19 @@ def _answer(comm: MPI.Intracomm) -> Answer:
         return Answer(node, place, bound)
     try:
         gpu = Gpu(node, index=device.index, **asdict(device.identity()))
-    except RuntimeError as error:  # CUDA's own
-        return Answer(node, place, replace(bound, problem=f"device {device.index} does not say which GPU it is: {error}"))
+    except RuntimeError as error:  # raised by CUDA
+        return Answer(node, place, replace(bound, problem=f"device {device.index} cannot be identified: {error}"))
     return Answer(node, place, bound, gpu, str(gpu_affinity(gpu.pci_bus_id)))
 
 
 def _read(setting: settings.Setting[bool]) -> bool | str:
-    """Return a setting, or why it cannot be read."""
+    """Return the value of a setting, or the error if it cannot be read."""
     try:
         return setting.read()
     except SettingError as error:
         return str(error)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     if text:
         print(f"mpistrat: {text}", file=sys.stderr, flush=True)

@@ -1,7 +1,6 @@
-"""Which GPU each rank drives, whether that goes together, and which memory and network adapter are near a GPU.
+"""GPUs of the ranks: checks that no two ranks share one, and finds the memory and network adapters near a GPU.
 
-File law: neither MPI nor CUDA is started here. Whoever has asked CUDA hands over what it said; what the kernel knows is read
-below `/sys`.
+File law: neither MPI nor CUDA is started here. Callers pass what CUDA has told them; everything else is read from `/sys`.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ __all__ = ["Gpu", "GpuAffinity", "check_gpus", "gpu_affinity"]
 
 @dataclass(frozen=True)
 class Gpu:
-    """A rank's GPU, as it can be told apart across processes.
+    """A rank's GPU, with identifiers that are valid in every process.
 
     Attributes
     ----------
     node : str
         The machine.
     uuid : str
-        Of the GPU, or of the instance of a divided one: hexadecimal.
+        UUID of the GPU, or of the MIG instance, in hexadecimal.
     pci_bus_id : str
         Such as ``0000:17:00.0``.
     name : str
         Such as ``NVIDIA H200``.
     index : int
-        As CUDA counts in that process.
+        CUDA's index in that process.
     """
 
     node: str
@@ -42,7 +41,7 @@ class Gpu:
 
     @property
     def key(self) -> str:
-        """What no other GPU has: its place in the machine, and its UUID, which tells instances of a divided GPU apart."""
+        """A unique key: machine, PCI bus id, and UUID, which distinguishes MIG instances."""
         return f"{self.node} {self.pci_bus_id} {self.uuid}"
 
     def __str__(self) -> str:
@@ -51,16 +50,16 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuAffinity:
-    """Which memory, cores and network adapters are near a GPU.
+    """The memory, cores and network adapters near a GPU.
 
     Attributes
     ----------
     numa_node : int or None
-        Whose memory is nearest; None where the machine has but one, or does not say.
+        The nearest NUMA node; None if the machine has only one, or this is unknown.
     cpus : frozenset of int
-        The cores there; empty where the machine does not say.
+        The cores of that node; empty if unknown.
     adapters : tuple of str
-        InfiniBand or RoCE adapters that share the longest way through the PCI tree with it, by name.
+        Names of the InfiniBand or RoCE adapters that share the longest path in the PCI tree with it.
     """
 
     numa_node: int | None
@@ -74,27 +73,27 @@ class GpuAffinity:
 
 
 def check_gpus(gpus: Sequence[Gpu | None], allow_shared: bool) -> None:
-    """Check that the ranks of a job can compute together: all on GPUs or none, and no GPU driven twice.
+    """Check that either all ranks of a job drive a GPU or none does, and that no two drive the same one.
 
     Parameters
     ----------
     gpus : sequence of Gpu or None
-        What each rank drives; None: its CPU.
+        The GPU of each rank; None: it computes on its CPU.
     allow_shared : bool
         Whether several ranks may drive one GPU.
 
     Raises
     ------
     TopologyError
-        If they cannot; the message lists the ranks, and says what to do.
+        If that does not hold; the message lists the ranks, and says what to do.
     """
     without = [rank for rank, gpu in enumerate(gpus) if gpu is None]
     if without and len(without) < len(gpus):
         driving = [rank for rank, gpu in enumerate(gpus) if gpu is not None]
         raise TopologyError(
-            f"ranks {_listed(driving)} drive a GPU, ranks {_listed(without)} see none: a job computes on GPUs or on CPUs. Ask "
-            "the scheduler for GPUs on every node (SLURM: --gpus-per-node), install CuPy on all of them, or set "
-            "MPISTRAT_DEVICE=cpu"
+            f"ranks {_listed(driving)} drive a GPU, ranks {_listed(without)} see none: all ranks of a job must compute on "
+            "GPUs, or all on CPUs. Ask the scheduler for GPUs on every node (SLURM: --gpus-per-node), install CuPy on all of "
+            "them, or set MPISTRAT_DEVICE=cpu"
         )
     ranks_of: dict[str, list[int]] = {}
     for rank, gpu in enumerate(gpus):
@@ -104,30 +103,30 @@ def check_gpus(gpus: Sequence[Gpu | None], allow_shared: bool) -> None:
     if shared and not allow_shared:
         ranks = next(iter(shared.values()))
         raise TopologyError(
-            f"ranks {_listed(ranks)} drive the same GPU, {gpus[ranks[0]]}: one rank drives one GPU. Start as many ranks per "
-            "node as it has GPUs, let every rank see all GPUs of its node (SLURM: --gpus-per-node=N --gpu-bind=none), or set "
-            "MPISTRAT_ALLOW_SHARED_GPU=1 for a test"
+            f"ranks {_listed(ranks)} drive the same GPU, {gpus[ranks[0]]}: each rank needs a GPU of its own. Start as many "
+            "ranks per node as it has GPUs, let every rank see all GPUs of its node (SLURM: --gpus-per-node=N "
+            "--gpu-bind=none), or set MPISTRAT_ALLOW_SHARED_GPU=1 for a test"
         )
 
 
 def gpu_affinity(pci_bus_id: str, sys: Path = Path("/sys")) -> GpuAffinity:
-    """Return what is near a GPU, as far as the machine says.
+    """Return the affinity of a GPU, as far as `/sys` shows it.
 
     Parameters
     ----------
     pci_bus_id : str
-        Of the GPU, in any case, such as ``0000:17:00.0``.
+        PCI bus id of the GPU, in upper or lower case, such as ``0000:17:00.0``.
     sys : Path
-        Where the kernel shows its devices.
+        The kernel's sysfs folder.
     """
     device = sys / "bus/pci/devices" / pci_bus_id.lower()
     numa = _read(device / "numa_node")
-    numa_node = int(numa) if numa.isdigit() else None  # -1: the machine does not say
+    numa_node = int(numa) if numa.isdigit() else None  # -1: unknown
     return GpuAffinity(numa_node, _cores(_read(device / "local_cpulist")), _nearest_adapters(device, sys / "class/infiniband"))
 
 
 def _nearest_adapters(device: Path, adapters: Path) -> tuple[str, ...]:
-    """Return the adapters with the longest common way from the root of the PCI tree; none where they share nothing."""
+    """Return the adapters with the longest common path from the root of the PCI tree; none if they share no part of it."""
     place = device.resolve().parts
     shared: dict[str, int] = {}
     for adapter in sorted(adapters.iterdir()) if adapters.is_dir() else ():

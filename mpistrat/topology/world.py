@@ -1,6 +1,6 @@
-"""World, Node, Place: a frozen picture of which rank sits where, buildable by hand for any shape.
+"""World, Node, Place: which rank is placed on which node, immutable; can be built for any shape, without a job.
 
-File law: no MPI and no GPU here; `topology.discover` fills the picture in from a running job.
+File law: no MPI and no GPU here; `topology.discover` builds the world of a running job.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank sits."""
+    """The placement of one rank."""
 
     rank: int
     size: int
@@ -57,7 +57,7 @@ class World:
 
     @classmethod
     def from_node_of_rank(cls, node_of_rank: Sequence[int], names: Sequence[str] | None = None) -> World:
-        """Build the world in which rank r sits on the node labelled ``node_of_rank[r]``.
+        """Build the world in which rank r is on the node labelled ``node_of_rank[r]``.
 
         Parameters
         ----------
@@ -88,7 +88,7 @@ class World:
         Raises
         ------
         TopologyError
-            If the shape is malformed, or is not one of `num_ranks` ranks.
+            If the shape is malformed, or does not have `num_ranks` ranks.
         """
         sizes, placement = parse_shape(shape)
         if num_ranks is not None and sum(sizes) != num_ranks:
@@ -126,11 +126,11 @@ class World:
 
     @cached_property
     def placement(self) -> str:
-        """``block`` where consecutive ranks share a node, ``cyclic`` where ranks are dealt out in turn, else ``mixed``."""
+        """``block`` if consecutive ranks share a node, ``cyclic`` if ranks are placed round-robin, else ``mixed``."""
         if [rank for node in self.nodes for rank in node.ranks] == list(range(self.size)):
             return "block"
-        in_turn = World.from_shape("+".join(map(str, self.local_sizes)) + ":cyclic")
-        return "cyclic" if [node.ranks for node in in_turn.nodes] == [node.ranks for node in self.nodes] else "mixed"
+        cyclic = World.from_shape("+".join(map(str, self.local_sizes)) + ":cyclic")
+        return "cyclic" if [node.ranks for node in cyclic.nodes] == [node.ranks for node in self.nodes] else "mixed"
 
     @cached_property
     def _places(self) -> tuple[Place, ...]:
@@ -142,7 +142,7 @@ class World:
         return tuple(sorted(places, key=lambda place: place.rank))
 
     def place(self, rank: int) -> Place:
-        """Return where `rank` sits."""
+        """Return the placement of `rank`."""
         return self._places[rank]
 
     @cached_property
@@ -182,7 +182,7 @@ class World:
 
 
 def parse_shape(shape: str) -> tuple[tuple[int, ...], str]:
-    """Return the ranks of each node, and the placement (``block`` or ``cyclic``), that a shape describes.
+    """Return the number of ranks of each node, and the placement (``block`` or ``cyclic``), of a shape.
 
     Raises
     ------

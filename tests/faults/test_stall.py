@@ -185,7 +185,7 @@ def test_one_rank_alone_has_no_thread(job: Job) -> None:
 def test_a_variable_that_is_misspelt_is_named_once(job: Job) -> None:
     after = f"{MAKE}; mpistrat.MultiWorkerMirroredStrategy()"
     ended = job(2, program("pass", "pass", after, seconds=30), MPISTRAT_STALL_SECOND="7", MPISTRAT_WEATHER="fine")
-    assert (ended.code, ended.stderr.count("MPISTRAT_STALL_SECOND is set, and is not a setting")) == (0, 1), ended.stderr
+    assert (ended.code, ended.stderr.count("MPISTRAT_STALL_SECOND is set, but is not a setting")) == (0, 1), ended.stderr
     assert "MPISTRAT_WEATHER" not in ended.stderr
 
 

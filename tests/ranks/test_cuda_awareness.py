@@ -142,7 +142,7 @@ def test_what_keeps_rank_0_from_asking_is_told_to_all(comm, monkeypatch):
     monkeypatch.setattr(cuda_awareness, "find_verdict", fail)
     verdict = agreed_verdict(comm)
     assert (verdict.is_aware, verdict.is_final) == (False, False)
-    assert verdict.reason == "it could not be asked (OSError: planted: no more processes)"
+    assert verdict.reason == "the MPI library could not be queried (OSError: planted: no more processes)"
 
 
 def test_this_library_is_recognised_and_asked():

@@ -139,7 +139,7 @@ def test_the_shortest_deadline_holds_for_all(comm, monkeypatch, strict):
     assert time.monotonic() - started < 25
     if comm.rank not in (0, comm.size - 1):
         assert "was given up by rank 0 (node0)" in str(caught.value)
-        assert "whose time was up; not all ranks have arrived" in str(caught.value)
+        assert "whose deadline had passed; not all ranks have arrived" in str(caught.value)
 
 
 @needs_ranks(2)

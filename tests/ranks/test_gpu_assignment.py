@@ -79,7 +79,9 @@ def test_a_gpu_that_one_rank_cannot_ask_is_told_to_all(fake, comm, monkeypatch):
     bind_device(_view(comm))
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(bound_device(), "identity", fail)
-    with pytest.raises(LaunchError, match=f"rank {comm.size - 1} on .*: device .* which GPU it is: cudaErrorECCUncorrectable"):
+    with pytest.raises(
+        LaunchError, match=f"rank {comm.size - 1} on .*: device .* cannot be identified: cudaErrorECCUncorrectable"
+    ):
         check_gpu_assignment(comm)
 
 
@@ -122,7 +124,7 @@ def test_a_local_rank_that_is_another_ones_is_refused_with_both_values(fake, com
     """Under mpirun inside SLURM each rank has the SLURM_LOCALID of mpirun's daemon: 0."""
     fake.show(*range(comm.size))
     bind_device(_view(comm, 0))
-    expected = rf"rank 1 on .* because srun told it to be local rank 0; .* it is local rank 1 of {comm.size}"
+    expected = rf"rank 1 on .* because srun set its local rank to 0; .* it is local rank 1 of {comm.size}"
     with pytest.raises(LaunchError, match=expected):
         check_gpu_assignment(comm)
 
@@ -141,7 +143,7 @@ def test_ranks_that_do_not_see_their_neighbours_gpus_are_told_how_to(fake, comm,
     bind_device(_view(comm))
     check_gpu_assignment(comm)
     said = capsys.readouterr().err
-    assert ("see one GPU each" in said) == ("--gpu-bind=none" in said) == (comm.rank == 0)
+    assert ("sees only its own GPU" in said) == ("--gpu-bind=none" in said) == (comm.rank == 0)
 
 
 def test_what_cuda_is_shown_is_left_alone(fake, comm, monkeypatch):

@@ -356,7 +356,7 @@ def test_large_gathers_and_broadcasts_are_cut(mixed, monkeypatch):
             r"axis 2 is out of range for an array of shape \(2, 3\): -2 to 1 are accepted",
         ),
         (np.ones(2), -2, InvalidArgumentError, "axis -2 is out of range"),
-        (np.array(["a"]), 0, UnsupportedDtypeError, "which no collective can carry"),
+        (np.array(["a"]), 0, UnsupportedDtypeError, "which collectives do not support"),
     ],
 )
 def test_gathers_that_cannot_be_are_refused_on_every_rank(mixed, array, axis, error, message):
@@ -398,7 +398,7 @@ def test_broadcasts_that_cannot_be_are_refused_on_every_rank(mixed):
     for root in (-1, mixed.size):
         with pytest.raises(InvalidArgumentError, match=rf"root must be a replica, 0 to {mixed.size - 1}; got {root}"):
             mixed.broadcast(np.ones(1), root)
-    with pytest.raises(UnsupportedDtypeError, match="which no collective can carry"):
+    with pytest.raises(UnsupportedDtypeError, match="which collectives do not support"):
         mixed.broadcast(np.array([None] if mixed.rank == 0 else [1]))
     assert mixed.broadcast(np.array(mixed.rank)) == 0
 
@@ -433,7 +433,7 @@ def test_ranks_that_make_different_calls_all_raise(mixed, other):
 WRONG_CALLS = {
     "object array": (lambda ops: ops.all_reduce(SUM, [np.array([None])]), UnsupportedDtypeError, "dtype object"),
     "complex order": (lambda ops: ops.all_reduce(MAX, [ONE * 1j]), UnsupportedDtypeError, "MAX is not defined for array 0"),
-    "foreign bytes": (lambda ops: ops.all_reduce(SUM, [ONE.astype(">f4")]), UnsupportedDtypeError, "foreign byte order >f4"),
+    "foreign bytes": (lambda ops: ops.all_reduce(SUM, [ONE.astype(">f4")]), UnsupportedDtypeError, "non-native byte order"),
     "out of another shape": (
         lambda ops: ops.all_reduce(SUM, [ONE], out=[np.ones(4, np.float32)]),
         InvalidArgumentError,
@@ -575,7 +575,7 @@ def test_results_go_anywhere_without_strict_mode(unchecked):
 def test_foreign_bytes_are_refused_without_strict_mode(unchecked):
     for _ in range(2):
         assert unchecked.all_reduce(SUM, [np.ones(5, np.float32)])[0][0] == unchecked.size
-        with pytest.raises(UnsupportedDtypeError, match="foreign byte order >f4"):
+        with pytest.raises(UnsupportedDtypeError, match="non-native byte order"):
             unchecked.all_reduce(SUM, [np.ones(5, ">f4")])
 
 

@@ -95,9 +95,9 @@ class TestMirrored:
         [
             (
                 ["/gpu:0"],
-                "device '/gpu:0' cannot be had: ranks drive no GPU here; accepted are /cpu:0 (each rank's own) and rank:0",
+                "device '/gpu:0' does not exist: ranks compute on CPUs here; accepted are /cpu:0 (each rank's own) and rank:0",
             ),
-            (["rank:99"], "device 'rank:99' cannot be had: there is no rank 99; accepted are /cpu:0"),
+            (["rank:99"], "device 'rank:99' does not exist: there is no rank 99; accepted are /cpu:0"),
             (["tpu:0"], "'tpu:0' is not a device name; accepted are /cpu:0"),
             (["rank:0", "rank:0"], "devices=['rank:0', 'rank:0'] names rank 0 more than once. This node has"),
             ([], "devices=[] leaves out rank 0"),
@@ -199,7 +199,9 @@ class TestMirrored:
             return
         name, last = f"rank:{comm.size - 1}", world.local_sizes[0] - 1
         accepted = f"rank:0 to rank:{last}" if last else "rank:0"
-        message = f"device {name!r} cannot be had: there is no rank {comm.size - 1}; accepted are /cpu:0 (each rank's own) and "
+        message = (
+            f"device {name!r} does not exist: there is no rank {comm.size - 1}; accepted are /cpu:0 (each rank's own) and "
+        )
         refused(
             InvalidArgumentError,
             message + accepted,
@@ -443,7 +445,7 @@ class TestCentralStorage:
 
     def test_devices_that_there_are_not(self, comm, together):
         last = "rank:0" if comm.size == 1 else f"rank:0 to rank:{comm.size - 1}"
-        message = f"device 'rank:99' cannot be had: there is no rank 99; accepted are /cpu:0 (each rank's own) and {last}"
+        message = f"device 'rank:99' does not exist: there is no rank 99; accepted are /cpu:0 (each rank's own) and {last}"
         refused(InvalidArgumentError, message, lambda: CentralStorageStrategy(parameter_device="rank:99"))
         refused(InvalidArgumentError, message, lambda: CentralStorageStrategy(["rank:99"]))
         refused(InvalidArgumentError, "compute_devices=[] leaves out rank 0", lambda: CentralStorageStrategy([]))
@@ -479,10 +481,10 @@ class TestOneDevice:
         [
             (
                 "/gpu:0",
-                "device '/gpu:0' cannot be had: ranks drive no GPU here; accepted are /cpu:0 (each rank's own) and rank:0",
+                "device '/gpu:0' does not exist: ranks compute on CPUs here; accepted are /cpu:0 (each rank's own) and rank:0",
             ),
-            ("/cpu:1", "device '/cpu:1' cannot be had: each rank drives one device; accepted are /cpu:0"),
-            ("rank:1", "device 'rank:1' cannot be had: there is no rank 1; accepted are /cpu:0 (each rank's own) and rank:0"),
+            ("/cpu:1", "device '/cpu:1' does not exist: each rank drives one device; accepted are /cpu:0"),
+            ("rank:1", "device 'rank:1' does not exist: there is no rank 1; accepted are /cpu:0 (each rank's own) and rank:0"),
             ("tpu", "'tpu' is not a device name; accepted are /cpu:0"),
             (0, "0 is not a device name; accepted are /cpu:0"),
         ],
@@ -529,11 +531,11 @@ def test_a_meeting_that_not_all_come_to(comm, monkeypatch):
     ):
         error = refused(
             DeadlineExceededError,
-            "rank 1: timeout waiting for the cluster: after 0.05 s some of the 3 ranks had not come to",
+            "rank 1: timeout waiting for the cluster: after 0.05 s some of the 3 ranks had not entered",
             make,
         )
         assert isinstance(error, RuntimeError)
         assert isinstance(error, TimeoutError)
     monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", "0.05")
-    refused(DeadlineExceededError, "had not come to MultiWorkerMirroredStrategy.", mpistrat.MultiWorkerMirroredStrategy)
+    refused(DeadlineExceededError, "had not entered MultiWorkerMirroredStrategy.", mpistrat.MultiWorkerMirroredStrategy)
     assert 0.2 <= time.monotonic() - began < 20

@@ -126,14 +126,14 @@ WRONG_CALLS = {
     "objects": (
         lambda ops: ops.all_to_all([np.array([None])] * ops.size),
         UnsupportedDtypeError,
-        "which no collective can carry",
+        "which collectives do not support",
     ),
     "gather to nobody": (
         lambda ops: ops.gather(np.ones(1), root=ops.size),
         InvalidArgumentError,
         r"root must be a replica, 0 to \d; got \d",
     ),
-    "gather texts": (lambda ops: ops.gather(np.array(["a"])), UnsupportedDtypeError, "which no collective can carry"),
+    "gather texts": (lambda ops: ops.gather(np.array(["a"])), UnsupportedDtypeError, "which collectives do not support"),
 }
 
 

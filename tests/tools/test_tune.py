@@ -71,7 +71,7 @@ def test_files_that_are_not_ours_are_shown_as_such(kept, capsys):
     assert cli.main(["tune", "--show"]) == 0
     said = capsys.readouterr().out
     assert "is ignored: it is nested too deeply to be a file of mpistrat" in said
-    assert "is ignored: it is not an ordinary file" in said
+    assert "is ignored: it is not a regular file" in said
 
 
 def test_one_rank_has_nothing_to_tune(kept):

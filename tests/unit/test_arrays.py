@@ -140,7 +140,7 @@ def test_the_buffers_of_python_are_shared() -> None:
     ],
 )
 def test_what_holds_no_numbers_is_refused(value: Any, found: str) -> None:
-    message = rf"args\[0\] has dtype {found}, which no collective can carry; accepted are arrays of bool, integers, float16"
+    message = rf"args\[0\] has dtype {found}, which collectives do not support; accepted are arrays of bool, integers, float16"
     with pytest.raises(UnsupportedDtypeError, match=message):
         as_array(value, "args[0]")
 
@@ -159,7 +159,7 @@ class IsSpreadOverDevices(SpeaksDlpack):
     ("value", "reason"),
     [
         ([[1, 2], [3]], ".*inhomogeneous.*"),
-        (np.ma.masked_equal([1, 2], 2), r"it has a mask, which would be lost; choose .*, x\.filled\(0\)"),
+        (np.ma.masked_equal([1, 2], 2), r"it has a mask, which would be lost; fill in .*, x\.filled\(0\)"),
         (SpeaksOfAnUnknownDtype(0), r"Unsupported dtype in DLTensor\."),
         (IsSpreadOverDevices(0), "only supported for unsharded arrays"),
     ],

@@ -124,7 +124,7 @@ def test_numbers_pass_and_come_back_as_what_cupy_computes_with(xp, number):
 
 
 def test_what_holds_no_numbers_is_refused_on_the_gpu_too(xp):
-    with pytest.raises(UnsupportedDtypeError, match=r"x has dtype \[\('f0', '<f4'\), \('f1', '<i4'\)\], which no collective"):
+    with pytest.raises(UnsupportedDtypeError, match=r"x has dtype \[\('f0', '<f4'\), \('f1', '<i4'\)\], which collectives"):
         as_array(xp.zeros(2, "f4,i4"), "x")
 
 

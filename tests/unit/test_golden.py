@@ -126,7 +126,7 @@ def test_operations_of_variable_aggregations():
     for name in ("SUM", "MEAN"):
         assert mpistrat.ReduceOp.from_variable_aggregation(aggregation[name]) is mpistrat.ReduceOp[name]
     for refused in (aggregation.NONE, aggregation.ONLY_FIRST_REPLICA, "SUM"):
-        with pytest.raises(ValueError, match=r"only VariableAggregation.SUM and MEAN stand for a reduce_op; got .+"):
+        with pytest.raises(ValueError, match=r"only VariableAggregation.SUM and MEAN have a reduce_op; got .+"):
             mpistrat.ReduceOp.from_variable_aggregation(refused)
 
 

@@ -233,7 +233,7 @@ def test_outside_all_scopes_there_is_one_replica() -> None:
         copy = ops.broadcast(array, "/cpu:0")
         assert type(copy) is np.ndarray
         assert copy.tolist() == [1, 2]
-    with pytest.raises(InvalidArgumentError, match="'rank:1' cannot be had: there is no rank 1; accepted are .* rank:0"):
+    with pytest.raises(InvalidArgumentError, match="'rank:1' does not exist: there is no rank 1; accepted are .* rank:0"):
         HierarchicalAllReduce().reduce("sum", 1.0, "rank:1")
 
 
@@ -250,7 +250,7 @@ def test_outside_all_scopes_there_is_one_replica() -> None:
         (set(), "destinations must not be empty; accepted"),
         ({None}, "destinations cannot be None"),
         ("root", "'root' is not a device name; accepted are /cpu:0"),
-        ("rank:5", "'rank:5' cannot be had: there is no rank 5"),
+        ("rank:5", "'rank:5' does not exist: there is no rank 5"),
         (-1, "'rank:-1' is not a device name"),
         (5, "there is no rank 5"),
     ],

@@ -49,7 +49,7 @@ def test_devices_are_named_by_what_ranks_drive(gpu):
     assert strategy.extended.worker_devices == strategy.extended.parameter_devices == ("/gpu:0",)
     assert strategy.extended.replica_device == "/gpu:0"
     message = (
-        r"^device '/cpu:0' cannot be had: ranks compute on GPUs here, MPISTRAT_DEVICE=cpu forbids it; accepted are /gpu:0 "
+        r"^device '/cpu:0' does not exist: ranks compute on GPUs here, unless MPISTRAT_DEVICE=cpu; accepted are /gpu:0 "
         r"\(each rank's own\) and rank:0$"
     )
     with pytest.raises(InvalidArgumentError, match=message):

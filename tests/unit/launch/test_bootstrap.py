@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mpistrat.errors import LaunchError
-from mpistrat.launch.bootstrap import check_promise
+from mpistrat.launch.bootstrap import check_launched_size
 from mpistrat.launch.environment import LauncherView
 
 
@@ -21,12 +21,12 @@ from mpistrat.launch.environment import LauncherView
     ],
 )
 def test_kept_promise_passes(view: LauncherView | None) -> None:
-    check_promise(view, 4, "Open MPI", "5.0.11")
+    check_launched_size(view, 4, "Open MPI", "5.0.11")
 
 
 def test_worlds_of_one_under_srun_name_the_right_option() -> None:
     with pytest.raises(LaunchError) as caught:
-        check_promise(LauncherView("srun", 2, 4, 0, 2), 1, "Open MPI", "5.0.11")
+        check_launched_size(LauncherView("srun", 2, 4, 0, 2), 1, "Open MPI", "5.0.11")
     assert str(caught.value) == (
         "rank 2 of srun: srun started 4 ranks, but MPI (Open MPI 5.0.11) formed worlds of 1: srun's --mpi type does not fit "
         "this MPI. Use srun --mpi=pmix for Open MPI, or its own mpiexec inside the allocation. Accepted are "
@@ -45,13 +45,13 @@ def test_worlds_of_one_under_srun_name_the_right_option() -> None:
 )
 def test_advice_under_srun_is_for_the_mpi_there_is(vendor: str, advice: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        check_promise(LauncherView("srun", 0, 4, 0, 2), 1, vendor, "1.0")
+        check_launched_size(LauncherView("srun", 0, 4, 0, 2), 1, vendor, "1.0")
     assert advice in str(caught.value)
 
 
 def test_mpiexec_of_another_mpi_is_told_from_a_wrong_option() -> None:
     with pytest.raises(LaunchError) as caught:
-        check_promise(LauncherView("hydra's mpiexec", 1, 4, 1, 2), 1, "Open MPI", "5.0.11")
+        check_launched_size(LauncherView("hydra's mpiexec", 1, 4, 1, 2), 1, "Open MPI", "5.0.11")
     assert str(caught.value) == (
         "rank 1 of hydra's mpiexec: hydra's mpiexec started 4 ranks, but MPI (Open MPI 5.0.11) formed worlds of 1: this "
         "launcher does not belong to this MPI. Start with the mpiexec of Open MPI, which `mpistrat run -n 4` finds, or name "
@@ -93,7 +93,8 @@ def test_mpi_that_has_ended_is_refused() -> None:
 def test_mpi_without_threads_is_refused() -> None:
     assert start_here("import mpi4py; mpi4py.rc.thread_level = 'serialized'") == (
         "mpistrat.errors.LaunchError: MPI runs at thread level SERIALIZED; MULTIPLE is needed, because an exception on any "
-        "thread must be able to end the job. Leave mpi4py.rc.thread_level at 'multiple', with an MPI that has it."
+        "thread must be able to end the job. Leave mpi4py.rc.thread_level at 'multiple', and use an MPI library that "
+        "supports it."
     )
 
 

@@ -92,7 +92,7 @@ def test_variable_that_is_no_number_is_named() -> None:
     with pytest.raises(LaunchError) as caught:
         detect({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "four"})
     assert str(caught.value) == (
-        "OMPI_COMM_WORLD_SIZE='four' was found, where Open MPI's mpiexec puts a number; "
+        "OMPI_COMM_WORLD_SIZE='four' was found, but Open MPI's mpiexec sets this variable to a number; "
         "unset it if it was set by hand, and start with mpistrat run, mpiexec or srun"
     )
 

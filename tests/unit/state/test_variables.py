@@ -326,8 +326,8 @@ def test_values_that_do_not_fit_are_refused():
 @pytest.mark.parametrize(
     ("value", "dtype", "message"),
     [
-        (1.0, object, "n has dtype object, which no collective can carry"),
-        (1.0, "U4", "n has dtype <U4, which no collective can carry"),
+        (1.0, object, "n has dtype object, which collectives do not support"),
+        (1.0, "U4", "n has dtype <U4, which collectives do not support"),
         (1.7, int, r"'n' has dtype int64; a value of dtype float64 .*value.astype\('int64'\)"),
         (1j, np.float32, "'n' has dtype float32; a value of dtype complex128 would lose its kind"),
         (2, bool, "'n' has dtype bool; a value of dtype int64 would lose its kind"),

@@ -114,7 +114,7 @@ def test_a_value_that_is_equal_on_all_replicas(wrap):
             "median",
             None,
             InvalidArgumentError,
-            "unknown reduce_op 'median'; accepted are SUM, MEAN, MIN, MAX, PROD, in any case",
+            "unknown reduce_op 'median'; accepted are SUM, MEAN, MIN, MAX, PROD, in upper or lower case",
         ),
         (3, None, TypeError, "reduce_op must be a ReduceOp or a str"),
         ("sum", 1, InvalidArgumentError, "axis 1 is out of range for a component of 1 axes; got axis=1"),
@@ -431,7 +431,10 @@ def test_all_reduce_of_a_variable_reduces_the_array_of_this_replica():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"a": np.ones(1), "b": [np.array([object()])]}, r"value\['b'\]\[0\] has dtype object, which no collective can carry"),
+        (
+            {"a": np.ones(1), "b": [np.array([object()])]},
+            r"value\['b'\]\[0\] has dtype object, which collectives do not support",
+        ),
         (["text"], r"value\[0\] has dtype <U4"),
         (object(), "value has dtype object"),
     ],

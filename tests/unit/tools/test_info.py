@@ -45,7 +45,7 @@ def test_a_misspelt_variable_is_named_with_the_one_that_is_meant(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MPISTRAT_TIMEOUT", "7")
-    assert "MPISTRAT_TIMEOUT is set, and is not a setting of mpistrat; MPISTRAT_TIMEOUT_SECONDS is meant?\n" in run(capsys)
+    assert "MPISTRAT_TIMEOUT is set, but is not a setting of mpistrat; did you mean MPISTRAT_TIMEOUT_SECONDS?\n" in run(capsys)
 
 
 @pytest.mark.parametrize(

@@ -87,13 +87,13 @@ def test_tasks_that_no_rank_is(name):
     with pytest.raises(InvalidArgumentError) as caught:
         parse_device(name)
     assert str(caught.value) == (
-        f"device {name!r} names a task that no rank is: rank R is /job:worker/replica:0/task:R, and /job:localhost is the rank "
-        f"that says it; {ACCEPTED}"
+        f"device {name!r} names a task that is not a rank: rank R is /job:worker/replica:0/task:R, and /job:localhost is "
+        f"the calling rank; {ACCEPTED}"
     )
 
 
 def test_a_job_without_a_task():
-    with pytest.raises(InvalidArgumentError, match="device '/job:worker/device:CPU:0' does not say which task; accepted are"):
+    with pytest.raises(InvalidArgumentError, match="device '/job:worker/device:CPU:0' does not name a task; accepted are"):
         parse_device("/job:worker/device:CPU:0")
 
 
@@ -107,11 +107,11 @@ def test_which_ranks_have_a_device():
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("/gpu:0", "1x2", "ranks drive no GPU here; accepted are /cpu:0 (each rank's own) and rank:0 to rank:1"),
+        ("/gpu:0", "1x2", "ranks compute on CPUs here; accepted are /cpu:0 (each rank's own) and rank:0 to rank:1"),
         (
             "/job:worker/replica:0/task:0/device:GPU:0",
             "1x1",
-            "ranks drive no GPU here; accepted are /cpu:0 (each rank's own) and rank:0",
+            "ranks compute on CPUs here; accepted are /cpu:0 (each rank's own) and rank:0",
         ),
         ("/cpu:1", "1x2", "each rank drives one device; accepted are /cpu:0 (each rank's own) and rank:0 to rank:1"),
         ("rank:2", "1x2", "there is no rank 2; accepted are /cpu:0 (each rank's own) and rank:0 to rank:1"),
@@ -123,7 +123,7 @@ def test_which_ranks_have_a_device():
     ],
 )
 def test_a_device_that_nobody_has(name, shape, message):
-    with pytest.raises(InvalidArgumentError, match=re.escape(f"device {name!r} cannot be had: {message}")):
+    with pytest.raises(InvalidArgumentError, match=re.escape(f"device {name!r} does not exist: {message}")):
         ranks_of(name, World.from_shape(shape))
 
 

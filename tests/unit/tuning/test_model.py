@@ -76,7 +76,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, capsys) -> None:
     path = tmp_path / HERE.file_name
     os.mkfifo(path)
     assert read(path, WORLD, HERE) is None
-    assert f"{path} is ignored: it is not an ordinary file" in capsys.readouterr().err
+    assert f"{path} is ignored: it is not a regular file" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_ours_is_not_read_whole(tmp_path: Path, capsys) -> None:
