@@ -129,7 +129,9 @@ class DeadlineBarrier:
         """Return the error of a call that another rank has given up, with the ranks that are known not to have entered."""
         if self._failed:
             self._tell(_FAILED, entered=True)
-            return UnavailableError(f"{self._where}: {what} cannot complete: it failed on {self._names(sorted(self._failed))}")
+            return UnavailableError(
+                f"{self._where}: {what} cannot complete: {self._names(sorted(self._failed))} gave up because it failed there"
+            )
         self._tell(_GONE, entered=True)
         late = f"; not all ranks have arrived: missing {self._names(missing)}" if missing else ""
         return DeadlineExceededError(

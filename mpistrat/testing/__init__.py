@@ -1,1 +1,1 @@
-"""For the person adding a part."""
+"""Conformance tests for authors of transports and algorithms."""

@@ -1,4 +1,4 @@
-"""Commands that must end: each in a session of its own, whose processes are killed to the last one at its deadline."""
+"""Run commands with a deadline, each in its own session, all of whose processes are killed at the deadline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpistrat.launch.openmpi import remove_rendezvous_files
 
 __all__ = ["TIMED_OUT", "kill_session", "run_bounded"]
 
-TIMED_OUT = 124  # as timeout(1) has it
+TIMED_OUT = 124  # as timeout(1) returns
 
 
 def run_bounded(
@@ -23,20 +23,20 @@ def run_bounded(
     cwd: Path | None = None,
     capture: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command with nothing to read, and leave none of its processes behind, at the latest at the deadline.
+    """Run a command with an empty stdin, and kill all its remaining processes when it ends or its deadline passes.
 
     Parameters
     ----------
     argv : sequence of str
         The command.
     timeout : float
-        Seconds it may take; one that takes longer returns TIMED_OUT, with what it has printed until then.
+        Seconds that it may take; after that the code is TIMED_OUT, with the output until then.
     env : mapping, optional
         The whole environment; this process's by default.
     cwd : Path, optional
         Where to run it.
     capture : bool
-        Whether to return what it prints rather than to show it.
+        Whether to return its output instead of printing it.
     """
     pipe = subprocess.PIPE if capture else None
     process = subprocess.Popen(
@@ -64,9 +64,9 @@ def run_bounded(
 
 
 def kill_session(leader: int) -> None:
-    """Kill every process of a session, which may be over already."""
+    """Kill every process of a session, which may have ended already."""
     killed = {leader}
-    # Not by process group: mpiexec gives each of its ranks one of its own.
+    # Not by process group: mpiexec gives each rank its own.
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(ProcessLookupError):
             if os.getsid(int(process.name)) == leader:

@@ -1,12 +1,12 @@
-"""Run a plan in one process and count every contribution.
+"""Simulate a plan in one process and count every contribution.
 
 The state is a table of counts: how often the data of each source rank is contained in each shard on each rank. At the start
 every rank holds its own data once; at the end of an all-reduce every rank must hold every rank's data exactly once in every
-shard. A sum taken twice is a 2 and a sum forgotten is a 0, where a comparison of sets would see nothing. What a phase leaves
-undefined is poisoned, and stays so through every sum it enters.
+shard. Data summed twice is a 2, data forgotten is a 0; a comparison of sets would not see the first. Data that a phase leaves
+undefined is poisoned, and so is every sum that includes it.
 
-All chunks of a plan run the same phases on the same number of shards, so that one chunk stands for all; that the chunks
-cover the buffer is checked besides.
+All chunks of a plan run the same phases on the same number of shards, so one chunk is simulated; that the chunks cover the
+buffer is checked separately.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POISON = -1
 
 
 def simulate(plan: Plan) -> None:
-    """Check that a plan is an all-reduce: everybody's data, exactly once, on every rank.
+    """Check that a plan is an all-reduce: the data of every rank, exactly once, on every rank.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ def simulate(plan: Plan) -> None:
     Raises
     ------
     AssertionError
-        If the chunks do not cover the buffer; if a phase is none of the table in `algorithms.plan`; or if a contribution is
+        If the chunks do not cover the buffer; if a phase is not in the table of `algorithms.plan`; or if a contribution is
         missing, counted more than once, or undefined somewhere. The message names the rank, the shard and the source.
     """
     _check_chunks(plan)
@@ -49,7 +49,7 @@ def simulate(plan: Plan) -> None:
     for phase in plan.phases:
         if (phase.verb, phase.scope) not in _VERBS:
             known = ", ".join(f"{scope.value} {verb.value}" for verb, scope in _VERBS)
-            raise AssertionError(f"{plan.algorithm} on {world}: phase {str(phase)!r} means nothing; accepted are {known}")
+            raise AssertionError(f"{plan.algorithm} on {world}: phase {str(phase)!r} is not defined; accepted are {known}")
         _VERBS[phase.verb, phase.scope](world, state)
     _check_counts(plan, state)
 

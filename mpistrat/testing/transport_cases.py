@@ -1,7 +1,7 @@
-"""What a verb is given and what it must give back, for every dtype, operation and division. Pure.
+"""Test cases of transports: inputs and expected results of each verb, for every dtype, operation and division. Pure.
 
-Values are such that every order of combining gives the same result: integers of any size, which wrap around, and small whole
-numbers held in floats.
+The values give the same result in every order of summation: integers of any size, which wrap around, and small whole numbers as
+floats.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Case:
     verb : str
         A name in `VERBS`.
     dtype, op, count
-        What the buffer holds and how it is combined.
+        Dtype and length of the buffer, and the operation.
     bounds : sequence of int
         Elements ``bounds[r]:bounds[r + 1]`` are rank r's part.
     root : int
@@ -47,15 +47,15 @@ class Case:
     root: int = 0
 
     def given(self, rank: int) -> slice:
-        """Return what `rank` puts in; the rest of its buffer is poisoned."""
+        """Return the elements that `rank` contributes; the rest of its buffer is poisoned."""
         return VERBS[self.verb].given(self, rank)
 
     def promised(self, rank: int) -> slice:
-        """Return what `rank` may read afterwards."""
+        """Return the elements that `rank` may read afterwards."""
         return VERBS[self.verb].promised(self, rank)
 
     def expected(self, given: Array) -> Array:
-        """Return the whole result; row r of `given` is what rank r has."""
+        """Return the whole result; row r of `given` is the input of rank r."""
         return VERBS[self.verb].expected(self, given)
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Case:
 
 @dataclass(frozen=True)
 class VerbSpec:
-    """A method of `Transport`, and what it means.
+    """A method of `Transport`, and its expected behaviour.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class VerbSpec:
     given, promised, expected : callable
         See `Case`.
     in_place : bool
-        Whether the promised elements must lie in the buffer itself.
+        Whether the promised elements must be in the buffer itself.
     """
 
     bind: Callable[[Transport, Array, Case], Operation]
@@ -162,7 +162,7 @@ def inputs(dtype: np.dtype[Any], op: ReduceOp, count: int, size: int, seed: int)
     random = np.random.default_rng(seed)
     shape = (size, count)
     if dtype.kind == "b":
-        # both results occur, also among many ranks
+        # so that both results occur, even with many ranks
         rare = random.random(shape) < 1 / (size + 1)
         return rare if op in (ReduceOp.SUM, ReduceOp.MAX) else ~rare
     if dtype.kind in "iu":
@@ -175,7 +175,7 @@ def inputs(dtype: np.dtype[Any], op: ReduceOp, count: int, size: int, seed: int)
 
 
 def poison(array: Array) -> None:
-    """Fill an array with what no result holds: NaN, or bytes that no test value has."""
+    """Fill an array with values that no result has: NaN, or a byte pattern that no test value has."""
     if array.dtype.kind in "fc":
         array.fill(np.nan)
     else:

@@ -1,7 +1,7 @@
-"""A transport under test: its memory, how a case is run on it, and what was found wrong.
+"""A transport under test: its memory, running a case on it, and the failures found.
 
-File law: ranks agree on the outcome of each rule before anyone leaves it, so that a violated rule is an AssertionError on
-all ranks and no rank is left behind in a collective.
+File law: ranks agree on the outcome of each rule before any of them leaves it, so that a violated rule is an AssertionError on
+all ranks and no rank hangs in a collective.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Subject:
     make : callable
         Makes the transport.
     group : Group
-        Whom to join; what the ranks tell each other about the test travels on a duplicate of its communicator.
+        The ranks to join; the test itself communicates on a duplicate of its communicator.
     blocking_verbs : collection of str
         Verbs that may wait inside ``run()``.
     """
@@ -65,7 +65,7 @@ class Subject:
             raise AssertionError(f"rule {rule.__name__.strip('_')!r}: {first[0]}")
 
     def allocate(self, nbytes: int) -> None:
-        """Take memory from the transport."""
+        """Allocate memory from the transport."""
         self._arena = self.transport.allocate(nbytes)
         shape, dtype = self._arena.shape, self._arena.dtype.name
         writable = self.transport.device is not None or self._arena.flags.writeable
@@ -73,7 +73,7 @@ class Subject:
             self.fail("allocate", f"returned {dtype} {shape}, writable={writable}; expected writable uint8 ({nbytes},)")
 
     def serves(self, dtype: np.dtype[Any], op: ReduceOp) -> bool:
-        """Return whether the transport combines such values; one that does not must say so when a verb is bound."""
+        """Return whether the transport combines such values; if it does not, binding a verb must raise."""
         refusal = self.transport.refusal(dtype, op)
         if refusal:
             try:
@@ -107,19 +107,19 @@ class Subject:
         return inputs(case.dtype, case.op, case.count, self.size, self._seed)
 
     def run(self, case: Case, buffer: Array, operation: Operation, given: Array) -> None:
-        """Put in what this rank gives, and run to the end."""
+        """Write this rank's input, and run the operation to the end."""
         self.give(case, buffer, given)
         self.drive(operation.run(), case)
 
     def give(self, case: Case, buffer: Array, given: Array) -> None:
-        """Put in what this rank gives; the rest is poison."""
+        """Write this rank's input; the rest of the buffer is poisoned."""
         values = self.poisoned(case)
         mine = case.given(self.rank)
         values[mine] = given[self.rank, mine]
         self.put(buffer, values)
 
     def poisoned(self, case: Case) -> Array:
-        """Return as many elements as the case has, holding what no result holds."""
+        """Return an array of the case's length with values that no result has."""
         values = np.empty(case.count, case.dtype)
         poison(values)
         return values
@@ -132,7 +132,7 @@ class Subject:
             target[...] = values
 
     def get(self, source: Array) -> Array:
-        """Return what memory of the transport holds."""
+        """Return the contents of memory of the transport."""
         return self.transport.device.get(source) if self.transport.device else source
 
     def drive(self, steps: Steps, what: object) -> None:
@@ -144,7 +144,7 @@ class Subject:
         self.fence(self.transport.release())
 
     def fence(self, mark: int) -> None:
-        """Wait until memory can be written again."""
+        """Wait until the memory can be written again."""
         self.drive(self.transport.fence(mark), "fence")
 
     def compare(self, case: Case, buffer: Array, operation: Operation, given: Array, slot: int = 0) -> None:
@@ -158,7 +158,7 @@ class Subject:
             self.fail(case, "memory outside the buffer was written")
 
     def read(self, case: Case, operation: Operation) -> Array:
-        """Return the promised elements, folded from the operation's parts; what no part covers stays poisoned."""
+        """Return the promised elements, combined from the operation's parts; elements that no part covers stay poisoned."""
         result = self.poisoned(case)
         covered = np.zeros(case.count, np.int8)
         for part in operation.parts:
@@ -182,12 +182,12 @@ class Subject:
             self.fail(what, text)
 
     def fail(self, what: object, problem: str) -> None:
-        """Note that something is wrong; the rule goes on, in step with the other ranks."""
+        """Record a failure; the rule goes on, in step with the other ranks."""
         where = f"rank {self.rank} of {self.size} ({self.group.name})"
         self._problems.append(f"{self.transport.name}: {what} on {where}: {problem}")
 
     def close(self) -> None:
-        """Give back the transport's memory."""
+        """Free the transport's memory."""
         self.transport.dispose()
         self.comm.Free()
 
@@ -198,7 +198,7 @@ class Subject:
 
 
 def _differ(found: Array, expected: Array) -> Array:
-    """Return where two arrays differ; a bool is one of two bytes."""
+    """Return where two arrays differ; bools are compared as bytes."""
     if found.dtype.kind == "b":
         found, expected = found.view(np.uint8), expected.view(np.uint8)
     differ: Array = (found != expected) & ~((found != found) & (expected != expected))

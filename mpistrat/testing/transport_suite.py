@@ -1,4 +1,4 @@
-"""The conformance kit of transports: every rule that one must obey, run against yours.
+"""The conformance kit of transports: checks every rule of the interface against a transport.
 
     check_transport(MyTransport, group)     # on every rank of the group
 
@@ -28,7 +28,7 @@ from mpistrat.transports.steps import WORKED, Steps
 __all__ = ["check_transport"]
 
 COUNTS = (0, 1, 3)
-COUNT = 67  # no multiple of any number of ranks
+COUNT = 67  # a prime, so not a multiple of the number of ranks
 SMALL_MESSAGE_BYTES = 40
 SLOW_SECONDS = 0.005
 POLLS = 100
@@ -43,9 +43,9 @@ def check_transport(make: Callable[[Group], Transport], group: Group, blocking_v
     Parameters
     ----------
     make : callable
-        Makes the transport of a group; a class will do.
+        Makes the transport of a group: a class, for example.
     group : Group
-        Whom to join. The more ranks, the more is proved; one rank is worth a check too.
+        The ranks to join. More ranks test more; a group of one rank should be checked too.
     blocking_verbs : collection of str
         Verbs that wait for the other ranks inside ``run()``, as MPI's own collectives do. No other may.
 
@@ -105,7 +105,7 @@ def _messages_may_be_small(subject: Subject) -> None:
 
 
 def _nan_wins(subject: Subject) -> None:
-    count = subject.size + 1  # NaN at place r comes from rank r, at the last place from nobody
+    count = subject.size + 1  # element r is NaN on rank r, the last one is NaN nowhere
     verbs, ops = ("all_reduce", "reduce_scatter", "reduce"), (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.SUM)
     for verb, op, dtype in product(verbs, ops, FLOATS):
         if not subject.serves(dtype, op):
@@ -136,19 +136,19 @@ def _all_ranks_get_equal_bits(subject: Subject) -> None:
 
 
 def _verbs_follow_each_other(subject: Subject) -> None:
-    """Combine, change what this rank has got, pass it on, as a plan does."""
+    """Combine, change the result of this rank, and distribute it, as a plan does."""
     for (before, after), bounds in product(
         (("reduce_scatter", "all_gather"), ("reduce", "broadcast")), divisions(COUNT, subject.size)
     ):
         first, second = (Case(verb, INT32, ReduceOp.SUM, COUNT, bounds) for verb in (before, after))
         buffer, combining = subject.bind(first)
-        passing_on = VERBS[after].bind(subject.transport, buffer, second)
+        distributing = VERBS[after].bind(subject.transport, buffer, second)
         given = subject.values(first)
         subject.run(first, buffer, combining, given)
         mine = buffer[first.promised(subject.rank)]
         subject.put(mine, subject.get(mine) * 3)
-        subject.drive(passing_on.run(), second)
-        subject.expect(second, subject.read(second, passing_on), 3 * first.expected(given))
+        subject.drive(distributing.run(), second)
+        subject.expect(second, subject.read(second, distributing), 3 * first.expected(given))
         subject.settle()
 
 
@@ -174,7 +174,7 @@ def _slots_take_turns(subject: Subject) -> None:
 def _channels_are_apart(subject: Subject) -> None:
     """Advance two operations on two channels, on each rank in another order."""
     with _environment(settings.MAX_MESSAGE_BYTES.name, str(SMALL_MESSAGE_BYTES)):
-        count = 30 * subject.size  # messages of one size, so that a mixed-up one is taken for another
+        count = 30 * subject.size  # messages of equal size, so that a wrong match would go unnoticed by MPI
         case = Case("all_reduce", INT32, ReduceOp.SUM, count, divisions(count, subject.size)[0])
         buffers = [subject.bind(case, slot)[0] for slot in range(NUM_SLOTS)]
         bound = [subject.transport.all_reduce(buffer, case.op, channel) for channel, buffer in enumerate(buffers)]
@@ -204,7 +204,7 @@ def _a_slow_rank_reads_the_old_values(subject: Subject) -> None:
 
 
 def _run_does_not_block(subject: Subject) -> None:
-    """Leave one rank behind: nobody is stuck before it comes, and nobody who needs its values ends."""
+    """Delay one rank: before it enters, no other rank blocks, and none that needs its values completes."""
     for case in cases(INT32, ReduceOp.SUM, COUNT, subject.size):
         if case.verb in subject.blocking_verbs or subject.size == 1:
             continue

@@ -1,1 +1,1 @@
-"""For the person at the terminal."""
+"""The command line: one file per command."""

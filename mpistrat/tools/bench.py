@@ -1,7 +1,7 @@
-"""mpistrat bench: collectives measured against bare MPI in the same run, each result checked before it is timed.
+"""mpistrat bench: collectives measured against plain MPI in the same run, each result checked before it is timed.
 
-The two take turns: see `turns`. Bandwidths as in nccl-tests: algorithm bandwidth is bytes / time, bus bandwidth is that times
-2 (n - 1) / n for n ranks.
+The two are timed alternately: see `turns`. Bandwidths are defined as in nccl-tests: algorithm bandwidth is bytes / time, bus
+bandwidth is that times 2 (n - 1) / n for n ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ITEM_BYTES = 4
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured at one size.
+    """The result for one size.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class Row:
     plan : str
         The algorithm that ran.
     seconds, mpi_seconds : float
-        Median over the rounds of the slowest rank's time: ours, and of bare ``MPI_Allreduce`` in the same rounds.
+        Median over the rounds of the slowest rank's time: of mpistrat, and of ``MPI_Allreduce`` in the same rounds.
     algorithm_gbs, bus_gbs : float
         Bandwidths in GB/s (10⁹ bytes).
     ratio : float
@@ -68,22 +68,24 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``mpistrat bench`` takes."""
+    """Declare the arguments of ``mpistrat bench``."""
     parser.description = (
-        "Measure a collective against bare MPI. Start it on the ranks to measure: "
-        "mpistrat run -n 4 -m mpistrat bench all_reduce, or under mpiexec or srun."
+        "Benchmark a collective against plain MPI. Start it on all ranks: "
+        "mpistrat run -n 4 -m mpistrat bench all_reduce, or with mpiexec or srun."
     )
-    parser.add_argument("collective", choices=("all_reduce",), help="what to measure")
+    parser.add_argument("collective", choices=("all_reduce",), help="the collective to benchmark")
     parser.add_argument("--min-bytes", default="8", metavar="SIZE", help="smallest array (default: 8)")
     parser.add_argument("--max-bytes", default="64MiB", metavar="SIZE", help="largest array (default: 64MiB)")
-    parser.add_argument("--step-factor", type=int, default=4, metavar="N", help="each size is so many times the one before")
-    parser.add_argument("--algorithm", default="auto", choices=ALGORITHMS, help="default: auto; mpi: bare MPI")
+    parser.add_argument("--step-factor", type=int, default=4, metavar="N", help="factor from one size to the next (default: 4)")
+    parser.add_argument("--algorithm", default="auto", choices=ALGORITHMS, help="default: auto; mpi: plain MPI")
     parser.add_argument(
-        "--device", default="auto", choices=DEVICES, help="where arrays lie: gpu, cpu, or auto (default), what ranks compute on"
+        "--device", default="auto", choices=DEVICES, help="memory of the arrays: gpu, cpu, or auto (default: the ranks' device)"
     )
-    parser.add_argument("--compare", action="store_true", help="all algorithms and MPI at a few sizes, beside what is possible")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the bandwidths to FILE (needs matplotlib)")
+    parser.add_argument(
+        "--compare", action="store_true", help="compare all algorithms and MPI at a few sizes with the hardware limit"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the bandwidths to FILE (needs matplotlib)")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -111,7 +113,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def measure(ops: Communicator, nbytes: int, algorithm: str) -> Row:
-    """Return what one size takes. A collective call.
+    """Benchmark one size. A collective call.
 
     Raises
     ------
@@ -162,7 +164,7 @@ def _tabulate(arguments: argparse.Namespace, ops: Communicator, sizes: list[int]
 
 
 def _ours(ops: Communicator, source: Array, target: Array, algorithm: str) -> tuple[Callable[[], object], str]:
-    # auto is what a call that says nothing gets
+    # auto is the default of a call without options
     options = None if algorithm == "auto" else CommunicationOptions(algorithm=algorithm)
     plan = ops.choose(source.size, source.dtype, options).plan
     return lambda: ops.all_reduce(ReduceOp.SUM, [source], options, [target]), plan.algorithm
@@ -185,12 +187,12 @@ def _sizes(arguments: argparse.Namespace) -> list[int]:
 
 
 def _compared_sizes(arguments: argparse.Namespace) -> list[int]:
-    """Return the sizes that are compared, between the least and the most that were asked for."""
+    """Return the sizes to compare, between --min-bytes and --max-bytes."""
     if arguments.device == "gpu":
-        raise InvalidArgumentError("--compare measures arrays in host memory, as bare MPI does: leave out --device gpu")
+        raise InvalidArgumentError("--compare measures arrays in host memory only: leave out --device gpu")
     arguments.device = "cpu"
     if arguments.algorithm != "auto" or arguments.plot:
-        raise InvalidArgumentError("--compare measures every algorithm, and draws nothing: leave out --algorithm and --plot")
+        raise InvalidArgumentError("--compare measures every algorithm, and has no plot: leave out --algorithm and --plot")
     every = _sizes(arguments)
     last = parse_bytes(arguments.max_bytes)
     sizes = [nbytes for nbytes in COMPARED_BYTES if every[0] <= nbytes <= last]
@@ -203,7 +205,7 @@ def _compared_sizes(arguments: argparse.Namespace) -> list[int]:
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """Check on every rank, though only one writes: the others would wait for it in MPI, if it alone gave up."""
+    """Check on every rank, though only one writes: if that one alone failed, the others would wait for it in MPI."""
     for option, path in (("--json", arguments.json), ("--plot", arguments.plot)):
         obstacle = _obstacle(path) if path else ""
         if obstacle:
@@ -216,7 +218,7 @@ def _obstacle(path: Path) -> str:
     if not path.parent.is_dir():
         return f"there is no folder {path.parent.absolute()}"
     if path.is_dir():
-        return "it is a folder; the name of a file is needed"
+        return "it is a folder; name a file"
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         return f"permission denied to {'change it' if path.exists() else f'write to {path.parent.absolute()}'}"
     return ""
@@ -229,7 +231,9 @@ def _check_plot(path: Path) -> None:
         raise LaunchError(f"--plot needs matplotlib ({error}): pip install matplotlib, or leave out --plot") from None
     known = sorted(f".{kind}" for kind in FigureCanvasBase.get_supported_filetypes())
     if path.suffix.lower() not in known:
-        raise InvalidArgumentError(f"--plot {path} is of no kind that can be drawn; accepted are names with {', '.join(known)}")
+        raise InvalidArgumentError(
+            f"--plot {path} has an unknown file type; accepted are names that end with {', '.join(known)}"
+        )
 
 
 def _mpi_version() -> str:

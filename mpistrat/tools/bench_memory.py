@@ -1,4 +1,4 @@
-"""Where the arrays of a benchmark lie: in host memory, or on the GPUs of the ranks."""
+"""The memory of a benchmark's arrays: host memory, or the GPUs of the ranks."""
 
 from __future__ import annotations
 
@@ -26,49 +26,49 @@ DEVICES = ("auto", "gpu", "cpu")
 
 
 def prefer(device: str) -> None:
-    """Let ranks compute on what is asked for, before MPI starts; auto: on what MPISTRAT_DEVICE says."""
+    """Select the device that ranks compute on, before MPI starts; auto: the one that MPISTRAT_DEVICE selects."""
     if device != "auto":
         os.environ[settings.DEVICE.name] = device
 
 
 def communicator(comm: MPI.Intracomm) -> Communicator:
-    """Return collectives over all ranks, for arrays where they compute. A collective call.
+    """Return a communicator over all ranks, for arrays on their device. A collective call.
 
     Raises
     ------
     LaunchError, TopologyError
-        As `topology.check_gpu_assignment`, if the devices of the ranks do not go together.
+        As `topology.check_gpu_assignment`, if the devices of the ranks are not compatible.
     """
     check_gpu_assignment(comm)
     return Communicator(Hierarchy(comm, discover(comm)))
 
 
 def place_text(ops: Communicator) -> str:
-    """Return where arrays lie, why, and on GPUs which way they take."""
+    """Return the memory that arrays are in, why, and on GPUs by which transports they are combined."""
     bound = what_is_bound()
     why = f" ({bound.why})" if bound is not None and bound.why else ""
     if ops.path:
-        return f"on GPUs{why}: {ops.path}; bare MPI on arrays in host memory"
+        return f"on GPUs{why}: {ops.path}; plain MPI on arrays in host memory"
     return f"in host memory{why}"
 
 
 def filled(count: int, value: float, ops: Communicator) -> Array:
-    """Return an array of float32 where these collectives work."""
+    """Return an array of float32 on the device of a communicator."""
     module: Any = array_module() if ops.path else np
     array: Array = module.full(count, value, np.float32)
     return array
 
 
 def timed(run: Callable[[], object], ops: Communicator) -> Callable[[], object]:
-    """Return a call that ends when its results are there: on GPUs, when an event behind them has passed."""
+    """Return a call that returns when its results are complete: on GPUs, when an event recorded after them is done."""
     device = bound_device()
     if device is None or not ops.path:
         return run
 
-    def until_there() -> None:
+    def until_complete() -> None:
         run()
         event = device.current_stream().record()
         while not event.done():
             pass
 
-    return until_there
+    return until_complete

@@ -17,12 +17,12 @@ __all__ = ["COMMANDS", "main", "make_parser"]
 
 COMMANDS = {
     "run": ("mpistrat.tools.run", "start a script on several ranks, with the right mpiexec for this machine"),
-    "demo": ("mpistrat.tools.demo", "train a small network on four ranks and show what happens"),
-    "plan": ("mpistrat.tools.plan_command", "show how an all-reduce would run on any world; needs no MPI"),
-    "bench": ("mpistrat.tools.bench", "measure collectives against bare MPI, under any launcher"),
-    "doctor": ("mpistrat.tools.doctor", "show what each rank of a job on this host is doing, and which wait for which"),
-    "info": ("mpistrat.tools.info", "show versions, the MPI that is found, GPUs, settings in force; starts no MPI"),
-    "tune": ("mpistrat.tools.tune", "measure what auto chooses algorithms by, and keep it, under any launcher"),
+    "demo": ("mpistrat.tools.demo", "train a small network on four ranks, and show topology, plan and throughput"),
+    "plan": ("mpistrat.tools.plan_command", "show how an all-reduce would run on any number of nodes and ranks; needs no MPI"),
+    "bench": ("mpistrat.tools.bench", "benchmark collectives against plain MPI, under any launcher"),
+    "doctor": ("mpistrat.tools.doctor", "show what each rank of a job on this host is doing, and which rank waits for which"),
+    "info": ("mpistrat.tools.info", "show versions, the MPI library that is found, GPUs and settings; does not start MPI"),
+    "tune": ("mpistrat.tools.tune", "benchmark this cluster and cache the results for auto, under any launcher"),
 }
 
 
@@ -32,18 +32,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     argv : sequence of str, optional
-        The words behind ``mpistrat``; those of this process by default.
+        The arguments of ``mpistrat``; those of this process by default.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser(words[0] if words else "")
     arguments = parser.parse_args(words)
     try:
         code: int = importlib.import_module(COMMANDS[arguments.command][0]).execute(arguments)
-        sys.stdout.flush()  # a reader that has gone is noticed here, not when the interpreter ends
+        sys.stdout.flush()  # so that a closed pipe is noticed here, not when the interpreter exits
     except BrokenPipeError:
         if _is_one_of_several():
-            raise  # others may wait for this rank: an exception ends them, too
-        return _without_reader()
+            raise  # other ranks may wait for this one: an exception ends the job
+        return _after_closed_pipe()
     except MpistratError as error:
         if error.raised_everywhere:
             raise
@@ -59,8 +59,8 @@ def _is_one_of_several() -> bool:
     return view is not None and view.size != 1
 
 
-def _without_reader() -> int:
-    """Send what is left to be printed nowhere, and return what a shell says of a command that a closed pipe has ended."""
+def _after_closed_pipe() -> int:
+    """Discard further output, and return the exit code of a process that SIGPIPE has killed."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
@@ -68,7 +68,7 @@ def _without_reader() -> int:
 
 
 def make_parser(needed: str = "") -> argparse.ArgumentParser:
-    """Return the parser of all commands; only the command `needed`, or with ``*`` every one, is imported for its options."""
+    """Return the parser of all commands; only the module of the command `needed`, or with ``*`` of all, is imported."""
     parser = argparse.ArgumentParser("mpistrat", description=mpistrat.__doc__.split("\n")[0] if mpistrat.__doc__ else "")
     parser.add_argument("--version", action="version", version=f"mpistrat {mpistrat.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

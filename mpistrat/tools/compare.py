@@ -1,4 +1,4 @@
-"""mpistrat bench --compare: on one screen, what the links and the memory allow, and which algorithm is how near to it."""
+"""mpistrat bench --compare: all algorithms and MPI, compared with the limit of the network links or the memory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from mpistrat.tools.wire_rate import WireRate, find_wire
 __all__ = ["COMPARED_BYTES", "Comparison", "Size", "compare"]
 
 COMPARED_BYTES = (8, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20)
-NOISE = 0.05  # what is within it of the best is as good
+NOISE = 0.05  # times within this share of the best count as equal
 COPIED_BYTES = 16 << 20
-NEGLIGIBLE = 64 << 10  # below, the limit is latency: a share of a bandwidth would say nothing
+NEGLIGIBLE = 64 << 10  # below, latency is the limit, and a share of the bandwidth is meaningless
 ITEM_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Size:
-    """What was measured at one size.
+    """The results for one size.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Size:
     seconds : dict
         Median of the slowest rank's time, by name: ``auto``, ``MPI``, and every algorithm that this world allows.
     limit_seconds : float
-        The least time that links, or memory, allow.
+        The shortest time that the bandwidth of links, or memory, allows.
     """
 
     nbytes: int
@@ -47,28 +47,28 @@ class Size:
 
     @property
     def best(self) -> str:
-        """The name with the least time."""
+        """The name with the shortest time."""
         return min(self.seconds, key=self.seconds.__getitem__)
 
     @property
     def verdict(self) -> str:
-        """``auto`` against the best of all."""
+        """``auto`` compared with the best."""
         factor = self.seconds["auto"] / self.seconds[self.best]
         return "auto is best" if factor <= 1 + NOISE else f"{self.best} takes {1 / factor:.2f} of auto's time"
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was measured in one run.
+    """The results of one run.
 
     Attributes
     ----------
     wire : WireRate or None
-        The link between two machines; None where all ranks are on one.
+        The link between two machines; None if all ranks are on one.
     copy_bytes_per_second : float
-        What each rank reads and writes while all copy.
+        Bytes that each rank reads and writes per second while all copy.
     sizes : list of Size
-        In the order of their bytes.
+        In increasing order of bytes.
     """
 
     wire: WireRate | None
@@ -76,11 +76,11 @@ class Comparison:
     sizes: list[Size]
 
     def text(self) -> str:
-        """Return it as a person reads it."""
+        """Return a human-readable report."""
         return f"{self._limits()}\n\n{self._table()}\n\n{self._summary()}"
 
     def _limits(self) -> str:
-        wire = str(self.wire) if self.wire else "none: all ranks are on one machine; nodes, if there are several, are virtual"
+        wire = str(self.wire) if self.wire else "none: all ranks are on one machine; several nodes are virtual ones"
         return f"wire: {wire}\nmemory: each rank reads and writes {self.copy_bytes_per_second / 1e9:.1f} GB/s while all copy"
 
     def _table(self) -> str:
@@ -100,7 +100,7 @@ class Comparison:
 
 
 def compare(ops: Communicator, sizes: Sequence[int]) -> Comparison:
-    """Measure all algorithms and bare MPI at some sizes, in turns, beside what machine and links allow. A collective call.
+    """Benchmark all algorithms and plain MPI at some sizes, alternately, with the bandwidth limits. A collective call.
 
     Parameters
     ----------

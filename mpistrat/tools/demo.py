@@ -1,4 +1,4 @@
-"""``mpistrat demo``: train a small network on several ranks of this machine, and show what happens."""
+"""``mpistrat demo``: train a small network on several ranks of this machine, and show topology, plan and throughput."""
 
 from __future__ import annotations
 
@@ -21,28 +21,34 @@ NEEDED = {"rich": "rich", "sklearn": "scikit-learn", "matplotlib": "matplotlib"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``mpistrat demo`` takes."""
-    parser.add_argument("--ranks", type=int, metavar="N", help="how many ranks; as many as --nodes has, or 4, by default")
-    parser.add_argument("--nodes", default="", metavar="SHAPE", help="pretend these nodes: 2x2, 3+1 (default: two equal ones)")
-    parser.add_argument("--epochs", type=int, default=8, metavar="N", help="how often to go through the images (default: 8)")
-    parser.add_argument("--out", type=Path, default=Path("mpistrat-demo"), metavar="DIR", help="where to write the files")
+    """Declare the arguments of ``mpistrat demo``."""
+    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (default: as many as --nodes has, or 4)")
     parser.add_argument(
-        "--wire-dtype", choices=WIRE_DTYPES, help="what gradients are cast to between nodes (default: not at all)"
+        "--nodes", default="", metavar="SHAPE", help="shape of the virtual nodes: 2x2, 3+1 (default: two equal ones)"
     )
+    parser.add_argument("--epochs", type=int, default=8, metavar="N", help="passes over the training images (default: 8)")
     parser.add_argument(
-        "--error-feedback", action="store_true", help="with --wire-dtype: send what casts lose in the next step"
+        "--out",
+        type=Path,
+        default=Path("mpistrat-demo"),
+        metavar="DIR",
+        help="folder for plot and timeline (default: mpistrat-demo)",
+    )
+    parser.add_argument("--wire-dtype", choices=WIRE_DTYPES, help="dtype of gradients between nodes (default: not cast)")
+    parser.add_argument(
+        "--error-feedback", action="store_true", help="with --wire-dtype: add the rounding error of a cast in the next step"
     )
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Check everything that can be checked before ranks are started, and start them in place of this process.
+    """Check all arguments, then start the ranks and wait for them.
 
     Raises
     ------
     InvalidArgumentError
-        If a number is less than 1, there is nothing to feed back, or the folder cannot be made.
+        If a number is less than 1, --error-feedback has no --wire-dtype, or the folder cannot be made.
     TopologyError
-        If the node shape is malformed or is not one of that many ranks.
+        If the node shape is malformed or has another number of ranks.
     LaunchError
         If the packages of the extra ``demo``, or an MPI, are missing.
     """
@@ -52,15 +58,15 @@ def execute(arguments: argparse.Namespace) -> int:
             raise InvalidArgumentError(f"--{name} must be at least 1; got {value}")
     if arguments.error_feedback and not arguments.wire_dtype:
         raise InvalidArgumentError(
-            f"--error-feedback needs a --wire-dtype: {' or '.join(WIRE_DTYPES)}; what is not cast loses nothing"
+            f"--error-feedback needs a --wire-dtype: {' or '.join(WIRE_DTYPES)}; without a cast there is no rounding error"
         )
     nodes = arguments.nodes or _two_nodes(arguments.ranks or 4)
     world = World.from_shape(nodes, arguments.ranks)
     _check_packages()
     folder = _make_folder(arguments.out)
-    # a rank cannot tell: mpiexec may give it a terminal of its own, and reads what it prints
+    # a rank cannot find out itself: mpiexec reads its output, and may give it a pseudo-terminal
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    # ranks share the cores: left alone, NumPy would start a thread for each core in each of them
+    # ranks share the cores: by default NumPy would start a thread for each core in each rank
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // world.size)))
     options = ["--epochs", str(arguments.epochs), "--out", str(folder), "--width", str(width)]
     options += ["--wire-dtype", arguments.wire_dtype] if arguments.wire_dtype else []
@@ -76,12 +82,12 @@ def _two_nodes(num_ranks: int) -> str:
 def _check_packages() -> None:
     missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
-        raise LaunchError(f"the demo needs {', '.join(missing)}, not installed here: pip install 'mpistrat[demo]'")
+        raise LaunchError(f"the demo needs {', '.join(missing)}, which is not installed: pip install 'mpistrat[demo]'")
 
 
 def _make_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidArgumentError(f"--out {folder} cannot be a folder to write to: {error.strerror}") from None
+        raise InvalidArgumentError(f"--out {folder} cannot be created as a folder: {error.strerror}") from None
     return folder

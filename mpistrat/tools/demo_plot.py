@@ -1,4 +1,4 @@
-"""The picture that ``mpistrat demo`` writes: the loss and the throughput of each step."""
+"""The plot that ``mpistrat demo`` writes: the loss and the throughput of each step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plot_training(path: Path, title: str, steps: Sequence[Step]) -> None:
     path : Path
         The PNG file to write.
     title : str
-        What stands above.
+        The title of the figure.
     steps : sequence of Step
         In order, from the beginning of an epoch on; at least one.
     """

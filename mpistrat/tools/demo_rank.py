@@ -1,4 +1,4 @@
-"""What each rank of ``mpistrat demo`` runs: it trains, and rank 0 shows what happens."""
+"""The program of each rank of ``mpistrat demo``: it trains, and rank 0 prints the progress and the results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["main"]
 
 # wide enough for more than 1 MiB of gradients
 HIDDEN, RATE = 4096, 0.03
-# steps that the progress bar speaks of: one alone is more weather than climate
+# the progress bar shows the mean of so many steps, because single steps vary
 RECENT = 10
 
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--wire-dtype")
     parser.add_argument("--error-feedback", action="store_true")
     arguments = parser.parse_args(argv)
-    # hierarchical on any world; auto may leave gradients of this size to MPI, and the demo is there to show the phases
+    # the demo shows the phases of the hierarchical algorithm; auto might choose another one for gradients of this size
     options = CommunicationOptions(
         algorithm="hierarchical", wire_dtype=arguments.wire_dtype, error_feedback=arguments.error_feedback
     )
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _introduce(console: Console, ops: BaseCommunicator, options: CommunicationOptions) -> None:
     """Show the topology, and the plan for the gradients."""
-    # the loss and the number of images travel with the gradients
+    # the loss and the number of images are reduced together with the gradients
     count = sum(array.size for array in train_digits.first_weights(HIDDEN).values()) + 2
     dtype = np.dtype(np.float32)
     kind = "virtual nodes on" if settings.VIRTUAL_NODES.read() else "real nodes, this is"
@@ -75,17 +75,17 @@ def _introduce(console: Console, ops: BaseCommunicator, options: CommunicationOp
         ("computed", escape(_where(ops))),
         ("gradients", f"{format_bytes(count * dtype.itemsize)} of {dtype} on each rank, summed over all ranks in each step"),
         ("plan", "one replica: nothing is sent" if choice is None else str(choice.plan)),
-        ("why", "nobody else is there" if choice is None else choice.reason),
+        ("why", "there is only one rank" if choice is None else choice.reason),
     ]
     if options.wire_dtype:
-        later = ", what that loses is sent in the next step" * options.error_feedback
+        later = ", and the rounding error is added in the next step" * options.error_feedback
         facts.append(("between nodes", f"sums are rounded to {options.wire_dtype}{later}"))
     console.print(f"[bold]A network learns handwritten digits on {_sizes(ops.world)}[/], {kind} {socket.gethostname()}\n")
     console.print(_topology(ops.world), "", format_table(facts), "", sep="\n")
 
 
 def _where(ops: BaseCommunicator) -> str:
-    """Return what this rank computes on and why, and on GPUs which way gradients take from one to the other."""
+    """Return the device of this rank and why, and on GPUs by which transports gradients are combined."""
     found = what_is_bound()
     assert found is not None, "a strategy binds what it computes on"
     if ops.path:

@@ -1,4 +1,4 @@
-"""mpistrat doctor: what is each rank of a job on this host doing? From its records, without touching its processes."""
+"""mpistrat doctor: show what each rank of a job on this host is doing. It reads flight records and touches no process."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from mpistrat.watch.verdict import judge, waits_for
 
 __all__ = ["Examined", "add_arguments", "examine", "execute"]
 
-# what is found must be found again: ranks go on while their records are read
+# a finding must be confirmed by a second look, because ranks go on while their records are read
 _AGAIN_SECONDS = 0.3
 _MOST_ANCESTORS = 32
 _MOST_SHOWN = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``mpistrat doctor`` takes."""
+    """Declare the arguments of ``mpistrat doctor``."""
     parser.description = (
-        "Show what each rank of a job on this host is doing, which ranks wait for which, and whether that is in vain; of a job "
-        "that runs, or has ended with an error."
+        "Show what each rank of a job on this host is doing, which rank waits for which, and whether that is a deadlock. The "
+        "job may be running, or have ended with an error."
     )
     parser.add_argument(
         "job",
         nargs="?",
         default="",
         metavar="JOB|PID",
-        help="which job: its name, or a process of it; needed where there are several",
+        help="the job: its name, or the pid of one of its processes; needed if there are several",
     )
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
@@ -56,7 +56,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([job.document() for job in chosen], indent=1))
     elif not chosen:
-        print("no job of mpistrat of this user runs on this host, and none that was killed has left a record")
+        print("no mpistrat job of this user is running on this host, and no killed one has left a record")
     elif len(chosen) == 1:
         print(_report(chosen[0]))
     else:
@@ -76,20 +76,20 @@ def _all_jobs() -> Iterator[Examined]:
 
 @dataclass(frozen=True)
 class Examined:
-    """What was found of a job.
+    """The state of a job.
 
     Attributes
     ----------
     path : Path
-        Where its ranks keep their records.
+        The folder with the records of its ranks.
     size : int
-        How many ranks it has, on all hosts.
+        Number of ranks on all hosts.
     states : list of RankState
-        What those of this host do.
+        What the ranks of this host are doing.
     waits_for : dict
         Rank -> the ranks of this host that have not entered the collective that it is in.
     finding : str
-        Why ranks wait in vain, or an empty text.
+        Why ranks wait in vain, or an empty string.
     """
 
     path: Path
@@ -100,21 +100,21 @@ class Examined:
 
     @property
     def name(self) -> str:
-        """What the job is called."""
+        """The name of the job."""
         return self.path.name
 
     @property
     def is_running(self) -> bool:
-        """Whether a process of it is there."""
+        """Whether a process of it is alive."""
         return any(state.state not in ("gone", "ended", "failed", "unknown") for state in self.states)
 
     @property
     def program(self) -> str:
-        """What it runs."""
+        """The script that it runs."""
         return next((state.program for state in self.states if state.program), "")
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return it as a JSON document."""
         return {
             "job": self.name,
             "program": self.program,
@@ -127,7 +127,7 @@ class Examined:
 
 
 def examine(job: Path) -> Examined | None:
-    """Return what the ranks of this host do that keep their records in a folder, or None where none does."""
+    """Return the state of the job whose ranks keep their records in a folder, or None if there are no records."""
     neighbours = Neighbours(job)
     files = neighbours.files()
     if not files:
@@ -151,21 +151,21 @@ def _chosen(jobs: Sequence[Examined], wanted: str) -> list[Examined]:
     found = found or [job for job in jobs if job.name.startswith(wanted)]
     if not found:
         known = ", ".join(job.name for job in jobs[:_MOST_SHOWN]) or "none"
-        raise InvalidArgumentError(f"no job of this user here is called {wanted!r}, or has such a process; jobs: {known}")
+        raise InvalidArgumentError(f"no job of this user on this host has the name or a process {wanted!r}; jobs: {known}")
     return found
 
 
 def _of_process(jobs: Sequence[Examined], pid: int) -> list[Examined]:
-    """Return the jobs of which a process is a rank, or has started one; or else the last that had a rank of that number.
+    """Return the jobs for which a process is a rank or has started one; if there is none, the last job that had this pid.
 
-    A job that was killed counts only then: numbers of processes are given out again.
+    A killed job counts only in the second case, because pids are reused.
     """
     there = [job for job in jobs if any(_descends_from(rank, pid) for rank in _processes(job))]
     return there or [job for job in jobs if any(state.pid == pid for state in job.states)][:1]
 
 
 def _processes(job: Examined) -> Iterator[process.Process | None]:
-    """Yield the processes of a job's ranks that are there: those of its records, and those that keep none and were seen."""
+    """Yield the processes of a job's ranks that exist: those with a record, and others that were seen."""
     files = Neighbours(job.path).files()
     for file in files:
         with suppress(LookupError):  # it is another container's

@@ -1,4 +1,4 @@
-"""Which ways arrays on GPUs take, as far as settings and earlier jobs tell. Needs neither MPI nor a GPU."""
+"""The transports of arrays on GPUs, as far as settings and earlier jobs tell. Needs neither MPI nor a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["paths_text"]
 
 
 def paths_text(world: World) -> str:
-    """Return a table of the ways inside nodes and between them, and why.
+    """Return a table of the transports inside nodes and between them, and why.
 
     Raises
     ------
@@ -26,7 +26,7 @@ def _inside(world: World) -> str:
     if world.num_shards == 1:
         return "nothing: each node has one rank"
     if wanted != "auto":
-        return f"{wanted}: {settings.INTRA_TRANSPORT.name} names it"
+        return f"{wanted}: set by {settings.INTRA_TRANSPORT.name}"
     return "nccl where the ranks of a node can use it, else cuda_ipc, else staged"
 
 
@@ -35,15 +35,15 @@ def _between(world: World) -> list[str]:
     if world.num_nodes == 1:
         return ["nothing: there is one node"]
     if inter != "auto":
-        return [f"staged over {inter}: {settings.INTER_TRANSPORT.name} names it"]
+        return [f"staged over {inter}: set by {settings.INTER_TRANSPORT.name}"]
     if mpi_gpu != "auto":
-        return [f"{_way(mpi_gpu == 'on')}: {settings.MPI_GPU.name}={mpi_gpu}"]
+        return [f"{_transport(mpi_gpu == 'on')}: {settings.MPI_GPU.name}={mpi_gpu}"]
     found = [
-        f"{_way(verdict.is_aware)} with {library.version} in {library.path}: {verdict.reason} ({date})"
+        f"{_transport(verdict.is_aware)} with {library.version} in {library.path}: {verdict.reason} ({date})"
         for library, verdict, date in kept_verdicts()
     ]
-    return found or [f"{_way(True)} if MPI takes memory of GPUs, else {_way(False)}: the first job on GPUs finds out"]
+    return found or [f"{_transport(True)} if MPI is CUDA-aware, else {_transport(False)}: the first job on GPUs will find out"]
 
 
-def _way(is_aware: bool) -> str:
+def _transport(is_aware: bool) -> str:
     return "cuda_aware" if is_aware else "staged over mpi_ring"

@@ -1,4 +1,4 @@
-"""mpistrat info: versions, the MPI and how it was found, GPUs, settings in force, and what would be chosen. Starts no MPI."""
+"""mpistrat info: versions, the MPI library and how it was found, GPUs, settings, and what auto would choose. Starts no MPI."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["add_arguments", "execute", "gather"]
 _SIZES = (8, 1 << 20, 64 << 20)
 _SECONDS = 60.0
 
-# what only a process that loads the libraries can tell, and a broken one may not survive
+# runs in a separate process, because a broken CuPy or driver may crash it
 _GPU = """
 import json
 import cupy
@@ -42,20 +42,22 @@ print(json.dumps(found))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``mpistrat info`` takes."""
-    parser.description = "Show versions, the MPI and how it was found, GPUs, the settings in force, and what would be chosen."
+    """Declare the arguments of ``mpistrat info``."""
+    parser.description = (
+        "Show versions, the MPI library and how it was found, GPUs, the settings, and which algorithms auto would choose."
+    )
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Print what was found."""
+    """Print the information."""
     found = gather()
     print(json.dumps(found, indent=1) if arguments.json else _report(found))
     return 0
 
 
 def gather() -> dict[str, Any]:
-    """Return what there is, as JSON has it."""
+    """Return the information as a JSON document."""
     return {
         "versions": _versions(),
         "mpi": _mpi(),
@@ -87,7 +89,7 @@ def _mpi() -> dict[str, str]:
     return {
         "library": f"{found.flavour.name} {found.version}, {found.library}",
         "mpiexec": found.mpiexec,
-        "found": f"MPI4PY_LIBMPI or MPI4PY_MPIABI names it: {named}" if named else "by mpi4py, in its own order",
+        "found": f"by MPI4PY_LIBMPI or MPI4PY_MPIABI: {named}" if named else "by the search of mpi4py",
     }
 
 
@@ -124,7 +126,7 @@ def _setting(setting: settings.Setting[Any]) -> dict[str, Any]:
 
 
 def _choices() -> list[dict[str, str]]:
-    """Return what a sum of float32 in host memory would take, on a world of this host's cores and on two such nodes."""
+    """Return what auto would choose for a sum of float32 in host memory, on one and on two nodes like this host."""
     cores = openmpi.num_cores()
     rows = []
     for shape in (f"1x{cores}", f"2x{cores}"):

@@ -1,4 +1,4 @@
-"""How fast the ranks can copy memory, all at once: the limit against which a collective inside a node is held."""
+"""The memory bandwidth of all ranks that copy at once: the limit of a collective inside a node."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def copy_bytes_per_second(comm: MPI.Intracomm, nbytes: int) -> float:
     Parameters
     ----------
     comm : MPI.Intracomm
-        The ranks that copy at the same time; those of other nodes do not slow each other down, but the slowest counts.
+        The ranks that copy at the same time; the slowest of them counts.
     nbytes : int
-        Bytes of the array that each rank copies; one that fits the caches measures them, as a collective of that size does.
+        Bytes of the array that each rank copies; if it fits the caches, their bandwidth is measured.
 
     Returns
     -------
@@ -36,7 +36,7 @@ def copy_bytes_per_second(comm: MPI.Intracomm, nbytes: int) -> float:
 
     Notes
     -----
-    The copy of McCalpin: STREAM: Sustainable Memory Bandwidth in High Performance Computers.
+    This is the copy kernel of McCalpin's STREAM: Sustainable Memory Bandwidth in High Performance Computers.
     """
     from mpi4py import MPI
 

@@ -10,13 +10,13 @@ from mpistrat.timeline import Timeline
 
 __all__ = ["Meter", "Step", "images_per_second", "mean_loss", "share_communicating"]
 
-# every scope of a plan; steps have a lane of their own
+# every scope of a plan; training steps have their own lane
 LANES = ("intra", "inter", "leaders", "world")
 
 
 @dataclass(frozen=True)
 class Step:
-    """What was measured of one training step.
+    """The measurements of one training step.
 
     Attributes
     ----------
@@ -27,8 +27,8 @@ class Step:
     images : int
         Size of the global batch.
     seconds, communicating_seconds : float
-        Time since the end of the step before, for the first one since the meter was made, and the part of it in which this
-        rank was in a collective: copying, sending or waiting for other ranks.
+        Time since the end of the previous step (for the first one: since the meter was made), and the part of it in which
+        this rank was in a collective: copying, sending or waiting for other ranks.
     """
 
     epoch: int
@@ -44,7 +44,7 @@ class Meter:
     Parameters
     ----------
     timeline : Timeline
-        Where this rank's collectives are recorded; enabled from now on.
+        The timeline of this rank's collectives; it is enabled here.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -55,7 +55,7 @@ class Meter:
         self._busy_seconds = timeline.busy_seconds(LANES)
 
     def end_step(self, epoch: int, loss: float, images: int) -> Step:
-        """Return what the step that ends now was."""
+        """End a step now, and return its measurements."""
         self._timeline.record(f"step {len(self.steps)}", "step", self._started)
         now, busy_seconds = time.perf_counter(), self._timeline.busy_seconds(LANES)
         step = Step(epoch, loss, images, now - self._started, busy_seconds - self._busy_seconds)

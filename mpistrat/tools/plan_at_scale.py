@@ -1,4 +1,4 @@
-"""What ``mpistrat plan --scale`` shows: predicted times on up to 10 000 nodes, as a table and as one figure."""
+"""``mpistrat plan --scale``: predicted times on up to 10 000 nodes, as a table and as a figure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NODES = (1, 2, 4, 8, 16, 64, 256, 1024, 4096, 10_000)
 
 
 def scale_report(world: World, num_bytes: int, model: CostModel, plot: Path | None) -> str:
-    """Return the table and what it assumes; draw the figure where a file is named.
+    """Return the table with its assumptions; draw the figure if a file is named.
 
     Raises
     ------
@@ -26,7 +26,7 @@ def scale_report(world: World, num_bytes: int, model: CostModel, plot: Path | No
         If there is no matplotlib for the figure.
     """
     if not world.is_uniform:
-        raise InvalidArgumentError(f"--scale needs nodes of equally many ranks, such as 1024x8; got {world.shape}")
+        raise InvalidArgumentError(f"--scale needs the same number of ranks on each node, such as 1024x8; got {world.shape}")
     nodes, ranks = sorted({*NODES, world.num_nodes}), world.local_sizes[0]
     found = [predict_scale(count, ranks, num_bytes, model) for count in nodes]
     if plot is not None:

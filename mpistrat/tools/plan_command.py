@@ -1,4 +1,4 @@
-"""mpistrat plan: what would be done on a world of any shape, what it would cost, and why. Needs no MPI."""
+"""mpistrat plan: the plan of an all-reduce on nodes of any shape, its predicted time, and why. Needs no MPI."""
 
 from __future__ import annotations
 
@@ -30,36 +30,41 @@ _DTYPES = {dtype.name: dtype for dtype in map(np.dtype, ("bool", *_INTEGERS, *_I
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``mpistrat plan`` takes."""
-    parser.description = "Show the phases of an all-reduce on a world of any shape, their bytes and predicted times, and why."
+    """Declare the arguments of ``mpistrat plan``."""
+    parser.description = (
+        "Show how an all-reduce would run on any number of nodes and ranks: algorithm, phases, their bytes and predicted times."
+    )
     parser.add_argument("--world", required=True, metavar="SHAPE", help="nodes and ranks: 4x8, 3+1 or 2x2:cyclic")
     parser.add_argument("--bytes", required=True, metavar="SIZE", help="size of the buffer: 64MiB, 1.5KiB or 8")
     parser.add_argument("--dtype", default="float32", metavar="NAME", help="type of its elements (default: float32)")
     parser.add_argument("--algorithm", default="auto", metavar="NAME", help=f"auto (default), {', '.join(PLANNERS)}")
-    parser.add_argument("--chunk-bytes", default="0", metavar="SIZE", help="largest chunk of a pipelined plan; 0: by rule")
+    parser.add_argument(
+        "--chunk-bytes", default="0", metavar="SIZE", help="largest chunk of a pipelined plan; 0: chosen by the planner"
+    )
     parser.add_argument(
         "--device",
         default="cpu",
         choices=("cpu", "gpu"),
-        help="where the buffer lies (default: cpu); of gpu the ways are shown",
+        help="memory of the buffer (default: cpu); with gpu the transports are shown too",
     )
-    parser.add_argument("--tuning", type=Path, metavar="FILE", help="predict by what mpistrat tune wrote there")
-    parser.add_argument("--scale", action="store_true", help="predict what 1 to 10 000 nodes like these would take instead")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="with --scale: draw it to FILE (needs matplotlib)")
+    parser.add_argument("--tuning", type=Path, metavar="FILE", help="predict by the measurements of mpistrat tune in FILE")
+    parser.add_argument("--scale", action="store_true", help="predict the time on 1 to 10 000 such nodes instead")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="with --scale: plot it to FILE (needs matplotlib)")
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Print the plan, and return the exit code: 2 where an argument cannot be used."""
+    """Print the plan, and return the exit code: 2 if an argument is invalid."""
     try:
         world, itemsize = World.from_shape(arguments.world), _itemsize(arguments.dtype)
         num_bytes, chunk_bytes = parse_bytes(arguments.bytes), parse_bytes(arguments.chunk_bytes)
         if num_bytes % itemsize:
             raise InvalidArgumentError(
-                f"{num_bytes} bytes are no whole number of {arguments.dtype} elements; pass --bytes as a multiple of {itemsize}"
+                f"{num_bytes} bytes are not a whole number of {arguments.dtype} elements; --bytes must be a multiple of "
+                f"{itemsize}"
             )
         on_gpu = arguments.device == "gpu"
         if on_gpu and (arguments.tuning or arguments.scale or arguments.plot):
-            raise InvalidArgumentError("--device gpu goes with neither --tuning nor --scale: those are of host memory")
+            raise InvalidArgumentError("--device gpu cannot be combined with --tuning or --scale, which are for host memory")
         model = ON_DEVICE if on_gpu else _model(arguments.tuning, world)
         if arguments.scale or arguments.plot:
             text = scale_report(world, num_bytes, model, arguments.plot)
@@ -68,12 +73,12 @@ def execute(arguments: argparse.Namespace) -> int:
             choice = choose(
                 world, num_bytes // itemsize, itemsize, arguments.algorithm, chunk_bytes, model, is_whole_inside=on_gpu
             )
-            ways = [paths_text(world)] if on_gpu else []
-            text = "\n\n".join([_report(choice, arguments.world, arguments.dtype, model), *ways])
+            paths = [paths_text(world)] if on_gpu else []
+            text = "\n\n".join([_report(choice, arguments.world, arguments.dtype, model), *paths])
     except (MpistratError, ValueError, OSError) as error:
         print(f"mpistrat plan: {error}", file=sys.stderr)
         return 2
-    print(text)  # not above: a closed pipe is not an argument that cannot be used
+    print(text)  # outside of the try: a closed pipe is not an invalid argument
     return 0
 
 
@@ -84,7 +89,7 @@ def _itemsize(name: str) -> int:
 
 
 def _model(path: Path | None, world: World) -> CostModel:
-    """Return the model of a file; what was measured corrects the world that it was measured on, and no other."""
+    """Return the model of a tuning file; its measurements correct predictions only for the world that it was measured on."""
     if path is None:
         return DEFAULT
     try:

@@ -1,4 +1,4 @@
-"""``mpistrat run``: start a script on N ranks, with the mpiexec and the options that fit this machine."""
+"""``mpistrat run``: start a script on N ranks, with the right mpiexec and options for this machine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["add_arguments", "execute", "start"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what this command takes."""
+    """Declare the arguments of ``mpistrat run``."""
     parser.usage = "mpistrat run [-n N] [--nodes SHAPE] [--dry-run] (script.py | -m module) [argument ...]"
-    # -np is what mpiexec calls it, and what fingers type
-    parser.add_argument("-n", "-np", "--ranks", type=int, metavar="N", help="how many ranks; as many as --nodes has by default")
-    parser.add_argument("--nodes", default="", metavar="SHAPE", help="pretend these nodes: 2x2, 3+1, 2x2:cyclic")
+    # -np as in mpiexec
+    parser.add_argument("-n", "-np", "--ranks", type=int, metavar="N", help="number of ranks (default: as many as --nodes has)")
+    parser.add_argument("--nodes", default="", metavar="SHAPE", help="treat the ranks as virtual nodes: 2x2, 3+1, 2x2:cyclic")
     parser.add_argument("--dry-run", action="store_true", help="print the command and start nothing")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="run a module instead of a script")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="the script and its arguments")
@@ -36,7 +36,7 @@ def execute(arguments: argparse.Namespace) -> int:
     InvalidArgumentError
         If there is no script, or no number of ranks.
     TopologyError
-        If the node shape is malformed or is not one of N ranks.
+        If the node shape is malformed or does not have N ranks.
     LaunchError
         If there is no MPI, or this process is one of several ranks itself.
     """
@@ -47,7 +47,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def start(program: Sequence[str], num_ranks: int, nodes: str = "", dry_run: bool = False) -> int:
-    """Start a job, and wait for its end. Signals to this process are mpiexec's, and mpiexec's exit code is its own.
+    """Start a job, and wait for its end. Signals are forwarded to mpiexec, whose exit code is returned.
 
     Parameters
     ----------
@@ -56,14 +56,14 @@ def start(program: Sequence[str], num_ranks: int, nodes: str = "", dry_run: bool
     num_ranks : int
         How many ranks to start.
     nodes : str
-        The node shape to pretend; the real nodes by default.
+        The shape of virtual nodes; the real nodes by default.
     dry_run : bool
         Whether to print the command instead.
 
     Returns
     -------
     int
-        0 after a dry run; 130 where Ctrl-C ended the job; otherwise what mpiexec says.
+        0 after a dry run; 130 if Ctrl-C ended the job; otherwise the exit code of mpiexec.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def start(program: Sequence[str], num_ranks: int, nodes: str = "", dry_run: bool
         If there is no MPI, or this process is one of several ranks itself.
     """
     _check_alone()
-    # python -m mpi4py: a rank that fails before it has made a strategy ends the job, too (afterwards see launch.abort)
+    # with python -m mpi4py, a rank that fails before it has made a strategy ends the job, too (afterwards `launch.abort` does)
     python = [sys.executable, "-m", "mpi4py", *program]
     command, extra_environ = mpiexec.command(num_ranks, python, nodes)
     if not dry_run:
@@ -82,7 +82,7 @@ def start(program: Sequence[str], num_ranks: int, nodes: str = "", dry_run: bool
 
 def _num_ranks(ranks: int | None, nodes: str) -> int:
     if ranks is None and not nodes:
-        raise InvalidArgumentError("a number of ranks is needed: -n N, or --nodes SHAPE, the nodes to pretend")
+        raise InvalidArgumentError("the number of ranks is missing: -n N, or --nodes SHAPE for virtual nodes")
     if ranks is not None and ranks < 1:
         raise InvalidArgumentError(f"-n {ranks}: a job needs at least 1 rank")
     if not nodes:
@@ -93,7 +93,7 @@ def _num_ranks(ranks: int | None, nodes: str) -> int:
 
 def _check_program(program: list[str]) -> None:
     if not program:
-        raise InvalidArgumentError("a script, or -m and a module, is needed behind the options")
+        raise InvalidArgumentError("the program is missing: a script, or -m and a module, after the options")
     if program[0] != "-m" and not Path(program[0]).exists():
         raise InvalidArgumentError(f"there is no script {program[0]!r} in {Path.cwd()}")
 
@@ -102,8 +102,8 @@ def _check_alone() -> None:
     view = environment.detect()
     if view is not None and (view.size or 1) > 1:
         raise LaunchError(
-            f"this is rank {view.rank} of {view.size} that {view.launcher} started, and a job would be started from each. "
-            "Call mpistrat once, outside the job; or leave it out, and let the launcher that is there start the script."
+            f"this is rank {view.rank} of {view.size} that {view.launcher} started, and each rank would start a job. "
+            "Call mpistrat once, outside the job; or leave it out, and start the script with that launcher."
         )
 
 

@@ -1,8 +1,8 @@
-"""Train a small neural network on handwritten digits, on however many replicas there are.
+"""Train a small neural network on handwritten digits, on any number of replicas.
 
 ``python train_digits.py`` trains on one, ``mpiexec -n 4 python train_digits.py`` on four, to the same weights up to rounding:
-gradients, loss and number of examples are summed over all replicas before anything is divided. Where replicas have GPUs, all of
-it happens there: ``strategy.array_module`` is CuPy then, and NumPy elsewhere.
+gradients, loss and number of examples are summed over all replicas before anything is divided. If replicas have GPUs, they
+compute there: ``strategy.array_module`` is CuPy then, and NumPy elsewhere.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def load() -> tuple[tuple[Array, Array], tuple[Array, Array]]:
 
 
 def first_weights(hidden: int) -> Arrays:
-    """Return the random weights that training starts from, with so many units in the hidden layer."""
+    """Return the random initial weights, with `hidden` units in the hidden layer."""
     rng = np.random.default_rng(1)
     shapes = {"w1": (64, hidden), "b1": (hidden,), "w2": (hidden, 10), "b2": (10,)}
     return {name: rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
@@ -47,7 +47,7 @@ def forward(weights: dict[str, Any], images: Array) -> tuple[Array, Array]:
 
 
 def loss_and_gradients(weights: dict[str, Any], images: Array, labels: Array) -> tuple[Array, Arrays]:
-    """Return the cross-entropy and its gradients, summed over these images; there may be none."""
+    """Return the cross-entropy and its gradients, summed over these images, of which there may be none."""
     xp = mpistrat.get_strategy().array_module
     hidden, log_probabilities = forward(weights, images)
     truth = xp.eye(10, dtype=xp.float32)[labels]

@@ -1,4 +1,4 @@
-"""mpistrat tune: measure every algorithm on the ranks there are, and keep what ``auto`` chooses by from then on."""
+"""mpistrat tune: benchmark every algorithm on the ranks of a job, and cache the results, by which ``auto`` then chooses."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ LEAST_BYTES = 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``mpistrat tune`` takes."""
+    """Declare the arguments of ``mpistrat tune``."""
     parser.description = (
-        "Measure every algorithm of an all-reduce for some seconds, fit the constants of the cost model, and keep both in a "
-        "file for this cluster, this MPI and ranks that sit like these. Start it on the ranks to tune for: "
-        "mpistrat run -n 4 -m mpistrat tune, or under mpiexec or srun."
+        "Benchmark every all-reduce algorithm for some seconds, fit the constants of the cost model, and cache both in a file "
+        "for this cluster, this MPI and this rank placement; auto chooses algorithms by it from then on. Start it on all "
+        "ranks: mpistrat run -n 4 -m mpistrat tune, or with mpiexec or srun."
     )
     parser.add_argument("--max-bytes", default=str(MAX_BYTES), metavar="SIZE", help="largest array (default: 16MiB)")
-    parser.add_argument("--show", action="store_true", help="show the files there are, and measure nothing")
-    parser.add_argument("--delete", action="store_true", help="delete the files there are, and measure nothing")
+    parser.add_argument("--show", action="store_true", help="show the cached files, and measure nothing")
+    parser.add_argument("--delete", action="store_true", help="delete the cached files, and measure nothing")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -44,20 +44,20 @@ def execute(arguments: argparse.Namespace) -> int:
     Raises
     ------
     InvalidArgumentError
-        If the size cannot be read, or is too small to measure anything.
+        If the size is invalid, or too small for a measurement.
     LaunchError
-        If there is no MPI, or a single rank, which has nobody to communicate with; or the file cannot be written.
+        If there is no MPI, or only one rank; or the file cannot be written.
     """
     if arguments.show or arguments.delete:
         view = detect()
-        if view is None or not view.rank:  # on several ranks the first speaks for all
+        if view is None or not view.rank:  # if several ranks run this, the first one does it
             _for_each_file(delete=arguments.delete)
         return 0
     max_bytes = _size(arguments.max_bytes)
     comm = start()
     world = discover(comm)
     if world.size == 1:
-        raise LaunchError("one rank has nobody to communicate with; start more: mpistrat run -n 4 -m mpistrat tune")
+        raise LaunchError("a single rank has no other to communicate with; start more: mpistrat run -n 4 -m mpistrat tune")
     is_chief = comm.Get_rank() == 0
 
     def report(num_bytes: int, times: dict[str, float]) -> None:
@@ -75,15 +75,15 @@ def execute(arguments: argparse.Namespace) -> int:
             raise LaunchError(f"{path} cannot be written: {error}; set MPISTRAT_TUNING or XDG_CACHE_HOME") from None
         print(f"\n{describe(tuning, path)}\n\nWrote {path}. {_ADVICE}")
         if bound_device() is not None:
-            print("That holds for arrays in host memory; those on GPUs go by constants that were never measured.")
+            print("It is used for arrays in host memory; for arrays on GPUs auto chooses by built-in constants.")
     return 0
 
 
-_ADVICE = "Programs find it by themselves; MPISTRAT_TUNING=off ignores it, mpistrat tune --delete removes it."
+_ADVICE = "Programs use it automatically; MPISTRAT_TUNING=off ignores it, mpistrat tune --delete removes it."
 
 
 def describe(tuning: Tuning, path: Path) -> str:
-    """Return what was measured, what ``auto`` makes of it, and the constants, as text."""
+    """Return the measurements, the choices of ``auto``, and the constants, as text."""
     model = tuning.model(str(path))
     conditions = tuning.conditions
     heading = [("cluster", conditions.cluster), ("processor", conditions.processor), ("MPI", conditions.mpi)]
@@ -93,7 +93,7 @@ def describe(tuning: Tuning, path: Path) -> str:
 
 
 def _choices(measurements: tuple[Measurement, ...], model: CostModel) -> str:
-    """Return, for each size, what was measured and what auto chooses, as a table."""
+    """Return a table with the measurements and the choice of auto for each size."""
     found: dict[int, dict[str, float]] = {}
     for measurement in measurements:
         found.setdefault(measurement.num_bytes, {})[measurement.algorithm] = measurement.seconds
@@ -110,18 +110,18 @@ def _constants(tuning: Tuning) -> str:
     constants = tuning.constants
     errors = sorted(abs(modelled_seconds(each, constants) / each.seconds - 1) for each in tuning.measurements)
     rows = [
-        ("a phase of a chunk, before anything moves", format_seconds(constants.call_seconds)),
-        ("two ranks of a node meet", format_seconds(constants.intra_step_seconds)),
-        ("a message between nodes", format_seconds(constants.inter_step_seconds)),
-        ("the link of a node, each way", _rate(constants.link_bytes_per_second * constants.link_efficiency)),
-        ("memory of a rank, chunks in the cache", _rate(constants.cache_bytes_per_second)),
-        ("memory of a rank, larger chunks", _rate(constants.memory_bytes_per_second)),
+        ("overhead of a phase of a chunk", format_seconds(constants.call_seconds)),
+        ("synchronisation of two ranks of a node", format_seconds(constants.intra_step_seconds)),
+        ("latency of a message between nodes", format_seconds(constants.inter_step_seconds)),
+        ("link bandwidth of a node, each way", _rate(constants.link_bytes_per_second * constants.link_efficiency)),
+        ("memory bandwidth of a rank, chunks in the cache", _rate(constants.cache_bytes_per_second)),
+        ("memory bandwidth of a rank, larger chunks", _rate(constants.memory_bytes_per_second)),
     ]
     if len(tuning.measurements[0].world.nodes) == 1:
         rows = [row for row in rows if "between nodes" not in row[0] and "link" not in row[0]]
     return (
-        f"{format_table(rows)}\n\nThese constants alone are off by {errors[len(errors) // 2]:.0%} in the median and by "
-        f"{errors[-1]:.0%} at most; what was measured corrects them, algorithm by algorithm and size by size."
+        f"{format_table(rows)}\n\nPredictions by these constants alone are off by {errors[len(errors) // 2]:.0%} in the median "
+        f"and by {errors[-1]:.0%} at most; the measured times correct them for each algorithm and size."
     )
 
 
@@ -144,7 +144,7 @@ def _for_each_file(delete: bool) -> None:
         try:
             print(f"\n{describe(Tuning.from_json(cache.read(path)), path)}\n")
         except (OSError, ValueError) as error:
-            print(f"is ignored: {error}\n")
+            print(f"ignored: {error}\n")
     if not delete or not paths:
         print(f"{format_count(len(paths), 'file')} of mpistrat tune in {cache.folder()}")
 
@@ -155,7 +155,5 @@ def _size(text: str) -> int:
     except ValueError as error:
         raise InvalidArgumentError(str(error)) from None
     if num_bytes < LEAST_BYTES:
-        raise InvalidArgumentError(
-            f"--max-bytes {num_bytes} says too little: accepted are sizes of at least {LEAST_BYTES} bytes"
-        )
+        raise InvalidArgumentError(f"--max-bytes {num_bytes} is too small: accepted are sizes of at least {LEAST_BYTES} bytes")
     return num_bytes

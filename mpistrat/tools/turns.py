@@ -1,7 +1,6 @@
-"""Calls that take turns: each is checked, then timed in blocks that alternate, so that a drift of the machine favours none.
+"""Time several calls alternately: each is checked, then timed in alternating blocks, so that drift of the machine favours none.
 
-A block begins with untimed calls: a program calls one of them again and again, and finds in the cache what its own last call
-left there.
+A block begins with untimed warm-up calls: a real program repeats one call, and finds its own data in the cache.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 20  # in a block; a third as many come first, untime
 
 
 def check_sum(comm: MPI.Intracomm, run: Callable[[], object], target: Array) -> None:
-    """Run once on a poisoned target and compare with the exact sum of the ranks, counted from 1. A collective call.
+    """Run once on a target filled with NaN, and compare with the exact sum of 1 to the number of ranks. A collective call.
 
     Raises
     ------
@@ -55,7 +54,7 @@ def take_turns(
     contenders : sequence of callable
         Each a collective call.
     min_rounds : int
-        In a block, however long they take; of less than 3 none is untimed.
+        Minimum number of rounds in a block; with less than 3 there is no warm-up.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""What two machines of a job can move between each other, both ways at once: the limit of a collective between nodes."""
+"""The bidirectional bandwidth between two machines of a job: the limit of a collective between nodes."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
 __all__ = ["WireRate", "find_wire"]
 
-BLOCK_BYTES, WINDOW = 60 << 10, 64  # blocks that MPI sends at once, without asking the receiver, and many of them
+BLOCK_BYTES, WINDOW = 60 << 10, 64  # messages that MPI sends eagerly, without a rendezvous, and many of them in flight
 BUDGET_SECONDS, STREAMS = 0.3, 5
 MIN_BLOCKS, MAX_BLOCKS = 64, 100_000
 
 
 @dataclass(frozen=True)
 class WireRate:
-    """The links of a job's machines, as far as two of them tell.
+    """The measured bandwidth between two machines of a job.
 
     Attributes
     ----------
     machines : int
-        How many the job has.
+        Number of machines of the job.
     between : tuple of str
-        The two that were measured.
+        The two machines that were measured.
     pairs : int
-        Ranks of each that sent and received at the same time.
+        Ranks of each machine that sent and received at the same time.
     bytes_per_second : float
-        What each of the two sent while it received as much.
+        Bytes that each of the two sent per second while it received as many.
     """
 
     machines: int
@@ -45,17 +45,17 @@ class WireRate:
         one, other = self.between
         ranks = format_count(self.pairs, "rank")
         rate = f"{self.bytes_per_second * 8 / 1e6:.0f} Mbit/s"
-        return f"{rate} each way between {one} and {other}, {ranks} of each at once, as MPI moves it"
+        return f"{rate} each way between {one} and {other} with MPI messages, {ranks} of each at once"
 
     def all_reduce_seconds(self, nbytes: int) -> float:
-        """Return the least time of an all-reduce: each machine sends 2 (n - 1) / n of the array, and receives as much."""
+        """Return the lower bound of an all-reduce: each machine sends 2 (n - 1) / n of the array, and receives as much."""
         return 2 * (self.machines - 1) / self.machines * nbytes / self.bytes_per_second
 
 
 def find_wire(comm: MPI.Intracomm) -> WireRate | None:
-    """Measure the links between rank 0's machine and another one; None where there is no other. A collective call.
+    """Measure the bandwidth between rank 0's machine and another one; None if there is no other. A collective call.
 
-    The best of several streams counts: it is the links that are asked for, not what else the machines do.
+    The best of several runs counts, because other load on the machines only lowers the result.
     """
     from mpi4py import MPI
 
@@ -75,13 +75,13 @@ def find_wire(comm: MPI.Intracomm) -> WireRate | None:
 
 
 def _stream(comm: MPI.Intracomm, partner: int, blocks: int) -> float:
-    """Return how long so many blocks take to the partner, and from it at the same time."""
+    """Return how long it takes to send `blocks` blocks to the partner, and to receive as many at the same time."""
     from mpi4py import MPI
 
     sent, received = np.ones(BLOCK_BYTES, np.uint8), np.empty((WINDOW, BLOCK_BYTES), np.uint8)
     comm.Barrier()
     started = time.perf_counter()
-    # so many are under way at any time: a block that waits for its answer must not leave the link idle
+    # keep WINDOW blocks in flight, so that the link is never idle
     under_way = [(comm.Irecv(received[slot], partner), comm.Isend(sent, partner)) for slot in range(WINDOW)]
     for block in range(WINDOW, blocks + WINDOW):
         slot = block % WINDOW

@@ -56,9 +56,9 @@ def generated() -> dict[Path, str]:
 def _settings() -> str:
     rows = [(f"`{row.name}`", _accepts(row), _default(row), row.meaning) for row in SETTINGS]
     return (
-        "# Settings\n\nEnvironment variables, read when they are first needed. Every rank reads its own, so give all ranks the "
-        "same; `mpistrat run` and `mpiexec` on one machine hand them on, for several hosts see your launcher's manual. A value "
-        "that cannot be read raises `SettingError`, which lists what is accepted.\n\n"
+        "# Settings\n\nEnvironment variables, read when they are first needed. Every rank reads its own, so set the same "
+        "values on all ranks; `mpistrat run` and `mpiexec` on one machine export them, for several hosts see your launcher's "
+        "manual. An invalid value raises `SettingError`, which lists the accepted ones.\n\n"
         f"{_table(('variable', 'accepted', 'default', 'meaning'), rows)}"
     )
 
@@ -89,8 +89,8 @@ def _errors() -> str:
         (f"`{kind.__name__}`", ", ".join(f"`{base.__name__}`" for base in kind.__bases__), _caption(kind)) for kind in kinds
     ]
     return (
-        "# Errors\n\nAll in `mpistrat.errors`. Each also inherits the exception of Python's that one would expect, in "
-        "brackets. A message says where, what was asked, what was found, and what would have been accepted.\n\n"
+        "# Errors\n\nAll in `mpistrat.errors`. Each also inherits from a built-in exception, which is in brackets. A message "
+        "says where it happened, what was asked, what was found, and what to do.\n\n"
         f"```text\n{tree.strip()}\n```\n\n{_table(('error', 'is a', 'raised when'), rows)}"
     )
 
@@ -104,7 +104,7 @@ def _command_line() -> str:
         [(f"[`mpistrat {name}`](#mpistrat-{name})", meaning) for name, (_, meaning) in cli.COMMANDS.items()],
     )
     return (
-        "# Command line\n\n`mpistrat COMMAND`, or `python -m mpistrat COMMAND`. Bad arguments end with exit code 2 before "
+        "# Command line\n\n`mpistrat COMMAND`, or `python -m mpistrat COMMAND`. Invalid arguments end with exit code 2 before "
         f"anything is started.\n\n{summary}\n" + "\n".join(parts)
     )
 
@@ -145,9 +145,10 @@ def _tf_names() -> str:
     ]
     added = _table(("mpistrat", "what it is or does"), [_beyond_row(name, thing) for name, thing in beyond().items()])
     return (
-        "# Names of tf.distribute\n\nEvery name of `tf.distribute`, without that prefix, and what became of it. *Same, with "
-        "our reading*: name and arguments are there, and the remark says what one replica per rank makes of it. What is there "
-        f"beyond TensorFlow is at the end. Counted: {counts}.\n\n" + "\n".join([*parts, f"## Beyond TensorFlow\n\n{added}"])
+        "# Names of tf.distribute\n\nEvery name of `tf.distribute`, without that prefix, and its status here. *Same, with a "
+        "difference*: name and arguments are the same, and the remark says what differs, mostly because one rank is one "
+        f"replica. Additions to TensorFlow are at the end. In all: {counts}.\n\n"
+        + "\n".join([*parts, f"## Beyond TensorFlow\n\n{added}"])
     )
 
 

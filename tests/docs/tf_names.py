@@ -1,4 +1,4 @@
-"""The names of tf.distribute, and what became of each here: the source of docs/reference/tf-names.md.
+"""The names of tf.distribute, and the status of each here: the source of docs/reference/tf-names.md.
 
 A name is spelt as in TensorFlow without ``tf.distribute.``, with the arguments of a call. An argument that ours does not take,
 or takes under another name, is named in the remark, in backticks.
@@ -11,7 +11,7 @@ from typing import NamedTuple
 __all__ = ["LATER", "NOT_PLANNED", "READING", "SAME", "SECTIONS", "Row"]
 
 SAME = "same"
-READING = "same, with our reading"
+READING = "same, with a difference"
 LATER = "later"
 NOT_PLANNED = "not planned"
 
@@ -49,11 +49,11 @@ class Row(NamedTuple):
 
 
 _OLD = "Deprecated in TensorFlow; an alias that warns."
-_GRAPHS = "Graphs and sessions: there are none here."
-_SERVERS = "Asynchronous training with parameter servers has an issue of its own."
-_PREEMPTION = "Checkpoints and preemption have an issue of their own."
+_GRAPHS = "For graphs and sessions, which do not exist here."
+_SERVERS = "Asynchronous training with parameter servers is planned."
+_PREEMPTION = "Checkpoints and preemption are planned."
 _TPU = "For TPUs only."
-_CLOUD = "Asks a cloud service; who takes part is known from MPI."
+_CLOUD = "Queries a cloud service; here MPI defines the cluster."
 
 SECTIONS: dict[str, tuple[Row, ...]] = {
     "Functions": (
@@ -83,10 +83,14 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "Strategy.reduce(reduce_op, value, axis)",
             READING,
-            "Takes nests, and MIN, MAX and PROD too; a collective call of all ranks, whose plain values are combined "
-            "too. Booleans are counted along axes.",
+            "Accepts nested values, and MIN, MAX and PROD; a collective call of all ranks, which also combines values that are "
+            "not per-replica. Along an axis, SUM counts booleans.",
         ),
-        Row("Strategy.gather(value, axis)", READING, "Takes nests and plain values; a collective call of all ranks."),
+        Row(
+            "Strategy.gather(value, axis)",
+            READING,
+            "Accepts nested values, and values that are not per-replica; a collective call of all ranks.",
+        ),
         Row(
             "Strategy.experimental_distribute_dataset(dataset, options=None)",
             READING,
@@ -95,7 +99,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "Strategy.distribute_datasets_from_function(dataset_fn, options=None)",
             READING,
-            "Every rank is an input pipeline and calls it, not every worker.",
+            "Every rank is an input pipeline and calls `dataset_fn`; in TensorFlow every worker does.",
         ),
         Row("Strategy.experimental_distribute_datasets_from_function(dataset_fn, options=None)", SAME, _OLD),
         Row("Strategy.experimental_distribute_values_from_function(value_fn)", SAME),
@@ -110,39 +114,41 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "Strategy.experimental_make_numpy_dataset(numpy_input, session=None)",
             READING,
-            "Needs the `batch_size` too: a dataset consists of batches here.",
+            "Needs the `batch_size` too: datasets consist of batches here.",
         ),
         Row("Strategy.colocate_vars_with(colocate_with_variable)", SAME, _OLD),
         Row(
             "Strategy.broadcast(tensor, destinations=None)",
             READING,
-            "`tensor` is `value`, and all replicas receive it: there is a `root` and no `destinations`.",
+            "`tensor` is called `value`, and all replicas receive it: there is a `root` instead of `destinations`.",
         ),
         Row(
             "RunOptions(experimental_enable_dynamic_batch_size, experimental_bucketizing_dynamic_shape, "
             "experimental_xla_options)",
             SAME,
-            "Accepted and ignored: it is for TPUs.",
+            "Accepted and ignored: its options are for TPUs.",
         ),
     ),
     "StrategyExtended": (
         Row(
             "StrategyExtended(container_strategy)",
             READING,
-            "Made of a `communicator`, and the strategy is told later, for `container_strategy`.",
+            "Takes a `communicator` instead of `container_strategy`; the strategy is set later.",
         ),
         Row(
-            "StrategyExtended.reduce_to(reduce_op, value, destinations, options=None)", READING, "Takes MIN, MAX and PROD too."
+            "StrategyExtended.reduce_to(reduce_op, value, destinations, options=None)",
+            READING,
+            "Accepts MIN, MAX and PROD too.",
         ),
         Row(
             "StrategyExtended.batch_reduce_to(reduce_op, value_destination_pairs, options=None)",
             READING,
-            "Takes MIN, MAX and PROD too.",
+            "Accepts MIN, MAX and PROD too.",
         ),
         Row(
             "StrategyExtended.update(var, fn, args=(), kwargs=None, group=True)",
             READING,
-            "A per-replica value is taken for a variable that is synchronized ON_READ, and refused for one that is mirrored.",
+            "A per-replica value is accepted for an ON_READ variable, and refused for a mirrored one.",
         ),
         Row("StrategyExtended.value_container(value)", SAME),
         Row("StrategyExtended.variable_created_in_scope(v)", SAME),
@@ -162,7 +168,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "StrategyExtended._create_variable(next_creator, **kwargs)",
             NOT_PLANNED,
-            "A hook for authors; here a strategy is made of a communicator, a `CrossDeviceOps` and devices, "
+            "A hook for authors of strategies; here a strategy consists of a communicator, a `CrossDeviceOps` and devices, "
             "which are arguments of `StrategyExtended`.",
         ),
     ),
@@ -175,8 +181,8 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "ReplicaContext.all_reduce(reduce_op, value, options=None)",
             READING,
-            "Takes MIN, MAX and PROD too, and `weight`; where replicas differ, all raise. Outside `run`, in a "
-            "job of several ranks, it warns that it combines nothing.",
+            "Accepts MIN, MAX and PROD, and a `weight`; if the calls of replicas differ, all raise. Outside `run`, in a "
+            "job of several ranks, it warns that nothing is combined.",
         ),
         Row("ReplicaContext.all_gather(value, axis, options=None)", SAME),
         Row("ReplicaContext.merge_call(merge_fn, args=(), kwargs=None)", READING, "`merge_fn` runs once on every rank."),
@@ -189,9 +195,9 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "ReplicaContext.summary_recorded",
             NOT_PLANNED,
-            "There are no summaries to record; `should_save_summary` says which rank writes logs.",
+            "There are no summaries; `should_save_summary` is true on the rank that writes logs.",
         ),
-        Row("get_tower_context()", NOT_PLANNED, "The names with tower were gone from TensorFlow before its version 2."),
+        Row("get_tower_context()", NOT_PLANNED, "Removed from TensorFlow before its version 2."),
     ),
     "Enumerations": (
         Row("ReduceOp", SAME),
@@ -207,9 +213,9 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "VariableAggregation.NONE",
             READING,
-            "Replicas may assign what is equal on all of them, which is compared; TensorFlow changes each copy by itself.",
+            "Replicas may assign only equal values, which are compared; TensorFlow changes each copy independently.",
         ),
-        Row("VariableAggregation.SUM", READING, "One value that all replicas assign in `run` counts N times."),
+        Row("VariableAggregation.SUM", READING, "A value that all N replicas assign in `run` is summed N times."),
         Row("VariableAggregation.MEAN", SAME),
         Row("VariableAggregation.ONLY_FIRST_REPLICA", SAME),
         Row("experimental.CommunicationImplementation", SAME),
@@ -221,25 +227,25 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "InputReplicationMode.PER_WORKER",
             READING,
-            "A rank is a replica, so that both modes come to one pipeline for each rank.",
+            "One rank is one replica, so both modes mean one pipeline per rank.",
         ),
         Row(
             "InputReplicationMode.PER_REPLICA",
             READING,
-            "A rank is a replica, so that both modes come to one pipeline for each rank.",
+            "One rank is one replica, so both modes mean one pipeline per rank.",
         ),
         Row("AutoShardPolicy", SAME, "In TensorFlow below `tf.data.experimental`."),
         Row(
             "AutoShardPolicy.OFF",
             SAME,
-            "In TensorFlow below `tf.data.experimental`; batches are cut anew across their bounds, as there.",
+            "In TensorFlow below `tf.data.experimental`; batches are rebatched across batch boundaries, as there.",
         ),
         Row("AutoShardPolicy.AUTO", SAME, "In TensorFlow below `tf.data.experimental`."),
         Row("AutoShardPolicy.FILE", SAME, "In TensorFlow below `tf.data.experimental`."),
         Row(
             "AutoShardPolicy.DATA",
             READING,
-            "A replica takes its rows of every global batch, as many as any other or one more or less.",
+            "The rows of every global batch are split over the replicas; the numbers of rows differ by one at most.",
         ),
         Row("AutoShardPolicy.HINT", SAME, "In TensorFlow below `tf.data.experimental`."),
     ),
@@ -247,7 +253,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "experimental.CommunicationOptions(bytes_per_pack=0, timeout_seconds=None, implementation=AUTO)",
             READING,
-            "Has more fields of ours, and `timeout_seconds` holds under every strategy.",
+            "Has additional fields, and `timeout_seconds` applies under every strategy.",
         ),
         Row("experimental.CommunicationOptions.bytes_per_pack", SAME),
         Row("experimental.CommunicationOptions.timeout_seconds", SAME),
@@ -265,7 +271,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "CrossDeviceOps.reduce(reduce_op, per_replica_value, destinations, options=None)",
             SAME,
-            "Of a variable the result is a snapshot, as there.",
+            "The result of a variable is a snapshot, as there.",
         ),
         Row("CrossDeviceOps.batch_reduce(reduce_op, value_destination_pairs, options=None)", SAME),
         Row("CrossDeviceOps.broadcast(tensor, destinations)", SAME),
@@ -279,12 +285,12 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             "CrossDeviceOps.gather_implementation",
         ),
         Row("ReductionToOneDevice(reduce_to_device=None, accumulation_fn=None)", SAME),
-        Row("NcclAllReduce(num_packs=1)", SAME, "Raises where there is no NCCL, and names what to use."),
+        Row("NcclAllReduce(num_packs=1)", SAME, "Raises without NCCL, and names an alternative."),
         Row("HierarchicalCopyAllReduce(num_packs=1)", SAME),
         Row(
             "CollectiveAllReduce(devices, group_size, options, collective_keys=None)",
             READING,
-            "Internal in TensorFlow; `devices`, `group_size` and `collective_keys` are known from the ranks.",
+            "Internal in TensorFlow; `devices`, `group_size` and `collective_keys` follow from the ranks.",
         ),
         Row(
             "AllReduceCrossDeviceOps(all_reduce_alg='nccl', num_packs=1)",
@@ -297,7 +303,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "MultiWorkerMirroredStrategy(cluster_resolver=None, communication_options=None)",
             READING,
-            "All ranks of the job; a resolver only says who plays which role.",
+            "All ranks of the job; a resolver only assigns roles to them.",
         ),
         Row(
             "experimental.MultiWorkerMirroredStrategy(communication=AUTO, cluster_resolver=None)",
@@ -308,11 +314,11 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "experimental.CentralStorageStrategy(compute_devices=None, parameter_device=None)",
             READING,
-            "The ranks of one node, with the variables in memory that they share.",
+            "The ranks of one node, with the variables in shared memory.",
         ),
         Row("get_strategy()", SAME, "The default strategy, outside all scopes: one replica."),
         Row("experimental.ParameterServerStrategy(cluster_resolver, variable_partitioner=None)", LATER, _SERVERS),
-        Row("v1.ParameterServerStrategy(cluster_resolver=None)", NOT_PLANNED, "Version 2 of it will come."),
+        Row("v1.ParameterServerStrategy(cluster_resolver=None)", NOT_PLANNED, "Version 2 is planned."),
         Row("TPUStrategy", NOT_PLANNED, _TPU),
         Row("TPUStrategy.experimental_assign_to_logical_device", NOT_PLANNED, _TPU),
         Row("TPUStrategy.experimental_split_to_logical_devices", NOT_PLANNED, _TPU),
@@ -323,9 +329,9 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "InputContext.num_input_pipelines",
             READING,
-            "The number of ranks: every rank is an input pipeline, where TensorFlow has one for the replicas of a worker.",
+            "The number of ranks: every rank is an input pipeline; TensorFlow has one for all replicas of a worker.",
         ),
-        Row("InputContext.input_pipeline_id", READING, "The number of this rank."),
+        Row("InputContext.input_pipeline_id", READING, "The rank."),
         Row("InputContext.num_replicas_in_sync", SAME),
         Row("InputContext.get_per_replica_batch_size(global_batch_size)", SAME),
         Row("experimental.ValueContext(replica_id_in_sync_group=0, num_replicas_in_sync=1)", SAME),
@@ -335,7 +341,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             "InputOptions(experimental_fetch_to_device=None, experimental_replication_mode=PER_WORKER, "
             "experimental_place_dataset_on_device=False, experimental_per_replica_buffer_size=1)",
             READING,
-            "No tuple; it has the `auto_shard_policy` too, which TensorFlow keeps with the dataset.",
+            "Not a tuple; it also has the `auto_shard_policy`, which is an option of the dataset in TensorFlow.",
         ),
         Row("InputOptions.experimental_fetch_to_device", SAME),
         Row("InputOptions.experimental_replication_mode", SAME),
@@ -357,14 +363,14 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
     "Values and variables": (
         Row("DistributedValues", SAME),
         Row("DistributedValues.values", READING, "A tuple of one: a rank holds one replica."),
-        Row("PerReplica", READING, "Internal in TensorFlow, where arithmetic outside `run` fails in the same way."),
+        Row("PerReplica", READING, "Internal in TensorFlow; arithmetic outside `run` fails there too."),
         Row("Mirrored", READING, "Internal in TensorFlow."),
         Row("PerWorkerValues", LATER, _SERVERS, "experimental.PerWorkerValues"),
         Row(
             "Variable(initial_value, trainable, name, dtype, constraint, synchronization, aggregation, shape)",
             READING,
-            "Below `tf` in TensorFlow, where a scope changes what it makes; inside the scope of the default strategy no other "
-            "strategy's are made, in either.",
+            "`tf.Variable` in TensorFlow, where the scope decides which class is created. Inside the scope of the default "
+            "strategy no variables of another strategy can be created, in either.",
         ),
         Row("Variable.name", SAME),
         Row("Variable.dtype", SAME),
@@ -381,19 +387,19 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row("Variable.gather_nd(indices, name=None)", SAME),
         Row("Variable.constraint", SAME),
         Row("Variable.is_initialized()", SAME),
-        Row("Variable.initial_value", READING, "Raises, as in TensorFlow without graphs, and says how to keep it."),
+        Row("Variable.initial_value", READING, "Raises, as in TensorFlow without graphs; the message says how to save it."),
         Row("Variable.initialized_value()", NOT_PLANNED, _GRAPHS),
         Row("Variable.initializer", NOT_PLANNED, _GRAPHS),
         Row("Variable.eval(session=None)", NOT_PLANNED, _GRAPHS),
         Row("Variable.load(value, session=None)", NOT_PLANNED, _GRAPHS),
         Row("Variable.count_up_to(limit)", NOT_PLANNED, "Deprecated in TensorFlow; `assign_add(1)` counts."),
-        Row("Variable.ref()", NOT_PLANNED, "`id(variable)` is a key of dicts as long as the variable is kept."),
-        Row("Variable.set_shape(shape)", NOT_PLANNED, "A variable has the shape of its initial value, and keeps it."),
+        Row("Variable.ref()", NOT_PLANNED, "Use `id(variable)` as a key, as long as the variable exists."),
+        Row("Variable.set_shape(shape)", NOT_PLANNED, "A variable always has the shape of its initial value."),
         Row(
             "Variable.assign(value, use_locking=False, name=None, read_value=True)",
             READING,
-            "In `run`, one value that all replicas assign counts N times with SUM; with NONE it is assigned once, and values "
-            "that differ are refused on all replicas, where TensorFlow lets the copies drift apart.",
+            "In `run`, a value that all N replicas assign is summed N times with SUM; with NONE it is assigned once; values "
+            "that differ raise on all replicas, where TensorFlow lets the copies diverge.",
         ),
         Row("Variable.assign_add(delta, use_locking=False, name=None, read_value=True)", READING, "As `assign`."),
         Row("Variable.assign_sub(delta, use_locking=False, name=None, read_value=True)", READING, "As `assign`."),
@@ -405,18 +411,18 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             Row(
                 f"Variable.scatter_nd_{name}(indices, updates, name=None)",
                 READING,
-                "Under every strategy, in `run` too; TensorFlow has it outside strategies alone.",
+                "Works under every strategy, also in `run`; in TensorFlow only without a strategy.",
             )
             for name in ("add", "sub", "min", "max", "update")
         ),
         Row("Variable.batch_scatter_update(sparse_delta)", NOT_PLANNED, "`scatter_nd_update` takes indices of several axes."),
-        Row("IndexedSlices(values, indices, dense_shape=None)", SAME, "Below `tf` in TensorFlow."),
+        Row("IndexedSlices(values, indices, dense_shape=None)", SAME, "`tf.IndexedSlices` in TensorFlow."),
         Row("IndexedSlices.values", SAME),
         Row("IndexedSlices.indices", SAME),
         Row("IndexedSlices.dense_shape", SAME),
     ),
     "Cluster": (
-        Row("ClusterSpec(cluster)", SAME, "Below `tf.train` in TensorFlow."),
+        Row("ClusterSpec(cluster)", SAME, "`tf.train.ClusterSpec` in TensorFlow."),
         Row("ClusterSpec.as_dict()", SAME),
         Row("ClusterSpec.jobs", SAME),
         Row("ClusterSpec.num_tasks(job_name)", SAME),

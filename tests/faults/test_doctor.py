@@ -120,7 +120,7 @@ def test_it_reads_what_a_job_has_left_that_was_killed(hanging: subprocess.Popen[
 def test_a_job_that_there_is_not_is_an_error() -> None:
     done = run_bounded([*DOCTOR, "no-such-job"], SECONDS)
     assert done.returncode == 2
-    assert "no job of this user here is called 'no-such-job', or has such a process" in done.stderr
+    assert "no job of this user on this host has the name or a process 'no-such-job'" in done.stderr
 
 
 def test_without_jobs_it_says_so(tmp_path: Path) -> None:
@@ -131,4 +131,4 @@ def test_without_jobs_it_says_so(tmp_path: Path) -> None:
     )
     done = run_bounded([sys.executable, "-c", program], SECONDS)
     assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout.startswith("no job of mpistrat of this user runs on this host")
+    assert done.stdout.startswith("no mpistrat job of this user is running on this host")

@@ -87,7 +87,7 @@ def test_the_comparison_on_one_screen(ranks, nodes, tmp_path):
     assert done.returncode == 0, done.stderr
     title, wire, memory, _, head, *rows, _, summary = done.stdout.splitlines()
     assert title.startswith("all_reduce of float32, SUM, World(")
-    assert wire == "wire: none: all ranks are on one machine; nodes, if there are several, are virtual"
+    assert wire == "wire: none: all ranks are on one machine; several nodes are virtual ones"
     assert re.fullmatch(r"memory: each rank reads and writes \d+\.\d GB/s while all copy", memory)
     assert head.split()[:3] == ["size", "auto", "MPI"]
     assert head.split()[-6:] == ["plan", "x", "MPI", "of", "memory", "verdict"]
@@ -110,7 +110,7 @@ def test_the_verdict_is_against_the_best_of_all():
     assert (near.best, near.verdict) == ("flat", "auto is best")
     assert (far.best, far.verdict) == ("leader", "leader takes 0.50 of auto's time")
     text = Comparison(WireRate(4, ("one", "two"), 2, 125e6), 10e9, [near, far]).text()
-    assert text.splitlines()[0] == "wire: 1000 Mbit/s each way between one and two, 2 ranks of each at once, as MPI moves it"
+    assert text.splitlines()[0] == "wire: 1000 Mbit/s each way between one and two with MPI messages, 2 ranks of each at once"
     _, _, _, head, row, *_ = text.splitlines()
     assert " ".join(head.split()) == "size auto MPI flat leader plan x MPI of wire verdict"
     assert " ".join(row.split()) == "1 MiB 1.04 s 2 s 1 s - flat 1.92 0.48 auto is best"
@@ -141,7 +141,7 @@ def test_names_of_algorithms_are_the_planners():
             "sizes from 6 to 67108864 bytes by a factor of 4 cannot be measured: accepted are multiples of 4",
         ),
         (["--min-bytes", "1KiB", "--max-bytes", "8"], "sizes from 1024 to 8 bytes by a factor of 4 cannot be measured"),
-        (["--compare", "--algorithm", "flat"], "--compare measures every algorithm, and draws nothing: leave out --algorithm"),
+        (["--compare", "--algorithm", "flat"], "--compare measures every algorithm, and has no plot: leave out --algorithm"),
         (
             ["--compare", "--min-bytes", "12", "--max-bytes", "100"],
             "--compare has no size between 12 and 100; it has 8 B, 4 KiB",
@@ -149,9 +149,9 @@ def test_names_of_algorithms_are_the_planners():
         (["--step-factor", "1"], "sizes from 8 to 67108864 bytes by a factor of 1 cannot be measured"),
         (["--json", "none/x.json"], "--json none/x.json cannot be written: there is no folder "),
         (["--plot", "none/x.png"], "--plot none/x.png cannot be written: there is no folder "),
-        (["--json", "folder"], "--json folder cannot be written: it is a folder; the name of a file is needed"),
+        (["--json", "folder"], "--json folder cannot be written: it is a folder; name a file"),
         (["--json", "file/x.json"], "--json file/x.json cannot be written: there is no folder "),
-        (["--plot", "x.words"], "--plot x.words is of no kind that can be drawn; accepted are names with ."),
+        (["--plot", "x.words"], "--plot x.words has an unknown file type; accepted are names that end with ."),
     ],
 )
 def test_bad_words_start_nothing(words, message, tmp_path, monkeypatch, capsys):

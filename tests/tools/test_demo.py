@@ -108,7 +108,7 @@ def test_ranks_alone_make_two_nodes(tmp_path, monkeypatch, ranks, size, nodes):
 def test_what_travels_between_nodes_can_be_said(tmp_path):
     done = start_demo(tmp_path, "--epochs", "1", "--wire-dtype", "bfloat16", "--error-feedback")
     assert done.returncode == 0, done.stderr
-    said = r"^between nodes +sums are rounded to bfloat16, what that loses is sent in the next step$"
+    said = r"^between nodes +sums are rounded to bfloat16, and the rounding error is added in the next step$"
     assert re.search(said, done.stdout, re.MULTILINE)
 
 
@@ -127,8 +127,11 @@ def test_failing_rank_gives_the_exit_code(tmp_path):
         (["--nodes", "two"], "node shape 'two' is malformed; accepted are NODESxRANKS"),
         (["--ranks", "0"], "--ranks must be at least 1; got 0"),
         (["--epochs", "0"], "--epochs must be at least 1; got 0"),
-        (["--error-feedback"], "--error-feedback needs a --wire-dtype: bfloat16 or float16; what is not cast loses nothing"),
-        (["--out", "file/folder"], "--out file/folder cannot be a folder to write to: Not a directory"),
+        (
+            ["--error-feedback"],
+            "--error-feedback needs a --wire-dtype: bfloat16 or float16; without a cast there is no rounding error",
+        ),
+        (["--out", "file/folder"], "--out file/folder cannot be created as a folder: Not a directory"),
     ],
 )
 def test_bad_words_start_nothing(tmp_path, monkeypatch, capsys, words, message):
@@ -145,6 +148,6 @@ def test_missing_packages_are_named_before_anything_starts(tmp_path, monkeypatch
     monkeypatch.setattr(demo, "NEEDED", {**demo.NEEDED, "no_such_module": "no-such-package"})
     assert cli.main(["demo", "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == (
-        "mpistrat demo: the demo needs no-such-package, not installed here: pip install 'mpistrat[demo]'\n"
+        "mpistrat demo: the demo needs no-such-package, which is not installed: pip install 'mpistrat[demo]'\n"
     )
     assert not (tmp_path / "out").exists()

@@ -30,7 +30,7 @@ def test_it_measures_and_keeps_and_shows_and_deletes(kept, capsys):
     done = start_tune("--max-bytes", "1KiB")
     assert done.returncode == 0, done.stderr
     [path] = kept.iterdir()
-    assert f"\nWrote {path}. Programs find it by themselves; MPISTRAT_TUNING=off ignores it" in done.stdout
+    assert f"\nWrote {path}. Programs use it automatically; MPISTRAT_TUNING=off ignores it" in done.stdout
     lines = done.stdout.splitlines()
     heads = next(line.split() for line in lines if line.startswith("size"))
     assert heads == ["size", "flat", "hierarchical", "pipelined", "auto", "chooses"]
@@ -38,13 +38,13 @@ def test_it_measures_and_keeps_and_shows_and_deletes(kept, capsys):
     for size in ("16 B", "64 B", "256 B", "1 KiB"):
         row = next(line.split() for line in reversed(lines) if line.startswith(f"{size} "))
         assert row[-1] in ("flat", "hierarchical", "pipelined")
-    assert "These constants alone are off by " in done.stdout
+    assert "Predictions by these constants alone are off by " in done.stdout
 
     (kept / "other.json").write_text("{}")
     assert cli.main(["tune", "--show"]) == 0
     shown = capsys.readouterr().out
     assert f"{path}\n\ncluster " in shown
-    assert f"{kept / 'other.json'}\nis ignored: it is not a file of mpistrat tune" in shown
+    assert f"{kept / 'other.json'}\nignored: it is not a file of mpistrat tune" in shown
     assert shown.endswith(f"2 files of mpistrat tune in {kept}\n")
 
     assert cli.main(["tune", "--delete"]) == 0
@@ -70,14 +70,14 @@ def test_files_that_are_not_ours_are_shown_as_such(kept, capsys):
     os.mkfifo(kept / "pipe.json")
     assert cli.main(["tune", "--show"]) == 0
     said = capsys.readouterr().out
-    assert "is ignored: it is nested too deeply to be a file of mpistrat" in said
-    assert "is ignored: it is not a regular file" in said
+    assert "ignored: it is nested too deeply to be a file of mpistrat" in said
+    assert "ignored: it is not a regular file" in said
 
 
 def test_one_rank_has_nothing_to_tune(kept):
     done = start_tune(ranks=1)
     assert done.returncode == 2
-    assert "one rank has nobody to communicate with; start more: mpistrat run -n 4 -m mpistrat tune" in done.stderr
+    assert "a single rank has no other to communicate with; start more: mpistrat run -n 4 -m mpistrat tune" in done.stderr
     assert not kept.exists()
 
 
@@ -85,7 +85,7 @@ def test_one_rank_has_nothing_to_tune(kept):
     ("size", "message"),
     [
         ("lots", "'lots' is not a size: a number and B, KiB"),
-        ("8", "--max-bytes 8 says too little: accepted are sizes of at least"),
+        ("8", "--max-bytes 8 is too small: accepted are sizes of at least"),
     ],
 )
 def test_bad_sizes_start_nothing(size, message, monkeypatch, capsys):

@@ -90,7 +90,7 @@ def plan_of(shape: str, *phases: Phase) -> Plan:
         (
             "2x2",
             (Phase(Verb.BROADCAST, Scope.INTER),),
-            "phase 'inter broadcast' means nothing; accepted are world all_reduce, intra reduce_scatter",
+            "phase 'inter broadcast' is not defined; accepted are world all_reduce, intra reduce_scatter",
         ),
     ],
 )

@@ -55,5 +55,5 @@ def test_where_none_runs_the_last_one_with_such_a_rank_is_meant(record: Record, 
     record("second", killed=60)
     assert jobs_of(capsys, str(os.getpid())) == ["second"]
     assert jobs_of(capsys, "first") == ["first"]
-    with pytest.raises(InvalidArgumentError, match="or has such a process"):
+    with pytest.raises(InvalidArgumentError, match="has the name or a process"):
         jobs_of(capsys, str(os.getppid()))

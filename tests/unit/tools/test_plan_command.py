@@ -85,7 +85,7 @@ def test_any_world_size_and_dtype(capsys: pytest.CaptureFixture[str], words: tup
         ({"--world": "2y2"}, "node shape '2y2' is malformed; accepted are NODESxRANKS"),
         ({"--world": "0x2"}, "has a node without ranks or no nodes"),
         ({"--bytes": "lots"}, "'lots' is not a size: a number and B, KiB"),
-        ({"--bytes": "10"}, "10 bytes are no whole number of float32 elements; pass --bytes as a multiple of 4"),
+        ({"--bytes": "10"}, "10 bytes are not a whole number of float32 elements; --bytes must be a multiple of 4"),
         ({"--dtype": "object"}, "unknown dtype 'object'; accepted are bool, int8,"),
         ({"--dtype": ","}, "unknown dtype ','; accepted are bool, int8,"),
         ({"--algorithm": "best"}, "unknown algorithm 'best'; accepted are auto, flat"),
@@ -114,7 +114,7 @@ def test_scale_is_tabulated_and_drawn(capsys: pytest.CaptureFixture[str], tmp_pa
     code, _, err = run(capsys, "--world", "3+1", "--bytes", "1MiB", "--scale")
     assert (code, err) == (
         2,
-        "mpistrat plan: --scale needs nodes of equally many ranks, such as 1024x8; got 3+1\n",
+        "mpistrat plan: --scale needs the same number of ranks on each node, such as 1024x8; got 3+1\n",
     )
 
 
@@ -130,7 +130,7 @@ def test_on_gpus_it_says_which_ways_are_taken_and_why(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "auto")
     nccl = "inside nodes nccl where the ranks of a node can use it, else cuda_ipc, else staged"
-    unknown = "cuda_aware if MPI takes memory of GPUs, else staged over mpi_ring: the first job on GPUs finds out"
+    unknown = "cuda_aware if MPI is CUDA-aware, else staged over mpi_ring: the first job on GPUs will find out"
     assert _ways(capsys, "2x4") == [nccl, f"between nodes {unknown}"]
     assert _ways(capsys, "1x4") == [nccl, "between nodes nothing: there is one node"]
     assert _ways(capsys, "4x1")[0] == "inside nodes nothing: each node has one rank"
@@ -150,11 +150,14 @@ def test_on_gpus_it_says_which_ways_are_taken_and_why(
     monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "mpi")
     monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "cuda_ipc")
     assert _ways(capsys, "2x4") == [
-        "inside nodes cuda_ipc: MPISTRAT_INTRA_TRANSPORT names it",
-        "between nodes staged over mpi: MPISTRAT_INTER_TRANSPORT names it",
+        "inside nodes cuda_ipc: set by MPISTRAT_INTRA_TRANSPORT",
+        "between nodes staged over mpi: set by MPISTRAT_INTER_TRANSPORT",
     ]
     code, _, err = run(capsys, "--world", "2x4", "--bytes", "64", "--device", "gpu", "--scale")
-    assert (code, err) == (2, "mpistrat plan: --device gpu goes with neither --tuning nor --scale: those are of host memory\n")
+    assert (code, err) == (
+        2,
+        "mpistrat plan: --device gpu cannot be combined with --tuning or --scale, which are for host memory\n",
+    )
 
 
 def test_a_tuning_is_what_predictions_rest_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -190,7 +193,7 @@ def test_one_rank_of_several_without_a_reader_ends_the_others_by_an_exception(
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", size)
     monkeypatch.setattr(plan_command, "execute", lambda _: (_ for _ in ()).throw(BrokenPipeError))
-    monkeypatch.setattr(cli, "_without_reader", lambda: 141)
+    monkeypatch.setattr(cli, "_after_closed_pipe", lambda: 141)
     words = ["plan", "--world", "4x8", "--bytes", "8"]
     if ends_quietly:
         assert cli.main(words) == 141

@@ -92,11 +92,11 @@ def test_nodes_alone_tell_the_number_of_ranks(capsys: pytest.CaptureFixture[str]
         (
             ["train.py"],
             InvalidArgumentError,
-            "a number of ranks is needed: -n N, or --nodes SHAPE, the nodes to pretend",
+            "the number of ranks is missing: -n N, or --nodes SHAPE for virtual nodes",
         ),
         (["-n", "0", "train.py"], InvalidArgumentError, "-n 0: a job needs at least 1 rank"),
-        (["-n", "2"], InvalidArgumentError, "a script, or -m and a module, is needed behind the options"),
-        (["-n", "2", "--"], InvalidArgumentError, "a script, or -m and a module, is needed behind the options"),
+        (["-n", "2"], InvalidArgumentError, "the program is missing: a script, or -m and a module, after the options"),
+        (["-n", "2", "--"], InvalidArgumentError, "the program is missing: a script, or -m and a module, after the options"),
         (
             ["-n", "4", "--nodes", "2x3", "train.py"],
             TopologyError,
@@ -128,6 +128,6 @@ def test_job_inside_a_job_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError) as caught:
         execute("-n", "2", "train.py")
     assert str(caught.value) == (
-        "this is rank 1 of 4 that srun started, and a job would be started from each. Call mpistrat once, outside the job; "
-        "or leave it out, and let the launcher that is there start the script."
+        "this is rank 1 of 4 that srun started, and each rank would start a job. Call mpistrat once, outside the job; "
+        "or leave it out, and start the script with that launcher."
     )
