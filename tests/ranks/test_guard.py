@@ -83,6 +83,7 @@ class _Never:
         return False
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX warns of every fork, once another test has imported it
 @needs_ranks(2)
 def test_a_forked_child_is_not_a_rank(one_node, comm):
     one_node.all_reduce(SUM, [np.ones(3)])
