@@ -119,7 +119,7 @@ ON_DEVICE = CostModel(
     staging_bytes_per_second=30e9,  # PCIe, and sums by one core
     source="constants for GPUs",
 )
-"""For memory of GPUs: taken from data sheets and from what others report, and measured nowhere."""
+"""For GPU memory: taken from data sheets and from what others report, and measured nowhere."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """cuda_ipc: device memory of the GPUs of one node, mapped into every process; peers are read where they lie.
 
-As `shared_memory`, on the memory of GPUs: every rank has one arena, buffers lie at equal offsets in all of them, a
+As `shared_memory`, in GPU memory: every rank has one arena, buffers lie at equal offsets in all of them, a
 reduce-scatter lets one kernel of each rank sum its part over the arenas of all, and the parts of an all-gather or broadcast
 are the owners' memory. It works without NCCL, also where several ranks share a GPU.
 

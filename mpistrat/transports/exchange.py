@@ -57,7 +57,7 @@ def exchange(window: NodeWindow, arrays: FlatArrays, fold: Fold) -> Steps:
     is_pair = window.group.size == 2 and not fold.widens
     # the kernel looks at each page: that pays where arrays are so large that they lie in huge ones
     attach_from = ATTACH_FROM_BYTES * len(arrays.sources)
-    # what fits one block may take the short way on the other rank, `OneBlock`
+    # what fits one block may go by the fast path on the other rank, `OneBlock`
     is_one_block = is_pair and len(arrays.sources) == 1 and arrays.nbytes <= WHOLE_SLOT_BYTES
     if not is_one_block and arrays.nbytes >= attach_from and len(arrays.sources) <= TABLE_ARRAYS and not window.peers.refusal:
         return Attached(window, arrays, fold).run()

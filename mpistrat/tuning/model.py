@@ -31,7 +31,7 @@ _SHAPING: tuple[settings.Setting[Any], ...] = (
 
 @dataclass(frozen=True)
 class Conditions:
-    """Where a measurement holds: on the same cluster, by the same MPI, for ranks that sit alike.
+    """Where a measurement holds: on the same cluster, by the same MPI, for ranks with the same placement.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Deterministic mode: what adding in the order of the replicas costs, and that bits do not hang on the nodes."""
+"""Deterministic mode: what adding in the order of the replicas costs, and that bits do not depend on the nodes."""
 
 from __future__ import annotations
 
