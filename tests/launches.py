@@ -69,7 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # Not before: it starts MPI, which the session that launches others must not.
         config.pluginmanager.import_plugin("tests.rank_agreement")
         return
-    # What killed jobs have left in /tmp by the number of their mpiexec must not meet one of this session.
+    # Open MPI names session directories by process number: killed jobs of other test runs must not have left one of ours.
     sessions = tempfile.TemporaryDirectory(prefix="mpistrat-tests-")
     os.environ.update(PRTE_MCA_prte_tmpdir_base=sessions.name)
     config.add_cleanup(sessions.cleanup)

@@ -76,7 +76,7 @@ class Communicator(BaseCommunicator):
     Attributes
     ----------
     world : World
-        The topology: which rank sits where.
+        The topology: which rank is on which node.
     rank, size, timeline : int, int, Timeline
         This rank, and the number of ranks; what records the phases of each collective while it is enabled.
 

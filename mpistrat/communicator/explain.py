@@ -42,7 +42,7 @@ class Explanation:
     Attributes
     ----------
     world : World
-        Which replica sits where.
+        The placement of the ranks on nodes.
     packs : tuple of Pack
         In the order in which they are reduced; none where there is one replica.
     model : CostModel

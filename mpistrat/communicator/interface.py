@@ -34,7 +34,7 @@ class BaseCommunicator(ABC):
     Attributes
     ----------
     world : World
-        Which replica sits where.
+        The placement of the ranks on nodes.
     rank, size : int
         This replica, and the number of replicas.
     timeline : Timeline

@@ -1,4 +1,4 @@
-"""The ranks of an MPI communicator come together: they compare what they ask for, and get groups of their own."""
+"""Build the groups of a communicator over the ranks of an MPI communicator, after these have compared their arguments."""
 
 from __future__ import annotations
 

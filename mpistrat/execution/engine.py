@@ -3,7 +3,7 @@
 File law: jobs are carried out one at a time, in the order of their submission, which is the program's; where jobs are
 collective, it must be the same on all ranks. Program threads submit and wait; only the engine runs jobs. From the submission
 of a job until the end of the last one of its communicators no other thread uses them: who has them waits for that job
-(`cross_device.gate`). Nothing is locked while a job runs, and a job's end is told last, so that who sees it sees all that the
+(`communicator.guard`). Nothing is locked while a job runs, and a job's end is told last, so that who sees it sees all that the
 job wrote.
 
 A job's failure belongs to who waits for it. One that nobody has waited for is raised by the next collective call, or when the

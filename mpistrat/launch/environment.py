@@ -17,7 +17,7 @@ __all__ = ["LAUNCHERS", "Launcher", "LauncherView", "detect", "identity", "in_sl
 
 @dataclass(frozen=True)
 class LauncherView:
-    """What a launcher's variables say about the job; None where there is no variable.
+    """The job as the launcher's variables describe it; an attribute whose variable is not set is None.
 
     Attributes
     ----------

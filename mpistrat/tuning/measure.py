@@ -66,7 +66,7 @@ def measure(
     comm : MPI.Intracomm
         The ranks of `world`, in order; it is only duplicated.
     world : World
-        Which rank sits where.
+        The placement of the ranks.
     make : callable
         Returns a communicator over a hierarchy that takes the algorithm of a name.
     max_bytes : int, optional
