@@ -258,7 +258,11 @@ class NcclTransport(Transport):
             try:
                 with self._device.activate():  # a new thread computes on GPU 0
                     comm = self._nccl.NcclCommunicator(self.group.size, identifier, self.group.rank)
-                    self._try_verbs(comm, values)
+                    try:
+                        self._try_verbs(comm, values)
+                    except Exception:
+                        comm.abort()  # its kernels would wait for peers for ever
+                        raise
                     found.append(comm)
             except Exception as error:
                 found.append(error)
@@ -271,6 +275,8 @@ class NcclTransport(Transport):
         problems = self.group.comm.allgather(problem)
         failed = [rank for rank, text in zip(self.group.ranks, problems, strict=True) if text]
         if failed:
+            if not problem:
+                found[0].abort()
             text = next(filter(None, problems))
             raise TransportError(
                 f"{self.group.name}: NCCL could not join {ranks_text(failed)}: {text}. NCCL_DEBUG=WARN shows more; "
@@ -296,8 +302,10 @@ class NcclTransport(Transport):
         comm.broadcast(start, start, size, kind, 0, stream)
         comm.reduceScatter(start, own, 1, kind, total, stream)
         comm.allGather(own, start, 1, kind, stream)
-        event = self._stream.record()
+        event, ends = self._stream.record(), time.monotonic() + JOIN_SECONDS
         while not event.done():
+            if time.monotonic() > ends:
+                raise TransportError(f"its first sums had not ended after {JOIN_SECONDS:g} s")
             time.sleep(_POLL_SECONDS)
         found = self._device.get(values)
         if not (found == size**3).all():

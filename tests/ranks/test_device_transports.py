@@ -106,10 +106,11 @@ def test_a_communicator_of_nccl_is_destroyed_once_and_by_its_owner(group, device
 
 
 def test_wrong_first_sums_of_nccl_are_told_to_all(group, device, comm, monkeypatch):
-    get = device.get
+    get, library = device.get, StandInNccl(device, comm)
     monkeypatch.setattr(device, "get", lambda array: get(array) + (comm.rank == comm.size - 1))
     with pytest.raises(TransportError, match=rf"NCCL could not join ranks? {comm.size - 1}: its first sums were wrong"):
-        NcclTransport(group, device, StandInNccl(device, comm))
+        NcclTransport(group, device, library)
+    assert (library.aborted, library.destroyed) == (1, 0), "no rank keeps a communicator that another one has given up"
 
 
 @needs_ranks(2)
