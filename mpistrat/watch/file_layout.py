@@ -86,6 +86,7 @@ class Table:
 
     def __init__(self, start: int, entries: int, entry_bytes: int) -> None:
         self.start, self.entries, self.entry_bytes = start, entries, entry_bytes
+        self.text_bytes = entry_bytes - self.head.size
         self.end = start + entries * entry_bytes
 
     def offset(self, index: int) -> int:
@@ -94,7 +95,7 @@ class Table:
 
     def write(self, memory: memoryview, index: int, text: bytes, first: int = 0, second: int = 0) -> None:
         """Write an entry; while it is half written it has no index."""
-        offset, text = self.offset(index), text[: self.entry_bytes - self.head.size]
+        offset, text = self.offset(index), text[: self.text_bytes]
         self.head.pack_into(memory, offset, 0, 0, 0, 0)
         begin = offset + self.head.size
         memory[begin : begin + len(text)] = text
@@ -105,7 +106,7 @@ class Table:
         offset = self.offset(index)
         found, first, second, length = self.head.unpack_from(memory, offset)
         begin = offset + self.head.size
-        text = bytes(memory[begin : begin + min(length, self.entry_bytes - self.head.size)])
+        text = bytes(memory[begin : begin + min(length, self.text_bytes)])
         if found != index or not index or self.head.unpack_from(memory, offset)[0] != index:
             return None
         return text, first, second

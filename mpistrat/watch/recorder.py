@@ -220,8 +220,7 @@ class FlightRecorder:
 
     def _lines_of(self, frame: FrameType) -> int:
         text = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
-        # the end of a long path tells more than its beginning
-        return self._lines.index(text, text[-(LINES.entry_bytes - LINES.head.size) // 2 :])
+        return self._lines.index(text, _end_of(text, LINES.text_bytes))
 
     def _remember(self, place: tuple[int, int], code: CodeType, line: int) -> None:
         if len(self._places) >= _MOST_PLACES or self._lines.has_overwritten:
@@ -266,6 +265,14 @@ def recorder() -> FlightRecorder:
             if _recorder is None:
                 _recorder = _make()
     return _recorder
+
+
+def _end_of(text: str, room: int) -> str:
+    """Return a text that takes at most so many bytes: of a path, the end tells more than the beginning."""
+    encoded = text.encode("utf-8", "backslashreplace")
+    if len(encoded) <= room:
+        return text
+    return "…" + encoded[len("…".encode()) - room :].decode("utf-8", "ignore")
 
 
 def digest(text: str) -> int:

@@ -63,7 +63,7 @@ def test_a_call_is_seen_while_it_is_inside_and_when_it_has_left(written: FlightR
         "all_reduce", "SUM", "float64", 80, "flat", TEXT,
     )  # fmt: skip
     assert found.digest == digest(TEXT)
-    assert record.line.startswith(f"{__file__}:")
+    assert f"{Path(__file__).name}:" in record.line
     assert record.line.endswith("(test_a_call_is_seen_while_it_is_inside_and_when_it_has_left)")
     written.leave(slot)
     assert file.inside() == []
@@ -147,6 +147,18 @@ def test_lines_are_those_outside_the_library(written: FlightRecorder) -> None:
         written.leave(written.enter(0, 2, index))
         written.leave(written.enter(0, 3, index))
     assert len({record.line for record in read(written).records()}) == 3
+
+
+@pytest.mark.parametrize("folder", ["/short", "/päth/that is/" * 30])
+def test_of_a_long_path_the_end_is_written(written: FlightRecorder, folder: str) -> None:
+    file = f"{folder}/train.py"
+    names = {"enter": written.enter, "index": call(written)}
+    exec(compile("enter(0, 1, index)", file, "exec"), names)
+    last = read(written).last()
+    assert last is not None
+    assert last.line.endswith("/train.py:1 (<module>)")
+    assert last.line.startswith("/short" if folder == "/short" else "…")
+    assert len(last.line.encode()) in range(len("/short"), 256)
 
 
 def test_lines_of_codes_that_are_gone_are_not_mixed_up(written: FlightRecorder) -> None:
