@@ -84,6 +84,24 @@ class SmallExchange:
                 self.wait(partial(_has_reached, words, ENTERED, entered))
         window.compare(entered)
 
+    def wait_for_result(self, window: NodeWindow, entered: int) -> None:
+        """Wait until the leader of this node has published the result of the present call.
+
+        Raises
+        ------
+        CallsDifferError
+            If ranks of this node have come with different calls: there will be none.
+        """
+        words, count = window.words[0], self.count
+        for _ in range(self.polls):
+            if words[RESULT] >= count:
+                return
+        for _ in range(_YIELDS):
+            if words[RESULT] >= count:
+                return
+            os.sched_yield()
+        self.call.drive(_until_result(window, entered, count))
+
     def serves(self, nbytes: int) -> bool:
         """Return whether an array of so many bytes goes this way: the same on all ranks."""
         return self._is_possible and 0 < nbytes <= self.most_bytes
@@ -226,30 +244,49 @@ class SmallAllReduce:
         return run
 
     def _between_nodes(self) -> Callable[[Array, Array | None], Array]:
-        exchange, window, slots, shape, dtype = self._exchange, self._exchange.window, self._slots, self._shape, self._dtype
+        window = self._exchange.window
         assert window is not None, "ranks of a node share memory"
-        meet, wait, is_leader, words = self._meeting(window), exchange.wait, exchange.is_leader, window.words[0]
+        return self._leading(window) if self._exchange.is_leader else self._following(window)
+
+    def _leading(self, window: NodeWindow) -> Callable[[Array, Array | None], Array]:
+        exchange, slots, shape, dtype = self._exchange, self._slots, self._shape, self._dtype
+        meet, wait = self._meeting(window), exchange.wait
 
         def run(source: Array, target: Array | None = None) -> Array:
             if target is None:
                 target = np.empty(shape, dtype)
             turn = meet(source)
+            exchange.count += 1
+            messages = self._send(slots[turn])
+            try:
+                for has_come in messages.tests:
+                    if not has_come():
+                        wait(has_come)
+            except BaseException:
+                messages.give_up()
+                raise
+            self._publish(target)
+            return target
+
+        return run
+
+    def _following(self, window: NodeWindow) -> Callable[[Array, Array | None], Array]:
+        """Return what leaves a source to the leader and waits once, for its result: it has compared the calls of all."""
+        exchange, shape, dtype, results = self._exchange, self._shape, self._dtype, self._results
+        own_slots = [slots[exchange.rank] for slots in self._slots]
+        call, words, fence, wait = exchange.call, window.words[0], window.fence_memory, exchange.wait_for_result
+
+        def run(source: Array, target: Array | None = None) -> Array:
+            exchange.turn = turn = 1 - exchange.turn
+            own_slots[turn][...] = source
+            entered = window.announce(call.word)
             exchange.count = count = exchange.count + 1
-            if is_leader:
-                messages = self._send(slots[turn])
-                try:
-                    for has_come in messages.tests:
-                        if not has_come():
-                            wait(has_come)
-                except BaseException:
-                    messages.give_up()
-                    raise
-                self._publish(target)
-                return target
+            if target is None:
+                target = np.empty(shape, dtype)
             if words[RESULT] < count:
-                wait(partial(_has_reached, words, RESULT, count))
-            window.fence_memory()
-            target[...] = self._results[turn]
+                wait(window, entered)
+            fence()
+            target[...] = results[turn]
             return target
 
         return run
@@ -299,6 +336,14 @@ class SmallAllReduce:
         for slot in slots[2:]:
             fold(target, slot, out=target)
 
+    def _sum_for_others(self, slots: list[Array], target: Array) -> None:
+        """Sum what other ranks wait for: where a warning counts as an error, it would be raised on leaders alone."""
+        try:
+            self._sum(slots, target)
+        except Exception:
+            with np.errstate(all="ignore"):
+                self._sum(slots, target)
+
     def _send(self, slots: list[Array]) -> LeaderMessages:
         """Sum what the ranks of this node have given, and begin to exchange the sums of all nodes."""
         exchange, group = self._exchange, self._exchange.leaders
@@ -310,9 +355,7 @@ class SmallAllReduce:
         if len(slots) == 1:
             own[...] = slots[0]
         else:
-            # where a warning counts as an error, one that is raised on leaders alone would leave the others waiting
-            with np.errstate(all="ignore"):
-                self._sum(slots, own)
+            self._sum_for_others(slots, own)
         messages.start()
         return messages
 
@@ -329,8 +372,7 @@ class SmallAllReduce:
         if exchange.are_all_leaders:
             self._sum(self._sums, target)
             return
-        with np.errstate(all="ignore"):
-            self._sum(self._sums, target)
+        self._sum_for_others(self._sums, target)
         if window is None:
             return
         self._results[exchange.turn][...] = target
@@ -340,6 +382,13 @@ class SmallAllReduce:
 
 def _until(has_come: Callable[[], bool]) -> Steps:
     while not has_come():
+        yield WAITING
+
+
+def _until_result(window: NodeWindow, entered: int, count: int) -> Steps:
+    while window.words[0][RESULT] < count:
+        if not window.missing():
+            window.compare(entered)
         yield WAITING
 
 
