@@ -9,7 +9,7 @@ everywhere. Which component serves a communicator can be said when that is made,
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from mpistrat.transports.base import Operation, Part
 from mpistrat.transports.flat_arrays import FlatArrays
 from mpistrat.transports.mpi import MpiTransport, until_complete
 from mpistrat.transports.small import SmallAllReduce, SmallExchange
-from mpistrat.transports.steps import Steps, address
+from mpistrat.transports.steps import Steps
 from mpistrat.transports.window import NodeWindow
 
 if TYPE_CHECKING:
@@ -147,21 +147,25 @@ class WorldTransport(MpiTransport):
 
     def at_once(self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Callable[[Array, Array | None], Array]:
         """Return what combines such an array at once, by way of `small` or of MPI."""
-        if self.small.serves(_nbytes(dtype, shape)):
+        nbytes = _nbytes(dtype, shape)
+        if self.small.serves(nbytes):
             return SmallAllReduce(self.small, op, dtype, shape).at_once()
-
-        several = self._world.num_nodes > 1
+        if self._world.size == 1:
+            return _copy
+        call, window, meet = self._call, self._window, self.small.meet
+        is_polled, combine = self._is_polled(nbytes), self._combining(op, dtype, nbytes)
 
         def run(source: Array, target: Array | None = None) -> Array:
             if target is None:
                 target = np.empty(shape, source.dtype)  # dtypes that are equal may have names of their own in MPI
-            source = np.require(source, requirements=["C", "A"])
-            if self._call.has_deadline or (several and source.nbytes >= POLL_FROM_BYTES):
-                self._call.drive(self._by_mpi(op, source, target))
+            if not (source.flags.c_contiguous and source.flags.aligned):
+                source = np.require(source, requirements=["C", "A"])
+            if is_polled or call.has_deadline:
+                call.drive(self._by_mpi(op, source, target))
                 return target
-            if self._window is not None:
-                self.small.meet(self._window)
-            self._combine(op, source, target)
+            if window is not None:
+                meet(window)
+            combine(source, target)
             return target
 
         return run
@@ -170,32 +174,41 @@ class WorldTransport(MpiTransport):
         """Let the ranks of this node meet, then combine the arrays by MPI."""
         if self._window is not None:
             yield from self._window.meet()
-        if not (self._call.has_deadline or (self._world.num_nodes > 1 and source.nbytes >= POLL_FROM_BYTES)):
-            self._combine(op, source, target)
+        if not (self._call.has_deadline or self._is_polled(source.nbytes)):
+            self._combining(op, source.dtype, source.nbytes)(source, target)
             return
         native = self.native_op(op, source.dtype)
         for given, result in self._parts(source, target):
             yield from until_complete(self.group.comm.Iallreduce(given, result, native), (source, result))
-        self._note(source)
+        self._note(source.nbytes)
 
-    def _combine(self, op: ReduceOp, source: Array, target: Array) -> None:
-        """Combine the arrays by collectives of MPI that block."""
-        native, all_reduce = self.native_op(op, source.dtype), self._blocking(source.nbytes)
-        for given, result in self._parts(source, target):
-            all_reduce(given, result, native)
-        self._note(source)
+    def _is_polled(self, nbytes: int) -> bool:
+        return self._world.num_nodes > 1 and nbytes >= POLL_FROM_BYTES
 
-    def _parts(self, source: Array, target: Array) -> Iterator[tuple[Any, Array]]:
-        """Yield what MPI is given in each of its calls, and where the result goes."""
+    def _combining(self, op: ReduceOp, dtype: np.dtype[Any], nbytes: int) -> Callable[[Array, Array], None]:
+        """Return what combines arrays of so many bytes by collectives of MPI that block."""
+        native, all_reduce = self.native_op(op, dtype), self._blocking(nbytes)
+
+        def combine(source: Array, target: Array) -> None:
+            for given, result in self._parts(source, target):
+                all_reduce(given, result, native)
+            self._note(nbytes)
+
+        return combine
+
+    def _parts(self, source: Array, target: Array) -> list[tuple[Any, Array]]:
+        """Return what MPI is given in each of its calls, and where the result goes."""
         from mpi4py import MPI
 
-        in_place = address(source) == address(target)
-        for part, result in zip(self._pieces(source.reshape(-1)), self._pieces(target.reshape(-1)), strict=True):
-            yield MPI.IN_PLACE if in_place else part, result
+        in_place = np.may_share_memory(source, target)  # arrays that overlap otherwise have been copied
+        if source.nbytes <= self._limit_bytes:
+            return [(MPI.IN_PLACE if in_place else source, target)] if source.size else []
+        pairs = zip(self._pieces(source.reshape(-1)), self._pieces(target.reshape(-1)), strict=True)
+        return [(MPI.IN_PLACE if in_place else part, result) for part, result in pairs]
 
-    def _note(self, source: Array) -> None:
+    def _note(self, nbytes: int) -> None:
         if self._world.num_nodes > 1 or self._window is None:
-            self._call.add_unconfirmed(source.nbytes)
+            self._call.add_unconfirmed(nbytes)
 
     def _blocking(self, nbytes: int) -> AllReduce:
         """Return what combines a buffer of `nbytes` bytes: called as MPI_Allreduce is."""
@@ -236,6 +249,14 @@ class WorldTransport(MpiTransport):
         self._own.append(comm.Dup_with_info(info))
         info.Free()
         return self._own[-1]
+
+
+def _copy(source: Array, target: Array | None = None) -> Array:
+    """Return what a single rank combines."""
+    if target is None:
+        target = np.empty(source.shape, source.dtype)
+    target[...] = source
+    return target
 
 
 def _nbytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
