@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.device import interop
-from mpistrat.device.binding import bound_device, own_device
+from mpistrat.device.binding import bound_device, own_device, why_cpu
 from mpistrat.device.interop import is_a
 from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
 
@@ -251,7 +251,8 @@ def _check_device(value: Any, name: str) -> None:
         return
     copied = _COPIES.get(_library(value))
     advice = f"copy it first, {copied.format(name=name)}" if copied else "copy it to host memory first"
-    raise InvalidArgumentError(f"{name} is on {device}, this replica computes on {own_device()}; {advice}")
+    why = f" ({why_cpu()})" if device.startswith("cuda") and why_cpu() else ""
+    raise InvalidArgumentError(f"{name} is on {device}, this replica computes on {own_device()}{why}; {advice}")
 
 
 def _foreign_device(value: Any) -> str:

@@ -108,6 +108,10 @@ class Device(ABC):
     def identity(self) -> Identity:
         """Return the identifiers of the GPU."""
 
+    def is_exclusive(self) -> bool:
+        """Return whether the GPU's compute mode, EXCLUSIVE_PROCESS, keeps a second process from opening it."""
+        return False
+
     @abstractmethod
     def activate(self, stream: Stream | None = None) -> AbstractContextManager[None]:
         """Return a context manager in which this is the current device of the calling thread, and `stream` its stream."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from mpistrat.device.abstract import Device
 
-__all__ = ["bind", "bound_device", "own_device"]
+__all__ = ["bind", "bound_device", "own_device", "why_cpu"]
 
 _bound: Device | None = None
+_why_cpu = ""
 
 
-def bind(device: Device | None) -> None:
-    """Set the GPU that this process computes on; None: its CPU."""
-    global _bound
-    _bound = device
+def bind(device: Device | None, why_cpu: str = "") -> None:
+    """Set the GPU that this process computes on; None: its CPU, and why."""
+    global _bound, _why_cpu
+    _bound, _why_cpu = device, why_cpu
 
 
 def bound_device() -> Device | None:
@@ -23,3 +24,8 @@ def bound_device() -> Device | None:
 def own_device() -> str:
     """Return TensorFlow's name of this process's device: ``/gpu:0``, whichever GPU that is, or ``/cpu:0``."""
     return "/cpu:0" if _bound is None else "/gpu:0"
+
+
+def why_cpu() -> str:
+    """Return why this process computes on its CPU: CuPy is not installed, say; empty if it has a GPU, or MPI is not started."""
+    return _why_cpu

@@ -26,6 +26,7 @@ from mpistrat.errors import TransportError
 __all__ = ["CudaDevice", "count_visible"]
 
 _SUCCESS, _NOT_READY = 0, 600  # of cudaError_t
+_EXCLUSIVE_PROCESS = 3  # of cudaComputeMode
 
 
 def count_visible() -> tuple[int, str]:
@@ -73,6 +74,12 @@ class CudaDevice(Device):
 
         name = runtime.getDeviceProperties(self.index)["name"].decode()
         return Identity(name, _uuid(self.index), runtime.deviceGetPCIBusId(self.index).lower())
+
+    def is_exclusive(self) -> bool:
+        """Return whether the GPU's compute mode, EXCLUSIVE_PROCESS, keeps a second process from opening it."""
+        from cupy.cuda import runtime
+
+        return int(runtime.deviceGetAttribute(runtime.cudaDevAttrComputeMode, self.index)) == _EXCLUSIVE_PROCESS
 
     def use(self) -> None:
         """Make this the current device of CuPy on the calling thread."""

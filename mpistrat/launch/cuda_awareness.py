@@ -126,8 +126,13 @@ def _ask(library: Library) -> Verdict:
     claim = claim or _claim_of_kinds()
     device = bound_device()
     assert device is not None, "needs a GPU"
-    proof = probe(device.index)
     claimed = f"{library.version} {claim.reason}, and " if claim else ""
+    if device.is_exclusive():
+        reason = (
+            f"no probe can open the GPU beside this process (EXCLUSIVE_PROCESS mode); {settings.MPI_GPU.name}=on goes without"
+        )
+        return Verdict(False, claimed + reason, is_final=False)
+    proof = probe(device.index)
     return Verdict(proof.is_aware, f"{claimed}{proof.reason}", proof.is_final)
 
 

@@ -91,10 +91,9 @@ def _bind(view: LauncherView | None) -> Bound:
         wanted = settings.DEVICE.read()
     except SettingError as error:
         return Bound("", problem=str(error))
-    if wanted == "cpu":
-        return Bound(f"{settings.DEVICE.name}=cpu")
-    num_visible, missing = cuda.count_visible()
+    num_visible, missing = (0, f"{settings.DEVICE.name}=cpu") if wanted == "cpu" else cuda.count_visible()
     if not num_visible:
+        binding.bind(None, missing)
         return Bound(missing, problem=f"{settings.DEVICE.name}=gpu was set, but {missing}" if wanted == "gpu" else "")
     place, told_by = (0, 1), ""
     if view is not None and view.local_rank is not None:

@@ -156,6 +156,17 @@ def test_this_library_is_recognised_and_asked():
     cuda_awareness._claim_of_kinds()
 
 
+def test_no_probe_is_started_on_a_gpu_that_serves_one_process(ask):
+    class Exclusive(StandInDevice):
+        def is_exclusive(self):
+            return True
+
+    bind(Exclusive())
+    verdict, asked = ask(YES, None, PROVED)
+    assert (verdict.is_aware, verdict.is_final, asked) == (False, False, ["library"])
+    assert "says yes (a query), and no probe can open the GPU beside this process (EXCLUSIVE_PROCESS mode)" in verdict.reason
+
+
 @needs_ranks(2)
 @pytest.mark.parametrize(
     ("fault", "is_aware", "reason", "is_final"),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from mpistrat.arrays import as_array, as_operand, like
 from mpistrat.context.values import Mirrored
+from mpistrat.device.binding import bind
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from tests.other_arrays import (
     CPU,
@@ -32,6 +33,11 @@ from tests.other_arrays import (
 )
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def on_cpu() -> None:
+    bind(None)
 
 
 @pytest.fixture

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from types import ModuleType
 
 import pytest
 
+from mpistrat.arrays import as_array
 from mpistrat.device import cuda
 from mpistrat.device.binding import bind, bound_device
+from mpistrat.errors import InvalidArgumentError
 from mpistrat.launch.environment import LauncherView
 from mpistrat.launch.gpu_binding import bind_again, bind_device, choose_device, what_is_bound
 from tests.gpu.fake_cuda import FakeCuda
 from tests.gpu.stand_in import StandInDevice
+from tests.other_arrays import CUDA, SpeaksDlpack
 
 
 @pytest.fixture
@@ -173,3 +177,18 @@ def test_without_cupy_or_a_driver_cupy_is_not_imported(monkeypatch):
     monkeypatch.setattr(cuda, "find_spec", lambda name: name)
     monkeypatch.setattr(cuda, "_has_driver", lambda: False)
     assert cuda.count_visible() == (0, "this machine has no NVIDIA driver (libcuda.so.1)")
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [("auto", "CuPy is not installed: pip install 'mpistrat[cuda12]', or cuda13"), ("cpu", "MPISTRAT_DEVICE=cpu")],
+)
+def test_who_passes_memory_of_a_gpu_is_told_why_this_process_has_none(monkeypatch, setting, why):
+    monkeypatch.setenv("MPISTRAT_DEVICE", setting)
+    monkeypatch.setattr(cuda, "find_spec", lambda name: None)
+    bind_device(None)
+    message = rf"^x is on cuda:0, this replica computes on /cpu:0 \({re.escape(why)}\); copy it to host memory first$"
+    with pytest.raises(InvalidArgumentError, match=message):
+        as_array(SpeaksDlpack(0, CUDA), "x")
+    with pytest.raises(InvalidArgumentError, match=r"^x is on rocm:0, this replica computes on /cpu:0; copy"):
+        as_array(SpeaksDlpack(0, 10), "x")
