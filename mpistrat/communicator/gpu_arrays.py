@@ -60,7 +60,7 @@ class GpuArrays:
     def __init__(
         self, device: Device, host: Executor, plans: PlanCache, guard: CollectiveGuard, say: Callable[[str], None]
     ) -> None:
-        self._device, self._guard = device, guard
+        self._device, self._guard, guard.is_on_gpu = device, guard, True
         self.executor = DeviceExecutor(host, device)
         self.plans = MixedPlanCache(plans, DevicePlanCache(self.executor, say))
         self.stream = device.stream()

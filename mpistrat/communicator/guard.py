@@ -3,8 +3,7 @@
 How ranks learn that they are in different calls, before a result is handed to the program:
 
 - ranks of a node compare the words of their calls at every meeting in shared memory, before one reads what another wrote;
-- messages between nodes carry the word in their tags, so that those of different calls never meet: ranks then wait, and
-  `mpistrat.watch` finds out that they wait in different calls;
+- messages between nodes carry the word in their tags: those of different calls never meet, and `mpistrat.watch` finds them out;
 - a call that is made for the first time, and every verb that must know of the other ranks' arrays, is compared on all ranks
   first, by a small exchange;
 - what is not a collective by itself (a structure, an assignment outside run) is noted, and compared with the next call;
@@ -29,7 +28,7 @@ from mpistrat import settings
 from mpistrat.communicator.call import CollectiveCall
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import CollectiveError, DeadlineExceededError, UnavailableError
-from mpistrat.execution.engine import Job, raise_unclaimed_failure, rest, submit
+from mpistrat.execution.engine import Job, raise_unclaimed_failure, rest, submit, wait_for_gpu
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import (
     COMPARED,
@@ -84,8 +83,8 @@ class CollectiveGuard:
         Why a collective cannot begin at once, or an empty text.
     checks : bool
         Whether calls are compared where nothing else has to be exchanged: unless MPISTRAT_CHECK is off.
-    lock : Lock
-        Held by the thread that is in a collective.
+    lock, is_on_gpu : Lock, bool
+        Held by the thread that is in a collective; whether calls may work on this process's GPU.
     noted : int
         The word of what was noted since the last collective.
     signature : Signature
@@ -113,7 +112,7 @@ class CollectiveGuard:
         self._options, self.checks, self.number = options, settings.CHECK.read(), 0
         self._present.confirm, self._present.drive = self._confirm, self.drive_present
         self._present.has_deadline = bool(options.timeout_seconds)
-        self.lock, self.refusal, self.noted = threading.Lock(), "", 0
+        self.lock, self.refusal, self.noted, self.is_on_gpu = threading.Lock(), "", 0, False
         self.communicator, self._job_ranks, self._members = hierarchy.number, hierarchy.job_ranks, hierarchy.members
         self.indexes: dict[int, int] = {}
         self._recorder, self._watcher, self._slot = recorder(), start(), 0
@@ -135,6 +134,8 @@ class CollectiveGuard:
         if self._last is not None:
             self._require_same_thread()
             self.settle()
+        if self.is_on_gpu:
+            wait_for_gpu(self)
         if not self.lock.acquire(blocking=False):
             raise self._refused(_OTHER_THREAD)
         if self._failure:
@@ -194,7 +195,7 @@ class CollectiveGuard:
                 self._recorder.leave(slot)
                 return result
 
-        job = Job(alone, lambda: str(call), self)
+        job = Job(alone, lambda: str(call), self, self.is_on_gpu)
         self._last, self.refusal, self._last_thread = job, _under_way(call.verb), threading.get_ident()
         submit(job)
         return Work(job)

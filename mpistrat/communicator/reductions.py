@@ -20,6 +20,7 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.plan_cache import PlanCache
 from mpistrat.communicator.validate import apart, check_gather, check_out, check_target, describe, describe_all_reduce
 from mpistrat.errors import InvalidArgumentError, TransportError
+from mpistrat.execution.engine import wait_for_gpu
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Signature
@@ -113,6 +114,7 @@ class Reductions:
                 check_out(out, arrays)
             except InvalidArgumentError:
                 return None  # the other ranks must learn of it
+        wait_for_gpu(guard)
         if not guard.lock.acquire(False):
             return None
         slot = 0

@@ -27,7 +27,7 @@ from mpistrat.errors import UnavailableError
 from mpistrat.launch import abort, exit_code
 from mpistrat.transports.steps import give_way
 
-__all__ = ["Job", "raise_unclaimed_failure", "rest", "submit"]
+__all__ = ["Job", "raise_unclaimed_failure", "rest", "submit", "wait_for_gpu"]
 
 # how much longer each sleep is than the one before, and the longest: it delays a message, but costs little of a core
 _LONGER_SECONDS, _LONGEST_SECONDS = 2e-5, 5e-4
@@ -48,10 +48,12 @@ class Job:
         Says, for an error, what it is.
     owner : object, optional
         Who raises its failure where nobody waits for it.
+    is_on_gpu : bool
+        Whether it may enqueue work on this process's GPU.
 
     Attributes
     ----------
-    owner : object
+    owner, is_on_gpu : object, bool
         As given.
     failure : BaseException or None
         What `carry_out` raised.
@@ -59,9 +61,11 @@ class Job:
         Whether the program has been told of the failure.
     """
 
-    def __init__(self, carry_out: Callable[[], object], what: Callable[[], str], owner: object = None) -> None:
+    def __init__(
+        self, carry_out: Callable[[], object], what: Callable[[], str], owner: object = None, is_on_gpu: bool = False
+    ) -> None:
         self._carry_out: Callable[[], object] | None = carry_out
-        self.owner = owner
+        self.owner, self.is_on_gpu = owner, is_on_gpu
         self._what = what
         self._ended = threading.Event()
         self._result: object = None
@@ -116,6 +120,18 @@ def submit(job: Job) -> None:
     _engine.submit(job)
 
 
+def wait_for_gpu(owner: object) -> None:
+    """Wait until what other owners have submitted for this process's GPU has ended.
+
+    Kernels of two NCCL communicators must begin in one order on all ranks, or they wait for each other for ever. Jobs begin in
+    the order of the program; so does a call of the program that waits here first.
+    """
+    job = _engine.last_on_gpu
+    if job is not None and job.owner is not owner:
+        job.join()
+        _engine.last_on_gpu = None
+
+
 def raise_unclaimed_failure(owner: object) -> None:
     """Raise the first failure of an owner's jobs that have ended, if the program has not been told of it.
 
@@ -151,8 +167,11 @@ class _Engine:
         self.num_waiting = 0
         self.is_leaving = False
         self._failed: deque[Job] = deque()
+        self.last_on_gpu: Job | None = None
 
     def submit(self, job: Job) -> None:
+        if job.is_on_gpu:
+            self.last_on_gpu = job
         with self._starting:
             if self._thread is None:
                 # a daemon: Python waits for other threads before it calls what was registered to be called at its end

@@ -271,7 +271,8 @@ class NcclTransport(Transport):
         thread.start()
         thread.join(JOIN_SECONDS)
         problem = f"not all ranks had joined after {JOIN_SECONDS:g} s" if not found else ""
-        problem = f"{found[0]}" if found and isinstance(found[0], Exception) else problem
+        if found and isinstance(found[0], Exception):
+            problem = f"{found[0]}" or type(found[0]).__name__
         problems = self.group.comm.allgather(problem)
         failed = [rank for rank, text in zip(self.group.ranks, problems, strict=True) if text]
         if failed:

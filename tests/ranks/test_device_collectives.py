@@ -13,6 +13,7 @@ import pytest
 
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.reductions import Reductions
 from mpistrat.device.kernels import TYPES
 from mpistrat.errors import (
     AgreementError,
@@ -570,3 +571,26 @@ def test_arrays_on_gpus_are_measured(uneven):
     assert row.rounds > 0
     assert bench.measure(uneven.gpu, 1024, "mpi").plan == "mpi"
     assert uneven.gpu.path in bench_memory.place_text(uneven.gpu)
+
+
+def test_two_communicators_on_a_gpu_work_in_the_order_of_the_program(pair, monkeypatch):
+    """Kernels of two NCCL communicators that began in another order on another rank would wait for each other for ever."""
+    carry_out, ended = Reductions._carry_out, []
+
+    def late(self, *given):
+        time.sleep(0.2)
+        result = carry_out(self, *given)
+        ended.append("started")
+        return result
+
+    monkeypatch.setattr(Reductions, "_carry_out", late)
+    with Communicator(Hierarchy(pair.comm, pair.world)) as other:
+        other.is_strict = False
+        values = pair.up(np.ones(5))
+        for _ in range(3):  # the first call looks at all, and later ones go by its plan
+            ended.clear()
+            work = pair.gpu.start_all_reduce(SUM, [values])
+            other.all_reduce(SUM, [values])
+            ended.append("called")
+            assert ended == ["started", "called"]
+            np.testing.assert_array_equal(pair.device.get(work.wait()[0]), np.full(5, pair.size))

@@ -105,6 +105,17 @@ def test_a_communicator_of_nccl_is_destroyed_once_and_by_its_owner(group, device
         next(transport.all_reduce(device.allocate(64).view(np.float32), ReduceOp.SUM).run())
 
 
+def test_an_error_without_a_word_keeps_nccl_from_joining_too(group, device, comm):
+    library = StandInNccl(device, comm)
+
+    def fail(*_):
+        raise RuntimeError
+
+    library.NcclCommunicator = fail
+    with pytest.raises(TransportError, match=r"NCCL could not join ranks? 0.*: RuntimeError"):
+        NcclTransport(group, device, library)
+
+
 def test_wrong_first_sums_of_nccl_are_told_to_all(group, device, comm, monkeypatch):
     get, library = device.get, StandInNccl(device, comm)
     monkeypatch.setattr(device, "get", lambda array: get(array) + (comm.rank == comm.size - 1))
