@@ -17,7 +17,7 @@ from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.topology.discover import discover
 from mpistrat.tuning.file import tuning_path
-from mpistrat.tuning.fit import ITEM_BYTES, Measurement, modelled_seconds
+from mpistrat.tuning.fit import ITEM_BYTES, Measurement, modelled_seconds, require_scipy
 from mpistrat.tuning.measure import MAX_BYTES, measure
 from mpistrat.tuning.model import Tuning, present_conditions
 
@@ -46,7 +46,7 @@ def execute(arguments: argparse.Namespace) -> int:
     InvalidArgumentError
         If the size is invalid, or too small for a measurement.
     LaunchError
-        If there is no MPI, or only one rank; or the file cannot be written.
+        If there is no MPI, no SciPy, or only one rank; or the file cannot be written.
     """
     if arguments.show or arguments.delete:
         view = detect()
@@ -54,6 +54,7 @@ def execute(arguments: argparse.Namespace) -> int:
             _for_each_file(delete=arguments.delete)
         return 0
     max_bytes = _size(arguments.max_bytes)
+    require_scipy()
     comm = start()
     world = discover(comm)
     if world.size == 1:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from mpistrat import cache, settings
 from mpistrat.algorithms.cost import DEFAULT, CostModel
-from mpistrat.errors import Unsuitable
+from mpistrat.errors import LaunchError, Unsuitable
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
-from mpistrat.tuning.fit import Measurement
+from mpistrat.tuning.fit import Measurement, require_scipy
 from mpistrat.tuning.measure import Make, measure
 from mpistrat.tuning.model import Conditions, Tuning, present_conditions
 
@@ -53,31 +53,44 @@ def shared_model(hierarchy: Hierarchy, make: Make) -> CostModel:
         The ranks.
     make : callable
         As `measure` takes it, for where it is to be measured now.
+
+    Raises
+    ------
+    LaunchError
+        On all ranks, if MPISTRAT_TUNING asks for measuring and rank 0 has no SciPy, which the fit needs.
     """
     if hierarchy.world.size == 1:
         return DEFAULT
     comm = hierarchy.world_group.comm
-    answer: tuple[CostModel, bool] = comm.bcast(_find(hierarchy.world) if hierarchy.rank == 0 else None)
-    found, wants_measuring = answer
-    if not wants_measuring:
+    found: CostModel | LaunchError | None = comm.bcast(_find(hierarchy.world) if hierarchy.rank == 0 else None)
+    if isinstance(found, LaunchError):
+        found.raised_everywhere = True
+        raise found
+    if found is not None:
         return found
     measurements = measure(comm, hierarchy.world, make)
     tuned: CostModel = comm.bcast(_keep(hierarchy.world, measurements) if hierarchy.rank == 0 else None)
     return tuned
 
 
-def _find(world: World) -> tuple[CostModel, bool]:
-    """Return the model for a world, and whether it is to be measured."""
-    wanted = settings.TUNING.read()
-    if wanted.lower() == "off":
-        return DEFAULT, False
+def _find(world: World) -> CostModel | LaunchError | None:
+    """Return the model for a world; None if it is to be measured, or the error if that cannot be done here."""
+    wanted = settings.TUNING.read().lower()
+    if wanted == "off":
+        return DEFAULT
     try:
         conditions = present_conditions(world)
         model = read(tuning_path(conditions), world, conditions)
     except RuntimeError as error:  # there is no home folder
         _say(f"no file of mpistrat tune can be looked for: {error}")
         model = None
-    return model or DEFAULT, model is None and wanted.lower() == "measure"
+    if model is not None or wanted != "measure":
+        return model or DEFAULT
+    try:
+        require_scipy()
+    except LaunchError as error:
+        return error
+    return None
 
 
 def _keep(world: World, measurements: Sequence[Measurement]) -> CostModel:

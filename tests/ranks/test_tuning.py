@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from mpistrat import cache
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.algorithms.cost import DEFAULT
 from mpistrat.communicator.communicator import Communicator, by_algorithm
-from mpistrat.errors import Unsuitable
+from mpistrat.errors import LaunchError, Unsuitable
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
@@ -112,6 +114,16 @@ def test_on_first_use_it_is_measured_and_kept_where_that_is_asked_for(comm, hier
         assert len(list(kept.iterdir())) == 1
     monkeypatch.setenv("MPISTRAT_TUNING", "off")
     assert shared_model(hierarchy, by_algorithm) == DEFAULT
+
+
+@needs_ranks(2)
+def test_without_scipy_on_rank_0_measuring_is_refused_on_all_ranks(comm, hierarchy, kept, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_TUNING", "measure")
+    if comm.Get_rank() == 0:
+        monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(LaunchError, match="SciPy, which is not installed") as refused:
+        shared_model(hierarchy, by_algorithm)
+    assert refused.value.raised_everywhere
 
 
 @needs_ranks(2)

@@ -92,3 +92,12 @@ def test_bad_sizes_start_nothing(size, message, monkeypatch, capsys):
     monkeypatch.setattr(tune, "start", lambda: pytest.fail("started MPI"))
     assert cli.main(["tune", "--max-bytes", size]) == 2
     assert capsys.readouterr().err.startswith(f"mpistrat tune: {message}")
+
+
+def test_without_scipy_nothing_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(tune, "start", lambda: pytest.fail("started MPI"))
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    assert cli.main(["tune"]) == 2
+    assert capsys.readouterr().err == (
+        "mpistrat tune: tuning fits the cost model with SciPy, which is not installed: pip install 'mpistrat[tune]'\n"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from mpistrat.algorithms.choose import PLANNERS, choose
 from mpistrat.algorithms.cost import DEFAULT, Correction, predict_seconds
-from mpistrat.errors import Unsuitable
+from mpistrat.errors import LaunchError, Unsuitable
 from mpistrat.topology.world import World
 from mpistrat.tuning.fit import Measurement, corrected, fit, modelled_seconds
 
@@ -44,6 +45,12 @@ def test_outliers_decide_nothing() -> None:
     model = fit(found)
     for one in [*found[:5], *found[6:]]:
         assert modelled_seconds(one, model) == pytest.approx(one.seconds, rel=0.1)
+
+
+def test_without_scipy_the_error_names_the_extra(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(LaunchError, match=r"pip install 'mpistrat\[tune\]'"):
+        fit(measured("1x2"))
 
 
 def test_what_nothing_depends_on_stays() -> None:
