@@ -1,4 +1,4 @@
-"""The cache folder of this user, and how its files are read and written."""
+"""The cache of this user: small JSON files, and how they are named, read and written."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import json
 import os
 import stat
 import tempfile
+import zlib
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-__all__ = ["folder", "parse", "read", "record", "write"]
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = ["checksum", "folder", "read", "record", "write"]
 
 T = TypeVar("T")
 
@@ -24,19 +29,28 @@ def folder() -> Path:
     RuntimeError
         If there is no home folder.
     """
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(cache) if Path(cache).is_absolute() else Path("~/.cache").expanduser()) / "mpistrat"
+    from platformdirs import user_cache_path
+
+    found = user_cache_path("mpistrat")
+    if not found.is_absolute():
+        raise RuntimeError("there is no home folder")
+    return found
 
 
-def read(path: Path) -> str:
-    """Return the text of a file.
+def checksum(key: DataclassInstance) -> str:
+    """Return eight digits that tell one key from another, for the name of its file."""
+    return f"{zlib.crc32(json.dumps(asdict(key)).encode()):08x}"
+
+
+def read(path: Path) -> Any:
+    """Return the JSON document in a file.
 
     Raises
     ------
     OSError
         If it cannot be read, or is not a regular file: reading a pipe could block for ever.
     ValueError
-        If it is larger than any file of this cache, or is not UTF-8.
+        If it is larger than any file of this cache, is not JSON, or is nested too deeply.
     """
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8") as file:
         status = os.fstat(file.fileno())
@@ -44,21 +58,10 @@ def read(path: Path) -> str:
             raise OSError("it is not a regular file")
         if status.st_size > MAX_BYTES:
             raise ValueError(f"it has {status.st_size} bytes, and at most {MAX_BYTES} are read")
-        return file.read()
-
-
-def parse(text: str) -> Any:
-    """Parse a JSON document.
-
-    Raises
-    ------
-    ValueError
-        If it is not JSON, or is nested too deeply to be a file of this library.
-    """
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply to be a file of mpistrat") from None
+        try:
+            return json.load(file)
+        except RecursionError:
+            raise ValueError("it is nested too deeply to be a file of mpistrat") from None
 
 
 def record(kind: type[T], fields: dict[str, Any]) -> T:
@@ -76,8 +79,8 @@ def record(kind: type[T], fields: dict[str, Any]) -> T:
     return made
 
 
-def write(text: str, path: Path) -> None:
-    """Write a file atomically: a concurrent reader finds either the old file or the new one.
+def write(document: Any, path: Path) -> None:
+    """Write a JSON document atomically: a concurrent reader finds either the old file or the new one.
 
     Raises
     ------
@@ -86,6 +89,6 @@ def write(text: str, path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".new", delete=False) as file:
-        file.write(text)
+        file.write(json.dumps(document, indent=1) + "\n")
         os.fchmod(file.fileno(), 0o644)  # temporary files are created readable by their owner only
     Path(file.name).replace(path)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,7 +37,7 @@ class Library:
     @property
     def file_name(self) -> str:
         """The name of its cache file."""
-        return f"{zlib.crc32(json.dumps(asdict(self)).encode()):08x}.json"
+        return f"{cache.checksum(self)}.json"
 
 
 @dataclass(frozen=True)
@@ -89,14 +87,14 @@ def keep(library: Library, verdict: Verdict) -> None:
     """Cache a verdict for later jobs, if the cache folder can be written."""
     document = {"library": asdict(library), "verdict": asdict(verdict), "date": datetime.date.today().isoformat()}
     try:
-        cache.write(json.dumps(document, indent=1) + "\n", _folder() / library.file_name)
+        cache.write(document, _folder() / library.file_name)
     except (OSError, RuntimeError):
         return  # the next job probes again
 
 
 def _read(path: Path) -> tuple[Library, Verdict, str] | None:
     try:
-        document = cache.parse(cache.read(path))
+        document = cache.read(path)
         library, verdict = cache.record(Library, document["library"]), cache.record(Verdict, document["verdict"])
         return library, verdict, str(document["date"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -10,6 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from mpistrat import cache
 from mpistrat.algorithms.choose import PLANNERS, Choice, choose
 from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
 from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel
@@ -93,7 +94,7 @@ def _model(path: Path | None, world: World) -> CostModel:
     if path is None:
         return DEFAULT
     try:
-        tuning = Tuning.from_json(path.read_text())
+        tuning = Tuning.from_document(cache.read(path))
     except (OSError, ValueError) as error:
         raise InvalidArgumentError(f"--tuning {path} cannot be used: {error}") from None
     if tuning.conditions.world == f"{world.shape} {world.placement}":

@@ -71,7 +71,7 @@ def execute(arguments: argparse.Namespace) -> int:
         tuning = Tuning.of(present_conditions(world), measurements)
         path = tuning_path(tuning.conditions)
         try:
-            cache.write(tuning.to_json(), path)
+            cache.write(tuning.document(), path)
         except OSError as error:
             raise LaunchError(f"{path} cannot be written: {error}; set MPISTRAT_TUNING or XDG_CACHE_HOME") from None
         print(f"\n{describe(tuning, path)}\n\nWrote {path}. {_ADVICE}")
@@ -143,7 +143,7 @@ def _for_each_file(delete: bool) -> None:
             continue
         print(path)
         try:
-            print(f"\n{describe(Tuning.from_json(cache.read(path)), path)}\n")
+            print(f"\n{describe(Tuning.from_document(cache.read(path)), path)}\n")
         except (OSError, ValueError) as error:
             print(f"ignored: {error}\n")
     if not delete or not paths:

@@ -31,7 +31,7 @@ def tuning_path(conditions: Conditions) -> Path:
 def read(path: Path, world: World, conditions: Conditions) -> CostModel | None:
     """Return the model that a file gives, or None where there is none, or none that holds: the reason is said on stderr."""
     try:
-        tuning = Tuning.from_json(cache.read(path), world)
+        tuning = Tuning.from_document(cache.read(path), world)
         if tuning.conditions != conditions:
             raise ValueError(f"it was measured under other conditions: {_difference(tuning.conditions, conditions)}")
         return tuning.model(str(path))
@@ -99,7 +99,7 @@ def _keep(world: World, measurements: Sequence[Measurement]) -> CostModel:
     source = "this run"
     try:
         path = tuning_path(tuning.conditions)
-        cache.write(tuning.to_json(), path)
+        cache.write(tuning.document(), path)
         source = str(path)
         _say(f"measured {world}, and wrote {path}")
     except (OSError, RuntimeError) as error:

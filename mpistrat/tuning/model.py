@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import platform
 import re
-import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -57,7 +55,7 @@ class Conditions:
     def file_name(self) -> str:
         """A name of its own for each conditions: readable, and told apart by a checksum."""
         readable = re.sub(r"[^a-z0-9+]+", "-", f"{self.cluster} {self.world}".lower()).strip("-")[:60]
-        return f"{readable}-{zlib.crc32(json.dumps(asdict(self)).encode()):08x}.json"
+        return f"{readable}-{cache.checksum(self)}.json"
 
 
 @dataclass(frozen=True)
@@ -90,38 +88,36 @@ class Tuning:
         """Return the model for the world of the measurements; `source` says where they come from."""
         return replace(corrected(self.constants, self.measurements), source=f"{source}, measured {self.date}")
 
-    def to_json(self) -> str:
-        """Return the text of the file."""
+    def document(self) -> dict[str, Any]:
+        """Return the content of the file, for JSON."""
         seconds: dict[str, dict[str, float]] = {}
         for measurement in self.measurements:
             seconds.setdefault(measurement.algorithm, {})[str(measurement.num_bytes)] = measurement.seconds
-        document = {
+        return {
             "format": FORMAT,
             "date": self.date,
             "conditions": asdict(self.conditions),
             "constants": {name: getattr(self.constants, name) for name in CONSTANTS},
             "seconds": seconds,
         }
-        return json.dumps(document, indent=1) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, world: World | None = None) -> Tuning:
-        """Return what a file says.
+    def from_document(cls, document: Any, world: World | None = None) -> Tuning:
+        """Return the tuning that a file holds.
 
         Parameters
         ----------
-        text : str
-            What `to_json` returned.
+        document : object
+            What the file holds; of a tuning, what `document` returned.
         world : World, optional
             The world it was measured on; by default one made after its shape and placement.
 
         Raises
         ------
         ValueError
-            If the text is not a tuning, or one of another version; says what was expected.
+            If it is not a tuning, or one of another version; says what was expected.
         """
         try:
-            document = cache.parse(text)
             if document["format"] != FORMAT:
                 raise ValueError(f"it has format {document['format']!r}, and this version of mpistrat reads format {FORMAT}")
             conditions = cache.record(Conditions, document["conditions"])

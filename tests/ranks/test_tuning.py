@@ -76,7 +76,7 @@ def test_all_ranks_choose_by_the_file_of_rank_0(comm, world, kept):
     found = [Measurement(world, name, 64, 1e-6 * 10**place) for place, name in enumerate(slowest_first)]
     if comm.Get_rank() == 0:
         tuning = Tuning.of(present_conditions(world), found)
-        cache.write(tuning.to_json(), tuning_path(tuning.conditions))
+        cache.write(tuning.document(), tuning_path(tuning.conditions))
     ops = Communicator(Hierarchy(comm, world))
     choice = ops.choose(16, FLOAT)
     assert choice.plan.algorithm == slowest_first[0]

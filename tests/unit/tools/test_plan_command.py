@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mpistrat import cache
 from mpistrat.algorithms import pipelined
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.tools import cli, plan_command
@@ -163,7 +164,7 @@ def test_on_gpus_it_says_which_ways_are_taken_and_why(
 def test_a_tuning_is_what_predictions_rest_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, world = tmp_path / "tuned.json", World.from_shape("2x2")
     found = [Measurement(world, name, 64, seconds) for name, seconds in (("flat", 2e-3), ("leader", 1e-3))]
-    path.write_text(Tuning.of(Conditions("c", "p", "m", "2x2 block"), found).to_json())
+    cache.write(Tuning.of(Conditions("c", "p", "m", "2x2 block"), found).document(), path)
     _, out, _ = run(capsys, "--world", "2x2", "--bytes", "64", "--tuning", str(path))
     assert "flat          2 ms\n" in out
     assert f"as fitted, corrected by what was measured: {path}, measured 2" in out

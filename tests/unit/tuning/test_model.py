@@ -1,4 +1,4 @@
-"""Tunings: the text comes back as it went, and no file that is there by chance, broken or strange, does harm."""
+"""Tunings: the document comes back as it went, and no file that is there by chance, broken or strange, does harm."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ TUNING = Tuning.of(HERE, [Measurement(WORLD, name, 16, 1e-5) for name in ("flat"
 
 
 def changed(**fields: object) -> str:
-    return json.dumps({**json.loads(TUNING.to_json()), **fields})
+    return json.dumps({**TUNING.document(), **fields})
 
 
-def test_the_text_comes_back_as_it_went() -> None:
-    assert Tuning.from_json(TUNING.to_json(), WORLD) == TUNING
-    assert Tuning.from_json(TUNING.to_json()) == TUNING, "the world follows from its shape"
+def test_the_document_comes_back_as_it_went() -> None:
+    document = json.loads(json.dumps(TUNING.document()))
+    assert Tuning.from_document(document, WORLD) == TUNING
+    assert Tuning.from_document(document) == TUNING, "the world follows from its shape"
 
 
 def test_the_model_says_where_it_comes_from() -> None:
@@ -104,7 +105,7 @@ def test_no_file_is_the_usual_case_and_one_asked_for_by_name_is_missed(tmp_path:
 def test_a_file_is_written_whole_and_read_again(tmp_path: Path, capsys) -> None:
     path = tmp_path / "new" / HERE.file_name
     for _ in range(2):
-        cache.write(TUNING.to_json(), path)
+        cache.write(TUNING.document(), path)
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
     assert read(path, WORLD, HERE) == TUNING.model(str(path))
     assert capsys.readouterr().err == ""
@@ -120,6 +121,10 @@ def test_each_conditions_have_a_file_of_their_own(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")  # to be ignored, by that convention
     monkeypatch.setenv("HOME", "/somewhere")
     assert cache.folder() == Path("/somewhere/.cache/mpistrat")
+    monkeypatch.setenv("HOME", "~")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(RuntimeError, match="home"):
+        cache.folder()
     monkeypatch.setenv("MPISTRAT_TUNING", "/else/mine.json")
     assert tuning_path(HERE) == Path("/else/mine.json")
 
