@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import atexit
 import json
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from mpistrat import settings
+from mpistrat.logger import logger
 
 __all__ = ["Timeline", "TimelineEvent", "kept", "leave_to_others", "write_chrome_trace", "write_trace"]
 
@@ -90,12 +90,12 @@ def _write_alone() -> None:
 
 
 def write_trace(timelines: dict[int, Timeline]) -> None:
-    """Write the file that MPISTRAT_TIMELINE names; if that fails, print why: at exit nobody could catch an exception."""
+    """Write the file that MPISTRAT_TIMELINE names; if that fails, log why: at exit nobody could catch an exception."""
     path = settings.TIMELINE.read()
     try:
         write_chrome_trace(path, timelines)
     except OSError as error:
-        print(f"mpistrat: {settings.TIMELINE.name}={path} cannot be written: {error.strerror}", file=sys.stderr)
+        logger.error(f"{settings.TIMELINE.name}={path} cannot be written: {error.strerror}")
 
 
 def write_chrome_trace(path: str | Path, timelines: dict[int, Timeline]) -> None:

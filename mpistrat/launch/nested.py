@@ -17,6 +17,7 @@ from mpistrat import settings
 from mpistrat.errors import LaunchError
 from mpistrat.launch.environment import identity, without_launcher
 from mpistrat.launch.launcher_process import ancestors
+from mpistrat.logger import logger
 
 __all__ = ["VARIABLE", "forget_launcher", "mark"]
 
@@ -40,7 +41,7 @@ def mark(environ: MutableMapping[str, str]) -> None:
 
 
 def forget_launcher(environ: MutableMapping[str, str]) -> None:
-    """Remove the launcher's variables if this process has inherited them from a rank, and print that on stderr.
+    """Remove the launcher's variables if this process has inherited them from a rank, and log that.
 
     Parameters
     ----------
@@ -64,7 +65,7 @@ def forget_launcher(environ: MutableMapping[str, str]) -> None:
     kept = without_launcher(environ)
     for name in [name for name in environ if name not in kept or name in (VARIABLE, settings.VIRTUAL_NODES.name)]:
         del environ[name]
-    print(f"mpistrat: {who}; it is not a rank, and computes alone.", file=sys.stderr, flush=True)
+    logger.warning(f"{who}; it is not a rank, and computes alone.")
 
 
 def _checksum(environ: Mapping[str, str]) -> str:

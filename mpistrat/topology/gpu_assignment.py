@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from mpistrat import settings
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import LaunchError, MpistratError, SettingError, TopologyError
 from mpistrat.launch.gpu_binding import Bound, bind_again, what_is_bound
+from mpistrat.logger import logger
 from mpistrat.topology.gpus import Gpu, check_gpus, gpu_affinity
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Answer:
 def check_gpu_assignment(comm: MPI.Intracomm) -> None:
     """Check that the devices of all ranks are compatible. A collective call, of a few bytes if no rank drives a GPU.
 
-    Rank 0 warns on stderr if ranks do not see the GPUs of their neighbours; with MPISTRAT_VERBOSE it lists all GPUs.
+    Rank 0 logs a warning if ranks do not see the GPUs of their neighbours; with MPISTRAT_VERBOSE it lists all GPUs.
 
     Raises
     ------
@@ -123,15 +123,15 @@ def _check_assignment(comm: MPI.Intracomm) -> None:
     prints = verbose is True and comm.Get_rank() == 0
     if not any(drive_gpus):
         if prints and bound is not None:
-            _print(f"computing on CPUs: {bound.why}")
+            logger.info(f"computing on CPUs: {bound.why}")
         return
     answers = comm.allgather(_answer(comm))
     check_answers(answers, comm.bcast(_read(settings.ALLOW_SHARED_GPU)))
-    if comm.Get_rank() == 0:
-        _print(isolation(answers))
+    if comm.Get_rank() == 0 and (warning := isolation(answers)):
+        logger.warning(warning)
     if prints:
         for rank, answer in enumerate(answers):
-            _print(f"rank {rank}: {'; '.join(filter(None, (str(answer.gpu), answer.bound.why, answer.near)))}")
+            logger.info(f"rank {rank}: {'; '.join(filter(None, (str(answer.gpu), answer.bound.why, answer.near)))}")
 
 
 def _check_place(rank: int, answer: Answer) -> None:
@@ -171,8 +171,3 @@ def _read(setting: settings.Setting[bool]) -> bool | str:
         return setting.read()
     except SettingError as error:
         return str(error)
-
-
-def _print(text: str) -> None:
-    if text:
-        print(f"mpistrat: {text}", file=sys.stderr, flush=True)

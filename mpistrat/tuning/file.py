@@ -1,11 +1,10 @@
 """The files of tunings: where they lie, and how all ranks come to choose by what one of them read.
 
-File law: rank 0 alone touches a file, and what it finds there never stops a program: it is said, and the defaults hold.
+File law: rank 0 alone touches a file, and what it finds there never stops a program: it is logged, and the defaults hold.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ from mpistrat import cache, settings
 from mpistrat.algorithms.cost import DEFAULT, CostModel
 from mpistrat.errors import LaunchError, Unsuitable
 from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.logger import logger
 from mpistrat.topology.world import World
 from mpistrat.tuning.fit import Measurement, require_scipy
 from mpistrat.tuning.measure import Make, measure
@@ -29,7 +29,7 @@ def tuning_path(conditions: Conditions) -> Path:
 
 
 def read(path: Path, world: World, conditions: Conditions) -> CostModel | None:
-    """Return the model that a file gives, or None where there is none, or none that holds: the reason is said on stderr."""
+    """Return the model that a file gives, or None where there is none, or none that holds: the reason is logged."""
     try:
         tuning = Tuning.from_document(cache.read(path), world)
         if tuning.conditions != conditions:
@@ -38,9 +38,9 @@ def read(path: Path, world: World, conditions: Conditions) -> CostModel | None:
     except FileNotFoundError:
         if path.name == conditions.file_name:
             return None
-        _say(f"MPISTRAT_TUNING names {path}, which is not there: mpistrat tune writes it; defaults hold")
+        logger.warning(f"MPISTRAT_TUNING names {path}, which is not there: mpistrat tune writes it; defaults hold")
     except (OSError, ValueError, ArithmeticError, Unsuitable) as error:
-        _say(f"{path} is ignored: {error}; mpistrat tune writes it anew, mpistrat tune --delete removes it")
+        logger.warning(f"{path} is ignored: {error}; mpistrat tune writes it anew, mpistrat tune --delete removes it")
     return None
 
 
@@ -82,7 +82,7 @@ def _find(world: World) -> CostModel | LaunchError | None:
         conditions = present_conditions(world)
         model = read(tuning_path(conditions), world, conditions)
     except RuntimeError as error:  # there is no home folder
-        _say(f"no file of mpistrat tune can be looked for: {error}")
+        logger.warning(f"no file of mpistrat tune can be looked for: {error}")
         model = None
     if model is not None or wanted != "measure":
         return model or DEFAULT
@@ -101,16 +101,12 @@ def _keep(world: World, measurements: Sequence[Measurement]) -> CostModel:
         path = tuning_path(tuning.conditions)
         cache.write(tuning.document(), path)
         source = str(path)
-        _say(f"measured {world}, and wrote {path}")
+        logger.info(f"measured {world}, and wrote {path}")
     except (OSError, RuntimeError) as error:
-        _say(f"what was measured could not be kept: {error}")
+        logger.warning(f"what was measured could not be kept: {error}")
     return tuning.model(source)
 
 
 def _difference(found: Conditions, expected: Conditions) -> str:
     pairs = [(name, value, getattr(expected, name)) for name, value in asdict(found).items()]
     return ", ".join(f"{name} {value!r}, here {here!r}" for name, value, here in pairs if value != here)
-
-
-def _say(text: str) -> None:
-    print(f"mpistrat: {text}", file=sys.stderr, flush=True)

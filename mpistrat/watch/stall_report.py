@@ -13,7 +13,7 @@ _MOST_MISSING = 16
 
 
 def stall_report(own: RankState, states: Sequence[RankState]) -> str:
-    """Return the block, as lines.
+    """Return the block.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def stall_report(own: RankState, states: Sequence[RankState]) -> str:
         "  The job waits on. `mpistrat doctor` on any of its hosts shows this at any time; MPISTRAT_TIMEOUT_SECONDS ends "
         "such a wait with an error; MPISTRAT_STALL_SECONDS=0 turns this report off."
     )
-    return _block(lines)
+    return "\n".join(lines)
 
 
 def end_report(own: RankState, waited_seconds: float, states: Sequence[RankState]) -> str:
@@ -57,7 +57,7 @@ def end_report(own: RankState, waited_seconds: float, states: Sequence[RankState
         All ranks.
     """
     ended = [state.rank for state in states if state.state == "ended"]
-    return _block(
+    return "\n".join(
         [
             f"the program of rank {own.rank} ({own.node}) has ended {format_elapsed(waited_seconds)} ago; the job goes on",
             f"  ended: {ranks_text(ended)}",
@@ -65,10 +65,6 @@ def end_report(own: RankState, waited_seconds: float, states: Sequence[RankState
             "  MPISTRAT_STALL_SECONDS=0 turns this report off.",
         ]
     )
-
-
-def _block(lines: Sequence[str]) -> str:
-    return "".join(f"mpistrat: {line}\n" for line in lines)
 
 
 def _each(what: str, states: Sequence[RankState]) -> list[str]:

@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING
 from mpistrat import settings, timeline
 from mpistrat.errors import AgreementError, CollectiveError, LaunchError, SettingError
 from mpistrat.launch import environment, exit_code
+from mpistrat.logger import logger
 from mpistrat.watch import takeover, trace, users
 from mpistrat.watch.file_layout import State
 from mpistrat.watch.neighbours import Neighbours
@@ -231,7 +231,7 @@ class Watcher:
                 states = self.compare(ANSWER_SECONDS)
                 is_lowest = not any(state.state == "ended" for state in states[: self._own.rank])
                 if is_lowest and any(state.state != "ended" for state in states):
-                    _tell(end_report(states[self._own.rank], waited, states))
+                    logger.warning(end_report(states[self._own.rank], waited, states))
         return True
 
     def _run(self) -> None:
@@ -240,8 +240,7 @@ class Watcher:
             self._watch()
         except Exception:
             if not self._stopping and os.getpid() == self._pid:
-                print(f"mpistrat: rank {self._own.rank}: nobody watches any more:", file=sys.stderr)
-                traceback.print_exc()
+                logger.exception(f"rank {self._own.rank}: nobody watches any more:")
 
     def _watch(self) -> None:
         self._recorder.note_look(users.innermost(self._program()))
@@ -345,7 +344,7 @@ class Watcher:
             self._put_off_report(waited)
             # on other hosts others have waited as long
             if not any(_tells(state) for state in states[: self._own.rank]):
-                _tell(stall_report(states[self._own.rank], states))
+                logger.warning(stall_report(states[self._own.rank], states))
 
     def _put_off_report(self, waited: float) -> None:
         while self._next_report <= waited:
@@ -426,7 +425,7 @@ def introduce(node: str) -> None:
         for name, near in settings.misspelt().items():
             if near and name not in _warned:  # others may be a program's own
                 _warned.add(name)
-                _tell(f"mpistrat: {settings.misspelt_text(name, near)}\n")
+                logger.warning(settings.misspelt_text(name, near))
 
 
 def start(size: int | None = None) -> Watcher | None:
@@ -455,11 +454,6 @@ def _after_fork() -> None:
 
 def _key(record: Record) -> Key:
     return record.communicator, record.number
-
-
-def _tell(text: str) -> None:
-    sys.stderr.write(text)  # at once, so that lines of several ranks do not mix
-    sys.stderr.flush()
 
 
 def _tells(state: RankState) -> bool:

@@ -182,11 +182,11 @@ def test_who_waits_for_whom() -> None:
 def test_the_report_names_who_is_in_it_and_what_the_others_do() -> None:
     states = ranks(call(), call((1, 4), BARRIER, left=2.5), call(), None, rank3="stopped")
     assert stall_report(states[0], states).splitlines()[:4] == [
-        f"mpistrat: rank 0 (node0) has waited 2.0 s in collective 5, {SUM}",
-        "mpistrat:   in it: ranks 0, 2 (node0, node1), since 2.0 s, from train.py:7 (step)",
-        f"mpistrat:   missing: rank 1 (node0, pid 101): alive; last collective 4, {BARRIER} at train.py:7 (step), ended "
+        f"rank 0 (node0) has waited 2.0 s in collective 5, {SUM}",
+        "  in it: ranks 0, 2 (node0, node1), since 2.0 s, from train.py:7 (step)",
+        f"  missing: rank 1 (node0, pid 101): alive; last collective 4, {BARRIER} at train.py:7 (step), ended "
         "2.5 s ago; now at data.py:1 (load)",
-        "mpistrat:   missing: rank 3 (node1, pid 103): stopped (by a signal or a debugger); no collective yet; "
+        "  missing: rank 3 (node1, pid 103): stopped (by a signal or a debugger); no collective yet; "
         "last seen 0.1 s ago at data.py:3 (load)",
     ]
 
@@ -201,7 +201,7 @@ def test_the_report_of_many_missing_ranks_is_short() -> None:
     states = ranks(call(), *[None] * 30)
     lines = stall_report(states[0], states).splitlines()
     assert len(lines) < 22
-    assert "mpistrat:   missing, too: ranks 17-30" in lines
+    assert "  missing, too: ranks 17-30" in lines
 
 
 def test_states_go_through_json() -> None:

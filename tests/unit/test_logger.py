@@ -1,0 +1,73 @@
+"""The logger: on stderr by default, in one write; elsewhere where the program says so."""
+
+from __future__ import annotations
+
+import io
+import logging
+import subprocess
+import sys
+
+from mpistrat.logger import logger
+
+# a program that configures logging of its own: only what it says of `mpistrat` changes what mpistrat does
+CONFIGURED = """
+import logging, sys
+logging.basicConfig(stream=sys.stdout, format="root %(message)s")
+if sys.argv[1:]:
+    own = logging.getLogger("mpistrat")
+    own.addHandler(logging.StreamHandler(sys.stdout))
+    own.setLevel(logging.ERROR)
+    own.propagate = False
+from mpistrat.logger import logger
+logger.error("an error")
+logger.info("a remark")
+"""
+
+
+class _Stream(io.StringIO):
+    writes = 0
+
+    def write(self, text: str) -> int:
+        self.writes += 1
+        return super().write(text)
+
+
+def test_each_line_says_whose_it_is_and_all_are_one_write(monkeypatch) -> None:
+    stream = _Stream()
+    monkeypatch.setattr(sys, "stderr", stream)
+    logger.warning("waits, 100% of the time\n  missing: rank 1")
+    assert stream.getvalue() == "mpistrat: waits, 100% of the time\nmpistrat:   missing: rank 1\n"
+    assert stream.writes == 1
+
+
+def test_remarks_are_shown_and_an_error_comes_with_its_traceback(capsys) -> None:
+    logger.info("measured")
+    try:
+        raise ValueError("for example")
+    except ValueError:
+        logger.exception("nobody watches")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:3] == ["mpistrat: measured", "mpistrat: nobody watches", "mpistrat: Traceback (most recent call last):"]
+    assert lines[-1] == "mpistrat: ValueError: for example"
+
+
+def test_a_level_of_the_program_quietens_it(capsys) -> None:
+    logger.setLevel(logging.ERROR)
+    try:
+        logger.warning("unheard")
+    finally:
+        logger.setLevel(logging.INFO)
+    assert capsys.readouterr().err == ""
+
+
+def _run(*words: str) -> tuple[str, str]:
+    done = subprocess.run([sys.executable, "-c", CONFIGURED, *words], capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout, done.stderr
+
+
+def test_a_program_that_configures_only_the_root_still_sees_it_once() -> None:
+    assert _run() == ("", "mpistrat: an error\nmpistrat: a remark\n")
+
+
+def test_what_the_program_has_configured_for_it_holds() -> None:
+    assert _run("configured") == ("an error\n", "")
