@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mpistrat import settings
 from mpistrat.errors import LaunchError
 from mpistrat.launch import abort, environment, exit_code, forks, gpu_binding, launcher_process, nested, openmpi
+from mpistrat.launch.process import Process
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -112,7 +113,7 @@ def _start() -> MPI.Intracomm:
     return MPI.COMM_WORLD
 
 
-def _install_exit_hooks(comm: MPI.Intracomm, launcher: launcher_process.LauncherProcess | None) -> None:
+def _install_exit_hooks(comm: MPI.Intracomm, launcher: Process | None) -> None:
     """Make this process end together with its job, and its forked children end without affecting the job."""
     exit_code.watch()
     forks.watch(comm.rank)

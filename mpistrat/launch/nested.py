@@ -7,7 +7,6 @@ inherited the launcher's variables from that rank.
 from __future__ import annotations
 
 import os
-import re
 import sys
 import zlib
 from collections.abc import Mapping, MutableMapping
@@ -16,16 +15,13 @@ from itertools import takewhile
 from mpistrat import settings
 from mpistrat.errors import LaunchError
 from mpistrat.launch.environment import identity, without_launcher
-from mpistrat.launch.launcher_process import ancestors
+from mpistrat.launch.process import ancestors
 from mpistrat.logger import logger
 
 __all__ = ["VARIABLE", "forget_launcher", "mark"]
 
 VARIABLE = "MPISTRAT_RANK_PID"
 """The mark: the pid of the rank, and a checksum of the variables that identify rank and job."""
-
-# A launcher that a rank has started may give its first rank the very variables that the rank has: hydra does.
-_LAUNCHERS = re.compile(r"hydra|mpiexec|mpirun|prte|orted|srun|slurmstepd|aprun|pals")
 
 
 def mark(environ: MutableMapping[str, str]) -> None:
@@ -74,6 +70,9 @@ def _checksum(environ: Mapping[str, str]) -> str:
 
 
 def _is_launched_by(pid: int) -> bool:
-    """Return whether a launcher is between this process and one of its ancestors."""
-    chain = list(takewhile(lambda stat: stat.pid != pid, ancestors()))
-    return any(_LAUNCHERS.search(stat.name) for stat in chain) and chain[-1].parent == pid
+    """Return whether a launcher is between this process and one of its ancestors.
+
+    Such a launcher may give its first rank the very variables that its own rank has: hydra does.
+    """
+    chain = list(takewhile(lambda found: found.pid != pid, ancestors()))
+    return any(found.is_launcher for found in chain) and chain[-1].parent == pid

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.errors import InvalidArgumentError
+from mpistrat.launch import process
 from mpistrat.text import format_count, format_elapsed, format_table, ranks_text
-from mpistrat.watch import folder, process
+from mpistrat.watch import folder
 from mpistrat.watch.neighbours import Neighbours
 from mpistrat.watch.states import RankState, encode
 from mpistrat.watch.survey import here
@@ -23,7 +24,6 @@ __all__ = ["Examined", "add_arguments", "examine", "execute"]
 
 # a finding must be confirmed by a second look, because ranks go on while their records are read
 _AGAIN_SECONDS = 0.3
-_MOST_ANCESTORS = 32
 _MOST_SHOWN = 16
 
 
@@ -175,11 +175,7 @@ def _processes(job: Examined) -> Iterator[process.Process | None]:
 
 
 def _descends_from(found: process.Process | None, pid: int) -> bool:
-    for _ in range(_MOST_ANCESTORS):
-        if found is None or found.pid == pid:
-            break
-        found = process.find(found.parent)
-    return found is not None and found.pid == pid
+    return found is not None and any(each.pid == pid for each in (found, *process.ancestors(found.pid)))
 
 
 def _row(job: Examined) -> tuple[str, str, str, str]:

@@ -13,30 +13,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from mpistrat.launch import environment
-from mpistrat.watch import process
+from mpistrat.launch import environment, process
 from mpistrat.watch.file_layout import FILE_BYTES, Field
 
 __all__ = ["bases", "has_owner", "job_name", "jobs", "make_job", "remove", "remove_old_jobs"]
 
 # what jobs leave that were killed: for so long, so much, and no larger a share of the memory that holds it
 KEEP_SECONDS, KEEP_BYTES, KEEP_SHARE = 24 * 3600.0, 32 << 20, 1 / 16
-
-_LAUNCHERS = {
-    "mpiexec",
-    "mpiexec.hydra",
-    "mpirun",
-    "orted",
-    "orterun",
-    "prted",
-    "prterun",
-    "hydra_pmi_proxy",
-    "hydra_bstrap_pr",
-    "mpispawn",
-    "palsd",
-    "slurmstepd",
-}
-_MOST_ANCESTORS = 32
 
 
 def bases() -> list[Path]:
@@ -125,25 +108,20 @@ def job_name(environ: Mapping[str, str] | None = None, pid: int | None = None) -
     launcher = next((row for row in environment.LAUNCHERS if row.started(environ)), None)
     if own is None or launcher is None:
         return _safe(f"process-{pid}-{own.started if own else 0}")
-    starter = _started_by(own, launcher.rank)
+    starter = _started_by(pid, launcher.rank)
     step = f"slurm-{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}" if environ.get("SLURM_JOB_ID") else ""
     name = environ.get("PMIX_NAMESPACE") or step or launcher.rank.partition("_")[0].lower()
     return _safe(f"{name}-{starter.pid}-{starter.started}" if starter else name)
 
 
-def _started_by(own: process.Process, rank: str) -> process.Process | None:
-    """Return the nearest process above this one that is a launcher's, or was not told a rank itself."""
-    pid = own.parent
-    for _ in range(_MOST_ANCESTORS):
-        found = process.find(pid)
-        if found is None or found.pid == 1:
-            return None
-        variables = {} if found.name in _LAUNCHERS else found.environment()
-        if variables is None:
+def _started_by(pid: int, rank: str) -> process.Process | None:
+    """Return the nearest ancestor of a process that is a launcher, or does not have the variable of the rank itself."""
+    for found in process.ancestors(pid):
+        variables = {} if found.is_launcher else found.environment()
+        if found.pid == 1 or variables is None:
             return None
         if rank not in variables:
             return found
-        pid = found.parent
     return None
 
 

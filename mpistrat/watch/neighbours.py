@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from mpistrat.launch import environment
-from mpistrat.watch import folder, process
+from mpistrat.launch import environment, process
+from mpistrat.watch import folder
 from mpistrat.watch.reader import RankFile
 from mpistrat.watch.states import Key, RankState, look
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat.watch import process
+from mpistrat.launch import process
 from mpistrat.watch.file_layout import (
     CALLS,
     FAILED_BIT,

@@ -21,8 +21,8 @@ from time import monotonic_ns
 from types import CodeType, FrameType
 
 from mpistrat.errors import LaunchError
-from mpistrat.launch import environment
-from mpistrat.watch import folder, process
+from mpistrat.launch import environment, process
+from mpistrat.watch import folder
 from mpistrat.watch.file_layout import (
     CALLS,
     FAILED_BIT,

@@ -7,7 +7,7 @@ import pytest
 
 from mpistrat.errors import UnavailableError
 from mpistrat.groups.group import Group
-from mpistrat.launch import launcher_process
+from mpistrat.launch import launcher_process, process
 from mpistrat.transports import peer_memory
 from mpistrat.transports.peer_memory import PeerMemory, Spans
 from mpistrat.transports.steps import address
@@ -105,7 +105,7 @@ def test_only_descendants_of_the_launcher_are_admitted(group, monkeypatch):
     peer_memory._admit_ranks(library)
     [(option, launcher)] = admitted
     assert option == 0x59616D61
-    assert launcher in {stat.pid for stat in launcher_process.ancestors()} - {1}
+    assert launcher in {each.pid for each in process.ancestors()} - {1}
     assert len(set(group.comm.allgather(launcher))) == 1, "all ranks of a node have one launcher"
     monkeypatch.setattr(launcher_process, "_launcher", None)
     peer_memory._admit_ranks(library)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from mpistrat.watch import file_layout, folder, process
+from mpistrat.launch import process
+from mpistrat.watch import file_layout, folder
 from mpistrat.watch.file_layout import State
 from mpistrat.watch.reader import OVERWRITTEN, RankFile
 from mpistrat.watch.recorder import FlightRecorder, digest

@@ -1,0 +1,56 @@
+"""Processes: who started whom, and which of them are launchers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from mpistrat.launch import process
+
+
+def test_ancestors_begin_with_the_parent_and_end_with_the_first_process() -> None:
+    found = list(process.ancestors())
+    assert found[0].pid == os.getppid()
+    assert [each.parent for each in found[:-1]] == [each.pid for each in found[1:]]
+    assert found[-1].parent == 0
+    assert [each.pid for each in process.ancestors(found[0].pid)] == [each.pid for each in found[1:]]
+
+
+def test_a_process_is_gone_when_it_has_exited_or_its_pid_is_another_ones() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    found = process.find(child.pid)
+    assert found is not None
+    assert not found.is_gone()
+    assert replace(found, started=found.started - 1).is_gone()
+    child.communicate(b"\n")
+    assert found.is_gone()
+
+
+def test_too_many_open_files_are_no_sign_of_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = process.find(os.getpid())
+    assert own is not None
+
+    def fail(*_: object, **__: object) -> str:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("pathlib.Path.read_text", fail)
+    assert not own.is_gone()
+    assert process.find(os.getpid()) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "is_launcher"),
+    [
+        *((name, True) for name in ("mpiexec", "mpiexec.hydra", "mpirun", "mpirun_rsh", "mpispawn", "orted", "orterun")),
+        *((name, True) for name in ("prte", "prted", "prterun", "hydra_pmi_proxy", "hydra_bstrap_pr", "slurmstepd", "palsd")),
+        *((name, False) for name in ("python3", "bash", "mpiexec_wrapper", "my_mpirun.sh", "sshd")),
+    ],
+)
+def test_launchers_are_known_by_their_names(name: str, is_launcher: bool) -> None:
+    own = process.find(os.getpid())
+    assert own is not None
+    assert replace(own, name=name).is_launcher is is_launcher
