@@ -15,7 +15,7 @@ from mpistrat.launch.process import Process
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["check_launched_size", "no_library", "start"]
+__all__ = ["check_launched_size", "library_version", "no_library", "start"]
 
 # The option that srun needs so that the ranks of an MPI library find each other.
 SRUN_MPI_TYPES = {
@@ -83,6 +83,13 @@ def check_launched_size(view: environment.LauncherView | None, size: int, vendor
         f"{found}: srun's --mpi type does not fit this MPI. Use srun {advice} for {vendor}, "
         f"or its own mpiexec inside the allocation. Accepted are {known}."
     )
+
+
+def library_version() -> str:
+    """Return name and version of the MPI library that runs: ``Open MPI v5.0.11``."""
+    from mpi4py import MPI
+
+    return str(MPI.Get_library_version()).split("\n")[0].split(",")[0].strip("\0 ")
 
 
 def no_library(found: str) -> str:

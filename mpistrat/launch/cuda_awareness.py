@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from mpistrat import settings
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import SettingError
+from mpistrat.launch.bootstrap import library_version
 from mpistrat.launch.cuda_probe import AWARE, WRONG_VALUES
 from mpistrat.launch.cuda_verdicts import Library, Verdict, keep, kept_for
 from mpistrat.launch.environment import without_launcher
@@ -83,11 +84,10 @@ def present_library() -> Library:
 
     mapped = re.findall(r"(/\S*/libmpi[^/\s]*\.so[^/\s]*)$", Path("/proc/self/maps").read_text(), re.MULTILINE)
     path = Path(mapped[0] if mapped else MPI.__file__)
-    version = str(MPI.Get_library_version()).split("\n")[0].split(",")[0].strip("\0 ")
     device = bound_device()
     found = {name: value for name, value in without_launcher(os.environ).items() if _TRANSPORT_VARIABLES.match(name)}
     shaped_by = " ".join(f"{name}={value}" for name, value in sorted(found.items()))
-    return Library(str(path), version, path.stat().st_mtime_ns, shaped_by, device.identity().name if device else "")
+    return Library(str(path), library_version(), path.stat().st_mtime_ns, shaped_by, device.identity().name if device else "")
 
 
 def probe(device_index: int, seconds: float = PROBE_SECONDS) -> Verdict:

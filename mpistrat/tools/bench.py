@@ -23,7 +23,7 @@ from mpistrat.arrays import Array
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, LaunchError
-from mpistrat.launch.bootstrap import start
+from mpistrat.launch.bootstrap import library_version, start
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes
@@ -103,7 +103,7 @@ def execute(arguments: argparse.Namespace) -> int:
     prefer(arguments.device)
     ops = communicator(start())
     if ops.rank == 0:
-        print(f"all_reduce of float32, SUM, {ops.world}, {_mpi_version()}; {place_text(ops)}", flush=True)
+        print(f"all_reduce of float32, SUM, {ops.world}, {library_version()}; {place_text(ops)}", flush=True)
     if arguments.compare:
         _compare(arguments, ops, sizes)
     else:
@@ -236,18 +236,12 @@ def _check_plot(path: Path) -> None:
         )
 
 
-def _mpi_version() -> str:
-    from mpi4py import MPI
-
-    return str(MPI.Get_library_version()).split("\n")[0].split(",")[0].strip("\0 ")
-
-
 def _write_json(path: Path, ops: Communicator, figures: dict[str, Any]) -> None:
     document = {
         "collective": "all_reduce",
         "dtype": "float32",
         "mpistrat": mpistrat.__version__,
-        "mpi": _mpi_version(),
+        "mpi": library_version(),
         "python": platform.python_version(),
         "world": ops.world.shape,
         "ranks": ops.size,

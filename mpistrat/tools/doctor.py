@@ -140,7 +140,7 @@ def examine(job: Path) -> Examined | None:
         states, keys = neighbours.states(keys)
         again = judge(states, keys)
         finding = again if again is not None and again.mark == finding.mark else None
-    return Examined(job, size, states, waits_for(states, keys), finding.text if finding else "")
+    return Examined(job, size, states, waits_for(states, keys), finding.notice.text if finding else "")
 
 
 def _chosen(jobs: Sequence[Examined], wanted: str) -> list[Examined]:

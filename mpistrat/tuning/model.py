@@ -14,6 +14,7 @@ from typing import Any
 from mpistrat import cache, settings
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.algorithms.cost import DEFAULT, CostModel
+from mpistrat.launch.bootstrap import library_version
 from mpistrat.topology.world import World
 from mpistrat.tuning.fit import CONSTANTS, Measurement, corrected, fit
 
@@ -142,12 +143,11 @@ def present_conditions(world: World) -> Conditions:
 
     slurm = [os.environ[name] for name in ("SLURM_CLUSTER_NAME", "SLURM_JOB_PARTITION") if os.environ.get(name)]
     host = MPI.Get_processor_name()
-    version = str(MPI.Get_library_version()).split("\n")[0].split(",")[0].strip("\0 ")
     shaping = [(setting.name, setting.read(), setting.default) for setting in _SHAPING]
     return Conditions(
         " ".join(slurm) or re.sub(r"[-_]*\d.*", "", host.partition(".")[0]) or host,
         f"{_processor()}, {os.cpu_count()} cores",
-        version,
+        library_version(),
         f"{world.shape} {world.placement}",
         ", ".join(f"{name}={value}" for name, value, default in shaping if value != default),
     )

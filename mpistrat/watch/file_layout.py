@@ -29,8 +29,7 @@ __all__ = [
 ]
 
 MAGIC = int.from_bytes(b"mpistrat", "little")
-VERSION = 2
-
+VERSION = 3
 
 # who takes part in a collective where a text of it would be longer than an entry has room for
 UNTOLD, LONGEST_TEXT = "?", 400
@@ -53,10 +52,9 @@ class Field(IntEnum):
     NAMESPACE = 5  # in which that pid counts
     RANK = 6
     SIZE = 7
-    WALL_OFFSET = 8  # what to add to a time here to have nanoseconds since 1970
-    LOOKED = 9  # when the watching thread last woke
-    NOW_AT = 10  # the line that the main thread was at,
-    SAMPLED = 11  # and when
+    LOOKED = 8  # when the watching thread last woke
+    NOW_AT = 9  # the line that the main thread was at,
+    SAMPLED = 10  # and when
 
 
 # name -> where its text begins in the header, and the bytes it has

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from mpistrat.errors import AgreementError, CollectiveError, UnavailableError
 from mpistrat.watch.states import Key
@@ -24,44 +23,35 @@ class Notice:
 
     Attributes
     ----------
-    name : str
-        Names the collective, by its communicator and its number there: of several notices of one the first counts.
+    communicator, number : int
+        Which collective: of several notices about one the first counts.
     text : str
-        What to tell.
+        The message of the error.
     is_mismatch : bool
         Whether ranks made different calls; otherwise one has ended.
     is_for_all : bool
-        Whether ranks in any collective are to raise it; otherwise those in this one, for others may go on.
+        Whether ranks in any collective raise it; otherwise only those in this one, because others may go on.
     """
 
-    name: str
+    communicator: int
+    number: int
     text: str
     is_mismatch: bool
     is_for_all: bool = True
 
-    @classmethod
-    def about(cls, key: Key, text: str, is_mismatch: bool, is_for_all: bool = True) -> Notice:
-        """Return the notice about a collective."""
-        return cls(f"{key[0]}-{key[1]}", text, is_mismatch, is_for_all)
-
     @property
     def key(self) -> Key:
-        """Which collective it is about."""
-        communicator, _, number = self.name.partition("-")
-        return int(communicator), int(number)
+        """The collective."""
+        return self.communicator, self.number
+
+    @property
+    def name(self) -> str:
+        """The name of its file, after the prefix."""
+        return f"{self.communicator}-{self.number}"
 
     def error(self) -> CollectiveError:
         """Return the error to raise."""
         return AgreementError(self.text) if self.is_mismatch else UnavailableError(self.text)
-
-    def encode(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
-        return asdict(self)
-
-    @classmethod
-    def decode(cls, row: dict[str, Any]) -> Notice:
-        """Return the notice that `encode` was given."""
-        return cls(**row)
 
 
 class Notices:
@@ -85,7 +75,7 @@ class Notices:
         path = self._job / f"{_PREFIX}{notice.name}"
         new = path.with_name(f".{path.name}-{os.getpid()}")
         with suppress(OSError):
-            new.write_text(json.dumps(notice.encode()))
+            new.write_text(json.dumps(asdict(notice)))
             with suppress(FileExistsError):
                 os.link(new, path)
             new.unlink()
@@ -105,7 +95,7 @@ class Notices:
     def _all(self) -> Iterator[Notice]:
         for path in self._paths():
             with suppress(OSError, ValueError, TypeError):
-                yield Notice.decode(json.loads(path.read_text()))
+                yield Notice(**json.loads(path.read_text()))
         yield from (notice for notice in self._own if self._counts(notice.name))
 
     def _paths(self) -> list[Path]:

@@ -144,11 +144,6 @@ class RankFile:
         return self._word(Field.LOOKED)
 
     @property
-    def wall_offset(self) -> int:
-        """What to add to its times to have nanoseconds since 1970."""
-        return self._word(Field.WALL_OFFSET)
-
-    @property
     def now_at(self) -> tuple[str, int]:
         """The line that its main thread was at, and when that was; empty where it was never looked at."""
         return self._line(self._word(Field.NOW_AT)), self._word(Field.SAMPLED)

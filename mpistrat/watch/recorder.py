@@ -11,7 +11,6 @@ import socket
 import struct
 import sys
 import threading
-import time
 from collections import OrderedDict
 from contextlib import suppress
 from hashlib import blake2b
@@ -22,7 +21,7 @@ from types import CodeType, FrameType
 
 from mpistrat.errors import LaunchError
 from mpistrat.launch import environment, process
-from mpistrat.watch import folder
+from mpistrat.watch import folder, users
 from mpistrat.watch.file_layout import (
     CALLS,
     FAILED_BIT,
@@ -43,8 +42,6 @@ from mpistrat.watch.file_layout import (
 __all__ = ["FlightRecorder", "digest", "recorder"]
 
 _MOST_PLACES = 16_384
-# standard-library modules that may lie on the stack between the program and this library
-_BETWEEN = ("threading", "contextlib")
 _write_entry = struct.Struct("=5Q").pack_into
 _frame_at = sys._getframe
 
@@ -195,7 +192,6 @@ class FlightRecorder:
         self._put(Field.STARTED, own.started if own else 0)
         self._put(Field.NAMESPACE, process.pid_namespace())
         self.set_place(rank, size)
-        self._put(Field.WALL_OFFSET, time.time_ns() - monotonic_ns())
         host = socket.gethostname()
         for name, text in (("node", host), ("host", host), ("program", " ".join(sys.argv) or sys.executable)):
             _write_text(self.memory, name, text)
@@ -211,7 +207,7 @@ class FlightRecorder:
             place = (id(frame.f_code), frame.f_lasti)
             line = self._places.get(place)
             if line is None:
-                line = 0 if _is_ours(frame) else self._lines_of(frame)
+                line = 0 if users.is_ours(frame) else self._lines_of(frame)
                 self._remember(place, frame.f_code, line)
             if line:
                 return line
@@ -335,9 +331,3 @@ def _write_text(memory: memoryview, name: str, text: str) -> None:
     encoded = text.encode("utf-8", "backslashreplace")[: room - 8]
     memory[start + 8 : start + 8 + len(encoded)] = encoded
     memory[start : start + 8] = len(encoded).to_bytes(8, sys.byteorder)
-
-
-def _is_ours(frame: FrameType) -> bool:
-    """Return whether a frame is this library's, or what Python puts between; its commands are programs that use it."""
-    name = str(frame.f_globals.get("__name__", ""))
-    return name in _BETWEEN or (name.partition(".")[0] == "mpistrat" and not name.startswith("mpistrat.tools."))

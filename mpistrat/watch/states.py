@@ -120,31 +120,6 @@ class RankState:
         call = self.call
         return call if call is not None and call.left_seconds_ago is None and self.state in ("in", "stopped") else None
 
-    @property
-    def communicator(self) -> int:
-        """The communicator of `call`, or -1."""
-        return self.call.communicator if self.call else -1
-
-    @property
-    def number(self) -> int:
-        """The number of `call`, or -1."""
-        return self.call.number if self.call else -1
-
-    @property
-    def text(self) -> str:
-        """The text of `call`."""
-        return self.call.text if self.call else ""
-
-    @property
-    def line(self) -> str:
-        """The user's line of `call`."""
-        return self.call.line if self.call else ""
-
-    @property
-    def entered_seconds_ago(self) -> float:
-        """When `call` was entered."""
-        return self.call.entered_seconds_ago if self.call else 0.0
-
     def at(self, key: Key) -> Call | None:
         """Return what it called at a number, as far as is known here."""
         return next((call for call in self.calls if call.key == key), None)

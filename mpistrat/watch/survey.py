@@ -49,11 +49,11 @@ class Survey:
         is_thorough: bool = False,
         heard: Sequence[RankState] = (),
     ) -> None:
-        self._size, self._neighbours, self._talk, self._is_thorough = size, neighbours, talk, is_thorough
+        self._size, self._talk = size, talk
         self.number = next(self._numbers)
         self._found: dict[int, RankState] = {}
         self._heard = {state.rank: state for state in heard}
-        found, self.keys = here(neighbours, wanted, self._expected(size, talk) if is_thorough else ())
+        found, self.keys = here(neighbours, wanted, (talk.own if talk else range(size)) if is_thorough else ())
         self._add(found)
         self._silent = list(talk.others) if talk else []
         self._asked = 0
@@ -84,10 +84,6 @@ class Survey:
 
     def _add(self, states: Sequence[RankState]) -> None:
         self._found |= {state.rank: state for state in states if state.rank < self._size}
-
-    @staticmethod
-    def _expected(size: int, talk: Talk | None) -> Sequence[int]:
-        return talk.own if talk else range(size)
 
 
 def here(neighbours: Neighbours, wanted: Collection[Key], expected: Collection[int]) -> tuple[list[RankState], set[Key]]:

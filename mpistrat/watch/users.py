@@ -1,4 +1,4 @@
-"""Which frames are the user's own: neither this library's, nor one that is installed, nor Python's."""
+"""Which stack frames are the user's own: not those of this library, of installed packages, or of Python."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ import sysconfig
 from functools import cache
 from types import FrameType
 
-__all__ = ["innermost"]
+__all__ = ["innermost", "is_ours"]
+
+# standard-library modules that may lie on the stack between the program and this library
+_BETWEEN = ("threading", "contextlib")
 
 
 def innermost(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame of the user's program on a stack; where all is installed, the innermost that is not ours."""
+    """Return the innermost frame of the user's program; if everything is installed, the innermost that is not ours."""
     other = None
     while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        if name.partition(".")[0] != "mpistrat" or name.startswith("mpistrat.tools."):
+        if not is_ours(frame):
             if not _is_installed(frame.f_code.co_filename):
                 return frame
             other = other or frame
         frame = frame.f_back
     return other
+
+
+def is_ours(frame: FrameType) -> bool:
+    """Return whether a frame belongs to this library; its commands count as programs that use it."""
+    name = str(frame.f_globals.get("__name__", ""))
+    return name in _BETWEEN or (name.partition(".")[0] == "mpistrat" and not name.startswith("mpistrat.tools."))
 
 
 @cache

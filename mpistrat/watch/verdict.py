@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from mpistrat.errors import AgreementError, CollectiveError, UnavailableError
 from mpistrat.text import ranks_text
+from mpistrat.watch.notices import Notice
 from mpistrat.watch.states import Call, Key, RankState
 
 __all__ = ["Finding", "judge", "waits_for"]
@@ -26,24 +26,14 @@ class Finding:
 
     Attributes
     ----------
-    key : Key
-        The collective that one of them waits in.
-    text : str
-        What to tell, on all ranks.
-    is_mismatch : bool
-        Whether ranks made different calls; otherwise one has ended.
+    notice : Notice
+        Why, for all ranks.
     mark : tuple
-        Who was where: it is found again where this is equal.
+        Which rank was where: the same finding, made again, has an equal one.
     """
 
-    key: Key
-    text: str
-    is_mismatch: bool
+    notice: Notice
     mark: tuple[object, ...]
-
-    def error(self) -> CollectiveError:
-        """Return the error to raise."""
-        return AgreementError(self.text) if self.is_mismatch else UnavailableError(self.text)
 
 
 def judge(states: Sequence[RankState], looked_up: Collection[Key]) -> Finding | None:
@@ -85,12 +75,8 @@ def _different(states: Sequence[RankState]) -> Finding | None:
             call = calls.get(state.rank)
             text = (call.text + (f" at {call.line}" if call.line else "")) if call else f"has not come to it: {state.doing()}"
             variants.setdefault(text, []).append(state.rank)
-        return Finding(
-            key,
-            _told(f"collective {key[1]} of group world", variants),
-            True,
-            tuple((rank, call.digest, call.entered) for rank, call in calls.items()),
-        )
+        text = _told(f"collective {key[1]} of group world", variants)
+        return Finding(Notice(*key, text, True), tuple((rank, call.digest, call.entered) for rank, call in calls.items()))
     return None
 
 
@@ -112,16 +98,17 @@ def _stuck(states: Sequence[RankState], looked_up: Collection[Key]) -> Finding |
     waiting = sorted(held - over)
     if not waiting:
         return None
+    key = _call(by_rank[waiting[0]]).key
     mark = tuple((rank, _call(by_rank[rank]).key, _call(by_rank[rank]).entered) for rank in waiting)
     reached = sorted(over.intersection(*[[other for rank in waiting for other in missing[rank]]]))
     if reached:
-        return Finding(_call(by_rank[waiting[0]]).key, _ended(by_rank, waiting, reached), False, (*mark, *reached))
+        return Finding(Notice(*key, _ended(by_rank, waiting, reached), False), (*mark, *reached))
     variants: dict[str, list[int]] = {}
     for state in states:
         call = state.waits_in
         place = f"collective {call.number} of communicator {call.communicator}, {call.text}" if call else state.doing()
         variants.setdefault(place + (f" at {call.line}" if call and call.line else ""), []).append(state.rank)
-    return Finding(_call(by_rank[waiting[0]]).key, _told("they wait for each other", variants), True, mark)
+    return Finding(Notice(*key, _told("they wait for each other", variants), True), mark)
 
 
 def _told(what: str, variants: dict[str, list[int]]) -> str:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -176,7 +177,7 @@ class Watcher:
 
     def tell(self, key: Key, error: AgreementError) -> None:
         """Have the ranks in a collective raise what this one is about to: that they are in different calls."""
-        self._to_tell = Notice.about(key, str(error), is_mismatch=True, is_for_all=False)
+        self._to_tell = Notice(*key, str(error), is_mismatch=True, is_for_all=False)
         self._wake.set()
 
     def dismiss(self, communicator: int) -> None:
@@ -259,7 +260,6 @@ class Watcher:
         return sys._current_frames().get(self._main or 0)
 
     def _step(self) -> None:
-        # here a process whose launcher is gone is to end itself
         self._listen()
         notice, self._to_tell = self._to_tell, None
         if notice is not None:
@@ -335,7 +335,7 @@ class Watcher:
         finding = judge(states, known)
         if finding is not None and self._suspicion is not None and finding.mark == self._suspicion.mark:
             if self.verdict is None:
-                self._post(Notice.about(finding.key, finding.text, finding.is_mismatch))
+                self._post(finding.notice)
         elif finding is not None:
             self._next_look = time.monotonic() + WAKE_SECONDS
         self._suspicion = finding
@@ -354,7 +354,7 @@ class Watcher:
         self._notices.post(notice)
         talk = self._talker()
         if talk is not None:
-            talk.send({"notice": notice.encode()}, [rank for ranks in talk.others for rank in ranks])
+            talk.send({"notice": asdict(notice)}, [rank for ranks in talk.others for rank in ranks])
         self._take_notices()
 
     def _take_notices(self) -> None:
@@ -385,7 +385,7 @@ class Watcher:
             elif "failed" in message:
                 self._has_failed_rank = True
             elif "notice" in message:
-                self._notices.post(Notice.decode(message["notice"]))
+                self._notices.post(Notice(**message["notice"]))
 
     def _confide(self, talk: Talk) -> None:
         """Tell a rank of another host what this one does, as long as it can."""
@@ -458,7 +458,8 @@ def _key(record: Record) -> Key:
 
 def _tells(state: RankState) -> bool:
     """Return whether a rank waits, and its watching thread can tell so."""
-    return state.state == "in" and not state.is_silent and state.entered_seconds_ago > PATIENCE_SECONDS
+    call = state.waits_in if state.state == "in" and not state.is_silent else None
+    return call is not None and call.entered_seconds_ago > PATIENCE_SECONDS
 
 
 def _delete(keyval: int) -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from mpistrat.launch.mpiexec import command
-from mpistrat.testing.processes import kill_session
 from tests.faults.jobs import LIMIT_SECONDS, PROLOGUE, Ended, ended
-from tests.processes import until
+from tests.processes import kill_session, until
 
 Job = Callable[..., Ended]
 

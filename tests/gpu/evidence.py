@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.launch.mpiexec import command
-from mpistrat.testing.processes import TIMED_OUT, run_bounded
 from tests.gpu.machine import Machine, look
 from tests.gpu.parts import FAILED, OK, SKIPPED, merged
 from tests.gpu.probes import PROBES, Probe
+from tests.processes import TIMED_OUT, run_bounded
 
 __all__ = ["OK", "changed_since", "collect", "run_probe"]
 

@@ -21,7 +21,7 @@ import numpy as np
 
 import mpistrat
 from mpistrat.launch.mpiexec import command
-from mpistrat.testing.processes import TIMED_OUT, run_bounded
+from tests.processes import TIMED_OUT, run_bounded
 
 __all__ = ["FAULTS", "end"]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from mpistrat.device.cuda import count_visible
 from mpistrat.errors import LaunchError
 from mpistrat.launch.mpiexec import find_mpi
-from mpistrat.testing.processes import run_bounded
+from tests.processes import run_bounded
 
 __all__ = ["Machine", "driver_version", "find_sanitizer", "loaded", "look", "states"]
 

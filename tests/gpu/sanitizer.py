@@ -28,8 +28,8 @@ from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, combine
-from mpistrat.testing.processes import run_bounded
 from tests.gpu.machine import find_sanitizer
+from tests.processes import run_bounded
 
 __all__ = ["PLANTED", "errors_in", "kernels", "try_all"]
 

@@ -45,7 +45,6 @@ def test_the_header_tells_whose_file_it_is(written: FlightRecorder) -> None:
     file = read(written)
     assert (file.rank, file.size, file.pid, file.state) == (3, 4, os.getpid(), State.RUNNING)
     assert file.text("program").split()[0] == sys.argv[0]
-    assert abs(time.monotonic_ns() + file.wall_offset - time.time_ns()) < 1e9
     assert file.last() is None
     written.set_node("node7")
     written.set_state(State.ENDED)

@@ -38,7 +38,7 @@ def ranks(*calls: Call | None, **states: str) -> list[RankState]:
 
 def judged(states: Sequence[RankState]) -> str:
     finding = judge(states, {ONE, TWO})
-    return "" if finding is None else finding.text
+    return "" if finding is None else finding.notice.text
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_may_still_go_on_is_not_judged(states: list[RankState]) -> None:
 def test_different_calls_at_one_number_are_a_mismatch() -> None:
     finding = judge(ranks(call(), call(text=BARRIER), call()), {ONE})
     assert finding is not None
-    error = finding.error()
+    error = finding.notice.error()
     assert isinstance(error, AgreementError)
     assert error.raised_everywhere
     assert str(error) == (
@@ -106,7 +106,7 @@ def test_long_texts_that_differ_only_at_the_end_are_a_mismatch() -> None:
     other = replace(call(), digest=digest("another end"))
     finding = judge(ranks(call(), other), {ONE})
     assert finding is not None
-    assert finding.is_mismatch
+    assert finding.notice.is_mismatch
 
 
 def test_ranks_that_wait_for_each_other_are_stuck() -> None:
@@ -146,7 +146,7 @@ def test_what_was_started_does_not_hold_up_the_program() -> None:
 def test_waiting_for_a_rank_that_is_over_is_in_vain(state: str, words: str) -> None:
     finding = judge(ranks(call(), call((1, 4), BARRIER, left=1.5), call(), rank1=state), {ONE})
     assert finding is not None
-    error = finding.error()
+    error = finding.notice.error()
     assert isinstance(error, UnavailableError)
     lines = str(error).splitlines()
     assert lines[0] == "rank 1 will not come to a collective that others wait in:"
