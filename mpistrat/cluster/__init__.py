@@ -1,1 +1,1 @@
-"""Which role each task plays."""
+"""Cluster specs and resolvers: which task each rank is."""

@@ -1,7 +1,7 @@
-"""Host lists and task counts, as SLURM writes them in short.
+"""Host lists and task counts in SLURM's compressed notation.
 
 ``n[009-011],login`` is n009, n010, n011, login; ``3(x2),2,1`` is 3, 3, 2, 1. The order is that of the list, which is the
-order of ranks; numbers keep their zeros.
+order of ranks; leading zeros are kept.
 
 File law: no MPI and no environment here.
 """
@@ -22,7 +22,7 @@ _TASKS = "a list of task counts is COUNT or COUNT(xNODES), joined by commas: 3(x
 def expand_hosts(text: str) -> list[str]:
     """Return the hosts of a host list, in its order.
 
-    Of several brackets in one name the last runs fastest: ``rack[0-1]n[1-2]`` begins with rack0n1, rack0n2.
+    If a name has several brackets, the last one varies fastest: ``rack[0-1]n[1-2]`` begins with rack0n1, rack0n2.
 
     Raises
     ------
@@ -50,7 +50,7 @@ def expand_tasks(text: str) -> list[int]:
 
 
 def _names(text: str) -> list[str]:
-    """Return the names between commas that stand outside brackets."""
+    """Split at the commas outside brackets."""
     names = re.findall(r"(?:\[[^\[\]]*\]|[^\[\],\s])+", text)
     if not names or ",".join(names) != text.strip():
         raise InvalidArgumentError(f"{text!r} cannot be read: a name is empty, or brackets are not paired; {_HOSTS}")
@@ -58,7 +58,7 @@ def _names(text: str) -> list[str]:
 
 
 def _expanded(name: str, text: str) -> list[str]:
-    # the odd parts stood in brackets
+    # parts with odd indices were in brackets
     parts = re.split(r"\[(.*?)\]", name)
     choices = [_numbers(part, text) if index % 2 else [part] for index, part in enumerate(parts)]
     return ["".join(chosen) for chosen in product(*choices)]
@@ -70,6 +70,6 @@ def _numbers(ranges: str, text: str) -> list[str]:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(last) < int(first):
-            raise InvalidArgumentError(f"{text!r} holds the range {part!r}, which is no NUMBER or LOW-HIGH; {_HOSTS}")
+            raise InvalidArgumentError(f"{text!r} holds the range {part!r}, which is neither NUMBER nor LOW-HIGH; {_HOSTS}")
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers

@@ -1,4 +1,4 @@
-"""MPIClusterResolver: the cluster that MPI's ranks are."""
+"""MPIClusterResolver: the cluster formed by the ranks of MPI."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ __all__ = ["MPIClusterResolver"]
 
 
 class MPIClusterResolver(RankResolver):
-    """Makes each rank a task, in the order of ranks; hosts are those that the ranks say they are on.
+    """Makes each rank a task, in rank order; the host of a task is the processor name that MPI reports.
 
-    Making one is a collective call of all ranks of the job.
+    Creating one is a collective call of all ranks of the job.
 
     Parameters
     ----------
     jobs : dict, optional
-        From the name of a job to its number of tasks, dealt to the ranks in this order; all are workers by default.
+        Job name -> number of tasks, assigned to the ranks in this order; by default all ranks are workers.
     port_base : int
-        The port of the first rank of a host; the others follow.
+        The port of the first rank of a host; the next ranks get the next ports.
     rpc_layer : str, optional
-        What `master` puts before an address.
+        The protocol that `master` puts before an address.
 
     Raises
     ------
     InvalidArgumentError
-        If `port_base`, or a number of tasks, is not a number that can be had.
+        If `port_base` or a number of tasks is invalid.
     LaunchError
         If the jobs have more or fewer tasks than there are ranks.
     AgreementError

@@ -1,4 +1,4 @@
-"""RankResolver: each rank is a task, on the host where it sits."""
+"""RankResolver: each rank is a task, on the host that it runs on."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ __all__ = ["RankResolver"]
 
 
 class RankResolver(ClusterResolver):
-    """Deals the ranks of a world to jobs, in the order of both; a rank's address is its host and a port of its own.
+    """Assigns the ranks of a world to jobs, in the order of both; a rank's address is its host and a port of its own.
 
     Parameters
     ----------
     world : World
-        Which rank sits on which host.
+        Which rank runs on which host.
     rank : int
         This rank.
     jobs : dict, optional
-        From the name of a job to its number of tasks; ``{"worker": all of them}`` by default.
+        Job name -> number of tasks; by default all ranks are workers.
     port_base : int
-        The port of the first rank of a host; the others follow.
+        The port of the first rank of a host; the next ranks get the next ports.
     rpc_layer : str, optional
-        What `master` puts before an address.
+        The protocol that `master` puts before an address.
 
     Raises
     ------
     InvalidArgumentError
-        If `port_base`, or a number of tasks, is not a number that can be had.
+        If `port_base` or a number of tasks is invalid.
     LaunchError
         If the jobs have more or fewer tasks than there are ranks.
     """

@@ -1,4 +1,4 @@
-"""ClusterResolver: who is in the cluster and which task this process is; and the resolver that is told so."""
+"""ClusterResolver: the cluster, and which of its tasks this process is; SimpleClusterResolver is given both."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["ClusterResolver", "SimpleClusterResolver", "url"]
 
 
 class ClusterResolver(ABC):
-    """Says which tasks there are, where, and which of them this process is.
+    """Describes a cluster: its tasks, their addresses, and which task this process is.
 
-    A strategy takes roles from it, such as who is the chief; which ranks there are it knows from MPI.
+    A strategy takes roles from it, such as which rank is the chief; the ranks themselves come from MPI.
 
     Attributes
     ----------
     task_type : str or None
-        The job of this process: ``worker``, ``chief``, …; None where that is not known.
+        The job of this process: ``worker``, ``chief``, …; None if unknown.
     task_id : int or None
-        The index of this process in its job.
+        The index of this process in its job; None if unknown.
     rpc_layer : str or None
-        What `master` puts before an address: ``grpc``.
+        The protocol that `master` puts before an address: ``grpc``.
     """
 
     task_type: str | None = None
@@ -31,15 +31,15 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """Return the cluster, anew at each call; it is empty where there is none."""
+        """Return a new ClusterSpec; it is empty if there is no cluster."""
 
     @property
     def environment(self) -> str:
-        """The kind of place the cluster runs in, such as ``google``; here the empty text."""
+        """The environment that the cluster runs in, such as ``google``; an empty string here."""
         return ""
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of a task, of this process's by default; the empty text where there is no such cluster.
+        """Return the address of a task, by default of this process's; an empty string if there is no cluster or task.
 
         Raises
         ------
@@ -54,34 +54,34 @@ class ClusterResolver(ABC):
         return url(spec.task_address(task_type, task_id), self.rpc_layer if rpc_layer is None else rpc_layer)
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Return how many devices of each kind a task has, CPUs not counted."""
+        """Return the number of accelerators of each kind that a task has; CPUs are not counted."""
         return {}
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Hands on what it is told.
+    """Returns the values that it was created with.
 
     Parameters
     ----------
     cluster_spec : ClusterSpec
         The cluster.
     master : str
-        What `master` returns where no task is asked for.
+        What `master` returns if no task is asked for.
     task_type : str, optional
         The job of this process.
     task_id : int, optional
         The index of this process in its job.
     environment : str
-        The kind of place the cluster runs in.
+        The environment that the cluster runs in.
     num_accelerators : dict, optional
-        From kind of device to how many each task has.
+        Kind of accelerator -> number that each task has.
     rpc_layer : str, optional
-        What `master` puts before an address.
+        The protocol that `master` puts before an address.
 
     Raises
     ------
     TypeError
-        If `cluster_spec` is not a ClusterSpec, or `master` no string.
+        If `cluster_spec` is not a ClusterSpec, or `master` not a string.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class SimpleClusterResolver(ClusterResolver):
 
     @property
     def environment(self) -> str:
-        """The kind of place the cluster runs in."""
+        """The environment that the cluster runs in."""
         return self._environment
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of a task; what the resolver was told where none is asked for.
+        """Return the address of a task; if none is asked for, the `master` that the resolver was created with.
 
         Raises
         ------
@@ -128,10 +128,10 @@ class SimpleClusterResolver(ClusterResolver):
         return url(self._master, self.rpc_layer if rpc_layer is None else rpc_layer)
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Return how many devices of each kind the resolver was told that a task has."""
+        """Return the numbers that the resolver was created with, whatever the task."""
         return dict(self._num_accelerators)
 
 
 def url(address: str, rpc_layer: str | None) -> str:
-    """Return an address with its protocol before it, where there are both."""
+    """Return an address, with the protocol before it if there is one."""
     return f"{rpc_layer}://{address}" if rpc_layer and address else address

@@ -1,11 +1,11 @@
-"""Roles: what a task may be, who is the chief, and how the tasks that train are numbered.
+"""Roles: the types of tasks, which task is the chief, and how the tasks that train are numbered.
 
 =============  =======================================================
-``chief``      trains, and does the singular chores; at most one
+``chief``      trains, and writes checkpoints and summaries; at most one
 ``master``     the same, as TensorFlow 1 called it
-``worker``     trains; worker 0 is the chief where no job is
+``worker``     trains; worker 0 is the chief if there is no chief
 ``ps``         holds variables
-``evaluator``  evaluates beside the training; at most one, and in no cluster spec of a training
+``evaluator``  evaluates while the others train; at most one, and never in the cluster spec of the training
 =============  =======================================================
 """
 
@@ -26,7 +26,7 @@ _CHIEFS = ("chief", "master")
 
 
 def check_role(cluster: Cluster, task_type: str | None, task_id: int | None) -> ClusterSpec:
-    """Return the cluster, after checking that a task is one of it.
+    """Return the cluster, after checking that it has a task.
 
     Raises
     ------
@@ -43,16 +43,18 @@ def check_role(cluster: Cluster, task_type: str | None, task_id: int | None) -> 
     if task_type == "evaluator" and task_type not in spec.jobs:
         return spec
     if task_type not in spec.jobs:
-        raise InvalidArgumentError(f"task type {task_type!r} is none of the cluster's jobs: {', '.join(spec.jobs) or 'none'}")
+        raise InvalidArgumentError(
+            f"task type {task_type!r} is not a job of the cluster, which has {', '.join(spec.jobs) or 'none'}"
+        )
     known = spec.task_indices(task_type)
     if task_id not in known:
         tasks = ", ".join(map(str, known))
-        raise InvalidArgumentError(f"task id {task_id!r} is none of job {task_type!r}, whose tasks are {tasks}")
+        raise InvalidArgumentError(f"task id {task_id!r} is not in job {task_type!r}, whose tasks are {tasks}")
     return spec
 
 
 def is_chief(cluster: Cluster, task_type: str | None, task_id: int | None) -> bool:
-    """Return whether a task does the singular chores: the chief, worker 0 where there is none, or the evaluator.
+    """Return whether a task is the chief, worker 0 of a cluster without chief, or the evaluator.
 
     Raises
     ------
@@ -66,7 +68,7 @@ def is_chief(cluster: Cluster, task_type: str | None, task_id: int | None) -> bo
 
 
 def id_in_cluster(cluster: Cluster, task_type: str | None, task_id: int | None) -> int:
-    """Return the number of a task among those that train: the chief, then the workers; an evaluator is 0 of its own.
+    """Return the number of a task among those that train: the chief, then the workers; an evaluator has number 0.
 
     Raises
     ------
@@ -83,12 +85,12 @@ def id_in_cluster(cluster: Cluster, task_type: str | None, task_id: int | None) 
 
 
 def worker_count(cluster: Cluster, task_type: str | None) -> int:
-    """Return how many tasks work together with one of this type: chiefs and workers, or the evaluator alone.
+    """Return the number of tasks that train together with one of this type: chief and workers, or the evaluator alone.
 
     Raises
     ------
     InvalidArgumentError
-        For a ``ps``, which does not train, and where the type is unknown.
+        For a ``ps``, which does not train, and if the type is unknown.
     """
     spec = ClusterSpec(cluster)
     if task_type not in _TYPES or task_type == "ps":

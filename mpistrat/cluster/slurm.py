@@ -1,6 +1,6 @@
-"""SlurmClusterResolver: the cluster that the tasks of a SLURM step are.
+"""SlurmClusterResolver: the cluster formed by the tasks of a SLURM step.
 
-Nodes are in the order of SLURM's list, which is the order of ranks, and what SLURM bound is left as it is.
+Nodes are in the order of SLURM's list, which is the order of ranks. SLURM's binding of CPUs and GPUs is not changed.
 """
 
 from __future__ import annotations
@@ -18,26 +18,24 @@ __all__ = ["SlurmClusterResolver"]
 
 
 class SlurmClusterResolver(RankResolver):
-    """Reads from srun's variables which task runs where; communicates nothing and changes no variable.
+    """Reads the task placement from srun's variables; does not communicate, and changes no variable.
 
     Parameters
     ----------
     jobs : dict, optional
-        From the name of a job to its number of tasks, dealt to the tasks of the step in this order; all are workers by
-        default.
+        Job name -> number of tasks, assigned to the tasks of the step in this order; by default all are workers.
     port_base : int
-        The port of the first task of a node; the others follow.
+        The port of the first task of a node; the next tasks get the next ports.
     gpus_per_node : int, optional
-        GPUs of each node; by default what SLURM says, or as many as ``CUDA_VISIBLE_DEVICES`` names.
+        GPUs of each node; by default the number that SLURM gives, or else the length of ``CUDA_VISIBLE_DEVICES``.
     gpus_per_task : int, optional
-        GPUs of each task; by default those of the node are shared equally.
+        GPUs of each task; by default the GPUs of a node divided by its tasks.
     tasks_per_node : int or dict, optional
-        Tasks on each node, or from the name of a node to its tasks; by default what SLURM says.
+        Tasks on each node, or node name -> tasks; by default the numbers that SLURM gives.
     auto_set_gpu : bool
-        Accepted as in TensorFlow. ``CUDA_VISIBLE_DEVICES`` is never written here, whichever it is: the scheduler's binding
-        holds.
+        Accepted as in TensorFlow, without effect: ``CUDA_VISIBLE_DEVICES`` is never written, the scheduler's binding holds.
     rpc_layer : str
-        What `master` puts before an address.
+        The protocol that `master` puts before an address.
 
     Raises
     ------
@@ -45,7 +43,7 @@ class SlurmClusterResolver(RankResolver):
         If srun did not start this process, its variables contradict each other or the arguments, the jobs have more or
         fewer tasks than the step, or the tasks of a node need more GPUs than it has.
     InvalidArgumentError
-        If an argument is not a number that can be had, or a node is missing from `tasks_per_node`.
+        If a number is invalid, or a node is missing from `tasks_per_node`.
     """
 
     def __init__(
@@ -65,17 +63,17 @@ class SlurmClusterResolver(RankResolver):
         self._gpus_per_task = _gpus(max(counts), gpus_per_node, gpus_per_task)
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Return the GPUs of each task; empty where there are none."""
+        """Return the number of GPUs of each task; empty if there are none."""
         return {"GPU": self._gpus_per_task} if self._gpus_per_task else {}
 
 
 def _rank() -> int:
     view = environment.detect()
     if view is None or view.launcher != environment.SRUN or view.rank is None:
-        starter = "nobody started this process as a task" if view is None else f"this process was started by {view.launcher}"
+        starter = "this process was not started as a task" if view is None else f"this process was started by {view.launcher}"
         raise LaunchError(
-            f"SlurmClusterResolver reads the variables of srun, but {starter}: what SLURM_* variables there are belong to "
-            "another process. Start with srun, or use MPIClusterResolver, which asks MPI."
+            f"SlurmClusterResolver reads the variables of srun, but {starter}: any SLURM_* variables belong to another "
+            "process. Start with srun, or use MPIClusterResolver, which asks MPI."
         )
     return view.rank
 
@@ -102,7 +100,7 @@ def _tasks(hosts: Sequence[str], given: int | Mapping[str, int] | None) -> list[
 def _checked_counts(hosts: Sequence[str], counts: list[int]) -> list[int]:
     found = f"tasks per node {', '.join(map(str, counts))} on {', '.join(hosts)}"
     if min(counts) < 1 or len(counts) != len(hosts):
-        raise LaunchError(f"{found}: each of the {len(hosts)} nodes needs one number, and a task or more")
+        raise LaunchError(f"{found}: each of the {len(hosts)} nodes needs one number, of at least one task")
     total = int(_variable("SLURM_STEP_NUM_TASKS"))
     if sum(counts) != total:
         raise LaunchError(f"{found} are {sum(counts)} tasks, but SLURM_STEP_NUM_TASKS={total}")
@@ -110,7 +108,7 @@ def _checked_counts(hosts: Sequence[str], counts: list[int]) -> list[int]:
 
 
 def _world(rank: int, hosts: Sequence[str], counts: Sequence[int]) -> World:
-    """Return which task sits on which node."""
+    """Return which task runs on which node."""
     distribution = os.environ.get("SLURM_DISTRIBUTION", "block").partition(":")[0].partition(",")[0]
     if distribution not in ("block", "cyclic"):
         raise LaunchError(
@@ -123,14 +121,14 @@ def _world(rank: int, hosts: Sequence[str], counts: Sequence[int]) -> World:
     said = os.environ.get("SLURM_GTIDS") or mates
     if said != mates:
         raise LaunchError(
-            f"dealt by {distribution}, tasks {mates} are on the node of task {rank}, but SLURM_GTIDS={said}: use srun -m block "
-            "or cyclic, or MPIClusterResolver"
+            f"with the distribution {distribution}, tasks {mates} are on the node of task {rank}, but SLURM_GTIDS={said}: use "
+            "srun -m block or cyclic, or MPIClusterResolver"
         )
     return world
 
 
 def _gpus(num_tasks: int, per_node: int | None, per_task: int | None) -> int:
-    """Return the GPUs of each task, where a node has at most `num_tasks` of them."""
+    """Return the number of GPUs of each task; a node has at most `num_tasks` tasks."""
     for name, number in (("gpus_per_node", per_node), ("gpus_per_task", per_task)):
         if number is not None and (not isinstance(number, int) or number < 0):
             raise InvalidArgumentError(f"{name} must be 0 or a positive number; got {number!r}")

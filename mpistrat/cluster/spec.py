@@ -11,17 +11,17 @@ from mpistrat.errors import InvalidArgumentError
 __all__ = ["ClusterSpec", "Tasks"]
 
 Tasks: TypeAlias = Sequence[str] | Mapping[int, str]
-"""The addresses of a job: a list, or a dict from task index to address where some are missing."""
+"""The addresses of a job's tasks: a list, or task index -> address if some tasks are missing."""
 
 
 class ClusterSpec:
-    """Which jobs there are, and where their tasks can be reached.
+    """The jobs of a cluster, and the addresses of their tasks.
 
     Parameters
     ----------
     cluster : dict or ClusterSpec
-        From the name of a job to the addresses of its tasks, in a list, or in a dict from task index to address where some
-        tasks are missing. Another ClusterSpec is copied.
+        Job name -> addresses of its tasks: a list, or task index -> address if some tasks are missing. Another ClusterSpec is
+        copied.
 
     Raises
     ------
@@ -49,7 +49,7 @@ class ClusterSpec:
         return list(self._jobs)
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Return a new dict from job to addresses: in a list, or where tasks are missing in a dict by task index."""
+        """Return a new dict, job name -> addresses: a list, or if tasks are missing task index -> address."""
         return {job: list(tasks.values()) if _is_dense(tasks) else dict(tasks) for job, tasks in self._jobs.items()}
 
     def num_tasks(self, job_name: str) -> int:
@@ -63,7 +63,7 @@ class ClusterSpec:
         return len(self._tasks(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """Return the indices of the tasks of a job, rising.
+        """Return the indices of the tasks of a job, in increasing order.
 
         Raises
         ------

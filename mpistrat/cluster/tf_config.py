@@ -16,23 +16,23 @@ _EXAMPLE = '{"cluster": {"worker": ["a:8888", "b:8888"]}, "task": {"type": "work
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """Reads the cluster, and which task this process is, from ``TF_CONFIG``; where that is not set, the cluster is empty.
+    """Reads the cluster, and which task this process is, from ``TF_CONFIG``; if that is not set, the cluster is empty.
 
     Parameters
     ----------
     task_type : str, optional
-        The job of this process; that of ``TF_CONFIG`` by default, as with the arguments that follow.
+        The job of this process; by default the one in ``TF_CONFIG``, as for the arguments that follow.
     task_id : int, optional
         The index of this process in its job.
     rpc_layer : str, optional
-        What `master` puts before an address.
+        The protocol that `master` puts before an address.
     environment : str, optional
-        The kind of place the cluster runs in.
+        The environment that the cluster runs in.
 
     Raises
     ------
     InvalidArgumentError
-        If ``TF_CONFIG`` is not JSON of the right form.
+        If ``TF_CONFIG`` is not valid JSON, or has another structure.
     """
 
     def __init__(
@@ -50,22 +50,22 @@ class TFConfigClusterResolver(ClusterResolver):
         self._environment = environment
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the cluster that ``TF_CONFIG`` describes now.
+        """Return the cluster in the present value of ``TF_CONFIG``.
 
         Raises
         ------
         InvalidArgumentError
-            If ``TF_CONFIG`` is not JSON of the right form.
+            If ``TF_CONFIG`` is not valid JSON, or has another structure.
         """
         return ClusterSpec(_part(_read(), "cluster"))
 
     @property
     def environment(self) -> str:
-        """The kind of place the cluster runs in."""
+        """The environment that the cluster runs in."""
         return str(_read().get("environment", "")) if self._environment is None else self._environment
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the ``session_master`` of ``TF_CONFIG``, or the address of a task; empty where the cluster has but one.
+        """Return the ``session_master`` of ``TF_CONFIG``, or the address of a task; empty if the cluster has only one.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""The tasks of a synchronous training: which one each rank plays, and which rank is the chief."""
+"""The tasks of synchronous training: which task each rank is, and which rank is the chief."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TRAINING = ("chief", "master", "worker")
 
 @dataclass(frozen=True)
 class Role:
-    """The task that one rank plays in a cluster; none where the cluster is empty."""
+    """The task of one rank in a cluster; None if the cluster is empty."""
 
     spec: ClusterSpec
     task_type: str | None = None
@@ -25,12 +25,12 @@ class Role:
 
 
 def training_role(resolver: ClusterResolver) -> Role:
-    """Return what a resolver says that this rank does in the training.
+    """Return the task that a resolver gives this rank.
 
     Raises
     ------
     InvalidArgumentError
-        If there is a cluster and the resolver does not say which task of it this is, or it is none that trains.
+        If there is a cluster, and the resolver names no task of it for this process, or one that does not train.
     """
     spec = ClusterSpec(resolver.cluster_spec())
     name = type(resolver).__name__
@@ -51,17 +51,17 @@ def training_role(resolver: ClusterResolver) -> Role:
 
 
 def chief_rank(roles: Sequence[Role]) -> int:
-    """Return the lowest rank whose task is the chief's; rank 0 where there is no cluster, or no such task in it.
+    """Return the lowest rank whose task is the chief; rank 0 if there is no cluster, or no such task in it.
 
     Parameters
     ----------
     roles : sequence of Role
-        What each rank plays in the same cluster. Several may play one task: then it is a node.
+        The task of each rank, in one cluster. Several ranks may have the same task, which is then a node.
 
     Raises
     ------
     LaunchError
-        On every rank, if nobody plays a task that trains.
+        On every rank, if a task that trains has no rank.
     """
     spec = roles[0].spec
     if not spec:
@@ -72,9 +72,9 @@ def chief_rank(roles: Sequence[Role]) -> int:
     if missing:
         found = ", ".join(f"{job} {index}" for job, index in tasks if (job, index) in played)
         error = LaunchError(
-            f"the cluster has {len(tasks)} tasks that train, but this job of {len(roles)} ranks plays only {found}; nobody "
-            f"plays {', '.join(missing)}. The ranks come from MPI: start all tasks as one job, with mpistrat run, mpiexec or "
-            "srun, or leave out of the cluster (TF_CONFIG, or the resolver's) what is not started"
+            f"the cluster has {len(tasks)} tasks that train, but this job of {len(roles)} ranks has only {found}; no rank is "
+            f"{', '.join(missing)}. The ranks come from MPI: start all tasks as one job, with mpistrat run, mpiexec or "
+            "srun, or leave out of the cluster (TF_CONFIG, or the resolver's) the tasks that are not started"
         )
         error.raised_everywhere = True
         raise error

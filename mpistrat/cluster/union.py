@@ -15,17 +15,17 @@ _KEYWORDS = ("rpc_layer", "task_type", "task_id")
 
 
 class UnionResolver(ClusterResolver):
-    """Joins the clusters of several resolvers; all else is as the first one says.
+    """Joins the clusters of several resolvers; everything else comes from the first one.
 
-    The tasks of a job that several resolvers have are put one after the other, where all give them in lists; where one
-    gives them by index, each index may come once.
+    If several resolvers have a job of the same name, its lists of addresses are concatenated; if one of them gives a dict, each
+    task index may occur only once.
 
     Parameters
     ----------
     *resolvers : ClusterResolver
         At least one.
     **keywords : str or int
-        `rpc_layer`, `task_type` and `task_id` win over those of the first resolver.
+        `rpc_layer`, `task_type` and `task_id` replace those of the first resolver.
 
     Raises
     ------
@@ -50,7 +50,7 @@ class UnionResolver(ClusterResolver):
             setattr(self, name, getattr(resolvers[0], name) if given is None else given)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the clusters of all resolvers as one, anew at each call.
+        """Return a new ClusterSpec with the jobs of all resolvers.
 
         Raises
         ------
@@ -63,11 +63,11 @@ class UnionResolver(ClusterResolver):
 
     @property
     def environment(self) -> str:
-        """The kind of place the first resolver's cluster runs in."""
+        """The environment of the first resolver."""
         return self._resolvers[0].environment
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of a task of any of the clusters; what the first resolver says where none is asked for.
+        """Return the address of a task of any cluster; if none is asked for, the `master` of the first resolver.
 
         Raises
         ------
@@ -79,12 +79,12 @@ class UnionResolver(ClusterResolver):
         return self._resolvers[0].master(rpc_layer=self.rpc_layer if rpc_layer is None else rpc_layer)
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
-        """Return what the first resolver says."""
+        """Return the accelerators that the first resolver gives."""
         return self._resolvers[0].num_accelerators(task_type, task_id)
 
 
 def _joined(job: str, parts: Iterable[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
-    """Return the tasks of a job that several clusters have."""
+    """Return the tasks of a job that is in several clusters."""
     parts = list(parts)
     lists = [part for part in parts if isinstance(part, list)]
     if len(lists) == len(parts):

@@ -294,10 +294,10 @@ class TestMultiWorker:
         error = refused(InvalidArgumentError, message, lambda: mpistrat.MultiWorkerMirroredStrategy(resolver))
         assert isinstance(error, ValueError)
 
-    def test_tasks_that_nobody_plays(self, comm, together):
+    def test_tasks_without_a_rank(self, comm, together):
         cluster = {"worker": [f"w{rank}:1" for rank in range(comm.size + 1)]}
         resolver = SimpleClusterResolver(ClusterSpec(cluster), task_type="worker", task_id=comm.rank)
-        message = f"nobody plays worker {comm.size}. The ranks come from MPI: start all tasks as one job"
+        message = f"no rank is worker {comm.size}. The ranks come from MPI: start all tasks as one job"
         error = refused(LaunchError, message, lambda: mpistrat.MultiWorkerMirroredStrategy(resolver))
         assert error.raised_everywhere
 
@@ -306,7 +306,7 @@ class TestMultiWorker:
         task_id = 9 if comm.rank == 1 else 0
         resolver = SimpleClusterResolver(ClusterSpec({"worker": ["a:1"]}), task_type="worker", task_id=task_id)
         with pytest.raises(
-            InvalidArgumentError if comm.rank == 1 else AgreementError, match="task id 9 is none of job 'worker'"
+            InvalidArgumentError if comm.rank == 1 else AgreementError, match="task id 9 is not in job 'worker'"
         ):
             mpistrat.MultiWorkerMirroredStrategy(resolver)
 

@@ -50,7 +50,9 @@ def test_a_text_that_is_no_host_list(text):
 def test_a_range_that_is_none(text, part):
     with pytest.raises(InvalidArgumentError) as caught:
         expand_hosts(text)
-    assert str(caught.value).startswith(f"{text!r} holds the range {part!r}, which is no NUMBER or LOW-HIGH; a host list is")
+    assert str(caught.value).startswith(
+        f"{text!r} holds the range {part!r}, which is neither NUMBER nor LOW-HIGH; a host list is"
+    )
 
 
 @given(st.lists(st.tuples(st.from_regex(r"[a-z]{1,4}", fullmatch=True), st.integers(0, 120), st.integers(0, 4))))

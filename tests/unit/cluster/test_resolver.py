@@ -242,7 +242,7 @@ class TestSlurm:
     def test_tasks_that_were_dealt_otherwise(self, variables):
         variables({"SLURM_GTIDS": "2"})
         with pytest.raises(
-            LaunchError, match="dealt by block, tasks 2,3 are on the node of task 2, but SLURM_GTIDS=2: use srun"
+            LaunchError, match="with the distribution block, tasks 2,3 are on the node of task 2, but SLURM_GTIDS=2: use srun"
         ):
             SlurmClusterResolver()
         variables({"SLURM_DISTRIBUTION": "plane=2"})
@@ -276,7 +276,7 @@ class TestSlurm:
                 {},
                 "tasks per node 2, 3 on n010, n009, login: each of the 3 nodes needs one",
             ),
-            ({"SLURM_STEP_TASKS_PER_NODE": "2,3,0"}, {}, "each of the 3 nodes needs one number, and a task or more"),
+            ({"SLURM_STEP_TASKS_PER_NODE": "2,3,0"}, {}, "each of the 3 nodes needs one number, of at least one task"),
             (
                 {"SLURM_STEP_NODELIST": None},
                 {},
@@ -286,12 +286,12 @@ class TestSlurm:
             (
                 {"SLURM_STEP_ID": None},
                 {},
-                "reads the variables of srun, but nobody started this process as a task: what SLURM_",
+                "reads the variables of srun, but this process was not started as a task: any SLURM_",
             ),
             (
                 {"OMPI_COMM_WORLD_RANK": "0"},
                 {},
-                "but this process was started by Open MPI's mpiexec: what SLURM_.* variables there are belong to another",
+                "but this process was started by Open MPI's mpiexec: any SLURM_.* variables belong to another",
             ),
             (
                 {},
@@ -360,7 +360,7 @@ def roles(cluster, *tasks):
     return [Role(ClusterSpec(cluster), *task) for task in tasks]
 
 
-def test_the_chief_is_the_lowest_rank_that_plays_it():
+def test_the_chief_is_the_lowest_rank_of_that_task():
     assert chief_rank([Role(ClusterSpec({}))] * 3) == 0
     assert chief_rank(roles(CLUSTER, ("worker", 0), ("worker", 1), ("chief", 0))) == 2
     workers = {"worker": ["a:1", "b:1"]}
@@ -369,13 +369,13 @@ def test_the_chief_is_the_lowest_rank_that_plays_it():
     assert chief_rank(roles({"worker": {1: "a:1", 2: "b:1"}}, ("worker", 2), ("worker", 1))) == 0
 
 
-def test_tasks_that_nobody_plays():
+def test_tasks_without_a_rank():
     with pytest.raises(LaunchError) as caught:
         chief_rank(roles(CLUSTER, ("worker", 0)))
     assert str(caught.value) == (
-        "the cluster has 3 tasks that train, but this job of 1 ranks plays only worker 0; nobody plays chief 0, worker 1. The "
+        "the cluster has 3 tasks that train, but this job of 1 ranks has only worker 0; no rank is chief 0, worker 1. The "
         "ranks come from MPI: start all tasks as one job, with mpistrat run, mpiexec or srun, or leave out of the cluster "
-        "(TF_CONFIG, or the resolver's) what is not started"
+        "(TF_CONFIG, or the resolver's) the tasks that are not started"
     )
     assert caught.value.raised_everywhere
 
@@ -389,7 +389,7 @@ def test_tasks_that_nobody_plays():
             ("worker", None),
             "task_type is 'worker' and task_id None; both are needed, as in task_type='worker', task_id=0",
         ),
-        (CLUSTER, ("worker", 2), "task id 2 is none of job 'worker', whose tasks are 0, 1"),
+        (CLUSTER, ("worker", 2), "task id 2 is not in job 'worker', whose tasks are 0, 1"),
         (CLUSTER, ("boss", 0), "task type 'boss' is unknown"),
         (
             {"ps": ["a:1"], "worker": ["b:1"]},

@@ -126,11 +126,11 @@ def test_the_number_of_workers():
     [
         (DENSE, ("boss", 0), "task type 'boss' is unknown; accepted are chief, master, worker, ps, evaluator"),
         (DENSE, (None, 0), "task type None is unknown; accepted are chief, master, worker, ps, evaluator"),
-        (DENSE, ("ps", 0), "task type 'ps' is none of the cluster's jobs: chief, worker"),
-        ({}, ("worker", 0), "task type 'worker' is none of the cluster's jobs: none"),
-        (DENSE, ("worker", 2), "task id 2 is none of job 'worker', whose tasks are 0, 1"),
-        (DENSE, ("worker", None), "task id None is none of job 'worker', whose tasks are 0, 1"),
-        (DENSE, ("worker", -1), "task id -1 is none of job 'worker', whose tasks are 0, 1"),
+        (DENSE, ("ps", 0), "task type 'ps' is not a job of the cluster, which has chief, worker"),
+        ({}, ("worker", 0), "task type 'worker' is not a job of the cluster, which has none"),
+        (DENSE, ("worker", 2), "task id 2 is not in job 'worker', whose tasks are 0, 1"),
+        (DENSE, ("worker", None), "task id None is not in job 'worker', whose tasks are 0, 1"),
+        (DENSE, ("worker", -1), "task id -1 is not in job 'worker', whose tasks are 0, 1"),
         (
             {"chief": ["a:1", "b:1"]},
             ("chief", 0),
