@@ -1,6 +1,6 @@
-"""How the file of a rank is laid out: a header, a ring of collectives, and two tables of texts that the ring refers to.
+"""Layout of a rank's record file: a header, a ring buffer of collectives, and two tables of texts that the ring refers to.
 
-All numbers are unsigned words of 8 bytes in the order of this host. A text is a length and UTF-8.
+All numbers are unsigned words of 8 bytes in the byte order of this host. A text is its length, then UTF-8.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ __all__ = [
 MAGIC = int.from_bytes(b"mpistrat", "little")
 VERSION = 3
 
-# who takes part in a collective where a text of it would be longer than an entry has room for
+# the ranks of a collective, if their list is too long for an entry of the table
 UNTOLD, LONGEST_TEXT = "?", 400
 
 
 class State(IntEnum):
-    """What a process said of itself last."""
+    """The last state that a process has recorded."""
 
     RUNNING, ENDED, FAILED = 1, 2, 3
 
 
 class Field(IntEnum):
-    """Which word of the header holds what; times are those of CLOCK_MONOTONIC, in nanoseconds."""
+    """The words of the header; times are nanoseconds of CLOCK_MONOTONIC."""
 
     MAGIC = 0
     VERSION = 1
     STATE = 2
     PID = 3
-    STARTED = 4  # ticks since the host started
-    NAMESPACE = 5  # in which that pid counts
+    STARTED = 4  # start time of the process, in clock ticks since the host booted
+    NAMESPACE = 5  # the namespace of that pid
     RANK = 6
     SIZE = 7
     LOOKED = 8  # when the watching thread last woke
-    NOW_AT = 9  # the line that the main thread was at,
+    NOW_AT = 9  # the line at which the main thread was seen last,
     SAMPLED = 10  # and when
 
 
-# name -> where its text begins in the header, and the bytes it has
+# name -> offset of its text in the header, and its room in bytes
 TEXTS = {"node": (256, 256), "host": (512, 256), "program": (768, 1024)}
 HEADER = 4096
 
@@ -65,19 +65,19 @@ HEADER = 4096
 WORDS = 6
 RING_START, RING_RECORDS = HEADER, 4096
 
-# in `left`: it raised. In `line`: it was started before, and the program goes on meanwhile
+# in `left`: the collective raised. In `line`: it is asynchronous, and the program goes on meanwhile
 FAILED_BIT = STARTED_BIT = 1 << 63
 
 
 class Table:
-    """Texts that are overwritten in turn: an entry is its index, two numbers, and a text.
+    """A ring of texts: an entry is its index, two numbers, and a text.
 
-    An index is counted on when an entry is overwritten, so that what referred to the old one finds it gone.
+    An entry that overwrites another one gets a new index, so that references to the old one are recognised as stale.
 
     Parameters
     ----------
     start, entries, entry_bytes : int
-        Where in the file, how many, and how long.
+        Offset in the file, number of entries, and bytes of each.
     """
 
     head = struct.Struct("=QQQI")
@@ -88,11 +88,11 @@ class Table:
         self.end = start + entries * entry_bytes
 
     def offset(self, index: int) -> int:
-        """Return where the entry of an index begins."""
+        """Return the offset of an entry."""
         return self.start + index % self.entries * self.entry_bytes
 
     def write(self, memory: memoryview, index: int, text: bytes, first: int = 0, second: int = 0) -> None:
-        """Write an entry; while it is half written it has no index."""
+        """Write an entry; its index is 0 until it is complete."""
         offset, text = self.offset(index), text[: self.text_bytes]
         self.head.pack_into(memory, offset, 0, 0, 0, 0)
         begin = offset + self.head.size
@@ -100,7 +100,7 @@ class Table:
         self.head.pack_into(memory, offset, index, first, second, len(text))
 
     def read(self, memory: memoryview, index: int) -> tuple[bytes, int, int] | None:
-        """Return the text and the numbers of an entry, or None where it was overwritten."""
+        """Return the text and the numbers of an entry; None if it was overwritten."""
         offset = self.offset(index)
         found, first, second, length = self.head.unpack_from(memory, offset)
         begin = offset + self.head.size

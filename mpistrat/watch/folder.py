@@ -1,4 +1,4 @@
-"""Where the records of a job lie: a folder per user that is nobody else's, in it one per job, in it a file per rank."""
+"""The folders of record files: a private one per user, in it one per job, with a file per rank."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mpistrat.watch.file_layout import FILE_BYTES, Field
 
 __all__ = ["bases", "has_owner", "job_name", "jobs", "make_job", "remove", "remove_old_jobs"]
 
-# what jobs leave that were killed: for so long, so much, and no larger a share of the memory that holds it
+# records of killed jobs are kept for this long, up to this size, and up to this share of the file system
 KEEP_SECONDS, KEEP_BYTES, KEEP_SHARE = 24 * 3600.0, 32 << 20, 1 / 16
 
 
 def bases() -> list[Path]:
-    """Return where the folder of this user may be, the best place first; it need not be there."""
+    """Return the places for the folder of this user, the best one first; it need not exist."""
     places = dict.fromkeys([Path("/dev/shm"), Path(tempfile.gettempdir())])
     return [place / f"mpistrat-{os.getuid()}" for place in places if place.is_dir()]
 
@@ -34,7 +34,7 @@ def make_job(base: Path, job: str) -> Path:
     Raises
     ------
     OSError
-        If it cannot be made, or somebody else has a hand in it.
+        If it cannot be made, or another user can write to it.
     """
     for folder in (base, base / job):
         with suppress(FileExistsError):
@@ -44,7 +44,7 @@ def make_job(base: Path, job: str) -> Path:
 
 
 def jobs() -> Iterator[Path]:
-    """Yield the folders of the jobs of this user, those that have ended included."""
+    """Yield the folders of this user's jobs, including ended ones."""
     for base in bases():
         with suppress(OSError):
             _check_private(base)
@@ -52,7 +52,7 @@ def jobs() -> Iterator[Path]:
 
 
 def remove(file: Path) -> None:
-    """Remove the file of a rank, and with the last one its folder."""
+    """Remove the file of a rank, and the folder with the last one."""
     with suppress(OSError):
         file.unlink()
     with suppress(OSError):
@@ -60,7 +60,7 @@ def remove(file: Path) -> None:
 
 
 def remove_old_jobs(base: Path) -> None:
-    """Remove what jobs have left that did not end well: a day after, or where later ones have left much."""
+    """Remove the records of killed jobs: after a day, or when later ones need the room."""
     left = []
     with suppress(OSError):
         for job in base.iterdir():
@@ -79,7 +79,7 @@ def remove_old_jobs(base: Path) -> None:
 
 
 def has_owner(path: Path) -> bool:
-    """Return whether the process that keeps a file as its record is there; also where that cannot be known from here."""
+    """Return whether the process that writes a record exists, or runs in another container, where that cannot be known."""
     try:
         with path.open("rb") as file:
             words = memoryview(file.read(8 * len(Field))).cast("Q")
@@ -92,9 +92,9 @@ def has_owner(path: Path) -> bool:
 
 
 def job_name(environ: Mapping[str, str] | None = None, pid: int | None = None) -> str:
-    """Return what all ranks of a job on this node, and no others, call it; found without a word between them.
+    """Return a name that the ranks of a job on this node find alike, without communication, and no other job has.
 
-    It is made of what the launcher calls the job, and of the launcher's process that started the ranks of this node.
+    It consists of the launcher's name of the job, and the launcher process that started the ranks of this node.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ def _safe(name: str) -> str:
 
 
 def _check_private(folder: Path) -> None:
-    """Raise OSError unless a folder is one, and this user's alone."""
+    """Raise OSError unless a path is a folder that only this user can access."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise PermissionError(f"{folder} is not a folder of this user's alone (mode 0700)")
+        raise PermissionError(f"{folder} is not a private folder of this user (mode 0700)")

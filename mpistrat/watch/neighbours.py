@@ -1,4 +1,4 @@
-"""Neighbours: the ranks of this job on this host, by the files that they keep; and processes of the job that keep none."""
+"""Neighbours: the ranks of a job on this host, read from their record files; and processes of the job without one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["Neighbours", "absent"]
 
 
 class Neighbours:
-    """Reads the files of a job.
+    """Reads the record files of a job.
 
     Parameters
     ----------
     job : Path
         Its folder.
     own : RankFile, optional
-        That of this process, which is there also where the folder is none.
+        The record of this process, which exists even if the folder does not.
     """
 
     def __init__(self, job: Path, own: RankFile | None = None) -> None:
@@ -31,7 +31,7 @@ class Neighbours:
         self._files: dict[str, tuple[int, RankFile]] = {}
 
     def files(self) -> list[RankFile]:
-        """Return the files of the ranks of this host, in their order."""
+        """Return the files of the ranks of this host, in rank order."""
         found: dict[str, tuple[int, RankFile]] = {}
         with suppress(OSError):
             for entry in os.scandir(self.job):
@@ -41,7 +41,7 @@ class Neighbours:
                 with suppress(OSError, ValueError):
                     same = known is not None and known[0] == entry.inode()
                     found[entry.name] = known if known and same else (entry.inode(), RankFile.open(Path(entry.path)))
-        # a rank that has ended well has removed its file; what it said last is kept
+        # a rank that has ended removes its file; its last contents stay mapped
         self._files |= found
         files = {file.rank: file for _, file in self._files.values()}
         if self._own is not None:
@@ -49,7 +49,7 @@ class Neighbours:
         return [files[rank] for rank in sorted(files)]
 
     def states(self, wanted: Iterable[Key] = ()) -> tuple[list[RankState], set[Key]]:
-        """Return what the ranks of this host do, and which collectives were looked up: those they wait in, and the `wanted`."""
+        """Return the states of the ranks of this host, and the keys that were looked up: those they wait in, and `wanted`."""
         files = self.files()
         keys = {*wanted}
         for file in files:
@@ -58,9 +58,9 @@ class Neighbours:
 
 
 def absent(job: Path, ranks: Collection[int]) -> list[RankState]:
-    """Return the processes of this host that were started as those ranks of the job, and keep no file.
+    """Return the processes of this host that were started as these ranks of the job, and have no record file.
 
-    Their launcher's variables tell; of several the last that was started is meant, for a script may stand before a program.
+    They are found by their launcher's variables; of several the newest counts, because a wrapper script precedes the program.
     """
     found: dict[int, RankState] = {}
     for entry in Path("/proc").iterdir():

@@ -1,4 +1,4 @@
-"""Notices: a watcher that finds a deadlock or a mismatch posts it to the other ranks of its host."""
+"""Notices: the watcher that finds a deadlock or a mismatch posts it for the other ranks of its host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PREFIX = "verdict-"
 
 @dataclass(frozen=True)
 class Notice:
-    """That ranks wait in vain.
+    """A deadlock, or a mismatch of calls.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class Notices:
     Parameters
     ----------
     job : Path
-        Its folder; where it is none, a process has its notices for itself.
+        Its folder; if that does not exist, notices stay in this process.
     """
 
     def __init__(self, job: Path) -> None:
@@ -70,7 +70,7 @@ class Notices:
         self._failed: set[int] = set()
 
     def post(self, notice: Notice) -> None:
-        """Tell the ranks of this host."""
+        """Post a notice for the ranks of this host."""
         self._own.append(notice)
         path = self._job / f"{_PREFIX}{notice.name}"
         new = path.with_name(f".{path.name}-{os.getpid()}")
@@ -81,11 +81,11 @@ class Notices:
             new.unlink()
 
     def first(self, inside: Collection[Key]) -> Notice | None:
-        """Return a notice that is not ignored, for who is inside these collectives, or None."""
+        """Return the first notice for a rank inside these collectives that is not ignored; None if there is none."""
         return next((notice for notice in self._all() if notice.is_for_all or notice.key in inside), None)
 
     def dismiss(self, communicator: int) -> None:
-        """Ignore notices about a communicator that has failed on this rank, those posted later included."""
+        """Ignore all notices, also later ones, about a communicator that has failed on this rank."""
         self._failed.add(communicator)
 
     def ignore(self) -> None:

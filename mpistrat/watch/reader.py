@@ -1,4 +1,4 @@
-"""RankFile: read what a rank has recorded, while it writes, or after its end."""
+"""RankFile: read the record of a rank, while it runs or after it has ended."""
 
 from __future__ import annotations
 
@@ -37,10 +37,9 @@ _RING = slice(RING_START, RING_START + RING_RECORDS * WORDS * 8)
 
 @dataclass(frozen=True)
 class Description:
-    """What a collective was called with.
+    """The arguments of a collective.
 
-    `ranks` says which ranks it takes, and is empty if all; `digest` stands for the whole text, of which a long one shows its
-    beginning.
+    `ranks` are its ranks, empty for all; `digest` is the hash of the whole text, and `text` the beginning of it if it is long.
     """
 
     verb: str = ""
@@ -62,15 +61,15 @@ class Record:
     number, communicator : int
         As for `FlightRecorder.enter`.
     call : Description
-        What it was called with.
+        Its arguments.
     line : str
-        The user's line, ``path:line (function)``, or an empty text.
+        The user's line, ``path:line (function)``, or an empty string.
     entered, left : int
-        Nanoseconds of CLOCK_MONOTONIC; `left` is 0 while it is inside.
+        Nanoseconds of CLOCK_MONOTONIC; `left` is 0 while the rank is inside.
     has_failed : bool
         Whether it raised.
     is_started : bool
-        Whether the program goes on meanwhile.
+        Whether it is asynchronous: the program goes on meanwhile.
     """
 
     number: int
@@ -84,7 +83,7 @@ class Record:
 
 
 class RankFile:
-    """The file of a rank.
+    """The record file of a rank.
 
     Parameters
     ----------
@@ -94,7 +93,7 @@ class RankFile:
     Raises
     ------
     ValueError
-        If that is not such a file, or one of another version.
+        If it is not a record file, or has another version.
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -105,12 +104,12 @@ class RankFile:
 
     @classmethod
     def open(cls, path: Path) -> RankFile:
-        """Open a file; later reads see what is written meanwhile.
+        """Open a file; reads return its present contents.
 
         Raises
         ------
         OSError, ValueError
-            If there is none, or it is something else.
+            If it does not exist, or is not a record file.
         """
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
@@ -120,22 +119,22 @@ class RankFile:
 
     @property
     def rank(self) -> int:
-        """Which rank it is."""
+        """The rank."""
         return self._word(Field.RANK)
 
     @property
     def size(self) -> int:
-        """How many ranks its job has."""
+        """The number of ranks of its job."""
         return self._word(Field.SIZE)
 
     @property
     def pid(self) -> int:
-        """The number of its process."""
+        """Its process id."""
         return self._word(Field.PID)
 
     @property
     def state(self) -> State:
-        """What it said of itself last."""
+        """The last state that it has recorded."""
         return State(self._word(Field.STATE))
 
     @property
@@ -145,7 +144,7 @@ class RankFile:
 
     @property
     def now_at(self) -> tuple[str, int]:
-        """The line that its main thread was at, and when that was; empty where it was never looked at."""
+        """The line at which its main thread was seen last, and when; empty if never."""
         return self._line(self._word(Field.NOW_AT)), self._word(Field.SAMPLED)
 
     def text(self, name: str) -> str:
@@ -155,12 +154,12 @@ class RankFile:
         return bytes(self._memory[start + 8 : start + 8 + length]).decode(errors="replace")
 
     def process(self) -> process.Process | None:
-        """Return its process, or None where that has ended.
+        """Return its process; None if that has exited.
 
         Raises
         ------
         LookupError
-            If that cannot be known from here: its number is that of another container.
+            If that cannot be known, because it runs in another container.
         """
         if self._word(Field.NAMESPACE) != process.pid_namespace():
             raise LookupError(f"process {self.pid} is in another container")
@@ -168,13 +167,13 @@ class RankFile:
         return found if found is not None and found.started == self._word(Field.STARTED) else None
 
     def last(self) -> Record | None:
-        """Return the collective that it has entered last, or None before the first."""
+        """Return the collective that it has entered last; None before the first."""
         newest = int(self._ring[:, 4].argmax())
         return self._record(newest) if self._ring[newest, 4] else None
 
     def inside(self) -> list[Record]:
-        """Return the collectives that it has entered and not left, the last one first."""
-        # a slot that is used again still says when the collective before was left, and whether that had failed
+        """Return the collectives that it is inside, the last one first."""
+        # a slot that is being reused still has `left` of the collective before
         entered, left = self._ring[:, 4], self._ring[:, 5] & np.uint64(FAILED_BIT - 1)
         return self._records(np.flatnonzero(entered > left))
 
@@ -183,7 +182,7 @@ class RankFile:
         return self._records(np.flatnonzero(self._ring[:, 4]))
 
     def find(self, communicator: int, number: int) -> Record | None:
-        """Return a collective by its number, or None where it was not entered, or is overwritten."""
+        """Return a collective by its number; None if it was not entered, or was overwritten."""
         ring = self._ring
         found = self._records(np.flatnonzero((ring[:, 0] == number) & (ring[:, 1] == communicator) & (ring[:, 4] > 0)))
         return found[0] if found else None

@@ -1,4 +1,4 @@
-"""FlightRecorder: the last collectives of this process, in a file that others can read while it runs and after it was killed.
+"""FlightRecorder: the last collectives of this process, in a file that other processes can read, even after it was killed.
 
 File law: nothing here communicates, and `enter` and `leave` together take half a microsecond.
 """
@@ -50,19 +50,19 @@ _recorder: FlightRecorder | None = None
 
 
 class FlightRecorder:
-    """Writes what collectives this process enters and leaves. One per process: see `recorder`.
+    """Records the collectives that this process enters and leaves. One per process: see `recorder`.
 
     Parameters
     ----------
     path : Path or None
-        The file to make; with None the record is this process's alone.
+        The file to make; None keeps the record in memory of this process.
     rank, size : int
-        Which rank of how many this is.
+        The rank of this process, and the number of ranks.
 
     Attributes
     ----------
     path : Path or None
-        Where the file is.
+        The path of the file.
     memory : memoryview
         Its bytes.
     """
@@ -71,7 +71,7 @@ class FlightRecorder:
         self.path = path
         self.memory = memoryview(_anonymous() if path is None else _mapped(path))
         self._words = self.memory.cast("Q")
-        # where a record begins, in bytes, and which word of the file says that it was left
+        # of each record the offset in bytes, and the index of its word `left`
         starts = range(RING_START, RING_START + RING_RECORDS * WORDS * 8, WORDS * 8)
         self._slots = cycle([(start, start // 8 + WORDS - 1) for start in starts])
         self._calls = _Interned(CALLS, self.memory)
@@ -84,50 +84,48 @@ class FlightRecorder:
     def intern(
         self, verb: str, op: str, dtype: str, nbytes: int, plan: str, text: str, word: int | None = None, ranks: str = ""
     ) -> int:
-        """Write the description of a call into the file, unless it is there, and return its index.
-
-        Of the descriptions there is room for the last 256 different ones.
+        """Return the index of the description of a call, written unless it is among the 256 in the file.
 
         Parameters
         ----------
         verb, op, dtype, plan : str
-            What the call does, with what; empty where that says nothing.
+            The collective, and its arguments; empty if it has none such.
         nbytes : int
-            How much this rank passes.
+            Bytes that this rank passes.
         text : str
-            The call with its arguments, in the same words on all ranks.
+            The call with its arguments, the same on all ranks.
         word : int, optional
-            Tells the call from others, on all ranks alike; by default it is made of the text.
+            Hash of the call, the same on all ranks; by default that of the text.
         ranks : str
-            Which ranks of the job it takes, as `spans_text` has them; empty if all.
+            The ranks of the job that take part, as `spans_text` writes them; empty for all.
         """
         key = "\0".join((verb, op, dtype, plan, ranks, text))
         told = digest(text) if word is None else word
         return self._calls.index((key, nbytes, told), key, nbytes, told)
 
     def line(self, depth: int = 1) -> int:
-        """Return the index of the line of the user's program that this was called from.
+        """Return the index of the line of the user's program that makes this call.
 
         Parameters
         ----------
         depth : int
-            Where to begin to look: 1 is the caller, 2 the caller's caller; frames of this library are passed over.
+            The first frame to look at: 1 is the caller, 2 the caller's caller; frames of this library are skipped.
         """
         return self._find_line(_frame_at(depth))
 
     def enter(self, communicator: int, number: int, index: int, depth: int = 1) -> int:
-        """Note that a collective was entered, and return its slot, for `leave` or `fail`: one of them must follow.
+        """Record that a collective is entered, and return its slot for `leave` or `fail`, one of which must follow.
 
         Parameters
         ----------
         communicator : int
-            Whose collective, the same on all ranks.
+            Number of the communicator, the same on all ranks.
         number : int
-            How many that communicator had before, the same on all ranks.
+            Number of the collective on this communicator, the same on all ranks.
         index : int
-            What `intern` returned for it.
+            What `intern` returned for the call.
         depth : int
-            Where to look for the line of the user: 1 is the caller of this; frames of this library are passed over, but each
+            The first frame to look at for the user's line: 1 is the caller; frames of this library are skipped, each of which
             costs a tenth of a microsecond.
         """
         frame = _frame_at(depth)
@@ -137,34 +135,34 @@ class FlightRecorder:
         return slot
 
     def enter_started(self, communicator: int, number: int, index: int, line: int) -> int:
-        """Note that the turn of a collective that was started has come; `line` is where the program started it."""
+        """Record that an asynchronous collective begins; `line` is where the program started it."""
         start, slot = next(self._slots)
         _write_entry(self.memory, start, number, communicator, index, line | STARTED_BIT, monotonic_ns())
         return slot
 
     def leave(self, slot: int) -> None:
-        """Note that the collective of a slot has returned."""
+        """Record that the collective of a slot has returned."""
         self._words[slot] = monotonic_ns()
 
     def fail(self, slot: int) -> None:
-        """Note that the collective of a slot has raised."""
+        """Record that the collective of a slot has raised."""
         self._words[slot] = monotonic_ns() | FAILED_BIT
 
     def set_node(self, name: str) -> None:
-        """Note what the node of this rank is called in errors."""
+        """Record the name of this rank's node."""
         _write_text(self.memory, "node", name)
 
     def set_place(self, rank: int, size: int) -> None:
-        """Note what MPI says which rank this is, of how many."""
+        """Record rank and size, as MPI gives them."""
         self._put(Field.SIZE, size)
         self._put(Field.RANK, rank)
 
     def set_state(self, state: State) -> None:
-        """Note how this process does."""
+        """Record the state of this process."""
         self._put(Field.STATE, state)
 
     def note_look(self, frame: FrameType | None) -> None:
-        """Note that the watching thread is awake, and with a `frame` of the main thread at which line that is."""
+        """Record that the watching thread is awake, and the line of a `frame` of the main thread."""
         now = monotonic_ns()
         if frame is not None:
             self._put(Field.NOW_AT, self._lines_of(frame))
@@ -172,13 +170,13 @@ class FlightRecorder:
         self._put(Field.LOOKED, now)
 
     def close(self) -> None:
-        """Remove the file, and with the last one the folder of the job; what is recorded further is nobody's to read."""
+        """Remove the file, and the folder of the job with the last one; later records cannot be read by other processes."""
         if self.path is not None:
             folder.remove(self.path)
             self.path = None
 
     def leave_to_parent(self) -> None:
-        """Write elsewhere from here on: this process was forked, and the file is its parent's."""
+        """Record in memory from now on: this is a forked child, and the file is its parent's."""
         self.path = None
         memory = memoryview(_anonymous())
         memory[:] = self.memory
@@ -196,13 +194,13 @@ class FlightRecorder:
         for name, text in (("node", host), ("host", host), ("program", " ".join(sys.argv) or sys.executable)):
             _write_text(self.memory, name, text)
         self.set_state(State.RUNNING)
-        self._put(Field.MAGIC, MAGIC)  # who finds it here finds all the rest
+        self._put(Field.MAGIC, MAGIC)  # written last: where it is, the header is complete
 
     def _put(self, field: Field, value: int) -> None:
         self._words[field] = value
 
     def _find_line(self, frame: FrameType | None) -> int:
-        """Return the line of the first frame that is not this library's; 0 where there is none."""
+        """Return the index of the line of the first frame outside this library; 0 if there is none."""
         while frame is not None:
             place = (id(frame.f_code), frame.f_lasti)
             line = self._places.get(place)
@@ -228,7 +226,7 @@ class FlightRecorder:
 
 
 class _Interned:
-    """Which texts are in a table, and which of them was asked for longest ago."""
+    """The texts in a table, of which the least recently used one is overwritten."""
 
     def __init__(self, table: Table, memory: memoryview) -> None:
         self._table, self.memory = table, memory
@@ -243,7 +241,7 @@ class _Interned:
             if known is not None:
                 self._known.move_to_end(key)
                 return known
-            # 0 is the index of nothing
+            # index 0 means none
             index = len(self._known) + self._table.entries
             if len(self._known) == self._table.entries:
                 index = self._known.popitem(last=False)[1] + self._table.entries
@@ -254,7 +252,7 @@ class _Interned:
 
 
 def recorder() -> FlightRecorder:
-    """Return the recorder of this process; it is made on first use, also where no launcher started the process."""
+    """Return the recorder of this process, which is made on first use, even without a launcher."""
     global _recorder
     if _recorder is None:
         with _lock:
@@ -264,7 +262,7 @@ def recorder() -> FlightRecorder:
 
 
 def _end_of(text: str, room: int) -> str:
-    """Return a text that takes at most so many bytes: of a path, the end tells more than the beginning."""
+    """Return a text cut at its beginning to at most `room` bytes: the end of a path tells more."""
     encoded = text.encode("utf-8", "backslashreplace")
     if len(encoded) <= room:
         return text
@@ -272,7 +270,7 @@ def _end_of(text: str, room: int) -> str:
 
 
 def digest(text: str) -> int:
-    """Return 8 bytes that tell a text from others."""
+    """Return a hash of a text, of 8 bytes."""
     return int.from_bytes(blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).digest(), "little")
 
 
@@ -291,7 +289,7 @@ def _make() -> FlightRecorder:
 
 
 def _free(path: Path) -> Path:
-    """Return a path, or another where a process that runs has it: this one was started by a rank, and has its variables."""
+    """Return a path, or another one if a running process has it: then a rank has started this process, with its variables."""
     return path.with_name(f"process-{os.getpid()}") if folder.has_owner(path) else path
 
 
@@ -305,12 +303,12 @@ def _anonymous() -> mmap.mmap:
 
 
 def _mapped(path: Path) -> mmap.mmap:
-    """Make a file, in place of what is there, and map it.
+    """Make a file, replacing an existing one, and map it.
 
     Raises
     ------
     OSError
-        If there is not room for it. Memory that is mapped without room would end the process when it is written.
+        If the file system has no room for it: a write to a mapped page without room would kill the process.
     """
     new = path.with_name(f".new-{os.getpid()}")
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

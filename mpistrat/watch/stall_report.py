@@ -1,4 +1,4 @@
-"""The stall report: one block that says which collective has waited how long, who is in it, and what the others do."""
+"""The stall report: the collective that a rank waits in, for how long, the ranks in it, and what the others do."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _MOST_MISSING = 16
 
 
 def stall_report(own: RankState, states: Sequence[RankState]) -> str:
-    """Return the block.
+    """Return the report of a rank that waits.
 
     Parameters
     ----------
     own : RankState
         A rank that waits.
     states : sequence of RankState
-        All ranks; what they called at the number that `own` waits at was looked up.
+        All ranks; the collective that `own` waits in was looked up.
     """
     waiting = own.waits_in
-    assert waiting is not None, "only who waits has something to tell"
+    assert waiting is not None, "only a rank that waits has a report"
     came = [(state, call) for state in states if (call := state.at(waiting.key)) is not None]
     missing = [state for state in states if waiting.takes(state.rank) and state.at(waiting.key) is None]
-    # those that have come, but do not run
+    # in the collective, but not running
     held = [state for state, _ in came if state.state not in ("in", "out") or state.is_silent]
     lines = [
         f"rank {own.rank} ({own.node}) has waited {format_elapsed(waiting.entered_seconds_ago)} in collective "
@@ -45,14 +45,14 @@ def stall_report(own: RankState, states: Sequence[RankState]) -> str:
 
 
 def end_report(own: RankState, waited_seconds: float, states: Sequence[RankState]) -> str:
-    """Return the block of a rank whose program has ended, while others go on.
+    """Return the report of a rank whose program has ended, while others go on.
 
     Parameters
     ----------
     own : RankState
         That rank.
     waited_seconds : float
-        How long ago its program has ended.
+        Seconds since its program ended.
     states : sequence of RankState
         All ranks.
     """
@@ -68,7 +68,7 @@ def end_report(own: RankState, waited_seconds: float, states: Sequence[RankState
 
 
 def _each(what: str, states: Sequence[RankState]) -> list[str]:
-    """Return a line for each rank, but no more than a screen of them."""
+    """Return a line for each rank, and one for all beyond the first 16."""
     lines = [f"  {what}: {_who(state)}: {state.doing()}" for state in states[:_MOST_MISSING]]
     more = [state.rank for state in states[_MOST_MISSING:]]
     return [*lines, f"  {what}, too: {ranks_text(more)}"] if more else lines

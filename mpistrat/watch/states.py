@@ -1,4 +1,4 @@
-"""RankState: what a rank is doing, as it was found from its record and its process, here or by a rank of its node."""
+"""RankState: what a rank is doing, from its record and its process, read here or by a rank of its node."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mpistrat.watch.reader import RankFile, Record
 __all__ = ["Call", "Key", "RankState", "aged", "decode", "encode", "look"]
 
 Key = tuple[int, int]
-"""Which collective: its communicator, and its number there."""
+"""A collective: its communicator, and its number there."""
 
-# a watching thread that has not woken for so long is held up
+# a watching thread that has not woken for this long is blocked
 SILENT_SECONDS = 3.0
 
 
@@ -28,23 +28,23 @@ class Call:
     Attributes
     ----------
     communicator, number : int
-        Which one.
+        Its key.
     text : str
         The call with its arguments; a long one is cut.
     digest : int
-        Tells the whole text from others; 0 where it is not known any more.
+        Hash of the whole text; 0 if it was overwritten.
     line : str
-        The user's line, ``path:line (function)``, or an empty text.
+        The user's line, ``path:line (function)``, or an empty string.
     entered : int
-        When, in nanoseconds on the clock of the rank's host: to tell one entry from another.
+        When, in nanoseconds of the host's clock: distinguishes two entries of the same collective.
     entered_seconds_ago : float
-        When, before this was found.
+        How long before the record was read.
     left_seconds_ago : float or None
-        When it was left; None while it is inside.
+        When it was left, likewise; None while the rank is inside.
     has_failed, is_started : bool
-        Whether it raised; whether the program goes on meanwhile.
+        Whether it raised; whether it is asynchronous, so that the program goes on meanwhile.
     ranks : str
-        Which ranks of the job it takes, as text; empty if all, UNTOLD where that is too long: then nobody is waited for.
+        The ranks that take part, as text; empty for all, UNTOLD if the list is too long: then no rank counts as missing.
     """
 
     communicator: int
@@ -60,12 +60,12 @@ class Call:
     ranks: str = ""
 
     def takes(self, rank: int) -> bool:
-        """Return whether a rank of the job has to come to it."""
+        """Return whether a rank of the job takes part."""
         return not self.ranks or rank in _members(self.ranks)
 
     @property
     def key(self) -> Key:
-        """Which collective it is."""
+        """The collective."""
         return self.communicator, self.number
 
 
@@ -76,25 +76,25 @@ class RankState:
     Attributes
     ----------
     rank : int
-        Which rank.
+        The rank.
     node : str
-        The name of its node, or an empty text where nothing is known of it.
+        The name of its node, or an empty string if unknown.
     pid : int
-        Its process; 0 where that is not known.
+        Its process id; 0 if unknown.
     state : str
         ``in`` a collective; ``out`` of any; ``failed``: its program has raised; ``ended``: its program has ended; ``stopped``:
-        a signal or a debugger holds it; ``gone``: its process has ended without a word; ``absent``: its process has not come
-        to this library; ``unknown``.
+        The collectives that it is inside, the last one first; then the last one left, and those that were looked up.
+        ``unknown``.
     calls : tuple of Call
-        The collectives that it is inside, the last one first, then others that matter: the last, and those that were asked for.
+        The collectives that it is inside, the last one first; then the last one left, and those that were looked up.
     now_at : str
-        The user's line that its main thread was at, ``path:line (function)``, or an empty text.
+        The line at which its main thread was seen, ``path:line (function)``, or an empty string.
     seen_seconds_ago : float
         When that was.
     is_silent : bool
-        Whether its watching thread is held up: by a call in C that keeps the interpreter to itself, or for want of a core.
+        Whether its watching thread is blocked: a call in C holds the interpreter lock, or no core is free.
     program : str
-        What it runs.
+        Its command line.
     """
 
     rank: int
@@ -109,23 +109,23 @@ class RankState:
 
     @property
     def call(self) -> Call | None:
-        """The collective that its program waits in, or else the last that it has entered."""
+        """The collective that its program waits in, else the last one that it has entered."""
         inside = [call for call in self.calls if call.left_seconds_ago is None]
         waiting = [call for call in inside if not call.is_started]
         return next(iter(waiting or inside or self.calls), None)
 
     @property
     def waits_in(self) -> Call | None:
-        """The collective that it waits in, its program or what that has started; None where it is in none."""
+        """The collective that it waits in, also an asynchronous one; None if it is in none."""
         call = self.call
         return call if call is not None and call.left_seconds_ago is None and self.state in ("in", "stopped") else None
 
     def at(self, key: Key) -> Call | None:
-        """Return what it called at a number, as far as is known here."""
+        """Return its call of a collective, if that was looked up and entered."""
         return next((call for call in self.calls if call.key == key), None)
 
     def doing(self) -> str:
-        """Return in words what it is doing, and where."""
+        """Return a description of what it is doing, and where."""
         return f"{self._condition()}; {self._last()}{self._where()}"
 
     def _condition(self) -> str:
@@ -167,7 +167,7 @@ def _members(ranks: str) -> frozenset[int]:
 
 
 def look(file: RankFile, wanted: Collection[Key] = ()) -> RankState:
-    """Return what a rank of this host is doing; of the collectives that are `wanted` also what it called there."""
+    """Return the state of a rank of this host, with its calls of the `wanted` collectives."""
     now = time.monotonic_ns()
     inside = file.inside()
     last = file.last()
@@ -192,7 +192,7 @@ def look(file: RankFile, wanted: Collection[Key] = ()) -> RankState:
 
 
 def aged(state: RankState, seconds: float) -> RankState:
-    """Return what was known of a rank some time ago, of which nothing has been heard since."""
+    """Return a state from some time ago, of a rank that has not answered since."""
     calls = [
         replace(
             call,
@@ -205,17 +205,17 @@ def aged(state: RankState, seconds: float) -> RankState:
 
 
 def encode(states: Iterable[RankState]) -> list[dict[str, Any]]:
-    """Return states as JSON has them."""
+    """Return states for JSON."""
     return [asdict(state) for state in states]
 
 
 def decode(rows: Iterable[dict[str, Any]]) -> list[RankState]:
-    """Return the states that `encode` was given."""
+    """Return states from what `encode` returned."""
     return [RankState(**{**row, "calls": tuple(Call(**call) for call in row["calls"])}) for row in rows]
 
 
 def _state(file: RankFile, is_inside: bool) -> tuple[str, bool]:
-    """Return the state of a rank, and whether its process is known to be there."""
+    """Return the state of a rank, and whether its process is known to exist."""
     said = file.state
     try:
         process = file.process()

@@ -1,4 +1,4 @@
-"""Survey: ask all ranks what they do; those of this host by their files, the others by one rank of their node."""
+"""Survey: collect the states of all ranks, from files on this host, and from one rank of each other host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpistrat.watch.talk import Message, Talk
 
 __all__ = ["Survey", "here"]
 
-# one rank of a node is asked first, then two, four, …
+# seconds after which more ranks of a host that does not answer are asked: one first, then two, four, …
 _NEXT_SECONDS = 0.3
 
 
@@ -22,19 +22,19 @@ class Survey:
     Parameters
     ----------
     size : int
-        How many ranks there are.
+        The number of ranks.
     neighbours : Neighbours
         The ranks of this host.
     talk : Talk or None
-        How to reach the others; None where there are none, or they cannot be reached yet.
+        Connection to the other hosts; None if there are none, or before MPI runs.
     wanted : collection of Key
         Collectives to look up.
     seconds : float
         How long to wait for answers.
     is_thorough : bool
-        Whether to look also for processes that keep no file, here and there; that takes longer.
+        Whether to look for processes without a file too, on all hosts; that takes longer.
     heard : sequence of RankState
-        What ranks of other hosts have told of themselves before.
+        States that ranks of other hosts have sent before.
     """
 
     _numbers = iter(range(1, 2**62))
@@ -62,7 +62,7 @@ class Survey:
         self._question: Message = {"ask": self.number, "wanted": sorted(self.keys), "is_thorough": is_thorough}
 
     def is_done(self) -> bool:
-        """Return whether all have answered, or the time is up; until then, ask."""
+        """Return whether all hosts have answered or the time is up; ask more ranks until then."""
         now = time.monotonic()
         self._silent = [ranks for ranks in self._silent if not self._found.keys() & ranks]
         if self._silent and self._talk is not None and now >= self._ask_at:
@@ -73,13 +73,13 @@ class Survey:
         return not self._silent or now > self._ends
 
     def take(self, answer: Message) -> None:
-        """Take in what a rank of another node has found there."""
+        """Add the answer of another host."""
         if answer["tell"] == self.number:
             self._add(decode(answer["states"]))
             self._heard |= {state.rank: state for state in decode(answer["heard"])}
 
     def states(self) -> list[RankState]:
-        """Return the state of each rank, in their order."""
+        """Return the state of each rank, in rank order."""
         return [self._found.get(rank) or self._heard.get(rank) or RankState(rank) for rank in range(self._size)]
 
     def _add(self, states: Sequence[RankState]) -> None:
@@ -87,7 +87,7 @@ class Survey:
 
 
 def here(neighbours: Neighbours, wanted: Collection[Key], expected: Collection[int]) -> tuple[list[RankState], set[Key]]:
-    """Return the states of the ranks of this host, and what was looked up; `expected` ranks without a file are looked for."""
+    """Return the states of the ranks of this host, and the keys looked up; `expected` ranks without a file are searched for."""
     states, keys = neighbours.states(wanted)
     missing = {*expected} - {state.rank for state in states}
     return [*states, *(replace(state) for state in (absent(neighbours.job, missing) if missing else []))], keys

@@ -1,4 +1,4 @@
-"""Takeover: the program is stuck in a call in C, so the watching thread tells its error, and ends the job."""
+"""Takeover: the program is stuck in a call in C, so the watching thread prints its error and ends the job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpistrat.watch.reader import RankFile
 
 __all__ = ["end_job", "traceback_of"]
 
-# so long others have to print theirs
+# the time that other ranks have to print theirs
 OTHERS_SECONDS = 1.0
 
 
@@ -30,7 +30,7 @@ def end_job(error: CollectiveError, frame: FrameType | None, own: RankFile) -> N
 
 
 def traceback_of(frame: FrameType | None) -> TracebackType | None:
-    """Return the traceback of an exception that would be raised in a frame and caught nowhere."""
+    """Return the traceback of an uncaught exception raised in a frame."""
     trace: TracebackType | None = None
     while frame is not None:
         trace = TracebackType(trace, frame, frame.f_lasti, frame.f_lineno)

@@ -1,6 +1,6 @@
-"""Talk: the watching threads of several nodes ask each other what their ranks do.
+"""Talk: messages between the watching threads of several hosts.
 
-File law: nothing here waits. A rank that is stopped takes no messages, so no rank is sent another before it has taken the last.
+File law: nothing here waits. A stopped rank receives no messages, so the number of unreceived ones to each rank is limited.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["Message", "Talk"]
 
 Message = dict[str, Any]
-"""What one thread tells another, in terms of JSON."""
+"""A message: a JSON object."""
 
 _TAG = 1
-# messages to one rank that it has not taken yet
+# messages to one rank that it has not received yet
 _MOST_UNTAKEN = 4
 _ON_ITS_WAY_SECONDS = 1.0
 
@@ -31,21 +31,21 @@ class Talk:
     Parameters
     ----------
     comm : Intracomm
-        All ranks of the job; nothing else is sent on it.
+        All ranks of the job; used for these messages only.
     places : sequence of str
-        Of each rank, a name of the folder that its host's ranks share: who shares one needs no messages.
+        For each rank the identity of its record folder: ranks that share one need no messages.
 
     Attributes
     ----------
     own : list of int
         The ranks of this host.
     place : int
-        Which of all hosts this is, in the order of their lowest ranks.
+        The index of this host, in the order of their lowest ranks.
     others : list of list of int
-        Those of each other host.
+        The ranks of each other host.
     confidant : int
-        The rank, of another host if there is one, that is told now and then what this one does: should this host fall silent,
-        that one can still say so.
+        The rank, of another host if there is one, that regularly gets the state of this one, to report it if this host no
+        longer answers.
     """
 
     def __init__(self, comm: MPI.Intracomm, places: Sequence[str]) -> None:
@@ -64,7 +64,7 @@ class Talk:
         self._sent = -math.inf
 
     def send(self, message: Message, ranks: Iterable[int]) -> None:
-        """Send a message to some ranks, but for those that have not taken earlier ones."""
+        """Send a message to some ranks, except to those that do not receive."""
         from mpi4py import MPI
 
         data = json.dumps(message).encode()
@@ -76,13 +76,13 @@ class Talk:
             self._untaken[rank] = left
 
     def is_sending(self) -> bool:
-        """Return whether a message sent lately is on its way: a long one needs both ends to look after it."""
+        """Return whether a recent message is still being sent: a long one needs progress at both ends."""
         if time.monotonic() > self._sent + _ON_ITS_WAY_SECONDS:
             return False
         return any(not request.Test() for kept in self._untaken.values() for request, _ in kept)
 
     def received(self) -> Iterator[tuple[int, Message]]:
-        """Yield the messages that have come, with their senders."""
+        """Yield the messages that have arrived, with their senders."""
         from mpi4py import MPI
 
         status = MPI.Status()

@@ -1,4 +1,4 @@
-"""The trace of a whole job: what MPISTRAT_TIMELINE asks for, of all ranks that have come to their end."""
+"""The trace of a whole job, for MPISTRAT_TIMELINE, written when all ranks have ended."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _LANE = "collectives"
 
 
 def write_merged(comm: MPI.Intracomm, own: RankFile) -> None:
-    """Write the trace on rank 0. A collective call, when all ranks have ended their programs.
+    """Write the trace on rank 0. A collective call, after all programs have ended.
 
     Parameters
     ----------
     comm : Intracomm
         All ranks of the job.
     own : RankFile
-        The record of this rank: its last collectives are a row of their own.
+        The record of this rank, whose last collectives become a row of the trace.
     """
     gathered = comm.gather(_own_timeline(own))
     if gathered is not None:

@@ -1,9 +1,9 @@
-"""Is it certain that ranks can never leave the collectives that they are in? Found from what all are doing.
+"""Deadlock detection: from the states of all ranks, find those that can never leave the collectives that they are in.
 
-A rank that waits in a collective waits for those that have not entered it. Where those wait themselves, for ranks that wait, or
-have ended, none of them goes on: that is certain, however fast the network is. A rank that computes, or is only slow, is none.
+A rank that waits in a collective waits for the ranks that have not entered it. If those wait themselves, for ranks that wait,
+or have ended, none of them will go on, at any speed of the network. A rank that computes, or is slow, is not deadlocked.
 
-File law: pure; what is found must be found again unchanged before anybody acts on it, for states are read one after the other.
+File law: pure. States are read one after another, so a finding must be confirmed by a second one before it is acted on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OVER = ("ended", "failed", "gone")
 
 @dataclass(frozen=True)
 class Finding:
-    """That ranks wait in vain.
+    """A deadlock, or a mismatch of calls, that one survey shows.
 
     Attributes
     ----------
@@ -37,20 +37,20 @@ class Finding:
 
 
 def judge(states: Sequence[RankState], looked_up: Collection[Key]) -> Finding | None:
-    """Return why ranks wait in vain, or None where that is not certain.
+    """Return the deadlock or mismatch that states show; None if there is none for certain.
 
     Parameters
     ----------
     states : sequence of RankState
-        What each rank is doing, in the order of the ranks.
+        The state of each rank, in rank order.
     looked_up : collection of Key
-        The collectives that were looked for in every rank's record: what is not in a state there, was not entered.
+        The collectives that were looked up for every rank: a rank whose state lacks one of them has not entered it.
     """
     return _different(states) or _stuck(states, looked_up)
 
 
 def waits_for(states: Sequence[RankState], looked_up: Collection[Key]) -> dict[int, list[int]]:
-    """Return for each rank that waits which ranks have not entered the collective that it is in."""
+    """Return for each waiting rank the ranks that have not entered its collective."""
     waiting = {state.rank: state.waits_in for state in states}
     return {
         rank: [
@@ -62,7 +62,7 @@ def waits_for(states: Sequence[RankState], looked_up: Collection[Key]) -> dict[i
 
 
 def _different(states: Sequence[RankState]) -> Finding | None:
-    """Find a collective that ranks entered with different calls, and one of them waits in."""
+    """Find a collective that ranks entered with different calls, and that one of them waits in."""
     for key in sorted({call.key for state in states if (call := state.waits_in) is not None}):
         calls = {state.rank: call for state in states if (call := state.at(key)) is not None}
         if len({call.digest for call in calls.values()} - {0}) < 2:

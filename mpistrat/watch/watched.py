@@ -1,4 +1,4 @@
-"""Record collectives over all ranks that happen outside a communicator, such as making a strategy."""
+"""Record collectives over all ranks that no communicator makes, such as creating a strategy."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _numbers = iter(range(2**62))
 
 @contextmanager
 def watched(text: str) -> Iterator[None]:
-    """Record a collective over all ranks that happens outside a communicator.
+    """Record a collective over all ranks that no communicator makes.
 
     Parameters
     ----------
     text : str
-        The call, in the same words on all ranks.
+        The call, the same text on all ranks.
     """
     mine = recorder()
     slot = mine.enter(_WORLD, next(_numbers), mine.intern(text.partition("(")[0], "", "", 0, "", text))

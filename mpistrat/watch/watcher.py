@@ -1,6 +1,6 @@
-"""Watcher: a thread beside the program that knows what it waits for, tells when that takes long, and finds when it is in vain.
+"""Watcher: a thread that reports when the program waits long in a collective, and detects deadlocks.
 
-File law: no call of MPI here blocks, and none is made before MPI runs or after it has begun to end.
+File law: no MPI call here blocks, and none is made before MPI runs or while it is being finalized.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 __all__ = ["Watcher", "introduce", "start", "watcher"]
 
 WAKE_SECONDS = 0.25
-# a rank that waits so long looks around
+# a rank that has waited this long surveys the others
 PATIENCE_SECONDS = 1.0
 LONGEST_BETWEEN_LOOKS_SECONDS = 2.0
-# hosts look around one after the other: who was asked meanwhile by one before it need not ask all others too
+# hosts survey one after another: a host that was just asked by an earlier one need not ask all others too
 TURN_SECONDS = 0.01
 ANSWER_SECONDS = 0.9
 # how often to look for answers while some are missing
 POLL_SECONDS = 0.01
-# how often a rank tells one of another host what it does
+# how often a rank sends its state to one of another host
 CONFIDE_SECONDS = 2.0
-# a program that has not taken the verdict, or raised what its deadline says, after so long is stuck in a call in C
+# a program that has not raised the verdict, or its deadline's error, after this long is stuck in a call in C
 TAKE_SECONDS = 3.0
 
 LONGEST_GOODBYE_SECONDS = 5.0
@@ -71,10 +71,10 @@ class Watcher:
     Attributes
     ----------
     limit : tuple of float and callable, or None
-        When the time of the call that is under way is up, on the clock of `time.monotonic`, and what makes the error then. The
-        program raises it by itself; if it cannot, since it is in a call in C, the job is ended with it.
+        Deadline of the present call, on the clock of `time.monotonic`, and a function that returns its error. The program
+        raises that itself; if it cannot, because it is in a call in C, the watcher prints it and ends the job.
     verdict : CollectiveError or None
-        Set once it is certain that ranks wait in vain: whoever waits in a collective, or enters one, is to raise it.
+        The error of a deadlock or mismatch that is certain: a program that waits in a collective, or enters one, raises it.
     """
 
     def __init__(self, size: int) -> None:
@@ -112,7 +112,7 @@ class Watcher:
         if self.verdict is None:
             return
         if self._verdict_on is not None and self._verdict_on not in self._inside():
-            self.verdict = None  # this rank has learned of it in another way, and has gone on
+            self.verdict = None  # this rank has raised another error for it, and has gone on
             return
         raise type(self.verdict)(*self.verdict.args)
 
@@ -120,13 +120,13 @@ class Watcher:
         return set(map(_key, self._own.inside()))
 
     def begin(self) -> None:
-        """Forget an earlier disagreement: a strategy is being made, and whoever makes it has learned of that."""
+        """Ignore earlier disagreements: a new strategy is being created."""
         self._notices.ignore()
         self._judged = None
         self.verdict = None
 
     def join(self, comm: MPI.Intracomm) -> None:
-        """Talk to the other nodes from here on. A collective call, the first time.
+        """Exchange messages with the other hosts from now on. A collective call, made once.
 
         Parameters
         ----------
@@ -152,16 +152,16 @@ class Watcher:
 
     @property
     def has_joined(self) -> bool:
-        """Whether it can talk to other nodes."""
+        """Whether it exchanges messages with other hosts."""
         return self._talk is not None
 
     def compare(self, timeout_seconds: float = 2.0, ranks: Sequence[int] | None = None) -> list[RankState]:
-        """Ask all ranks which call they are in, and return the states of `ranks`, or of all, in their order.
+        """Ask all ranks for their states, and return those of `ranks`, or of all, in rank order.
 
         Parameters
         ----------
         timeout_seconds : float
-            How long to wait for answers; of ranks whose node does not answer nothing is known.
+            How long to wait for answers; ranks whose host does not answer are ``unknown``.
         ranks : sequence of int, optional
             Which ranks of the job.
         """
@@ -176,23 +176,23 @@ class Watcher:
         return states if ranks is None else [states[rank] for rank in ranks]
 
     def tell(self, key: Key, error: AgreementError) -> None:
-        """Have the ranks in a collective raise what this one is about to: that they are in different calls."""
+        """Make the other ranks in a collective raise the mismatch that this one is about to raise."""
         self._to_tell = Notice(*key, str(error), is_mismatch=True, is_for_all=False)
         self._wake.set()
 
     def dismiss(self, communicator: int) -> None:
-        """Raise nothing, from here on, that is found about collectives of a communicator: it has failed here."""
+        """Ignore from now on what is found about a communicator that has failed here."""
         self._notices.dismiss(communicator)
         self.verdict = None
 
     def end(self) -> None:
-        """Say that this program has ended, wait until all have, and stop; then MPI can end."""
+        """Record that this program has ended, wait until all have, and stop; then MPI can be finalized."""
         if os.getpid() != self._pid or self._stopping:
             return
         has_failed = exit_code.ending_code() != 0
         self._recorder.set_state(State.FAILED if has_failed else State.ENDED)
         talk = self._talker()
-        if talk is not None and not has_failed:  # a job that fails ends now, with the code of this rank
+        if talk is not None and not has_failed:  # a failed rank ends the job at once, with its own exit code
             all_have_ended = self._wait_for_all(talk.comm)
             if all_have_ended and self._wants_trace:
                 trace.write_merged(talk.comm, self._own)
@@ -200,7 +200,7 @@ class Watcher:
         self._wake.set()
         self._thread.join(LONGEST_GOODBYE_SECONDS)
         if talk is not None:
-            deque(talk.received(), 0)  # MPI is to end without a message that nobody has taken
+            deque(talk.received(), 0)  # receive what has arrived, so that MPI is finalized without pending messages
         if has_failed and talk is not None:
             talk.send({"failed": self._own.rank}, [rank for ranks in talk.others for rank in ranks])
         if self._keyval is not None and _mpi_runs():
@@ -209,7 +209,7 @@ class Watcher:
             self._recorder.close()
 
     def _before_finalize(self) -> None:
-        """Have MPI call `end` first of all, where a program ends MPI itself."""
+        """Make MPI_Finalize call `end` first, if the program calls it."""
         from mpi4py import MPI
 
         self._keyval = MPI.Comm.Create_keyval(delete_fn=lambda comm, keyval, value: self.end())
@@ -226,7 +226,7 @@ class Watcher:
             if waited > look:
                 look = waited + WAKE_SECONDS
                 if self._has_failed_rank or any(file.state is State.FAILED for file in self._neighbours.files()):
-                    return False  # that one ends MPI without waiting for others, and waits in that for this one
+                    return False  # the failed rank is in MPI_Finalize, and waits for this one
             if waited > patience:
                 patience *= 2
                 states = self.compare(ANSWER_SECONDS)
@@ -236,12 +236,12 @@ class Watcher:
         return True
 
     def _run(self) -> None:
-        """Watch; what goes wrong here must not end a job that may be well."""
+        """Watch; an error of the watcher must not end a job."""
         try:
             self._watch()
         except Exception:
             if not self._stopping and os.getpid() == self._pid:
-                logger.exception(f"rank {self._own.rank}: nobody watches any more:")
+                logger.exception(f"rank {self._own.rank}: its watching thread has failed; hangs are no longer reported:")
 
     def _watch(self) -> None:
         self._recorder.note_look(users.innermost(self._program()))
@@ -256,7 +256,7 @@ class Watcher:
             self._step()
 
     def _program(self) -> FrameType | None:
-        """Return where the main thread is."""
+        """Return the frame of the main thread."""
         return sys._current_frames().get(self._main or 0)
 
     def _step(self) -> None:
@@ -282,7 +282,7 @@ class Watcher:
             self._look(waiting)
 
     def _follow(self, waiting: Record | None) -> None:
-        """Note what this rank waits in now; judge, if it did not take the verdict."""
+        """Update what this rank waits in; end the job if the program does not raise a verdict or deadline."""
         before, self._waiting = self._waiting, waiting
         if waiting is None or before is None or waiting.entered != before.entered:
             self._next_look = (waiting.entered / 1e9 if waiting else time.monotonic()) + PATIENCE_SECONDS + self._turn_seconds
@@ -301,7 +301,7 @@ class Watcher:
             takeover.end_job(self.verdict, self._program(), self._own)
 
     def _look(self, waiting: Record) -> None:
-        """Begin to look around; of the ranks of a host that wait, one does."""
+        """Begin a survey, if this is the rank of its host that does."""
         waited = seconds_since(waiting.entered)
         self._next_look = time.monotonic() + min(max(WAKE_SECONDS, waited / 8), LONGEST_BETWEEN_LOOKS_SECONDS)
         if self._patience and waited < self._next_report:
@@ -316,7 +316,7 @@ class Watcher:
             self._put_off_report(waited)
 
     def _speaks(self) -> bool:
-        """Return whether this is the lowest rank of its host that waits."""
+        """Return whether this is the lowest waiting rank of its host."""
         return not any(_tells(look(file)) for file in self._neighbours.files() if file.rank < self._own.rank)
 
     def _talker(self) -> Talk | None:
@@ -342,7 +342,7 @@ class Watcher:
         waited = seconds_since(waiting.entered)
         if self._patience and waited >= self._next_report:
             self._put_off_report(waited)
-            # on other hosts others have waited as long
+            # ranks of other hosts may have waited as long
             if not any(_tells(state) for state in states[: self._own.rank]):
                 logger.warning(stall_report(states[self._own.rank], states))
 
@@ -388,7 +388,7 @@ class Watcher:
                 self._notices.post(Notice(**message["notice"]))
 
     def _confide(self, talk: Talk) -> None:
-        """Tell a rank of another host what this one does, as long as it can."""
+        """Send the state of this rank to one of another host."""
         self._confided = time.monotonic()
         if talk.others and self._own.state is State.RUNNING:
             talk.send({"heard": encode([look(self._own)])}, [talk.confidant])
@@ -403,7 +403,7 @@ class Watcher:
 
 
 class _Question:
-    """What the program asks its watching thread."""
+    """A question of the program to its watching thread."""
 
     def __init__(self, wanted: set[Key], seconds: float) -> None:
         self.wanted, self.seconds = wanted, seconds
@@ -413,17 +413,17 @@ class _Question:
 
 
 def watcher() -> Watcher | None:
-    """Return the watcher of this process, or None where there is none: in a process that is not one of several ranks."""
+    """Return the watcher of this process; None if it is not one of several ranks."""
     return _watcher
 
 
 def introduce(node: str) -> None:
-    """Note what the node of this rank is called; rank 0 warns of variables that look like settings, and are none. Once."""
+    """Record the name of this rank's node; rank 0 warns once about variables that look like misspelt settings."""
     mine = recorder()
     mine.set_node(node)
     if RankFile(mine.memory).rank == 0:
         for name, near in settings.misspelt().items():
-            if near and name not in _warned:  # others may be a program's own
+            if near and name not in _warned:  # others may belong to the program
                 _warned.add(name)
                 logger.warning(settings.misspelt_text(name, near))
 
@@ -457,7 +457,7 @@ def _key(record: Record) -> Key:
 
 
 def _tells(state: RankState) -> bool:
-    """Return whether a rank waits, and its watching thread can tell so."""
+    """Return whether a rank waits, and its watching thread can report it."""
     call = state.waits_in if state.state == "in" and not state.is_silent else None
     return call is not None and call.entered_seconds_ago > PATIENCE_SECONDS
 

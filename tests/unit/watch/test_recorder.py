@@ -275,7 +275,7 @@ def test_a_folder_that_others_have_a_hand_in_is_refused(tmp_path: Path, spoil: s
     else:
         (tmp_path / "elsewhere").mkdir(mode=0o700)
         base.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(PermissionError, match="not a folder of this user's alone"):
+    with pytest.raises(PermissionError, match="not a private folder of this user"):
         folder.make_job(base, "job")
 
 
