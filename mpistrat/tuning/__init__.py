@@ -1,1 +1,1 @@
-"""Choose algorithms by what was measured on this cluster."""
+"""Benchmark the algorithms on this cluster, and fit the cost model that auto chooses by."""

@@ -1,6 +1,6 @@
-"""The files of tunings: where they lie, and how all ranks come to choose by what one of them read.
+"""Tuning files: where they are cached, and how all ranks get the cost model that rank 0 has read.
 
-File law: rank 0 alone touches a file, and what it finds there never stops a program: it is logged, and the defaults hold.
+File law: only rank 0 accesses files, and a bad one never stops a program: it is logged, and the built-in constants hold.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["read", "shared_model", "tuning_path"]
 
 
 def tuning_path(conditions: Conditions) -> Path:
-    """Return the file for these conditions: that which MPISTRAT_TUNING names, or one in `cache.folder`."""
+    """Return the file for these conditions: the one that MPISTRAT_TUNING names, or one in `cache.folder`."""
     named = settings.TUNING.read()
     return cache.folder() / conditions.file_name if named.lower() in ("auto", "off", "measure") else Path(named).expanduser()
 
 
 def read(path: Path, world: World, conditions: Conditions) -> CostModel | None:
-    """Return the model that a file gives, or None where there is none, or none that holds: the reason is logged."""
+    """Return the model of a file; None if it does not exist, or cannot be used, which is logged."""
     try:
         tuning = Tuning.from_document(cache.read(path), world)
         if tuning.conditions != conditions:
@@ -38,21 +38,23 @@ def read(path: Path, world: World, conditions: Conditions) -> CostModel | None:
     except FileNotFoundError:
         if path.name == conditions.file_name:
             return None
-        logger.warning(f"MPISTRAT_TUNING names {path}, which is not there: mpistrat tune writes it; defaults hold")
+        logger.warning(
+            f"MPISTRAT_TUNING names {path}, which does not exist: mpistrat tune writes it; the built-in constants are used"
+        )
     except (OSError, ValueError, ArithmeticError, Unsuitable) as error:
         logger.warning(f"{path} is ignored: {error}; mpistrat tune writes it anew, mpistrat tune --delete removes it")
     return None
 
 
 def shared_model(hierarchy: Hierarchy, make: Make) -> CostModel:
-    """Return what ``auto`` is to choose by on all ranks: see the setting MPISTRAT_TUNING. A collective call.
+    """Return the cost model for ``auto``, the same on all ranks: see the setting MPISTRAT_TUNING. A collective call.
 
     Parameters
     ----------
     hierarchy : Hierarchy
         The ranks.
     make : callable
-        As `measure` takes it, for where it is to be measured now.
+        As for `measure`, if this call has to measure.
 
     Raises
     ------
@@ -74,7 +76,7 @@ def shared_model(hierarchy: Hierarchy, make: Make) -> CostModel:
 
 
 def _find(world: World) -> CostModel | LaunchError | None:
-    """Return the model for a world; None if it is to be measured, or the error if that cannot be done here."""
+    """Return the model for a world; None if it has to be measured, or the error if that is impossible."""
     wanted = settings.TUNING.read().lower()
     if wanted == "off":
         return DEFAULT
@@ -82,7 +84,7 @@ def _find(world: World) -> CostModel | LaunchError | None:
         conditions = present_conditions(world)
         model = read(tuning_path(conditions), world, conditions)
     except RuntimeError as error:  # there is no home folder
-        logger.warning(f"no file of mpistrat tune can be looked for: {error}")
+        logger.warning(f"there is no cache folder for files of mpistrat tune: {error}")
         model = None
     if model is not None or wanted != "measure":
         return model or DEFAULT
@@ -94,7 +96,7 @@ def _find(world: World) -> CostModel | LaunchError | None:
 
 
 def _keep(world: World, measurements: Sequence[Measurement]) -> CostModel:
-    """Write what was measured on first use, and return the model of it."""
+    """Cache the measurements, and return their model."""
     tuning = Tuning.of(present_conditions(world), measurements)
     source = "this run"
     try:
@@ -103,7 +105,7 @@ def _keep(world: World, measurements: Sequence[Measurement]) -> CostModel:
         source = str(path)
         logger.info(f"measured {world}, and wrote {path}")
     except (OSError, RuntimeError) as error:
-        logger.warning(f"what was measured could not be kept: {error}")
+        logger.warning(f"the measurements could not be cached: {error}")
     return tuning.model(source)
 
 

@@ -18,10 +18,10 @@ from mpistrat.topology.world import World
 __all__ = ["CONSTANTS", "Measurement", "corrected", "fit", "modelled_seconds", "require_scipy"]
 
 CONSTANTS = tuple(name for name, value in vars(DEFAULT).items() if isinstance(value, float) and value)
-"""The constants of a `CostModel` that are fitted: all that are no sizes, and that matter to memory of the host."""
+"""The constants of a `CostModel` that are fitted: all but sizes, and those of host memory only."""
 
 ITEM_BYTES = 4
-# how much a constant is held to where it began: those that nothing measured depends on stay there
+# regularisation towards the starting values: constants that no measurement depends on keep them
 _TETHER = 0.02
 _OUTLIER = 0.1  # residuals beyond this, logarithms of ratios, count linearly instead of squared
 Vector = np.ndarray[Any, np.dtype[np.float64]]
@@ -29,18 +29,18 @@ Vector = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class Measurement:
-    """How long an all-reduce of float32 took.
+    """The time of an all-reduce of float32.
 
     Attributes
     ----------
     world : World
-        Where.
+        The ranks and their placement.
     algorithm : str
         A name in `PLANNERS`.
     num_bytes : int
         Size of the buffer.
     seconds : float
-        Time of the slowest rank, a median.
+        Median of the slowest rank's time.
     """
 
     world: World
@@ -50,20 +50,20 @@ class Measurement:
 
 
 def modelled_seconds(measurement: Measurement, model: CostModel) -> float:
-    """Return what the model predicts for what was measured."""
+    """Return the time that a model predicts for a measurement."""
     plan = PLANNERS[measurement.algorithm](measurement.world, measurement.num_bytes // ITEM_BYTES, ITEM_BYTES, 0)
     return predict_seconds(plan, model)
 
 
 def fit(measurements: Sequence[Measurement], start: CostModel = DEFAULT) -> CostModel:
-    """Return the model whose predictions are nearest to what was measured, in ratios. Outliers have little influence.
+    """Return the model that minimises the logarithms of predicted / measured; outliers have little influence.
 
     Parameters
     ----------
     measurements : sequence of Measurement
-        Of any worlds, algorithms and sizes; those of empty buffers and single ranks say nothing.
+        Of any worlds, algorithms and sizes; empty buffers and single ranks are ignored.
     start : CostModel
-        Where the search begins. Constants that no measurement depends on stay as they are here.
+        The starting values. Constants that no measurement depends on keep them.
 
     Raises
     ------
@@ -100,14 +100,14 @@ def require_scipy() -> None:
 
 
 def corrected(model: CostModel, measurements: Iterable[Measurement]) -> CostModel:
-    """Return a model that at each size measured predicts what was measured; see `Correction` for the sizes between.
+    """Return a model that predicts the measured times exactly at the measured sizes; see `Correction` for sizes between.
 
     Parameters
     ----------
     model : CostModel
         The constants.
     measurements : iterable of Measurement
-        All of one world: the model that is returned is for it alone.
+        All of one world, the only one that the returned model is for.
     """
     plain = replace(model, corrections=())
     points: dict[str, dict[int, float]] = {}

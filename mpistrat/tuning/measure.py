@@ -1,4 +1,4 @@
-"""Measure what every algorithm takes on the ranks there are: what a tuning is made of."""
+"""Benchmark every algorithm on the ranks of this job."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ __all__ = ["MAX_BYTES", "Make", "Measured", "measure"]
 
 MAX_BYTES = 2**24
 _MIN_BYTES, _STEP_FACTOR = 16, 4
-_MIN_PASSES, _MAX_PASSES = 3, 8  # over all sizes, so that a drift of the machine favours none
-_PASS_SECONDS, _ENOUGH_SECONDS = 0.06, 0.5  # of one size: what a pass takes, about, and after what there is no other
+_MIN_PASSES, _MAX_PASSES = 3, 8  # over all sizes in turn, so that drift of the machine favours none
+_PASS_SECONDS, _ENOUGH_SECONDS = 0.06, 0.5  # of one size: about the time of a pass, and the total after which there is none
 _MIN_ROUNDS, _MAX_ROUNDS = 2, 30
-_HOPELESS = 1.5  # times the fastest: tried, and not again
+_HOPELESS = 1.5  # times the fastest: slower algorithms are tried only once
 _SHORT_SECONDS, _TRIES = 0.005, 6
 
 Times = dict[str, float]
 
 
 class Measured(Protocol):
-    """What is measured: a communicator."""
+    """A communicator, as far as it is measured."""
 
     def all_reduce(self, op: ReduceOp, arrays: list[Array], options: None, out: list[Array], /) -> object:
         """Combine arrays across ranks."""
@@ -56,23 +56,23 @@ def measure(
     max_bytes: int | None = None,
     report: Callable[[int, Times], None] | None = None,
 ) -> list[Measurement]:
-    """Return what each algorithm that suits a world takes from 16 bytes up. A collective call.
+    """Return the time of each algorithm that applies to a world, from 16 bytes up. A collective call.
 
-    Sizes go up by a factor of 4. Where another algorithm is fastest at the next size, the size between the two is measured too.
-    Algorithms are timed in blocks that take turns, as a program calls them: again and again.
+    Sizes increase by a factor of 4; where the fastest algorithm changes, the size between is measured too. Algorithms are timed
+    in alternating blocks of repeated calls.
 
     Parameters
     ----------
     comm : MPI.Intracomm
-        The ranks of `world`, in order; it is only duplicated.
+        The ranks of `world`, in order; only duplicated.
     world : World
         The placement of the ranks.
     make : callable
-        Returns a communicator over a hierarchy that takes the algorithm of a name.
+        Returns a communicator over a hierarchy that uses the algorithm with a name.
     max_bytes : int, optional
         The largest size, rounded down to a power of two; MAX_BYTES by default.
     report : callable, optional
-        Is told each size and the seconds of each algorithm; the same on all ranks.
+        Called with each size and the seconds of each algorithm, the same on all ranks.
     """
     measured = {name: make(Hierarchy(comm, world), name) for name in PLANNERS if _plan(name, world, _MIN_BYTES) is not None}
     sizes = _sizes(max_bytes or MAX_BYTES)
@@ -89,14 +89,14 @@ def measure(
 
 
 class _Race:
-    """The algorithms at one size, of those with equal plans one for all.
+    """The algorithms at one size; those with equal plans are timed once.
 
     Attributes
     ----------
     tried : dict
-        The seconds of the first try, by name.
+        Name -> seconds of the first try.
     samples : dict
-        Those of the rounds, of the algorithms that are not far behind.
+        Name -> seconds of each round, for algorithms that are not hopelessly slow.
     """
 
     def __init__(self, comm: MPI.Intracomm, world: World, measured: dict[str, Measured], num_bytes: int) -> None:
@@ -117,26 +117,26 @@ class _Race:
     def _try(self, name: str) -> None:
         try:
             self._run(name)
-        except TransportError:  # on all ranks: there is too little shared memory for this one
+        except TransportError:  # raised on all ranks: too little shared memory for this algorithm
             return
         [seconds] = self._slowest(name, 1)
-        if seconds < _SHORT_SECONDS:  # what takes so little is at its best only after some calls
+        if seconds < _SHORT_SECONDS:  # short calls reach their speed only after some repetitions
             seconds = min(self._slowest(name, _TRIES))
         self.tried[name] = seconds
 
     @property
     def seconds(self) -> float:
-        """What all rounds have taken so far, the same on all ranks."""
+        """Total time of all rounds so far, the same on all ranks."""
         return sum(map(sum, self.samples.values()))
 
     def run(self) -> None:
-        """Take one pass. A collective call."""
+        """Time one pass. A collective call."""
         for name, sample in self.samples.items():
             self._run(name)
             sample += self._slowest(name, self._rounds)
 
     def times(self) -> Times:
-        """Return the seconds of each algorithm: the median of its rounds, or of those far behind the first try."""
+        """Return the seconds of each algorithm: the median of its rounds, or the first try of slow ones."""
         timed = {**self.tried, **{name: statistics.median(sample) for name, sample in self.samples.items()}}
         return {name: timed[names[0]] for names in self._sharing.values() for name in names if names[0] in timed}
 

@@ -1,4 +1,4 @@
-"""Tuning: what was measured of a cluster, as text that can be kept, and the cost model that is made of it."""
+"""Tuning: the measurements of a cluster, as a document that can be cached, and the cost model fitted to them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from mpistrat.tuning.fit import CONSTANTS, Measurement, corrected, fit
 
 __all__ = ["Conditions", "Tuning", "present_conditions"]
 
-FORMAT = 1  # to be raised where algorithms become faster: what was measured of the old ones says nothing any more
-# what changes how long a collective takes
+FORMAT = 1  # to be increased when algorithms become faster, which makes older measurements useless
+# the settings that change the time of a collective
 _SHAPING: tuple[settings.Setting[Any], ...] = (
     settings.VIRTUAL_NODES, settings.STRICT, settings.CHUNK_BYTES, settings.MAX_MESSAGE_BYTES,
     settings.INTRA_TRANSPORT, settings.INTER_TRANSPORT, settings.PEER_MEMORY,
@@ -30,20 +30,20 @@ _SHAPING: tuple[settings.Setting[Any], ...] = (
 
 @dataclass(frozen=True)
 class Conditions:
-    """Where a measurement holds: on the same cluster, by the same MPI, for ranks with the same placement.
+    """The conditions under which a measurement is valid: the cluster, the MPI, and the rank placement.
 
     Attributes
     ----------
     cluster : str
-        What SLURM calls it and its partition, or the host names without their numbers.
+        SLURM's names of it and its partition, or the host names without their numbers.
     processor : str
-        Model of the processor of rank 0, and how many cores its host has.
+        Processor model and number of cores of rank 0's host.
     mpi : str
         Name and version of the MPI library.
     world : str
         Node shape and placement: ``4x2 block``.
     settings : str
-        The settings that are not at their default and change times.
+        Settings with values other than the default that change times.
     """
 
     cluster: str
@@ -54,23 +54,23 @@ class Conditions:
 
     @property
     def file_name(self) -> str:
-        """A name of its own for each conditions: readable, and told apart by a checksum."""
+        """A readable file name, made unique by a checksum."""
         readable = re.sub(r"[^a-z0-9+]+", "-", f"{self.cluster} {self.world}".lower()).strip("-")[:60]
         return f"{readable}-{cache.checksum(self)}.json"
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was measured under certain conditions, and the constants fitted to it.
+    """Measurements, their conditions, and the constants fitted to them.
 
     Attributes
     ----------
     conditions : Conditions
-        Where it holds.
+        Under which it is valid.
     date : str
         When it was measured: ``2026-11-20``.
     constants : CostModel
-        As `algorithms.fit.fit` found them.
+        The result of `fit`.
     measurements : tuple of Measurement
         All of one world.
     """
@@ -82,11 +82,11 @@ class Tuning:
 
     @classmethod
     def of(cls, conditions: Conditions, measurements: Sequence[Measurement]) -> Tuning:
-        """Return the tuning that follows from what was measured just now."""
+        """Return the tuning of measurements made just now."""
         return cls(conditions, datetime.date.today().isoformat(), fit(measurements), tuple(measurements))
 
     def model(self, source: str) -> CostModel:
-        """Return the model for the world of the measurements; `source` says where they come from."""
+        """Return the model for the measured world; `source` says where the measurements come from."""
         return replace(corrected(self.constants, self.measurements), source=f"{source}, measured {self.date}")
 
     def document(self) -> dict[str, Any]:
@@ -109,9 +109,9 @@ class Tuning:
         Parameters
         ----------
         document : object
-            What the file holds; of a tuning, what `document` returned.
+            The content of the file, as `document` returned it.
         world : World, optional
-            The world it was measured on; by default one made after its shape and placement.
+            The measured world; by default one with the same shape and placement.
 
         Raises
         ------
@@ -138,7 +138,7 @@ class Tuning:
 
 
 def present_conditions(world: World) -> Conditions:
-    """Return the conditions that this process, which is rank 0 of `world`, finds. Needs MPI to be started."""
+    """Return the present conditions, on rank 0 of `world`. MPI must have been started."""
     from mpi4py import MPI
 
     slurm = [os.environ[name] for name in ("SLURM_CLUSTER_NAME", "SLURM_JOB_PARTITION") if os.environ.get(name)]
@@ -160,7 +160,7 @@ def _positive(number: Any) -> float:
 
 
 def _world(conditions: Conditions) -> World:
-    """Return a world of this shape; of a mixed placement that of the block one, which costs the same to show."""
+    """Return a world of this shape; for a mixed placement a block one, which is good enough to show."""
     shape, _, placement = conditions.world.partition(" ")
     return World.from_shape(f"{shape}:cyclic" if placement == "cyclic" else shape)
 

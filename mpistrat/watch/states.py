@@ -83,8 +83,8 @@ class RankState:
         Its process id; 0 if unknown.
     state : str
         ``in`` a collective; ``out`` of any; ``failed``: its program has raised; ``ended``: its program has ended; ``stopped``:
-        The collectives that it is inside, the last one first; then the last one left, and those that were looked up.
-        ``unknown``.
+        a signal or a debugger holds it; ``gone``: its process was killed; ``absent``: its process has not called this library
+        yet; ``unknown``.
     calls : tuple of Call
         The collectives that it is inside, the last one first; then the last one left, and those that were looked up.
     now_at : str

@@ -133,4 +133,4 @@ def test_what_cannot_be_kept_is_used_all_the_same(comm, hierarchy, kept, monkeyp
     kept.write_text("a file where the folder should be")
     model = shared_model(hierarchy, by_algorithm)
     assert model.source.startswith("this run, measured ")
-    assert ("could not be kept" in capfd.readouterr().err) == (comm.Get_rank() == 0)
+    assert ("could not be cached" in capfd.readouterr().err) == (comm.Get_rank() == 0)

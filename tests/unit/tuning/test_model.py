@@ -99,7 +99,7 @@ def test_no_file_is_the_usual_case_and_one_asked_for_by_name_is_missed(tmp_path:
     assert read(tmp_path / HERE.file_name, WORLD, HERE) is None
     assert capsys.readouterr().err == ""
     assert read(tmp_path / "mine.json", WORLD, HERE) is None
-    assert f"MPISTRAT_TUNING names {tmp_path / 'mine.json'}, which is not there" in capsys.readouterr().err
+    assert f"MPISTRAT_TUNING names {tmp_path / 'mine.json'}, which does not exist" in capsys.readouterr().err
 
 
 def test_a_file_is_written_whole_and_read_again(tmp_path: Path, capsys) -> None:
