@@ -1,1 +1,1 @@
-"""Feed the replicas."""
+"""Distributed datasets: global batches in, per-replica batches out."""

@@ -23,8 +23,8 @@ class ArrayDataset(RowDataset):
     Parameters
     ----------
     arrays : nest of array_like
-        Equal extents along the first axis; batches are arrays of the same kinds. Memory maps are read row by row, and by a
-        replica only where the rows are its own.
+        Equal extents along the first axis; batches are arrays of the same kinds. Of a memory map, a replica reads only its
+        own rows.
     batch_size : int
         Rows of a global batch: of all replicas together.
     shuffle : bool
@@ -56,7 +56,7 @@ class ArrayDataset(RowDataset):
         return spec_of(rebuild(self._structure, list(self._arrays)))
 
     def _read(self, rows: Array) -> Any:
-        # not array.take: of an array that is not contiguous it copies everything first
+        # not array.take, which first copies the whole of an array that is not contiguous
         taken = [like(array[rows], given) for array, given in zip(self._arrays, self._given, strict=True)]
         return rebuild(self._structure, taken)
 

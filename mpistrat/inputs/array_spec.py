@@ -1,4 +1,4 @@
-"""ArraySpec: shape and dtype of the arrays of an element, known before the element or in place of one."""
+"""ArraySpec: shape and dtype of an array in the elements of a dataset."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["ArraySpec", "empty_like", "spec_of"]
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """What the arrays in one place of every element have in common.
+    """The shape and dtype that one leaf has in every element.
 
     Attributes
     ----------
     shape : tuple
-        Extents; None for the rows of a batch, which need not always be as many.
+        Extents; None for the rows of a batch, whose number may vary.
     dtype : dtype
         Type of one array element.
     """
@@ -31,7 +31,7 @@ class ArraySpec:
 
 
 def spec_of(batch: Any) -> Any:
-    """Return the nest of specs that describes a batch and all like it.
+    """Return the nest of specs of a batch.
 
     Raises
     ------
@@ -43,7 +43,7 @@ def spec_of(batch: Any) -> Any:
 
 
 def empty_like(batch: Any) -> Any:
-    """Return a batch of no rows that is otherwise like `batch`, in arrays of the same kinds; it keeps none of its memory."""
+    """Return a batch like `batch`, but without rows, in new arrays of the same kinds."""
     return map_leaves(lambda spec, leaf: like(np.empty((0, *spec.shape[1:]), spec.dtype), leaf), spec_of(batch), batch)
 
 

@@ -1,4 +1,4 @@
-"""What the arguments of all datasets have in common: whole numbers, not too small."""
+"""Check integer arguments of datasets."""
 
 from __future__ import annotations
 

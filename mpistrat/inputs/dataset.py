@@ -1,4 +1,4 @@
-"""Dataset: what every source of batches can do."""
+"""Dataset: the interface of all datasets."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["Dataset"]
 
 
 class Dataset(ABC):
-    """A source of batches. Iterating over it yields the batches of an epoch, each time of the next one.
+    """A source of batches. Each iteration over it is an epoch.
 
     Attributes
     ----------
     is_file_based : bool
-        Whether it consists of files, of which each input pipeline can read its own.
+        Whether it consists of files, so that each input pipeline can read its own.
     is_hinted : bool
-        Whether it was sharded by the marker `SHARD_HINT`, and waits for its numbers.
+        Whether it was sharded by `SHARD_HINT`, whose numbers are filled in later.
     """
 
     is_file_based: bool = False
@@ -39,24 +39,24 @@ class Dataset(ABC):
         Parameters
         ----------
         epoch : int
-            Which order to use, where the dataset is shuffled.
+            The number of the epoch, which determines the order if the dataset is shuffled.
         replica, num_replicas : int
-            Whose share; by default the whole batches.
+            Whose rows; by default all.
         """
 
     @property
     @abstractmethod
     def num_batches(self) -> int | None:
-        """How many batches an epoch has; None where only iterating tells."""
+        """The number of batches of an epoch; None if unknown before it was iterated."""
 
     @property
     def batch_size(self) -> int | None:
-        """Rows of a global batch, but for the last ones; None where a batch may have any number."""
+        """Rows of a global batch, except the last one; None if batches may have any number."""
         return None
 
     @property
     def num_rows(self) -> int | None:
-        """How many rows the batches of an epoch have; None where only iterating tells."""
+        """The number of rows of an epoch; None if unknown before it was iterated."""
         return None
 
     @property
@@ -66,7 +66,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Return what must be the same on all ranks that share the batches: sizes, dtypes, order."""
+        """Return a description that must be the same on all ranks that share the batches: sizes, dtypes, order."""
 
     def shard(self, num_shards: int, index: int) -> Self:
         """Return the dataset of every `num_shards`-th row, sample or file, from number `index` on.
@@ -74,9 +74,9 @@ class Dataset(ABC):
         Parameters
         ----------
         num_shards : int
-            Number of parts, for example ``context.num_input_pipelines``.
+            Number of shards, for example ``context.num_input_pipelines``.
         index : int
-            Which part, for example ``context.input_pipeline_id``. `SHARD_HINT` for both leaves the numbers to
+            Which shard, for example ``context.input_pipeline_id``. `SHARD_HINT` for both leaves the numbers to
             ``AutoShardPolicy.HINT``.
 
         Raises
@@ -84,7 +84,7 @@ class Dataset(ABC):
         TypeError
             If a number is not an int.
         InvalidArgumentError
-            If there is no such part, or the dataset has none.
+            If there is no such shard, or the dataset cannot be sharded.
         """
         if num_shards == index == SHARD_HINT:
             hinted = self._copy()
@@ -96,14 +96,14 @@ class Dataset(ABC):
         return self._part(num_shards, index)
 
     def settled(self, num_shards: int, index: int) -> Self:
-        """Return the dataset with these numbers in place of its marker."""
+        """Return the dataset sharded by these numbers, in place of `SHARD_HINT`."""
         hinted = self._copy()
         hinted.is_hinted = False
         return hinted.shard(num_shards, index)
 
     @abstractmethod
     def _part(self, num_shards: int, index: int) -> Self:
-        """Return what `shard` returns, for numbers that were checked."""
+        """Return a shard; the numbers have been checked."""
 
     def _copy(self) -> Self:
         return copy.copy(self)

@@ -1,4 +1,4 @@
-"""DistributedDataset: global batches in, this replica's share of each out."""
+"""DistributedDataset: global batches in, this replica's rows of each out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpistrat.inputs.dataset import Dataset
 from mpistrat.inputs.input_options import AutoShardPolicy, InputOptions, InputReplicationMode, read_options
 from mpistrat.inputs.iterable import as_dataset
 from mpistrat.inputs.iterator import DistributedIterator, Feed
-from mpistrat.inputs.rebatch import batched, num_pieces, piece_sizes, pieces
+from mpistrat.inputs.rebatch import batched, num_batches_of, share_sizes, shares
 
 __all__ = ["DistributedDataset", "distribute_dataset", "distribute_from_function"]
 
@@ -26,22 +26,21 @@ class DistributedDataset:
     Made by ``strategy.experimental_distribute_dataset`` and ``strategy.distribute_datasets_from_function``.
 
     Its elements are nests of per-replica values, which ``strategy.run(fn, args=(element,))`` turns into arrays; with one
-    replica they are nests of arrays. Every replica sees the same number of elements: one that has no rows left, or gets none
-    of a batch, sees arrays of no rows.
+    replica they are nests of arrays. Every replica gets the same number of elements: one without rows, because its data
+    has ended or a batch is small, gets arrays of no rows.
 
-    Each iteration is an epoch, counted here: ranks stay in step as long as they start the same number of iterations.
+    Each iteration is an epoch. Ranks must start the same number of iterations.
 
     Parameters
     ----------
     strategy : Strategy
-        Whose replicas are fed.
+        Its replicas get the batches.
     dataset : Dataset
-        What this rank reads.
+        The dataset that this rank reads.
     policy : AutoShardPolicy or None
-        DATA takes this replica's share of each batch, OFF all rows in batches of the size of a share, None the batches as they
-        are.
+        DATA: this replica's rows of each batch; OFF: all rows, in batches of a replica's size; None: the batches unchanged.
     options : InputOptions
-        How far to read ahead, and whether to bring what is read to the replica's GPU, if it has one.
+        How far to prefetch, and whether to copy batches to the replica's GPU, if it has one.
     """
 
     def __init__(self, strategy: StrategyLike, dataset: Dataset, policy: AutoShardPolicy | None, options: InputOptions) -> None:
@@ -53,7 +52,7 @@ class DistributedDataset:
 
     @property
     def element_spec(self) -> Any:
-        """The nest of `ArraySpec` that describes every element; a first batch is made for it where it must be.
+        """The nest of `ArraySpec` that describes every element; the first batch is read for it if necessary.
 
         Raises
         ------
@@ -74,10 +73,10 @@ class DistributedDataset:
         Raises
         ------
         TypeError
-            If only iterating tells: of generators and files, and where each rank reads batches of its own.
+            If it is unknown: for generators and files, and if each rank reads batches of its own.
         """
         if self._length is None or self._policy is not DATA:
-            raise TypeError(f"how many elements {self!r} has is known when they have been taken")
+            raise TypeError(f"the length of {self!r} is known only after iterating over it")
         return self._length
 
     def __repr__(self) -> str:
@@ -86,7 +85,7 @@ class DistributedDataset:
 
     @property
     def _length(self) -> int | None:
-        """How many batches this replica takes from its own dataset."""
+        """The number of batches that this replica gets from its own dataset; None if unknown."""
         count = self._dataset.num_batches
         if count is None or self._policy is not OFF:
             return count
@@ -94,13 +93,13 @@ class DistributedDataset:
         if sizes is None:
             return count * self._strategy.num_replicas_in_sync
         rows = self._dataset.num_rows
-        return None if rows is None else num_pieces(rows, sizes)
+        return None if rows is None else num_batches_of(rows, sizes)
 
     @property
     def _sizes(self) -> list[int] | None:
-        """How many rows this replica takes step by step, again and again; None where batches may have any number."""
+        """The numbers of rows of this replica's batches, repeated cyclically; None if batches may have any number."""
         batch_size, communicator = self._dataset.batch_size, self._strategy.extended.communicator
-        return None if batch_size is None else piece_sizes(batch_size, communicator.rank, communicator.size)
+        return None if batch_size is None else share_sizes(batch_size, communicator.rank, communicator.size)
 
     def _batches(self, epoch: int) -> Iterator[Any]:
         communicator = self._strategy.extended.communicator
@@ -112,7 +111,7 @@ class DistributedDataset:
         sizes = self._sizes
         if sizes is not None:
             return batched(whole, sizes, drop_remainder=False)
-        return (piece for batch in whole for piece in pieces(batch, communicator.rank, communicator.size))
+        return (part for batch in whole for part in shares(batch, communicator.rank, communicator.size))
 
 
 def distribute_dataset(strategy: StrategyLike, dataset: Any, options: InputOptions | None = None) -> Iterable[Any]:
@@ -121,11 +120,11 @@ def distribute_dataset(strategy: StrategyLike, dataset: Any, options: InputOptio
     Parameters
     ----------
     strategy : Strategy
-        Whose replicas are fed; the default strategy gets the dataset as it is.
+        Its replicas get the batches; with the default strategy the dataset is returned unchanged.
     dataset : Dataset or iterable
-        Batched with the global batch size: an `ArrayDataset`, `MapDataset` or `FileDataset`, or whatever yields batches.
+        Batched with the global batch size: an `ArrayDataset`, `MapDataset` or `FileDataset`, or any iterable of batches.
     options : InputOptions, optional
-        How to share it between the ranks, and how far to read ahead.
+        How to shard it between the ranks, and how far to prefetch.
 
     Raises
     ------
@@ -166,19 +165,19 @@ def distribute_from_function(
     Parameters
     ----------
     strategy : Strategy
-        Whose replicas are fed; of the default strategy this returns what the function returns.
+        Its replicas get the batches; with the default strategy the result of the function is returned unchanged.
     dataset_fn : callable
-        Called once with the `InputContext` of this rank, which is an input pipeline. Returns a dataset or an iterable whose
-        batches have the rows of one replica; they are not shared and not cut.
+        Called once with the `InputContext` of this rank, which is an input pipeline. Returns a dataset or an iterable of
+        per-replica batches, which are not sharded or split.
     options : InputOptions, optional
-        How far to read ahead.
+        How far to prefetch.
     accepts_per_replica : bool, optional
         Whether the options may ask for replication PER_REPLICA.
 
     Raises
     ------
     TypeError
-        If `dataset_fn` cannot be called or returns something else than a dataset, or the options are not InputOptions.
+        If `dataset_fn` cannot be called or does not return a dataset, or the options are not InputOptions.
     NotImplementedError
         If PER_REPLICA is asked for and not accepted.
     AgreementError
@@ -211,13 +210,13 @@ def _refuse_per_replica(strategy: StrategyLike, call: str, options: InputOptions
 
 
 def _part_of(dataset: Dataset, policy: AutoShardPolicy, pipeline: int, num_pipelines: int) -> tuple[Dataset, AutoShardPolicy]:
-    """Return what an input pipeline reads, and whether it takes its share of each batch (DATA) or all rows (OFF).
+    """Return the dataset of an input pipeline, and whether a replica takes its rows of each batch (DATA) or all rows (OFF).
 
     Raises
     ------
     InvalidArgumentError
-        If FILE is to shard what is not a `FileDataset`, or one of fewer files than pipelines; or HINT a dataset without the
-        marker `SHARD_HINT`, which no other policy accepts.
+        If FILE is asked for and it is not a `FileDataset`, or one of fewer files than pipelines; or if HINT is asked for
+        without `SHARD_HINT`, or another policy with it.
     """
     if policy is AUTO:
         policy = FILE if dataset.is_file_based else DATA
@@ -245,7 +244,7 @@ def _hinted_part(dataset: Dataset, pipeline: int, num_pipelines: int) -> Dataset
 def _files(dataset: Dataset, pipeline: int, num_pipelines: int) -> Dataset:
     if not dataset.is_file_based:
         raise InvalidArgumentError(
-            f"AutoShardPolicy.FILE shares files between ranks, and {dataset!r} has none; use AutoShardPolicy.DATA for it, or a "
+            f"AutoShardPolicy.FILE shards files, and {dataset!r} has none; use AutoShardPolicy.DATA for it, or a "
             "mpistrat.FileDataset"
         )
     return dataset.shard(num_pipelines, pipeline)

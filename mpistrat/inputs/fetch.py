@@ -1,9 +1,9 @@
-"""Fetcher: batches brought to the replica's GPU ahead of their use, through pinned memory and on a stream of their own.
+"""Fetcher: prefetch batches to the replica's GPU, through pinned memory and on a stream of its own.
 
-The thread that makes a batch writes it to a slot, which is pinned memory and as much of the GPU's, and starts the copy from the
-one to the other. When the program takes the batch, it is copied once more, on the stream that the program computes on, into
-arrays that are like all others it makes there: it may keep them, and their memory is nobody else's. That copy stays on the GPU,
-and takes a fraction of the time of the first. Slots are used again.
+The prefetching thread writes a batch to a slot, which is a pinned buffer and one of the same size on the GPU, and starts the
+copy from the one to the other. When the program takes the batch, it is copied on the program's stream into newly allocated
+arrays, which the program may keep. That second copy stays on the GPU and takes a fraction of the time of the first. Slots are
+reused.
 
 File law: as for `prefetch`: the thread calls nothing that communicates, and holds no reference to the Fetcher.
 """
@@ -30,24 +30,24 @@ _POLL_SECONDS = 1e-4
 
 
 class Fetcher(Iterator[Any]):
-    """Iterates over what `source` yields, with its arrays on the GPU; what holds no numbers, such as text, stays as it is.
+    """Iterates over `source`, with its arrays on the GPU; leaves that are not numeric, such as text, are unchanged.
 
     Parameters
     ----------
     source : iterator
-        Used by the thread alone from here on, with a stream of the Fetcher's as its current one.
+        From now on used by the prefetching thread only, with the Fetcher's stream as the current one.
     buffer_size : int
-        How many elements are made and copied ahead; 0 makes each when it is asked for, without a thread.
+        How many elements are prefetched; with 0 each is read when it is asked for, without a thread.
     device : Device
         The GPU.
     lifts : bool
-        Whether arrays in host memory are brought to the GPU; else these stay there, and those on the GPU are taken over.
+        Whether arrays in host memory are copied to the GPU; otherwise only those on the GPU are copied.
     """
 
     def __init__(self, source: Iterator[Any], buffer_size: int, device: Device, lifts: bool = True) -> None:
         self._device, self._stream = device, device.stream()
-        self._follow()  # arrays of a dataset that are on the GPU are there by then
-        # as many are on their way as are made ahead, and one is being made, or taken
+        self._follow()  # arrays of a dataset that are on the GPU are complete by then
+        # one slot for each prefetched batch, and one for that which is being read or taken
         fetched = _fetched(source, lifts, self._stream, [_Slot(device, self._stream) for _ in range(buffer_size + 1)])
         self._fetched = Prefetcher(fetched, buffer_size) if buffer_size else fetched
 
@@ -59,19 +59,19 @@ class Fetcher(Iterator[Any]):
 
     def __next__(self) -> Any:
         if not isinstance(self._fetched, Prefetcher):
-            self._follow()  # what is made in turn with the program may use what the program has just computed
+            self._follow()  # without a thread, the source may use what the program has just computed
         batch = next(self._fetched)
         with self._device.activate():
             return batch.take()
 
     def _follow(self) -> None:
-        """Let what is made from here on come after what the calling thread has put on its current stream."""
+        """Make the Fetcher's stream wait for the work on the current stream of the calling thread."""
         with self._device.activate():
             self._stream.wait(self._device.current_stream().record())
 
 
 class _Part(NamedTuple):
-    """An array of a batch: where it begins in the slot, or itself where it is on the GPU already."""
+    """An array of a batch: its offset in the slot, or the array itself if it is on the GPU already."""
 
     start: int
     shape: tuple[int, ...]
@@ -80,7 +80,7 @@ class _Part(NamedTuple):
 
 
 class _Slot:
-    """Pinned memory and memory of the GPU, for one batch at a time."""
+    """A pinned buffer and a buffer on the GPU, for one batch at a time."""
 
     def __init__(self, device: Device, stream: Stream) -> None:
         self.device, self._stream = device, stream
@@ -90,7 +90,7 @@ class _Slot:
         self.kept: Sequence[_Part] = ()
 
     def clear(self) -> None:
-        """Wait until the pinned memory may be written to; the stream waits until the memory of the GPU may be."""
+        """Wait until the pinned buffer may be overwritten; the stream waits for the buffer on the GPU."""
         while self.filled is not None and not self.filled.done():
             time.sleep(_POLL_SECONDS)
         if self.emptied is not None:
@@ -98,7 +98,7 @@ class _Slot:
         self.kept = ()
 
     def fill(self, arrays: Sequence[Array]) -> Sequence[_Part]:
-        """Start to copy what is in host memory, and return where each array is."""
+        """Start the copy of arrays in host memory, and return where each array is."""
         parts, nbytes = [], 0
         for array in arrays:
             if is_on_device(array):
@@ -119,7 +119,7 @@ class _Slot:
 
 
 class _Fetched(NamedTuple):
-    """A batch on its way: its leaves, of which those in `places` are the parts."""
+    """A batch that is being copied: its leaves, of which those in `places` are arrays, described by `parts`."""
 
     slot: _Slot
     leaves: list[Any]
@@ -128,7 +128,7 @@ class _Fetched(NamedTuple):
     parts: Sequence[_Part]
 
     def take(self) -> Any:
-        """Return the batch in arrays of its own, in order on the current stream."""
+        """Return the batch in new arrays, ordered on the current stream."""
         stream = self.slot.device.current_stream()
         assert self.slot.filled is not None, "the slot was filled"
         stream.wait(self.slot.filled)
@@ -161,7 +161,7 @@ def _fetched(source: Iterator[Any], lifts: bool, stream: Stream, slots: Sequence
 
 
 def _numbers(leaf: Any, lifts: bool) -> Array | None:
-    """Return an array that is to be handed out on the GPU; None for what holds no numbers, or is to stay in host memory."""
+    """Return a leaf as an array for the GPU; None if it is not numeric, or stays in host memory."""
     try:
         array = as_array(leaf)
     except UnsupportedDtypeError:

@@ -32,7 +32,7 @@ class FileDataset(Dataset):
     Parameters
     ----------
     files : sequence of path
-        In the same order on all ranks; names may differ in their folders, as on disks of the nodes' own.
+        In the same order on all ranks; folders may differ, as for node-local disks.
     read_fn : callable
         Called with the path of a file, returns its rows: a nest of arrays with equal extents along the first axis, or an
         iterator of such parts.
@@ -92,16 +92,16 @@ class FileDataset(Dataset):
 
     @property
     def num_batches(self) -> None:
-        """Unknown before the files were read."""
+        """None: unknown before the files are read."""
         return None
 
     @property
     def element_spec(self) -> Any:
-        """The nest of `ArraySpec` that describes every batch: that of the first file, which is read for it."""
+        """The nest of `ArraySpec` that describes every batch; the first file is read for it."""
         if self._spec is None:
             next(self._parts(0), None)
         if self._spec is None:
-            raise InvalidArgumentError(f"{self!r} has no rows, so that it is unknown what they would be")
+            raise InvalidArgumentError(f"{self!r} has no rows, so that its element_spec is unknown")
         return self._spec
 
     def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
@@ -110,7 +110,7 @@ class FileDataset(Dataset):
             yield share(batch, replica, num_replicas)
 
     def describe(self) -> str:
-        """Return what must be the same on all ranks: the files' names and order, and the batches."""
+        """Return a description that must be the same on all ranks: names and order of the files, and the batches."""
         names = [Path(file).name for file in self._files]
         order = f"shuffled with seed {self._seed}" if self._shuffle else "in order"
         rest = ", remainder dropped" if self._drop_remainder else ""
@@ -135,7 +135,7 @@ class FileDataset(Dataset):
         return part
 
     def _parts(self, epoch: int) -> Iterator[Any]:
-        """Yield the rows of this shard's files, as they are read."""
+        """Yield the parts of this shard's files, in the order of an epoch."""
         order = np.arange(len(self._files))
         if self._shuffle:
             order = np.random.default_rng((self._seed, epoch)).permutation(order)
@@ -146,12 +146,14 @@ class FileDataset(Dataset):
                 yield self._checked(map_leaves(readable, part), self._files[number], rng)
 
     def _checked(self, part: Any, file: Any, rng: np.random.Generator) -> Any:
-        """Return a part, its rows in the order of this epoch, after checking that it is like those before it."""
+        """Return a part, shuffled if asked for, after checking that its spec equals that of the parts before."""
         spec = spec_of(part)
         if self._spec is None:
             self._spec = spec
         elif spec != self._spec:
-            raise InvalidArgumentError(f"all files of a dataset must be alike; {file} has {spec}, others have {self._spec}")
+            raise InvalidArgumentError(
+                f"all files of a dataset must have the same shapes and dtypes; {file} has {spec}, others have {self._spec}"
+            )
         if not self._shuffle:
             return part
         order = rng.permutation(num_rows(part))

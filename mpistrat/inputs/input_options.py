@@ -1,4 +1,4 @@
-"""InputOptions: how a dataset is handed to the replicas, and how it is shared between them."""
+"""InputOptions: how a dataset is sharded, prefetched and copied to the replicas."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class AutoShardPolicy(Enum):
     policy  what a replica sees
     ======  ==============================================================================================================
     AUTO    as FILE where the dataset is a `FileDataset`, else as DATA
-    DATA    its share of every global batch: all ranks must iterate over the same batches
-    FILE    every num_replicas_in_sync-th file, whose rows it takes as with OFF
-    OFF     every row, in batches of its share's size: what the ranks iterate over is the program's own business
-    HINT    what ``dataset.shard(SHARD_HINT, SHARD_HINT)`` says, with its numbers put in; its rows as with OFF
+    DATA    its rows of every global batch: all ranks must iterate over the same batches
+    FILE    every num_replicas_in_sync-th file, batched as with OFF
+    OFF     every row, in batches of a replica's size: each rank may iterate over other data
+    HINT    the shard that ``dataset.shard(SHARD_HINT, SHARD_HINT)`` stands for, batched as with OFF
     ======  ==============================================================================================================
 
-    With OFF, FILE and HINT the batches of an `ArrayDataset`, `MapDataset` or `FileDataset` are cut anew across their bounds, so
-    that only an epoch's last one is short. Those of any other iterable, whose size is not known before, are cut one by one.
+    With OFF, FILE and HINT the batches of an `ArrayDataset`, `MapDataset` or `FileDataset` are rebatched across their
+    bounds, so that only the last one of an epoch is short. Batches of other iterables, of unknown size, are split one by one.
     """
 
     OFF = -1
@@ -40,7 +40,7 @@ class AutoShardPolicy(Enum):
 
 
 class InputReplicationMode(Enum):
-    """How many input pipelines there are. One rank is one replica, so that both come to one pipeline for each rank."""
+    """The number of input pipelines. One rank is one replica, so both mean one pipeline per rank."""
 
     PER_WORKER = "PER_WORKER"
     PER_REPLICA = "PER_REPLICA"
@@ -48,12 +48,12 @@ class InputReplicationMode(Enum):
 
 @dataclass(frozen=True)
 class InputOptions:
-    """How a dataset is handed to the replicas.
+    """How a dataset is sharded, prefetched and copied to the replicas.
 
     Attributes
     ----------
     experimental_fetch_to_device : bool, optional
-        Whether elements are brought to the replica's device ahead of their use; None means True. On a GPU arrays of the host
+        Whether elements are prefetched to the replica's device; None means True. On a GPU arrays of the host
         become arrays of CuPy there, tensors of PyTorch tensors there; False leaves all where they are. Replicas on CPUs work
         in host memory, where elements are anyway.
     experimental_replication_mode : InputReplicationMode
@@ -61,7 +61,7 @@ class InputOptions:
     experimental_place_dataset_on_device : bool
         Whether the dataset itself is on the replica's device; only with PER_REPLICA and without fetching.
     experimental_per_replica_buffer_size : int
-        Elements that are made ahead in a thread of their own while the step runs; 0 makes each when it is asked for.
+        Elements that a thread prefetches while the step runs; with 0 each is read when it is asked for.
     auto_shard_policy : AutoShardPolicy
         Which part of the dataset each rank reads, for `experimental_distribute_dataset`.
 

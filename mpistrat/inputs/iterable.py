@@ -1,4 +1,4 @@
-"""IterableDataset: whatever yields global batches, once or again and again."""
+"""IterableDataset: any iterable of global batches."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ __all__ = ["IterableDataset", "as_dataset"]
 
 
 class IterableDataset(Dataset):
-    """Takes batches from an iterable of the user's.
+    """The batches of an iterable.
 
     Parameters
     ----------
     source : iterable
-        Yields nests of arrays with equal extents along the first axis. An iterator, a generator for example, is read once.
+        Yields nests of arrays with equal extents along the first axis. An iterator, such as a generator, can be read only once.
     """
 
     def __init__(self, source: Iterable[Any]) -> None:
         self._source = source
         self._spec: Any = None
-        # the batches of an iterator, until they are asked for
+        # the batches of an iterator, until an epoch begins
         self._once: Iterator[Any] | None = source if isinstance(source, Iterator) else None
 
     @property
     def num_batches(self) -> int | None:
-        """How many batches the source says it has; None where it does not say."""
+        """The length of the source; None if it has none."""
         try:
             return len(self._source) if isinstance(self._source, Sized) else None
-        except TypeError:  # how sources say it that have a len() only sometimes, PyTorch's DataLoader for example
+        except TypeError:  # raised by sources that have a len() only sometimes, such as PyTorch's DataLoader
             return None
 
     @property
     def element_spec(self) -> Any:
-        """The nest of `ArraySpec` that describes every batch: that of the first one, which is made for it."""
+        """The nest of `ArraySpec` that describes every batch; the first one is read for it."""
         if self._spec is None:
             batches = self._begin()
             first = list(islice(batches, 1))
             if isinstance(self._source, Iterator):
                 self._once = chain(first, batches)
             if not first:
-                raise InvalidArgumentError(f"the {self.describe()} yields no batches, so that it is unknown what they would be")
+                raise InvalidArgumentError(f"the {self.describe()} yields no batches, so that its element_spec is unknown")
             self._spec = spec_of(first[0])
         return self._spec
 
     def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
-        """Yield a replica's share of each batch; all are made for it."""
+        """Yield a replica's rows of each batch; all batches are read."""
         return self._shares(self._begin(), replica, num_replicas)
 
     def describe(self) -> str:
-        """Return what must be the same on all ranks: the kind of source, and its length."""
+        """Return a description that must be the same on all ranks: the type of the source, and its length."""
         kind = type(self._source).__name__
         return kind if self.num_batches is None else f"{kind} of {self.num_batches} batches"
 
@@ -64,7 +64,7 @@ class IterableDataset(Dataset):
             return iter(self._source)
         if self._once is None:
             raise RuntimeError(
-                f"the {type(self._source).__name__} was iterated before, and yields its batches once only: no second epoch.\n"
+                f"the {type(self._source).__name__} can be iterated only once, so there is no second epoch.\n"
                 "    incorrect:  strategy.experimental_distribute_dataset(generate())\n"
                 "    correct:    distribute a new generator for each epoch, or an object whose __iter__ makes one"
             )
@@ -88,20 +88,18 @@ class IterableDataset(Dataset):
 
     def _part(self, num_shards: int, index: int) -> NoReturn:
         raise InvalidArgumentError(
-            f"a {type(self._source).__name__} of batches cannot be sharded: its rows are in batches already. "
-            "ArrayDataset, MapDataset and FileDataset can; AutoShardPolicy.DATA shares the rows of each batch"
+            f"a {type(self._source).__name__} of batches cannot be sharded, because its rows are batched already. "
+            "ArrayDataset, MapDataset and FileDataset can; AutoShardPolicy.DATA splits each batch"
         )
 
 
 def as_dataset(source: Any) -> Dataset:
-    """Return a dataset that takes its batches from `source`, which may be one.
+    """Return `source` if it is a dataset, else a dataset of its batches.
 
     Raises
     ------
     TypeError
-        If it is nothing that yields batches.
-    InvalidArgumentError
-        If it was sharded by a marker, which is for `AutoShardPolicy.HINT` alone to replace.
+        If it does not yield batches.
     """
     if isinstance(source, Dataset):
         return source

@@ -1,4 +1,4 @@
-"""DistributedIterator: this replica's batches one by one, and an end that all replicas come to together."""
+"""DistributedIterator: the batches of this replica, ending after the same number on all replicas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpistrat.reduction import ReduceOp
 
 __all__ = ["DistributedIterator", "Feed", "OptionalElement"]
 
-# how far a replica is, in an order in which the greatest counts for all
+# the state of a replica; the maximum over all replicas decides
 _ENDED, _GOES_ON, _FAILED = range(3)
 _UNKNOWN = np.iinfo(np.int64).max
 
@@ -53,7 +53,7 @@ class OptionalElement:
             If there is none.
         """
         if not self._element:
-            raise InvalidArgumentError("there is no element: the data has ended; ask has_value() first")
+            raise InvalidArgumentError("there is no element, because the data has ended; call has_value() first")
         return self._element[0]
 
     def __repr__(self) -> str:
@@ -61,16 +61,16 @@ class OptionalElement:
 
 
 class Feed(NamedTuple):
-    """What comes to one replica in one epoch.
+    """The batches of one replica in one epoch.
 
     Attributes
     ----------
     batches : iterator
         The batches of this replica.
     length : int or None
-        How many there are, where that is known.
+        Their number; None if unknown.
     is_agreed : bool
-        Whether all replicas are known to have so many.
+        Whether all replicas are known to have the same number.
     epoch : int
         The number of the epoch.
     """
@@ -82,51 +82,51 @@ class Feed(NamedTuple):
 
 
 class DistributedIterator(Iterator[Any]):
-    """Yields this replica's batches of one epoch, and then batches of no rows until all replicas have had theirs.
+    """Yields the batches of this replica in one epoch, then batches of no rows until all replicas have had theirs.
 
-    Made by iterating over a `DistributedDataset`. Taking an element is a collective call. Where all replicas know how many
-    batches they have, they tell each other with the first element, or not at all where they compared it before; else a few
-    numbers are exchanged for each element, while the next one is being made. An error of one replica ends the iteration on all
-    of them, and so does a replica that is at another element, or in another epoch, because it left the loop and the others did
-    not: at once where numbers are exchanged or MPISTRAT_STRICT is on, else with the next collective.
+    Created by iterating over a `DistributedDataset`. Taking an element is a collective call. If all replicas know their number
+    of batches, they exchange it with the first element, or not at all if they have compared it before; otherwise they exchange
+    a few numbers for each element. An error of one replica ends the iteration on all of them, and so does a replica at another
+    element or in another epoch, because it left the loop early: at once if numbers are exchanged or MPISTRAT_STRICT is on, else
+    with the next collective.
 
     Parameters
     ----------
     strategy : Strategy
-        Whose replicas come to the end together.
+        Its replicas iterate together.
     feed : Feed
-        What comes to this one.
+        The batches of this replica.
     options : InputOptions
-        How many elements are made ahead, and whether they are brought to the replica's GPU.
+        How many elements are prefetched, and whether to the replica's GPU.
     """
 
     def __init__(self, strategy: StrategyLike, feed: Feed, options: InputOptions) -> None:
         self._strategy = strategy
-        self._batches = _made_ahead(feed.batches, options)
+        self._batches = _prefetched(feed.batches, options)
         self._length, self._epoch = feed.length, feed.epoch
-        # how many elements every replica takes: known from the start, from the first exchange on, or never
+        # number of elements of every replica: known from the start, from the first exchange on, or never
         self._steps = feed.length if feed.is_agreed else None
         self._taken = 0
-        # what was made to know what elements are, and has not been taken
+        # an element that was read for element_spec, and has not been taken
         self._ahead: tuple[list[Any], Exception | None] | None = None
         self._empty: Any = None
         self._is_over = False
 
     @property
     def element_spec(self) -> Any:
-        """The nest of `ArraySpec` that describes every element; the first one is made for it.
+        """The nest of `ArraySpec` that describes every element; the first one is read for it.
 
         Raises
         ------
         InvalidArgumentError
-            If this replica has no elements, and no other one has told it what they would be.
+            If this replica has no elements, and has not received the spec from another one.
         """
         if self._empty is None:
             self._ahead = self._ahead or self._attempt()
             if self._ahead[1] is not None:
                 raise self._ahead[1]
         if self._empty is None:
-            raise InvalidArgumentError("this replica has no elements, and no other one has told it what they would be")
+            raise InvalidArgumentError("this replica has no elements, and has not received their spec from another one")
         return spec_of(self._empty)
 
     def get_next(self) -> Any:
@@ -137,7 +137,7 @@ class DistributedIterator(Iterator[Any]):
         OutOfRangeError
             At the end of the data of all replicas. It is a StopIteration.
         AgreementError
-            If another replica could not make its element.
+            If another replica failed to read its element.
         InvalidArgumentError
             If called inside ``strategy.run``.
         RuntimeError
@@ -148,14 +148,14 @@ class DistributedIterator(Iterator[Any]):
         raise OutOfRangeError(f"the data has ended, after {self._taken} elements")
 
     def get_next_as_optional(self) -> OptionalElement:
-        """Return the next element, or at the end of the data of all replicas an OptionalElement without one.
+        """Return the next element as an OptionalElement, which is empty at the end of the data of all replicas.
 
-        A collective call. It raises what `get_next` does, but for the end of the data.
+        A collective call. Raises like `get_next`, except at the end of the data.
         """
         return OptionalElement(*self._step())
 
     def close(self) -> None:
-        """End the iteration on this replica, and the thread that makes elements ahead. The others must do it too."""
+        """End the iteration and the prefetching thread. All replicas must do it."""
         self._is_over = True
         if isinstance(self._batches, (Fetcher, Prefetcher)):
             self._batches.close()
@@ -182,7 +182,7 @@ class DistributedIterator(Iterator[Any]):
         return [regroup(share, self._strategy.num_replicas_in_sync) for share in shares or [self._empty]]
 
     def _require_cross_replica(self) -> None:
-        """Check that this is not inside ``strategy.run``, which is called with an element that was taken before."""
+        """Check that this is outside ``strategy.run``."""
         if in_replica_context_of(self._strategy, "next(iterator)"):
             error = InvalidArgumentError(
                 "next(iterator) must be called outside strategy.run, which hands each replica its part of an element.\n"
@@ -192,7 +192,7 @@ class DistributedIterator(Iterator[Any]):
             self._strategy.extended.communicator.refuse(self._call, error)
 
     def _attempt(self) -> tuple[list[Any], Exception | None]:
-        """Return the next share in a list, or an empty list at the end; or what went wrong."""
+        """Return the next batch in a list, which is empty at the end, and the error if there was one."""
         try:
             shares = list(islice(self._batches, 1))
             if self._empty is None and shares:
@@ -202,7 +202,7 @@ class DistributedIterator(Iterator[Any]):
         return shares, None
 
     def _meet(self, has_share: bool, error: Exception | None) -> bool:
-        """Return whether all replicas have come to the end, or raise where one has failed."""
+        """Return whether all replicas are at the end; raise if one has failed."""
         communicator = self._strategy.extended.communicator
         if communicator.is_strict:
             communicator.agree(self._call, error)
@@ -233,7 +233,7 @@ class DistributedIterator(Iterator[Any]):
         return bool(state == _ENDED)
 
     def _learn(self, communicator: BaseCommunicator, root: int) -> None:
-        """Let replica `root`, which has had an element, send a batch of no rows to those that have not."""
+        """Broadcast a batch of no rows from replica `root`, for replicas that have had no element."""
         told = communicator.broadcast(np.frombuffer(pickle.dumps(self._empty), np.uint8), root)
         if self._empty is None:
             self._empty = pickle.loads(told.tobytes())
@@ -243,7 +243,7 @@ class DistributedIterator(Iterator[Any]):
         return f"the next element of a DistributedIterator (number {self._taken} of epoch {self._epoch})"
 
 
-def _made_ahead(batches: Iterator[Any], options: InputOptions) -> Iterator[Any]:
+def _prefetched(batches: Iterator[Any], options: InputOptions) -> Iterator[Any]:
     device, buffer_size = bound_device(), options.experimental_per_replica_buffer_size
     if device is not None:
         return Fetcher(batches, buffer_size, device, lifts=options.experimental_fetch_to_device is not False)

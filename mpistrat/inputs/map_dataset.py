@@ -1,4 +1,4 @@
-"""MapDataset: global batches of samples that are asked for by number, as PyTorch's map-style datasets are."""
+"""MapDataset: global batches of indexed samples, like PyTorch's map-style datasets."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ __all__ = ["MapDataset", "Samples", "stack"]
 
 
 class Samples(Protocol):
-    """Samples with numbers from 0 to their length."""
+    """Indexed samples."""
 
     def __getitem__(self, index: int, /) -> Any:
-        """Return the sample with this number: a nest of arrays and numbers."""
+        """Return the sample with this index: a nest of arrays and numbers."""
 
     def __len__(self) -> int:
-        """Return how many samples there are."""
+        """Return the number of samples."""
 
 
 class MapDataset(RowDataset):
-    """Collates numbered samples into global batches. It can be iterated again and again.
+    """Collates indexed samples into global batches. It can be iterated again and again.
 
     Each iteration is an epoch. The order depends on `seed` and the epoch's number, never on the number of replicas. A replica
-    asks for its own samples only; where it gets none in a batch, for the first one, whose shapes an empty batch takes.
+    reads only its own samples; if it gets none of a batch, it reads the first sample for the shapes.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class MapDataset(RowDataset):
     drop_remainder : bool
         Whether a last batch with fewer samples is left out.
     collate_fn : callable, optional
-        Makes a batch of a list of samples, in memory that no other batch uses; by default `stack`.
+        Makes a batch, in memory of its own, of a list of samples; by default `stack`.
 
     Raises
     ------
@@ -76,14 +76,14 @@ class MapDataset(RowDataset):
 
     @property
     def element_spec(self) -> Any:
-        """The nest of `ArraySpec` that describes every batch: that of the first sample, which is read for it."""
+        """The nest of `ArraySpec` that describes every batch; the first sample is read for it."""
         return spec_of(self._first)
 
     @cached_property
     def _first(self) -> Any:
         """A batch of the first sample."""
         if not len(self._samples):
-            raise InvalidArgumentError("a dataset of no samples does not know what a sample would be")
+            raise InvalidArgumentError("a dataset without samples has no element_spec")
         return self._collate([self._samples[0]])
 
     def _read(self, rows: Array) -> Any:
@@ -96,7 +96,7 @@ class MapDataset(RowDataset):
 
 
 def stack(samples: list[Any]) -> Any:
-    """Return the batch of these samples: a nest of arrays in which each is a row.
+    """Return a batch of samples: a nest of arrays with one row per sample.
 
     Raises
     ------
@@ -107,7 +107,7 @@ def stack(samples: list[Any]) -> Any:
         return map_leaves(_stack, *samples)
     except ValueError as error:
         raise InvalidArgumentError(
-            f"samples of different shapes or structures make no batch: {error}. Pad them, or pass a collate_fn that does"
+            f"samples of different shapes or structures cannot be stacked: {error}. Pad them, or pass a collate_fn that does"
         ) from None
 
 

@@ -1,6 +1,6 @@
-"""Prefetcher: elements made ahead in a thread while the program computes.
+"""Prefetcher: a thread reads elements ahead while the program computes.
 
-File law: the thread calls nothing that communicates, and holds no reference to the Prefetcher, so that it ends with it.
+File law: the thread does not communicate, and holds no reference to the Prefetcher, so that it ends with it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ __all__ = ["Prefetcher"]
 
 
 class Prefetcher(Iterator[Any]):
-    """Iterates over what a thread takes from `source`, in order. Errors of the source are raised where they fall due.
+    """Iterates over the elements of `source`, which a thread reads ahead. Errors of the source are raised in order.
 
-    The thread ends when the source does, when this is closed, or when nobody holds it any more; an element that is being
-    made then is still completed.
+    The thread ends when the source does, when this is closed, or when it is garbage-collected; an element that is being
+    read is still completed.
 
     Parameters
     ----------
     source : iterator
-        Used by the thread alone from here on.
+        From now on used by the thread only.
     buffer_size : int
-        How many elements are made ahead: at least 1.
+        How many elements are read ahead; at least 1.
     """
 
     def __init__(self, source: Iterator[Any], buffer_size: int) -> None:
@@ -52,7 +52,7 @@ class Prefetcher(Iterator[Any]):
 
 
 class _Made(NamedTuple):
-    """An element; or the end of all, with the error where that was the reason."""
+    """An element; or the end, with the error if there was one."""
 
     element: Any = None
     is_last: bool = False
@@ -69,7 +69,7 @@ def _fill(source: Iterator[Any], made: SimpleQueue[_Made], slots: threading.Sema
         except StopIteration:
             made.put(_Made(is_last=True))
             return
-        except BaseException as error:  # whatever it is: the consumer waits for something
+        except BaseException as error:  # of any kind: the consumer waits for an element or an error
             made.put(_Made(is_last=True, error=error))
             return
 

@@ -1,9 +1,9 @@
-"""Cut batches: a global batch into the replicas' shares, or into pieces for one replica; and parts into batches.
+"""Split and rebatch: a global batch into the rows of each replica, and parts of any size into batches.
 
-Rows keep their order. Shares are as equal as whole numbers allow, the first ones longer by one row:
+Rows keep their order. Shares are as equal as possible, the first ones longer by one row:
 
 ==============  ========  ==================================
-rows            replicas  handed out
+rows            replicas  shares
 ==============  ========  ==================================
 0 1 2 3         2         0 1 | 2 3
 0 1 2 3         3         0 1 | 2 | 3
@@ -23,28 +23,28 @@ from mpistrat.arrays import Array, as_array, like
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.structures import flatten, leaf_names, map_leaves
 
-__all__ = ["batched", "num_pieces", "num_rows", "piece_sizes", "pieces", "readable", "shard_bounds", "share"]
+__all__ = ["batched", "num_batches_of", "num_rows", "readable", "shard_bounds", "share", "share_sizes", "shares"]
 
 
 def shard_bounds(num_rows: int, replica: int, num_replicas: int) -> tuple[int, int]:
-    """Return the first row of a replica's share of a batch, and the row after its last."""
+    """Return the bounds [start, stop) of a replica's rows in a batch."""
     least, rest = divmod(num_rows, num_replicas)
     start = replica * least + min(replica, rest)
     return start, start + least + (replica < rest)
 
 
-def piece_sizes(num_rows: int, replica: int, num_replicas: int) -> list[int]:
-    """Return the sizes of the shares of a batch, beginning with that of a replica, the first one following the last.
+def share_sizes(num_rows: int, replica: int, num_replicas: int) -> list[int]:
+    """Return the sizes of the shares of a batch, rotated to begin with that of a replica.
 
-    Replicas that cut rows of their own by these sizes, again and again, take as many rows together in each step as a batch has.
+    If all replicas batch their own data by these sizes, cyclically, they have as many rows together in each step as a batch.
     """
     bounds = [shard_bounds(num_rows, index, num_replicas) for index in range(num_replicas)]
     sizes = [stop - start for start, stop in bounds]
     return sizes[replica:] + sizes[:replica]
 
 
-def num_pieces(num_rows: int, sizes: list[int]) -> int:
-    """Return how many batches `batched` cuts so many rows into by these sizes, again and again."""
+def num_batches_of(num_rows: int, sizes: list[int]) -> int:
+    """Return the number of batches that `batched` makes of some rows, by these sizes cyclically."""
     if not num_rows:
         return 0
     whole, rest = divmod(num_rows, sum(sizes))
@@ -57,7 +57,7 @@ def num_pieces(num_rows: int, sizes: list[int]) -> int:
 
 
 def readable(leaf: Any) -> Array:
-    """Return what is fed as an array: what `as_array` reads, and text and dates, which no collective carries.
+    """Return a leaf as an array: unlike `as_array`, also arrays of text and dates, which collectives do not support.
 
     Raises
     ------
@@ -70,7 +70,7 @@ def readable(leaf: Any) -> Array:
 
 
 def num_rows(batch: Any) -> int:
-    """Return the extent that all arrays of a batch have along their first axis.
+    """Return the number of rows of a batch: the extent of all its arrays along the first axis.
 
     Raises
     ------
@@ -89,9 +89,7 @@ def num_rows(batch: Any) -> int:
 
 
 def share(batch: Any, replica: int, num_replicas: int) -> Any:
-    """Return a replica's rows of a global batch, in arrays of their own.
-
-    Sources may use the memory of a batch again, and replicas may write to their rows.
+    """Return a replica's rows of a global batch, copied: sources may reuse the memory of a batch, and replicas may write to it.
 
     Raises
     ------
@@ -101,23 +99,23 @@ def share(batch: Any, replica: int, num_replicas: int) -> Any:
     return map_leaves(_copy, _cut(batch, *shard_bounds(num_rows(batch), replica, num_replicas)))
 
 
-def pieces(batch: Any, replica: int, num_replicas: int) -> Iterator[Any]:
-    """Yield all rows of a batch in as many pieces as there are replicas, of the sizes that `piece_sizes` says.
+def shares(batch: Any, replica: int, num_replicas: int) -> Iterator[Any]:
+    """Yield all shares of a batch, in the order of `share_sizes`.
 
     Raises
     ------
     InvalidArgumentError
         If it is not a batch: see `num_rows`.
     """
-    sizes = piece_sizes(num_rows(batch), replica, num_replicas)
+    sizes = share_sizes(num_rows(batch), replica, num_replicas)
     for size, stop in zip(sizes, accumulate(sizes), strict=True):
         yield _cut(batch, stop - size, stop)
 
 
 def batched(parts: Iterable[Any], sizes: Iterable[int], drop_remainder: bool) -> Iterator[Any]:
-    """Yield the rows of `parts` in batches of these sizes, again and again; the last may have fewer rows, or is dropped.
+    """Yield the rows of `parts` in batches of these sizes, cyclically; the last may have fewer rows, or is dropped.
 
-    A batch within one part is a view of it. Of a part nothing is held when the next one is asked for: it may use its memory.
+    A batch within one part is a view of it. Rows that are left over are copied, because the next part may reuse the memory.
     """
     kept: list[Any] = []
     coming = cycle(sizes)

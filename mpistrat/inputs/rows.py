@@ -1,4 +1,4 @@
-"""RowDataset: global batches of rows that can be read in any order."""
+"""RowDataset: base of datasets whose rows can be read in any order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["RowDataset"]
 
 
 class RowDataset(Dataset):
-    """Cuts numbered rows into global batches. It can be iterated again and again.
+    """Batches indexed rows. It can be iterated again and again.
 
     Each iteration is an epoch. The order depends on `seed` and the epoch's number, never on the number of replicas, so any
     number of replicas sees the same global batches. A replica reads its own rows only.
@@ -28,7 +28,7 @@ class RowDataset(Dataset):
     Parameters
     ----------
     num_rows : int
-        How many there are.
+        The number of rows.
     batch_size : int
         Rows of a global batch: of all replicas together.
     shuffle : bool
@@ -60,16 +60,16 @@ class RowDataset(Dataset):
 
     @property
     def num_batches(self) -> int:
-        """How many global batches an epoch has."""
+        """The number of global batches of an epoch."""
         return len(self)
 
     @property
     def num_rows(self) -> int:
-        """How many rows the batches of an epoch have."""
+        """The number of rows of an epoch."""
         return min(len(self) * self._batch_size, len(self._rows))
 
     def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
-        """Yield a replica's share of each global batch of an epoch; only these rows are read."""
+        """Yield a replica's rows of each global batch of an epoch; only these are read."""
         order = np.random.default_rng((self._seed, epoch)).permutation(len(self._rows)) if self._shuffle else None
         for first in range(0, len(self) * self._batch_size, self._batch_size):
             start, stop = shard_bounds(min(self._batch_size, len(self._rows) - first), replica, num_replicas)
@@ -79,14 +79,14 @@ class RowDataset(Dataset):
             )
 
     def describe(self) -> str:
-        """Return what must be the same on all ranks: rows, batches and order."""
+        """Return a description that must be the same on all ranks: rows, batches and order."""
         order = f"shuffled with seed {self._seed}" if self._shuffle else "in order"
         rest = ", remainder dropped" if self._drop_remainder else ""
         return f"{len(self._rows)} rows of {self._describe_row()}, batches of {self._batch_size}, {order}{rest}"
 
     @abstractmethod
     def _read(self, rows: Array) -> Any:
-        """Return a batch of the rows with these numbers."""
+        """Return a batch of the rows with these indices."""
 
     @abstractmethod
     def _describe_row(self) -> str:

@@ -189,7 +189,7 @@ def test_an_epoch_has_every_row_once_at_any_number_of_replicas(num_replicas, pol
         (
             ArrayDataset(np.arange(3), 2),
             FILE,
-            r"AutoShardPolicy.FILE shares files.*ArrayDataset\(3 rows, .*has none; use .*DATA",
+            r"AutoShardPolicy.FILE shards files.*ArrayDataset\(3 rows, .*has none; use .*DATA",
         ),
         (
             ArrayDataset(np.arange(3), 2),
@@ -349,7 +349,7 @@ def test_elements_as_optionals():
     assert found.has_value()
     assert found.get_value().tolist() == [0, 1]
     assert not nothing.has_value()
-    with pytest.raises(InvalidArgumentError, match=r"the data has ended; ask has_value\(\) first"):
+    with pytest.raises(InvalidArgumentError, match=r"because the data has ended; call has_value\(\) first"):
         nothing.get_value()
     assert (repr(found), repr(nothing)) == ("OptionalElement(array([0, 1]))", "OptionalElement()")
 
@@ -383,7 +383,7 @@ def test_a_replica_without_elements_is_told_their_spec():
             distribute_from_function(strategy, lambda context: iter([np.zeros((2, 3))] * context.input_pipeline_id))
         )
         if strategy.extended.communicator.rank == 0:
-            with pytest.raises(InvalidArgumentError, match="no other one has told it"):
+            with pytest.raises(InvalidArgumentError, match="has not received their spec"):
                 _ = iterator.element_spec
         next(iterator)
         return iterator.element_spec
@@ -415,7 +415,7 @@ def test_a_length_that_only_iterating_tells_is_not_guessed():
         distribute_from_function(ONE(), lambda context: [np.arange(2)]),
         distribute_dataset(ONE(), [np.arange(2)], InputOptions(auto_shard_policy=OFF)),
     ):
-        with pytest.raises(TypeError, match="is known when they have been taken"):
+        with pytest.raises(TypeError, match="is known only after iterating over it"):
             len(distributed)
         assert len(list(distributed)) > 0
 
@@ -423,7 +423,7 @@ def test_a_length_that_only_iterating_tells_is_not_guessed():
 def test_a_second_epoch_of_a_generator_is_an_error():
     dataset = distribute_dataset(ONE(), (np.arange(2) for _ in range(2)))
     assert len(list(dataset)) == 2
-    with pytest.raises(RuntimeError, match="yields its batches once only: no second epoch"):
+    with pytest.raises(RuntimeError, match="so there is no second epoch"):
         iter(dataset)
 
 

@@ -1,4 +1,4 @@
-"""Batches cut into shares and pieces, and parts joined to batches."""
+"""Batches split into shares, and parts joined to batches."""
 
 import numpy as np
 import pytest
@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.rebatch import batched, num_pieces, num_rows, piece_sizes, pieces, shard_bounds, share
+from mpistrat.inputs.rebatch import batched, num_batches_of, num_rows, shard_bounds, share, share_sizes, shares
 from tests.other_arrays import StandardArray
 
 
-def shares(num_rows, num_replicas):
+def splits(num_rows, num_replicas):
     return [list(range(*shard_bounds(num_rows, replica, num_replicas))) for replica in range(num_replicas)]
 
 
@@ -27,12 +27,12 @@ def shares(num_rows, num_replicas):
     ],
 )
 def test_known_splits(num_rows, num_replicas, expected):
-    assert shares(num_rows, num_replicas) == expected
+    assert splits(num_rows, num_replicas) == expected
 
 
 @given(st.integers(0, 200), st.integers(1, 20))
 def test_every_row_goes_to_one_replica_in_order(num_rows, num_replicas):
-    split = shares(num_rows, num_replicas)
+    split = splits(num_rows, num_replicas)
     assert [row for share in split for row in share] == list(range(num_rows))
     assert max(map(len, split)) == -(-num_rows // num_replicas)
     assert max(map(len, split)) - min(map(len, split)) <= 1
@@ -71,8 +71,8 @@ def test_shares_of_other_arrays_stay_of_their_kind():
 
 
 @given(st.integers(0, 60), st.integers(1, 9))
-def test_pieces_are_all_rows_and_as_many_in_each_step_as_a_batch_has(rows, num_replicas):
-    seen = [[piece.tolist() for piece in pieces(np.arange(rows), replica, num_replicas)] for replica in range(num_replicas)]
+def test_shares_are_all_rows_and_as_many_in_each_step_as_a_batch_has(rows, num_replicas):
+    seen = [[piece.tolist() for piece in shares(np.arange(rows), replica, num_replicas)] for replica in range(num_replicas)]
     for cut in seen:
         assert [row for piece in cut for row in piece] == list(range(rows))
     for step in zip(*seen, strict=True):
@@ -99,12 +99,12 @@ def test_what_replicas_cut_across_batches_adds_up_to_a_batch_in_each_step(sizes,
     parts = np.split(np.arange(num_rows), np.cumsum(sizes)[:-1]) if sizes else []
     seen = []
     for replica in range(num_replicas):
-        shares = piece_sizes(batch_size, replica, num_replicas)
+        shares = share_sizes(batch_size, replica, num_replicas)
         seen.append([piece.tolist() for piece in batched(iter(parts), shares, drop_remainder=False)])
         assert [row for piece in seen[-1] for row in piece] == list(range(num_rows))
         assert len(seen[-1][0] if seen[-1] else ()) <= shares[0]
         if sizes and min(sizes):
-            assert num_pieces(num_rows, shares) == len(seen[-1])
+            assert num_batches_of(num_rows, shares) == len(seen[-1])
     whole = num_rows // batch_size * num_replicas
     for step in zip(*(cut[:whole] for cut in seen), strict=True):
         assert sum(map(len, step)) == batch_size

@@ -114,8 +114,8 @@ def test_arrays_of_other_libraries_stay_of_their_kind():
 @pytest.mark.parametrize(
     ("samples", "error", "message"),
     [
-        ([np.zeros(2), np.zeros(3)], InvalidArgumentError, "different shapes or structures make no batch.*collate_fn"),
-        ([(1, 2), (1,)], InvalidArgumentError, "different shapes or structures make no batch"),
+        ([np.zeros(2), np.zeros(3)], InvalidArgumentError, "different shapes or structures cannot be stacked.*collate_fn"),
+        ([(1, 2), (1,)], InvalidArgumentError, "different shapes or structures cannot be stacked"),
     ],
 )
 def test_samples_that_differ_make_no_batch(samples, error, message):
@@ -187,7 +187,10 @@ def test_fewer_files_than_pipelines_are_refused():
 
 def test_files_must_be_alike():
     contents = {"a": np.zeros((2, 3)), "b": np.zeros((2, 4))}
-    with pytest.raises(InvalidArgumentError, match=r"all files of a dataset must be alike; b has .*\(None, 4\).*\(None, 3\)"):
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"all files of a dataset must have the same shapes and dtypes; b has .*\(None, 4\).*\(None, 3\)",
+    ):
         list(FileDataset(["a", "b"], contents.__getitem__, 2))
 
 
@@ -220,9 +223,7 @@ def test_a_generator_is_iterated_once():
     dataset = as_dataset(np.arange(2) for _ in range(3))
     assert dataset.num_batches is None
     assert rows_of(dataset) == [[0, 1]] * 3
-    with pytest.raises(
-        RuntimeError, match="the generator was iterated before, and yields its batches once only: no second epoch"
-    ):
+    with pytest.raises(RuntimeError, match="the generator can be iterated only once, so there is no second epoch"):
         iter(dataset)
 
 
@@ -300,7 +301,7 @@ def test_the_element_spec_is_known_without_losing_a_batch(make):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: MapDataset([], 2), "a dataset of no samples does not know what a sample would be"),
+        (lambda: MapDataset([], 2), "a dataset without samples has no element_spec"),
         (lambda: FileDataset(["a"], lambda name: iter(()), 2), r"FileDataset\(1 files, batches of 2\) has no rows"),
         (lambda: as_dataset([]), "the list of 0 batches yields no batches"),
         (lambda: as_dataset(iter(())), "the tuple_iterator yields no batches"),
