@@ -86,7 +86,7 @@ W, R = VariableSynchronization.ON_WRITE, VariableSynchronization.ON_READ
 
 NEEDS = _refused(
     InvalidArgumentError,
-    "has aggregation NONE, so nothing says how the values of",
+    "has aggregation NONE, so the values of",
     "incorrect:  def step(): variable.",
     "correct:    mpistrat.Variable(…, aggregation=mpistrat.VariableAggregation.MEAN)",
     "correct:    def step(): ctx.update(variable,",
@@ -98,13 +98,13 @@ UNREADABLE = _refused(
 SUMMED = _refused(InvalidArgumentError, "outside strategy.run is undefined", "incorrect:", "correct:    def step(): variable.")
 NO_SCATTER = _refused(
     NotImplementedError,
-    "is not there for variables that are synchronized ON_READ",
+    "is not defined for variables that are synchronized ON_READ",
     "incorrect:",
     "correct:    mpistrat.Variable(",
 )
 COMPARES = _refused(
     NotImplementedError,
-    "inside strategy.run takes aggregation ONLY_FIRST_REPLICA or NONE",
+    "inside strategy.run needs aggregation ONLY_FIRST_REPLICA or NONE",
     "incorrect:  def step()",
     "correct:",
 )

@@ -1,4 +1,4 @@
-"""What must be equal everywhere: variables.
+"""Variables: arrays that are equal on all replicas, or combined when they are read.
 
 ==============================  ==============================  ================================================
 operation                       ON_WRITE                        ON_READ
@@ -8,23 +8,21 @@ read elsewhere                  this rank's array               arrays combined 
                                                                 NONE: refused
 assign in ``run``               value combined by               this replica's array only
                                 `aggregation`; a collective;
-                                NONE: a value that is equal
-                                on all, else refused
+                                NONE: values must be equal
 assign elsewhere                the value, on all               SUM: value / N on each replica; else the value
 assign_add, _sub in ``run``     delta combined likewise         this replica's array only
 assign_add, _sub elsewhere      the delta, on all               SUM: refused; else the delta
 scatter updates in ``run``      the rows of all replicas;       refused
-                                NONE: rows that are equal
-                                on all, else refused
+                                NONE: rows must be equal
 … _min, _max, _update           ONLY_FIRST_REPLICA: the rows    refused
-in ``run``                      of replica 0; NONE: rows that
-                                are equal; else refused
+in ``run``                      of replica 0; NONE: rows must
+                                be equal; else refused
 scatter updates elsewhere       the rows, on all                refused
 save: `numpy` elsewhere         this rank's array               the combined array
-restore: `assign` elsewhere     the value, on all               what reads back as the value
+restore: `assign` elsewhere     the value, on all               reading returns the value
 ==============================  ==============================  ================================================
 
-Inside the function that ``extended.update`` calls, all of it means this replica's array only. So it does for variables of the
-default strategy, which are plain arrays. Under central storage there is one array: ON_READ acts as ON_WRITE, and in ``run``
-what NONE says of values that are equal holds for scatter_min, _max and _update alone; else it is refused.
+Inside the function that ``extended.update`` calls, all operations apply to this replica's array only; likewise for variables of
+the default strategy, which are plain arrays. Under central storage there is one array: ON_READ acts as ON_WRITE, and in ``run``
+aggregation NONE is accepted by scatter_min, _max and _update only.
 """

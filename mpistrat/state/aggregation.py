@@ -1,4 +1,4 @@
-"""How the values of the replicas become one: the enumerations, and what they do to arrays."""
+"""Aggregation and synchronization of variables: the enumerations, and the collectives they stand for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class VariableSynchronization(Enum):
-    """When the arrays of a variable are brought together; AUTO means ON_WRITE, and NONE is refused."""
+    """When the arrays of a variable are combined; AUTO means ON_WRITE, and NONE is refused."""
 
     AUTO = 0
     NONE = 1
@@ -36,7 +36,7 @@ class VariableSynchronization(Enum):
 
 
 class VariableAggregation(Enum):
-    """How the values of the replicas become one."""
+    """How the values of the replicas are combined."""
 
     NONE = 0
     SUM = 1
@@ -76,16 +76,16 @@ def checked_aggregation(aggregation: object) -> VariableAggregation:
 
 
 def aggregated(aggregation: VariableAggregation, array: Array, strategy: StrategyLike) -> Array:
-    """Return the arrays of all replicas as one. A collective call, of `strategy`, inside its ``run`` or outside.
+    """Return the combined arrays of all replicas. A collective call, inside ``run`` of the strategy or outside.
 
     Parameters
     ----------
     aggregation : VariableAggregation
         Any but NONE. SUM and MEAN add 16-bit floats in float32.
     array : ndarray
-        That of this replica; shape and dtype are equal on all.
+        The array of this replica; shape and dtype are equal on all.
     strategy : Strategy
-        Whose replicas they are.
+        The strategy of the replicas.
     """
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         return strategy.extended.communicator.broadcast(array)
@@ -94,7 +94,7 @@ def aggregated(aggregation: VariableAggregation, array: Array, strategy: Strateg
 
 
 def share(total: Array, communicator: BaseCommunicator) -> Array:
-    """Return this replica's part of a sum: equal ones, but of integers without a remainder; a boolean is its own part."""
+    """Return this replica's part of a sum: total / replicas; integers are split without a remainder, booleans are not split."""
     if total.dtype.kind == "b":
         return total
     if total.dtype.kind in "iu":
@@ -104,12 +104,12 @@ def share(total: Array, communicator: BaseCommunicator) -> Array:
 
 
 def check_equal(call: str, arrays: tuple[Array, ...], communicator: BaseCommunicator) -> None:
-    """Check at once that all replicas pass the same arrays, bit by bit. A collective call.
+    """Check that all replicas pass the same arrays, bit by bit. A collective call.
 
     Raises
     ------
     AgreementError
-        On every replica, if they do not; `call` is what the message says they were passed to.
+        On every replica, if they do not; the message names the `call`.
     """
     arrays = tuple(map(to_host, arrays))
     mine = checksum(arrays)
@@ -120,7 +120,7 @@ def check_equal(call: str, arrays: tuple[Array, ...], communicator: BaseCommunic
 
 
 def checksum(arrays: tuple[Array, ...]) -> int:
-    """Return a number below 2**62 that tells arrays from others, bit by bit."""
+    """Return a hash of the bits of arrays, below 2**62."""
     digest = blake2b(digest_size=8)
     for array in arrays:
         digest.update(np.ascontiguousarray(to_host(array)).view(np.uint8).data)

@@ -27,7 +27,7 @@ __all__ = ["Declaration", "UpdateScope", "initial_array"]
 
 
 class UpdateScope(Enum):
-    """Which ranks take part in a call on a variable: this one alone, the replicas inside ``run``, or all ranks outside it."""
+    """The ranks that take part in a call of a variable: this one only, the replicas inside ``run``, or all ranks outside it."""
 
     HERE = 0
     IN_RUN = 1
@@ -36,22 +36,22 @@ class UpdateScope(Enum):
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a variable was made with; its parameters are those of `mpistrat.Variable`, checked.
+    """The checked parameters of a `mpistrat.Variable`.
 
     Attributes
     ----------
     strategy : Strategy
-        In whose scope it was made.
+        The strategy in whose scope it was created.
     name : str
-        What errors call it.
+        Its name in errors.
     trainable : bool
         Whether an optimiser should change it.
     constraint : callable or None
-        What an optimiser should call with a new value.
+        A function for optimisers to apply to a new value.
     synchronization : VariableSynchronization
         ON_WRITE or ON_READ.
     aggregation : VariableAggregation
-        How the values of the replicas become one.
+        How the values of the replicas are combined.
     """
 
     strategy: StrategyLike
@@ -89,38 +89,38 @@ class Declaration:
 
     @property
     def communicator(self) -> BaseCommunicator:
-        """That of the strategy, at this moment: a strategy that is closed has another one."""
+        """The present communicator of the strategy, which changes when the strategy is closed."""
         return self.strategy.extended.communicator
 
     @cached_property
     def root(self) -> int | None:
-        """The rank that keeps the array, under central storage."""
+        """The rank that keeps the array, under central storage; else None."""
         extended: Any = self.strategy.extended
         return extended.root if getattr(extended, "is_central", False) else None
 
     @cached_property
     def is_on_read(self) -> bool:
-        """Whether each replica has an array of its own, combined when it is read."""
+        """Whether each replica has its own array, and reading combines them."""
         return self.synchronization is VariableSynchronization.ON_READ and self.root is None
 
     @cached_property
     def needs_aggregation(self) -> bool:
-        """Whether replicas cannot assign: under central storage, without an aggregation."""
+        """Whether replicas cannot assign, because it has no aggregation under central storage."""
         return self.root is not None and self.aggregation is VariableAggregation.NONE
 
     def is_combined_here(self) -> bool:
-        """Return whether reading the variable at this place of the program combines the arrays of all ranks."""
+        """Return whether reading the variable in the present context is a collective."""
         if self.strategy is default_mode().strategy:
             return False
         return self.update_scope("reading a variable") is UpdateScope.OUTSIDE and self.is_on_read
 
     def update_scope(self, call: str) -> UpdateScope:
-        """Return which ranks take part in a call that is made here.
+        """Return the ranks that take part in a call in the present context.
 
         Raises
         ------
         RuntimeError
-            If another strategy is current; `call` is what the message says was called.
+            If another strategy is current; the message names the `call`.
         """
         inside = in_replica_context_of(self.strategy, call)
         if self.strategy is default_mode().strategy or get_update_replica_id() is not None:
@@ -129,20 +129,20 @@ class Declaration:
 
 
 def initial_array(given: Any, dtype: Any, shape: Sequence[int] | None, name: str) -> Array:
-    """Return an initial value, or what the function given as one returns, in host memory, and in the dtype asked for.
+    """Return an initial value, or the result of the function given as one, in host memory and the given dtype.
 
     Raises
     ------
     InvalidArgumentError
-        If it has another shape than the one asked for, or an integer is out of range for the dtype.
+        If it does not have the given shape, or an integer is out of range for the dtype.
     UnsupportedDtypeError
-        If it is not an array of numbers, or the dtype cannot hold the kind of number that it has.
+        If it is not an array of numbers, or the dtype cannot hold its kind of number.
     """
     value = to_host(as_array(given() if callable(given) else given, name))
     if shape is not None and value.shape != tuple(shape):
         raise InvalidArgumentError(
-            f"{name} is to have shape {tuple(shape)}; an initial value of shape {value.shape} does not fit; each extent "
-            "must be a number, since a variable keeps its shape"
+            f"{name} must have shape {tuple(shape)}; got an initial value of shape {value.shape}; each extent must be a "
+            "number, because the shape of a variable does not change"
         )
     wanted = value.dtype if dtype is None else as_array(np.empty(0, dtype), name).dtype
     return converted(value, wanted, name)

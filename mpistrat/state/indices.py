@@ -1,4 +1,4 @@
-"""Indices into the leading axes of a variable: checked, and each counted as one number."""
+"""Indices along the leading axes of a variable, checked and converted to flat indices."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from mpistrat.arrays import Array, as_array, to_host
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 
-__all__ = ["Places", "checked_places", "checked_slices", "flattened"]
+__all__ = ["FlatIndices", "checked_slices", "flat_indices", "flattened"]
 
 
-class Places(NamedTuple):
-    """Which entries of an array are meant, where its leading axes count as one.
+class FlatIndices(NamedTuple):
+    """Indices of entries of an array whose leading axes are flattened to one.
 
     Attributes
     ----------
     numbers : ndarray of int64
-        The number of each entry, in host memory.
+        The index of each entry, in host memory.
     shape : tuple of int
         The shape of one entry.
     """
@@ -29,22 +29,22 @@ class Places(NamedTuple):
     shape: tuple[int, ...]
 
 
-def checked_places(call: str, indices: Any, shape: tuple[int, ...]) -> Places:
-    """Return the places that `indices` names in an array of a shape.
+def flat_indices(call: str, indices: Any, shape: tuple[int, ...]) -> FlatIndices:
+    """Return the flat indices of `indices` into an array of a shape.
 
     Parameters
     ----------
     call : str
-        What errors say was called.
+        The call, for errors.
     indices : array_like of int
-        Its last axis holds the indices of one place, along the first axes of the array.
+        Its last axis holds the indices of one entry, along the first axes of the array.
     shape : tuple of int
-        That of the array.
+        The shape of the array.
 
     Raises
     ------
     InvalidArgumentError
-        If `indices` has no axis, names more axes than there are, or an index is negative or outside the array.
+        If `indices` has no axis or too many indices per entry, or an index is negative or out of range.
     UnsupportedDtypeError
         If they are not integers.
     """
@@ -65,31 +65,31 @@ def checked_places(call: str, indices: Any, shape: tuple[int, ...]) -> Places:
                 f"{call}: indices along axis {axis} must be 0 to {extent - 1}; got {int(along.min())} to {int(along.max())}"
             )
         numbers = numbers * extent + along.astype(np.int64)
-    return Places(numbers, shape[depth:])
+    return FlatIndices(numbers, shape[depth:])
 
 
 def flattened(array: Array, entry: tuple[int, ...]) -> Array:
-    """Return an array with the axes before those of an entry as one: a view of it, where it lies in C order."""
+    """Return an array with its axes before those of an entry flattened to one: a view if it is contiguous."""
     leading = array.shape[: array.ndim - len(entry)]
     return array.reshape(math.prod(leading), *entry)
 
 
 def checked_slices(call: str, indices: Any, updates: Any, shape: tuple[int, ...]) -> IndexedSlices:
-    """Return updates of single entries as rows, and where each belongs when the leading axes count as one.
+    """Return updates of single entries as rows, with their flat indices.
 
     Parameters
     ----------
     call, indices, shape : str, array_like of int, tuple of int
-        As for `checked_places`, which says what is raised too.
+        As for `flat_indices`, which raises the same errors too.
     updates : array_like
-        One entry for each place.
+        One entry for each index.
 
     Raises
     ------
     InvalidArgumentError
-        If there is not one update of the shape of an entry for each place.
+        If the shape of `updates` is not that of the indices, followed by that of an entry.
     """
-    numbers, entry = checked_places(call, indices, shape)
+    numbers, entry = flat_indices(call, indices, shape)
     values = as_array(updates, "updates")
     if values.shape != numbers.shape + entry:
         raise InvalidArgumentError(f"{call}: these indices need updates of shape {numbers.shape + entry}; got {values.shape}")

@@ -1,4 +1,4 @@
-"""The errors of what a variable does not do here, each with the line as it was written and as it should be."""
+"""Errors for operations that a variable does not support, each with an incorrect and a correct example."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WITH_AGGREGATION = (
 
 
 def varies(variable: object, method: str) -> TypeError:
-    """Return the error of assigning a value that differs between replicas."""
+    """Return the error for assigning a per-replica value."""
     return TypeError(
         f"{variable!r}.{method} got a per-replica value, which differs between replicas.\n"
         f"    incorrect:  variable.{method}(strategy.run(fn))\n"
@@ -30,17 +30,17 @@ def varies(variable: object, method: str) -> TypeError:
 
 
 def no_aggregation(variable: object, method: str, num_replicas: int) -> InvalidArgumentError:
-    """Return the error of assigning inside ``strategy.run``, under central storage, where the aggregation is NONE."""
+    """Return the error for assigning inside ``strategy.run``, under central storage, with aggregation NONE."""
     return InvalidArgumentError(f"{_undefined(variable, num_replicas)}\n{_ways_out(method)}")
 
 
 def differing(variable: object, method: str, num_replicas: int, found: AgreementError) -> AgreementError:
-    """Return the error of replicas that change a variable by different values where the aggregation is NONE."""
+    """Return the error for replicas that assign different values with aggregation NONE."""
     return AgreementError(f"{_undefined(variable, num_replicas)} Equal values are accepted; {found}\n{_ways_out(method)}")
 
 
 def not_kept(variable: object) -> RuntimeError:
-    """Return the error of asking for the initial value, which would take as much memory as the variable."""
+    """Return the error for reading the initial value, which would take as much memory as the variable."""
     return RuntimeError(
         f"{variable!r} does not keep its initial value.\n"
         "    incorrect:  variable.initial_value\n"
@@ -49,7 +49,7 @@ def not_kept(variable: object) -> RuntimeError:
 
 
 def unreadable(variable: object, num_replicas: int) -> InvalidArgumentError:
-    """Return the error of reading a variable synchronized ON_READ, outside ``strategy.run``, where the aggregation is NONE."""
+    """Return the error for reading a variable synchronized ON_READ, outside ``strategy.run``, with aggregation NONE."""
     return InvalidArgumentError(
         f"{_undefined(variable, num_replicas)}\n"
         "    incorrect:  np.asarray(variable), outside strategy.run\n"
@@ -59,7 +59,7 @@ def unreadable(variable: object, num_replicas: int) -> InvalidArgumentError:
 
 
 def sum_outside_run(variable: object, method: str) -> InvalidArgumentError:
-    """Return the error of adding to a variable, outside ``strategy.run``, whose arrays are summed when it is read."""
+    """Return the error for adding to a variable, outside ``strategy.run``, whose arrays are summed when it is read."""
     return InvalidArgumentError(
         f"{variable!r}.{method} outside strategy.run is undefined: the replicas' arrays are summed when it is read.\n"
         f"    incorrect:  variable.{method}(delta)\n"
@@ -69,9 +69,9 @@ def sum_outside_run(variable: object, method: str) -> InvalidArgumentError:
 
 
 def no_scatter(variable: object, method: str) -> NotImplementedError:
-    """Return the error of scattering into a variable synchronized ON_READ."""
+    """Return the error for a scatter update of a variable synchronized ON_READ."""
     return NotImplementedError(
-        f"{variable!r}.{method} is not there for variables that are synchronized ON_READ.\n"
+        f"{variable!r}.{method} is not defined for variables that are synchronized ON_READ.\n"
         f"    incorrect:  mpistrat.Variable(…, synchronization=mpistrat.VariableSynchronization.ON_READ).{method}(slices)\n"
         f"    correct:    mpistrat.Variable(…, aggregation=mpistrat.VariableAggregation.SUM).{method}(slices)\n"
         "    correct:    def step(): variable.assign_add(slices.to_dense())"
@@ -79,10 +79,10 @@ def no_scatter(variable: object, method: str) -> NotImplementedError:
 
 
 def no_such_aggregation(variable: object, method: str) -> NotImplementedError:
-    """Return the error of a scatter update by replicas that no sum or mean makes sense for."""
+    """Return the error for a scatter update inside ``strategy.run`` for which SUM and MEAN are not defined."""
     return NotImplementedError(
-        f"{variable!r}.{method} inside strategy.run takes aggregation ONLY_FIRST_REPLICA or NONE: rows are compared or put in "
-        "place, not added up.\n"
+        f"{variable!r}.{method} inside strategy.run needs aggregation ONLY_FIRST_REPLICA or NONE: rows are compared or "
+        "replaced, not summed.\n"
         f"    incorrect:  def step(): variable.{method}(slices)\n"
         f"    correct:    mpistrat.Variable(…, aggregation=mpistrat.VariableAggregation.ONLY_FIRST_REPLICA).{method}(slices)\n"
         f"    correct:    variable.{method}(slices) outside strategy.run"
@@ -99,4 +99,4 @@ def _ways_out(method: str) -> str:
 
 
 def _undefined(variable: object, num_replicas: int) -> str:
-    return f"{variable!r} has aggregation NONE, so nothing says how the values of {num_replicas} replicas become one."
+    return f"{variable!r} has aggregation NONE, so the values of {num_replicas} replicas cannot be combined."

@@ -1,16 +1,16 @@
-"""Scatter updates: the rows they take, those of all replicas together, and what is done with them to an array.
+"""Scatter updates: check the rows, gather those of all replicas, and apply them to an array.
 
 ================  ============================================================
 `scatter_add`     adds each row
 `scatter_sub`     subtracts it
 `scatter_mul`     multiplies by it
 `scatter_div`     divides by it
-`scatter_min`     keeps the lesser of it and what is there
-`scatter_max`     keeps the greater
-`scatter_update`  puts it in the place of what is there; the last one stays
+`scatter_min`     keeps the elementwise minimum of the row and the array
+`scatter_max`     keeps the elementwise maximum
+`scatter_update`  replaces the row of the array; the last one stays
 ================  ============================================================
 
-Rows of one index are applied one after the other: no row is lost.
+Rows with the same index are applied one after another; none is lost.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from mpistrat.state.aggregation import VariableAggregation
 
 __all__ = ["COMPARING", "Rows", "apply", "by_rows", "checked_rows", "gathered_rows"]
 
-# the rows, and where each belongs
+# the rows, and their indices
 Rows = tuple[Array, Array]
 
-# the updates that no SUM or MEAN of the replicas' rows makes sense for
+# the updates for which SUM and MEAN of the replicas' rows are not defined
 COMPARING = ("scatter_max", "scatter_min", "scatter_update")
 
 _UFUNCS = {
@@ -45,21 +45,21 @@ _ORDERED = {"scatter_min": ReduceOp.MIN, "scatter_max": ReduceOp.MAX}
 
 
 def by_rows(method: str) -> str:
-    """Return the method that does to rows what ``scatter_nd_…`` does to single entries."""
+    """Return the method for rows that corresponds to ``scatter_nd_…`` for single entries."""
     return method.replace("_nd_", "_")
 
 
 def checked_rows(method: str, delta: object, target: Array, owner: object) -> Rows:
-    """Return the rows that `delta` holds, after checking that `method` can apply them to `target`, the array of `owner`.
+    """Return the rows of `delta`, after checking that `method` can apply them to `target`, the array of `owner`.
 
     Raises
     ------
     TypeError
         If `delta` is not an IndexedSlices.
     InvalidArgumentError
-        If the rows have another shape, or an index or an integer of theirs is out of range.
+        If the rows have another shape, or an index or a value is out of range.
     UnsupportedDtypeError
-        If the array cannot hold the kind of number that the rows have, or `method` is not defined for its dtype.
+        If the array cannot hold the rows' kind of number, or `method` is not defined for its dtype.
     """
     if not isinstance(delta, IndexedSlices):
         raise TypeError(
@@ -85,14 +85,14 @@ def gathered_rows(rows: Rows, aggregation: VariableAggregation, strategy: Strate
     Parameters
     ----------
     rows : Rows
-        Those of this replica; replicas may have different numbers of them.
+        The rows of this replica; replicas may have different numbers of them.
     aggregation : VariableAggregation
         SUM: all rows; MEAN: all, each divided by the number of replicas; ONLY_FIRST_REPLICA: the rows of replica 0.
     strategy : Strategy
-        Whose replicas they are.
+        The strategy of the replicas.
     """
     communicator = strategy.extended.communicator
-    rows = to_host(rows[0]), to_host(rows[1])  # where they are applied
+    rows = to_host(rows[0]), to_host(rows[1])  # rows are applied in host memory
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         return communicator.broadcast(rows[0]), communicator.broadcast(rows[1])
     values, indices = (communicator.all_gather(part) for part in rows)
@@ -103,12 +103,12 @@ def gathered_rows(rows: Rows, aggregation: VariableAggregation, strategy: Strate
 
 
 def apply(method: str, target: Array, rows: Rows) -> None:
-    """Apply rows to `target`, 16-bit floats in float32; the rows that are touched go through host memory."""
+    """Apply rows to `target`, accumulating 16-bit floats in float32; the affected rows go through host memory."""
     values, indices = map(to_host, rows)
     if method == "scatter_update" and not is_on_device(target):
         target[indices] = values
         return
-    # the rows that are touched, once each, in the dtype of accumulation; of rows with one index, CuPy would let any be the last
+    # each affected row once, in the accumulation dtype; CuPy would apply rows with the same index in any order
     touched, position = np.unique(indices, return_inverse=True)
     wide = to_host(target[touched]).astype(_wide(target), copy=False)
     if method == "scatter_update":

@@ -1,4 +1,4 @@
-"""VariableCall: one call of a method of a variable, which the ranks that take part compare before its arrays are changed."""
+"""VariableCall: a call of a variable's method, which the ranks that take part compare before the array is changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpistrat.state.declaration import Declaration, UpdateScope
 
 __all__ = ["VariableCall"]
 
-_COMPARED_BYTES = 1 << 20  # what all replicas assign is compared up to here
+_COMPARED_BYTES = 1 << 20  # larger assigned values are not compared
 
 
 class VariableCall(NamedTuple):
@@ -22,13 +22,13 @@ class VariableCall(NamedTuple):
     Attributes
     ----------
     variable : Mirrored
-        The variable, as messages show it.
+        The variable.
     declaration : Declaration
-        What it was made with.
+        Its parameters.
     method : str
-        Which method.
+        Name of the method.
     scope : UpdateScope
-        Which ranks take part.
+        The ranks that take part.
     """
 
     variable: Mirrored
@@ -40,12 +40,12 @@ class VariableCall(NamedTuple):
         return f"{self.variable!r}.{self.method}"
 
     def component(self, value: Any) -> Any:
-        """Return a value that is passed; inside ``strategy.run`` this replica's component of one with several.
+        """Return an argument; inside ``strategy.run`` this replica's component of a per-replica value.
 
         Raises
         ------
         TypeError
-            If it has several elsewhere.
+            If it is a per-replica value elsewhere.
         """
         if not isinstance(value, PerReplica):
             return value
@@ -54,7 +54,7 @@ class VariableCall(NamedTuple):
         return value.in_replica()
 
     def compare(self, *arrays: Array) -> None:
-        """Have all ranks that take part compare the call, with the next collective; outside ``run`` the arrays too.
+        """Compare the call on all ranks that take part, with the next collective; outside ``run`` also the arrays.
 
         With MPISTRAT_STRICT the arrays are compared at once, which is a collective call.
         """
@@ -70,7 +70,7 @@ class VariableCall(NamedTuple):
             communicator.note(f"with arrays of checksum {checksum(arrays):x}")
 
     def require_equal(self, *arrays: Array) -> None:
-        """Check that all replicas pass the same arrays, for nothing says how they become one. A collective call.
+        """Check that all replicas pass the same arrays, because there is no aggregation. A collective call.
 
         Raises
         ------
@@ -86,7 +86,7 @@ class VariableCall(NamedTuple):
             raise refusals.differing(self.variable, self.method, communicator.size, error) from None
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Raise; the other ranks that take part are told."""
+        """Raise an error, on the other ranks that take part too."""
         if self._concerns_others:
             self.declaration.communicator.refuse(str(self), error)
         raise error

@@ -1,6 +1,6 @@
-"""Variable: an array that all replicas keep, equal on all of them or combined when it is read.
+"""Variable: an array on every replica, equal on all of them or combined when it is read.
 
-The docstring of `mpistrat.state` has the table of what each operation does, inside ``run`` and elsewhere.
+The docstring of `mpistrat.state` has a table of all operations, inside ``run`` and elsewhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.state import refusals
 from mpistrat.state.aggregation import VariableAggregation, VariableSynchronization, aggregated, share
 from mpistrat.state.declaration import Declaration, UpdateScope, initial_array
-from mpistrat.state.indices import checked_places, checked_slices, flattened
+from mpistrat.state.indices import checked_slices, flat_indices, flattened
 from mpistrat.state.scatter import COMPARING, Rows, apply, by_rows, checked_rows, gathered_rows
 from mpistrat.state.variable_call import VariableCall
 
@@ -30,26 +30,26 @@ __all__ = ["Variable"]
 class Variable(Mirrored):
     """An array that the replicas of the current strategy share. It can be used like an array; `assign` changes it.
 
-    Making one is a collective call: the initial value of replica 0 is sent to all. Outside all scopes it belongs to the
-    default strategy, and nothing is sent. Its array is where the replica computes: on a GPU it is one of CuPy's, to which
-    initial values and assigned ones are copied from host memory.
+    Creating one is a collective call: the initial value of replica 0 is broadcast. Outside all scopes it belongs to the default
+    strategy, and nothing is communicated. On a replica with a GPU it is a CuPy array, to which initial and assigned values are
+    copied from host memory.
 
     Parameters
     ----------
     initial_value : array_like or callable
-        The first value, or what returns it; every rank calls it, so that random generators stay in step.
+        The first value, or a function that returns it, which every rank calls, so that random generators stay in step.
     trainable : bool, optional
-        Whether an optimiser should change it; by default True, and False where it is synchronized on reading.
+        Whether an optimiser should change it; by default True, but False with ON_READ.
     name : str, optional
-        What errors call it.
+        Its name in errors.
     dtype : dtype, optional
-        The type of its elements; that of the initial value by default.
+        Its dtype; by default that of the initial value.
     constraint : callable, optional
-        What an optimiser should call with a new value; kept as an attribute, and never called here.
+        A function for optimisers to apply to a new value; kept as an attribute, and never called by the variable.
     synchronization : VariableSynchronization, optional
         ON_WRITE (and AUTO, and None): equal on all replicas. ON_READ: each replica has its own, combined when it is read.
     aggregation : VariableAggregation, optional
-        How the values that replicas assign, or for ON_READ hold, are combined; None means NONE.
+        How the assigned values, with ON_READ the arrays, of the replicas are combined; None means NONE.
     shape : sequence of int, optional
         The shape that the initial value must have.
 
@@ -59,9 +59,9 @@ class Variable(Mirrored):
         If `synchronization` is NONE or no member, `aggregation` is not a member, the mean of integers is asked for, the initial
         value has another shape than `shape`, or `constraint` cannot be called.
     UnsupportedDtypeError
-        If the initial value is not an array of numbers, or `dtype` cannot hold the kind of number that it has.
+        If the initial value is not an array of numbers, or `dtype` cannot hold its kind of number.
     AgreementError
-        On every rank, if ranks make different variables.
+        On every rank, if ranks create different variables.
     RuntimeError
         If the current scope was entered inside that of the default strategy.
     """
@@ -90,12 +90,12 @@ class Variable(Mirrored):
         self._hold(to_device(np.array(communicator.broadcast(value), order="C")))
         if declared.aggregation is VariableAggregation.MEAN and self.dtype.kind in "biu":
             raise InvalidArgumentError(
-                f"{name} has dtype {self.dtype}, whose mean it cannot hold: use aggregation SUM or a float dtype"
+                f"{name} has dtype {self.dtype}, which cannot hold a mean: use aggregation SUM or a float dtype"
             )
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """The name in errors."""
         return self._declaration.name
 
     @property
@@ -105,22 +105,22 @@ class Variable(Mirrored):
 
     @property
     def constraint(self) -> Callable[[Any], Any] | None:
-        """What an optimiser should call with a new value, to put its result in the place of it; the variable never calls it."""
+        """A function for optimisers, whose result replaces a new value; the variable never calls it."""
         return self._declaration.constraint
 
     @property
     def initial_value(self) -> NoReturn:
-        """Not kept, as in TensorFlow without graphs: read the variable right after making it.
+        """Not kept, as in TensorFlow without graphs: read the variable right after creating it.
 
         Raises
         ------
         RuntimeError
-            Always, and says how to keep it.
+            Always; the message says how to keep it.
         """
         raise refusals.not_kept(self)
 
     def is_initialized(self, name: str | None = None) -> bool:
-        """Return True: a variable has its initial value from the start. `name` is for programs for TensorFlow."""
+        """Return True: a variable is initialized when it is created. `name` has no effect, as in TensorFlow."""
         return True
 
     @property
@@ -130,17 +130,17 @@ class Variable(Mirrored):
 
     @property
     def aggregation(self) -> VariableAggregation:
-        """How the values of the replicas become one."""
+        """How the values of the replicas are combined."""
         return self._declaration.aggregation
 
     @property
     def distribute_strategy(self) -> Any:
-        """The strategy in whose scope it was made."""
+        """The strategy in whose scope it was created."""
         return self._declaration.strategy
 
     @property
     def value(self) -> Array:
-        """The array, on a GPU that of CuPy; not to be written to. It changes when the variable does."""
+        """The array, a CuPy array on a GPU; read-only. It changes when the variable does."""
         return self.read()
 
     def numpy(self) -> Array:
@@ -149,7 +149,7 @@ class Variable(Mirrored):
         return to_host(array) if is_on_device(array) else np.array(array)
 
     def read_value(self) -> Array:
-        """Return a copy of the array, where it is: on a GPU one of CuPy's. What is assigned later does not change it.
+        """Return a copy of the array, a CuPy array on a GPU; later assignments do not change it.
 
         Communicates and raises like `read`.
         """
@@ -157,22 +157,22 @@ class Variable(Mirrored):
         return copied
 
     def in_replica(self) -> Variable:
-        """Return the variable: it finds its component itself."""
+        """Return the variable, whose operations use this replica's component."""
         return self
 
     def across_replicas(self) -> DistributedValues:
-        """Return what ``strategy.reduce`` combines: the arrays of the replicas for ON_READ, else the variable, equal on all."""
+        """Return the value for ``strategy.reduce``: the per-replica arrays with ON_READ, else the variable itself."""
         return PerReplica(self._view) if self._declaration.is_on_read else self
 
     def read(self) -> Array:
-        """Return the array; for a variable synchronized ON_READ, a collective call outside ``strategy.run``.
+        """Return the array. With ON_READ, outside ``strategy.run``, this is a collective call that combines the arrays.
 
         Raises
         ------
         RuntimeError
-            If another strategy than its own is current. A variable of the default strategy can be read anywhere.
+            If another strategy is current. A variable of the default strategy can be read anywhere.
         InvalidArgumentError
-            If the arrays of an ON_READ variable are to be combined and its aggregation is NONE.
+            If the arrays have to be combined and the aggregation is NONE.
         """
         declared = self._declaration
         if not declared.is_combined_here():
@@ -189,9 +189,9 @@ class Variable(Mirrored):
         Parameters
         ----------
         indices : array_like of int
-            Which rows, counted along the first axis, in any shape; the result has this shape and then that of a row.
+            Indices of rows along the first axis, in any shape; the shape of the result is this one, followed by that of a row.
         name : str, optional
-            Without effect; accepted because programs for TensorFlow pass it.
+            Without effect, as in TensorFlow.
 
         Raises
         ------
@@ -211,7 +211,7 @@ class Variable(Mirrored):
             Its last axis holds the indices of one entry along the first axes of the variable: of all of them for a number, of
             fewer for an array.
         name : str, optional
-            Without effect; accepted because programs for TensorFlow pass it.
+            Without effect, as in TensorFlow.
         """
         return self._take("gather_nd", lambda: indices)
 
@@ -226,7 +226,7 @@ class Variable(Mirrored):
         value : array_like
             Of the variable's shape. Inside ``strategy.run`` a per-replica value stands for the component of this replica.
         use_locking, name : bool, str
-            Without effect; accepted because programs for TensorFlow pass them.
+            Without effect, as in TensorFlow.
         read_value : bool
             Whether to return the variable.
 
@@ -240,9 +240,9 @@ class Variable(Mirrored):
         InvalidArgumentError
             If the shapes differ; under central storage also inside ``strategy.run`` with aggregation NONE.
         TypeError
-            If the value is a per-replica value outside ``strategy.run``, or its kind of number does not fit.
+            If it is a per-replica value outside ``strategy.run``, or the variable cannot hold its kind of number.
         RuntimeError
-            If another strategy than the variable's own is current.
+            If another strategy is current.
         AgreementError
             On every replica, if they pass different values inside ``strategy.run`` and the aggregation is NONE. From the next
             collective, if ranks pass different ones outside it.
@@ -254,32 +254,32 @@ class Variable(Mirrored):
     def assign_add(self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         """Add to the variable, and return it; communicates and raises like `assign`.
 
-        Outside ``strategy.run`` it raises InvalidArgumentError for a variable that is synchronized ON_READ and summed.
+        Outside ``strategy.run`` it raises InvalidArgumentError for a variable synchronized ON_READ with aggregation SUM.
         """
         np.add(self._array, self._incoming("assign_add", delta), out=self._array)
         self._send_root()
         return self if read_value else None
 
     def assign_sub(self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
-        """Subtract from the variable, and return it; communicates and raises like `assign_add`. Booleans have no difference."""
+        """Subtract from the variable, and return it; communicates and raises like `assign_add`. Not defined for bool."""
         np.subtract(self._array, self._incoming("assign_sub", delta), out=self._array)
         self._send_root()
         return self if read_value else None
 
     def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
-        """Add rows to those that indices name, and return the variable.
+        """Add rows to the rows with the given indices, and return the variable.
 
         A collective call inside ``strategy.run``: the rows of all replicas are applied, in replica order; with MEAN each is
         divided by their number, with ONLY_FIRST_REPLICA only those of replica 0 are, with NONE the replicas' rows must be
-        equal and are applied once. Outside it ranks compare their rows as `assign` does its values. Rows of one index are
-        applied one after the other.
+        equal and are applied once. Outside it ranks compare their rows as `assign` does its values. Rows with the
+        same index are applied one after another.
 
         Parameters
         ----------
         sparse_delta : IndexedSlices
-            The rows, and where they belong. Replicas may have different numbers of them, or none.
+            The rows and their indices. Replicas may have different numbers of rows, or none.
         use_locking, name : bool, str
-            Without effect; accepted because programs for TensorFlow pass them.
+            Without effect, as in TensorFlow.
 
         Raises
         ------
@@ -291,7 +291,7 @@ class Variable(Mirrored):
         TypeError
             If it is not an IndexedSlices, or the operation is not defined for the kind of number.
         RuntimeError
-            If another strategy than the variable's own is current.
+            If another strategy is current.
         AgreementError
             On every replica, if they pass different rows inside ``strategy.run`` with aggregation NONE. From the next
             collective, if ranks pass different ones outside it.
@@ -307,21 +307,21 @@ class Variable(Mirrored):
         return self._scatter("scatter_mul", sparse_delta)
 
     def scatter_div(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
-        """Divide by rows, and return the variable; communicates and raises like `scatter_add`. Integers have no quotient."""
+        """Divide by rows, and return the variable; communicates and raises like `scatter_add`. Not defined for integers."""
         return self._scatter("scatter_div", sparse_delta)
 
     def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
-        """Keep the lesser numbers of rows and variable, and return it; communicates and raises like `scatter_update`."""
+        """Keep the elementwise minimum of rows and variable, and return it; communicates and raises like `scatter_update`."""
         return self._scatter("scatter_min", sparse_delta)
 
     def scatter_max(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
-        """Keep the greater numbers of rows and variable, and return it; communicates and raises like `scatter_update`."""
+        """Keep the elementwise maximum of rows and variable, and return it; communicates and raises like `scatter_update`."""
         return self._scatter("scatter_max", sparse_delta)
 
     def scatter_update(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
-        """Put rows in the place of others, and return the variable; communicates and raises like `scatter_add`.
+        """Replace rows, and return the variable; communicates and raises like `scatter_add`.
 
-        But inside ``strategy.run`` the aggregation must be ONLY_FIRST_REPLICA or NONE.
+        Inside ``strategy.run`` the aggregation must be ONLY_FIRST_REPLICA or NONE.
 
         Raises
         ------
@@ -341,28 +341,28 @@ class Variable(Mirrored):
         updates : array_like
             One for each entry, of its shape.
         name : str, optional
-            Without effect; accepted because programs for TensorFlow pass it.
+            Without effect, as in TensorFlow.
         """
         return self._scatter("scatter_nd_add", (indices, updates))
 
     def scatter_nd_sub(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
-        """Subtract from single entries, as `scatter_nd_add` adds to them."""
+        """Subtract from single entries, like `scatter_nd_add`."""
         return self._scatter("scatter_nd_sub", (indices, updates))
 
     def scatter_nd_min(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
-        """Keep the lesser numbers of updates and entries, as `scatter_nd_add` adds; communicates like `scatter_update`."""
+        """Keep the elementwise minimum of updates and entries, like `scatter_nd_add`; communicates like `scatter_update`."""
         return self._scatter("scatter_nd_min", (indices, updates))
 
     def scatter_nd_max(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
-        """Keep the greater numbers of updates and entries, as `scatter_nd_add` adds; communicates like `scatter_update`."""
+        """Keep the elementwise maximum of updates and entries, like `scatter_nd_add`; communicates like `scatter_update`."""
         return self._scatter("scatter_nd_max", (indices, updates))
 
     def scatter_nd_update(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
-        """Put updates in the place of single entries, as `scatter_nd_add` adds; communicates like `scatter_update`."""
+        """Replace single entries, like `scatter_nd_add`; communicates like `scatter_update`."""
         return self._scatter("scatter_nd_update", (indices, updates))
 
     def writable(self) -> Array:
-        """Return the array of this replica, to be written to: what ``ctx.update(variable, fn)`` hands to `fn`.
+        """Return the writable array of this replica, which ``ctx.update(variable, fn)`` passes to `fn`.
 
         Raises
         ------
@@ -381,10 +381,10 @@ class Variable(Mirrored):
     def update_component(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Return ``fn(variable, *args, **kwargs)``, for this rank: what ``extended.update`` calls, in its update context.
+        """Return ``fn(variable, *args, **kwargs)`` for this rank, in the update context of ``extended.update``.
 
-        There the variable is its component: what `fn` reads or assigns is this replica's array. Mirrored values among the
-        arguments, at any depth, are replaced by their component too.
+        There `fn` reads and assigns this replica's array. Mirrored values among the arguments, at any depth, are replaced by
+        their components.
         """
         return fn(self, *select_replica(tuple(args)), **select_replica(dict(kwargs or {})))
 
@@ -402,10 +402,10 @@ class Variable(Mirrored):
         return f"{type(self).__name__}({declared.name!r}, {self._array.dtype} {self._array.shape}{kind})"
 
     def _hold(self, array: Array) -> None:
-        """Make `array` the one of this replica, of which users see a view that cannot be written to, where there is such."""
+        """Make `array` the array of this replica, of which users get a read-only view, if the array library has such."""
         self._array = array
         self._view: Array = array.view()
-        if not is_on_device(array):  # CuPy has no arrays that are only read
+        if not is_on_device(array):  # CuPy has no read-only arrays
             self._view.flags.writeable = False
         self._component = self._view
 
@@ -413,19 +413,19 @@ class Variable(Mirrored):
         scope = self._declaration.update_scope(f"Variable.{method}") if scope is None else scope
         return VariableCall(self, self._declaration, method, scope)
 
-    def _take(self, method: str, places: Callable[[], Any]) -> Array:
-        """Return the entries whose indices `places` returns."""
+    def _take(self, method: str, indices: Callable[[], Any]) -> Array:
+        """Return the entries whose indices the function returns."""
         try:
-            numbers, entry = checked_places(f"{self!r}.{method}", places(), self.shape)
+            numbers, entry = flat_indices(f"{self!r}.{method}", indices(), self.shape)
         except (TypeError, ValueError) as error:
             is_combined = self._declaration.is_combined_here()
             self._call(method, UpdateScope.OUTSIDE if is_combined else UpdateScope.HERE).refuse(error)
         array = self.read()
         taken = flattened(array, entry).take(like(numbers, array), axis=0)
-        return in_dtype(taken, taken.dtype)  # a number is an array of no axes
+        return in_dtype(taken, taken.dtype)  # numbers become arrays without axes
 
     def _incoming(self, method: str, value: Any) -> Array:
-        """Return what a value that is assigned here does to the array of this replica."""
+        """Return the array to assign to, or add to, the array of this replica, for a value passed in the present context."""
         call, declared = self._call(method), self._declaration
         try:
             array = self._checked(call, value)
@@ -472,7 +472,7 @@ class Variable(Mirrored):
         return self
 
     def _checked_rows(self, call: VariableCall, delta: Any) -> tuple[Array, Rows]:
-        """Return the array whose rows are changed, which may be a view in which leading axes are one, and the rows."""
+        """Return the array whose rows are changed, which may be a view with flattened leading axes, and the rows."""
         declared, method = self._declaration, by_rows(call.method)
         by_entries = method != call.method
         given = [call.component(part) for part in (delta if by_entries else (delta,))]
@@ -491,7 +491,7 @@ class Variable(Mirrored):
         return target, checked_rows(method, slices, target, self)
 
     def _send_root(self) -> None:
-        """Send the array of the root to all, under central storage."""
+        """Broadcast the array of the root, under central storage."""
         root = self._declaration.root
         if root is not None:
             self._array[...] = self._declaration.communicator.broadcast(self._array, root)

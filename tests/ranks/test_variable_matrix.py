@@ -46,7 +46,7 @@ def test_per_replica_values_are_refused(strategy, where):
 
 def test_a_mean_of_integers_is_refused_when_the_variable_is_made(strategy):
     for synchronization in SYNCHRONIZATIONS:
-        refused = Refused(InvalidArgumentError, ("v has dtype int32, whose mean it cannot hold", "use aggregation SUM"))
+        refused = Refused(InvalidArgumentError, ("v has dtype int32, which cannot hold a mean", "use aggregation SUM"))
         with strategy.scope():
             check_refused(
                 refused,

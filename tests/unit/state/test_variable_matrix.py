@@ -56,7 +56,7 @@ def test_a_mean_of_integers_is_refused_when_the_variable_is_made(synchronization
             array = np.zeros(2, dtype)
             mpistrat.Variable(array, name="v", synchronization=synchronization, aggregation=mpistrat.VariableAggregation.MEAN)
 
-    refused = Refused(InvalidArgumentError, (f"v has dtype {dtype}, whose mean it cannot hold", "use aggregation SUM"))
+    refused = Refused(InvalidArgumentError, (f"v has dtype {dtype}, which cannot hold a mean", "use aggregation SUM"))
     check_refused(refused, lambda: make(mpistrat.OneDeviceStrategy()))
     check_refused(refused, lambda: make(mpistrat.get_strategy()))
     check_refused(refused, lambda: on_replicas(2, make))

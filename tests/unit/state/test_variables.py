@@ -178,7 +178,7 @@ def test_on_write_without_aggregation_refuses_values_that_differ():
     def program(strategy):
         variable = made(strategy, 10.0, name="w")
         message = (
-            r"Variable\('w', float64 \(\)\) has aggregation NONE, so nothing says how the values of 2 replicas become one. "
+            r"Variable\('w', float64 \(\)\) has aggregation NONE, so the values of 2 replicas cannot be combined. "
             r"Equal values are accepted; ranks made different calls(.|\n)*correct: .*aggregation=mpistrat.VariableAggregation"
             r".MEAN(.|\n)*correct: .*ctx.update\(variable(.|\n)*correct: .*variable.assign\(value\) outside strategy.run"
         )
@@ -305,7 +305,7 @@ def test_on_read_outside_run():
         ({"synchronization": "ON_READ"}, "synchronization must be one of"),
         ({"aggregation": "SUM"}, "aggregation must be one of .*NONE, .*SUM, .*MEAN, .*ONLY_FIRST_REPLICA; got 'SUM'"),
         ({"constraint": 3}, "Variable: constraint must be None or a function of the new value; got 3"),
-        ({"aggregation": AGGREGATION.MEAN}, "has dtype int64, whose mean it cannot hold"),
+        ({"aggregation": AGGREGATION.MEAN}, "has dtype int64, which cannot hold a mean"),
     ],
 )
 def test_bad_arguments_are_refused(keywords, message):
@@ -444,7 +444,7 @@ def test_arguments_that_tensorflow_users_pass():
     assert variable.values[0].tolist() == variable.value.tolist() == [[0], [0]]
     for shape in ((1, 2), (None, 1), ()):
         with pytest.raises(
-            InvalidArgumentError, match=r"w is to have shape .*; an initial value of shape \(2, 1\) does not fit"
+            InvalidArgumentError, match=r"w must have shape .*; got an initial value of shape \(2, 1\)"
         ):
             mpistrat.Variable(np.zeros((2, 1)), name="w", shape=shape)
 
