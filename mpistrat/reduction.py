@@ -28,8 +28,8 @@ __all__ = [
     "Fold",
     "ReduceOp",
     "accumulation_dtype",
+    "check_across_replicas",
     "check_dtype",
-    "check_meaning",
     "combine",
     "divide",
 ]
@@ -109,7 +109,7 @@ def check_dtype(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None
         raise UnsupportedDtypeError(f"MEAN is not defined for {name} of dtype bool; cast it to float32 first")
 
 
-def check_meaning(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None:
+def check_across_replicas(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None:
     """Check that the meaning of `op` across replicas is unambiguous for `dtype`; that of a SUM of booleans is not.
 
     MPI, and so our transports, combine booleans under SUM by OR; NumPy counts them. A program may mean either.

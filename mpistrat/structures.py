@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 import optree
 
-__all__ = ["ONE_LEAF", "OUTLINES_KEPT", "Structure", "flatten", "flatten_arrays", "leaf_names", "map_leaves", "rebuild"]
+__all__ = ["MAX_CACHED_STRUCTURES", "ONE_LEAF", "Structure", "flatten", "flatten_arrays", "leaf_names", "map_leaves", "rebuild"]
 
 Structure = optree.PyTreeSpec
 
 ONE_LEAF: Structure = optree.tree_structure(0)  # type: ignore[arg-type]
 """The structure of a single array."""
-OUTLINES_KEPT = 64
+MAX_CACHED_STRUCTURES = 64
 _MAX_DEPTH = 16  # a list that contains itself would never end
 
 _NAMESPACE = "mpistrat"  # of optree's registry, in which Mapping types are registered when they are first seen
@@ -54,7 +54,7 @@ def flatten_arrays(value: Any) -> tuple[list[Any], Structure] | None:
         return None
     known = _structures.get(outline)
     if known is None:
-        if len(_structures) == OUTLINES_KEPT:
+        if len(_structures) == MAX_CACHED_STRUCTURES:
             _structures.clear()
         known = _structures[outline] = _structure_and_order(value, len(found))
     structure, in_order = known

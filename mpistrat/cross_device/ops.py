@@ -15,7 +15,7 @@ from mpistrat.communicator.sparse import IndexedSlices, broadcast_slices, gather
 from mpistrat.context.stack import current, default_mode, get_strategy, in_cross_replica_context, misplaced, pop, push
 from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, select_replica
 from mpistrat.cross_device.destinations import OnSomeReplicas, deliver, resolve
-from mpistrat.cross_device.pairs import Pair, broadcast_source, checked_component, checked_pairs, is_open
+from mpistrat.cross_device.pairs import Pair, broadcast_source, checked_component, checked_pairs, needs_reduction
 from mpistrat.reduction import ReduceOp
 
 __all__ = ["CrossDeviceOps", "current_communicator"]
@@ -236,9 +236,12 @@ class CrossDeviceOps:
         # a repr of the user's own might differ between ranks
         call = f"{type(self).__name__}(num_packs={self.num_packs}).{method}({op.name}, [{asked}])"
         communicator.note(call, options)
-        waiting = [(pair.value, pair.destinations) for pair in checked if is_open(pair, communicator)]
+        waiting = [(pair.value, pair.destinations) for pair in checked if needs_reduction(pair, communicator)]
         results = iter(self._reduce_each(op, waiting, options or CommunicationOptions()) if waiting else ())
-        return [next(results) if is_open(pair, communicator) else self._settled(pair, communicator) for pair in checked]
+        return [
+            next(results) if needs_reduction(pair, communicator) else self._without_reduction(pair, communicator)
+            for pair in checked
+        ]
 
     def _reduce_each(self, op: ReduceOp, pairs: list[tuple[PerReplica, Any]], options: CommunicationOptions) -> list[Any]:
         """Hand values to the implementation that was overridden last; where it was both, a batch to the one for batches."""
@@ -248,7 +251,7 @@ class CrossDeviceOps:
             return self.batch_reduce_implementation(op, pairs, options)
         return [self.reduce_implementation(op, value, destinations, options) for value, destinations in pairs]
 
-    def _settled(self, pair: Pair, communicator: BaseCommunicator) -> Any:
+    def _without_reduction(self, pair: Pair, communicator: BaseCommunicator) -> Any:
         """Return the result of a value whose components need not be combined."""
         if isinstance(pair.value, OnSomeReplicas) and not set(pair.ranks) <= set(pair.value.ranks):
             return self.broadcast_implementation(pair.value, pair.destinations)

@@ -12,9 +12,17 @@ from mpistrat.context.stack import current, default_mode, get_strategy, misplace
 from mpistrat.context.values import DistributedValues, PerReplica
 from mpistrat.cross_device.destinations import OnSomeReplicas, resolve
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.reduction import ReduceOp, check_meaning
+from mpistrat.reduction import ReduceOp, check_across_replicas
 
-__all__ = ["IDEMPOTENT", "Pair", "broadcast_source", "check_unambiguous", "checked_component", "checked_pairs", "is_open"]
+__all__ = [
+    "IDEMPOTENT",
+    "Pair",
+    "broadcast_source",
+    "check_unambiguous",
+    "checked_component",
+    "checked_pairs",
+    "needs_reduction",
+]
 
 # combining equal components with these gives the component again
 IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
@@ -117,7 +125,7 @@ def check_unambiguous(op: ReduceOp, num_components: int) -> None:
         )
 
 
-def is_open(pair: Pair, communicator: BaseCommunicator) -> bool:
+def needs_reduction(pair: Pair, communicator: BaseCommunicator) -> bool:
     """Return whether there are several components to combine."""
     return communicator.size > 1 and isinstance(pair.value, PerReplica)
 
@@ -135,7 +143,7 @@ def _checked(op: ReduceOp, value: Any, destinations: Any, communicator: BaseComm
         check_slices(op, component)
         rows = component.values
     else:
-        check_meaning(op, component.dtype)
+        check_across_replicas(op, component.dtype)
         rows = component
     if not isinstance(value, PerReplica) and rows.any():
         check_unambiguous(op, communicator.size)

@@ -11,7 +11,7 @@ from mpistrat.arrays import Array, as_array, as_operand, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices
-from mpistrat.context.fitting import fitted
+from mpistrat.context.assignment import assignable
 from mpistrat.context.values import PerReplica
 from mpistrat.cross_device.destinations import deliver, resolve
 from mpistrat.cross_device.ops import CrossDeviceOps, current_communicator
@@ -116,7 +116,7 @@ class ReductionToOneDevice(CrossDeviceOps):
             )
         wide = accumulation_dtype(op, parts[0].dtype)
         total = as_array(self._accumulation_fn([part.astype(wide) for part in parts]), "what accumulation_fn returned")
-        return fitted(total, np.empty_like(parts[0], wide), self)
+        return assignable(total, np.empty_like(parts[0], wide), self)
 
     def __repr__(self) -> str:
         function = getattr(self._accumulation_fn, "__name__", type(self._accumulation_fn).__name__)

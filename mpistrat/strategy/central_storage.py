@@ -13,7 +13,7 @@ from mpistrat.cross_device.to_one_device import ReductionToOneDevice
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.make_communicator import described, make_communicator
+from mpistrat.strategy.make_communicator import call_text, make_communicator
 from mpistrat.strategy.one_node import check_devices, check_one_node, node_devices, node_hierarchy
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.structures import flatten, map_leaves
@@ -51,7 +51,7 @@ class CentralStorageStrategy(Strategy):
     """
 
     def __init__(self, compute_devices: Sequence[str] | None = None, parameter_device: str | None = None) -> None:
-        call = described("CentralStorageStrategy", compute_devices=compute_devices, parameter_device=parameter_device)
+        call = call_text("CentralStorageStrategy", compute_devices=compute_devices, parameter_device=parameter_device)
         with rendezvous("CentralStorageStrategy") as job:
 
             def check() -> int:

@@ -27,21 +27,21 @@ class DefaultReplicaContext(ReplicaContext):
     raises. The launcher's variables tell how many ranks there are, so that MPI is not started for the question.
     """
 
-    _is_settled = False
+    _has_checked_peers = False
 
     def _require_current(self, method: str) -> None:
         super()._require_current(method)
-        if not self._is_settled and method in OUTSIDE_RUN:
-            self._settle(method)
+        if not self._has_checked_peers and method in OUTSIDE_RUN:
+            self._check_peers(method)
 
-    def _settle(self, method: str) -> None:
+    def _check_peers(self, method: str) -> None:
         view = detect()
         if view is None or not _has_peers(view):
-            self._is_settled = True
+            self._has_checked_peers = True
             return
         if settings.STRICT.read():
             raise RuntimeError(_text(method, view))
-        self._is_settled = True
+        self._has_checked_peers = True
         warnings.warn(_text(method, view), UserWarning, stacklevel=_levels_to_user())
 
 

@@ -23,9 +23,9 @@ __all__ = [
     "experimental_run",
     "get_loss_reduction",
     "group",
-    "hinted",
     "make_dataset_iterator",
     "make_input_fn_iterator",
+    "merge_hints",
     "unwrap",
     "update_config_proto",
 ]
@@ -41,7 +41,7 @@ def get_loss_reduction() -> ReduceOp:
     return ReduceOp.SUM
 
 
-def hinted(
+def merge_hints(
     options: CommunicationOptions | None, experimental_hints: CommunicationOptions | None
 ) -> CommunicationOptions | None:
     """Return the options of a call that may pass them under their old name; those under the new one win."""

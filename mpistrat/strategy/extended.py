@@ -28,9 +28,9 @@ from mpistrat.cross_device.ops import CrossDeviceOps
 from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
-from mpistrat.reduction import ReduceOp, check_meaning
+from mpistrat.reduction import ReduceOp, check_across_replicas
 from mpistrat.strategy.advice import ADVICE
-from mpistrat.strategy.deprecated import hinted
+from mpistrat.strategy.deprecated import merge_hints
 from mpistrat.structures import flatten, map_leaves
 
 __all__ = ["StrategyExtended"]
@@ -63,7 +63,9 @@ class StrategyExtended:
         self.communicator = communicator
         self._cross_device_ops = cross_device_ops or HierarchicalAllReduce()
         # nothing to be asked for each reduction: the communicator does by itself what these ops would tell them to
-        self.is_stock = type(self._cross_device_ops) is HierarchicalAllReduce and self._cross_device_ops.num_packs is None
+        self.uses_default_ops = (
+            type(self._cross_device_ops) is HierarchicalAllReduce and self._cross_device_ops.num_packs is None
+        )
         self._worker_devices = (own_device(),) if worker_devices is None else tuple(worker_devices)
         self._parameter_devices = self._worker_devices if parameter_devices is None else tuple(parameter_devices)
 
@@ -155,7 +157,7 @@ class StrategyExtended:
             The old name of `options`; deprecated.
         """
         with self.in_scope("reduce_to"):
-            return self._cross_device_ops.reduce(reduce_op, value, destinations, hinted(options, experimental_hints))
+            return self._cross_device_ops.reduce(reduce_op, value, destinations, merge_hints(options, experimental_hints))
 
     def batch_reduce_to(
         self,
@@ -179,7 +181,7 @@ class StrategyExtended:
             The old name of `options`; deprecated.
         """
         with self.in_scope("batch_reduce_to"):
-            wanted = hinted(options, experimental_hints)
+            wanted = merge_hints(options, experimental_hints)
             return self._cross_device_ops.batch_reduce(reduce_op, value_destination_pairs, wanted)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
@@ -197,7 +199,7 @@ class StrategyExtended:
         """
         if op is ReduceOp.SUM and _BOOL in map(_DTYPE, arrays):
             self._refuse_booleans(op, arrays, options)
-        if self.is_stock and not any(isinstance(array, IndexedSlices) for array in arrays):
+        if self.uses_default_ops and not any(isinstance(array, IndexedSlices) for array in arrays):
             return self.communicator.all_reduce(op, arrays, options)
         with enter_or_assert_strategy(self._strategy):
             return self._cross_device_ops.all_reduce_in_replica(op, arrays, options)
@@ -206,14 +208,14 @@ class StrategyExtended:
         self, op: ReduceOp, arrays: list[Any], options: CommunicationOptions | None = None, structure: object = None
     ) -> Work[list[Any]]:
         """Start what `all_reduce` does, unless that is for cross-device ops: then the handle has ended. A collective call."""
-        if self.is_stock and not any(isinstance(array, IndexedSlices) for array in arrays):
+        if self.uses_default_ops and not any(isinstance(array, IndexedSlices) for array in arrays):
             return self.communicator.start_all_reduce(op, arrays, options, structure=structure)
         self.communicator.note(f"start_all_reduce({op.name}) of {structure}", options)
         return Work.ended(self.all_reduce(op, arrays, options))
 
     def all_gather(self, array: Array, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate the arrays of all ranks along `axis`, outside ``strategy.run``. A collective call."""
-        if self.is_stock:
+        if self.uses_default_ops:
             return self.communicator.all_gather(array, axis, options)
         value = PerReplica(array)
         with enter_or_assert_strategy(self._strategy):
@@ -383,7 +385,7 @@ class StrategyExtended:
     def _refuse_booleans(self, op: ReduceOp, arrays: list[Any], options: CommunicationOptions | None) -> None:
         try:
             for index, array in enumerate(arrays):
-                check_meaning(op, array.dtype, f"array {index}")
+                check_across_replicas(op, array.dtype, f"array {index}")
         except UnsupportedDtypeError as error:
             self.communicator.refuse("all_reduce", error, options)
 

@@ -7,7 +7,7 @@ from typing import Any
 from mpistrat.arrays import as_operand
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.errors import MpistratError
-from mpistrat.reduction import ReduceOp, check_meaning
+from mpistrat.reduction import ReduceOp, check_across_replicas
 from mpistrat.structures import leaf_names
 
 __all__ = ["check_dtypes", "read_leaves"]
@@ -27,4 +27,4 @@ def read_leaves(value: Any, leaves: list[Any]) -> list[Any]:
 def check_dtypes(op: ReduceOp, value: Any, arrays: list[Any]) -> None:
     """Check that it is clear what `op` makes of each leaf of a value, and say of which it is not."""
     for name, array in zip(leaf_names(value), arrays, strict=True):
-        check_meaning(op, array.dtype, name)
+        check_across_replicas(op, array.dtype, name)

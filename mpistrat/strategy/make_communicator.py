@@ -10,10 +10,10 @@ from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.watch.watched import watched
 
-__all__ = ["check_communication", "described", "make_communicator"]
+__all__ = ["call_text", "check_communication", "make_communicator"]
 
 
-def described(strategy: str, **arguments: object) -> str:
+def call_text(strategy: str, **arguments: object) -> str:
     """Return the text of the call that makes a strategy, by which ranks compare their arguments."""
     return f"{strategy}({', '.join(f'{name}={_named(value)}' for name, value in arguments.items())})"
 

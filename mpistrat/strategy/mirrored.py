@@ -9,7 +9,7 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.cross_device.ops import CrossDeviceOps
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.make_communicator import check_communication, described, make_communicator
+from mpistrat.strategy.make_communicator import call_text, check_communication, make_communicator
 from mpistrat.strategy.one_node import check_devices, check_one_node, node_devices, node_hierarchy, node_world
 from mpistrat.strategy.strategy import Strategy
 
@@ -64,7 +64,7 @@ class MirroredStrategy(Strategy):
         num_packs: int | None = None,
         allow_multiple_nodes: bool = False,
     ) -> None:
-        call = described(
+        call = call_text(
             "MirroredStrategy",
             devices=devices,
             cross_device_ops=cross_device_ops,

@@ -19,7 +19,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.groups.rendezvous import Rendezvous, rendezvous
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.make_communicator import check_communication, described, make_communicator
+from mpistrat.strategy.make_communicator import call_text, check_communication, make_communicator
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.topology.devices import device_name
 
@@ -63,7 +63,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         num_packs: int | None = None,
     ) -> None:
-        call = described(
+        call = call_text(
             "MultiWorkerMirroredStrategy",
             cluster_resolver=_kind(cluster_resolver),
             communication_options=communication_options,
@@ -91,7 +91,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         return self._cluster_resolver
 
 
-class _AlsoOfTheNewName(type):
+class _DeprecatedNameMeta(type):
     """Makes each multi-worker strategy an instance of the deprecated name too, as in TensorFlow: libraries ask for that one."""
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -100,7 +100,7 @@ class _AlsoOfTheNewName(type):
         return super().__instancecheck__(instance)
 
 
-class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy, metaclass=_AlsoOfTheNewName):
+class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy, metaclass=_DeprecatedNameMeta):
     """TensorFlow's deprecated ``experimental.MultiWorkerMirroredStrategy``; use `MultiWorkerMirroredStrategy`.
 
     Making one is a collective call of all ranks of the job. For ``isinstance`` every `MultiWorkerMirroredStrategy` is one.
@@ -126,7 +126,7 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy, metac
         )
         name = "experimental.MultiWorkerMirroredStrategy"
         with rendezvous(name) as job:
-            call = described(name, communication=communication)
+            call = call_text(name, communication=communication)
             options = job.agree(call, lambda: CommunicationOptions(implementation=communication))
         super().__init__(cluster_resolver, options)
 

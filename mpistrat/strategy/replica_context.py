@@ -14,16 +14,16 @@ from mpistrat.arrays import Array, as_operand, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, gather_refused
-from mpistrat.context.fitting import fitted
+from mpistrat.context.assignment import assignable
 from mpistrat.context.stack import Mode, current, in_replica_context_of, misplaced, pop, push
 from mpistrat.context.values import regroup, select_replica
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
-from mpistrat.reduction import ReduceOp, check_meaning
+from mpistrat.reduction import ReduceOp, check_across_replicas
 from mpistrat.strategy.advice import ADVICE
-from mpistrat.strategy.call_words import all_reduce_text, for_one_array, word_of_nest
-from mpistrat.strategy.deprecated import hinted
+from mpistrat.strategy.call_words import all_reduce_text, op_and_word, word_of_nest
+from mpistrat.strategy.deprecated import merge_hints
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.leaves import check_dtypes, read_leaves
 from mpistrat.strategy.weighting import weighted_part
@@ -66,7 +66,7 @@ class ReplicaContext:
         self._extended: StrategyExtended = strategy.extended
         self._communicator: BaseCommunicator = self._extended.communicator
         # arrays of the host need not be looked at; where replicas compute on GPUs, these are refused
-        self._is_quick = self._extended.is_stock and bound_device() is None
+        self._has_fast_path = self._extended.uses_default_ops and bound_device() is None
         if replica_id_in_sync_group is None:
             replica_id_in_sync_group = self._communicator.rank
         self._replica_id = _checked_id(replica_id_in_sync_group, self._communicator.size)
@@ -151,12 +151,12 @@ class ReplicaContext:
         """
         self._require_current("all_reduce")
         if options is None and weight is None and experimental_hints is None:
-            again = self._again(reduce_op, value)
-            if again is not None:
-                return again
+            reduced = self._fast_all_reduce(reduce_op, value)
+            if reduced is not None:
+                return reduced
         leaves, structure = flatten(value)
         if experimental_hints is not None:
-            options = hinted(options, experimental_hints)
+            options = merge_hints(options, experimental_hints)
         try:
             if options is not None:
                 check_options(options)
@@ -246,8 +246,8 @@ class ReplicaContext:
         NotImplementedError
             If a leaf is IndexedSlices.
         """
-        wanted = hinted(options, experimental_hints)
-        return self._each(
+        wanted = merge_hints(options, experimental_hints)
+        return self._for_each_leaf(
             "all_gather", f"axis={axis}", value, wanted, lambda array: self._communicator.all_gather(array, axis, wanted)
         )
 
@@ -276,7 +276,7 @@ class ReplicaContext:
         NotImplementedError
             If a leaf is IndexedSlices.
         """
-        return self._each(
+        return self._for_each_leaf(
             "broadcast", f"root={root}", value, options, lambda array: self._communicator.broadcast(array, root, options)
         )
 
@@ -316,13 +316,13 @@ class ReplicaContext:
             op = ReduceOp.parse(reduce_op)
         except (TypeError, ValueError) as error:
             self._communicator.refuse("reduce_scatter", error, options)
-        return self._each(
+        return self._for_each_leaf(
             "reduce_scatter",
             f"{op.name}, axis={axis}",
             value,
             options,
             lambda array: self._communicator.reduce_scatter(op, array, axis, options),
-            lambda array: check_meaning(op, array.dtype),
+            lambda array: check_across_replicas(op, array.dtype),
         )
 
     def all_to_all(self, values: Sequence[Any], options: CommunicationOptions | None = None) -> list[Any]:
@@ -351,7 +351,7 @@ class ReplicaContext:
         try:
             check_options(options)
             arrays = [as_operand(leaf, f"values[{index}]") for index, leaf in enumerate(leaves)]
-        except Exception as error:  # as in `_each`
+        except Exception as error:  # as in `_for_each_leaf`
             self._communicator.refuse("all_to_all", error, options)
         return list(map(like, self._communicator.all_to_all(arrays, options), leaves))
 
@@ -425,7 +425,7 @@ class ReplicaContext:
         given_args, given_kwargs = select_replica((tuple(args), dict(kwargs or {})))
         result = fn(component, *given_args, **given_kwargs)
         if result is not None:
-            component[...] = fitted(result, component, variable)
+            component[...] = assignable(result, component, variable)
 
     def __enter__(self) -> ReplicaContext:  # noqa: PYI034 - Self is newer than Python 3.10
         if in_replica_context_of(self._strategy, "strategy.run"):
@@ -439,12 +439,12 @@ class ReplicaContext:
     def __repr__(self) -> str:
         return f"ReplicaContext(replica={self._replica_id}({self._communicator.size}))"
 
-    def _again(self, reduce_op: ReduceOp | str, value: Any) -> Any:
+    def _fast_all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
         """Combine a nest of arrays like an earlier one, in little time. None, and nothing done, where all must be looked at."""
-        if not self._is_quick:
+        if not self._has_fast_path:
             return None
         try:
-            op, word = for_one_array(reduce_op)
+            op, word = op_and_word(reduce_op)
         except (TypeError, InvalidArgumentError):
             return None  # the other replicas must learn of it
         if type(value) is np.ndarray:
@@ -457,7 +457,7 @@ class ReplicaContext:
         results = self._communicator.all_reduce_again(op, leaves, word_of_nest(op, structure), _FRAMES)
         return None if results is None else rebuild(structure, results)
 
-    def _each(
+    def _for_each_leaf(
         self,
         method: str,
         what: str,

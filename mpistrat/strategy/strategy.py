@@ -21,9 +21,9 @@ from mpistrat.execution.memory import MemoryReport
 from mpistrat.inputs.distribute import distribute_dataset, distribute_from_function
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy import deprecated
-from mpistrat.strategy.deprecated import hinted
+from mpistrat.strategy.axis_reduction import check_ambiguous, reduce_locally
+from mpistrat.strategy.deprecated import merge_hints
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.reducing import check_doubtful, local_part
 from mpistrat.strategy.replica_context import ReplicaContext
 from mpistrat.strategy.run_options import RunOptions
 from mpistrat.structures import flatten, rebuild
@@ -223,16 +223,16 @@ class Strategy:
         self._extended.require_cross_replica("strategy.reduce")
         communicator = self._extended.communicator
         leaves, structure = flatten(across_replicas(value))
-        wanted = hinted(options, experimental_hints)
+        wanted = merge_hints(options, experimental_hints)
         try:
             check_options(wanted)
             op = ReduceOp.parse(reduce_op)
-            part = local_part(op, leaves, axis, communicator.size)
+            part = reduce_locally(op, leaves, axis, communicator.size)
         except Exception as error:  # whatever the user's arrays raise when they are read, the other ranks must learn of it
             communicator.refuse("reduce", error, wanted)
         call = f"reduce({op.name}, axis={axis!r}) of {structure}, {len(part.sent)} arrays to combine"
         communicator.note(call, wanted)
-        check_doubtful(part, communicator, wanted)
+        check_ambiguous(part, communicator, wanted)
         totals = part.finish(self._extended.all_reduce(part.op, part.sent, wanted))
         communicator.confirm()
         return rebuild(structure, [like(*pair) for pair in zip(totals, select_replica(leaves), strict=True)])
@@ -275,7 +275,7 @@ class Strategy:
         self._extended.require_cross_replica("strategy.gather")
         communicator = self._extended.communicator
         leaves, structure = flatten(across_replicas(value))
-        wanted = hinted(options, experimental_hints)
+        wanted = merge_hints(options, experimental_hints)
         try:
             check_options(wanted)
             arrays = [_gatherable(leaf, axis) for leaf in leaves]

@@ -16,9 +16,9 @@ from mpistrat.communicator.sparse import IndexedSlices, check_slices
 from mpistrat.context.values import DistributedValues, PerReplica, select_replica
 from mpistrat.cross_device.pairs import IDEMPOTENT, check_unambiguous
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, check_meaning
+from mpistrat.reduction import ReduceOp, accumulation_dtype, check_across_replicas, check_dtype
 
-__all__ = ["LocalPart", "check_doubtful", "local_part"]
+__all__ = ["LocalReduction", "check_ambiguous", "reduce_locally"]
 
 
 class _Origin(Enum):
@@ -29,7 +29,7 @@ class _Origin(Enum):
     PLAIN = 2  # nothing: most often they are equal
 
 
-class LocalPart(NamedTuple):
+class LocalReduction(NamedTuple):
     """What is to be combined across replicas.
 
     Attributes
@@ -40,17 +40,17 @@ class LocalPart(NamedTuple):
         The arrays of this replica.
     finish : callable
         Makes the results, one for each value, of the combined arrays.
-    doubtful : list of ndarray or IndexedSlices
-        Those of this replica that count once or once for each replica, nobody knows; `check_doubtful` is for them.
+    ambiguous : list of ndarray or IndexedSlices
+        Those of this replica that count once or once for each replica, nobody knows; `check_ambiguous` is for them.
     """
 
     op: ReduceOp
     sent: list[Any]
     finish: Callable[[list[Any]], list[Any]]
-    doubtful: list[Any]
+    ambiguous: list[Any]
 
 
-def local_part(op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int] | None, num_replicas: int) -> LocalPart:
+def reduce_locally(op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int] | None, num_replicas: int) -> LocalReduction:
     """Return what is to be combined so that each value is reduced over `axis` and across replicas.
 
     Parameters
@@ -89,8 +89,8 @@ def local_part(op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int] | 
     raise InvalidArgumentError(f"reduce over axis={axis!r} takes SUM or MEAN, got {op.name}; use axis=None for {op.name}")
 
 
-def check_doubtful(part: LocalPart, communicator: BaseCommunicator, options: CommunicationOptions | None = None) -> None:
-    """Check that all `doubtful` arrays are zero on all replicas. A collective call, if there are any.
+def check_ambiguous(part: LocalReduction, communicator: BaseCommunicator, options: CommunicationOptions | None = None) -> None:
+    """Check that all `ambiguous` arrays are zero on all replicas. A collective call, if there are any.
 
     Whether they are zero may differ between replicas, which must all be refused together.
 
@@ -99,9 +99,9 @@ def check_doubtful(part: LocalPart, communicator: BaseCommunicator, options: Com
     InvalidArgumentError
         On every replica, if one is not zero on any.
     """
-    if not part.doubtful:
+    if not part.ambiguous:
         return
-    mine = np.asarray(any(_rows(component).any() for component in part.doubtful), np.int64)
+    mine = np.asarray(any(_rows(component).any() for component in part.ambiguous), np.int64)
     if communicator.all_reduce(ReduceOp.MAX, [mine], options)[0]:
         try:
             check_unambiguous(part.op, communicator.size)
@@ -121,27 +121,27 @@ def _component(value: Any) -> Any:
     return component if isinstance(component, IndexedSlices) else as_operand(component)
 
 
-def _across(op: ReduceOp, components: list[Any], origins: list[_Origin], num_replicas: int) -> LocalPart:
+def _across(op: ReduceOp, components: list[Any], origins: list[_Origin], num_replicas: int) -> LocalReduction:
     for component, origin in zip(components, origins, strict=True):
         if isinstance(component, IndexedSlices):
             check_slices(op, component)
         else:
-            check_meaning(op, component.dtype)
+            check_across_replicas(op, component.dtype)
         if origin is _Origin.MIRRORED and _rows(component).any():
             check_unambiguous(op, num_replicas)
     combines_plain = op in IDEMPOTENT
     is_sent = [origin is _Origin.REPLICAS or (origin is _Origin.PLAIN and combines_plain) for origin in origins]
-    doubtful = [] if combines_plain else [c for c, origin in zip(components, origins, strict=True) if origin is _Origin.PLAIN]
+    ambiguous = [] if combines_plain else [c for c, origin in zip(components, origins, strict=True) if origin is _Origin.PLAIN]
 
     def finish(totals: list[Any]) -> list[Any]:
         reduced = iter(totals)
         return [next(reduced) if sent else _copied(component) for component, sent in zip(components, is_sent, strict=True)]
 
     sent = [component for component, is_sent_ in zip(components, is_sent, strict=True) if is_sent_]
-    return LocalPart(op, sent, finish, doubtful)
+    return LocalReduction(op, sent, finish, ambiguous)
 
 
-def _sum_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_Origin], num_replicas: int) -> LocalPart:
+def _sum_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_Origin], num_replicas: int) -> LocalReduction:
     wide = [
         _added(array, over, accumulation_dtype(ReduceOp.SUM, _counted(array.dtype)))
         for array, over in zip(arrays, axes, strict=True)
@@ -155,7 +155,7 @@ def _sum_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_O
     return part._replace(finish=finish)
 
 
-def _mean_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_Origin]) -> LocalPart:
+def _mean_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_Origin]) -> LocalReduction:
     """Divide sums by counts only after both were added up, so that replicas with few or no rows weigh as they should."""
     sums, counts = [], []
     for array, over in zip(arrays, axes, strict=True):
@@ -172,7 +172,7 @@ def _mean_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_
             _quotient(total, count, _counted(array.dtype)) for total, count, array in zip(sums, counts, arrays, strict=True)
         ]
 
-    return LocalPart(ReduceOp.SUM, [group[index] for group in (sums, counts) for index in picked], finish, [])
+    return LocalReduction(ReduceOp.SUM, [group[index] for group in (sums, counts) for index in picked], finish, [])
 
 
 def _counted(dtype: np.dtype[Any]) -> np.dtype[Any]:

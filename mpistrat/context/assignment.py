@@ -9,10 +9,10 @@ import numpy as np
 from mpistrat.arrays import Array, as_array, is_on_device, to_device, to_host
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 
-__all__ = ["converted", "fitted"]
+__all__ = ["assignable", "converted"]
 
 
-def fitted(value: Any, target: Array, owner: object) -> Array:
+def assignable(value: Any, target: Array, owner: object) -> Array:
     """Return `value` as an array of the shape and dtype of `target`, the array of `owner`, and where that is.
 
     Raises
