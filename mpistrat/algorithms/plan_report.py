@@ -45,9 +45,9 @@ def basis_text(model: CostModel = DEFAULT) -> str:
         "memory per rank"
     )
     if model.source == DEFAULT.source:
-        return f"Predicted for {rates}: default constants, not measured here; mpistrat tune measures this cluster."
+        return f"Predicted for {rates}: default constants; mpistrat tune replaces them by measurements of this cluster."
     if model.source == ON_DEVICE.source:
-        return f"Predicted for {rates}: constants for GPUs, not measured; mpistrat tune measures host memory only."
+        return f"Predicted for {rates}: default constants for GPUs; mpistrat tune measures host memory only."
     return f"Predicted for {rates}, fitted to measurements and corrected by them: {model.source}."
 
 

@@ -1,4 +1,4 @@
-"""Reduction over axes: what each replica does with its components before and after they are combined across replicas."""
+"""``strategy.reduce``: the local part, over axes, before and after the reduction across replicas."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ __all__ = ["LocalReduction", "check_ambiguous", "reduce_locally"]
 
 
 class _Origin(Enum):
-    """What is known of the components of a value on the other replicas."""
+    """What is known about the components of a value on the other replicas."""
 
-    REPLICAS = 0  # each has its own
-    MIRRORED = 1  # they are equal by construction
-    PLAIN = 2  # nothing: most often they are equal
+    REPLICAS = 0  # each replica has its own
+    MIRRORED = 1  # they are equal
+    PLAIN = 2  # nothing; usually they are equal
 
 
 class LocalReduction(NamedTuple):
-    """What is to be combined across replicas.
+    """What a replica sends to a reduction across replicas, and how it finishes the results.
 
     Attributes
     ----------
     op : ReduceOp
-        How.
+        The operation across replicas.
     sent : list of ndarray or IndexedSlices
         The arrays of this replica.
     finish : callable
-        Makes the results, one for each value, of the combined arrays.
+        Takes the reduced arrays, and returns one result for each value.
     ambiguous : list of ndarray or IndexedSlices
-        Those of this replica that count once or once for each replica, nobody knows; `check_ambiguous` is for them.
+        Components that could count once, or once for each replica: see `check_ambiguous`.
     """
 
     op: ReduceOp
@@ -51,19 +51,19 @@ class LocalReduction(NamedTuple):
 
 
 def reduce_locally(op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int] | None, num_replicas: int) -> LocalReduction:
-    """Return what is to be combined so that each value is reduced over `axis` and across replicas.
+    """Reduce the components of this replica over `axis`, and return what has to be reduced across replicas.
 
     Parameters
     ----------
     op : ReduceOp
-        SUM or MEAN; without axes any.
+        SUM or MEAN; any operation if `axis` is None.
     values : sequence of per-replica values, mirrored values or array_like
-        A mirrored value is its own result. One that is not distributed is combined by MEAN, MIN and MAX; its sum and product
-        are refused on all replicas, unless it is zero on all.
+        The result of a mirrored value is the value itself. A value that is not distributed is reduced by MEAN, MIN and MAX;
+        its sum and product are refused on all replicas, unless it is zero on all.
     axis : int, list or tuple of int, or None
-        Which axes of each component to reduce over first.
+        Axes of each component to reduce over first.
     num_replicas : int
-        Replicas in sync.
+        Number of replicas.
 
     Raises
     ------
@@ -73,9 +73,9 @@ def reduce_locally(op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int
         If an axis is out of range, `op` is not defined over axes, or the sum of a mirrored value is ambiguous.
     UnsupportedDtypeError
         If a component is not an array, or `op` is not defined for its dtype. Over axes booleans are counted; across replicas
-        they have no sum and no mean.
+        SUM and MEAN are not defined for them.
     NotImplementedError
-        If slices are to be reduced over axes, or otherwise than by SUM or MEAN.
+        If IndexedSlices are reduced over axes, or by another operation than SUM or MEAN.
     """
     components = [_component(value) for value in values]
     origins = [_origin(value, num_replicas) for value in values]
@@ -92,12 +92,12 @@ def reduce_locally(op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int
 def check_ambiguous(part: LocalReduction, communicator: BaseCommunicator, options: CommunicationOptions | None = None) -> None:
     """Check that all `ambiguous` arrays are zero on all replicas. A collective call, if there are any.
 
-    Whether they are zero may differ between replicas, which must all be refused together.
+    It is collective because they may be zero on some replicas only, and then all replicas must raise.
 
     Raises
     ------
     InvalidArgumentError
-        On every replica, if one is not zero on any.
+        On every replica, if one of the arrays is not zero on one of the replicas.
     """
     if not part.ambiguous:
         return
@@ -156,7 +156,7 @@ def _sum_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_O
 
 
 def _mean_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_Origin]) -> LocalReduction:
-    """Divide sums by counts only after both were added up, so that replicas with few or no rows weigh as they should."""
+    """Sum elements and counts across replicas, then divide, so that every row has the same weight on all replicas."""
     sums, counts = [], []
     for array, over in zip(arrays, axes, strict=True):
         dtype = _counted(array.dtype)
@@ -176,12 +176,12 @@ def _mean_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_
 
 
 def _counted(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype that elements of `dtype` are added up as along axes: booleans are counted, as NumPy does."""
+    """Return the dtype of a sum over axes: booleans are counted, as in NumPy."""
     return np.dtype(np.int64) if dtype.kind == "b" else dtype
 
 
 def _added(array: Array, axes: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return the sum over some axes, as an array even where that is all of them."""
+    """Return the sum over some axes as an array, even if they are all axes."""
     if is_on_device(array):
         return array.sum(axes, dtype) if axes else array.astype(dtype)
     return np.asarray(np.add.reduce(array, axes, dtype=dtype))
@@ -192,7 +192,7 @@ def _rows(component: Array | IndexedSlices) -> Array:
 
 
 def _copied(component: Array | IndexedSlices) -> Array | IndexedSlices:
-    """Return a result of its own: the component may be the user's array, or that of a variable."""
+    """Return a copy, because the component may be the user's array or that of a variable."""
     if isinstance(component, IndexedSlices):
         return IndexedSlices(component.values.copy(), component.indices.copy(), component.dense_shape)
     copied: Array = component.copy()
@@ -200,7 +200,7 @@ def _copied(component: Array | IndexedSlices) -> Array | IndexedSlices:
 
 
 def _normalized(axis: int | Iterable[int], component: Any) -> tuple[int, ...]:
-    """Return the axes as non-negative integers, each once."""
+    """Return the axes as non-negative integers without duplicates."""
     if isinstance(component, IndexedSlices):
         raise NotImplementedError(
             f"reduce over axis={axis!r} is not supported for {component!r}; pass axis=None, or reduce slices.to_dense()"
@@ -218,9 +218,9 @@ def _normalized(axis: int | Iterable[int], component: Any) -> tuple[int, ...]:
 
 
 def _quotient(total: Array, count: Array, dtype: np.dtype[Any]) -> Array:
-    """Return total / count: in the dtype of the values where that is a float, in float64 where it is an integer."""
+    """Return total / count: in `dtype`, or in float64 if that is an integer dtype."""
     if dtype.kind in "iu":
         total = total.astype(np.float64)
-    with np.errstate(invalid="ignore"):  # no rows on any replica: the mean of nothing is NaN
+    with np.errstate(invalid="ignore"):  # without rows on any replica the mean is NaN
         mean = total / total.dtype.type(count)
     return in_dtype(mean, mean.dtype if dtype.kind in "iu" else dtype)

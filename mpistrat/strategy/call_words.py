@@ -1,4 +1,4 @@
-"""The text of an all-reduce of a nest, and its word, by which ranks compare their calls; each word is found once."""
+"""The text of an all-reduce of a nest, and its word: the cached 64-bit hash of the text by which ranks compare their calls."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _of_nests: dict[tuple[str, int], tuple[int, Structure]] = {}
 
 
 def all_reduce_text(op: ReduceOp, structure: Structure) -> str:
-    """Return the text that stands for an all-reduce of a nest of this structure."""
+    """Return the text of an all-reduce of a nest of this structure."""
     return f"all_reduce({op.name}) of {structure}"
 
 
 def op_and_word(reduce_op: ReduceOp | str) -> tuple[ReduceOp, int]:
-    """Return the operation, and the word of a call that combines one array by it; found once for each spelling."""
+    """Return the operation, and the word of an all-reduce of a single array by it; cached for each spelling."""
     found = _for_one_array.get(reduce_op)
     if found is None:
         op = ReduceOp.parse(reduce_op)
@@ -27,7 +27,7 @@ def op_and_word(reduce_op: ReduceOp | str) -> tuple[ReduceOp, int]:
 
 
 def word_of_nest(op: ReduceOp, structure: Structure) -> int:
-    """Return the word of an all-reduce of a nest; found once for each object that is a structure."""
+    """Return the word of an all-reduce of a nest; cached for each structure object."""
     key = op._value_, id(structure)
     found = _of_nests.get(key)
     if found is None or found[1] is not structure:

@@ -528,7 +528,7 @@ def test_what_is_held_and_done_is_told(pair):
     assert [pack.dtype for pack in explained.packs] == ["float64", "float32"]
     if pair.world.size > 1:
         assert pair.gpu.path in str(explained)
-    assert "constants for GPUs, not measured" in str(pair.gpu.explain(arrays[:1]))
+    assert "default constants for GPUs" in str(pair.gpu.explain(arrays[:1]))
 
 
 @needs_ranks(2)

@@ -223,7 +223,7 @@ def test_fitted_takes_the_dtype_of_its_target():
 def test_fitted_refuses_other_shapes_and_kinds():
     with pytest.raises(InvalidArgumentError, match=r"'owner' has shape \(2,\); a value of shape \(3,\)"):
         assignable(np.zeros(3), np.zeros(2), "owner")
-    with pytest.raises(UnsupportedDtypeError, match="'owner' has dtype int32; a value of dtype float64 would lose its kind"):
+    with pytest.raises(UnsupportedDtypeError, match="'owner' has dtype int32, which cannot hold a value of dtype float64"):
         assignable(np.zeros(2), np.zeros(2, np.int32), "owner")
 
 
