@@ -1,6 +1,6 @@
-"""The timeline of this rank: one event per phase, with bytes, start and end.
+"""Timeline: the phases that ran on this rank, with bytes, start and end, and the trace file made of them.
 
-Recording is off unless MPISTRAT_TIMELINE or a caller turns it on; a timeline that is off costs one attribute look-up per phase.
+Recording is off unless MPISTRAT_TIMELINE or a caller turns it on. A timeline that is off costs one attribute look-up per phase.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def merged() -> Timeline:
 
 
 def skip_write_at_exit() -> None:
-    """Write nothing at exit: the caller writes the trace, for several ranks."""
+    """Do not write a trace of this rank at exit: the caller writes the trace of all ranks."""
     atexit.unregister(_write_alone)
 
 

@@ -296,7 +296,7 @@ def test_what_goes_by_way_of_the_host_is_said_once(comm, world, monkeypatch, tmp
             communicator = Communicator(Hierarchy(comm, world))
             communicator.close()
     said = capsys.readouterr().err
-    assert said.count("memory of GPUs goes between nodes by way of the host: ") == (world.num_nodes > 1 and comm.rank == 0)
+    assert said.count("GPU memory is staged through host memory between nodes: ") == (world.num_nodes > 1 and comm.rank == 0)
     if world.num_nodes > 1:
         assert "staged over mpi_ring between nodes (" in communicator.path
 
