@@ -1,7 +1,7 @@
 """The tf.distribute programming model for NumPy and CuPy arrays on MPI.
 
-File law: importing the package starts neither MPI nor CUDA and reads no environment; a public name is imported from its
-home when it is first used.
+File law: importing the package starts neither MPI nor CUDA and reads no environment variable. The module of a public name is
+imported when the name is first used.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        importlib.import_module("mpistrat.strategy")  # registers the default strategy, which any of them may ask for
+        importlib.import_module("mpistrat.strategy")  # registers the default strategy, which any of them may need
         value = getattr(importlib.import_module(_HOMES[name]), name)
     elif name in _MODULES:
         value = importlib.import_module(f"mpistrat.{name}")

@@ -1,4 +1,4 @@
-"""TensorFlow's ``tf.distribute.cluster_resolver``: who is in the cluster, and which task this process is."""
+"""TensorFlow's ``tf.distribute.cluster_resolver``: the tasks of a cluster, and the task of this process."""
 
 from mpistrat.cluster.mpi_resolver import MPIClusterResolver
 from mpistrat.cluster.resolver import ClusterResolver, SimpleClusterResolver

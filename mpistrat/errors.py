@@ -1,4 +1,4 @@
-"""Every exception of the library, drawn as a tree.
+"""The exceptions of the library.
 
 MpistratError
 ├── LaunchError (RuntimeError)             the launcher and MPI disagree on the number of ranks, or MPI cannot start

@@ -1,4 +1,4 @@
-"""TensorFlow's spellings of names that it calls experimental."""
+"""TensorFlow's ``tf.distribute.experimental``."""
 
 from mpistrat.communicator.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
 from mpistrat.context.input_context import ValueContext
@@ -15,5 +15,5 @@ __all__ = [
     "ValueContext",
 ]
 
-# the name that TensorFlow gave it first
+# its former name in TensorFlow
 CollectiveCommunication = CommunicationImplementation

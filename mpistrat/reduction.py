@@ -1,4 +1,4 @@
-"""ReduceOp, and what each reduction does for each dtype.
+"""ReduceOp: the reductions, and what each one does for each dtype.
 
 ======  =======  ==============  =======================  =============================  ========
 op      bool     integers        float32, float64         float16, bfloat16              complex
@@ -28,8 +28,8 @@ __all__ = [
     "Fold",
     "ReduceOp",
     "accumulation_dtype",
+    "check_across_replicas",
     "check_dtype",
-    "check_meaning",
     "combine",
     "divide",
 ]
@@ -109,15 +109,13 @@ def check_dtype(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None
         raise UnsupportedDtypeError(f"MEAN is not defined for {name} of dtype bool; cast it to float32 first")
 
 
-def check_meaning(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None:
-    """Check that the meaning of `op` across replicas is unambiguous for `dtype`; that of a SUM of booleans is not.
-
-    MPI, and so our transports, combine booleans under SUM by OR; NumPy counts them. A program may mean either.
+def check_across_replicas(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> None:
+    """Check that `op` is defined across replicas for `dtype`. SUM of booleans is not: NumPy counts them, MPI takes logical OR.
 
     Raises
     ------
     UnsupportedDtypeError
-        If it is ambiguous, or `op` is not defined for `dtype`.
+        If it is not.
     """
     check_dtype(op, dtype, name)
     if op is ReduceOp.SUM and dtype.kind == "b":
@@ -130,7 +128,7 @@ def check_meaning(op: ReduceOp, dtype: np.dtype[Any], name: str = "value") -> No
 def accumulation_dtype(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype in which `op` combines values of `dtype`.
 
-    Float32 for 16-bit floats; 64 bits for the mean of integers, whose sum could wrap around before the division; else `dtype`.
+    It is float32 for 16-bit floats, 64 bits for the MEAN of integers, so that the sum does not wrap around, and else `dtype`.
     """
     if dtype in HALF_DTYPES:
         return np.dtype(np.float32)
@@ -149,7 +147,7 @@ _COMBINE: dict[ReduceOp, np.ufunc] = {
 
 
 def combine(op: ReduceOp) -> np.ufunc:
-    """Return the binary ufunc of `op`; MEAN is computed as SUM and divided once, at the end."""
+    """Return the binary ufunc of `op`; that of MEAN is the sum, which is divided once, at the end."""
     return _COMBINE[op]
 
 

@@ -1,6 +1,6 @@
-"""The timeline of this rank: one event per phase, with bytes, start and end.
+"""Timeline: the phases that ran on this rank, with bytes, start and end, and the trace file made of them.
 
-Recording is off unless MPISTRAT_TIMELINE or a caller turns it on; a timeline that is off costs one attribute look-up per phase.
+Recording is off unless MPISTRAT_TIMELINE or a caller turns it on. A timeline that is off costs one attribute look-up per phase.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from mpistrat import settings
 from mpistrat.logger import logger
 
-__all__ = ["Timeline", "TimelineEvent", "kept", "leave_to_others", "write_chrome_trace", "write_trace"]
+__all__ = ["Timeline", "TimelineEvent", "merged", "skip_write_at_exit", "write_chrome_trace", "write_trace"]
 
 _kept: list[Timeline] = []
 
@@ -71,7 +71,7 @@ class Timeline:
         return total
 
 
-def kept() -> Timeline:
+def merged() -> Timeline:
     """Return one timeline with the events of all timelines that MPISTRAT_TIMELINE has enabled."""
     whole = Timeline.__new__(Timeline)
     whole.enabled, whole.events, whole.epoch_seconds = False, [], time.time() - time.perf_counter()
@@ -80,13 +80,13 @@ def kept() -> Timeline:
     return whole
 
 
-def leave_to_others() -> None:
-    """Write nothing at exit: the caller writes the trace, for several ranks."""
+def skip_write_at_exit() -> None:
+    """Do not write a trace of this rank at exit: the caller writes the trace of all ranks."""
     atexit.unregister(_write_alone)
 
 
 def _write_alone() -> None:
-    write_trace({0: kept()})
+    write_trace({0: merged()})
 
 
 def write_trace(timelines: dict[int, Timeline]) -> None:

@@ -1,1 +1,1 @@
-"""In which phases a collective runs. Pure: no MPI, no GPU."""
+"""Algorithms: in which phases a collective runs. Pure: no MPI, no GPU."""

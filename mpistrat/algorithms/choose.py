@@ -1,15 +1,15 @@
-"""Which plan for this world and this buffer, and why.
+"""Choose the plan of an all-reduce on a world, and say why.
 
-============  ======================================  ==========================================================
+============  ======================================  ======================================================
 algorithm     phases                                  chosen for
-============  ======================================  ==========================================================
+============  ======================================  ======================================================
 flat          one, over all ranks                     small buffers: up to tens of KiB
-leader        reduce, all-reduce, broadcast           being asked for; between nodes one rank of each talks
-hierarchical  reduce-scatter, all-reduce, all-gather  middling buffers: from about 100 KiB
+leader        reduce, all-reduce, broadcast           none by ``auto``; one rank of each node sends to other nodes
+hierarchical  reduce-scatter, all-reduce, all-gather  medium buffers: from about 100 KiB
 pipelined     the same, on overlapping chunks         large buffers: from about 1 MiB
-============  ======================================  ==========================================================
+============  ======================================  ======================================================
 
-File law: a pure function of its arguments, so that all ranks choose alike without talking.
+File law: the choice depends on nothing but the arguments, so that all ranks make the same one without communicating.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ PLANNERS: dict[str, Callable[[World, int, int, int], Plan]] = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """What one planner answered.
+    """The plan of one algorithm, or why it declined.
 
     Attributes
     ----------
     algorithm : str
         A name in `PLANNERS`.
     plan : Plan or None
-        Its plan; None where it declined.
+        Its plan; None if it declined.
     seconds : float
-        The predicted time of the plan; infinity where it declined.
+        The predicted time of the plan; infinity if it declined.
     declined : str
-        Why it declined; empty where it did not.
+        Why it declined; empty if it did not.
     """
 
     algorithm: str
@@ -59,7 +59,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan, why it was chosen, and what every planner answered, in the order of `PLANNERS`."""
+    """A plan, why it was chosen, and the candidates of all algorithms, in the order of `PLANNERS`."""
 
     plan: Plan
     reason: str
@@ -74,28 +74,28 @@ def choose(
     chunk_bytes: int = 0,
     model: CostModel = DEFAULT,
     wire_itemsize: int = 0,
-    is_whole_inside: bool = False,
+    one_intra_phase: bool = False,
 ) -> Choice:
     """Choose the plan of an all-reduce.
 
     Parameters
     ----------
     world : World
-        Whom the plan is for.
+        The nodes and ranks.
     count : int
         Elements of the buffer.
     itemsize : int
         Bytes of one element.
     algorithm : str
-        A name in `PLANNERS`, or ``auto``: the one with the shortest predicted time, of equal ones the first.
+        A name in `PLANNERS`, or ``auto``: the one with the shortest predicted time, the first of those that tie.
     chunk_bytes : int
-        The largest chunk of a pipelined plan, in bytes; 0: by rule.
+        The largest chunk of a pipelined plan, in bytes; 0: chosen by the planner.
     model : CostModel
-        What predicts the times.
+        Predicts the times.
     wire_itemsize : int
-        Bytes of one element on its way between nodes, where it is cast; 0: `itemsize`.
-    is_whole_inside : bool
-        Whether what combines inside a node does so best in one all-reduce, where there is one node.
+        Bytes of one element between nodes, if it is cast for that; 0: `itemsize`.
+    one_intra_phase : bool
+        On a single node, plan one INTRA all-reduce instead of a reduce-scatter and an all-gather: NCCL does that faster.
 
     Raises
     ------
@@ -105,7 +105,7 @@ def choose(
         If the algorithm asked for by name declines.
     """
     _check(count, itemsize, algorithm, chunk_bytes)
-    plans = ((name, partial(_plan, name, world, count, itemsize, chunk_bytes, is_whole_inside)) for name in PLANNERS)
+    plans = ((name, partial(_plan, name, world, count, itemsize, chunk_bytes, one_intra_phase)) for name in PLANNERS)
     considered = tuple(_consider(name, plan, model, wire_itemsize) for name, plan in plans)
     fastest, *others = sorted(considered, key=lambda candidate: candidate.seconds)
     if algorithm == "auto":
@@ -126,9 +126,9 @@ def _check(count: int, itemsize: int, algorithm: str, chunk_bytes: int) -> None:
             raise InvalidArgumentError(f"{name} must be at least {least}; got {value}")
 
 
-def _plan(name: str, world: World, count: int, itemsize: int, chunk_bytes: int, is_whole_inside: bool) -> Plan:
+def _plan(name: str, world: World, count: int, itemsize: int, chunk_bytes: int, one_intra_phase: bool) -> Plan:
     plan = PLANNERS[name](world, count, itemsize, chunk_bytes)
-    if is_whole_inside and len(plan.phases) > 1 and {phase.scope for phase in plan.phases} == {Scope.INTRA}:
+    if one_intra_phase and len(plan.phases) > 1 and {phase.scope for phase in plan.phases} == {Scope.INTRA}:
         return replace(plan, phases=(Phase(Verb.ALL_REDUCE, Scope.INTRA),))
     return plan
 
@@ -142,7 +142,7 @@ def _consider(name: str, make_plan: Callable[[], Plan], model: CostModel, wire_i
 
 
 def _why_fastest(fastest: Candidate, second: Candidate) -> str:
-    against = "nothing else applies" if second.plan is None else f"{second.algorithm} {second.seconds * 1e3:.3g} ms"
+    against = "no other applies" if second.plan is None else f"{second.algorithm} {second.seconds * 1e3:.3g} ms"
     return f"{fastest.algorithm} is predicted fastest: {fastest.seconds * 1e3:.3g} ms; next: {against}"
 
 

@@ -1,6 +1,6 @@
-"""How large a chunk is: the limits in one table, and how a buffer is cut.
+"""Chunk sizes: the limits of all planners, and how a buffer is cut into chunks.
 
-File law: every size limit of the planners stands here; tuning an algorithm is changing a row.
+File law: every size limit of the planners is here; to tune an algorithm, change a row.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ __all__ = [
 KIB, MIB = 2**10, 2**20
 
 SCRATCH_BYTES = 64 * MIB
-"""The largest chunk where nothing asks for a smaller one: bounds the scratch memory of a rank."""
+"""The largest chunk of a plan that is not pipelined: it bounds the scratch memory of a rank."""
 
 DEVICE_CHUNK_BYTES = 16 * MIB
-"""A chunk of a pipeline on devices, which have no cache to stay in but take longer to begin a chunk: not measured."""
+"""The chunk of a pipelined plan on GPUs: larger than on CPUs, because each chunk costs kernel launches. Not measured."""
 
 
 @dataclass(frozen=True)
 class PipelineRule:
-    """How the pipelined algorithm cuts a buffer where the caller does not say.
+    """The chunk sizes of the pipelined algorithm, unless the caller sets one.
 
     Attributes
     ----------
     end_bytes : int
-        The first chunk and the last: while the one is copied in, and the other out, nothing is between the nodes.
+        The first and the last chunk, in bytes. They are small because the links are idle while the first one is copied in and
+        the last one is copied out.
     max_bytes : int
-        The largest chunk.
+        The largest chunk, in bytes.
     depth : int
-        Chunks under way at a time.
+        Chunks in flight at a time.
     """
 
     end_bytes: int
@@ -48,13 +49,13 @@ class PipelineRule:
     depth: int
 
 
-# one node has nothing to overlap: its chunks only keep the shared window inside the cache
+# on one node there is nothing to overlap: the chunks only keep the shared window inside the cache
 _ONE_NODE = PipelineRule(end_bytes=1 * MIB, max_bytes=1 * MIB, depth=3)
 _SEVERAL_NODES = PipelineRule(end_bytes=512 * KIB, max_bytes=2 * MIB, depth=3)
 
 
 def pipeline_rule(world: World) -> PipelineRule:
-    """Return how the pipelined algorithm cuts buffers on this world."""
+    """Return the chunk sizes of the pipelined algorithm on this world."""
     return _ONE_NODE if world.num_nodes == 1 else _SEVERAL_NODES
 
 
@@ -64,34 +65,34 @@ def padded(world: World, count: int) -> int:
 
 
 def chunk_elements(world: World, count: int, itemsize: int, max_bytes: int) -> int:
-    """Return the elements of a chunk that cuts a buffer into as few, and as equal, chunks as possible.
+    """Return the elements of a chunk, so that the buffer has as few chunks as possible, of about equal length.
 
     Parameters
     ----------
     world : World
-        Its number of shards divides the answer.
+        The result is a multiple of its number of shards.
     count : int
         Elements of the buffer.
     itemsize : int
         Bytes of one element.
     max_bytes : int
-        Upper bound of a chunk, unless one element per shard is more.
+        Upper limit of a chunk, unless one element per shard is more.
     """
     return _even(world, count, whole_shards(world, itemsize, max_bytes))
 
 
 def chunk_lengths(world: World, count: int, end: int, largest: int) -> list[int]:
-    """Return the elements of chunks that double from `end` up to at most `largest`, and then shrink alike.
+    """Return the elements of each chunk: they double from `end` up to `largest`, and halve again towards the last chunk.
 
     Parameters
     ----------
     world : World
-        Its number of shards divides `end` and `largest`, and the lengths of all chunks but one in the middle.
+        `end`, `largest` and the lengths of all chunks but one in the middle are multiples of its number of shards.
     count : int
         Elements of the buffer.
     end, largest : int
-        Elements of the first and last chunk, and the upper bound of those between; if they are equal, all chunks are as
-        equal as possible.
+        Elements of the first and last chunk, and the upper limit of the others. If they are equal, all chunks have about the
+        same length.
     """
     edge: list[int] = []
     size = min(end, largest)
@@ -109,7 +110,7 @@ def whole_shards(world: World, itemsize: int, num_bytes: int) -> int:
 
 
 def _even(world: World, count: int, largest: int) -> int:
-    """Return the elements of each of as few chunks as possible."""
+    """Return the elements of a chunk, for as few chunks as possible."""
     return padded(world, max(_ceil_div(count, max(_ceil_div(count, largest), 1)), 1))
 
 

@@ -1,8 +1,8 @@
-"""The α-β-γ cost of a plan on a world: steps times latency, bytes on a wire, bytes read and written.
+"""The α-β-γ cost model: predicts the time of a plan from latency, bytes over links and bytes read and written in memory.
 
-A phase costs its call, its steps (α), and the longer of two things that overlap: its bytes over the node's link (β), which
-all ranks of the node share, and the bytes that its busiest rank reads and writes in memory, sums included (γ). Chunks of a
-plan with depth > 1 overlap their work inside a node with their work between nodes.
+A phase costs its call, its steps (α), and the longer of two times that overlap: its bytes over the link of the node (β), which
+all ranks of the node share, and the bytes that the busiest rank reads and writes in memory, sums included (γ). In a plan with
+depth > 1 the phases inside a node overlap those between nodes.
 
 Sources: Hockney: The communication challenge for MPP: Intel Paragon and Meiko CS-2. Parallel Computing 20(3), 1994 (α-β).
 Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH. IJHPCA 19(1), 2005 (γ, and the
@@ -23,22 +23,22 @@ __all__ = ["DEFAULT", "ON_DEVICE", "Correction", "CostModel", "link_bytes", "pha
 
 @dataclass(frozen=True)
 class Correction:
-    """How many times as long as the constants say an algorithm takes on one world: what caches and MPI's own choices do.
+    """Measured time over predicted time of an algorithm on one world, by size.
 
     Attributes
     ----------
     algorithm : str
         A name in `PLANNERS`.
     points : tuple of (int, float)
-        Bytes and ratio, in rising order. Between them the ratio changes evenly with the logarithm of the size, beyond them
-        it stays.
+        Bytes and ratio, in increasing order. Between the points the ratio is interpolated over the logarithm of the size;
+        outside them it is constant.
     """
 
     algorithm: str
     points: tuple[tuple[int, float], ...]
 
     def ratio(self, num_bytes: int) -> float:
-        """Return the ratio at a size."""
+        """Return measured time over predicted time at a size."""
         index = bisect_left(self.points, (num_bytes, 0.0))
         if index in (0, len(self.points)):
             return self.points[min(index, len(self.points) - 1)][1]
@@ -49,36 +49,36 @@ class Correction:
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a call, a step and a byte cost.
+    """The cost of a call, a step and a byte.
 
     Attributes
     ----------
     call_seconds, flat_call_seconds : float
-        Of each phase of each chunk, before anything moves; the same where the phase is one call of MPI.
+        Overhead of each phase of each chunk; `flat_call_seconds` is for a phase that is one MPI call over all ranks.
     intra_step_seconds, inter_step_seconds : float
         α: one synchronisation of two ranks inside a node, and one message between nodes.
     link_bytes_per_second : float
-        1/β: what one node's link carries each way.
+        1/β: bandwidth of the link of a node, in each direction.
     link_efficiency : float
-        The share of it that a ring along a rail reaches.
+        The fraction of it that a ring along a rail reaches.
     memory_bytes_per_second, cache_bytes_per_second : float
-        1/γ: bytes that one rank reads and writes, for chunks beyond `cache_bytes` and up to it.
+        1/γ: bytes that one rank reads and writes per second, for chunks larger than `cache_bytes` and for the others.
     cache_bytes : int
         The largest chunk that stays in the cache.
     flat_link_efficiency : float
-        The share of the link that MPI's own all-reduce reaches on two nodes of one rank.
+        The fraction of the link bandwidth that MPI's own all-reduce reaches on two nodes of one rank.
     flat_crowded_link_efficiency : float
-        The same on three nodes and more, or with several ranks on one, where MPI's ring waits, or sends bytes more than once.
+        The same on three or more nodes, or with several ranks on a node, where MPI's ring waits, or sends bytes more than once.
     flat_cache_efficiency, flat_memory_efficiency : float
-        The share of the cache's and the memory's rate that MPI's own all-reduce reaches; in the cache it may be above 1,
-        since it copies less than a window needs.
+        The fraction of the cache and memory bandwidth that MPI's own all-reduce reaches. In the cache it may be above 1,
+        because MPI copies less than the shared window requires.
     staging_bytes_per_second : float
-        Bytes that one rank reads and writes in memory of the host, for what goes beyond the node by way of it; 0: what does
-        lies there anyhow, or goes straight from a device.
+        Bytes that one rank reads and writes per second in host memory, to stage GPU memory for other nodes; 0: nothing is
+        staged.
     corrections : tuple of Correction
-        Of some algorithms, on the one world where they were measured.
+        For algorithms that were measured on this world.
     source : str
-        Where all this comes from.
+        Where the constants come from.
     """
 
     call_seconds: float = 20e-6
@@ -99,7 +99,7 @@ class CostModel:
     source: str = "defaults"
 
     def correction(self, algorithm: str, num_bytes: int) -> float:
-        """Return how many times as long as the constants say an algorithm takes."""
+        """Return measured time over predicted time of an algorithm; 1 if it was not measured."""
         ratios = [correction.ratio(num_bytes) for correction in self.corrections if correction.algorithm == algorithm]
         return ratios[0] if ratios else 1.0
 
@@ -108,7 +108,7 @@ DEFAULT = CostModel()
 
 ON_DEVICE = CostModel(
     call_seconds=30e-6,  # a launch, and an event that is polled
-    flat_call_seconds=60e-6,  # two copies between device and host more
+    flat_call_seconds=60e-6,  # with two copies between device and host
     intra_step_seconds=2e-6,
     inter_step_seconds=15e-6,
     link_bytes_per_second=25e9,  # one adapter of 200 Gbit/s
@@ -119,12 +119,12 @@ ON_DEVICE = CostModel(
     staging_bytes_per_second=30e9,  # PCIe, and sums by one core
     source="constants for GPUs",
 )
-"""For GPU memory: taken from data sheets and from what others report, and measured nowhere."""
+"""For GPU memory: from data sheets and published measurements; not measured by us."""
 
 
 @dataclass(frozen=True)
 class _Load:
-    """What a phase asks of the machine, for each byte of the buffer it works on, and in steps."""
+    """Bytes that a phase sends, moves over the link and moves in memory, for each byte of its buffer; and its steps."""
 
     sent: float
     link: float
@@ -135,22 +135,22 @@ class _Load:
 
 def phase_bytes(plan: Plan, phase: Phase) -> int:
     """Return the bytes that the busiest rank sends in a phase, over the whole buffer."""
-    return round(_load(plan.world, phase).sent * plan.num_bytes * _narrowing(plan, phase))
+    return round(_load(plan.world, phase).sent * plan.num_bytes * _wire_ratio(plan, phase))
 
 
 def link_bytes(plan: Plan, phase: Phase) -> int:
-    """Return the bytes that a phase sends over each node's link, over the whole buffer; for a flat phase the least."""
-    return round(_load(plan.world, phase).link * plan.num_bytes * _narrowing(plan, phase))
+    """Return the bytes that a phase sends over the link of each node, over the whole buffer; for a flat phase the minimum."""
+    return round(_load(plan.world, phase).link * plan.num_bytes * _wire_ratio(plan, phase))
 
 
 def phase_seconds(plan: Plan, phase: Phase, model: CostModel = DEFAULT) -> float:
-    """Return the predicted time of a phase, over all chunks one after the other, corrected by what was measured."""
+    """Return the predicted time of a phase, for all chunks one after the other, with the correction of its algorithm."""
     if plan.count == 0:
         return 0.0
     load, chunk_bytes = _load(plan.world, phase), plan.num_bytes / plan.num_chunks
     link_rate, memory_rate = _rates(plan.world, phase, chunk_bytes, model)
     steps = load.intra_steps * model.intra_step_seconds + load.inter_steps * model.inter_step_seconds
-    moving = max(load.link * chunk_bytes * _narrowing(plan, phase) / link_rate, load.memory * chunk_bytes / memory_rate)
+    moving = max(load.link * chunk_bytes * _wire_ratio(plan, phase) / link_rate, load.memory * chunk_bytes / memory_rate)
     call_seconds = model.flat_call_seconds if phase.scope is Scope.WORLD else model.call_seconds
     return plan.num_chunks * (call_seconds + steps + moving) * model.correction(plan.algorithm, plan.num_bytes)
 
@@ -158,8 +158,8 @@ def phase_seconds(plan: Plan, phase: Phase, model: CostModel = DEFAULT) -> float
 def predict_seconds(plan: Plan, model: CostModel = DEFAULT) -> float:
     """Return the predicted time of a plan.
 
-    Where chunks overlap, the busier of the two lanes (inside a node, between nodes) never waits, and the other adds what it
-    needs for one chunk: to fill the pipeline and to drain it.
+    If chunks overlap, the slower of the two lanes (inside a node, between nodes) is always busy, and the other one adds its
+    time for one chunk: to fill the pipeline and to drain it.
     """
     lanes = {True: 0.0, False: 0.0}
     for phase in plan.phases:
@@ -168,14 +168,14 @@ def predict_seconds(plan: Plan, model: CostModel = DEFAULT) -> float:
     return busier + (other if plan.depth == 1 else other / max(plan.num_chunks, 1))
 
 
-def _narrowing(plan: Plan, phase: Phase) -> float:
-    """Return the share of a phase's bytes that is left where values are cast on their way between nodes."""
+def _wire_ratio(plan: Plan, phase: Phase) -> float:
+    """Return the bytes that a phase sends for each byte of the buffer: less than 1 if values are cast between nodes."""
     crosses = phase.scope in (Scope.INTER, Scope.LEADERS)
     return plan.wire_itemsize / plan.itemsize if crosses and plan.wire_itemsize else 1.0
 
 
 def _rates(world: World, phase: Phase, chunk_bytes: float, model: CostModel) -> tuple[float, float]:
-    """Return the bytes per second of the node's link and of a rank's memory."""
+    """Return the bytes per second of the link of a node and of the memory of a rank."""
     is_cached = chunk_bytes <= model.cache_bytes
     memory = model.cache_bytes_per_second if is_cached else model.memory_bytes_per_second
     if phase.scope is not Scope.INTRA and model.staging_bytes_per_second:
@@ -190,12 +190,12 @@ def _rates(world: World, phase: Phase, chunk_bytes: float, model: CostModel) -> 
     return model.link_bytes_per_second * efficiency, memory * share
 
 
-# Bytes of memory: a copy reads and writes (2), adding one operand to a sum reads two and writes one (3). Ranks of a node
-# exchange through shared memory: each copies its buffer in, sums its part over all, and copies the result out.
+# Bytes in memory: a copy reads and writes (2); adding an operand to a sum reads two and writes one (3). The ranks of a node
+# work through shared memory: each copies its buffer in, sums its shard over all ranks, and copies the result out.
 
 
 def _world_all_reduce(world: World) -> _Load:
-    # a rank sends and receives 2(l-1)/l of the buffer, copied in and out (2 + 2), and adds half of it (3)
+    # a rank sends and receives 2(l-1)/l of the buffer, which is copied in and out (2 + 2), and adds half of it (3)
     return _Load(
         sent=_ring(world.size),
         link=_ring(world.num_nodes),
@@ -216,7 +216,7 @@ def _intra_all_gather(world: World) -> _Load:
 
 
 def _intra_all_reduce(world: World) -> _Load:
-    # two ranks: copied in, and summed straight to where it goes; what is read has just been written to the cache (1/2 of 4.5)
+    # two ranks: copied in, and summed directly into the results; reads hit the cache, and count half (1/2 of 4.5)
     ranks = world.num_shards
     return _Load(1, 0, memory=9 / 4 * ranks / 2, intra_steps=2 * _doublings(ranks))
 
@@ -241,17 +241,17 @@ def _leaders_all_reduce(world: World) -> _Load:
 
 
 def _rail(nodes: int, share: float) -> _Load:
-    """Return the load of rings between nodes whose busiest rank works on this share of the buffer."""
+    """Return the load of the rings between nodes; the busiest rank works on this share of the buffer."""
     return _Load(_ring(nodes) * share, _ring(nodes), memory=_ring(nodes) * share * 3 / 2, inter_steps=2 * (nodes - 1))
 
 
 def _ring(members: int) -> float:
-    """Return how often a buffer leaves each member of a bandwidth-optimal all-reduce."""
+    """Return the bytes that each member of a bandwidth-optimal all-reduce sends, for each byte of the buffer."""
     return 2 * (members - 1) / members
 
 
 def _logarithm(number: int) -> float:
-    """Return about log2 of a positive number: exact for powers of two, straight between them, the same on every machine."""
+    """Return about log2 of a positive number: exact for powers of two, linear between them, the same on every machine."""
     exponent = number.bit_length() - 1
     return exponent + number / (1 << exponent) - 1
 

@@ -1,15 +1,14 @@
-"""Flat: one all-reduce over all ranks at once: small buffers through memory of the node and its leader, others by MPI.
+"""Flat: one all-reduce over all ranks: small buffers by shared memory and the leaders of the nodes, others by MPI.
 
 Phases
     ``world all_reduce``
 Communication steps
-    Up to 32 KiB on up to 4 nodes one exchange between their leaders, up to 256 KiB on one node none, see `transports.small`;
-    else MPI's choice: ceil(log2 p) for small buffers by recursive doubling, up to 2(p-1) for large ones by a ring.
+    On one node, none up to 256 KiB. On up to 4 nodes, one exchange between the leaders up to 32 KiB (see `transports.small`).
+    Else as MPI chooses: ceil(log2 p) by recursive doubling for small buffers, up to 2(p-1) by a ring for large ones.
 Bytes on the wire per node
-    2(n-1)/n·S at best. MPI libraries that send for each rank of a node on its own need a multiple of it.
+    At least 2(n-1)/n·S. MPI libraries that send for each rank of a node separately send several times that.
 Good when
-    the buffer is small, so that the number of steps decides; or there is one rank per node; or one rank in all, where
-    the plan has no phases.
+    the buffer is small, so that latency dominates; or there is one rank per node. With a single rank the plan has no phases.
 Source
     Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH. Int. J. High Performance
     Computing Applications 19(1), 2005.
@@ -32,13 +31,13 @@ def plan(world: World, count: int, itemsize: int, chunk_bytes: int = 0) -> Plan:
     Parameters
     ----------
     world : World
-        Whom the plan is for: any world.
+        The nodes and ranks: any world.
     count : int
         Elements of the buffer.
     itemsize : int
         Bytes of one element.
     chunk_bytes : int
-        Not used: a chunk is the whole buffer, or as much of it as the bound for scratch memory allows.
+        Not used: a chunk is the whole buffer, or as much of it as the limit of scratch memory allows.
     """
     phases = (Phase(Verb.ALL_REDUCE, Scope.WORLD),) if world.size > 1 else ()
     return Plan("flat", world, count, itemsize, phases, chunk_elements(world, count, itemsize, SCRATCH_BYTES))

@@ -1,14 +1,14 @@
-"""Leader: reduce to one rank of each node, all-reduce between these, broadcast back.
+"""Leader: reduce to the leader of each node, all-reduce between the leaders, broadcast inside each node.
 
 Phases
     ``intra reduce -> leaders all_reduce -> intra broadcast``
 Communication steps
     2(n-1) between nodes by a ring; a few synchronisations inside a node.
 Bytes on the wire per node
-    2(n-1)/n·S, all of them sent and summed by one rank.
+    2(n-1)/n·S, all sent and summed by one rank.
 Good when
-    nodes are many and buffers small: one rank per node talks, whatever the number of ranks. Declines one node, where it
-    has no leaders to join, and one rank per node, where every rank is a leader.
+    there are many nodes and the buffer is small: only one rank per node sends to other nodes. Declines a single node, where
+    there is nothing to reduce between leaders, and one rank per node, where every rank is a leader.
 Source
     Karonis, de Supinski, Foster, Gropp, Lusk, Bresnahan: Exploiting Hierarchy in Parallel Computer Networks to Optimize
     Collective Operation Performance. IPDPS 2000.
@@ -32,21 +32,21 @@ def plan(world: World, count: int, itemsize: int, chunk_bytes: int = 0) -> Plan:
     Parameters
     ----------
     world : World
-        Whom the plan is for: several nodes, at least one of them with several ranks.
+        The nodes and ranks: several nodes, at least one of them with several ranks.
     count : int
         Elements of the buffer.
     itemsize : int
         Bytes of one element.
     chunk_bytes : int
-        Not used: a chunk is the whole buffer, or as much of it as the bound for scratch memory allows.
+        Not used: a chunk is the whole buffer, or as much of it as the limit of scratch memory allows.
 
     Raises
     ------
     Unsuitable
-        If there is one node, or one rank on every node.
+        If there is one node, or one rank per node.
     """
     if world.num_nodes == 1:
-        raise Unsuitable("because all ranks are on one node, so there are no leaders to join")
+        raise Unsuitable("because all ranks are on one node, which has only one leader")
     if world.num_shards == 1:
         raise Unsuitable("because each node has one rank, so every rank would be a leader")
     phases = (

@@ -1,14 +1,14 @@
-"""Pipelined: the hierarchical phases on several chunks, one chunk between the nodes while others are inside them.
+"""Pipelined: the hierarchical phases on several chunks, one chunk between nodes while others are inside them.
 
 Phases
     ``intra reduce_scatter -> inter all_reduce -> intra all_gather``
 Communication steps
-    2(n-1) between nodes for each chunk by a ring per rail; a few synchronisations inside a node for each chunk.
+    For each chunk, 2(n-1) between nodes, by a ring along each rail, and a few synchronisations inside a node.
 Bytes on the wire per node
-    2(n-1)/n·S, the least possible, shared out over all ranks of the node.
+    2(n-1)/n·S, the minimum, divided between all ranks of the node.
 Good when
-    the buffer is large: the wire never waits for the work inside a node, and the chunks of that work stay in the cache,
-    which helps on one node as well. A buffer of one chunk is what hierarchical does. Declines a single rank.
+    the buffer is large: the phases inside a node overlap those between nodes, and a chunk stays in the cache, which helps on
+    one node too. A buffer of one chunk is reduced as by ``hierarchical``. Declines a single rank.
 Source
     Luo, Wu, Bosilca, Pei, Cao, Patinyasakdikul, Zhong, Dongarra: HAN: a Hierarchical AutotuNed Collective Communication
     Framework. IEEE CLUSTER 2020.
@@ -33,13 +33,13 @@ def plan(world: World, count: int, itemsize: int, chunk_bytes: int = 0) -> Plan:
     Parameters
     ----------
     world : World
-        Whom the plan is for: at least two ranks.
+        The nodes and ranks: at least two ranks.
     count : int
         Elements of the buffer.
     itemsize : int
         Bytes of one element.
     chunk_bytes : int
-        Of every chunk, in bytes; 0: by the rule in `algorithms.chunks`, small ones first and last.
+        Size of every chunk; 0: by the rule in `algorithms.chunks`, with small chunks first and last.
 
     Raises
     ------

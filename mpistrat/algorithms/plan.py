@@ -1,9 +1,9 @@
-"""Scope, Verb, Phase, Plan: a collective as data.
+"""Plan: a collective as data, made of phases; a phase is a verb in the groups of a scope.
 
-A plan runs its phases on each chunk of the buffer, in order. Where a plan has several chunks, at most `depth` of them
-are under way at a time, so that the phases between nodes overlap with those inside a node.
+A plan runs its phases on each chunk of the buffer, in order. If there are several chunks, at most `depth` of them are in flight
+at a time, so that the phases between nodes overlap those inside a node.
 
-What the verbs do to a chunk of ``num_shards`` equal shards (see `topology.world.World`):
+The result of each verb on a chunk of ``num_shards`` equal shards (see `topology.world.World`):
 
 ================  =======  ==================================================================================
 verb              scope    afterwards
@@ -33,7 +33,7 @@ __all__ = ["Phase", "Plan", "Scope", "Verb"]
 
 
 class Scope(str, Enum):
-    """Which group a phase runs in."""
+    """The groups that a phase runs in."""
 
     WORLD = "world"
     INTRA = "intra"
@@ -42,7 +42,7 @@ class Scope(str, Enum):
 
 
 class Verb(str, Enum):
-    """What a phase does; the standard's names."""
+    """What a phase does, by MPI's names."""
 
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"
@@ -69,9 +69,9 @@ class Plan:
     Attributes
     ----------
     algorithm : str
-        Which planner made it.
+        The planner that made it.
     world : World
-        Whom it is for.
+        The nodes and ranks.
     count : int
         Elements of the whole buffer.
     itemsize : int
@@ -79,16 +79,16 @@ class Plan:
     phases : tuple of Phase
         Run on each chunk, in this order.
     chunk_count : int
-        Elements of the largest chunk: a multiple of ``world.num_shards``; chunks are padded up to such a multiple.
+        Elements of the largest chunk, a multiple of ``world.num_shards``; chunks are padded to such a multiple.
     depth : int
-        Chunks under way at a time; 1 means one after the other.
+        Chunks in flight at a time; 1 means one after the other.
     in_order : bool
-        Whether the order of the ranks is the order of the addends.
+        Whether addends are combined in the order of the ranks: the deterministic mode.
     wire_itemsize : int
-        Bytes of one element on its way between nodes; 0: `itemsize`. No matter to phases over the whole world.
+        Bytes of one element between nodes; 0: `itemsize`. Does not apply to phases of scope WORLD.
     end_count : int
-        Elements of the first and last chunk, such a multiple too; those between double, up to `chunk_count`, and shrink
-        alike. 0: all chunks are equal.
+        Elements of the first and last chunk, also a multiple of ``world.num_shards``; the others double up to `chunk_count`
+        and halve again. 0: all chunks are equal.
     """
 
     algorithm: str
@@ -109,7 +109,7 @@ class Plan:
 
     @property
     def num_chunks(self) -> int:
-        """How many chunks the buffer is moved in; 0 for an empty buffer."""
+        """Number of chunks; 0 for an empty buffer."""
         return len(self.chunks())
 
     def padded(self, count: int) -> int:

@@ -1,4 +1,4 @@
-"""Plans and choices as text: phases with their bytes and predicted times, and what every algorithm would take."""
+"""Plans as text: phases with their bytes and predicted times, and the predicted time of every algorithm."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel, link_bytes, 
 from mpistrat.algorithms.plan import Plan, Scope
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 
-__all__ = ["alternatives_text", "basis_text", "phases_text", "pieces_text"]
+__all__ = ["alternatives_text", "basis_text", "chunks_text", "phases_text"]
 
 
-def pieces_text(plan: Plan) -> str:
-    """Return of how many elements the buffer of a plan is, and how it is cut."""
+def chunks_text(plan: Plan) -> str:
+    """Return the number of elements of a plan's buffer, and how they are cut into chunks."""
     elements = format_count(plan.count, "element")
     if plan.num_chunks < 2:
         return elements
@@ -24,7 +24,7 @@ def phases_text(plan: Plan, model: CostModel = DEFAULT) -> str:
     rows = [("phase", "sent per rank", "per node link", "predicted")]
     for phase in plan.phases:
         sent, link = format_bytes(phase_bytes(plan, phase)), format_bytes(link_bytes(plan, phase))
-        # what MPI sends is its own affair: the least possible is known, not the truth
+        # which algorithm MPI uses is not known, so the minimum is shown
         least = "at least " if phase.scope is Scope.WORLD and plan.world.num_nodes > 1 else ""
         rows.append((str(phase), sent, least + link, format_seconds(phase_seconds(plan, phase, model))))
     overlapped = plan.depth > 1 and len({phase.scope for phase in plan.phases}) > 1
@@ -33,22 +33,22 @@ def phases_text(plan: Plan, model: CostModel = DEFAULT) -> str:
 
 
 def alternatives_text(choice: Choice) -> str:
-    """Return what every algorithm would take, or why it declines, as a table."""
+    """Return the predicted time of every algorithm, or why it declines, as a table."""
     rows = [_alternative(candidate, choice.plan) for candidate in choice.considered]
     return format_table([("alternative", "predicted", ""), *rows])
 
 
 def basis_text(model: CostModel = DEFAULT) -> str:
-    """Return what predictions rest on."""
+    """Return what the predictions are based on."""
     rates = (
         f"{model.link_bytes_per_second / 1e9:.3g} GB/s per node link and {model.memory_bytes_per_second / 1e9:.3g} GB/s of "
         "memory per rank"
     )
     if model.source == DEFAULT.source:
-        return f"Predicted for {rates}, constants that fit no machine in particular; mpistrat tune measures yours."
+        return f"Predicted for {rates}: default constants; mpistrat tune replaces them by measurements of this cluster."
     if model.source == ON_DEVICE.source:
-        return f"Predicted for {rates}, constants for GPUs that were never measured; mpistrat tune measures memory of the host."
-    return f"Predicted for {rates}, as fitted, corrected by what was measured: {model.source}."
+        return f"Predicted for {rates}: default constants for GPUs; mpistrat tune measures host memory only."
+    return f"Predicted for {rates}, fitted to measurements and corrected by them: {model.source}."
 
 
 def _alternative(candidate: Candidate, chosen: Plan) -> tuple[str, str, str]:

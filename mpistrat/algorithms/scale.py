@@ -1,7 +1,8 @@
-"""What an all-reduce takes on thousands of nodes: our plans by the cost model, what others do by closed formulas.
+"""Predicted times of an all-reduce on thousands of nodes: our plans by the cost model, other algorithms by closed formulas.
 
-n nodes of r ranks, placed in blocks; p = n·r; S bytes on each rank; α a message between nodes, 1/β the link of a node, 1/γ what
-a rank reads and writes. All get the same constants, full bisection, and no contention but that of a node's ranks for its link.
+n nodes of r ranks, placed in blocks; p = n·r; S bytes on each rank; α: a message between nodes; 1/β: the bandwidth of a node's
+link; 1/γ: what a rank reads and writes per second. All algorithms get the same constants, full bisection bandwidth, and no
+contention but that of a node's ranks for its link.
 
 ================================  ===================  =======================  ==========================================
 algorithm                         messages in a row    bytes over a link        also
@@ -12,8 +13,8 @@ recursive doubling (all ranks)    log2 n               log2 n·r·S             
 rails: halving and doubling       2·log2 n             2(n-1)/n·S               reduce-scatter and all-gather in the node
 ================================  ===================  =======================  ==========================================
 
-Halving and doubling over all ranks begins with neighbours, so that only 1/r of the buffer of each rank leaves a node; where
-consecutive ranks sit on different nodes it is all of it.
+Halving and doubling over all ranks begins inside the nodes, so that only 1/r of each rank's buffer leaves a node. With cyclic
+placement the whole buffer does.
 
 Sources: Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH. IJHPCA 19(1), 2005.
 Patarasuk, Yuan: Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations. JPDC 69(2), 2009 (rings).
@@ -30,7 +31,7 @@ from mpistrat.algorithms.plan import Plan
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.topology.world import World
 
-__all__ = ["ASSUMPTIONS", "SCALED", "assumptions_text", "predict_scale"]
+__all__ = ["ASSUMPTIONS", "PREDICTORS", "assumptions_text", "predict_scale"]
 
 ASSUMPTIONS = (
     "full bisection, no contention between nodes",
@@ -43,7 +44,7 @@ _ITEM_BYTES = 4
 
 @dataclass(frozen=True)
 class _Job:
-    """How many, how large, and at what rates."""
+    """The size of the job and of the buffer, and the constants."""
 
     nodes: int
     ranks: int
@@ -52,29 +53,29 @@ class _Job:
 
     @property
     def link_seconds(self) -> float:
-        """What the buffer takes over the link of a node, once."""
+        """Time to send the buffer over the link of a node once."""
         return self.num_bytes / (self.model.link_bytes_per_second * self.model.link_efficiency)
 
     @property
     def memory_seconds(self) -> float:
-        """What reading or writing the buffer takes a rank, once."""
+        """Time for a rank to read or write the buffer once."""
         return self.num_bytes / self.model.memory_bytes_per_second
 
     @property
     def rounds(self) -> int:
-        """Doublings that reach all nodes."""
+        """ceil(log2 n)."""
         return (self.nodes - 1).bit_length()
 
     @property
     def share(self) -> float:
-        """How often the buffer leaves a node at least: 2(n-1)/n."""
+        """2(n-1)/n: the bytes that must leave a node, for each byte of the buffer."""
         return 2 * (self.nodes - 1) / self.nodes
 
 
 def _flat_ring(job: _Job, overlapped: bool) -> float:
     ranks = job.nodes * job.ranks
     share = 2 * (ranks - 1) / ranks
-    # the ring crosses each link once, and all ranks wait for the message that does: that between nodes
+    # the ring crosses each link once, and in each step all ranks wait for the slowest message: the one between nodes
     step = job.model.inter_step_seconds if job.nodes > 1 else job.model.intra_step_seconds
     sums, sending = 3 / 2 * share * job.memory_seconds, share * job.link_seconds if job.nodes > 1 else 0.0
     return 2 * (ranks - 1) * step + (max(sending, sums) if overlapped else sending + sums)
@@ -108,7 +109,7 @@ def _planned(job: _Job, planner: Callable[[World, int, int, int], Plan]) -> floa
     return predict_seconds(planner(world, -(-job.num_bytes // _ITEM_BYTES), _ITEM_BYTES, 0), job.model)
 
 
-SCALED: dict[str, Callable[[_Job], float]] = {
+PREDICTORS: dict[str, Callable[[_Job], float]] = {
     "flat ring (Open MPI ring)": lambda job: _flat_ring(job, overlapped=False),
     "flat ring, overlapped (gloo, TensorFlow)": lambda job: _flat_ring(job, overlapped=True),
     "flat halving and doubling (Rabenseifner)": _halving,
@@ -117,20 +118,20 @@ SCALED: dict[str, Callable[[_Job], float]] = {
     "mpistrat pipelined (the same, in chunks)": lambda job: _planned(job, pipelined.plan),
     "halving and doubling along rails": _rails,
 }
-"""What is predicted: one row an algorithm."""
+"""Algorithm -> its predicted seconds for a job."""
 
 
 def predict_scale(nodes: int, ranks_per_node: int, num_bytes: int, model: CostModel = DEFAULT) -> dict[str, float]:
-    """Return the predicted seconds of an all-reduce by every algorithm in `SCALED`.
+    """Return the predicted seconds of an all-reduce by every algorithm in `PREDICTORS`.
 
     Parameters
     ----------
     nodes, ranks_per_node : int
-        How many, at least 1 each.
+        At least 1 each.
     num_bytes : int
         Size of the buffer on each rank.
     model : CostModel
-        The constants; what was measured on one world corrects nothing here.
+        The constants; its corrections are not used, because they hold for one world only.
 
     Raises
     ------
@@ -141,13 +142,13 @@ def predict_scale(nodes: int, ranks_per_node: int, num_bytes: int, model: CostMo
         if value < least:
             raise InvalidArgumentError(f"{name} must be at least {least}; got {value}")
     if nodes * ranks_per_node == 1 or not num_bytes:
-        return dict.fromkeys(SCALED, 0.0)
+        return dict.fromkeys(PREDICTORS, 0.0)
     job = _Job(nodes, ranks_per_node, num_bytes, replace(model, corrections=()))
-    return {name: seconds(job) for name, seconds in SCALED.items()}
+    return {name: seconds(job) for name, seconds in PREDICTORS.items()}
 
 
 def assumptions_text(model: CostModel = DEFAULT) -> str:
-    """Return what the predictions assume, on one line for each."""
+    """Return the assumptions of the predictions, one on each line."""
     alpha = f"α {model.inter_step_seconds * 1e6:.3g} µs between nodes, {model.intra_step_seconds * 1e6:.3g} µs inside"
     beta = f"1/β {model.link_bytes_per_second * model.link_efficiency / 1e9:.3g} GB/s per node link"
     gamma = f"1/γ {model.memory_bytes_per_second / 1e9:.3g} GB/s per rank"

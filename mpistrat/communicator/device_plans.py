@@ -55,7 +55,7 @@ class DevicePlanCache(PlanCache):
     def _best(self, count: int, itemsize: int, algorithm: str, wire_itemsize: int) -> Choice:
         # inside a node NCCL knows better than we do which way an all-reduce goes
         return choose(
-            self._world, count, itemsize, algorithm, self._chunk_bytes, self.model, wire_itemsize, is_whole_inside=True
+            self._world, count, itemsize, algorithm, self._chunk_bytes, self.model, wire_itemsize, one_intra_phase=True
         )
 
 

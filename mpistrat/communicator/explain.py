@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mpistrat.algorithms.choose import Choice
 from mpistrat.algorithms.cost import DEFAULT, CostModel, predict_seconds
-from mpistrat.algorithms.plan_report import alternatives_text, basis_text, phases_text, pieces_text
+from mpistrat.algorithms.plan_report import alternatives_text, basis_text, chunks_text, phases_text
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.topology.world import World
 
@@ -87,7 +87,7 @@ class Explanation:
                 f"pack {number}",
                 f"{format_bytes(plan.num_bytes)} of {pack.dtype} from {format_count(len(pack.indices), 'array')}",
             ),
-            ("buffer", pieces_text(plan)),
+            ("buffer", chunks_text(plan)),
             ("algorithm", plan.algorithm),
             ("why", pack.choice.reason),
         ]

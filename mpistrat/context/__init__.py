@@ -1,1 +1,1 @@
-"""Where this code runs: the current strategy and replica, and the values that have a component on each replica."""
+"""Context: the current strategy and replica context of a thread, and values with one component per replica."""

@@ -1,4 +1,4 @@
-"""InputContext and ValueContext: what a function that makes a dataset or a value is told about its place."""
+"""InputContext and ValueContext: tell a user's function for which input pipeline, or for which replica, it is called."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ __all__ = ["InputContext", "ValueContext"]
 
 @dataclass(frozen=True)
 class InputContext:
-    """Which input pipeline is being made, and for how many replicas.
+    """The input pipeline that a function makes, and the number of replicas that all pipelines feed.
 
     Attributes
     ----------
     num_input_pipelines : int
-        Pipelines that feed the replicas together.
+        Number of pipelines.
     input_pipeline_id : int
-        The number of this one.
+        Index of this pipeline, from 0.
     num_replicas_in_sync : int
-        Replicas that are fed.
+        Number of replicas.
 
     Raises
     ------
     InvalidArgumentError
-        If there are no pipelines or no replicas, or the id is not that of a pipeline.
+        If there are no pipelines or no replicas, or the id is out of range.
     """
 
     num_input_pipelines: int = 1
@@ -41,37 +41,37 @@ class InputContext:
             raise InvalidArgumentError(f"input_pipeline_id must be one of {accepted}; got {self.input_pipeline_id}")
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return the rows of each replica's batch.
+        """Return the number of rows in the batch of each replica.
 
         Raises
         ------
         InvalidArgumentError
-            If the global batch does not divide evenly.
+            If the global batch size is not divisible by the number of replicas.
         """
         share, rest = divmod(global_batch_size, self.num_replicas_in_sync)
         if rest:
             raise InvalidArgumentError(
-                f"global_batch_size {global_batch_size} does not divide by {self.num_replicas_in_sync} replicas; "
-                f"{global_batch_size - rest} and {global_batch_size - rest + self.num_replicas_in_sync} do"
+                f"global_batch_size {global_batch_size} is not divisible by {self.num_replicas_in_sync} replicas; "
+                f"{global_batch_size - rest} and {global_batch_size - rest + self.num_replicas_in_sync} are"
             )
         return share
 
 
 @dataclass(frozen=True)
 class ValueContext:
-    """Which replica a value is being made for, and of how many.
+    """The replica that a value is made for, and the number of replicas.
 
     Attributes
     ----------
     replica_id_in_sync_group : int
-        The number of the replica.
+        Index of the replica, from 0.
     num_replicas_in_sync : int
-        How many replicas there are.
+        Number of replicas.
 
     Raises
     ------
     InvalidArgumentError
-        If there are no replicas, or the id is not that of a replica.
+        If there are no replicas, or the id is out of range.
     """
 
     replica_id_in_sync_group: int = 0

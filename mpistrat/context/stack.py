@@ -1,4 +1,4 @@
-"""Which strategy and which replica are current on this thread; knows no strategy.
+"""The context stack: the current strategy and replica context of each thread.
 
 ====================  =================  ===============  =============
 where                 strategy           replica context  cross-replica
@@ -9,7 +9,7 @@ outside all scopes    the default one    its default one  no
 ``merge_call(fn)``    that strategy      none             yes
 ====================  =================  ===============  =============
 
-File law: nothing of ours is imported but errors. The default strategy is made by a factory that its home registers.
+File law: of this library only errors are imported. The module of the default strategy registers a factory for it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Mode:
-    """One entry of the stack: a strategy, and the replica context where one is entered."""
+    """One entry of the stack: a strategy, and a replica context if this is inside ``strategy.run``."""
 
     strategy: Any
     replica_context: Any = None
@@ -67,7 +67,7 @@ _process_wide: Mode | None = None
 
 
 def register_default(factory: Callable[[], Mode]) -> None:
-    """Set what makes the mode outside all scopes; it is called once, when that mode is first asked for."""
+    """Set the factory of the mode outside all scopes; it is called once, when that mode is first needed."""
     global _make_default
     _make_default = factory
 
@@ -93,12 +93,12 @@ def get_strategy() -> Any:
 
 
 def has_strategy() -> bool:
-    """Return whether the current strategy is another than the default one."""
+    """Return whether the current strategy is not the default one."""
     return current().strategy is not default_mode().strategy
 
 
 def get_replica_context() -> Any:
-    """Return the current replica context; None in cross-replica context, the default context outside all scopes."""
+    """Return the current replica context: that of the default strategy outside all scopes, None in cross-replica context."""
     return current().replica_context
 
 
@@ -108,7 +108,7 @@ def in_cross_replica_context() -> bool:
 
 
 def experimental_set_strategy(strategy: Any) -> None:
-    """Make `strategy` the current one of every thread, without a ``with`` block; None goes back to the default strategy.
+    """Make `strategy` the current one on every thread, without a ``with`` block; None restores the default strategy.
 
     Raises
     ------
@@ -127,13 +127,13 @@ def experimental_set_strategy(strategy: Any) -> None:
 
 
 def get_update_replica_id() -> int | None:
-    """Return the replica whose component ``strategy.extended.update`` is changing on this thread; None outside its function."""
+    """Return the replica whose component ``strategy.extended.update`` is updating on this thread; None outside of it."""
     return _thread.update_replica_id
 
 
 @contextmanager
 def updating(replica_id: int) -> Iterator[None]:
-    """Enter the update of the component of one replica."""
+    """Set the replica whose component this thread is updating, for the time of a ``with`` block."""
     outer, _thread.update_replica_id = _thread.update_replica_id, replica_id
     try:
         yield
@@ -164,7 +164,7 @@ def pop(mode: Mode) -> None:
 
 
 class StrategyScope:
-    """Context manager that enters the cross-replica mode of a strategy; it may be entered again while it is entered.
+    """Context manager that enters the cross-replica context of a strategy. It is reentrant.
 
     Parameters
     ----------
@@ -195,7 +195,7 @@ class StrategyScope:
 
 
 def enter_or_assert_strategy(strategy: Any) -> AbstractContextManager[Any]:
-    """Return a context manager in which `strategy` is the current one: its scope, or nothing where it is current already.
+    """Return a context manager in which `strategy` is current: its scope, or a null context if it is current already.
 
     Raises
     ------
@@ -211,7 +211,7 @@ def in_replica_context_of(strategy: Any, call: str) -> bool:
     Raises
     ------
     RuntimeError
-        If another strategy is current; `call` is what the message says was asked for.
+        If another strategy is current; `call` is the call that the message names.
     """
     found = current()
     if found is default_mode():
@@ -222,12 +222,12 @@ def in_replica_context_of(strategy: Any, call: str) -> bool:
 
 
 def require_no_default_scope(call: str) -> None:
-    """Check that the scope of the default strategy is not entered around that of the current one.
+    """Check that the current scope is not nested in the scope of the default strategy.
 
     Raises
     ------
     RuntimeError
-        If it is, which is how TensorFlow refuses to make variables there; `call` is what the message says was asked for.
+        If it is. TensorFlow refuses to create variables there too. `call` is the call that the message names.
     """
     found = current()
     if found.strategy is not default_mode().strategy and default_mode() in _thread.modes:
@@ -240,7 +240,7 @@ def require_no_default_scope(call: str) -> None:
 
 
 def misplaced(call: str, wanted: str, incorrect: str, correct: str) -> RuntimeError:
-    """Return the error of a call in the wrong context, with the line as it was written and as it should be."""
+    """Return the error of a call in the wrong context, with an example of an incorrect and of a correct line."""
     return RuntimeError(
         f"{call} must be called {wanted}, but {_where(current())}.\n    incorrect:  {incorrect}\n    correct:    {correct}"
     )
@@ -257,10 +257,10 @@ def _mixed(call: str, wanted: Any, found: Mode) -> RuntimeError:
 
 
 def _outside_scope(call: str, found: Mode) -> RuntimeError:
-    """Return the error of using, under a strategy, what was made outside all scopes."""
+    """Return the error of using a variable or strategy that was created outside all scopes under another strategy."""
     return RuntimeError(
-        f"{call}: the variable or strategy was made outside every scope, so it belongs to the default strategy, "
-        f"of this rank alone, but {_where(found)}: two strategies cannot be mixed.\n"
+        f"{call}: the variable or strategy was created outside all scopes, so it belongs to the default strategy of this rank, "
+        f"but {_where(found)}: two strategies cannot be mixed.\n"
         "    incorrect:  variable = mpistrat.Variable(value); strategy.run(lambda: variable.assign(value))\n"
         "    correct:    with strategy.scope(): variable = mpistrat.Variable(value)\n"
         "    incorrect:  default = mpistrat.get_strategy(); with strategy.scope(): default.run(fn)\n"

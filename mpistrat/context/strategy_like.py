@@ -1,4 +1,4 @@
-"""StrategyLike: what variables, datasets and replica contexts need of their strategy, whose package imports theirs."""
+"""StrategyLike: the interface of strategies for the packages that `mpistrat.strategy` itself imports: variables, datasets."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["ExtendedLike", "StrategyLike"]
 
 
 class ExtendedLike(Protocol):
-    """The extended part of a strategy: see `mpistrat.StrategyExtended`."""
+    """``strategy.extended``: see `mpistrat.StrategyExtended`."""
 
     communicator: BaseCommunicator
 
     def all_reduce(self, op: ReduceOp, arrays: list[Any], options: CommunicationOptions | None = None) -> list[Any]:
-        """Combine arrays of this rank with those of the others. A collective call."""
+        """Reduce arrays over all ranks. A collective call."""
 
 
 class StrategyLike(Protocol):
@@ -25,8 +25,8 @@ class StrategyLike(Protocol):
 
     @property
     def extended(self) -> ExtendedLike:
-        """How the strategy communicates; its communicator is closed with the strategy."""
+        """The part that communicates."""
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas whose values are combined."""
+        """Number of replicas."""

@@ -1,4 +1,4 @@
-"""DistributedValues: values with one component per replica, of which this rank holds its own."""
+"""DistributedValues: values with one component per replica; each rank holds the component of its replica."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ __all__ = [
     "select_replica",
 ]
 
-# functions of NumPy that write to their first argument
+# NumPy functions that write to their first argument
 _WRITERS = (np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np.putmask)
 
-# id of a component that was handed out: the value that it is a component of
+# id of a component that `values` has returned -> the value that it belongs to
 _containers: weakref.WeakValueDictionary[int, DistributedValues] = weakref.WeakValueDictionary()
 
 
 class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
-    """A value with one component per replica. Strategies make them; users receive them.
+    """A value with one component per replica. Strategies create them.
 
-    Operators and functions of NumPy take them for the array that they read as, on a GPU too.
+    In operators and NumPy functions it stands for the array that `read` returns, also on a GPU.
 
     Parameters
     ----------
@@ -53,22 +53,23 @@ class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
         return (self._component,)
 
     def in_replica(self) -> Any:
-        """Return what stands for this value inside ``strategy.run``."""
+        """Return what replaces this value in the arguments of a function that ``strategy.run`` calls."""
         return self._component
 
     def across_replicas(self) -> DistributedValues:
-        """Return what stands for this value where the components of all replicas are combined."""
+        """Return what replaces this value in a reduction over all replicas."""
         return self
 
     def read(self) -> Array:
-        """Return this value as one array, where it may be read as one."""
+        """Return this value as one array, if it has one here."""
         raise NotImplementedError
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         array = self.read()
-        if is_on_device(array):  # as CuPy does: a copy that nobody asked for hides where the program computes
+        if is_on_device(array):  # as CuPy does: an implicit copy would hide where the program computes
             raise TypeError(
-                f"a {type(self).__name__} on a GPU was read by NumPy, which would copy it without being asked to.\n"
+                f"a {type(self).__name__} on a GPU was read by NumPy, which needs a copy in host memory; it is not made "
+                "implicitly.\n"
                 "    incorrect:  np.asarray(variable)\n"
                 "    correct:    variable.numpy(), or variable.value for its array on the GPU; of any other distributed value "
                 "strategy.experimental_local_results(value)[0].get()"
@@ -88,7 +89,7 @@ class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
             _check_targets((written, kwargs.get("out")))
         return func(*map_leaves(_read, args), **(map_leaves(_read, kwargs) if kwargs else {}))
 
-    # what a program asks of one number or one array is answered where this reads as one, and nowhere else
+    # protocols of sequences and numbers work if `read` does
 
     def __len__(self) -> int:
         return len(self.read())
@@ -128,7 +129,7 @@ class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
 
 
 class PerReplica(DistributedValues):
-    """A value whose components usually differ: reads as the local one inside ``strategy.run``, and nowhere else."""
+    """A value whose components may differ. It can be read as an array only inside ``strategy.run``: as the local component."""
 
     def read(self) -> Array:
         """Return the component of this replica.
@@ -141,7 +142,7 @@ class PerReplica(DistributedValues):
         mode = current()
         if mode.replica_context is None or mode is default_mode():
             raise InvalidArgumentError(
-                "a per-replica value was read as one array or number outside strategy.run, where it has a component on every "
+                "a per-replica value was read as one array or number outside strategy.run, but it has a component on each "
                 "replica.\n"
                 "    incorrect:  np.sum(value); float(value); if value > limit: …\n"
                 '    correct:    strategy.reduce("sum", value, axis=None), or strategy.gather(value, axis=0), or for the '
@@ -151,15 +152,15 @@ class PerReplica(DistributedValues):
 
 
 class Mirrored(DistributedValues):
-    """A value whose components are equal by construction: reads as an array everywhere."""
+    """A value whose components are equal on all replicas. It can be read as an array everywhere."""
 
     def read(self) -> Array:
-        """Return the component of this rank, which equals those of the others."""
+        """Return the component of this rank; those of the other ranks are equal."""
         return as_array(self._component)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extents of the array."""
+        """Shape of the array."""
         return as_array(self._component).shape
 
     @property
@@ -184,56 +185,56 @@ class Mirrored(DistributedValues):
 
     @property
     def T(self) -> Array:  # noqa: N802 - the name that it has everywhere
-        """The array with its axes in reverse order."""
+        """The transposed array."""
         transposed: Array = self.read().T
         return transposed
 
     @property
     def mT(self) -> Array:  # noqa: N802
-        """The array with its last two axes exchanged."""
+        """The array with its last two axes swapped."""
         transposed: Array = self.read().mT
         return transposed
 
     @property
     def device(self) -> Any:
-        """Where the array is, as its library says it."""
+        """The device of the array, as its library names it."""
         return getattr(self._component, "device", "cpu")
 
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
         return array_module() if is_on_device(as_array(self._component)) else np
 
     def __len__(self) -> int:
-        return len(as_array(self._component))  # equal on all replicas: nothing has to be read
+        return len(as_array(self._component))  # without `read`, which communicates for some variables
 
 
 def select_replica(value: Any) -> Any:
-    """Return a nested value with each distributed value replaced by what stands for it inside ``strategy.run``."""
+    """Return a nested value in which each distributed value is replaced by its component of this replica."""
     return map_leaves(_in_replica, value)
 
 
 def across_replicas(value: Any) -> Any:
-    """Return a nested value with each distributed value replaced by what stands for it where components are combined."""
+    """Return a nested value in which each distributed value is replaced by what a reduction over replicas takes for it."""
     return map_leaves(lambda leaf: leaf.across_replicas() if isinstance(leaf, DistributedValues) else leaf, value)
 
 
 def regroup(value: Any, num_replicas: int) -> Any:
-    """Return a nested value, computed by each replica, as the program outside ``strategy.run`` sees it.
+    """Return what a function returned in ``strategy.run`` with each leaf as a per-replica value.
 
-    What is one object for all replicas stays it: a variable, or a mirrored value. Anything else is an object of each replica's
-    own, and becomes a per-replica value. Whether the replicas' structures are the same shows where the value is combined.
+    Variables and mirrored values stay as they are. That all replicas returned the same structure is checked only when the value
+    is reduced.
 
     Parameters
     ----------
     value : nest
-        What this rank's replica computed.
+        What the function returned on this rank.
     num_replicas : int
-        Replicas in sync; the value of a single one is returned bare.
+        Number of replicas; with a single one `value` is returned unchanged.
     """
     return value if num_replicas == 1 else map_leaves(_per_replica, value)
 
 
 def container_of(value: Any) -> Any:
-    """Return the distributed value whose `values` `value` came from, or `value` itself."""
+    """Return the distributed value that `value` is a component of, or `value` itself if there is none."""
     found = _containers.get(id(value))
     return found if found is not None and found._component is value else value
 
@@ -251,7 +252,7 @@ def _read(leaf: Any) -> Any:
 
 
 def _check_targets(targets: Any) -> None:
-    """Refuse to write to a distributed value: the other replicas would not know."""
+    """Refuse to write to a distributed value, because only the component of this replica would change."""
     for target in flatten(targets)[0]:
         if isinstance(target, DistributedValues):
             raise TypeError(

@@ -1,1 +1,1 @@
-"""How the components of values are combined, and where the results land: the CrossDeviceOps of tf.distribute."""
+"""CrossDeviceOps, as in tf.distribute: reduce the components of values, and deliver the results to destinations."""

@@ -1,4 +1,4 @@
-"""The family that combines by an all-reduce: which algorithm each class of it asks for, and what it declines."""
+"""CrossDeviceOps that reduce by an all-reduce; each class selects an algorithm or a library."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["CollectiveAllReduce", "HierarchicalAllReduce", "HierarchicalCopyAllR
 
 
 class HierarchicalAllReduce(CrossDeviceOps):
-    """Combines inside each node, then between nodes, as suits the arrays best: what strategies use by themselves.
+    """Reduces inside each node, then between nodes, with the algorithm that is fastest for the arrays. Strategies' default.
 
     Parameters
     ----------
     num_packs : int, optional
-        Cut the elements of a batch into so many equal packs, of which the last takes the remainder; 0 reduces each array by
-        itself. None (the default) packs by the options' `bytes_per_pack`.
+        Number of equal packs that the elements of a batch are cut into; the last one takes the remainder. 0: each array is
+        reduced separately. None (the default): packs follow `bytes_per_pack` of the options.
 
     Raises
     ------
@@ -43,13 +43,13 @@ class HierarchicalAllReduce(CrossDeviceOps):
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
     ) -> Any:
-        """Combine one value: see `CrossDeviceOps.reduce_implementation`. A collective call."""
+        """Reduce one value: see `CrossDeviceOps.reduce_implementation`. A collective call."""
         return self._all_reduce(reduce_op, [(per_replica_value, destinations)], options)[0]
 
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[PerReplica, Any]], options: CommunicationOptions
     ) -> list[Any]:
-        """Combine many values as one batch: see `CrossDeviceOps.batch_reduce_implementation`. A collective call."""
+        """Reduce many values as one batch: see `CrossDeviceOps.batch_reduce_implementation`. A collective call."""
         return self._all_reduce(reduce_op, value_destination_pairs, options)
 
     def _all_reduce(self, op: ReduceOp, pairs: Sequence[tuple[PerReplica, Any]], options: CommunicationOptions) -> list[Any]:
@@ -69,17 +69,17 @@ class HierarchicalAllReduce(CrossDeviceOps):
         return [deliver(result, ranks, communicator) for result, ranks in zip(results, landing, strict=True)]
 
     def _preference(self, communicator: BaseCommunicator) -> CommunicationOptions:
-        """Return the options that this class stands for; those of a call win."""
+        """Return the options that this class sets; the options of a call take precedence."""
         return CommunicationOptions()
 
 
 class CollectiveAllReduce(HierarchicalAllReduce):
-    """Combines over all ranks at once, by the all-reduce of MPI, nodes or not.
+    """Reduces by one all-reduce over all ranks (algorithm ``flat``), whatever the nodes.
 
     Parameters
     ----------
     options : CommunicationOptions, optional
-        How to communicate where a call does not say.
+        Defaults; the options of a call take precedence.
     num_packs : int, optional
         As for `HierarchicalAllReduce`.
 
@@ -102,7 +102,7 @@ class CollectiveAllReduce(HierarchicalAllReduce):
 
 
 class HierarchicalCopyAllReduce(HierarchicalAllReduce):
-    """Combines inside one node: each rank sums its share of the elements, then all collect the shares.
+    """Reduces inside one node by a reduce-scatter and an all-gather.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ class HierarchicalCopyAllReduce(HierarchicalAllReduce):
     InvalidArgumentError
         If `num_packs` is negative.
     NotImplementedError
-        When it is used, on all replicas, if they are on several nodes.
+        On use, on all replicas, if they are on several nodes.
     """
 
     def __init__(self, num_packs: int = 1) -> None:
@@ -123,14 +123,14 @@ class HierarchicalCopyAllReduce(HierarchicalAllReduce):
     def _preference(self, communicator: BaseCommunicator) -> CommunicationOptions:
         if communicator.world.num_nodes > 1:
             raise NotImplementedError(
-                f"HierarchicalCopyAllReduce combines the ranks of one node, and these replicas are {communicator.world}: use "
-                "HierarchicalAllReduce(), which combines inside nodes and then between them"
+                f"HierarchicalCopyAllReduce reduces over the ranks of one node, but these replicas are {communicator.world}: "
+                "use HierarchicalAllReduce(), which reduces inside nodes and then between them"
             )
         return CommunicationOptions(algorithm="hierarchical")
 
 
 class NcclAllReduce(HierarchicalAllReduce):
-    """Combines arrays on GPUs by NCCL.
+    """Reduces arrays on GPUs by NCCL.
 
     Parameters
     ----------
@@ -142,8 +142,8 @@ class NcclAllReduce(HierarchicalAllReduce):
     InvalidArgumentError
         If `num_packs` is negative.
     TransportError
-        When it is used, on all replicas, if these compute in host memory, if NCCL does not serve on one of their nodes, or if
-        it does not combine such values.
+        On use, on all replicas, if they compute in host memory, if NCCL cannot be used on one of their nodes, or if it does not
+        support the dtype or the operation.
     """
 
     def __init__(self, num_packs: int = 1) -> None:
@@ -152,7 +152,7 @@ class NcclAllReduce(HierarchicalAllReduce):
     def _preference(self, communicator: BaseCommunicator) -> CommunicationOptions:
         if bound_device() is None:
             raise TransportError(
-                "NcclAllReduce combines arrays in the memory of GPUs, and these replicas compute in host memory: use "
+                "NcclAllReduce reduces arrays in GPU memory, but these replicas compute in host memory: use "
                 "HierarchicalAllReduce(), the default, or ReductionToOneDevice()"
             )
         return CommunicationOptions(implementation="NCCL")
@@ -160,9 +160,9 @@ class NcclAllReduce(HierarchicalAllReduce):
 
 @contextmanager
 def _packed(communicator: BaseCommunicator, num_packs: int | None) -> Iterator[None]:
-    """Cut batches into `num_packs` for a while; None leaves it to the strategy."""
+    """Set the number of packs of a communicator for the time of a ``with`` block; None leaves it unchanged."""
     before = communicator.num_packs
-    if num_packs is not None:  # setting it, even to what it is, costs the communicator what it remembers
+    if num_packs is not None:  # setting it, even to the same value, clears the plan cache of the communicator
         communicator.num_packs = num_packs
     try:
         yield

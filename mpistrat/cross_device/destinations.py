@@ -1,4 +1,4 @@
-"""Destinations: which ranks the result of a reduction lands on, and what the others hold."""
+"""Destinations: the ranks that receive the result of a reduction, and the value that the others hold."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__cuda_array_interface_
 
 
 class OnSomeReplicas(DistributedValues):
-    """A value that lives on the destination of a reduction only.
+    """A value that only some ranks hold: the destinations of a reduction.
 
     Parameters
     ----------
     component : ndarray or IndexedSlices
-        The component of this rank; where it has none, something empty of that kind, which nobody sees.
+        The component of this rank; on a rank that has none an empty placeholder, which users never see.
     ranks : tuple of int
-        Where the value lives, in rising order.
+        The ranks that hold the value, in increasing order.
     rank : int
         This rank.
     """
@@ -52,7 +52,7 @@ class OnSomeReplicas(DistributedValues):
         return super().values if self.is_here else ()
 
     def in_replica(self) -> Any:
-        """Return the component; where there is none the value itself, which cannot be read."""
+        """Return the component; on a rank that has none, this value itself, which cannot be read there."""
         return self._component if self.is_here else self
 
     def read(self) -> Array:
@@ -61,11 +61,11 @@ class OnSomeReplicas(DistributedValues):
         Raises
         ------
         InvalidArgumentError
-            On the ranks that have none.
+            On a rank that has none.
         """
         if not self.is_here:
             raise InvalidArgumentError(
-                f"rank {self._rank}: a value that was reduced to {_named(self.ranks)} cannot be read here.\n"
+                f"rank {self._rank}: this value was reduced to {_named(self.ranks)} and cannot be read on this rank.\n"
                 '    incorrect:  total = ops.reduce("sum", value, "rank:0"); print(np.asarray(total)), on all ranks\n'
                 "    correct:    if total.is_here: print(np.asarray(total))\n"
                 '    correct:    total = ops.reduce("sum", value, value), to have it on all ranks'
@@ -73,7 +73,7 @@ class OnSomeReplicas(DistributedValues):
         return as_array(self._component)
 
     def stand_in(self) -> Any:
-        """Return the component; where there is none, what was passed in its place."""
+        """Return the component, or its placeholder."""
         return self._component
 
     def __repr__(self) -> str:
@@ -82,14 +82,14 @@ class OnSomeReplicas(DistributedValues):
 
 
 def resolve(destinations: Any, communicator: BaseCommunicator) -> tuple[int, ...]:
-    """Return the ranks that `destinations` names, in rising order.
+    """Return the ranks that `destinations` stands for, in increasing order.
 
-    Values name the ranks that hold them, whatever is in them; a device string names the ranks that have the device.
+    A value stands for the ranks that hold it, a device string for the ranks that have the device.
 
     Raises
     ------
     InvalidArgumentError
-        If `destinations` is nothing that names ranks, is empty, or names a rank or device that there is not.
+        If `destinations` is of an unsupported type, is empty, or names a rank or device that does not exist.
     """
     if isinstance(destinations, (set, frozenset, str)) and not destinations:
         raise InvalidArgumentError(f"destinations must not be empty; {_ACCEPTED}")
@@ -98,7 +98,7 @@ def resolve(destinations: Any, communicator: BaseCommunicator) -> tuple[int, ...
 
 
 def deliver(result: Any, ranks: tuple[int, ...], communicator: BaseCommunicator) -> Any:
-    """Return a result that all ranks have computed as a value that lives on `ranks`; with one replica, the bare result."""
+    """Return a result, which all ranks have, as a value that only `ranks` hold; with one replica, the result itself."""
     if communicator.size == 1:
         return result
     if len(ranks) == communicator.size:
@@ -107,7 +107,7 @@ def deliver(result: Any, ranks: tuple[int, ...], communicator: BaseCommunicator)
 
 
 def _ranks(destination: Any, communicator: BaseCommunicator) -> Collection[int]:
-    """Return the ranks that one destination names."""
+    """Return the ranks that one destination stands for."""
     if isinstance(destination, OnSomeReplicas):
         return destination.ranks
     if isinstance(destination, str):
@@ -126,7 +126,7 @@ def _named(ranks: tuple[int, ...]) -> str:
 
 
 def _empty(result: Any) -> Any:
-    """Return something empty of the kind of `result`, so that its memory can be freed."""
+    """Return an empty placeholder of the type of `result`, so that the memory of `result` can be freed."""
     if isinstance(result, IndexedSlices):
         return IndexedSlices(result.values[:0].copy(), result.indices[:0].copy(), result.dense_shape)
     return as_array(result).reshape(-1)[:0].copy()

@@ -1,6 +1,6 @@
-"""CrossDeviceOps: how the components of values are combined and where the results land; the base of the family.
+"""CrossDeviceOps: base class of the objects that reduce the components of values and deliver the results.
 
-File law: an object of the family holds no communicator. It works for the strategy that is current when it is called.
+File law: these objects hold no communicator. They use the one of the strategy that is current when they are called.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from mpistrat.communicator.sparse import IndexedSlices, broadcast_slices, gather
 from mpistrat.context.stack import current, default_mode, get_strategy, in_cross_replica_context, misplaced, pop, push
 from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, select_replica
 from mpistrat.cross_device.destinations import OnSomeReplicas, deliver, resolve
-from mpistrat.cross_device.pairs import Pair, broadcast_source, checked_component, checked_pairs, is_open
+from mpistrat.cross_device.pairs import Pair, broadcast_source, checked_component, checked_pairs, needs_reduction
 from mpistrat.reduction import ReduceOp
 
 __all__ = ["CrossDeviceOps", "current_communicator"]
 
-# method: the line as it is often written inside strategy.run, and as it should be
+# method -> an incorrect line, written inside strategy.run, and the correct one
 _ADVICE = {
     "reduce": (
         'def step(): return ops.reduce("sum", value, destinations)',
@@ -41,16 +41,16 @@ _IMPLEMENTATIONS = {"reduce_implementation", "batch_reduce_implementation"}
 
 
 class CrossDeviceOps:
-    """Base of what combines the components of values. Derive from it, or from a class of the family, to see every reduction.
+    """Base class of the objects that reduce values over replicas. A subclass can change or observe every reduction.
 
-    A subclass overrides `reduce_implementation` or `batch_reduce_implementation`, or both. Where it overrides one of them, all
-    reductions go through that one, those of ``ctx.all_reduce`` too; the most derived class that overrides either decides.
+    A subclass overrides `reduce_implementation`, `batch_reduce_implementation` or both. All reductions call the one that is
+    overridden, also those of ``ctx.all_reduce``; the most derived class that overrides either decides.
 
     Attributes
     ----------
     num_packs : int or None
-        Cut the elements of a batch into so many equal packs; 0 reduces each array by itself. None packs by the options'
-        `bytes_per_pack`.
+        Number of equal packs that the elements of a batch are cut into; 0: each array is reduced separately; None: packs follow
+        `bytes_per_pack` of the options.
     """
 
     num_packs: int | None = None
@@ -62,40 +62,39 @@ class CrossDeviceOps:
         destinations: Any,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Combine the components of a value, and leave the result on `destinations`. A collective call.
+        """Reduce a value over replicas, and deliver the result to `destinations`. A collective call.
 
         Parameters
         ----------
         reduce_op : ReduceOp or str
-            SUM, MEAN, MIN, MAX or PROD, in any case.
+            SUM, MEAN, MIN, MAX or PROD; case does not matter.
         per_replica_value : DistributedValues, IndexedSlices or array_like
-            What is combined. A value that is not a per-replica value is equal on all replicas: its mean, minimum and maximum
-            are itself, its sum and product are refused, with several replicas, unless it is zero.
+            The value. If it is not a per-replica value, it counts as equal on all replicas: its mean, minimum and maximum are
+            the value itself. Its sum and product are ambiguous with several replicas, and refused unless it is zero.
         destinations : DistributedValues, array, str, int or set
-            Where the result is wanted: a value, variable or array stands for the replicas that hold it, and is not changed; a
-            device string (``rank:2``) or a rank for that rank; a set of these for all of them.
+            The ranks that receive the result. A value, variable or array stands for the replicas that hold it, and is not
+            changed; a device string (``rank:2``) or a number stands for that rank; a set stands for all its members.
         options : CommunicationOptions, optional
-            Merged over those of the strategy.
+            Take precedence over those of the strategy.
 
         Returns
         -------
         Mirrored, OnSomeReplicas or ndarray
-            A mirrored value where all replicas are destinations, else a value that only the destinations can read; with one
-            replica, its component as it is. Of a variable a copy: what is assigned later does not change a result.
+            A mirrored value if all replicas are destinations, else a value that only the destinations can read; with one
+            replica, its component. The result of a variable is a copy: assigning to the variable does not change it.
 
         Raises
         ------
         RuntimeError
             If called inside ``strategy.run``, or outside all scopes with a value of a strategy.
         InvalidArgumentError
-            If the value is not an array, the sum or product of a value that is equal everywhere is asked for, or `destinations`
-            is empty or nothing that names ranks.
+            If the value is not an array, its sum or product is ambiguous, or `destinations` is empty or of an unsupported type.
         UnsupportedDtypeError
             If `reduce_op` is not defined for the dtype.
         TypeError
             If `reduce_op` is neither a ReduceOp nor a str.
         NotImplementedError
-            If slices are to be combined otherwise than by SUM or MEAN.
+            If `reduce_op` is neither SUM nor MEAN and the value is IndexedSlices.
         """
         return self._reduce("reduce", reduce_op, [(per_replica_value, destinations)], options)[0]
 
@@ -105,7 +104,7 @@ class CrossDeviceOps:
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Combine many values, each with a destination of its own, as one batch. A collective call.
+        """Reduce many values as one batch, each with its own destinations. A collective call.
 
         Parameters
         ----------
@@ -122,19 +121,19 @@ class CrossDeviceOps:
         Raises
         ------
         InvalidArgumentError
-            If `value_destination_pairs` is not an iterable of 2-tuples, and as for `reduce`, which see for the other errors.
+            If `value_destination_pairs` is not an iterable of 2-tuples. All other errors are as for `reduce`.
         """
         return self._reduce("batch_reduce", reduce_op, value_destination_pairs, options)
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
-        """Copy a value to `destinations`, of which a variable only says where; it is not changed. A collective call.
+        """Broadcast a value to `destinations`. A collective call.
 
         Parameters
         ----------
         tensor : array_like, Mirrored, OnSomeReplicas or IndexedSlices
-            That of replica 0 counts; of a value that lives on some replicas, that of the first of them.
+            The value of replica 0 is broadcast; if only some replicas hold it, the one of the first of them.
         destinations : DistributedValues, array, str, int or set
-            As for `reduce`.
+            As for `reduce`; a variable here is not changed either.
 
         Returns
         -------
@@ -146,7 +145,7 @@ class CrossDeviceOps:
         RuntimeError
             If called inside ``strategy.run``, or outside all scopes with a value of a strategy.
         InvalidArgumentError
-            If the value is not an array or differs between replicas, or `destinations` is empty or nothing that names ranks.
+            If the value is a per-replica value or not an array, or `destinations` is empty or of an unsupported type.
         """
         _require_cross_replica(self, "broadcast")
         communicator = current_communicator()
@@ -161,9 +160,9 @@ class CrossDeviceOps:
     def all_reduce_in_replica(
         self, reduce_op: ReduceOp, arrays: Sequence[Any], options: CommunicationOptions | None = None
     ) -> list[Any]:
-        """Combine arrays and slices of this replica with those of the others: what ``ctx.all_reduce`` calls. A collective call.
+        """Reduce arrays and slices to all replicas, on behalf of ``ctx.all_reduce``. A collective call.
 
-        Each is reduced to all replicas by the implementations below, in cross-replica context.
+        The implementations below are called in cross-replica context.
         """
         if not arrays:
             return []
@@ -180,23 +179,23 @@ class CrossDeviceOps:
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
     ) -> Any:
-        """Combine one value; to be overridden. A collective call, in cross-replica context, with checked arguments.
+        """Reduce one value; to be overridden. A collective call, in cross-replica context, with checked arguments.
 
         Returns
         -------
         Mirrored, OnSomeReplicas or ndarray
-            The result; an array counts as the component of this rank.
+            The result; an array is the component of this rank.
         """
         raise _abstract(self)
 
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: Sequence[tuple[PerReplica, Any]], options: CommunicationOptions
     ) -> list[Any]:
-        """Combine many values and return their results in order; to be overridden, as `reduce_implementation`."""
+        """Reduce many values, and return their results in order; to be overridden, as `reduce_implementation`."""
         raise _abstract(self)
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """Copy a value to `destinations`; may be overridden. A collective call, in cross-replica context."""
+        """Broadcast a value to `destinations`; may be overridden. A collective call, in cross-replica context."""
         communicator = current_communicator()
         root, component = broadcast_source(tensor)
         if isinstance(component, IndexedSlices):
@@ -206,7 +205,7 @@ class CrossDeviceOps:
         return deliver(copy, resolve(destinations, communicator), communicator)
 
     def gather_implementation(self, per_replica_value: Any, destinations: Any, axis: int, options: CommunicationOptions) -> Any:
-        """Concatenate the components along `axis`, in replica order; may be overridden. A collective call: ``strategy.gather``.
+        """Concatenate components along `axis`, in replica order, for ``strategy.gather``; may be overridden. A collective call.
 
         Raises
         ------
@@ -223,7 +222,7 @@ class CrossDeviceOps:
     def _reduce(
         self, method: str, reduce_op: ReduceOp | str, pairs: Iterable[tuple[Any, Any]], options: CommunicationOptions | None
     ) -> list[Any]:
-        """Check what was asked for, and combine the values that are not their own results already."""
+        """Check the arguments, and reduce the values that need it."""
         _require_cross_replica(self, method)
         communicator = current_communicator()
         try:
@@ -233,23 +232,26 @@ class CrossDeviceOps:
         except (TypeError, ValueError, NotImplementedError) as error:
             communicator.refuse(method, error, options)
         asked = ", ".join(map(str, checked))
-        # a repr of the user's own might differ between ranks
+        # not repr(self): the one of a user's class may differ between ranks
         call = f"{type(self).__name__}(num_packs={self.num_packs}).{method}({op.name}, [{asked}])"
         communicator.note(call, options)
-        waiting = [(pair.value, pair.destinations) for pair in checked if is_open(pair, communicator)]
+        waiting = [(pair.value, pair.destinations) for pair in checked if needs_reduction(pair, communicator)]
         results = iter(self._reduce_each(op, waiting, options or CommunicationOptions()) if waiting else ())
-        return [next(results) if is_open(pair, communicator) else self._settled(pair, communicator) for pair in checked]
+        return [
+            next(results) if needs_reduction(pair, communicator) else self._without_reduction(pair, communicator)
+            for pair in checked
+        ]
 
     def _reduce_each(self, op: ReduceOp, pairs: list[tuple[PerReplica, Any]], options: CommunicationOptions) -> list[Any]:
-        """Hand values to the implementation that was overridden last; where it was both, a batch to the one for batches."""
+        """Reduce by the most derived implementation; if a class has both, by that for batches unless there is one value."""
         overrides = next(vars(kind) for kind in type(self).__mro__ if not _IMPLEMENTATIONS.isdisjoint(vars(kind)))
         by_one = "reduce_implementation" in overrides
         if "batch_reduce_implementation" in overrides and not (by_one and len(pairs) == 1):
             return self.batch_reduce_implementation(op, pairs, options)
         return [self.reduce_implementation(op, value, destinations, options) for value, destinations in pairs]
 
-    def _settled(self, pair: Pair, communicator: BaseCommunicator) -> Any:
-        """Return the result of a value whose components need not be combined."""
+    def _without_reduction(self, pair: Pair, communicator: BaseCommunicator) -> Any:
+        """Return the result of a value that is equal on all replicas."""
         if isinstance(pair.value, OnSomeReplicas) and not set(pair.ranks) <= set(pair.value.ranks):
             return self.broadcast_implementation(pair.value, pair.destinations)
         value = pair.value
@@ -263,7 +265,7 @@ class CrossDeviceOps:
 
 
 def current_communicator() -> BaseCommunicator:
-    """Return what the current strategy communicates through."""
+    """Return the communicator of the current strategy."""
     communicator: BaseCommunicator = get_strategy().extended.communicator
     return communicator
 
@@ -275,6 +277,6 @@ def _require_cross_replica(ops: CrossDeviceOps, method: str) -> None:
 
 def _abstract(ops: CrossDeviceOps) -> NotImplementedError:
     return NotImplementedError(
-        f"{type(ops).__name__} does not say how values are combined: override reduce_implementation or "
-        "batch_reduce_implementation, or derive it from HierarchicalAllReduce"
+        f"{type(ops).__name__} implements no reduction: override reduce_implementation or batch_reduce_implementation, or "
+        "derive it from HierarchicalAllReduce"
     )

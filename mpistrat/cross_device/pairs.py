@@ -1,4 +1,4 @@
-"""What is asked of CrossDeviceOps: values, destinations and options, checked before anything is sent."""
+"""The arguments of CrossDeviceOps: pairs of values and destinations, checked before anything is sent."""
 
 from __future__ import annotations
 
@@ -12,16 +12,24 @@ from mpistrat.context.stack import current, default_mode, get_strategy, misplace
 from mpistrat.context.values import DistributedValues, PerReplica
 from mpistrat.cross_device.destinations import OnSomeReplicas, resolve
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.reduction import ReduceOp, check_meaning
+from mpistrat.reduction import ReduceOp, check_across_replicas
 
-__all__ = ["IDEMPOTENT", "Pair", "broadcast_source", "check_unambiguous", "checked_component", "checked_pairs", "is_open"]
+__all__ = [
+    "IDEMPOTENT",
+    "Pair",
+    "broadcast_source",
+    "check_unambiguous",
+    "checked_component",
+    "checked_pairs",
+    "needs_reduction",
+]
 
-# combining equal components with these gives the component again
+# the reduction of equal components is the component itself
 IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 
 
 class Pair(NamedTuple):
-    """A value, the destinations as they were given, and the ranks that they name."""
+    """A value, its destinations as passed, and the ranks that they stand for."""
 
     value: Any
     destinations: Any
@@ -31,7 +39,7 @@ class Pair(NamedTuple):
         if isinstance(self.value, OnSomeReplicas):
             return f"{type(self.value).__name__} on ranks {self.value.ranks} -> {self.ranks}"
         component = checked_component(self.value)
-        # slices may have other rows on each replica
+        # replicas may pass slices with different rows
         kind = "IndexedSlices" if isinstance(component, IndexedSlices) else f"{component.dtype} {component.shape}"
         return f"{type(self.value).__name__} {kind} -> {self.ranks}"
 
@@ -42,12 +50,12 @@ def checked_pairs(op: ReduceOp, pairs: Iterable[tuple[Any, Any]], communicator: 
     Raises
     ------
     InvalidArgumentError
-        If `pairs` is not an iterable of 2-tuples, a value is not an array, its sum is ambiguous, or its destinations name no
-        ranks.
+        If `pairs` is not an iterable of 2-tuples, a value is not an array, its sum is ambiguous, or its destinations are
+        invalid.
     UnsupportedDtypeError
         If `op` is not defined for a dtype.
     RuntimeError
-        If a value of a strategy is combined outside all scopes.
+        If a value of a strategy is reduced outside all scopes.
     """
     given = list(pairs) if isinstance(pairs, Iterable) else None
     if given is None or any(not isinstance(pair, tuple) or len(pair) != 2 for pair in given):
@@ -72,25 +80,25 @@ def checked_component(value: Any) -> Array | IndexedSlices:
         return as_operand(component)
     except UnsupportedDtypeError as error:
         raise InvalidArgumentError(
-            f"{value!r} cannot be made a per-replica value: {error}; nested values are reduced leaf by leaf, by "
-            "batch_reduce, strategy.reduce or ctx.all_reduce"
+            f"{value!r} cannot be reduced as a per-replica value: {error}; for nested values use batch_reduce, "
+            "strategy.reduce or ctx.all_reduce"
         ) from None
 
 
 def broadcast_source(tensor: Any) -> tuple[int, Array | IndexedSlices]:
-    """Return which rank's component of a value is to be copied to the others, and what this rank brings to it.
+    """Return the root of the broadcast of a value, and the array that this rank passes to it.
 
     Raises
     ------
     InvalidArgumentError
-        If the components differ, or are not arrays of numbers.
+        If this is a per-replica value, or not an array of numbers.
     RuntimeError
-        If the value of a strategy is copied outside all scopes.
+        If the value of a strategy is broadcast outside all scopes.
     """
     _check_in_scope(tensor)
     if isinstance(tensor, PerReplica):
         raise InvalidArgumentError(
-            f"{tensor!r} has a component on every replica: which of them is to be broadcast?\n"
+            f"{tensor!r} has a component on each replica, so it is ambiguous which one to broadcast.\n"
             "    incorrect:  ops.broadcast(strategy.run(fn), destinations)\n"
             '    correct:    ops.reduce("mean", strategy.run(fn), destinations), or ops.broadcast(array, destinations)'
         )
@@ -100,25 +108,25 @@ def broadcast_source(tensor: Any) -> tuple[int, Array | IndexedSlices]:
 
 
 def check_unambiguous(op: ReduceOp, num_components: int) -> None:
-    """Check that it is clear what to make of components that are equal, and not zero.
+    """Check that the reduction of a value that is equal on all replicas, and not zero, is not ambiguous.
 
     Raises
     ------
     InvalidArgumentError
-        If there are several of them, and `op` is SUM or PROD.
+        If there are several components and `op` is SUM or PROD.
     """
     if op not in IDEMPOTENT and num_components > 1:
         raise InvalidArgumentError(
-            f"{op.name} of a value that is not a per-replica value is ambiguous with {num_components} replicas: does it count "
-            f"once, or {num_components} times?\n"
+            f"{op.name} of a value that is not a per-replica value is ambiguous with {num_components} replicas: it could count "
+            f"once, or {num_components} times.\n"
             '    incorrect:  strategy.reduce("sum", 5.0, axis=None)\n'
             '    correct:    strategy.reduce("sum", strategy.run(fn), axis=None), with what fn returns on each replica; or '
             "the value itself"
         )
 
 
-def is_open(pair: Pair, communicator: BaseCommunicator) -> bool:
-    """Return whether there are several components to combine."""
+def needs_reduction(pair: Pair, communicator: BaseCommunicator) -> bool:
+    """Return whether a value has several components to reduce."""
     return communicator.size > 1 and isinstance(pair.value, PerReplica)
 
 
@@ -135,7 +143,7 @@ def _checked(op: ReduceOp, value: Any, destinations: Any, communicator: BaseComm
         check_slices(op, component)
         rows = component.values
     else:
-        check_meaning(op, component.dtype)
+        check_across_replicas(op, component.dtype)
         rows = component
     if not isinstance(value, PerReplica) and rows.any():
         check_unambiguous(op, communicator.size)
@@ -143,7 +151,7 @@ def _checked(op: ReduceOp, value: Any, destinations: Any, communicator: BaseComm
 
 
 def _components(value: DistributedValues, communicator: BaseCommunicator) -> DistributedValues:
-    """Return what stands for a value where its components are combined."""
+    """Return what replaces a value in a reduction over replicas."""
     found = value.across_replicas()
     if found is not value and communicator.size == 1:
         # the array of a variable; a single component is its own result, and that must not change with the variable
@@ -152,7 +160,7 @@ def _components(value: DistributedValues, communicator: BaseCommunicator) -> Dis
 
 
 def _check_in_scope(value: Any) -> None:
-    """Refuse the value of a strategy outside all scopes, where there is one replica and nothing would be combined."""
+    """Refuse the value of a strategy outside all scopes, where only the component of this rank would be reduced."""
     is_default = current() is default_mode()
     if (
         is_default
@@ -161,7 +169,7 @@ def _check_in_scope(value: Any) -> None:
     ):
         raise misplaced(
             f"an operation of CrossDeviceOps on {value!r}",
-            "in the scope of the strategy that the value is of",
+            "in the scope of the strategy that the value belongs to",
             'ops.reduce("sum", strategy.run(fn), destinations)',
             'with strategy.scope(): ops.reduce("sum", strategy.run(fn), destinations)',
         )

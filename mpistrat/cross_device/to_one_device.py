@@ -1,4 +1,4 @@
-"""ReductionToOneDevice: one rank receives all components and combines them in replica order."""
+"""ReductionToOneDevice: one rank gathers all components and reduces them in replica order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpistrat.arrays import Array, as_array, as_operand, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices
-from mpistrat.context.fitting import fitted
+from mpistrat.context.assignment import assignable
 from mpistrat.context.values import PerReplica
 from mpistrat.cross_device.destinations import deliver, resolve
 from mpistrat.cross_device.ops import CrossDeviceOps, current_communicator
@@ -24,18 +24,18 @@ AccumulationFn = Callable[[list[Array]], Any]
 
 
 class ReductionToOneDevice(CrossDeviceOps):
-    """Sends the components of a value to one rank, combines them there in replica order, and sends the result to all.
+    """Gathers the components of a value on one rank, reduces them there in replica order, and broadcasts the result.
 
-    Slow where there are many ranks, but the order of summing is always the same, and `accumulation_fn` may be anything.
+    Slow with many ranks, but the order of the sum is always the same, and `accumulation_fn` can be any function.
 
     Parameters
     ----------
     reduce_to_device : str or int, optional
-        The rank that combines, as a device string (``rank:1``) or a number; by default the first destination.
+        The rank that reduces, as a device string (``rank:1``) or a number; by default the first destination.
     accumulation_fn : callable, optional
-        Called on that rank as ``accumulation_fn([component_0, component_1, …])``, with arrays of the dtype they are summed in
-        (float32 for 16-bit floats), in place of summing them; it returns an array of their shape. MEAN then divides what it
-        returns. Slices are summed without it.
+        Replaces the sum: called on that rank as ``accumulation_fn([component_0, component_1, …])`` with arrays in the dtype of
+        the accumulation (float32 for 16-bit floats), it returns an array of their shape, which MEAN divides. IndexedSlices are
+        summed without it.
 
     Raises
     ------
@@ -52,15 +52,15 @@ class ReductionToOneDevice(CrossDeviceOps):
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
     ) -> Any:
-        """Combine one value: see `CrossDeviceOps.reduce_implementation`. A collective call.
+        """Reduce one value: see `CrossDeviceOps.reduce_implementation`. A collective call.
 
         Raises
         ------
         InvalidArgumentError
-            If `reduce_to_device` does not name one rank, or an `accumulation_fn` is to do another operation than SUM or
-            MEAN, or returns an array of another shape or kind of number: on the rank that combines.
+            If `reduce_to_device` does not name one rank. On the rank that reduces, also if there is an `accumulation_fn` and
+            the operation is neither SUM nor MEAN, or if it returns an array of another shape or kind of number.
         AgreementError
-            On the others then, and where `accumulation_fn` raises.
+            On the other ranks, if the rank that reduces, or its `accumulation_fn`, raises.
         """
         communicator = current_communicator()
         [component] = per_replica_value.values
@@ -95,28 +95,28 @@ class ReductionToOneDevice(CrossDeviceOps):
         communicator: BaseCommunicator,
         options: CommunicationOptions,
     ) -> Array:
-        """Return the combination of `parts` on the rank that has them; elsewhere just an array."""
+        """Return the reduction of `parts` on the rank that has them, and a placeholder elsewhere."""
         if self._accumulation_fn is None:
             return array if parts is None else _finished(op, _folded(op, parts), array, len(parts))
         error: Exception | None = None
         try:
             if parts is not None:
                 array = _finished(op, self._accumulated(op, parts), array, len(parts))
-        except Exception as refused:  # whatever the user's function raises, the other ranks must learn of it
+        except Exception as refused:  # the other ranks must be told, whatever the user's function raises
             error = refused
         communicator.agree(f"{op.name} by ReductionToOneDevice with an accumulation_fn", error, options)
         return array
 
     def _accumulated(self, op: ReduceOp, parts: list[Array]) -> Array:
-        """Return what `accumulation_fn` makes of the components."""
+        """Return the result of `accumulation_fn` for the components."""
         assert self._accumulation_fn is not None, "there is a function to call"
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise InvalidArgumentError(
-                f"accumulation_fn takes the place of summing, so it serves SUM and MEAN; for {op.name}, leave it out"
+                f"accumulation_fn replaces the sum, so it can be used for SUM and MEAN only; got {op.name}"
             )
         wide = accumulation_dtype(op, parts[0].dtype)
         total = as_array(self._accumulation_fn([part.astype(wide) for part in parts]), "what accumulation_fn returned")
-        return fitted(total, np.empty_like(parts[0], wide), self)
+        return assignable(total, np.empty_like(parts[0], wide), self)
 
     def __repr__(self) -> str:
         function = getattr(self._accumulation_fn, "__name__", type(self._accumulation_fn).__name__)
@@ -125,7 +125,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 
 
 def _folded(op: ReduceOp, parts: Sequence[Array]) -> Array:
-    """Return the components combined one after the other."""
+    """Return the components reduced one after the other."""
     total = parts[0].astype(accumulation_dtype(op, parts[0].dtype))
     for part in parts[1:]:
         combine(op)(total, part, out=total)
@@ -133,7 +133,7 @@ def _folded(op: ReduceOp, parts: Sequence[Array]) -> Array:
 
 
 def _finished(op: ReduceOp, total: Array, array: Array, count: int) -> Array:
-    """Return a total as the result of the operation, in the dtype of `array`."""
+    """Return a total as the result of the operation, divided for MEAN, in the dtype of `array`."""
     result = np.empty_like(array, order="C")
     if op is ReduceOp.MEAN:
         divide(total, count, result)

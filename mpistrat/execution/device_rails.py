@@ -1,6 +1,6 @@
-"""Between nodes on device memory: MPI takes it where it can, and it goes through memory of the host where not.
+"""Rails for GPU memory: passed to MPI directly if MPI is CUDA-aware, else staged through host memory.
 
-File law: all rails of a job go one way; what is wrong with one of them is wrong with all.
+File law: all rails of a job use the same transport; if one of them cannot use it, none does.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _said: set[str] = set()
 
 
 def device_rails(hierarchy: Hierarchy, device: Device, host: Mapping[int, Transport]) -> tuple[Mapping[int, Transport], str]:
-    """Return what moves large buffers of device memory between nodes, and how in words. A collective call.
+    """Return the transport of each rail for large buffers in GPU memory, and a description of them. A collective call.
 
-    Where MPI is asked whether it takes device memory, and does not, rank 0 says so once.
+    If MPI turns out not to be CUDA-aware, rank 0 prints a warning, once.
 
     Parameters
     ----------
     hierarchy : Hierarchy
         The groups.
     device : Device
-        Of this rank.
+        The GPU of this rank.
     host : mapping of int to Transport
-        What each rail takes in memory of the host.
+        The transport of each rail for host memory.
 
     Raises
     ------
@@ -53,12 +53,12 @@ def device_rails(hierarchy: Hierarchy, device: Device, host: Mapping[int, Transp
 
 
 def staged(group: Group, device: Device, host: Transport) -> Transport:
-    """Return what moves device memory by way of a transport of host memory."""
+    """Return a transport that stages GPU memory through a transport of host memory."""
     return StagedTransport(group, device, lambda _: host)
 
 
 def _cuda_aware(hierarchy: Hierarchy, device: Device) -> tuple[Mapping[int, Transport], str]:
-    """Return rails that hand device memory to MPI, or why there are none."""
+    """Return rails that pass GPU memory to MPI, or the reason why there are none."""
     inter = settings.INTER_TRANSPORT.read()
     if inter != "auto":
         return {}, f"{settings.INTER_TRANSPORT.name}={inter}"
@@ -69,7 +69,7 @@ def _cuda_aware(hierarchy: Hierarchy, device: Device) -> tuple[Mapping[int, Tran
             _say(hierarchy, verdict.reason)
         return {}, verdict.reason
     rails = {shard: CudaAwareRing(rail, device) for shard, rail in hierarchy.rails.items()}
-    # each rank has its rails in rising order, so no two ranks wait for each other crosswise
+    # each rank goes through its rails in increasing order, so that they cannot deadlock
     found = [_first_exchange(rail) for rail in rails.values()]
     wrong, failed = (next(filter(None, texts), "") for texts in zip(*chain.from_iterable(comm.allgather(found)), strict=True))
     if failed:
@@ -83,7 +83,7 @@ def _cuda_aware(hierarchy: Hierarchy, device: Device) -> tuple[Mapping[int, Tran
 
 
 def _first_exchange(rail: CudaAwareRing) -> tuple[str, str]:
-    """Return what was wrong, and what failed: other rails wait to hear of it."""
+    """Return a reason why values were wrong, and one why the exchange failed: empty texts on success."""
     try:
         return rail.first_exchange(), ""
     except TransportError as error:
@@ -93,5 +93,5 @@ def _first_exchange(rail: CudaAwareRing) -> tuple[str, str]:
 def _say(hierarchy: Hierarchy, reason: str) -> None:
     if hierarchy.rank == 0 and reason not in _said:
         _said.add(reason)
-        text = f"memory of GPUs goes between nodes by way of the host: {reason}; {settings.MPI_GPU.name}=off accepts that"
+        text = f"GPU memory is staged through host memory between nodes: {reason}; {settings.MPI_GPU.name}=off silences this"
         print(f"mpistrat: {text}", file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""How many arrays become few buffers."""
+"""Packing: copies many arrays into few buffers, and back."""

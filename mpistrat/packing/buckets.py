@@ -1,4 +1,4 @@
-"""Which arrays share a buffer: bytes_per_pack and num_packs, as TensorFlow defines them. Pure."""
+"""Buckets: which arrays share a buffer, by bytes_per_pack and num_packs as TensorFlow defines them. Pure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ __all__ = ["pack_by_bytes", "split_evenly"]
 
 
 def pack_by_bytes(sizes_bytes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
-    """Return packs of indices, in order: a new pack is opened once the open one is larger than the limit.
-
-    Packs therefore exceed the limit a little: few large packs are preferred.
+    """Return packs of indices, in order. A pack is complete when it is larger than the limit, so packs exceed it a little.
 
     Parameters
     ----------
@@ -40,7 +38,7 @@ def pack_by_bytes(sizes_bytes: Sequence[int], bytes_per_pack: int) -> list[list[
 
 
 def split_evenly(count: int, num_packs: int) -> list[int]:
-    """Return the elements of each pack when `count` elements are cut into equal packs, the last taking the remainder.
+    """Return the elements of each pack if `count` elements are cut into equal packs; the last one takes the remainder.
 
     Raises
     ------

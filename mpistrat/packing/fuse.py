@@ -1,6 +1,7 @@
-"""Copy in, copy out: one pass over memory that also casts, and divides for MEAN.
+"""Copy arrays into a bucket's buffer and out of it: one pass over memory that also casts, and divides for MEAN.
 
-Both are steps: after each piece of at most PIECE_BYTES whoever advances them may look after messages under way.
+Both copies are steps (`transports.steps`): they yield after each piece of at most PIECE_BYTES, so that the caller can advance
+messages in between.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class CopyIn:
     start, stop : int
         The range, in elements of the bucket.
     buffer : ndarray
-        Where it goes; what it has beyond the range is padding, set to zero.
+        The memory for the range; elements beyond it are padding, and set to zero.
     """
 
     def __init__(self, layout: Layout, start: int, stop: int, buffer: Array) -> None:
@@ -57,11 +58,11 @@ class CopyOut:
     start, stop : int
         The range of the bucket that the parts belong to.
     parts : sequence of (first, last, addends)
-        Elements [first, last) of the range are the addends, folded with `op` in their order.
+        Elements [first, last) of the range are the addends, combined with `op` in this order.
     op : ReduceOp
-        How to fold.
+        How to combine.
     divisor : int
-        Divides what is copied; 1 for every operation but MEAN.
+        Divides the result; 1 for every operation but MEAN.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class CopyOut:
             yield True
 
     def _folded(self, addends: Sequence[Array], target: Array) -> Array:
-        """Fold straight into the target, unless it has another dtype."""
+        """Return the addends combined: in the target, unless it has another dtype."""
         total = target if target.dtype == addends[0].dtype else np.empty_like(addends[0])
         self._fold(addends[0], addends[1], out=total)
         for addend in addends[2:]:

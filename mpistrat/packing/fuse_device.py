@@ -1,6 +1,7 @@
-"""Copy in, copy out on a device: one launch moves all arrays of a dtype, casts them, and divides for MEAN.
+"""Copy GPU arrays into a bucket's buffer and out of it: one launch for all arrays of a dtype, which casts and divides for MEAN.
 
-The addresses of the arrays travel in a table, which is sent to the device only where they have changed since the last call.
+The kernel reads the addresses of the arrays from a table, which is sent to the device only if they have changed since the last
+call.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ class DeviceCopyIn:
     Parameters
     ----------
     device : Device
-        Where all of them lie.
+        The GPU of the arrays and the buffer.
     layout : Layout
         The bucket.
     start, stop : int
         The range, in elements of the bucket.
     buffer : device array
-        Where it goes; what it has beyond the range is padding, set to zero.
+        The memory for the range; elements beyond it are padding, and set to zero.
     """
 
     def __init__(self, device: Device, layout: Layout, start: int, stop: int, buffer: DeviceArray) -> None:
@@ -53,15 +54,15 @@ class DeviceCopyOut:
     Parameters
     ----------
     device : Device
-        Where all of them lie.
+        The GPU of the arrays.
     layout : Layout
         The bucket.
     start, stop : int
         The range of the bucket that the parts belong to.
     parts : sequence of (first, last, source)
-        Elements [first, last) of the range are what `source` holds: memory of this device, or mapped memory of another one.
+        `source` holds elements [first, last) of the range: memory of this GPU, or mapped memory of another one.
     divisor : int
-        Divides what is copied; 1 for every operation but MEAN.
+        Divides the elements; 1 for every operation but MEAN.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class DeviceCopyOut:
 
 
 class _Mover:
-    """Pieces of arrays, each with its place in a buffer; `run` moves all, one launch for each dtype of the arrays."""
+    """Copies pieces of arrays into or out of a buffer, by one launch for each dtype of the arrays."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class _Mover:
             launch.run([address(arrays[index]) + start_bytes for index, start_bytes in spots])
 
     def _bind(self, dtypes: Sequence[np.dtype[Any]]) -> None:
-        """Prepare a launch for each dtype, with which array, and from which byte of it on, each of its pieces is."""
+        """Prepare a launch for each dtype, with the array and the first byte of each of its pieces."""
         members: dict[np.dtype[Any], list[tuple[Piece, int]]] = {}
         for piece, place in self._pieces:
             members.setdefault(dtypes[piece.array], []).append((piece, place))
@@ -134,7 +135,7 @@ class _Launch:
         divisor: int,
     ) -> None:
         source, target = (kind, dtype) if inwards else (dtype, kind)
-        if source.kind == "c":  # the two numbers of each value are moved, and divided, alike
+        if source.kind == "c":  # a complex number is copied, and divided, as two real ones
             counts = [2 * count for count in counts]
             source = target = np.dtype(f"f{source.itemsize // 2}")
         wide = np.dtype(np.float32) if source.itemsize == 2 and source.kind not in "iu" else source
@@ -150,7 +151,7 @@ class _Launch:
         self._used: Event | None = None
 
     def run(self, outside: list[int]) -> None:
-        """Move between the arrays that begin at these addresses and the buffer."""
+        """Copy between the arrays that begin at these addresses and the buffer."""
         stream = self._device.current_stream()
         if outside != self._outside:
             self._send(stream, outside)
@@ -159,7 +160,7 @@ class _Launch:
 
     def _send(self, stream: Stream, outside: list[int]) -> None:
         while self._used is not None and not self._used.done():
-            pass  # the launch before still needs its table: it was put on the stream a whole step ago
+            pass  # the launch before still reads the table; it was enqueued a whole step ago, so this hardly ever waits
         self._table.point(*((outside, self._inside) if self._inwards else (self._inside, outside)))
         self._host[: self._rows_bytes] = self._table.rows.reshape(-1).view(np.uint8)
         stream.copy(self._arguments[0], int(self._host.__array_interface__["data"][0]), self._host.nbytes)

@@ -1,4 +1,4 @@
-"""Where each array lies in a bucket's buffer. Pure."""
+"""Layout: the position of each array in a bucket's buffer. Pure."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["Layout", "Piece"]
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements of one array that lie together in a range of the buffer.
+    """Contiguous elements of one array in a range of the buffer.
 
     Attributes
     ----------
     array : int
         Index of the array in the bucket.
     start, stop : int
-        Its elements, counted in the array.
+        The elements, by their index in the array.
     offset : int
-        Where they begin, counted from the beginning of the range.
+        The index of the first one in the range.
     """
 
     array: int
@@ -31,16 +31,16 @@ class Piece:
 
 
 class Layout:
-    """Arrays laid one behind the other, or a range of them.
+    """Arrays that lie one after the other, or a range of their elements.
 
     Parameters
     ----------
     counts : sequence of int
         Elements of each array.
     first : int
-        Where the range begins, in elements of all arrays.
+        The first element of the range, counted over all arrays.
     count : int, optional
-        Elements of the range; all that follow by default.
+        Elements of the range; by default it extends to the end of the last array.
     """
 
     def __init__(self, counts: Sequence[int], first: int = 0, count: int | None = None) -> None:
@@ -50,16 +50,16 @@ class Layout:
 
     @property
     def is_one_array(self) -> bool:
-        """Whether the range is all of a single array."""
+        """Whether the range is one whole array."""
         return len(self.offsets) == 2 and self.count == self.offsets[-1]
 
     @property
     def has_whole_arrays(self) -> bool:
-        """Whether the range is all of every array."""
+        """Whether the range contains all elements of all arrays."""
         return self.first == 0 and self.count == self.offsets[-1]
 
     def pieces(self, start: int, stop: int, longest: int) -> list[Piece]:
-        """Return what lies in elements [start, stop) of the buffer, in order, as pieces of at most `longest` elements."""
+        """Return the pieces in elements [start, stop) of the range, in order, each of at most `longest` elements."""
         found: list[Piece] = []
         start, stop = start + self.first, stop + self.first
         array = max(0, bisect_right(self.offsets, start) - 1)

@@ -1,6 +1,6 @@
-"""Wire: what travels between nodes: values rounded to bfloat16 or float16, with or without error feedback.
+"""Wire: casts values to bfloat16 or float16 for their way between nodes, with or without error feedback.
 
-Rounding is to nearest, ties to even, as everywhere in IEEE arithmetic. What is too large becomes infinite, NaN stays NaN.
+Rounding is to nearest, ties to even, as in IEEE arithmetic. Values that are too large become infinite, NaN stays NaN.
 
 Sources of error feedback: Seide, Fu, Droppo, Li, Yu: 1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
 Distributed Training of Speech DNNs. Interspeech 2014. Karimireddy, Rebjock, Stich, Jaggi: Error Feedback Fixes SignSGD and
@@ -20,21 +20,21 @@ from mpistrat.arrays import Array
 __all__ = ["Cast", "Wire"]
 
 _FLOAT16 = np.dtype(np.float16)
-# NumPy casts float16 element by element; for so many at a time a dozen passes of integer arithmetic are faster
-_PIECE, _LEAST = 1 << 15, 1 << 13
-_OVERFLOW = np.float32(65520)  # what is smaller rounds to a finite float16
+# NumPy casts float16 element by element; for a block of at least so many, a dozen passes of integer arithmetic are faster
+_BLOCK, _MIN_BLOCK = 1 << 15, 1 << 13
+_OVERFLOW = np.float32(65520)  # smaller values round to a finite float16
 
 
 @dataclass(frozen=True)
 class Wire:
-    """In which dtype values of float32 travel, and whether what that loses is made up for in the next call.
+    """The dtype of float32 values between nodes, and whether their rounding errors are added in the next call.
 
     Attributes
     ----------
     dtype : dtype
         bfloat16 or float16.
     error_feedback : bool
-        Whether casts keep what they lose.
+        Whether casts keep their rounding errors for the next call.
     """
 
     dtype: np.dtype[Any]
@@ -42,29 +42,29 @@ class Wire:
 
 
 class Cast:
-    """Casts the values of `count` places, the same ones in every call.
+    """Casts the values at `count` positions of a buffer, the same ones in every call.
 
     Parameters
     ----------
     wire : Wire
-        What to cast to.
+        The dtype to cast to.
     count : int
-        Number of places.
+        Number of positions.
     """
 
     def __init__(self, wire: Wire, count: int) -> None:
         self.dtype = wire.dtype
-        # what was rounded off and not yet sent, for each place
+        # the rounding error that has not been sent yet, for each position
         self._lost = np.zeros(count, np.float32) if wire.error_feedback else None
-        self._scratch = np.empty((2, min(count, _PIECE)), np.uint32) if wire.dtype == _FLOAT16 else None
+        self._scratch = np.empty((2, min(count, _BLOCK)), np.uint32) if wire.dtype == _FLOAT16 else None
 
     @property
     def scratch_bytes(self) -> int:
-        """What is kept: from call to call with error feedback, and to work in."""
+        """Bytes of the kept rounding errors and of the work memory."""
         return sum(array.nbytes for array in (self._lost, self._scratch) if array is not None)
 
     def contribute(self, values: Array, sent: Array, first: int) -> None:
-        """Round float32 `values` for the places from `first` on, together with what was lost there, into `sent`."""
+        """Round float32 `values`, for the positions from `first` on, into `sent`; kept rounding errors are added first."""
         if self._lost is None:
             self._narrow(values, sent)
             return
@@ -74,7 +74,7 @@ class Cast:
         _keep_remainder(lost, sent)
 
     def publish(self, total: Array, sent: Array, first: int) -> None:
-        """Round sums over all ranks into `sent`; this rank makes up for what is lost. Changes `total`."""
+        """Round sums over all ranks into `sent`; this rank keeps their rounding errors. Changes `total`."""
         self._narrow(total, sent)
         if self._lost is not None:
             _keep_remainder(total, sent)
@@ -82,17 +82,17 @@ class Cast:
             np.add(lost, total, out=lost)
 
     def widen(self, sent: Array, values: Array) -> None:
-        """Write what was sent to float32 `values`."""
-        for start in range(0, sent.size, _PIECE):
-            piece, target = sent[start : start + _PIECE], values[start : start + _PIECE]
+        """Convert what was sent to float32, into `values`."""
+        for start in range(0, sent.size, _BLOCK):
+            piece, target = sent[start : start + _BLOCK], values[start : start + _BLOCK]
             # infinity and NaN come out as 65536 and more
-            if self._scratch is None or piece.size < _LEAST or not _widen_float16(piece, target):
+            if self._scratch is None or piece.size < _MIN_BLOCK or not _widen_float16(piece, target):
                 np.copyto(target, piece)
 
     def _narrow(self, values: Array, sent: Array) -> None:
-        for start in range(0, values.size, _PIECE):
-            piece, target = values[start : start + _PIECE], sent[start : start + _PIECE]
-            if self._scratch is not None and piece.size >= _LEAST and _is_below(piece, _OVERFLOW):
+        for start in range(0, values.size, _BLOCK):
+            piece, target = values[start : start + _BLOCK], sent[start : start + _BLOCK]
+            if self._scratch is not None and piece.size >= _MIN_BLOCK and _is_below(piece, _OVERFLOW):
                 _narrow_float16(piece, target, self._scratch[:, : piece.size])
             else:
                 with np.errstate(over="ignore", invalid="ignore"):
@@ -100,24 +100,25 @@ class Cast:
 
 
 def _keep_remainder(wide: Array, sent: Array) -> None:
-    """Subtract from `wide` what was sent; an overflow or NaN leaves nothing to make up for."""
+    """Subtract from `wide` what was sent; the remainder of an overflow or NaN is 0."""
     with np.errstate(over="ignore", invalid="ignore"):
         np.subtract(wide, sent, out=wide)
-        # one pass and no memory where all is well: infinity and NaN spread to the sum
+        # one pass without memory in the usual case: the sum is infinite or NaN if any element is
         is_finite = np.isfinite(wide.sum())
     if not is_finite:
         np.copyto(wide, 0, where=~np.isfinite(wide))
 
 
 def _is_below(values: Array, limit: np.float32) -> bool:
-    """Return whether all values are numbers of less than the limit's size."""
+    """Return whether all values are numbers with an absolute value below the limit."""
     return bool(values.min() > -limit and values.max() < limit)
 
 
 def _narrow_float16(values: Array, sent: Array, scratch: Array) -> None:
-    """Round numbers by adding a power of two, of which the last bit is worth what the last one of float16 is to be.
+    """Round numbers by adding a power of two whose last bit has the value of the last bit of the float16 result.
 
-    With e the exponent of a value, at least that of the smallest normal float16, 2**(e + 13) has a last bit of 2**(e - 10).
+    For a value with exponent e, or that of the smallest normal float16 if e is smaller, this is 2**(e + 13), whose last bit is
+    2**(e - 10).
     """
     bits, power, digits = values.view(np.uint32), scratch[0], scratch[1]
     np.bitwise_and(bits, np.uint32(0x7F800000), out=power)
@@ -127,7 +128,7 @@ def _narrow_float16(values: Array, sent: Array, scratch: Array) -> None:
     np.abs(values, out=rounded)
     np.add(rounded, power.view(np.float32), out=rounded)
     np.subtract(digits, power, out=digits)
-    # the leading 1 of a normal number is among the digits, and counts as one more in the exponent
+    # the digits include the leading 1 of a normal number, which adds one to the exponent
     np.right_shift(power, np.uint32(13), out=power)
     np.subtract(power, np.uint32((127 - 14 + 13) << 10), out=power)
     np.add(digits, power, out=digits)
@@ -138,7 +139,7 @@ def _narrow_float16(values: Array, sent: Array, scratch: Array) -> None:
 
 
 def _widen_float16(sent: Array, values: Array) -> bool:
-    """Put sign, exponent and digits where float32 has them, and make up for the other bias; return whether all are numbers."""
+    """Shift sign, exponent and digits to their float32 positions, and correct the bias; return whether all are numbers."""
     bits = values.view(np.int32)
     np.copyto(bits, sent.view(np.int16))
     np.left_shift(bits, np.int32(13), out=bits)

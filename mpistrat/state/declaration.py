@@ -12,7 +12,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array, to_host
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.context.fitting import converted
+from mpistrat.context.assignment import converted
 from mpistrat.context.stack import default_mode, get_update_replica_id, in_replica_context_of
 from mpistrat.context.strategy_like import StrategyLike
 from mpistrat.errors import InvalidArgumentError

@@ -19,7 +19,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, is_on_device, like, to_host
 from mpistrat.communicator.sparse import IndexedSlices
-from mpistrat.context.fitting import converted
+from mpistrat.context.assignment import converted
 from mpistrat.context.strategy_like import StrategyLike
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype

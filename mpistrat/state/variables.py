@@ -13,7 +13,7 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array, in_dtype, is_on_device, like, to_device, to_host
 from mpistrat.communicator.sparse import IndexedSlices
-from mpistrat.context.fitting import fitted
+from mpistrat.context.assignment import assignable
 from mpistrat.context.stack import default_mode, get_strategy, in_replica_context_of, misplaced, require_no_default_scope
 from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, select_replica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
@@ -446,7 +446,7 @@ class Variable(Mirrored):
         value, declared = call.component(value), self._declaration
         if call.method == "assign_sub" and self.dtype.kind == "b":
             raise UnsupportedDtypeError(f"{call} is not defined for bool; accepted are integers, floats and complex")
-        array = fitted(value, self._array, self)
+        array = assignable(value, self._array, self)
         is_summed = declared.is_on_read and declared.aggregation is VariableAggregation.SUM
         if is_summed and call.scope is UpdateScope.OUTSIDE and call.method != "assign":
             raise refusals.sum_outside_run(self, call.method)

@@ -1,4 +1,4 @@
-"""What the user holds."""
+"""Strategies and replica contexts: the interface of tf.distribute."""
 
 from mpistrat.context.stack import experimental_set_strategy as experimental_set_strategy
 from mpistrat.context.stack import get_replica_context as get_replica_context

@@ -1,4 +1,4 @@
-"""What was probably written where a call is in the wrong context, and what should be."""
+"""Examples for error messages about a call in the wrong context: an incorrect line, and the correct one."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ ADVICE = {
     "ctx.__enter__": ("strategy.run(fn), where fn calls strategy.run(other)", "strategy.run(fn), where fn calls other()"),
 }
 
-# collectives of a replica context, as they are written
+# method -> example of a collective call on a replica context
 OUTSIDE_RUN = {
     "all_reduce": 'all_reduce("sum", value)',
     "start_all_reduce": 'start_all_reduce("sum", value)',

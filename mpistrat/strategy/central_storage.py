@@ -1,4 +1,4 @@
-"""CentralStorageStrategy: replicas on the ranks of one node, and one place where the variables are kept."""
+"""CentralStorageStrategy: replicas on the ranks of one node, with the variables on one of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpistrat.cross_device.to_one_device import ReductionToOneDevice
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.make_communicator import described, make_communicator
+from mpistrat.strategy.make_communicator import call_text, make_communicator
 from mpistrat.strategy.one_node import check_devices, check_one_node, node_devices, node_hierarchy
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.structures import flatten, map_leaves
@@ -23,35 +23,35 @@ __all__ = ["CentralStorageExtended", "CentralStorageStrategy"]
 
 
 class CentralStorageStrategy(Strategy):
-    """Keeps each variable on one rank of the node; all its ranks compute, and read what is kept there.
+    """Keeps the variables on one rank of a node; every rank of the node runs a replica.
 
-    Making one is a collective call of all ranks of the job, which must be on one node.
+    Creating one is a collective call of all ranks of the job, which must be on one node.
 
-    Every rank holds a copy of each variable that is only for reading, so that reading one sends nothing. Whatever changes a
-    variable is a collective call: in ``strategy.run`` the values of the replicas are aggregated first; all ranks compute the
-    change, and what the rank that keeps the variable has computed is sent to all.
+    Every rank has a read-only copy of each variable, so reading it communicates nothing. Every change of a variable is a
+    collective call: in ``strategy.run`` the values of the replicas are aggregated first; all ranks compute the change, and the
+    result of the rank that keeps the variable is broadcast.
 
     Parameters
     ----------
     compute_devices : list of str, optional
         The device of each rank of the node, in rank order, as for `MirroredStrategy`.
     parameter_device : str, optional
-        Where the variables are kept: ``rank:1``; by default on rank 0.
+        The rank that keeps the variables, for example ``rank:1``; by default rank 0.
 
     Raises
     ------
     LaunchError
         On every rank, if the job spans several nodes.
     InvalidArgumentError
-        If `compute_devices` names something else than the ranks of this node, or there is no such `parameter_device`.
+        If `compute_devices` are not the devices of the ranks of this node, or `parameter_device` does not exist.
     TypeError
         If `compute_devices` is not a list.
     AgreementError
-        If ranks passed different arguments, and on the others where one rank is refused.
+        If ranks passed different arguments, or if another rank raised one of these errors.
     """
 
     def __init__(self, compute_devices: Sequence[str] | None = None, parameter_device: str | None = None) -> None:
-        call = described("CentralStorageStrategy", compute_devices=compute_devices, parameter_device=parameter_device)
+        call = call_text("CentralStorageStrategy", compute_devices=compute_devices, parameter_device=parameter_device)
         with rendezvous("CentralStorageStrategy") as job:
 
             def check() -> int:
@@ -66,7 +66,7 @@ class CentralStorageStrategy(Strategy):
 
 
 class CentralStorageExtended(StrategyExtended):
-    """How the replicas of central storage communicate, and where the variables are kept.
+    """The extended part of `CentralStorageStrategy`.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ class CentralStorageExtended(StrategyExtended):
     Attributes
     ----------
     is_central : bool
-        Whether what changes a variable is made on `root` and sent to all: yes.
+        True: the change of a variable is computed on `root` and broadcast.
     """
 
     is_central = True
@@ -90,18 +90,18 @@ class CentralStorageExtended(StrategyExtended):
         self.root = root
 
     def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, *args: Any, **kwargs: Any) -> Any:
-        """Combine a value as `StrategyExtended.reduce_to`; a variable stands for the rank that keeps it. A collective call."""
+        """Reduce a value as `StrategyExtended.reduce_to`; a variable stands for the rank that keeps it. A collective call."""
         return super().reduce_to(reduce_op, value, self._kept(destinations), *args, **kwargs)
 
     def batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Iterable[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Combine values as `StrategyExtended.batch_reduce_to`, with destinations as in `reduce_to`. A collective call."""
+        """Reduce values as `StrategyExtended.batch_reduce_to`, with destinations as in `reduce_to`. A collective call."""
         pairs = value_destination_pairs
-        if isinstance(pairs, Iterable):  # what is not a pair is refused by the method of the parent
+        if isinstance(pairs, Iterable):  # the parent's method refuses what is not a pair
             pairs = [(pair[0], self._kept(pair[1])) if isinstance(pair, tuple) and len(pair) == 2 else pair for pair in pairs]
         return super().batch_reduce_to(reduce_op, pairs, *args, **kwargs)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """Copy a value as `StrategyExtended.broadcast_to`, with destinations as in `reduce_to`. A collective call."""
+        """Broadcast a value as `StrategyExtended.broadcast_to`, with destinations as in `reduce_to`. A collective call."""
         return super().broadcast_to(tensor, self._kept(destinations))
 
     def update(
@@ -112,14 +112,14 @@ class CentralStorageExtended(StrategyExtended):
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Call ``fn(variable, *args, **kwargs)``, and send what the root makes of the variable to all. A collective call.
+        """Call ``fn(variable, *args, **kwargs)``, and broadcast the variable of the root. A collective call.
 
-        All is as for `StrategyExtended.update`, but that arguments may be values which were reduced to the variable.
+        As `StrategyExtended.update`, but arguments may also be values that were reduced to the variable.
 
         Raises
         ------
         InvalidArgumentError
-            If an argument is a per-replica value, or a mirrored one of several components: a variable has but one.
+            If an argument is a per-replica value, or a mirrored one with several components: the variable has only one.
         """
         if not in_replica_context_of(self._strategy, "strategy.extended.update"):
             given = tuple(args), dict(kwargs or {})
@@ -146,5 +146,5 @@ class CentralStorageExtended(StrategyExtended):
                 )
 
     def _shared(self, leaf: Any) -> Any:
-        """Return a value that some ranks have as one that all have, for all call the function that the root's call decides."""
+        """Return a value that only some ranks have as one that all ranks have, because all ranks call the function."""
         return super().broadcast_to(leaf, set(self.worker_devices)) if isinstance(leaf, OnSomeReplicas) else leaf

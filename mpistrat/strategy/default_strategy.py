@@ -1,4 +1,4 @@
-"""The default strategy, of one replica, current outside all scopes; its collectives warn in a job of several ranks."""
+"""The default strategy: current outside all scopes, with one replica. Its collectives warn in a job of several ranks."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 class DefaultReplicaContext(ReplicaContext):
-    """The single replica of the default strategy. As in TensorFlow, its collectives return the value of this rank.
+    """The replica context of the default strategy. As in TensorFlow, its collectives return the value of this rank.
 
-    In a job of several ranks that is hardly ever what was meant: the first collective warns, and with MPISTRAT_STRICT each
-    raises. The launcher's variables tell how many ranks there are, so that MPI is not started for the question.
+    In a job of several ranks that is rarely intended: the first collective warns, and with MPISTRAT_STRICT every one raises.
+    The number of ranks is read from the launcher's variables, so that MPI is not started for it.
     """
 
-    _is_settled = False
+    _has_checked_peers = False
 
     def _require_current(self, method: str) -> None:
         super()._require_current(method)
-        if not self._is_settled and method in OUTSIDE_RUN:
-            self._settle(method)
+        if not self._has_checked_peers and method in OUTSIDE_RUN:
+            self._check_peers(method)
 
-    def _settle(self, method: str) -> None:
+    def _check_peers(self, method: str) -> None:
         view = detect()
         if view is None or not _has_peers(view):
-            self._is_settled = True
+            self._has_checked_peers = True
             return
         if settings.STRICT.read():
             raise RuntimeError(_text(method, view))
-        self._is_settled = True
+        self._has_checked_peers = True
         warnings.warn(_text(method, view), UserWarning, stacklevel=_levels_to_user())
 
 
@@ -59,7 +59,7 @@ def _has_peers(view: LauncherView) -> bool:
 def _text(method: str, view: LauncherView) -> str:
     job = f"{view.size} ranks" if view.size else "several ranks"
     return (
-        f"rank {view.rank}: ReplicaContext.{method} was called outside strategy.run, in a job of {job}. There it combines "
+        f"rank {view.rank}: ReplicaContext.{method} was called outside strategy.run, in a job of {job}. There it reduces "
         "nothing, as in TensorFlow: each rank gets its own value back.\n"
         f"    incorrect:  mpistrat.get_replica_context().{OUTSIDE_RUN[method]}\n"
         f"    correct:    strategy.run(lambda: mpistrat.get_replica_context().{OUTSIDE_RUN[method]}), of a strategy such as "
@@ -68,7 +68,7 @@ def _text(method: str, view: LauncherView) -> str:
 
 
 def _levels_to_user() -> int:
-    """Return the stacklevel, for a warning of the caller, of the innermost line that is not of this package."""
+    """Return the stacklevel at which the caller's warning names the innermost line outside this package."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back

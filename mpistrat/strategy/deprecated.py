@@ -1,4 +1,4 @@
-"""Names of TensorFlow 1, and spellings that have been replaced: each warns, and does what the present name does.
+"""Deprecated names of TensorFlow: each warns, and does what the current name does.
 
 Functions with a `self` are methods of `Strategy`.
 """
@@ -23,28 +23,28 @@ __all__ = [
     "experimental_run",
     "get_loss_reduction",
     "group",
-    "hinted",
     "make_dataset_iterator",
     "make_input_fn_iterator",
+    "merge_hints",
     "unwrap",
     "update_config_proto",
 ]
 
 
 def get_loss_reduction() -> ReduceOp:
-    """Return SUM, always: losses are summed over replicas, so divide them by the global batch size.
+    """Return SUM: losses are summed over replicas, so divide them by the global batch size.
 
     .. deprecated:: TensorFlow 2.0
-        Nothing has to be asked.
+        The result is always SUM.
     """
     _warn("get_loss_reduction()", "the sum of losses divided by the global batch size; it always returns SUM")
     return ReduceOp.SUM
 
 
-def hinted(
+def merge_hints(
     options: CommunicationOptions | None, experimental_hints: CommunicationOptions | None
 ) -> CommunicationOptions | None:
-    """Return the options of a call that may pass them under their old name; those under the new one win."""
+    """Return `options` merged over `experimental_hints`, their old name, which warns."""
     if experimental_hints is None:
         return options
     warnings.warn("experimental_hints= is deprecated; use options=", DeprecationWarning, stacklevel=3)
@@ -62,7 +62,7 @@ def unwrap(self: Any, value: Any) -> tuple[Any, ...]:
 
 
 def group(self: Any, value: Any, name: str | None = None) -> None:
-    """Do nothing: what has been returned has been computed.
+    """Do nothing: returned values have been computed.
 
     .. deprecated:: TensorFlow 2.0
     """
@@ -83,7 +83,7 @@ def configure(
     Raises
     ------
     NotImplementedError
-        If a cluster or a task is passed: a strategy is told of these when it is made.
+        If a cluster or a task is passed: a strategy takes these when it is created.
     """
     _warn("strategy.configure", "MultiWorkerMirroredStrategy(cluster_resolver)")
     if (cluster_spec, task_type, task_id) != (None, None, None):
@@ -96,7 +96,7 @@ def configure(
 
 
 def update_config_proto(self: Any, config_proto: Any) -> Any:
-    """Return `config_proto`: there is no session that it could configure.
+    """Return `config_proto` unchanged: there is no session.
 
     .. deprecated:: TensorFlow 2.0
     """
@@ -105,7 +105,7 @@ def update_config_proto(self: Any, config_proto: Any) -> Any:
 
 
 def experimental_run(self: Any, fn: Callable[..., Any], input_iterator: Iterator[Any] | None = None) -> Any:
-    """Return ``run(fn, args=(next(input_iterator),))``, or ``run(fn)`` where there is no iterator.
+    """Return ``run(fn, args=(next(input_iterator),))``, or ``run(fn)`` without an iterator.
 
     .. deprecated:: TensorFlow 2.0
     """
@@ -130,7 +130,7 @@ def make_input_fn_iterator(self: Any, input_fn: Callable[[InputContext], Any], r
     Raises
     ------
     NotImplementedError
-        If the replication mode is another than PER_WORKER, which is the default.
+        If the replication mode is not PER_WORKER, the default.
     """
     _warn("strategy.make_input_fn_iterator", "iter(strategy.distribute_datasets_from_function(input_fn))")
     if getattr(replication_mode, "name", "PER_WORKER") != "PER_WORKER":
@@ -150,11 +150,11 @@ def experimental_make_numpy_dataset(self: Any, numpy_input: Any, session: Any = 
     Parameters
     ----------
     numpy_input : nest of array_like
-        Equal extents along the first axis.
+        Arrays of equal length along the first axis.
     session : object
         Not used.
     batch_size : int
-        Rows of a global batch. TensorFlow returns single rows, to be batched; here a dataset consists of batches.
+        Rows of a global batch. TensorFlow's dataset consists of single rows; here a dataset consists of batches.
     """
     _warn("strategy.experimental_make_numpy_dataset", "mpistrat.ArrayDataset(arrays, batch_size)")
     return ArrayDataset(numpy_input, batch_size)

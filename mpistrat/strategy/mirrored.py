@@ -9,7 +9,7 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.cross_device.ops import CrossDeviceOps
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.make_communicator import check_communication, described, make_communicator
+from mpistrat.strategy.make_communicator import call_text, check_communication, make_communicator
 from mpistrat.strategy.one_node import check_devices, check_one_node, node_devices, node_hierarchy, node_world
 from mpistrat.strategy.strategy import Strategy
 
@@ -17,38 +17,37 @@ __all__ = ["MirroredStrategy"]
 
 
 class MirroredStrategy(Strategy):
-    """Keeps a copy of each variable on every rank of this node, all equal.
+    """Keeps a copy of each variable on every rank of this node; the copies stay equal.
 
-    Making one is a collective call of all ranks of the job.
+    Creating one is a collective call of all ranks of the job.
 
     Parameters
     ----------
     devices : list of str, optional
-        The device of each rank of the node, in rank order: ``["rank:0", "rank:1"]``, or ``["/cpu:0"]`` (on a GPU
-        ``["/gpu:0"]``) where there is one rank. A replica runs on each rank, so the list can leave none out; it is there to
-        check what was launched.
+        The device of each rank of the node, in rank order: ``["rank:0", "rank:1"]``; with a single rank also ``["/cpu:0"]`` or
+        ``["/gpu:0"]``. A replica runs on every rank, so the list must name all of them; it only checks how the job was
+        launched.
     cross_device_ops : CrossDeviceOps, optional
-        How values are combined; `HierarchicalAllReduce` by default.
+        Reduces values; `HierarchicalAllReduce` by default.
     communication_options : CommunicationOptions, optional
-        How to communicate where a call does not say.
+        Defaults of every call.
     num_packs : int, optional
-        Cut the elements of a batch into so many equal packs; 0 reduces each array by itself. None (the default) packs by
-        the options' `bytes_per_pack`. Not beside `cross_device_ops`, which have their own.
+        Number of equal packs that the elements of a batch are cut into; 0: each array is reduced separately. None (the
+        default): packs follow `bytes_per_pack` of the options. Not together with `cross_device_ops`, which have their own.
     allow_multiple_nodes : bool
-        Where the job spans several nodes, train one model per node, none knowing of the others; each counts its ranks
-        from 0.
+        In a job on several nodes, train an independent model on each node; ranks are counted from 0 on each of them.
 
     Raises
     ------
     LaunchError
-        On every rank, if the job spans several nodes and that was not allowed.
+        On every rank, if the job spans several nodes and `allow_multiple_nodes` is False.
     InvalidArgumentError
-        If `devices` names something else than the ranks of this node, the options are not CommunicationOptions, or
-        `num_packs` is negative or passed beside `cross_device_ops`.
+        If `devices` are not the devices of the ranks of this node, the options are not CommunicationOptions, or `num_packs` is
+        negative or passed together with `cross_device_ops`.
     TypeError
         If `devices` is not a list, or `cross_device_ops` not a CrossDeviceOps.
     AgreementError
-        If ranks passed different arguments, and on the others where one rank is refused.
+        If ranks passed different arguments, or if another rank raised one of these errors.
     DeadlineExceededError
         If the options have a deadline, and not all ranks make this call in time.
     """
@@ -64,7 +63,7 @@ class MirroredStrategy(Strategy):
         num_packs: int | None = None,
         allow_multiple_nodes: bool = False,
     ) -> None:
-        call = described(
+        call = call_text(
             "MirroredStrategy",
             devices=devices,
             cross_device_ops=cross_device_ops,

@@ -19,7 +19,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.groups.rendezvous import Rendezvous, rendezvous
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.make_communicator import check_communication, described, make_communicator
+from mpistrat.strategy.make_communicator import call_text, check_communication, make_communicator
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.topology.devices import device_name
 
@@ -27,31 +27,30 @@ __all__ = ["ExperimentalMultiWorkerMirroredStrategy", "MultiWorkerExtended", "Mu
 
 
 class MultiWorkerMirroredStrategy(Strategy):
-    """Keeps a copy of each variable on every rank of the job, all equal; reduces within nodes, then between them.
+    """Keeps a copy of each variable on every rank of the job; the copies stay equal. Reduces inside nodes, then between them.
 
-    Making one is a collective call of all ranks of the job. A job of one rank is a job of one replica.
+    Creating one is a collective call of all ranks of the job.
 
     Parameters
     ----------
     cluster_resolver : ClusterResolver, optional
-        Says which rank is the chief, which writes checkpoints and logs; which ranks there are is known from MPI. By default
-        a TFConfigClusterResolver where ``TF_CONFIG`` is set, else a MPIClusterResolver. With an empty cluster rank 0 is the
-        chief.
+        Defines which rank is the chief, which writes checkpoints and logs; the ranks themselves are known from MPI. By default
+        a TFConfigClusterResolver if ``TF_CONFIG`` is set, else a MPIClusterResolver. With an empty cluster rank 0 is the chief.
     communication_options : CommunicationOptions, optional
-        How to communicate where a call does not say.
+        Defaults of every call.
     num_packs : int, optional
-        Cut the elements of a batch into so many equal packs; 0 reduces each array by itself. None (the default) packs by
-        the options' `bytes_per_pack`.
+        Number of equal packs that the elements of a batch are cut into; 0: each array is reduced separately. None (the
+        default): packs follow `bytes_per_pack` of the options.
 
     Raises
     ------
     InvalidArgumentError
-        If `cluster_resolver` is not a ClusterResolver, does not say which task this is, or says a task that does not train;
-        ``TF_CONFIG`` cannot be read; the options are not CommunicationOptions; or `num_packs` is negative.
+        If `cluster_resolver` is not a ClusterResolver, or does not define the task of this rank, or defines one that does not
+        train; if ``TF_CONFIG`` is invalid; if the options are not CommunicationOptions; or if `num_packs` is negative.
     LaunchError
-        On every rank, if a training task of the cluster is not among the ranks.
+        On every rank, if no rank plays a training task of the cluster.
     AgreementError
-        If ranks passed different arguments or read different clusters, and on the others where one rank is refused.
+        If ranks passed different arguments or read different clusters, or if another rank raised one of these errors.
     DeadlineExceededError
         If the options have a deadline, and not all ranks make this call in time.
     """
@@ -63,7 +62,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         num_packs: int | None = None,
     ) -> None:
-        call = described(
+        call = call_text(
             "MultiWorkerMirroredStrategy",
             cluster_resolver=_kind(cluster_resolver),
             communication_options=communication_options,
@@ -87,12 +86,12 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """Where the roles of the ranks come from."""
+        """Defines the task of each rank."""
         return self._cluster_resolver
 
 
-class _AlsoOfTheNewName(type):
-    """Makes each multi-worker strategy an instance of the deprecated name too, as in TensorFlow: libraries ask for that one."""
+class _DeprecatedNameMeta(type):
+    """Makes every multi-worker strategy an instance of the deprecated name, as in TensorFlow: libraries check for it."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         if cls is ExperimentalMultiWorkerMirroredStrategy:
@@ -100,10 +99,10 @@ class _AlsoOfTheNewName(type):
         return super().__instancecheck__(instance)
 
 
-class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy, metaclass=_AlsoOfTheNewName):
+class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy, metaclass=_DeprecatedNameMeta):
     """TensorFlow's deprecated ``experimental.MultiWorkerMirroredStrategy``; use `MultiWorkerMirroredStrategy`.
 
-    Making one is a collective call of all ranks of the job. For ``isinstance`` every `MultiWorkerMirroredStrategy` is one.
+    Creating one is a collective call of all ranks of the job. Every `MultiWorkerMirroredStrategy` is an instance of this class.
 
     Parameters
     ----------
@@ -126,20 +125,20 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy, metac
         )
         name = "experimental.MultiWorkerMirroredStrategy"
         with rendezvous(name) as job:
-            call = described(name, communication=communication)
+            call = call_text(name, communication=communication)
             options = job.agree(call, lambda: CommunicationOptions(implementation=communication))
         super().__init__(cluster_resolver, options)
 
 
 class MultiWorkerExtended(StrategyExtended):
-    """How the multi-worker strategy communicates, and whether this rank is the chief.
+    """The extended part of `MultiWorkerMirroredStrategy`.
 
     Parameters
     ----------
     communicator : BaseCommunicator
         Over all ranks.
     is_chief : bool
-        Whether this rank writes checkpoints and logs.
+        Whether this rank is the chief, which writes checkpoints and logs.
     """
 
     def __init__(self, communicator: BaseCommunicator, *, is_chief: bool) -> None:
@@ -148,12 +147,12 @@ class MultiWorkerExtended(StrategyExtended):
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this rank is the one that writes checkpoints: the chief."""
+        """Whether this rank writes checkpoints: True on the chief."""
         return self._is_chief
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this rank is the one that writes logs: the chief."""
+        """Whether this rank writes logs: True on the chief."""
         return self._is_chief
 
 
@@ -175,20 +174,22 @@ def _check_resolver(resolver: object) -> None:
 
 
 def _chief(job: Rendezvous, resolver: ClusterResolver) -> int:
-    """Return the rank of the chief, after all have read the same cluster. A collective call."""
+    """Return the rank of the chief, after checking that all ranks have read the same cluster. A collective call."""
     role = job.agree("reading the cluster resolver", lambda: training_role(resolver))
     job.agree(f"{role.spec!r}, read from the cluster resolver", lambda: None)
     return chief_rank(job.comm.allgather(role))
 
 
 def _check_health(communicator: BaseCommunicator) -> None:
-    """Reduce one number over all ranks, so that what cannot work is known before the first step. A collective call."""
+    """Reduce one number over all ranks, to detect problems before the first step. A collective call."""
     try:
         [total] = communicator.all_reduce(ReduceOp.SUM, [np.ones(1, np.int64)])
     except DeadlineExceededError:
-        raise  # ranks are missing: nobody can be asked to close
+        raise  # ranks are missing, so `close`, a collective call, would wait for them
     except Exception:
         communicator.close()
         raise
     if total != communicator.size:
-        raise CollectiveError(f"the cluster is not sound: {communicator.size} ranks counted themselves as {int(total[0])}")
+        raise CollectiveError(
+            f"the first all-reduce is wrong: {communicator.size} ranks contributed 1 each, and the result is {int(total[0])}"
+        )

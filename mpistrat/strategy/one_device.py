@@ -1,4 +1,4 @@
-"""OneDeviceStrategy: one replica, whatever else is running."""
+"""OneDeviceStrategy: one replica, independent of other ranks."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["OneDeviceStrategy"]
 
 
 class OneDeviceStrategy(Strategy):
-    """Runs everything on this rank alone; starts no MPI and ignores other ranks.
+    """Runs everything on this rank alone; does not start MPI, and ignores other ranks.
 
-    Code for several replicas runs under it unchanged, which makes it the strategy to debug with.
+    Code for several replicas runs under it unchanged, which is useful for debugging.
 
     Parameters
     ----------
     device : str, optional
-        The device of the replica, which is the one that this process computes on: ``/cpu:0``, or ``/gpu:0``; by default a
-        GPU where there is one. MPISTRAT_DEVICE decides for programs that do not.
+        The device that this process computes on: ``/cpu:0`` or ``/gpu:0``; by default what MPISTRAT_DEVICE says: a GPU if there
+        is one.
 
     Raises
     ------
     InvalidArgumentError
-        If there is no such device, or the process computes on another one already.
+        If the device does not exist, or the process already computes on another one.
     LaunchError
-        If MPISTRAT_DEVICE asks for a GPU that cannot be had.
+        If MPISTRAT_DEVICE is gpu, and there is no usable GPU.
     """
 
     def __init__(self, device: str | None = None) -> None:
@@ -42,7 +42,7 @@ class OneDeviceStrategy(Strategy):
 
 
 def _bind() -> None:
-    """Bind the GPU of this process, as strategies do that start MPI; what was bound before stays."""
+    """Bind a GPU to this process, as starting MPI does; a GPU that is already bound is kept."""
     bind_device(detect())
     bound = what_is_bound()
     if bound is not None and bound.problem:

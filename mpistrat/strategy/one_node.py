@@ -1,4 +1,4 @@
-"""What strategies of one node have in common: the ranks of the node, and the names of their devices."""
+"""For strategies on one node: the world, groups and device names of its ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["check_devices", "check_one_node", "node_devices", "node_hierarchy", 
 
 
 def check_one_node(strategy: str, world: World, otherwise: str) -> None:
-    """Check that the job is on one node; `otherwise` is what to do if not.
+    """Check that the job is on one node; `otherwise` is the error's advice.
 
     Raises
     ------
@@ -38,14 +38,14 @@ def check_one_node(strategy: str, world: World, otherwise: str) -> None:
 
 
 def check_devices(argument: str, devices: Sequence[str] | None, world: World) -> None:
-    """Check that a list of devices names each rank of a node once, in order; None does.
+    """Check that a list of devices names each rank of a node once, in order. None is accepted.
 
     Raises
     ------
     TypeError
-        If it is neither a list nor a tuple.
+        If it is not None, a list or a tuple.
     InvalidArgumentError
-        If it names something else, or ranks twice, not all of them, or in another order.
+        If it names something else, a rank twice, not all ranks, or another order.
     """
     if devices is None:
         return
@@ -61,7 +61,7 @@ def check_devices(argument: str, devices: Sequence[str] | None, world: World) ->
 
 
 def node_world(rendezvous: Rendezvous) -> World:
-    """Return the picture of this rank's node alone, with its ranks counted from 0."""
+    """Return the world that consists of this rank's node only, with ranks from 0."""
     node = rendezvous.world.nodes[rendezvous.world.place(rendezvous.rank).node_index]
     return World.from_node_of_rank([0] * len(node.ranks), [node.name] * len(node.ranks))
 
@@ -89,7 +89,7 @@ def _problem(devices: Sequence[str], named: Sequence[tuple[int, ...]], world: Wo
     """Return what is wrong with the devices, or an empty text."""
     for device, owners in zip(devices, named, strict=True):
         if len(owners) > 1:
-            return f"names by {device!r} the device of no rank in particular: each has one of that name"
+            return f"is ambiguous: every rank has a device {device!r}"
     ranks = [owners[0] for owners in named]
     twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
     missing = sorted(set(range(world.size)) - set(ranks))

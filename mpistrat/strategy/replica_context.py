@@ -1,4 +1,4 @@
-"""ReplicaContext: what a function inside ``strategy.run`` knows about its replica, and may ask of the others."""
+"""ReplicaContext: the replica inside ``strategy.run``, and its collectives."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from mpistrat.arrays import Array, as_operand, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, gather_refused
-from mpistrat.context.fitting import fitted
+from mpistrat.context.assignment import assignable
 from mpistrat.context.stack import Mode, current, in_replica_context_of, misplaced, pop, push
 from mpistrat.context.values import regroup, select_replica
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
-from mpistrat.reduction import ReduceOp, check_meaning
+from mpistrat.reduction import ReduceOp, check_across_replicas
 from mpistrat.strategy.advice import ADVICE
-from mpistrat.strategy.call_words import all_reduce_text, for_one_array, word_of_nest
-from mpistrat.strategy.deprecated import hinted
+from mpistrat.strategy.call_words import all_reduce_text, op_and_word, word_of_nest
+from mpistrat.strategy.deprecated import merge_hints
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.leaves import check_dtypes, read_leaves
 from mpistrat.strategy.weighting import weighted_part
@@ -31,42 +31,42 @@ from mpistrat.structures import flatten, flatten_arrays, rebuild
 
 __all__ = ["ReplicaContext", "Updatable"]
 
-_FRAMES = 3  # between the communicator and the program
+_FRAMES = 3  # stack frames between the communicator's method and the user's line, which a stall report names
 
 
 class Updatable(Protocol):
-    """What `ReplicaContext.update` changes: a variable of the context's strategy."""
+    """What `ReplicaContext.update` accepts: a variable of the context's strategy."""
 
     def writable(self) -> Array:
-        """Return the array of this replica, to be written to."""
+        """Return the array of this replica, writable."""
 
 
 class ReplicaContext:
-    """One replica inside ``strategy.run``; a context manager.
+    """The replica inside ``strategy.run``; a context manager.
 
     Every replica makes the same collective calls, in the same order. Values are nests: dicts, lists, tuples and registered
-    classes of arrays, in any depth. Results are arrays of the kinds that came in: NumPy for NumPy and numbers, CuPy for CuPy,
-    PyTorch for PyTorch. A variable counts as the array of this replica.
+    classes of arrays, at any depth. Results are arrays of the library that the arguments belong to: CuPy for CuPy, PyTorch for
+    PyTorch, NumPy for NumPy and numbers. A variable stands for its array on this replica.
 
     Parameters
     ----------
     strategy : Strategy
-        Whose replica it is.
+        The strategy of the replica.
     replica_id_in_sync_group : int, integer array or None
-        The number of the replica, counted over all nodes; None for that of this rank.
+        The index of the replica over all nodes; None: the rank.
 
     Raises
     ------
     InvalidArgumentError
-        If the id is not an integer of the strategy's replicas.
+        If the index is not an integer, or out of range.
     """
 
     def __init__(self, strategy: Any, replica_id_in_sync_group: Any = None) -> None:
         self._strategy = strategy
         self._extended: StrategyExtended = strategy.extended
         self._communicator: BaseCommunicator = self._extended.communicator
-        # arrays of the host need not be looked at; where replicas compute on GPUs, these are refused
-        self._is_quick = self._extended.is_stock and bound_device() is None
+        # the fast path takes NumPy arrays without checks; replicas that compute on GPUs refuse these
+        self._has_fast_path = self._extended.uses_default_ops and bound_device() is None
         if replica_id_in_sync_group is None:
             replica_id_in_sync_group = self._communicator.rank
         self._replica_id = _checked_id(replica_id_in_sync_group, self._communicator.size)
@@ -74,17 +74,17 @@ class ReplicaContext:
 
     @property
     def strategy(self) -> Any:
-        """The strategy whose replica this is."""
+        """The strategy of this replica."""
         return self._strategy
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """The number of this replica, 0 … `num_replicas_in_sync` - 1 over all nodes."""
+        """The index of this replica over all nodes, from 0 to `num_replicas_in_sync` - 1."""
         return self._replica_id
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas whose values are combined."""
+        """Number of replicas."""
         return self._communicator.size
 
     @property
@@ -108,29 +108,29 @@ class ReplicaContext:
         weight: Any = None,
         experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
-        """Combine a value across replicas; every replica receives the result.
+        """Reduce a value over all replicas; every replica receives the result.
 
         A collective call: every replica makes it, with the same structure, shapes and dtypes.
 
         Parameters
         ----------
         reduce_op : ReduceOp or str
-            SUM, MEAN, MIN, MAX or PROD, in any case.
+            SUM, MEAN, MIN, MAX or PROD; case does not matter.
         value : nest of array_like or IndexedSlices
             The leaves are reduced together, as one batch.
         options : CommunicationOptions, optional
-            Merged over those of the strategy.
+            Take precedence over those of the strategy.
         weight : float, optional
-            With MEAN, of floats or complex numbers: how much this replica counts, for example the number of its examples. The
-            result is the sum of ``weight * value`` over all replicas, divided by the sum of the weights: NaN where they are
-            all 0. A replica with weight 0 contributes nothing, even NaN. Not in TensorFlow.
+            For the MEAN of floats or complex numbers: the weight of this replica, for example the number of its examples. The
+            result is the sum of ``weight * value`` over all replicas, divided by the sum of the weights; NaN if all weights are
+            0. A replica with weight 0 contributes nothing, even if its value is NaN. Not in TensorFlow.
         experimental_hints : CommunicationOptions, optional
             The old name of `options`; deprecated.
 
         Returns
         -------
         nest of array
-            New arrays of the shapes and dtypes passed, in the same structure.
+            New arrays of the same shapes and dtypes, in the same structure.
 
         Raises
         ------
@@ -139,24 +139,24 @@ class ReplicaContext:
         TypeError
             If `reduce_op` is neither ReduceOp nor str.
         InvalidArgumentError
-            If the operation is unknown, `options` are of another type, or `weight` is negative, no number, out of the range of
-            a leaf's dtype, or passed with another operation than MEAN.
+            If the operation is unknown, `options` have another type, or `weight` is negative, not a number, out of range for
+            the dtype of a leaf, or passed with another operation than MEAN.
         UnsupportedDtypeError
-            If a leaf is not an array, or the operation is not defined for its dtype, as the sum of booleans.
+            If a leaf is not an array, or the operation is not defined for its dtype, such as SUM for booleans.
         NotImplementedError
-            If slices are to be combined otherwise than by SUM or MEAN without weight.
+            If a leaf is IndexedSlices, and the operation is neither SUM nor MEAN, or there is a `weight`.
         AgreementError
-            On every replica, if replicas pass different structures, shapes, dtypes or operations. Where MPI combines the arrays
-            between nodes one of the next calls raises it, and this one if MPISTRAT_STRICT is on.
+            On every replica, if replicas pass different structures, shapes, dtypes or operations. If MPI reduces the arrays
+            between nodes, a later call raises it; with MPISTRAT_STRICT this one does.
         """
         self._require_current("all_reduce")
         if options is None and weight is None and experimental_hints is None:
-            again = self._again(reduce_op, value)
-            if again is not None:
-                return again
+            reduced = self._fast_all_reduce(reduce_op, value)
+            if reduced is not None:
+                return reduced
         leaves, structure = flatten(value)
         if experimental_hints is not None:
-            options = hinted(options, experimental_hints)
+            options = merge_hints(options, experimental_hints)
         try:
             if options is not None:
                 check_options(options)
@@ -164,7 +164,7 @@ class ReplicaContext:
             arrays = read_leaves(value, leaves)
             if weight is not None:
                 sent, finish = weighted_part(op, arrays, weight)
-        except Exception as error:  # whatever the user's arrays raise when they are read, the other replicas must learn of it
+        except Exception as error:  # the other replicas must be told, whatever reading the user's arrays raises
             self._communicator.refuse("all_reduce", error, options)
         call = all_reduce_text(op, structure) if weight is None else f"all_reduce({op.name}, weighted) of {structure}"
         self._communicator.note(call, options)
@@ -179,26 +179,26 @@ class ReplicaContext:
         return rebuild(structure, list(map(like, results, leaves)))
 
     def start_all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Work[Any]:
-        """Start what `all_reduce` does, and return its handle. Not in TensorFlow.
+        """Start an `all_reduce`, and return a handle to wait for it. Not in TensorFlow.
 
-        A collective call. What was started goes on while the program computes: one operation after the other, in the order
-        of the calls, which must be the same on all replicas. Any number may be under way; another collective of the strategy
-        begins when they have ended. Until ``handle.wait()`` has returned, the arrays of `value` must not be changed. A deadline
-        counts from when the turn of the operation comes.
+        A collective call. Started operations run in the background, one after the other in the order of the calls, which must
+        be the same on all replicas. Any number can be started; every other collective of the strategy waits until they are
+        complete. The arrays of `value` must not be changed before ``wait()`` returns. The deadline of an operation counts from
+        when it begins to run.
 
         Parameters
         ----------
         reduce_op : ReduceOp or str
-            SUM, MEAN, MIN, MAX or PROD, in any case.
+            SUM, MEAN, MIN, MAX or PROD; case does not matter.
         value : nest of array_like or IndexedSlices
-            As for `all_reduce`, which says what is raised too.
+            As for `all_reduce`, which also documents the errors.
         options : CommunicationOptions, optional
-            Merged over those of the strategy.
+            Take precedence over those of the strategy.
 
         Returns
         -------
         Work
-            ``done()`` asks whether it has ended; ``wait()`` returns what `all_reduce` would. Both raise what made it fail.
+            ``done()`` tells whether it is complete; ``wait()`` returns the result of the `all_reduce`. Both raise its error.
         """
         self._require_current("start_all_reduce")
         leaves, structure = flatten(value)
@@ -227,11 +227,11 @@ class ReplicaContext:
         Parameters
         ----------
         value : nest of array_like
-            Each leaf has at least one axis; extents agree between replicas except along `axis`.
+            Each leaf has at least one axis, and the same shape on all replicas except along `axis`.
         axis : int
-            Where to concatenate.
+            The axis to concatenate along.
         options : CommunicationOptions, optional
-            Merged over those of the strategy.
+            Take precedence over those of the strategy.
         experimental_hints : CommunicationOptions, optional
             The old name of `options`; deprecated.
 
@@ -240,14 +240,14 @@ class ReplicaContext:
         RuntimeError
             If this replica context is not the current one.
         InvalidArgumentError
-            If a leaf has no such axis, or other extents differ.
+            If a leaf has no such axis, or the shapes differ along another one.
         UnsupportedDtypeError
             If a leaf is not an array of numbers.
         NotImplementedError
             If a leaf is IndexedSlices.
         """
-        wanted = hinted(options, experimental_hints)
-        return self._each(
+        wanted = merge_hints(options, experimental_hints)
+        return self._for_each_leaf(
             "all_gather", f"axis={axis}", value, wanted, lambda array: self._communicator.all_gather(array, axis, wanted)
         )
 
@@ -259,11 +259,11 @@ class ReplicaContext:
         Parameters
         ----------
         value : nest of array_like
-            The same structure on all replicas; only the shapes and dtypes of `root` count.
+            The same structure on all replicas; shapes and dtypes are those of `root`.
         root : int
-            The replica whose value it is.
+            The replica whose value is returned.
         options : CommunicationOptions, optional
-            Merged over those of the strategy.
+            Take precedence over those of the strategy.
 
         Raises
         ------
@@ -276,27 +276,27 @@ class ReplicaContext:
         NotImplementedError
             If a leaf is IndexedSlices.
         """
-        return self._each(
+        return self._for_each_leaf(
             "broadcast", f"root={root}", value, options, lambda array: self._communicator.broadcast(array, root, options)
         )
 
     def reduce_scatter(
         self, reduce_op: ReduceOp | str, value: Any, axis: int = 0, options: CommunicationOptions | None = None
     ) -> Any:
-        """Combine a value across replicas; each replica receives its part along `axis`. Not in TensorFlow.
+        """Reduce a value over all replicas; each replica receives its shard along `axis`. Not in TensorFlow.
 
-        A collective call. Parts are in replica order, as equal as can be, the first ones longer by one.
+        A collective call. Shards are in replica order, as by ``np.array_split``: the first ones may be longer by one.
 
         Parameters
         ----------
         reduce_op : ReduceOp or str
-            SUM, MEAN, MIN, MAX or PROD, in any case.
+            SUM, MEAN, MIN, MAX or PROD; case does not matter.
         value : nest of array_like
             Each leaf has at least one axis, and the same shape on all replicas.
         axis : int
-            Where to divide.
+            The axis to split along.
         options : CommunicationOptions, optional
-            Merged over those of the strategy.
+            Take precedence over those of the strategy.
 
         Raises
         ------
@@ -307,7 +307,7 @@ class ReplicaContext:
         InvalidArgumentError
             If the operation is unknown, or a leaf has no such axis.
         UnsupportedDtypeError
-            If a leaf is not an array, or the operation is not defined for its dtype, as the sum of booleans.
+            If a leaf is not an array, or the operation is not defined for its dtype, such as SUM for booleans.
         NotImplementedError
             If a leaf is IndexedSlices.
         """
@@ -316,33 +316,33 @@ class ReplicaContext:
             op = ReduceOp.parse(reduce_op)
         except (TypeError, ValueError) as error:
             self._communicator.refuse("reduce_scatter", error, options)
-        return self._each(
+        return self._for_each_leaf(
             "reduce_scatter",
             f"{op.name}, axis={axis}",
             value,
             options,
             lambda array: self._communicator.reduce_scatter(op, array, axis, options),
-            lambda array: check_meaning(op, array.dtype),
+            lambda array: check_across_replicas(op, array.dtype),
         )
 
     def all_to_all(self, values: Sequence[Any], options: CommunicationOptions | None = None) -> list[Any]:
-        """Send array i to replica i; return what came from each replica, in replica order. Not in TensorFlow.
+        """Send array i to replica i; return the arrays received from all replicas, in replica order. Not in TensorFlow.
 
         A collective call.
 
         Parameters
         ----------
         values : sequence of array_like
-            One for each replica, of one dtype and equal extents but for axis 0.
+            One array for each replica, all of the same dtype, and of the same shape except along axis 0.
         options : CommunicationOptions, optional
-            Merged over those of the strategy.
+            Take precedence over those of the strategy.
 
         Raises
         ------
         RuntimeError
             If this replica context is not the current one.
         InvalidArgumentError
-            If there is not one array for each replica, or they do not fit.
+            If there is not one array for each replica, or their dtypes or shapes do not match.
         UnsupportedDtypeError
             If one of them is not an array of numbers.
         """
@@ -351,12 +351,12 @@ class ReplicaContext:
         try:
             check_options(options)
             arrays = [as_operand(leaf, f"values[{index}]") for index, leaf in enumerate(leaves)]
-        except Exception as error:  # as in `_each`
+        except Exception as error:  # as in `all_reduce`
             self._communicator.refuse("all_to_all", error, options)
         return list(map(like, self._communicator.all_to_all(arrays, options), leaves))
 
     def barrier(self, options: CommunicationOptions | None = None) -> None:
-        """Wait until all replicas have come here. A collective call. Not in TensorFlow.
+        """Wait until all replicas have called this. A collective call. Not in TensorFlow.
 
         Raises
         ------
@@ -369,9 +369,9 @@ class ReplicaContext:
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Leave the replica, call ``merge_fn(strategy, *args, **kwargs)`` in cross-replica context, and come back.
+        """Call ``merge_fn(strategy, *args, **kwargs)`` in cross-replica context, and return to replica context.
 
-        A collective call: every replica makes it. `merge_fn` runs once on every rank, with the replicas' arguments grouped into
+        A collective call: every replica makes it. `merge_fn` runs once on every rank, with the arguments of the replicas as
         per-replica values.
 
         Returns
@@ -384,7 +384,7 @@ class ReplicaContext:
         RuntimeError
             If this replica context is not the current one: in cross-replica context, or on another thread.
         AgreementError
-            On every replica, if some make another call instead, or pass another structure: from the next collective.
+            On every replica, from the next collective, if some make another call or pass another structure.
         """
         self._require_current("merge_call")
         outside = self._strategy.cross_replica_mode
@@ -400,18 +400,18 @@ class ReplicaContext:
     def update(
         self, variable: Updatable, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Change the component of a variable by a function of values that are equal on all replicas.
+        """Update the component of a variable by a function, without communication.
 
-        The way to apply a gradient that `all_reduce` has reduced: no further communication takes place, so the arguments
-        must be the same on every replica for the variable to stay mirrored.
+        Use it to apply a gradient that `all_reduce` has reduced. The arguments must be equal on all replicas for the variable
+        to stay mirrored.
 
         Parameters
         ----------
         variable : Variable
-            The variable to change.
+            The variable to update.
         fn : callable
-            Called as ``fn(array, *args, **kwargs)`` with the array of this replica. It returns the new value, or writes
-            into the array and returns None.
+            Called as ``fn(array, *args, **kwargs)`` with the array of this replica. It returns the new value, or writes to the
+            array and returns None.
 
         Raises
         ------
@@ -425,7 +425,7 @@ class ReplicaContext:
         given_args, given_kwargs = select_replica((tuple(args), dict(kwargs or {})))
         result = fn(component, *given_args, **given_kwargs)
         if result is not None:
-            component[...] = fitted(result, component, variable)
+            component[...] = assignable(result, component, variable)
 
     def __enter__(self) -> ReplicaContext:  # noqa: PYI034 - Self is newer than Python 3.10
         if in_replica_context_of(self._strategy, "strategy.run"):
@@ -439,14 +439,14 @@ class ReplicaContext:
     def __repr__(self) -> str:
         return f"ReplicaContext(replica={self._replica_id}({self._communicator.size}))"
 
-    def _again(self, reduce_op: ReduceOp | str, value: Any) -> Any:
-        """Combine a nest of arrays like an earlier one, in little time. None, and nothing done, where all must be looked at."""
-        if not self._is_quick:
+    def _fast_all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
+        """Reduce a nest of NumPy arrays like an earlier one by the communicator's fast path; return None if there is none."""
+        if not self._has_fast_path:
             return None
         try:
-            op, word = for_one_array(reduce_op)
+            op, word = op_and_word(reduce_op)
         except (TypeError, InvalidArgumentError):
-            return None  # the other replicas must learn of it
+            return None  # the full path refuses the operation on all replicas
         if type(value) is np.ndarray:
             results = self._communicator.all_reduce_again(op, (value,), word, _FRAMES)
             return None if results is None else results[0]
@@ -457,7 +457,7 @@ class ReplicaContext:
         results = self._communicator.all_reduce_again(op, leaves, word_of_nest(op, structure), _FRAMES)
         return None if results is None else rebuild(structure, results)
 
-    def _each(
+    def _for_each_leaf(
         self,
         method: str,
         what: str,
@@ -466,7 +466,7 @@ class ReplicaContext:
         collective: Callable[[Array], Array],
         check: Callable[[Array], None] | None = None,
     ) -> Any:
-        """Make a collective call for each leaf of a nest, after a check of each."""
+        """Check all leaves of a nest, then make a collective call for each."""
         self._require_current(method)
         leaves, structure = flatten(value)
         try:
@@ -477,7 +477,7 @@ class ReplicaContext:
                     raise gather_refused(array)
                 if check is not None:
                     check(array)
-        except Exception as error:  # whatever the user's arrays raise when they are read, the other replicas must learn of it
+        except Exception as error:  # as in `all_reduce`
             self._communicator.refuse(method, error, options)
         self._communicator.note(f"{method}({what}) of {structure}", options)
         return rebuild(structure, [like(collective(array), leaf) for array, leaf in zip(arrays, leaves, strict=True)])

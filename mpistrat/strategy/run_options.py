@@ -1,4 +1,4 @@
-"""RunOptions: what TensorFlow lets a caller of ``strategy.run`` ask of a TPU."""
+"""RunOptions: TensorFlow's options of ``strategy.run``, which are for TPUs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ __all__ = ["RunOptions"]
 
 
 class RunOptions(NamedTuple):
-    """Options of ``strategy.run``. They concern TPUs only; here they are accepted and have no effect.
+    """Options of ``strategy.run`` for TPUs. Accepted, without effect.
 
     Attributes
     ----------
     experimental_enable_dynamic_batch_size : bool
         Whether batches may have different sizes.
     experimental_bucketizing_dynamic_shape : bool
-        Whether shapes are rounded up to few different ones.
+        Whether shapes are rounded up to a few different ones.
     experimental_xla_options : object
-        Options of the compiler.
+        Options of the XLA compiler.
     """
 
     experimental_enable_dynamic_batch_size: bool = True

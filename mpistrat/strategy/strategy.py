@@ -1,4 +1,4 @@
-"""Strategy: how one program runs on many replicas."""
+"""Strategy: runs one program on many replicas, as in tf.distribute."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from mpistrat.execution.memory import MemoryReport
 from mpistrat.inputs.distribute import distribute_dataset, distribute_from_function
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy import deprecated
-from mpistrat.strategy.deprecated import hinted
+from mpistrat.strategy.axis_reduction import check_ambiguous, reduce_locally
+from mpistrat.strategy.deprecated import merge_hints
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.reducing import check_doubtful, local_part
 from mpistrat.strategy.replica_context import ReplicaContext
 from mpistrat.strategy.run_options import RunOptions
 from mpistrat.structures import flatten, rebuild
@@ -37,7 +37,7 @@ class Strategy:
     Parameters
     ----------
     extended : StrategyExtended
-        How it communicates; the strategies of this package make theirs themselves.
+        The part that communicates; the subclasses of this package create it themselves.
     """
 
     _accepts_per_replica = False  # whether `distribute_datasets_from_function` accepts InputReplicationMode.PER_REPLICA
@@ -55,57 +55,57 @@ class Strategy:
 
     @property
     def communicator(self) -> BaseCommunicator:
-        """What the strategy communicates through: the verbs on plain arrays, in either context. Not in TensorFlow.
+        """The communicator of the strategy: collectives on arrays, in either context. Not in TensorFlow.
 
-        A `mpistrat.Communicator` where there are several replicas; one of a single replica has the same verbs. What is called
-        here counts as a collective of the strategy, so all replicas call it, in the same order.
+        A `mpistrat.Communicator`, or with a single replica an object with the same methods. Its collectives count as those of
+        the strategy: all replicas make the same calls, in the same order.
         """
         return self._extended.communicator
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas whose values are combined."""
+        """Number of replicas."""
         return self._extended.communicator.size
 
     @property
     def rank(self) -> int:
-        """The number of this replica, 0 … `num_replicas_in_sync` - 1 over all nodes. Not in TensorFlow."""
+        """The index of this replica over all nodes, from 0 to `num_replicas_in_sync` - 1. Not in TensorFlow."""
         return self._extended.communicator.rank
 
     @property
     def local_rank(self) -> int:
-        """The position of this replica among those of its node, from 0. Not in TensorFlow."""
+        """The index of this replica among those of its node, from 0. Not in TensorFlow."""
         return self._extended.communicator.world.place(self.rank).local_rank
 
     @property
     def node_rank(self) -> int:
-        """The number of the node of this replica, from 0; virtual nodes count. Not in TensorFlow."""
+        """The index of this replica's node, from 0; with virtual nodes the index of the virtual node. Not in TensorFlow."""
         return self._extended.communicator.world.place(self.rank).node_index
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the replica that prints, logs and saves, one of all. Not in TensorFlow."""
+        """Whether this replica prints, logs and saves: True on one replica. Not in TensorFlow."""
         return self._extended.should_checkpoint
 
     @property
     def array_module(self) -> Any:
-        """The namespace of the arrays that replicas compute on: CuPy on GPUs, NumPy elsewhere. Not in TensorFlow."""
+        """The array library that replicas compute with: CuPy on GPUs, NumPy elsewhere. Not in TensorFlow."""
         return array_module()
 
     @property
     def cluster_resolver(self) -> Any:
-        """Where the roles of the tasks come from; None where there are no roles."""
+        """Defines the task of each rank; None if the ranks have no tasks."""
         return None
 
     def scope(self) -> StrategyScope:
-        """Return a context manager in which this strategy is the current one, and variables become its variables.
+        """Return a context manager in which this strategy is current, and in which its variables are created.
 
-        Entering it communicates nothing, and selects no device: a rank is bound to its own when it starts.
+        Entering it does not communicate, nor select a device: each rank is bound to its device when it starts.
 
         Raises
         ------
         RuntimeError
-            On entering, if another strategy is current, or inside `run`. On leaving, if it is left out of order.
+            On entering, if another strategy is current, or inside `run`. On exit, if an inner scope has not been left.
         """
         default = default_mode()
         return StrategyScope(default if default.strategy is self else self.cross_replica_mode)
@@ -122,17 +122,17 @@ class Strategy:
         Parameters
         ----------
         fn : callable
-            What each replica computes. This rank calls it once, for its own replica.
+            The function. This rank calls it once, for its own replica.
         args, kwargs : list or tuple, mapping
-            Passed on; distributed values in them, at any depth, are replaced by the component of this replica. Variables
-            are passed whole.
+            Arguments of `fn`. Distributed values in them, at any depth, are replaced by the component of this replica;
+            variables are passed unchanged.
         options : RunOptions, optional
-            Without effect; accepted because programs for TensorFlow pass it.
+            Without effect; accepted for compatibility with TensorFlow.
 
         Returns
         -------
         nest
-            What `fn` returned, each leaf a per-replica value; with one replica, just what it returned.
+            What `fn` returned, with each leaf as a per-replica value; with one replica, unchanged.
 
         Raises
         ------
@@ -152,7 +152,7 @@ class Strategy:
         return regroup(result, self.num_replicas_in_sync)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the components that this rank holds, a tuple of one; a plain value is its own component.
+        """Return the components on this rank, a tuple of one; a value that is not distributed is its own component.
 
         Raises
         ------
@@ -163,10 +163,10 @@ class Strategy:
         return (select_replica(across_replicas(value)),)
 
     def local(self, value: Any) -> Any:
-        """Return the component of this replica, of each leaf of a nest; a plain value is its own. Not in TensorFlow.
+        """Return the component of this replica for each leaf of a nest. Not in TensorFlow.
 
-        Sends nothing, so one rank may ask alone. Inside `run` too; of a variable synchronized ON_READ it is the array of this
-        replica, any other variable is returned as it is.
+        Not a collective call: one rank may call it alone, also inside `run`. A leaf that is not a distributed value is its own
+        component. For a variable synchronized ON_READ the array of this replica is returned, any other variable unchanged.
         """
         return select_replica(across_replicas(value))
 
@@ -179,31 +179,32 @@ class Strategy:
         *,
         experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
-        """Combine a per-replica value to plain arrays, which every rank receives.
+        """Reduce a per-replica value over all replicas; every rank receives the result as plain arrays.
 
         A collective call.
 
         Parameters
         ----------
         reduce_op : ReduceOp or str
-            SUM or MEAN, and with ``axis=None`` also MIN, MAX or PROD; in any case.
+            SUM or MEAN, and with ``axis=None`` also MIN, MAX or PROD; case does not matter.
         value : nest of per-replica values
-            The leaves are reduced together. A leaf that is not a distributed value is what this rank passes: MEAN, MIN and MAX
-            combine the ranks' values; SUM and PROD are refused on every rank, unless it is zero on all. Of a mirrored value
-            the mean, minimum and maximum are itself, and sums are refused likewise.
+            The leaves are reduced together. A leaf that is not a distributed value is the component that this rank passes:
+            MEAN, MIN and MAX reduce the ranks' values; SUM and PROD are ambiguous, and refused on every rank unless it is zero
+            on all. The mean, minimum and maximum of a mirrored value are the value itself; SUM and PROD are refused likewise.
         axis : int, sequence of int, or None
-            Axes to reduce each component over first. The mean is exact then: the sum over all replicas divided by the
-            number of elements on all replicas, so replicas with fewer or no rows weigh as they should. Booleans are counted,
-            as NumPy does; across replicas, with ``axis=None``, they have neither sum nor mean.
+            Axes to reduce each component over first. MEAN then divides the sum over all replicas by the number of elements on
+            all replicas, so replicas with fewer or no rows have the right weight. Booleans are counted, as in NumPy; with
+            ``axis=None`` SUM and MEAN are not defined for them.
         options : CommunicationOptions, optional
-            Merged over those of the strategy. Not in TensorFlow.
+            Take precedence over those of the strategy. Not in TensorFlow.
         experimental_hints : CommunicationOptions, optional
             The old name of `options`; deprecated.
 
         Returns
         -------
         nest of array
-            Arrays of the kinds that came in: NumPy for NumPy, PyTorch for PyTorch. Of slices, slices.
+            Arrays of the library that the components belong to: NumPy for NumPy, PyTorch for PyTorch. IndexedSlices for
+            IndexedSlices.
 
         Raises
         ------
@@ -212,27 +213,27 @@ class Strategy:
         TypeError
             If `reduce_op` is neither ReduceOp nor str, or `axis` of another type.
         InvalidArgumentError
-            If the operation is unknown, an axis is out of range, the sum is ambiguous, or `options` are of another type.
+            If the operation is unknown, an axis is out of range, the sum is ambiguous, or `options` have another type.
         UnsupportedDtypeError
             If a component is not an array, or the operation is not defined for its dtype.
         NotImplementedError
-            If slices are to be reduced over axes, or otherwise than by SUM or MEAN.
+            If a component is IndexedSlices, and an axis is given or the operation is neither SUM nor MEAN.
         AgreementError
             On every rank, if ranks pass different structures, shapes, dtypes, axes or operations, or did so in an earlier call.
         """
         self._extended.require_cross_replica("strategy.reduce")
         communicator = self._extended.communicator
         leaves, structure = flatten(across_replicas(value))
-        wanted = hinted(options, experimental_hints)
+        wanted = merge_hints(options, experimental_hints)
         try:
             check_options(wanted)
             op = ReduceOp.parse(reduce_op)
-            part = local_part(op, leaves, axis, communicator.size)
-        except Exception as error:  # whatever the user's arrays raise when they are read, the other ranks must learn of it
+            part = reduce_locally(op, leaves, axis, communicator.size)
+        except Exception as error:  # the other ranks must be told, whatever reading the user's arrays raises
             communicator.refuse("reduce", error, wanted)
         call = f"reduce({op.name}, axis={axis!r}) of {structure}, {len(part.sent)} arrays to combine"
         communicator.note(call, wanted)
-        check_doubtful(part, communicator, wanted)
+        check_ambiguous(part, communicator, wanted)
         totals = part.finish(self._extended.all_reduce(part.op, part.sent, wanted))
         communicator.confirm()
         return rebuild(structure, [like(*pair) for pair in zip(totals, select_replica(leaves), strict=True)])
@@ -252,12 +253,12 @@ class Strategy:
         Parameters
         ----------
         value : nest of per-replica values
-            Components have at least one axis, and agree in all extents but that of `axis`. The component of a leaf that is
-            not a distributed value is what this rank passes.
+            Components have at least one axis, and the same shape except along `axis`. A leaf that is not a distributed value is
+            the component that this rank passes.
         axis : int
-            Where to concatenate.
+            The axis to concatenate along.
         options : CommunicationOptions, optional
-            Merged over those of the strategy. Not in TensorFlow.
+            Take precedence over those of the strategy. Not in TensorFlow.
         experimental_hints : CommunicationOptions, optional
             The old name of `options`; deprecated.
 
@@ -266,7 +267,7 @@ class Strategy:
         RuntimeError
             If called inside `run`, or in the scope of another strategy.
         InvalidArgumentError
-            If a component has no such axis, other extents differ, or `options` are of another type.
+            If a component has no such axis, shapes differ along another one, or `options` have another type.
         NotImplementedError
             If a component is IndexedSlices.
         AgreementError
@@ -275,7 +276,7 @@ class Strategy:
         self._extended.require_cross_replica("strategy.gather")
         communicator = self._extended.communicator
         leaves, structure = flatten(across_replicas(value))
-        wanted = hinted(options, experimental_hints)
+        wanted = merge_hints(options, experimental_hints)
         try:
             check_options(wanted)
             arrays = [_gatherable(leaf, axis) for leaf in leaves]
@@ -293,11 +294,11 @@ class Strategy:
         Parameters
         ----------
         value : nest of array_like
-            The same structure on all ranks; only the shapes and dtypes of `root` count.
+            The same structure on all ranks; shapes and dtypes are those of `root`.
         root : int
-            The replica whose value it is.
+            The replica whose value is returned.
         options : CommunicationOptions, optional
-            Merged over those of the strategy.
+            Take precedence over those of the strategy.
 
         Raises
         ------
@@ -313,16 +314,16 @@ class Strategy:
             return context.broadcast(select_replica(value), root, options)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Iterable[Any]:
-        """Return the dataset whose elements are split over the replicas: global batches in, per-replica batches out.
+        """Return a dataset that splits each global batch of `dataset` over the replicas.
 
-        A collective call: all ranks must describe the same data, or they would not end together.
+        A collective call: all ranks must pass the same data, so that they reach its end together.
 
         Parameters
         ----------
         dataset : ArrayDataset or iterable
-            Batched with the global batch size. The default strategy returns it as it is.
+            Batched with the global batch size. The default strategy returns it unchanged.
         options : InputOptions, optional
-            How it is shared out, and how far to read ahead.
+            How batches are split, and how many are prefetched.
 
         Raises
         ------
@@ -342,16 +343,17 @@ class Strategy:
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: Any = None
     ) -> Iterable[Any]:
-        """Return the dataset whose elements are those of ``dataset_fn(context)``, which every rank calls once.
+        """Return a distributed dataset with the batches of ``dataset_fn(context)``, which every rank calls once.
 
-        A collective call. Nothing is split: the function batches with the size of a replica's batch, and takes its shard.
+        A collective call. Batches are not split: the function takes its shard of the data, and batches it with the batch size
+        of one replica.
 
         Parameters
         ----------
         dataset_fn : callable
-            Takes an `InputContext`, which says which input pipeline it makes and for how many replicas; returns a dataset.
+            Takes an `InputContext`, with the index of the input pipeline and the number of replicas; returns a dataset.
         options : InputOptions, optional
-            How far to read ahead.
+            How many batches are prefetched.
 
         Raises
         ------
@@ -366,17 +368,17 @@ class Strategy:
         return distribute_from_function(self, dataset_fn, options, accepts_per_replica=self._accepts_per_replica)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Return per-replica values whose components ``value_fn(context)`` returns, which every rank calls once.
+        """Return per-replica values; the component of this replica is ``value_fn(context)``, which every rank calls once.
 
         Parameters
         ----------
         value_fn : callable
-            Takes a `ValueContext`, which says for which replica it is called; returns a nest.
+            Takes a `ValueContext`, with the index of the replica; returns a nest.
 
         Returns
         -------
         nest
-            Each leaf a per-replica value; with one replica, just what `value_fn` returned.
+            Each leaf as a per-replica value; with one replica, what `value_fn` returned, unchanged.
 
         Raises
         ------
@@ -388,16 +390,16 @@ class Strategy:
         return regroup(value_fn(ValueContext(communicator.rank, communicator.size)), communicator.size)
 
     def explain(self, value: Any, options: CommunicationOptions | None = None) -> Explanation:
-        """Explain what an all-reduce of a value does: packs, plans, bytes, predicted times and the last one measured.
+        """Explain how a value would be all-reduced: packs, plans, bytes, predicted times and the last measured time.
 
-        Sends nothing, in either context. Not in TensorFlow.
+        Not a collective call; works in either context. Not in TensorFlow.
 
         Parameters
         ----------
         value : nest of array_like or per-replica values
-            What would be summed or averaged; of values with a component per replica that of this rank counts.
+            The value to sum or average; for a per-replica value, the component of this rank is used.
         options : CommunicationOptions, optional
-            Merged over those of the strategy.
+            Take precedence over those of the strategy.
 
         Returns
         -------
@@ -407,9 +409,9 @@ class Strategy:
         Raises
         ------
         InvalidArgumentError
-            If `options` are of another type, or ask for what cannot be done.
+            If `options` have another type, or cannot be fulfilled.
         UnsupportedDtypeError
-            If a leaf is not an array, or its dtype cannot be added.
+            If a leaf is not an array, or SUM is not defined for its dtype.
         RuntimeError
             If the strategy was closed.
         """
@@ -418,14 +420,14 @@ class Strategy:
         return self._extended.communicator.explain([as_array(leaf) for leaf in leaves], options)
 
     def memory_report(self) -> MemoryReport:
-        """Return what this rank holds to communicate: windows, scratch memory and plans, in bytes. Not in TensorFlow.
+        """Return the memory that this rank uses for communication: windows, scratch memory and plans. Not in TensorFlow.
 
-        No collective call. What is held is allocated by the first calls of a kind, and kept until `close`.
+        Not a collective call. The memory is allocated by the first calls with arrays of some shapes, and kept until `close`.
 
         Returns
         -------
         MemoryReport
-            Printed, it is one line.
+            Sizes in bytes; its text is one line.
 
         Raises
         ------
@@ -437,8 +439,8 @@ class Strategy:
     def close(self) -> None:
         """Free the strategy's communicators and shared memory.
 
-        A collective call. Afterwards what would communicate raises RuntimeError; closing again does nothing. Programs
-        that end anyway need not call it. The default strategy holds nothing, and stays open.
+        A collective call. Later collectives raise RuntimeError; closing again does nothing. It need not be called at the end of
+        a program. It has no effect on the default strategy.
 
         Raises
         ------
@@ -449,7 +451,7 @@ class Strategy:
         if default_mode().strategy is not self:
             self._extended.communicator.close(owner=repr(self))
 
-    # names of TensorFlow 1, and spellings that have been replaced
+    # deprecated names
     unwrap = deprecated.unwrap
     group = deprecated.group
     configure = deprecated.configure
@@ -463,7 +465,7 @@ class Strategy:
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError(
-            f"{self!r} cannot be copied: both copies would share one extended part, which belongs to one strategy.\n"
+            f"{self!r} cannot be copied: the copies would share strategy.extended, which belongs to one strategy.\n"
             "    incorrect:  copy.copy(strategy)\n"
             "    correct:    copy.deepcopy(strategy), for a strategy of one device; or a new strategy"
         )
@@ -471,11 +473,11 @@ class Strategy:
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         is_default = default_mode().strategy is self
         if is_default:
-            return self  # there is one
+            return self  # there is only one
         if not isinstance(self._extended.communicator, LocalCommunicator):
             raise InvalidArgumentError(
-                f"{self!r} cannot be copied: the copy would communicate in the same groups, and ranks would meet in the wrong "
-                "calls. Make a new strategy on all ranks."
+                f"{self!r} cannot be copied: collectives of the copy and of the original would mix in the same communicators. "
+                "Create a new strategy on all ranks."
             )
         copied: Strategy = object.__new__(type(self))
         memo[id(self)] = copied

@@ -1,4 +1,4 @@
-"""The weighted mean: what each replica sends, and what is made of the sums."""
+"""The weighted mean: each replica sends weighted arrays and its weight, and divides the sums."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["weighted_part"]
 
 
 def weighted_part(op: ReduceOp, arrays: Sequence[Any], weight: Any) -> tuple[list[Array], Callable[[list[Array]], list[Array]]]:
-    """Return what to sum across replicas for the weighted mean of arrays, and what makes the means of the sums.
+    """Return the arrays to sum across replicas for a weighted mean, and a function that computes the means from the sums.
 
-    The weight is summed with the weighted arrays, in the same batch. 16-bit floats are summed in float32.
+    The weight is summed in the same batch as the weighted arrays. 16-bit floats are summed in float32.
 
     Parameters
     ----------
     op : ReduceOp
         Must be MEAN.
     arrays : sequence of ndarray
-        Of floats or complex numbers.
+        Floats or complex numbers.
     weight : float
-        How much the arrays of this replica count. With weight 0 they do not, even where they are NaN.
+        The weight of this replica. With weight 0 its arrays are ignored, even if they are NaN.
 
     Raises
     ------
@@ -39,7 +39,7 @@ def weighted_part(op: ReduceOp, arrays: Sequence[Any], weight: Any) -> tuple[lis
         If one of them is IndexedSlices.
     """
     if op is not ReduceOp.MEAN:
-        raise InvalidArgumentError(f"weight= is for the mean; {op.name} has no weights: use MEAN, or multiply the value by it")
+        raise InvalidArgumentError(f"weight= is for MEAN, got {op.name}: use MEAN, or multiply the value by the weight")
     number = _checked_weight(weight)
     for array in arrays:
         _check_dtype(array)
@@ -49,7 +49,7 @@ def weighted_part(op: ReduceOp, arrays: Sequence[Any], weight: Any) -> tuple[lis
 
     def finish(totals: list[Array]) -> list[Array]:
         *sums, weights = totals
-        with np.errstate(invalid="ignore"):  # no weight on any replica: the mean of nothing is NaN
+        with np.errstate(invalid="ignore"):  # if all weights are 0, the mean is NaN
             means = [total / total.dtype.type(weights) for total in sums]
         return [in_dtype(mean, dtype) for mean, dtype in zip(means, dtypes, strict=True)]
 
@@ -75,17 +75,17 @@ def _check_dtype(array: Any) -> None:
         raise NotImplementedError(f"the weighted mean of {array!r} is not supported; pass slices.to_dense()")
     if array.dtype not in HALF_DTYPES and array.dtype.kind not in "fc":
         raise UnsupportedDtypeError(
-            f"the weighted mean is not defined for dtype {array.dtype}, which cannot hold it: cast to float32 or float64 first"
+            f"the weighted mean is not supported for dtype {array.dtype}: cast to float32 or float64 first"
         )
-    check_dtype(ReduceOp.MEAN, array.dtype)  # of a foreign byte order: NumPy would refuse it here, and with weight 0 not
+    check_dtype(ReduceOp.MEAN, array.dtype)  # refuses foreign byte orders, with any weight
 
 
 def _check_range(dtype: np.dtype[Any], weight: float) -> None:
-    """Refuse a weight that would become infinite, or lose digits, beside weights that do not."""
+    """Refuse a weight that overflows, or loses digits, in the dtype of the sum."""
     wide = accumulation_dtype(ReduceOp.MEAN, dtype)
     least, greatest = float(np.finfo(wide).tiny), float(np.finfo(wide).max)
     if weight and not least <= weight <= greatest:
         raise InvalidArgumentError(
-            f"weight {weight} is out of the range of {wide}, in which values of dtype {dtype} are weighted: {least} to "
-            f"{greatest} are accepted, and 0; scale the weights of all replicas alike"
+            f"weight {weight} is out of the range of {wide}, the dtype in which values of dtype {dtype} are weighted: 0 and "
+            f"{least} to {greatest} are accepted; scale the weights of all replicas by the same factor"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mpistrat.algorithms.cost import CostModel
-from mpistrat.algorithms.scale import SCALED, assumptions_text, predict_scale
+from mpistrat.algorithms.scale import PREDICTORS, assumptions_text, predict_scale
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.topology.world import World
@@ -33,7 +33,7 @@ def scale_report(world: World, num_bytes: int, model: CostModel, plot: Path | No
         _draw(plot, nodes, found, _title(ranks, num_bytes), model)
     rows = [
         (name, *(format_seconds(seconds[name]) for count, seconds in zip(nodes, found, strict=True) if count > 1))
-        for name in SCALED
+        for name in PREDICTORS
     ]
     head = ("nodes", *(str(count) for count in nodes if count > 1))
     table = format_table([head, *rows], right=range(1, len(head)))
@@ -53,7 +53,7 @@ def _draw(path: Path, nodes: list[int], found: list[dict[str, float]], title: st
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5.5), layout="constrained")
-    for name in SCALED:
+    for name in PREDICTORS:
         style = "-" if "mpistrat" in name else "--"
         axes.plot(nodes[1:], [seconds[name] for seconds in found[1:]], f"o{style}", markersize=3, label=name)
     axes.set_xscale("log", base=2)

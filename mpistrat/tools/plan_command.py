@@ -14,7 +14,7 @@ from mpistrat import cache
 from mpistrat.algorithms.choose import PLANNERS, Choice, choose
 from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
 from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel
-from mpistrat.algorithms.plan_report import alternatives_text, basis_text, phases_text, pieces_text
+from mpistrat.algorithms.plan_report import alternatives_text, basis_text, chunks_text, phases_text
 from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_table
@@ -72,7 +72,7 @@ def execute(arguments: argparse.Namespace) -> int:
         else:
             chunk_bytes = chunk_bytes or DEVICE_CHUNK_BYTES * on_gpu
             choice = choose(
-                world, num_bytes // itemsize, itemsize, arguments.algorithm, chunk_bytes, model, is_whole_inside=on_gpu
+                world, num_bytes // itemsize, itemsize, arguments.algorithm, chunk_bytes, model, one_intra_phase=on_gpu
             )
             paths = [paths_text(world)] if on_gpu else []
             text = "\n\n".join([_report(choice, arguments.world, arguments.dtype, model), *paths])
@@ -105,7 +105,7 @@ def _model(path: Path | None, world: World) -> CostModel:
 def _report(choice: Choice, shape: str, dtype: str, model: CostModel) -> str:
     heading = [
         ("world", f"{shape}: {_size(choice.plan.world)}"),
-        ("buffer", f"{format_bytes(choice.plan.num_bytes)} of {dtype}: {pieces_text(choice.plan)}"),
+        ("buffer", f"{format_bytes(choice.plan.num_bytes)} of {dtype}: {chunks_text(choice.plan)}"),
         ("algorithm", choice.plan.algorithm),
         ("why", choice.reason),
     ]

@@ -32,7 +32,7 @@ def write_merged(comm: MPI.Intracomm, own: RankFile) -> None:
 
 
 def _own_timeline(own: RankFile) -> Timeline:
-    whole = timeline.kept()
+    whole = timeline.merged()
     records = [record for record in reversed(own.records()) if record.left]
     # both clocks are CLOCK_MONOTONIC
     calls = [

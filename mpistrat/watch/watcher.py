@@ -147,7 +147,7 @@ class Watcher:
         self._turn_seconds = min(talk.place * TURN_SECONDS, LONGEST_BETWEEN_LOOKS_SECONDS)
         self._wants_trace = told[0][1]  # rank 0 writes it, and asks all
         if self._wants_trace:
-            timeline.leave_to_others()
+            timeline.skip_write_at_exit()
         self._before_finalize()
 
     @property

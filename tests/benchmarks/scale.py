@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.algorithms.cost import DEFAULT
-from mpistrat.algorithms.scale import SCALED, assumptions_text, predict_scale
+from mpistrat.algorithms.scale import PREDICTORS, assumptions_text, predict_scale
 from mpistrat.text import format_bytes, format_seconds
 from mpistrat.topology.world import World
 from mpistrat.tuning.fit import CONSTANTS, Measurement, fit, modelled_seconds
@@ -60,7 +60,7 @@ def table(result: dict[str, Any]) -> str:
     ]
     goal = f"predictions for hosts that were not fitted are within {WITHIN:.0%} of what is measured"
     found = [predict_scale(count, PREDICTED_RANKS, PREDICTED_BYTES) for count in NODES]
-    far = [[name, *(format_seconds(seconds[name]) for seconds in found)] for name in SCALED]
+    far = [[name, *(format_seconds(seconds[name]) for seconds in found)] for name in PREDICTORS]
     return (
         f"{verdict(goal, len(judged) - len(misses), misses)}\n"
         f"{markdown_table(['hosts', 'size', 'measured', 'predicted', 'error'], lines)}\n"
@@ -85,7 +85,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         near.plot(hosts, [row["predicted_seconds"] for row in there], "--", color=f"C{index}")
     near.set_title(f"measured (dots) and predicted, links of {RATE}", fontsize=9)
     near.set_xlabel("hosts")
-    for name in SCALED:
+    for name in PREDICTORS:
         times = [predict_scale(count, PREDICTED_RANKS, PREDICTED_BYTES)[name] for count in NODES]
         far.plot(NODES, times, "o-" if "mpistrat" in name else "o--", markersize=3, label=name)
     far.set_title(f"predicted: {format_bytes(PREDICTED_BYTES)}, {PREDICTED_RANKS} ranks on each node", fontsize=9)

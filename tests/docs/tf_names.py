@@ -84,7 +84,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             "Strategy.reduce(reduce_op, value, axis)",
             READING,
             "Accepts nested values, and MIN, MAX and PROD; a collective call of all ranks, which also combines values that are "
-            "not per-replica. Along an axis, SUM counts booleans.",
+            "not per-replica. Over an axis, SUM counts booleans.",
         ),
         Row(
             "Strategy.gather(value, axis)",
@@ -281,11 +281,11 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "CrossDeviceOps._gather_implementation(per_replica_value, destinations, axis, options)",
             SAME,
-            "Public here.",
+            "Public, as `gather_implementation`.",
             "CrossDeviceOps.gather_implementation",
         ),
         Row("ReductionToOneDevice(reduce_to_device=None, accumulation_fn=None)", SAME),
-        Row("NcclAllReduce(num_packs=1)", SAME, "Raises without NCCL, and names an alternative."),
+        Row("NcclAllReduce(num_packs=1)", SAME, "Without NCCL, the error names an alternative."),
         Row("HierarchicalCopyAllReduce(num_packs=1)", SAME),
         Row(
             "CollectiveAllReduce(devices, group_size, options, collective_keys=None)",
@@ -314,7 +314,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "experimental.CentralStorageStrategy(compute_devices=None, parameter_device=None)",
             READING,
-            "The ranks of one node, with the variables in shared memory.",
+            "The ranks of one node; the variables are kept on one of them, and every rank has a read-only copy.",
         ),
         Row("get_strategy()", SAME, "The default strategy, outside all scopes: one replica."),
         Row("experimental.ParameterServerStrategy(cluster_resolver, variable_partitioner=None)", LATER, _SERVERS),

@@ -47,7 +47,7 @@ def test_a_batch_lands_where_it_is_wanted(comm, strategy, make):
     if not suits(ops, strategy):
         with (
             strategy.scope(),
-            pytest.raises(NotImplementedError, match="combines the ranks of one node, and these replicas are"),
+            pytest.raises(NotImplementedError, match="reduces over the ranks of one node, but these replicas are"),
         ):
             ops.reduce("sum", PerReplica(1.0), "/cpu:0")
         return

@@ -297,7 +297,7 @@ def test_what_goes_by_way_of_the_host_is_said_once(comm, world, monkeypatch, tmp
             communicator = Communicator(Hierarchy(comm, world))
             communicator.close()
     said = capsys.readouterr().err
-    assert said.count("memory of GPUs goes between nodes by way of the host: ") == (world.num_nodes > 1 and comm.rank == 0)
+    assert said.count("GPU memory is staged through host memory between nodes: ") == (world.num_nodes > 1 and comm.rank == 0)
     if world.num_nodes > 1:
         assert "staged over mpi_ring between nodes (" in communicator.path
 
@@ -529,7 +529,7 @@ def test_what_is_held_and_done_is_told(pair):
     assert [pack.dtype for pack in explained.packs] == ["float64", "float32"]
     if pair.world.size > 1:
         assert pair.gpu.path in str(explained)
-    assert "constants for GPUs that were never measured" in str(pair.gpu.explain(arrays[:1]))
+    assert "default constants for GPUs" in str(pair.gpu.explain(arrays[:1]))
 
 
 @needs_ranks(2)

@@ -34,7 +34,7 @@ def test_packs_plans_and_times(strategy):
         "\nwhy        hierarchical was asked for by name; auto would choose ",
         "\nphase ",
         "\nalternative ",
-        "constants that fit no machine in particular; mpistrat tune measures yours.",
+        "default constants; mpistrat tune replaces them by measurements of this cluster.",
     ):
         assert part in text
     assert "not measured" not in text

@@ -100,7 +100,7 @@ def test_input_context(comm, strategy):
     found = (context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync)
     assert found == (comm.size, comm.rank, comm.size)
     if comm.size > 1:
-        with pytest.raises(ValueError, match=f"{4 * comm.size + 1} does not divide by {comm.size} replicas"):
+        with pytest.raises(ValueError, match=f"{4 * comm.size + 1} is not divisible by {comm.size} replicas"):
             context.get_per_replica_batch_size(4 * comm.size + 1)
 
 

@@ -85,7 +85,7 @@ class TestMirrored:
             assert made(mpistrat.MirroredStrategy(["/cpu:0"])).num_replicas_in_sync == 1
             return
         message = (
-            "devices=['/cpu:0'] names by '/cpu:0' the device of no rank in particular: each has one of that name. This node "
+            "devices=['/cpu:0'] is ambiguous: every rank has a device '/cpu:0'. This node "
             f"has {comm.size} ranks, and a replica runs on each: pass devices=None or ['rank:0', 'rank:1'"
         )
         refused(InvalidArgumentError, message, lambda: mpistrat.MirroredStrategy(["/cpu:0"]))
@@ -145,7 +145,8 @@ class TestMirrored:
 
     def test_packs_are_said_once(self, together):
         message = (
-            "num_packs=2 was passed beside cross_device_ops, which have their own.\n    incorrect:  mpistrat.MirroredStrategy("
+            "num_packs=2 was passed together with cross_device_ops, which have their own num_packs.\n"
+            "    incorrect:  mpistrat.MirroredStrategy("
         )
         refused(
             InvalidArgumentError,
@@ -363,7 +364,7 @@ class TestMultiWorker:
                 assert op is ReduceOp.SUM
                 return [array * (self.size + 1) for array in arrays]
 
-        message = f"the cluster is not sound: {comm.size} ranks counted themselves as {comm.size + 1}"
+        message = f"{comm.size} ranks contributed 1 each, and the result is {comm.size + 1}"
         refused(CollectiveError, message, lambda: multi_worker._check_health(Unsound()))
 
     @needs_ranks(2)

@@ -326,7 +326,7 @@ def test_one_pipeline_for_each_replica(comm, mixed):
         assert str(getattr(context, spelling)) in str(context)
     each, rest = divmod(10, comm.size)
     if rest:
-        with pytest.raises(ValueError, match=f"10 does not divide by {comm.size} replicas"):
+        with pytest.raises(ValueError, match=f"10 is not divisible by {comm.size} replicas"):
             context.get_per_replica_batch_size(10)
     else:
         assert context.get_per_replica_batch_size(10) == each

@@ -190,7 +190,7 @@ def test_values_are_not_copied_to_the_host_unasked(xp, kind, monkeypatch):
     monkeypatch.setattr(PerReplica, "read", lambda self: as_array(self._component))  # as inside strategy.run
     assert as_array(value) is value._component
     message = (
-        rf"a {kind.__name__} on a GPU was read by NumPy, which would copy it.*\n.*np\.asarray\(variable\)\n.*variable\.numpy"
+        rf"a {kind.__name__} on a GPU was read by NumPy, which needs a copy.*\n.*np\.asarray\(variable\)\n.*variable\.numpy"
     )
     with pytest.raises(TypeError, match=message):
         np.asarray(value)

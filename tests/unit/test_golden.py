@@ -56,7 +56,7 @@ def test_options_errors(keywords, message):
 def test_per_replica_batch():
     context = mpistrat.InputContext(num_replicas_in_sync=4)
     assert context.get_per_replica_batch_size(16) == 4
-    with pytest.raises(ValueError, match="10 does not divide by 4 replicas"):
+    with pytest.raises(ValueError, match="10 is not divisible by 4 replicas"):
         context.get_per_replica_batch_size(10)
 
 

@@ -88,7 +88,7 @@ def test_the_reason_names_the_two_fastest() -> None:
 def test_every_planner_is_considered() -> None:
     considered = {candidate.algorithm: candidate for candidate in choose(World.from_shape("1x4"), 1000, 4).considered}
     assert list(considered) == list(PLANNERS)
-    assert considered["leader"].declined == "because all ranks are on one node, so there are no leaders to join"
+    assert considered["leader"].declined == "because all ranks are on one node, which has only one leader"
     assert math.isinf(considered["leader"].seconds)
     assert considered["flat"].declined == ""
     assert 0 < considered["flat"].seconds < 1

@@ -8,7 +8,7 @@ import pytest
 
 from mpistrat.algorithms import hierarchical
 from mpistrat.algorithms.cost import DEFAULT, Correction, CostModel, predict_seconds
-from mpistrat.algorithms.scale import SCALED, assumptions_text, predict_scale
+from mpistrat.algorithms.scale import PREDICTORS, assumptions_text, predict_scale
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.topology.world import World
 
@@ -58,7 +58,7 @@ def test_one_rank_and_nothing_cost_nothing() -> None:
 
 def test_ten_thousand_nodes_are_predicted() -> None:
     found = by_start(predict_scale(10_000, 8, 100 * MIB))
-    assert len(found) == len(SCALED)
+    assert len(found) == len(PREDICTORS)
     assert found["halving and doubling along rails"] < found["mpistrat hierarchical"] < found["flat ring"]
 
 

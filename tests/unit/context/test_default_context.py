@@ -32,7 +32,7 @@ def launched(monkeypatch):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         context = mpistrat.get_replica_context()
-        monkeypatch.setattr(context, "_is_settled", False)
+        monkeypatch.setattr(context, "_has_checked_peers", False)
         return context
 
     return launch

@@ -46,5 +46,5 @@ def test_contexts_print_what_they_hold():
 
 def test_per_replica_batch_size():
     assert InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(16) == 4
-    with pytest.raises(InvalidArgumentError, match="global_batch_size 10 does not divide by 4 replicas; 8 and 12 do"):
+    with pytest.raises(InvalidArgumentError, match="global_batch_size 10 is not divisible by 4 replicas; 8 and 12 are"):
         InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(10)

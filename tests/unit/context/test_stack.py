@@ -246,7 +246,7 @@ def test_losses_are_summed():
 def test_a_variable_that_was_made_outside_the_scope_is_named_as_such(use):
     strategy = OneDeviceStrategy()
     outside = mpistrat.Variable(0.0)
-    with pytest.raises(RuntimeError, match="the variable or strategy was made outside every scope") as raised:
+    with pytest.raises(RuntimeError, match="the variable or strategy was created outside all scopes") as raised:
         strategy.run(lambda: use(outside))
     assert "correct:    with strategy.scope(): variable = mpistrat.Variable(value)" in str(raised.value)
     assert outside.numpy() == 0
@@ -254,5 +254,5 @@ def test_a_variable_that_was_made_outside_the_scope_is_named_as_such(use):
     def across(merged):
         return merged.extended.update(outside, lambda variable: variable)
 
-    with pytest.raises(RuntimeError, match="strategy.extended.update: the variable or strategy was made outside every scope"):
+    with pytest.raises(RuntimeError, match="strategy.extended.update: the variable or strategy was created outside all scopes"):
         strategy.run(lambda: mpistrat.get_replica_context().merge_call(across))

@@ -102,9 +102,7 @@ def test_a_value_that_is_elsewhere_says_where() -> None:
         total = HierarchicalAllReduce().reduce("sum", value, "rank:1")
         seen = [repr(total), len(total.values), total.in_replica() is total]
         if rank != 1:
-            with pytest.raises(
-                InvalidArgumentError, match=r"rank [02]: a value that was reduced to rank 1 cannot be read here"
-            ):
+            with pytest.raises(InvalidArgumentError, match=r"rank [02]: this value was reduced to rank 1 and cannot be read"):
                 np.asarray(total)
         return seen
 
@@ -142,7 +140,7 @@ def test_a_value_that_is_not_distributed() -> None:
         assert [ops.reduce(op, zero, zero) is zero for op in ReduceOp] == [True] * 5
         assert ops.reduce("max", 5, 0) == 5
         for value in (mirrored, 5.0, [1, 2], IndexedSlices([1.0], [0], (1,))):
-            with pytest.raises(InvalidArgumentError, match="SUM of a value that .* is ambiguous with 2 replicas: does it"):
+            with pytest.raises(InvalidArgumentError, match="SUM of a value that .* is ambiguous with 2 replicas: it could"):
                 ops.reduce("sum", value, "/cpu:0")
         with pytest.raises(InvalidArgumentError, match="PROD of a value that .* is ambiguous with 2 replicas"):
             ops.reduce("prod", 5, "/cpu:0")
@@ -281,12 +279,15 @@ def test_a_value_that_is_no_array(value: Any) -> None:
         lambda: ReductionToOneDevice().batch_reduce("mean", [(1.0, 0), (value, 0)]),
     ):
         with pytest.raises(
-            InvalidArgumentError, match="cannot be made a per-replica value: .*nested values are reduced leaf by"
+            InvalidArgumentError, match="cannot be reduced as a per-replica value: .*for nested values use batch_reduce"
         ):
             call()
-    with pytest.raises(InvalidArgumentError, match="cannot be made a per-replica value"):
+    with pytest.raises(InvalidArgumentError, match="cannot be reduced as a per-replica value"):
         HierarchicalAllReduce().broadcast(value, "/cpu:0")
-    with one_replica().scope(), pytest.raises(InvalidArgumentError, match=r"PerReplica\(.*cannot be made a per-replica value"):
+    with (
+        one_replica().scope(),
+        pytest.raises(InvalidArgumentError, match=r"PerReplica\(.*cannot be reduced as a per-replica"),
+    ):
         HierarchicalAllReduce().reduce("sum", PerReplica(value), "/cpu:0")
 
 
@@ -314,7 +315,7 @@ def test_operations_options_and_dtypes_are_checked() -> None:
         ops.reduce("mean", np.ones(1, bool), 0)
     with pytest.raises(NotImplementedError, match=r"MAX of IndexedSlices\(.*is not supported"):
         ops.reduce("max", IndexedSlices([1.0], [0]), 0)
-    message = r"PerReplica\(1.0\) has a component on every replica: which of them"
+    message = r"PerReplica\(1.0\) has a component on each replica, so it is ambiguous which one"
     with one_replica().scope(), pytest.raises(InvalidArgumentError, match=message):
         ops.broadcast(PerReplica(1.0), 0)
 
@@ -421,7 +422,7 @@ def test_packs_hold_while_the_batch_is_reduced() -> None:
 def test_nccl_says_that_there_is_none() -> None:
     def program(rank):
         with pytest.raises(
-            TransportError, match=r"in the memory of GPUs, .*: use HierarchicalAllReduce\(\), the default, or Red"
+            TransportError, match=r"reduces arrays in GPU memory, .*: use HierarchicalAllReduce\(\), the default, or Red"
         ):
             NcclAllReduce().reduce("sum", PerReplica(1.0), "/cpu:0")
 
@@ -434,7 +435,7 @@ def test_one_node_is_said_where_there_are_several() -> None:
             super().__init__()
             self.world, self.size = World.from_shape("2x1"), 2
 
-    message = r"combines the ranks of one node, and these replicas are World\(2x1, .*: use HierarchicalAllReduce\(\)"
+    message = r"reduces over the ranks of one node, but these replicas are World\(2x1, .*: use HierarchicalAllReduce\(\)"
     strategy = mpistrat.Strategy(mpistrat.StrategyExtended(TwoNodes()))
     with strategy.scope(), pytest.raises(NotImplementedError, match=message):
         HierarchicalCopyAllReduce().reduce("sum", PerReplica(1.0), "/cpu:0")
@@ -518,7 +519,9 @@ def test_what_a_subclass_overrides_sees_every_reduction(family: Any, batch: list
 
 def test_a_subclass_that_overrides_nothing_is_told() -> None:
     def program(rank):
-        with pytest.raises(NotImplementedError, match=r"^Nothing does not say how .* or derive it from HierarchicalAllReduce$"):
+        with pytest.raises(
+            NotImplementedError, match=r"^Nothing implements no reduction: .* or derive it from HierarchicalAllReduce$"
+        ):
             type("Nothing", (CrossDeviceOps,), {})().reduce("sum", PerReplica(1.0), 0)
 
     in_scope(2, program)
@@ -567,8 +570,8 @@ def test_an_accumulation_function_is_checked() -> None:
     for function, op, message in (
         (lambda parts: parts[0][:0], ReduceOp.SUM, r"has shape \(2,\); a value of shape \(0,\)"),
         (lambda parts: "text", ReduceOp.SUM, "what accumulation_fn returned has dtype <U4"),
-        (lambda parts: parts[0] * 1j, ReduceOp.MEAN, "has dtype float64; a value of dtype complex128 would lose its kind"),
-        (sum, ReduceOp.MAX, "accumulation_fn takes the place of summing, so it serves SUM and MEAN; for MAX, leave it out"),
+        (lambda parts: parts[0] * 1j, ReduceOp.MEAN, "has dtype float64, which cannot hold a value of dtype complex128"),
+        (sum, ReduceOp.MAX, "accumulation_fn replaces the sum, so it can be used for SUM and MEAN only; got MAX"),
     ):
         with pytest.raises((InvalidArgumentError, UnsupportedDtypeError), match=message):
             ReductionToOneDevice(accumulation_fn=function).all_reduce_in_replica(op, [np.ones(2)])

@@ -152,7 +152,7 @@ def test_update_refuses_a_value_that_only_some_replicas_have():
         with strategy.scope():
             weights = mpistrat.Variable(0.0)
         total = extended.reduce_to("sum", PerReplica(1.0), "rank:0")
-        message = r"every replica makes the change: reduce the value to the variable(.|\n)*correct: "
+        message = r"every replica runs the update: reduce the value to the variable(.|\n)*correct: "
         with pytest.raises(TypeError, match=message):
             extended.update(weights, print, ([total],))
         with pytest.raises(TypeError, match=message):
@@ -202,9 +202,7 @@ def test_update_refuses_what_differs_between_replicas_and_foreign_variables():
     with strategy.scope():
         weights = mpistrat.Variable(0.0)
     update = strategy.extended.update
-    with pytest.raises(
-        TypeError, match=r"extended.update got PerReplica\(1.0\), which differs between replicas(.|\n)*correct: "
-    ):
+    with pytest.raises(TypeError, match=r"extended.update got PerReplica\(1.0\); it differs between replicas(.|\n)*correct: "):
         update(weights, print, ([PerReplica(1.0)],))
     with pytest.raises(TypeError, match="extended.update got PerReplica"):
         update(weights, print, kwargs={"delta": PerReplica(1.0)})
@@ -305,7 +303,7 @@ def test_colocate_vars_with():
         variable = mpistrat.Variable(0.0)
         with strategy.extended.colocate_vars_with(variable):
             assert strategy.extended.variable_created_in_scope(mpistrat.Variable(1.0))
-        with pytest.raises(InvalidArgumentError, match=r"Variable\(.*\) was not made in the scope of OneDeviceStrategy"):
+        with pytest.raises(InvalidArgumentError, match=r"Variable\(.*\) was not created in the scope of OneDeviceStrategy"):
             strategy.extended.colocate_vars_with(foreign).__enter__()
     with pytest.raises(
         RuntimeError, match="colocate_vars_with must be called in the strategy's scope, but this is outside all"

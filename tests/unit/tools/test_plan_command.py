@@ -167,7 +167,7 @@ def test_a_tuning_is_what_predictions_rest_on(capsys: pytest.CaptureFixture[str]
     cache.write(Tuning.of(Conditions("c", "p", "m", "2x2 block"), found).document(), path)
     _, out, _ = run(capsys, "--world", "2x2", "--bytes", "64", "--tuning", str(path))
     assert "flat          2 ms\n" in out
-    assert f"as fitted, corrected by what was measured: {path}, measured 2" in out
+    assert f"fitted to measurements and corrected by them: {path}, measured 2" in out
     _, out, _ = run(capsys, "--world", "4x2", "--bytes", "64", "--tuning", str(path))
     assert f"constants of {path}, measured " in out
     code, _, err = run(capsys, "--world", "4x2", "--bytes", "64", "--tuning", str(tmp_path / "none"))

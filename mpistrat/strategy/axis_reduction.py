@@ -1,4 +1,4 @@
-"""Reduction over axes: what each replica does with its components before and after they are combined across replicas."""
+"""``strategy.reduce``: the local part, over axes, before and after the reduction across replicas."""
 
 from __future__ import annotations
 
@@ -16,54 +16,54 @@ from mpistrat.communicator.sparse import IndexedSlices, check_slices
 from mpistrat.context.values import DistributedValues, PerReplica, select_replica
 from mpistrat.cross_device.pairs import IDEMPOTENT, check_unambiguous
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, check_meaning
+from mpistrat.reduction import ReduceOp, accumulation_dtype, check_across_replicas, check_dtype
 
-__all__ = ["LocalPart", "check_doubtful", "local_part"]
+__all__ = ["LocalReduction", "check_ambiguous", "reduce_locally"]
 
 
 class _Origin(Enum):
-    """What is known of the components of a value on the other replicas."""
+    """What is known about the components of a value on the other replicas."""
 
-    REPLICAS = 0  # each has its own
-    MIRRORED = 1  # they are equal by construction
-    PLAIN = 2  # nothing: most often they are equal
+    REPLICAS = 0  # each replica has its own
+    MIRRORED = 1  # they are equal
+    PLAIN = 2  # nothing; usually they are equal
 
 
-class LocalPart(NamedTuple):
-    """What is to be combined across replicas.
+class LocalReduction(NamedTuple):
+    """What a replica sends to a reduction across replicas, and how it finishes the results.
 
     Attributes
     ----------
     op : ReduceOp
-        How.
+        The operation across replicas.
     sent : list of ndarray or IndexedSlices
         The arrays of this replica.
     finish : callable
-        Makes the results, one for each value, of the combined arrays.
-    doubtful : list of ndarray or IndexedSlices
-        Those of this replica that count once or once for each replica, nobody knows; `check_doubtful` is for them.
+        Takes the reduced arrays, and returns one result for each value.
+    ambiguous : list of ndarray or IndexedSlices
+        Components that could count once, or once for each replica: see `check_ambiguous`.
     """
 
     op: ReduceOp
     sent: list[Any]
     finish: Callable[[list[Any]], list[Any]]
-    doubtful: list[Any]
+    ambiguous: list[Any]
 
 
-def local_part(op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int] | None, num_replicas: int) -> LocalPart:
-    """Return what is to be combined so that each value is reduced over `axis` and across replicas.
+def reduce_locally(op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int] | None, num_replicas: int) -> LocalReduction:
+    """Reduce the components of this replica over `axis`, and return what has to be reduced across replicas.
 
     Parameters
     ----------
     op : ReduceOp
-        SUM or MEAN; without axes any.
+        SUM or MEAN; any operation if `axis` is None.
     values : sequence of per-replica values, mirrored values or array_like
-        A mirrored value is its own result. One that is not distributed is combined by MEAN, MIN and MAX; its sum and product
-        are refused on all replicas, unless it is zero on all.
+        The result of a mirrored value is the value itself. A value that is not distributed is reduced by MEAN, MIN and MAX;
+        its sum and product are refused on all replicas, unless it is zero on all.
     axis : int, list or tuple of int, or None
-        Which axes of each component to reduce over first.
+        Axes of each component to reduce over first.
     num_replicas : int
-        Replicas in sync.
+        Number of replicas.
 
     Raises
     ------
@@ -73,9 +73,9 @@ def local_part(op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int] | 
         If an axis is out of range, `op` is not defined over axes, or the sum of a mirrored value is ambiguous.
     UnsupportedDtypeError
         If a component is not an array, or `op` is not defined for its dtype. Over axes booleans are counted; across replicas
-        they have no sum and no mean.
+        SUM and MEAN are not defined for them.
     NotImplementedError
-        If slices are to be reduced over axes, or otherwise than by SUM or MEAN.
+        If IndexedSlices are reduced over axes, or by another operation than SUM or MEAN.
     """
     components = [_component(value) for value in values]
     origins = [_origin(value, num_replicas) for value in values]
@@ -89,19 +89,19 @@ def local_part(op: ReduceOp, values: Sequence[Any], axis: int | Iterable[int] | 
     raise InvalidArgumentError(f"reduce over axis={axis!r} takes SUM or MEAN, got {op.name}; use axis=None for {op.name}")
 
 
-def check_doubtful(part: LocalPart, communicator: BaseCommunicator, options: CommunicationOptions | None = None) -> None:
-    """Check that all `doubtful` arrays are zero on all replicas. A collective call, if there are any.
+def check_ambiguous(part: LocalReduction, communicator: BaseCommunicator, options: CommunicationOptions | None = None) -> None:
+    """Check that all `ambiguous` arrays are zero on all replicas. A collective call, if there are any.
 
-    Whether they are zero may differ between replicas, which must all be refused together.
+    It is collective because they may be zero on some replicas only, and then all replicas must raise.
 
     Raises
     ------
     InvalidArgumentError
-        On every replica, if one is not zero on any.
+        On every replica, if one of the arrays is not zero on one of the replicas.
     """
-    if not part.doubtful:
+    if not part.ambiguous:
         return
-    mine = np.asarray(any(_rows(component).any() for component in part.doubtful), np.int64)
+    mine = np.asarray(any(_rows(component).any() for component in part.ambiguous), np.int64)
     if communicator.all_reduce(ReduceOp.MAX, [mine], options)[0]:
         try:
             check_unambiguous(part.op, communicator.size)
@@ -121,27 +121,27 @@ def _component(value: Any) -> Any:
     return component if isinstance(component, IndexedSlices) else as_operand(component)
 
 
-def _across(op: ReduceOp, components: list[Any], origins: list[_Origin], num_replicas: int) -> LocalPart:
+def _across(op: ReduceOp, components: list[Any], origins: list[_Origin], num_replicas: int) -> LocalReduction:
     for component, origin in zip(components, origins, strict=True):
         if isinstance(component, IndexedSlices):
             check_slices(op, component)
         else:
-            check_meaning(op, component.dtype)
+            check_across_replicas(op, component.dtype)
         if origin is _Origin.MIRRORED and _rows(component).any():
             check_unambiguous(op, num_replicas)
     combines_plain = op in IDEMPOTENT
     is_sent = [origin is _Origin.REPLICAS or (origin is _Origin.PLAIN and combines_plain) for origin in origins]
-    doubtful = [] if combines_plain else [c for c, origin in zip(components, origins, strict=True) if origin is _Origin.PLAIN]
+    ambiguous = [] if combines_plain else [c for c, origin in zip(components, origins, strict=True) if origin is _Origin.PLAIN]
 
     def finish(totals: list[Any]) -> list[Any]:
         reduced = iter(totals)
         return [next(reduced) if sent else _copied(component) for component, sent in zip(components, is_sent, strict=True)]
 
     sent = [component for component, is_sent_ in zip(components, is_sent, strict=True) if is_sent_]
-    return LocalPart(op, sent, finish, doubtful)
+    return LocalReduction(op, sent, finish, ambiguous)
 
 
-def _sum_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_Origin], num_replicas: int) -> LocalPart:
+def _sum_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_Origin], num_replicas: int) -> LocalReduction:
     wide = [
         _added(array, over, accumulation_dtype(ReduceOp.SUM, _counted(array.dtype)))
         for array, over in zip(arrays, axes, strict=True)
@@ -155,8 +155,8 @@ def _sum_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_O
     return part._replace(finish=finish)
 
 
-def _mean_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_Origin]) -> LocalPart:
-    """Divide sums by counts only after both were added up, so that replicas with few or no rows weigh as they should."""
+def _mean_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_Origin]) -> LocalReduction:
+    """Sum elements and counts across replicas, then divide, so that every row has the same weight on all replicas."""
     sums, counts = [], []
     for array, over in zip(arrays, axes, strict=True):
         dtype = _counted(array.dtype)
@@ -172,16 +172,16 @@ def _mean_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_
             _quotient(total, count, _counted(array.dtype)) for total, count, array in zip(sums, counts, arrays, strict=True)
         ]
 
-    return LocalPart(ReduceOp.SUM, [group[index] for group in (sums, counts) for index in picked], finish, [])
+    return LocalReduction(ReduceOp.SUM, [group[index] for group in (sums, counts) for index in picked], finish, [])
 
 
 def _counted(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype that elements of `dtype` are added up as along axes: booleans are counted, as NumPy does."""
+    """Return the dtype of a sum over axes: booleans are counted, as in NumPy."""
     return np.dtype(np.int64) if dtype.kind == "b" else dtype
 
 
 def _added(array: Array, axes: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return the sum over some axes, as an array even where that is all of them."""
+    """Return the sum over some axes as an array, even if they are all axes."""
     if is_on_device(array):
         return array.sum(axes, dtype) if axes else array.astype(dtype)
     return np.asarray(np.add.reduce(array, axes, dtype=dtype))
@@ -192,7 +192,7 @@ def _rows(component: Array | IndexedSlices) -> Array:
 
 
 def _copied(component: Array | IndexedSlices) -> Array | IndexedSlices:
-    """Return a result of its own: the component may be the user's array, or that of a variable."""
+    """Return a copy, because the component may be the user's array or that of a variable."""
     if isinstance(component, IndexedSlices):
         return IndexedSlices(component.values.copy(), component.indices.copy(), component.dense_shape)
     copied: Array = component.copy()
@@ -200,7 +200,7 @@ def _copied(component: Array | IndexedSlices) -> Array | IndexedSlices:
 
 
 def _normalized(axis: int | Iterable[int], component: Any) -> tuple[int, ...]:
-    """Return the axes as non-negative integers, each once."""
+    """Return the axes as non-negative integers without duplicates."""
     if isinstance(component, IndexedSlices):
         raise NotImplementedError(
             f"reduce over axis={axis!r} is not supported for {component!r}; pass axis=None, or reduce slices.to_dense()"
@@ -218,9 +218,9 @@ def _normalized(axis: int | Iterable[int], component: Any) -> tuple[int, ...]:
 
 
 def _quotient(total: Array, count: Array, dtype: np.dtype[Any]) -> Array:
-    """Return total / count: in the dtype of the values where that is a float, in float64 where it is an integer."""
+    """Return total / count: in `dtype`, or in float64 if that is an integer dtype."""
     if dtype.kind in "iu":
         total = total.astype(np.float64)
-    with np.errstate(invalid="ignore"):  # no rows on any replica: the mean of nothing is NaN
+    with np.errstate(invalid="ignore"):  # without rows on any replica the mean is NaN
         mean = total / total.dtype.type(count)
     return in_dtype(mean, mean.dtype if dtype.kind in "iu" else dtype)

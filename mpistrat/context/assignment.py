@@ -1,4 +1,4 @@
-"""Fitting a value to an array that stands already: its shape, its dtype, and where it lies."""
+"""Assignment: convert a value to the dtype and device of the array that it is assigned to, if it fits there."""
 
 from __future__ import annotations
 
@@ -9,19 +9,27 @@ import numpy as np
 from mpistrat.arrays import Array, as_array, is_on_device, to_device, to_host
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 
-__all__ = ["converted", "fitted"]
+__all__ = ["assignable", "converted"]
 
 
-def fitted(value: Any, target: Array, owner: object) -> Array:
-    """Return `value` as an array of the shape and dtype of `target`, the array of `owner`, and where that is.
+def assignable(value: Any, target: Array, owner: object) -> Array:
+    """Return `value` as an array that can be assigned to `target`: in its dtype, and on its device.
+
+    Parameters
+    ----------
+    value : array_like
+        Must have the shape of `target`.
+    target : array
+        The array to assign to.
+    owner : object
+        The variable that `target` belongs to, for error messages.
 
     Raises
     ------
     InvalidArgumentError
-        If the shapes differ.
-        Or an integer is out of range for the dtype of `target`.
+        If the shapes differ, or an integer is out of range for the dtype of `target`.
     UnsupportedDtypeError
-        If that dtype cannot hold the kind of number that `value` has.
+        If the dtype of `target` cannot hold the kind of number that `value` has.
     """
     array = as_array(value)
     if array.shape != target.shape:
@@ -33,20 +41,20 @@ def fitted(value: Any, target: Array, owner: object) -> Array:
 
 
 def converted(array: Array, dtype: np.dtype[Any], owner: object) -> Array:
-    """Return `array` in the dtype of `owner`, where each number stays of its kind: integers of either sign are of one kind.
+    """Return `array` in `dtype`, the one of `owner`; signed and unsigned integers count as the same kind of number.
 
     Raises
     ------
     InvalidArgumentError
         If an integer is out of range.
     UnsupportedDtypeError
-        If `dtype` cannot hold the kind of number.
+        If `dtype` cannot hold the kind of number: a float as an integer, a complex number as a float.
     """
     if array.dtype == dtype:
         return array
     if not (np.can_cast(array.dtype, dtype, casting="same_kind") or (array.dtype.kind == "i" and dtype.kind == "u")):
         raise UnsupportedDtypeError(
-            f"{owner!r} has dtype {dtype}; a value of dtype {array.dtype} would lose its kind: cast it first, "
+            f"{owner!r} has dtype {dtype}, which cannot hold a value of dtype {array.dtype}; cast it first, "
             f"value.astype({dtype.name!r})"
         )
     if dtype.kind in "iu" and array.size:
