@@ -182,6 +182,6 @@ def test_the_reference_page_has_a_row_for_each(name: str) -> None:
 def test_the_reference_page_has_the_limits_of_the_table() -> None:
     rule, text = chunks.pipeline_rule(World.from_shape("2x2")), " ".join(PAGE.read_text().split())
     assert f"work on the whole buffer up to {chunks.SCRATCH_BYTES // MIB} MiB" in text
-    assert f"{rule.depth} under way at a time" in text
+    assert f"{rule.depth} in flight at a time" in text
     assert f"chunks of {rule.end_bytes // KIB} KiB, between which they double up to {rule.max_bytes // MIB} MiB" in text
     assert f"chunks of {chunks.pipeline_rule(World.from_shape('1x2')).max_bytes // MIB} MiB that stay" in text

@@ -443,9 +443,7 @@ def test_arguments_that_tensorflow_users_pass():
     assert (variable.synchronization, variable.aggregation) == (SYNCHRONIZATION.ON_WRITE, AGGREGATION.NONE)
     assert variable.values[0].tolist() == variable.value.tolist() == [[0], [0]]
     for shape in ((1, 2), (None, 1), ()):
-        with pytest.raises(
-            InvalidArgumentError, match=r"w must have shape .*; got an initial value of shape \(2, 1\)"
-        ):
+        with pytest.raises(InvalidArgumentError, match=r"w must have shape .*; got an initial value of shape \(2, 1\)"):
             mpistrat.Variable(np.zeros((2, 1)), name="w", shape=shape)
 
 
