@@ -37,7 +37,7 @@ def communicator(comm: MPI.Intracomm) -> Communicator:
     Raises
     ------
     LaunchError, TopologyError
-        As `topology.check_gpu_assignment`, if the devices of the ranks are not compatible.
+        As `topology.gpu_assignment.check_gpu_assignment`, if the devices of the ranks are not compatible.
     """
     check_gpu_assignment(comm)
     return Communicator(Hierarchy(comm, discover(comm)))
