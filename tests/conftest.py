@@ -1,10 +1,16 @@
-"""One session, all lanes: see `lanes` for what there is, `launches` for how tests/ranks runs, `rank_agreement` for inside."""
+"""All lanes in one session: `lanes` says what there is, `beside` what runs at a time, `launches` how tests/ranks runs."""
 
 import os
 
-pytest_plugins = ["tests.lanes", "tests.launches"]
+from hypothesis import HealthCheck, settings
+
+pytest_plugins = ["tests.lanes", "tests.launches", "tests.beside"]
 
 os.environ["MPISTRAT_STRICT"] = "1"
 os.environ["MPISTRAT_TUNING"] = "off"  # what was measured on this machine changes no test
 os.environ["MPISTRAT_MPI_GPU"] = "off"  # nobody asks the MPI library, and keeps the answer, but the test that does
 os.environ["MPISTRAT_DEVICE"] = "cpu"  # what wants a GPU says so, also on a machine that has one
+
+# The speed of a machine fails no example; limits are for what hangs.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")

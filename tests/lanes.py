@@ -21,7 +21,7 @@ from mpistrat.text import format_elapsed
 from tests.hosts import lab
 from tests.slurm import cluster
 
-__all__ = ["LANES"]
+__all__ = ["LANES", "is_selection", "lane_of"]
 
 # Each lane, and what tells why it cannot run here (an empty text: it can).
 LANES: dict[str, Callable[[], str]] = {
@@ -37,6 +37,20 @@ LANES: dict[str, Callable[[], str]] = {
 }
 
 
+def is_selection(config: pytest.Config) -> bool:
+    """Return whether a session runs some tests rather than all."""
+    option = config.option
+    named = {(config.invocation_params.dir / argument).resolve() for argument in config.args}
+    whole = bool(named & {config.rootpath, config.rootpath / "tests"})
+    return not whole or bool(option.keyword or option.markexpr or option.collectonly or config.getoption("lf", False))
+
+
+def lane_of(nodeid: str) -> str:
+    """Return the lane that a test is in."""
+    parts = PurePosixPath(nodeid.split("::")[0]).parts
+    return parts[1] if len(parts) > 1 and parts[1] in LANES else "quality"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     unknown = _required() - set(LANES)
     if unknown:
@@ -47,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        reason = _reason(_lane(item.nodeid))
+        reason = _reason(lane_of(item.nodeid))
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
 
@@ -65,15 +79,10 @@ class _Summary:
 
     def __init__(self, config: pytest.Config) -> None:
         self.results = {lane: _Result() for lane in LANES}
-        option = config.option
-        named = {(config.invocation_params.dir / argument).resolve() for argument in config.args}
-        whole = bool(named & {config.rootpath, config.rootpath / "tests"})
-        self.selected = not whole or bool(
-            option.keyword or option.markexpr or option.collectonly or config.getoption("lf", False)
-        )
+        self.selected = is_selection(config)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        result = self.results[_lane(report.nodeid)]
+        result = self.results[lane_of(report.nodeid)]
         result.seconds += report.duration
         launch = dict(report.user_properties).get("launch") if report.when == "call" else None
         if isinstance(launch, dict):
@@ -119,11 +128,6 @@ def _line(lane: str, result: _Result) -> str:
     parts += [f"{result.failed} failed"] if result.failed else []
     parts += [f"{result.skipped.total()} skipped ({reasons})"] if result.skipped else []
     return ", ".join(parts)
-
-
-def _lane(nodeid: str) -> str:
-    parts = PurePosixPath(nodeid.split("::")[0]).parts
-    return parts[1] if len(parts) > 1 and parts[1] in LANES else "quality"
 
 
 def _skip_reason(report: pytest.TestReport) -> str:

@@ -3,8 +3,8 @@
     python -m tests.gpu.evidence --out FILE                     # --only TEXT…: a part of it
     python -m tests.gpu.evidence --out FILE --merge PART PART   # joins what several runs wrote
 
-Each probe has a session of its own and a deadline; the file is written anew after each, so that what is known survives a probe
-that takes the machine down. Without a GPU every probe that needs one says why it was left out.
+Each probe has a session of its own and a deadline, later on a busy machine; the file is written anew after each, so that what
+is known survives a probe that takes the machine down. Without a GPU every probe that needs one says why it was left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mpistrat.launch.mpiexec import command
 from tests.gpu.machine import Machine, look
 from tests.gpu.parts import FAILED, OK, SKIPPED, merged
 from tests.gpu.probes import PROBES, Probe
-from tests.processes import TIMED_OUT, run_bounded
+from tests.processes import TIMED_OUT, patient, run_bounded
 
 __all__ = ["OK", "changed_since", "collect", "run_probe"]
 
@@ -110,16 +110,17 @@ def run_probe(probe: Probe, machine: Machine, seconds_left: float = BUDGET_SECON
         refusal = f"no time was left: it may take {probe.seconds:g} s"
     if refusal:
         return _case(probe, SKIPPED, refusal)
+    limit = min(patient(probe.seconds), seconds_left)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
         argv = [sys.executable, "-m", *probe.command, "--report", str(report)]
         argv, extra = command(probe.num_ranks, argv) if probe.num_ranks else (argv, {})
-        done = run_bounded(argv, probe.seconds, {**os.environ, **extra, **probe.environ}, _ROOT)
+        done = run_bounded(argv, limit, {**os.environ, **extra, **probe.environ}, _ROOT)
         figures = json.loads(report.read_text()) if report.exists() and not done.returncode else {}  # else it may be cut off
     seconds = round(time.monotonic() - begun, 1)
     if done.returncode == TIMED_OUT:
-        return _case(probe, FAILED, f"it was killed after {probe.seconds:g} s\n{_tail(done)}", seconds)
+        return _case(probe, FAILED, f"it was killed after {limit:g} s\n{_tail(done)}", seconds)
     if done.returncode or not figures:
         return _case(probe, FAILED, f"it ended with {done.returncode}\n{_tail(done)}", seconds)
     if "skipped" in figures:

@@ -49,7 +49,7 @@ def test_without_a_gpu_everything_says_why_it_is_left_out(tmp_path):
     if count:
         pytest.skip("there is a GPU: tests/gpu runs all of this")
     out = tmp_path / "new" / "evidence.json"
-    done = run_bounded([sys.executable, "-m", "tests.gpu.evidence", "--out", str(out)], 120)
+    done = run_bounded([sys.executable, "-m", "tests.gpu.evidence", "--out", str(out)], 600)
     assert done.returncode == 0, done.stdout + done.stderr
     evidence = json.loads(out.read_text())
     assert evidence["is_complete"]
@@ -177,18 +177,22 @@ def test_a_probe_that_fails_is_told_with_its_last_words(program):
     assert run_probe(program("print('no report')"), H200)["reason"] == "it ended with 0\nno report"
 
 
-def test_a_probe_that_hangs_is_killed_and_the_rest_goes_on(program, capsys):
-    hangs = program("report.write_text('{\"cut'); print('joining', flush=True); time.sleep(60)", seconds=0.7)
+def test_a_probe_that_hangs_is_killed_and_the_rest_goes_on(program, capsys, monkeypatch):
+    # two more processes for each core than there are: it has twice its time, or more
+    busy = os.getloadavg()[0] + 2 * os.cpu_count()
+    monkeypatch.setattr("os.getloadavg", lambda: (busy,) * 3)
+    hangs = program("report.write_text('{\"cut'); print('joining', flush=True); time.sleep(600)", seconds=1.0)
     written = []
     begun = time.monotonic()
     collect(H200, [hangs, program("report.write_text('{\"checks\": 1}')")], lambda found: written.append(json.dumps(found)))
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 300
     assert [len(json.loads(text)["cases"]) for text in written] == [0, 1, 2]
     assert [json.loads(text)["is_complete"] for text in written] == [False, False, True]
     first, second = json.loads(written[-1])["cases"]
-    assert first["reason"].startswith("it was killed after 0.7 s\njoining")
+    limit = busy / os.cpu_count()
+    assert first["reason"].startswith(f"it was killed after {limit:g} s\njoining")
     assert (first["outcome"], second["outcome"]) == ("failed", "ok")
-    assert "failed  planted_0: it was killed after 0.7 s" in capsys.readouterr().out
+    assert f"failed  planted_0: it was killed after {limit:g} s" in capsys.readouterr().out
 
 
 def test_what_no_longer_fits_into_the_time_is_left_out(program, monkeypatch):

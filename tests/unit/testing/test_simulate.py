@@ -27,7 +27,7 @@ BROADCAST = Phase(Verb.BROADCAST, Scope.INTRA)
 
 
 def test_every_plan_of_every_planner_is_proved_in_seconds() -> None:
-    start, proved = time.perf_counter(), dict.fromkeys(PLANNERS, 0)
+    start, proved = time.process_time(), dict.fromkeys(PLANNERS, 0)
     for world in worlds():
         for count in (0, 1, world.size + 1, 10_007, 3 * 2**20):
             for name, planner in PLANNERS.items():
@@ -44,7 +44,7 @@ def test_every_plan_of_every_planner_is_proved_in_seconds() -> None:
     every = 5 * len(worlds())
     served = {"flat": every, "leader": 5 * len(several), "hierarchical": every, "pipelined": 5 * len(more_than_one)}
     assert proved == served
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 @given(random_worlds, st.integers(0, 10_000), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 4096))
