@@ -43,7 +43,6 @@ class PlanCache:
         Is told which plan was chosen, and why.
     model : CostModel
         What plans are chosen by.
-
     """
 
     def __init__(self, executor: Executor, say: Callable[[str], None], model: CostModel = DEFAULT) -> None:

@@ -237,7 +237,7 @@ class Reductions:
     def _combine(self, batch: BoundBatch, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
         if self._window is not None and not batch.begins_with_meeting:
             yield from self._window.meet()
-        yield from run_batch(batch, sources, results)
+        yield from _run_batch(batch, sources, results)
         if not batch.is_compared:
             self._present.add_unconfirmed(sum(array.nbytes for array in sources))
 
@@ -259,7 +259,7 @@ class Reductions:
             self._present.settle()
 
 
-def run_batch(batch: BoundBatch, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
+def _run_batch(batch: BoundBatch, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
     """Return the steps that reduce `sources` into `targets`, bucket after bucket. A collective call."""
     started = time.perf_counter()
     for bucket in batch:
