@@ -21,6 +21,7 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.plan_cache import PlanCache
 from mpistrat.communicator.validate import apart, check_gather, check_out, check_target, describe, describe_all_reduce
 from mpistrat.errors import TransportError
+from mpistrat.execution.engine import wait_for_gpu
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Signature
@@ -89,6 +90,8 @@ class Reductions:
 
     def all_reduce_known(self, batch: BoundBatch, arrays: Sequence[Array], out: Sequence[Array] | None = None) -> list[Array]:
         """Combine arrays by the plan of an earlier call with arrays like these. A collective call that was let in."""
+        if self._gpu is not None:
+            wait_for_gpu(self._guard)
         with self.active():
             results, sources = self._landing(arrays, out)
             self._guard.drive_present(self._steps(batch, sources, results))

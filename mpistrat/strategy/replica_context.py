@@ -150,10 +150,9 @@ class ReplicaContext:
             between nodes, a later call raises it; with MPISTRAT_STRICT this one does.
         """
         self._require_current("all_reduce")
-        if options is None and weight is None and experimental_hints is None:
-            reduced = self._fast_all_reduce(reduce_op, value)
-            if reduced is not None:
-                return reduced
+        is_plain = options is None and weight is None and experimental_hints is None
+        if is_plain and (reduced := self._fast_all_reduce(reduce_op, value)) is not None:
+            return reduced
         leaves, structure = flatten(value)
         if experimental_hints is not None:
             options = merge_hints(options, experimental_hints)
