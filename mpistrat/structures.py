@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import optree
 
-__all__ = ["MAX_CACHED_STRUCTURES", "ONE_LEAF", "Structure", "flatten", "flatten_arrays", "leaf_names", "map_leaves", "rebuild"]
+__all__ = ["MAX_CACHED_STRUCTURES", "ONE_LEAF", "Structure", "flatten", "flatten_arrays", "leaf_names", "map_leaves"]
 
 Structure = optree.PyTreeSpec
 
@@ -37,7 +37,7 @@ _structures: dict[tuple[Any, ...], tuple[Structure, Callable[[list[Any]], tuple[
 
 
 def flatten(value: Any) -> tuple[list[Any], Structure]:
-    """Return the leaves of a nested value in a fixed order, and the structure that `rebuild` takes."""
+    """Return the leaves of a nested value in a fixed order, and their structure, whose ``unflatten(leaves)`` undoes that."""
     leaves, structure = optree.tree_flatten(value, namespace=_NAMESPACE)
     while not _leaf_types.issuperset(map(type, leaves)) and _learn(leaves):
         leaves, structure = optree.tree_flatten(value, namespace=_NAMESPACE)
@@ -59,11 +59,6 @@ def flatten_arrays(value: Any) -> tuple[list[Any], Structure] | None:
         known = _structures[outline] = _structure_and_order(value, len(found))
     structure, in_order = known
     return found if in_order is None else list(in_order(found)), structure
-
-
-def rebuild(structure: Structure, leaves: list[Any]) -> Any:
-    """Return the nested value of this structure whose leaves are `leaves`."""
-    return optree.tree_unflatten(structure, leaves)
 
 
 def map_leaves(function: Callable[..., Any], value: Any, *others: Any) -> Any:
@@ -193,6 +188,6 @@ def _walk(value: Any, leaf: type) -> tuple[tuple[Any, ...] | None, list[Any]]:
 def _structure_and_order(value: Any, count: int) -> tuple[Structure, Callable[[list[Any]], tuple[Any, ...]] | None]:
     """Return the structure of a nest, and a function that reorders leaves from level order to that of `flatten`, or None."""
     structure = optree.tree_structure(value)
-    positions = _walk(rebuild(structure, list(range(count))), int)[1]
+    positions = _walk(structure.unflatten(range(count)), int)[1]
     order = sorted(range(count), key=positions.__getitem__)
     return structure, None if positions == list(range(count)) else itemgetter(*order)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,8 @@ from mpistrat.packing.buckets import pack_by_bytes, split_evenly
 from mpistrat.packing.layout import Layout
 from mpistrat.packing.wire import Wire
 from mpistrat.reduction import ReduceOp, accumulation_dtype
-from mpistrat.transports.steps import Steps
 
-__all__ = ["BoundBatch", "Bucket", "Packing", "bind_batch", "is_current", "lay_out", "run_batch"]
+__all__ = ["BoundBatch", "Bucket", "Packing", "bind_batch", "is_current", "lay_out"]
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,12 @@ class BoundBatch(list[Bucket]):
         self._text, self._details = text, details
         self._signatures: dict[str, Signature] = {}
 
-    @property
+    @cached_property
     def begins_with_meeting(self) -> bool:
         """Whether ranks of a node meet in shared memory before anything else."""
         return bool(self) and self[0].bound.begins_with_meeting
 
-    @property
+    @cached_property
     def is_compared(self) -> bool:
         """Whether ranks in another call cannot take part in this one; else calls are to be compared afterwards."""
         return all(bucket.bound.is_compared for bucket in self)
@@ -140,14 +139,6 @@ def lay_out(op: ReduceOp, arrays: Sequence[Array], packing: Packing) -> Iterator
 def is_current(batch: BoundBatch, executor: Executor) -> bool:
     """Return whether all buckets are bound to the scratch memory that there is now."""
     return all(bucket.bound.generation == executor.generation for bucket in batch)
-
-
-def run_batch(batch: BoundBatch, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
-    """Return the steps that reduce `sources` into `targets`, bucket after bucket. A collective call."""
-    started = time.perf_counter()
-    for bucket in batch:
-        yield from bucket.bound.run([sources[i] for i in bucket.indices], [targets[i] for i in bucket.indices])
-    batch.seconds = time.perf_counter() - started
 
 
 def _pack(indices: list[int], counts: list[int], itemsize: int, packing: Packing) -> Iterator[tuple[tuple[int, ...], Layout]]:

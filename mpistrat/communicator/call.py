@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.groups.agreement import after
 
 __all__ = ["CollectiveCall"]
 
 # what a call that has met all ranks at the last moment may still take
 _LEAST_SECONDS = 0.2
-_NOTES_SHOWN = 3
-_SAYS_NO_MORE = re.compile(r"all_reduce\(\w+\) of PyTreeSpec\(\*\)")  # than the call itself: one array, and the operation
 
 
 @dataclass
@@ -56,7 +54,7 @@ class CollectiveCall:
     @property
     def text(self) -> str:
         """The call with its arguments, and with what was noted before that is not a matter of course."""
-        return f"{self.describe()}{_after(self.notes)}"
+        return f"{self.describe()}{after(self.notes)}"
 
     @property
     def seconds(self) -> float:
@@ -71,12 +69,3 @@ class CollectiveCall:
     def rest_seconds(self) -> float:
         """The seconds left until the deadline; 0 without a deadline."""
         return max(self.ends - time.monotonic(), _LEAST_SECONDS) if self.ends else 0.0
-
-
-def _after(notes: Sequence[str]) -> str:
-    """Return what was noted before a call, in words: the last few of it."""
-    notes = [note for note in notes if not _SAYS_NO_MORE.fullmatch(note)]
-    if not notes:
-        return ""
-    more = f"{len(notes) - _NOTES_SHOWN} others and " if len(notes) > _NOTES_SHOWN else ""
-    return f", after {more}{'; '.join(notes[-_NOTES_SHOWN:])}"

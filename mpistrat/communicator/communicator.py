@@ -19,7 +19,7 @@ from mpistrat.arrays import Array
 from mpistrat.communicator.call_sequence import CallSequence
 from mpistrat.communicator.data_movement import DataMovement
 from mpistrat.communicator.explain import Explanation
-from mpistrat.communicator.fast_paths import SIGNATURE
+from mpistrat.communicator.fast_paths import SIGNATURE, KnownBatch
 from mpistrat.communicator.gpu_arrays import GpuArrays
 from mpistrat.communicator.guard import CollectiveGuard
 from mpistrat.communicator.interface import Arrays, BaseCommunicator
@@ -145,6 +145,7 @@ class Communicator(BaseCommunicator):
     @is_strict.setter
     def is_strict(self, is_strict: bool) -> None:
         self._calls.is_strict = is_strict
+        self._fast.forget()
 
     @property
     def model(self) -> CostModel:
@@ -204,11 +205,12 @@ class Communicator(BaseCommunicator):
     ) -> list[Array] | None:
         """Combine arrays like earlier ones, by their fast path: see `BaseCommunicator.all_reduce_again`. A collective call."""
         guard = self._guard
-        quick: OneArray | SmallBatch | None
+        quick: OneArray | SmallBatch | KnownBatch | None
         into = None
         try:
             if out is not None:
-                quick = into = self._fast.into(op, arrays, out)
+                quick = self._fast.into(op, arrays, out)
+                into = quick if isinstance(quick, OneArray) else None
             elif len(arrays) == 1:
                 [array] = arrays
                 quick = self._quick.get((op._value_, (array.shape, array.dtype, type(array))))
@@ -216,15 +218,13 @@ class Communicator(BaseCommunicator):
                 quick = self._quick.get((op._value_, *map(SIGNATURE, arrays)))
         except AttributeError:  # something is not an array: the way past this one refuses it
             return None
-        if quick is None:
-            return None if self._gpu is None else self._reductions.all_reduce_on_gpu(op, arrays, out, noted, frames + 1)
-        if self.timeline.enabled or guard.refusal or not guard.lock.acquire(False):
+        if quick is None or self.timeline.enabled or guard.refusal or not guard.lock.acquire(False):
             return None
         try:
             guard.number = number = guard.number + 1
-            guard.signature = signature = quick.signature
+            guard.signature = call = quick.signature
             self._present.word = word = quick.word ^ (guard.noted_before(noted) if guard.noted else noted)
-            index = guard.indexes.get(word) or guard.index(word, "all_reduce", signature.text, signature.details)
+            index = guard.indexes.get(word) or guard.index(word, "all_reduce", call.text_after(word ^ call.word), call.details)
             slot = self._recorder.enter(guard.communicator, number, index, frames + 1)
             results = quick.run(arrays) if into is None or out is None else [into.combine(arrays[0], out[0])]
             self._recorder.leave(slot)

@@ -75,9 +75,9 @@ class MixedPlanCache:
         self.model = device.model
 
     @property
-    def num_evicted(self) -> int:
-        """How many plans had to make room for others."""
-        return self._host.num_evicted + self._device.num_evicted
+    def num_let_go(self) -> int:
+        """How often plans had to make room for others, or lost their memory: see `PlanCache.num_let_go`."""
+        return self._host.num_let_go + self._device.num_let_go
 
     def find(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> BoundBatch:
         """Return the plan for arrays like these: see `PlanCache.find`. A collective call where there is none yet."""

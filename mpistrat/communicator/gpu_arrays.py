@@ -9,20 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 
 from mpistrat.arrays import Array, is_on_device
-from mpistrat.communicator.bound_batch import BoundBatch, is_current
 from mpistrat.communicator.device_plans import DevicePlanCache, MixedPlanCache
-from mpistrat.communicator.fast_paths import SIGNATURE
 from mpistrat.communicator.guard import CollectiveGuard
 from mpistrat.communicator.plan_cache import PlanCache
 from mpistrat.device.abstract import Device, Event
 from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.executor import Executor
-from mpistrat.reduction import ReduceOp
 from mpistrat.transports.steps import WAITING, Steps
 
 __all__ = ["GpuArrays", "has_arrays"]
@@ -64,9 +60,6 @@ class GpuArrays:
         self.executor = DeviceExecutor(host, device)
         self.plans = MixedPlanCache(plans, DevicePlanCache(self.executor, say))
         self.stream = device.stream()
-        self._array_type = device.array_module.ndarray
-        # plans that the cache still has: when it lets one go, all ranks compare the next call like it
-        self._known: WeakValueDictionary[tuple[Any, ...], BoundBatch] = WeakValueDictionary()
 
     @property
     def path(self) -> str:
@@ -76,19 +69,6 @@ class GpuArrays:
     def activate(self) -> AbstractContextManager[None]:
         """Make the GPU the one that the calling thread computes on; undone when left."""
         return self._device.activate()
-
-    def known(self, op: ReduceOp, arrays: Sequence[Array], num_packs: int | None) -> BoundBatch | None:
-        """Return the plan of an earlier call with arrays like these, all of them on the GPU."""
-        kind = self._array_type
-        for array in arrays:
-            if type(array) is not kind:
-                return None
-        batch = self._known.get(_likeness(op, arrays, num_packs))
-        return batch if batch is not None and is_current(batch, self.executor) else None
-
-    def learn(self, op: ReduceOp, arrays: Sequence[Array], num_packs: int | None, batch: BoundBatch) -> None:
-        """Note the plan of a call with arrays on the GPU, for calls like it."""
-        self._known[_likeness(op, arrays, num_packs)] = batch
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return a new array on the GPU."""
@@ -140,10 +120,6 @@ class GpuArrays:
 def has_arrays(arrays: Sequence[Array]) -> bool:
     """Return whether some of the arrays are on a GPU."""
     return any(map(is_on_device, arrays))
-
-
-def _likeness(op: ReduceOp, arrays: Sequence[Array], num_packs: int | None) -> tuple[Any, ...]:
-    return (op._value_, num_packs, *map(SIGNATURE, arrays))
 
 
 def _until(event: Event) -> Steps:

@@ -37,6 +37,7 @@ from mpistrat.groups.agreement import (
     Signature,
     calls_differ,
     chained,
+    keep_notes,
     word_of,
 )
 from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, DeadlineBarrier
@@ -226,16 +227,15 @@ class CollectiveGuard:
     def noted_before(self, noted: int) -> int:
         """Return the word of all that was noted, and then of another note if that is not 0; begin anew."""
         word = chained(self.noted, noted) if noted else self.noted
-        self.noted = 0
-        self._notes.clear()
+        keep_notes(word, self._notes, noted)
+        self.noted, self._notes = 0, []
         return word
 
     def take_notes(self, call: CollectiveCall) -> None:
         """Let a call carry what was noted before it."""
         if self._notes:
             call.noted, call.notes = self.noted, tuple(self._notes)
-            self.noted = 0
-            self._notes.clear()
+            self.noted, self._notes = 0, []
 
     def agree(
         self, call: CollectiveCall, error: Exception | None = None, facts: Sequence[int] = (0, 0)
@@ -323,7 +323,7 @@ class CollectiveGuard:
 
     def explain(self, error: BaseException) -> BaseException:
         """Return the error to raise for what a call raised that was let in past this guard; no other gets in."""
-        error = self._understood(error, self.signature.text)
+        error = self._understood(error, self.signature.text_after(self._present.word ^ self.signature.word))
         self.fail("all_reduce", error)
         return error
 

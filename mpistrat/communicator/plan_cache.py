@@ -43,18 +43,13 @@ class PlanCache:
         Is told which plan was chosen, and why.
     model : CostModel
         What plans are chosen by.
-
-    Attributes
-    ----------
-    num_evicted : int
-        How many plans had to make room for others: the same on all ranks.
     """
 
     def __init__(self, executor: Executor, say: Callable[[str], None], model: CostModel = DEFAULT) -> None:
         self._executor, self._world, self._say, self.model = executor, executor.hierarchy.world, say, model
         self._chunk_bytes = settings.CHUNK_BYTES.read()
         self._plans: OrderedDict[tuple[Any, ...], BoundBatch] = OrderedDict()
-        self.num_evicted = 0
+        self._num_evicted = 0
 
     def find(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> BoundBatch:
         """Return the plan for arrays like these. A collective call where there is none yet.
@@ -80,8 +75,13 @@ class PlanCache:
                 # the oldest, however much it is used: all ranks must forget the same one, and only some may have come here to
                 # use it, since one with its timeline on takes no fast path
                 self._plans.popitem(last=False)
-                self.num_evicted += 1
+                self._num_evicted += 1
         return batch
+
+    @property
+    def num_let_go(self) -> int:
+        """How often plans had to make room for others, or lost their memory: the same on all ranks."""
+        return self._num_evicted + self._executor.generation
 
     def has(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> bool:
         """Return whether there is a plan for arrays like these, so that to find it is not a collective call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -9,24 +10,23 @@ from functools import partial
 import numpy as np
 
 from mpistrat.arrays import Array, is_on_device
-from mpistrat.communicator.bound_batch import BoundBatch, run_batch
+from mpistrat.communicator.bound_batch import BoundBatch
 from mpistrat.communicator.call import CollectiveCall
 from mpistrat.communicator.call_sequence import CallSequence
 from mpistrat.communicator.device_plans import MixedPlanCache
 from mpistrat.communicator.fast_paths import FastPaths
 from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
-from mpistrat.communicator.guard import FRAMES, CollectiveGuard
+from mpistrat.communicator.guard import CollectiveGuard
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.plan_cache import PlanCache
 from mpistrat.communicator.validate import apart, check_gather, check_out, check_target, describe, describe_all_reduce
-from mpistrat.errors import InvalidArgumentError, TransportError
+from mpistrat.errors import TransportError
 from mpistrat.execution.engine import wait_for_gpu
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Signature
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.steps import Steps
-from mpistrat.watch.recorder import recorder
 
 __all__ = ["Reductions"]
 
@@ -63,11 +63,10 @@ class Reductions:
         self, executor: Executor, guard: CollectiveGuard, calls: CallSequence, plans: PlanCache, gpu: GpuArrays | None
     ) -> None:
         self._executor, self._guard, self._calls, self._gpu = executor, guard, calls, gpu
-        self.fast = FastPaths(executor)
+        self.fast = FastPaths(executor, self.all_reduce_known)
         self.plans: PlanCache | MixedPlanCache = plans if gpu is None else gpu.plans
         self._present, self._rank, self._size = executor.hierarchy.call, executor.hierarchy.rank, executor.hierarchy.world.size
         self._window = executor.intra.window if executor.hierarchy.intra.size > 1 else None
-        self._recorder = recorder()
         self.active: Callable[[], AbstractContextManager[None]] = nullcontext if gpu is None else gpu.activate
         self.num_packs: int | None = None
 
@@ -89,52 +88,14 @@ class Reductions:
             self._settle()
             return results
 
-    def all_reduce_on_gpu(
-        self, op: ReduceOp, arrays: Sequence[Array], out: Sequence[Array] | None, noted: int = 0, frames: int = FRAMES - 1
-    ) -> list[Array] | None:
-        """Combine arrays on the GPU by the plan of an earlier call; do nothing, and return None, where all must be looked at.
-
-        A collective call.
-
-        Parameters
-        ----------
-        op, arrays, out : ReduceOp, sequence of ndarray, sequence of ndarray
-            As for `all_reduce`.
-        noted, frames : int
-            As for `BaseCommunicator.all_reduce_again`.
-        """
-        guard, gpu = self._guard, self._gpu
-        if gpu is None or guard.refusal or self._calls.options.timeout_seconds or self._calls.is_strict:
-            return None
-        batch = gpu.known(op, arrays, self.num_packs)
-        if batch is None:
-            return None
-        if out is not None:
-            try:
-                check_out(out, arrays)
-            except InvalidArgumentError:
-                return None  # the other ranks must learn of it
-        wait_for_gpu(guard)
-        if not guard.lock.acquire(False):
-            return None
-        slot = 0
-        try:
-            guard.number = number = guard.number + 1
-            guard.signature = signature = batch.signature("all_reduce")
-            self._present.word = word = signature.word ^ guard.noted_before(noted)
-            index = guard.indexes.get(word) or guard.index(word, "all_reduce", signature.text, signature.details)
-            slot = self._recorder.enter(guard.communicator, number, index, frames + 1)
-            with gpu.activate():
-                results, sources = self._landing(arrays, out)
-                guard.drive_present(self._steps(batch, sources, results))
-            self._recorder.leave(slot)
+    def all_reduce_known(self, batch: BoundBatch, arrays: Sequence[Array], out: Sequence[Array] | None = None) -> list[Array]:
+        """Combine arrays by the plan of an earlier call with arrays like these. A collective call that was let in."""
+        if self._gpu is not None:
+            wait_for_gpu(self._guard)
+        with self.active():
+            results, sources = self._landing(arrays, out)
+            self._guard.drive_present(self._steps(batch, sources, results))
             return results
-        except BaseException as error:
-            if slot:
-                self._recorder.fail(slot)
-            raise guard.explain(error) from None
-        finally:
-            guard.lock.release()
 
     def start_all_reduce(
         self,
@@ -228,30 +189,25 @@ class Reductions:
             self._calls.refuse(call, refused)
         batch = self._batch(call, op, arrays, self.num_packs)
         if call.verb == "all_reduce" and call.options is self._calls.options:
-            self._learn(op, arrays, batch)
+            # what is compared before each call, or ends in time, is looked at in each
+            self.fast.learn(op, arrays, batch, may_skip_checks=not (self._calls.is_strict or call.seconds))
         # a call of another verb has arguments that its batch does not know
         self._guard.begin(call, batch.signature(call.verb) if call.verb == "all_reduce" else Signature(call.describe()))
         results, sources = self._landing(arrays, out)
         return self._steps(batch, sources, results), results
-
-    def _learn(self, op: ReduceOp, arrays: Sequence[Array], batch: BoundBatch) -> None:
-        """Note the plan of a call with the communicator's own options, for calls like it."""
-        if self._gpu is not None and arrays and all(map(is_on_device, arrays)):
-            self._gpu.learn(op, arrays, self.num_packs, batch)
-        else:
-            self.fast.learn(op, arrays, batch)
 
     def _batch(self, call: CollectiveCall, op: ReduceOp, arrays: Sequence[Array], num_packs: int | None) -> BoundBatch:
         """Return the plan of a call, after ranks have compared it if they bind memory for it or it has a deadline."""
         is_new = not self.plans.has(op, arrays, call.options, num_packs)
         if call.ends or self._calls.is_strict or (is_new and self._guard.checks):
             self._guard.agree(call)
-        before = self.plans.num_evicted, self._executor.generation
-        batch = self.plans.find(op, arrays, call.options, num_packs)
-        if before != (self.plans.num_evicted, self._executor.generation):
-            # a plan was let go, or its memory: the next call like it binds it anew, which ranks on a fast path would miss
-            self.fast.forget()
-        return batch
+        before = self.plans.num_let_go
+        try:
+            return self.plans.find(op, arrays, call.options, num_packs)
+        finally:
+            if before != self.plans.num_let_go:
+                # the next call like it binds a plan anew, which ranks on a fast path would miss
+                self.fast.forget()
 
     def _landing(self, arrays: Sequence[Array], out: Sequence[Array] | None) -> tuple[list[Array], Sequence[Array]]:
         """Return where results go, and what to combine."""
@@ -259,6 +215,8 @@ class Reductions:
             results = list(out)
             return results, apart(arrays, results)
         try:
+            if self._gpu is None:
+                return [np.empty(array.shape, array.dtype) for array in arrays], arrays
             return [self._empty(array, array.shape) for array in arrays], arrays
         except MemoryError as error:
             self._guard.give_up()
@@ -282,7 +240,7 @@ class Reductions:
     def _combine(self, batch: BoundBatch, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
         if self._window is not None and not batch.begins_with_meeting:
             yield from self._window.meet()
-        yield from run_batch(batch, sources, results)
+        yield from _run_batch(batch, sources, results)
         if not batch.is_compared:
             self._present.add_unconfirmed(sum(array.nbytes for array in sources))
 
@@ -302,3 +260,11 @@ class Reductions:
         """With MPISTRAT_STRICT compare at once what could wait for a later call."""
         if self._calls.is_strict:
             self._present.settle()
+
+
+def _run_batch(batch: BoundBatch, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
+    """Return the steps that reduce `sources` into `targets`, bucket after bucket. A collective call."""
+    started = time.perf_counter()
+    for bucket in batch:
+        yield from bucket.bound.run([sources[i] for i in bucket.indices], [targets[i] for i in bucket.indices])
+    batch.seconds = time.perf_counter() - started

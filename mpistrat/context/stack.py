@@ -27,6 +27,7 @@ __all__ = [
     "current",
     "default_mode",
     "enter_or_assert_strategy",
+    "entered",
     "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",
@@ -59,7 +60,8 @@ class _Thread(threading.local):
         self.update_replica_id: int | None = None
 
 
-_thread = _Thread()
+entered = _Thread()
+"""What this thread has entered."""
 _lock = threading.Lock()
 _make_default: Callable[[], Mode]
 _default: Mode | None = None
@@ -83,7 +85,7 @@ def default_mode() -> Mode:
 
 def current() -> Mode:
     """Return the innermost mode of this thread."""
-    modes = _thread.modes
+    modes = entered.modes
     return modes[-1] if modes else (_process_wide or default_mode())
 
 
@@ -116,7 +118,7 @@ def experimental_set_strategy(strategy: Any) -> None:
         If called inside ``strategy.scope()`` or ``strategy.run``.
     """
     global _process_wide
-    if _thread.modes:
+    if entered.modes:
         raise misplaced(
             "experimental_set_strategy",
             "outside all scopes",
@@ -128,22 +130,22 @@ def experimental_set_strategy(strategy: Any) -> None:
 
 def get_update_replica_id() -> int | None:
     """Return the replica whose component ``strategy.extended.update`` is updating on this thread; None outside of it."""
-    return _thread.update_replica_id
+    return entered.update_replica_id
 
 
 @contextmanager
 def updating(replica_id: int) -> Iterator[None]:
     """Set the replica whose component this thread is updating, for the time of a ``with`` block."""
-    outer, _thread.update_replica_id = _thread.update_replica_id, replica_id
+    outer, entered.update_replica_id = entered.update_replica_id, replica_id
     try:
         yield
     finally:
-        _thread.update_replica_id = outer
+        entered.update_replica_id = outer
 
 
 def push(mode: Mode) -> None:
     """Enter a mode on this thread."""
-    _thread.modes.append(mode)
+    entered.modes.append(mode)
 
 
 def pop(mode: Mode) -> None:
@@ -154,7 +156,7 @@ def pop(mode: Mode) -> None:
     RuntimeError
         If another mode is the innermost one: contexts are left out of order, or on another thread.
     """
-    modes = _thread.modes
+    modes = entered.modes
     if not modes or modes[-1] is not mode:
         raise RuntimeError(
             f"a context of {mode.strategy!r} was left out of order: {_where(current())}.\n"
@@ -230,7 +232,7 @@ def require_no_default_scope(call: str) -> None:
         If it is. TensorFlow refuses to create variables there too. `call` is the call that the message names.
     """
     found = current()
-    if found.strategy is not default_mode().strategy and default_mode() in _thread.modes:
+    if found.strategy is not default_mode().strategy and default_mode() in entered.modes:
         raise RuntimeError(
             f"{call} was called in the scope of {found.strategy!r}, which was entered inside that of the default strategy: two "
             "strategies cannot be mixed.\n"

@@ -2,6 +2,16 @@
 
 A chunk lives in a slot of the scratch memory from its copy-in to its copy-out. There is one slot more than chunks under
 way, so that a rank can fill a slot while its peers still read the one before; a long chunk that is alone has but one.
+
+What happens inside the node is one lane, what is between nodes meanwhile others: sequences of steps that one thread advances
+in turn.
+
+File law: what a lane does next is a function of chunk indexes only, never of what happens to be ready, so that all ranks
+issue the operations of a group in one order.
+
+With depth 2 the INTRA lane runs head 0, head 1, tail 0, head 2, tail 1, …. Head k is what comes before the middle of chunk k
+(copy in, reduce-scatter), tail k what comes after it. Middles start in the order of the chunks, `max_in_flight` of them at a
+time: one where they share a group without channels.
 """
 
 from __future__ import annotations
@@ -17,15 +27,16 @@ import numpy as np
 from mpistrat.algorithms.plan import Plan, Scope
 from mpistrat.arrays import Array, flat
 from mpistrat.execution.executor import CopySteps, Executor
-from mpistrat.execution.lanes import overlap, side_by_side
 from mpistrat.packing.layout import Layout
 from mpistrat.packing.wire import Cast, Wire
 from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.transports.base import Operation
 from mpistrat.transports.flat_arrays import Cuts, FlatArrays
-from mpistrat.transports.steps import Steps
+from mpistrat.transports.steps import WAITING, WORKED, Steps
 
-__all__ = ["BoundPlan", "DirectPlan"]
+__all__ = ["BoundPlan", "DirectPlan", "overlap", "side_by_side"]
+
+ChunkSteps = Callable[[int], Steps]
 
 
 class BoundPlan:
@@ -56,7 +67,7 @@ class BoundPlan:
         self.generation = executor.generation
         self._executor = executor
         self._dtype, self._op, self._layout = dtype, op, layout
-        self._slots, self._slot_bytes, self._wire = slots, slot_bytes, wire
+        self._cut, self._slot_bytes, self._wire = (slots, slot_bytes), slot_bytes, wire
         is_one_call = executor.device is None and not plan.in_order and plan.num_chunks == 1 and _is_flat(plan)
         self.flat_count = plan.padded(plan.count) if is_one_call else 0
         self._bound: dict[tuple[int, int, int], list[list[tuple[str, Operation]]]] = {}
@@ -101,15 +112,20 @@ class BoundPlan:
         # on a device arrays are told by their addresses alone
         sources = [array.reshape(-1) if executor.device is None else flat(array) for array in sources]
         targets = [array.reshape(-1) for array in targets]
-        turn = executor.enter(self._slots, self._slot_bytes) if self._is_shown else 0
-        chunks = self._turns[turn % len(self._turns)]
+        slots, intra, timeline, is_shown = executor.slots, executor.intra, executor.timeline, self._is_shown
+        if is_shown:
+            if slots.cut != self._cut:
+                slots.cut_anew(*self._cut)
+            slots.turn += 1
+        chunks = self._turns[slots.turn % len(self._turns) if is_shown else 0]
 
         def head(index: int) -> Steps:
             chunk = chunks[index]
-            yield from executor.acquire(chunk.slot if self._is_shown else None)
+            yield from intra.fence(slots.marks[chunk.slot] if is_shown else slots.last_mark)
             started = time.perf_counter()
             yield from chunk.copy_in.run(sources)
-            self._record("copy in", started, chunk)
+            if timeline.enabled:
+                self._record("copy in", started, chunk)
             yield from self._walk(chunk, chunk.head)
 
         def middle(index: int) -> Steps:
@@ -120,9 +136,10 @@ class BoundPlan:
             yield from self._walk(chunk, chunk.tail)
             started = time.perf_counter()
             yield from chunk.copy_out.run(targets)
-            self._record("copy out", started, chunk)
-            if self._is_shown:
-                executor.release(chunk.slot)
+            if timeline.enabled:
+                self._record("copy out", started, chunk)
+            if is_shown:
+                slots.marks[chunk.slot] = slots.last_mark = intra.release()
 
         if len(chunks) > 1:
             yield from overlap(len(chunks), self.plan.depth, self._max_in_flight, head, middle, tail)
@@ -179,22 +196,25 @@ class BoundPlan:
 
     def _walk(self, chunk: _Chunk, phases: list[list[tuple[str, Operation]]]) -> Steps:
         for operations in phases:
-            # a rank that owns several shards serves their rails together: ranks of larger nodes do so too
-            yield from side_by_side([self._step(chunk, name, operation) for name, operation in operations])
+            if len(operations) == 1 and not self._executor.timeline.enabled:
+                yield from operations[0][1].run()
+            else:
+                # a rank that owns several shards serves their rails together: ranks of larger nodes do so too
+                yield from side_by_side([self._step(chunk, name, operation) for name, operation in operations])
 
     def _step(self, chunk: _Chunk, name: str, operation: Operation) -> Steps:
         started = time.perf_counter()
         yield from operation.run()
-        self._record(name, started, chunk)
+        if self._executor.timeline.enabled:
+            self._record(name, started, chunk)
 
     def _record(self, name: str, started: float, chunk: _Chunk) -> None:
-        if self._executor.timeline.enabled:
-            scope, *_, last = name.split()
-            lane = "intra" if scope == "copy" else scope
-            # rails and chunks that are between nodes at the same time are drawn in rows of their own
-            if lane == Scope.INTER.value:
-                lane = f"{lane} rail {last}" if self._max_in_flight == 1 else f"{lane} rail {last} {chunk.slot}"
-            self._executor.timeline.record(name, lane, started, chunk.nbytes)
+        scope, *_, last = name.split()
+        lane = "intra" if scope == "copy" else scope
+        # rails and chunks that are between nodes at the same time are drawn in rows of their own
+        if lane == Scope.INTER.value:
+            lane = f"{lane} rail {last}" if self._max_in_flight == 1 else f"{lane} rail {last} {chunk.slot}"
+        self._executor.timeline.record(name, lane, started, chunk.nbytes)
 
 
 class DirectPlan:
@@ -288,6 +308,50 @@ class _Chunk:
     head: list[list[tuple[str, Operation]]] = field(default_factory=list)
     middle: list[list[tuple[str, Operation]]] = field(default_factory=list)
     tail: list[list[tuple[str, Operation]]] = field(default_factory=list)
+
+
+def overlap(num_chunks: int, depth: int, max_in_flight: int, head: ChunkSteps, middle: ChunkSteps, tail: ChunkSteps) -> Steps:
+    """Return the steps of all chunks, with at most `depth` chunks between their head and their tail."""
+    heads_done = num_through = 0
+    through = [False] * num_chunks
+
+    def intra() -> Steps:
+        nonlocal heads_done
+        for turn in range(num_chunks + depth - 1):
+            if turn < num_chunks:
+                yield from head(turn)
+                heads_done += 1
+                yield WORKED  # the middle of this chunk may start before the next chunk is copied
+            finished = turn - depth + 1
+            if finished >= 0:
+                while not through[finished]:
+                    yield WAITING
+                yield from tail(finished)
+
+    def inter(chunk: int) -> Steps:
+        nonlocal num_through
+        yield from middle(chunk)
+        through[chunk] = True
+        num_through += 1
+
+    lanes = [intra()]
+    started = 0
+    while lanes:
+        answers = [next(lane, None) for lane in lanes]
+        lanes = [lane for lane, answer in zip(lanes, answers, strict=True) if answer is not None]
+        if started < heads_done and started - num_through < max_in_flight:
+            lanes.append(inter(started))
+            started += 1
+            answers.append(WORKED)
+        yield any(answers)
+
+
+def side_by_side(lanes: Sequence[Steps]) -> Steps:
+    """Return the steps of all lanes, each of which takes one in turn."""
+    while lanes:
+        answers = [next(lane, None) for lane in lanes]
+        lanes = [lane for lane, answer in zip(lanes, answers, strict=True) if answer is not None]
+        yield any(answers)
 
 
 def _is_flat(plan: Plan) -> bool:

@@ -26,13 +26,13 @@ from mpistrat.transports.flat_arrays import FlatArrays
 from mpistrat.transports.ordered import Caster, ordered_all_reduce
 from mpistrat.transports.steps import Steps
 
-__all__ = ["CopySteps", "Executor", "Holder"]
+__all__ = ["CopySteps", "Executor", "Holder", "Slots"]
 
 Casters = Callable[[int, int], Caster]
 """What casts the parts of a chunk that this rank sends beyond its node: (index of the part, elements) -> caster."""
 
 RING_FROM_BYTES = 1 << 16
-_EXCHANGE_GEOMETRY = (1, 0)  # that of no bucket
+_EXCHANGE_CUT = (1, 0)  # that of no bucket
 
 
 class Holder(Protocol):
@@ -47,6 +47,32 @@ class CopySteps(Protocol):
 
     def run(self, arrays: Sequence[Array]) -> Steps:
         """Return the steps."""
+
+
+class Slots:
+    """How the scratch memory is cut, and when peers had read what lies in it.
+
+    Attributes
+    ----------
+    cut : tuple of (int, int)
+        How many slots there are, and how many bytes one has.
+    turn : int
+        How often in a row slots cut like these were used before. It is counted here and not with a plan, so that a rank that
+        binds a plan anew stays in step with the others.
+    marks : dict of int to int
+        What the transport inside the node returned when each slot was released last.
+    last_mark : int
+        What it returned last.
+    """
+
+    def __init__(self) -> None:
+        self.cut, self.turn, self.last_mark = (0, 0), -1, 0
+        self.marks: dict[int, int] = {}
+
+    def cut_anew(self, count: int, nbytes: int) -> None:
+        """Note that the memory is cut otherwise: slots may overlap any of those used before."""
+        self.cut, self.turn = (count, nbytes), -1
+        self.marks = dict.fromkeys(range(count), self.last_mark)
 
 
 class Executor:
@@ -67,6 +93,8 @@ class Executor:
         What is bound to it, and let go when it is enlarged.
     largest_pack_bytes : int
         The longest bucket so far.
+    slots : Slots
+        How that memory is cut.
     """
 
     device: Device | None = None
@@ -78,10 +106,7 @@ class Executor:
         self.transports = host_transports(hierarchy) if transports is None else transports
         self.intra, self.world, self.rails = self.transports.intra, self.transports.world, self.transports.rails
         self._arena = np.empty(0, np.uint8)
-        self._marks: dict[int, int] = {}
-        self._geometry: tuple[int, int] = (0, 0)
-        self._last_mark = 0
-        self._turn = -1
+        self.slots = Slots()
         self.generation = 0
         self.bound_plans: WeakSet[Holder] = WeakSet()
         self._shares_memory = hierarchy.all_agree(self.intra.window is not None or hierarchy.intra.size == 1)
@@ -171,27 +196,6 @@ class Executor:
     def _rails_by_mpi(self, shard_bytes: int) -> bool:
         return shard_bytes < RING_FROM_BYTES or settings.INTER_TRANSPORT.read() == "mpi"
 
-    def enter(self, slots: int, slot_bytes: int) -> int:
-        """Note which slots the next chunks use; return how often in a row slots cut like these were used before.
-
-        Slots cut otherwise may overlap any of those used before. The count is kept here and not with a plan, so that a rank
-        that binds a plan anew stays in step with the others.
-        """
-        if self._geometry != (slots, slot_bytes):
-            self._geometry = (slots, slot_bytes)
-            self._marks = dict.fromkeys(range(slots), self._last_mark)
-            self._turn = -1
-        self._turn += 1
-        return self._turn
-
-    def acquire(self, slot: int | None) -> Steps:
-        """Wait until no peer reads the slot any more; None: any slot."""
-        return self.intra.fence(self._last_mark if slot is None else self._marks[slot])
-
-    def release(self, slot: int) -> None:
-        """Tell the peers that this rank has read what it wanted of its chunk."""
-        self._marks[slot] = self._last_mark = self.intra.release()
-
     def nccl_refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
         """Return why NCCL does not combine such values here, or an empty text."""
         return "these are host arrays"
@@ -238,10 +242,12 @@ class Executor:
             nonlocal block, generation
             if generation != self.generation:
                 block, generation = OneBlock(window, dtype, count, fold, drive), self.generation
-            if self.enter(*_EXCHANGE_GEOMETRY) == 0:
-                drive(self.acquire(0))
+            slots = self.slots
+            if slots.cut != _EXCHANGE_CUT:
+                slots.cut_anew(*_EXCHANGE_CUT)
+                drive(self.intra.fence(slots.last_mark))
             block.run(source, target)
-            self._last_mark = self.intra.release()
+            slots.last_mark = self.intra.release()
 
         return run
 
@@ -255,7 +261,7 @@ class Executor:
         self.hierarchy.intra.comm.Barrier()
         self.intra.close()
         held_bytes, self._arena = self._arena.nbytes, np.empty(0, np.uint8)
-        self._geometry, self._marks, self._last_mark = (0, 0), {}, 0
+        self.slots = Slots()
         self.generation += 1
         refusal: TransportError | None = None
         try:
@@ -275,10 +281,12 @@ class Executor:
     def _exchange(self, arrays: FlatArrays, fold: Fold) -> Steps:
         """Return the steps of an all-reduce between arrays of the caller inside the node, by way of the scratch memory."""
         # exchanges take care of each other; what else used the memory must have been read
-        self.enter(*_EXCHANGE_GEOMETRY)
-        yield from self.acquire(0)
+        slots = self.slots
+        if slots.cut != _EXCHANGE_CUT:
+            slots.cut_anew(*_EXCHANGE_CUT)
+            yield from self.intra.fence(slots.last_mark)
         yield from self.intra.all_reduce_between(arrays, fold)
-        self._last_mark = self.intra.release()
+        slots.last_mark = self.intra.release()
 
     def _raise_together(self, refusal: TransportError | None, held_bytes: int) -> None:
         """Raise on all ranks what the ranks of one node found; what was bound to the memory held before finds as much again."""

@@ -6,6 +6,7 @@ A call is described by a text. Ranks compare a 64-bit hash of it, the word; text
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -21,7 +22,18 @@ from mpistrat.watch.watcher import watcher
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["COMPARED", "Agreement", "CallsDifferError", "Signature", "calls_differ", "chained", "pause", "word_of"]
+__all__ = [
+    "COMPARED",
+    "Agreement",
+    "CallsDifferError",
+    "Signature",
+    "after",
+    "calls_differ",
+    "chained",
+    "keep_notes",
+    "pause",
+    "word_of",
+]
 
 Meet = Callable[[Callable[[], "MPI.Request"]], None]
 
@@ -32,6 +44,10 @@ ROW = 4
 _WORD_MASK = (1 << 63) - 2
 _YIELD_SECONDS, _POLL_SECONDS = 0.02, 0.0005
 _WORDS_KEPT = 4096
+_NOTES_SHOWN = 3
+_SAYS_NO_MORE = re.compile(r"all_reduce\(\w+\) of PyTreeSpec\(\*\)")  # than the call itself: one array, and the operation
+
+_notes_of: dict[int, tuple[str, ...]] = {}
 
 
 class Signature:
@@ -54,6 +70,10 @@ class Signature:
 
     def __init__(self, text: str, details: tuple[str, str, int, str] = ("", "", 0, "")) -> None:
         self.text, self.word, self.details = text, word_of(text), details
+
+    def text_after(self, noted: int) -> str:
+        """Return the text of a call before which that was noted whose word is `noted`."""
+        return self.text + after(_notes_of.get(noted, ()))
 
 
 class CallsDifferError(Exception):
@@ -78,12 +98,35 @@ class CallsDifferError(Exception):
 @lru_cache(_WORDS_KEPT)
 def word_of(text: str) -> int:
     """Return the hash of a text: the same in every process, even, and below 2**63."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") & _WORD_MASK
+    word = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") & _WORD_MASK
+    _keep(word, (text,))
+    return word
 
 
 def chained(word: int, following: int) -> int:
     """Return the hash of a sequence of texts: `word` is that of all but the last one, `following` that of the last one."""
     return (word * 0x9E3779B97F4A7C15 + following) & _WORD_MASK
+
+
+def keep_notes(word: int, notes: Sequence[str], noted: int) -> None:
+    """Keep which texts a word of several notes stands for: those of `notes`, and that of the word `noted` unless it is 0."""
+    if word not in _notes_of:
+        _keep(word, (*notes, *_notes_of.get(noted, ())))
+
+
+def after(notes: Sequence[str]) -> str:
+    """Return what was noted before a call, in words: the last few of it."""
+    notes = [note for note in notes if not _SAYS_NO_MORE.fullmatch(note)]
+    if not notes:
+        return ""
+    more = f"{len(notes) - _NOTES_SHOWN} others and " if len(notes) > _NOTES_SHOWN else ""
+    return f", after {more}{'; '.join(notes[-_NOTES_SHOWN:])}"
+
+
+def _keep(word: int, notes: tuple[str, ...]) -> None:
+    if len(_notes_of) >= _WORDS_KEPT:
+        _notes_of.clear()
+    _notes_of[word] = notes
 
 
 class Agreement:

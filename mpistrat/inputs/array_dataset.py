@@ -9,7 +9,7 @@ from mpistrat.errors import InvalidArgumentError
 from mpistrat.inputs.array_spec import spec_of
 from mpistrat.inputs.rebatch import readable
 from mpistrat.inputs.rows import RowDataset
-from mpistrat.structures import flatten, leaf_names, rebuild
+from mpistrat.structures import flatten, leaf_names
 
 __all__ = ["ArrayDataset"]
 
@@ -53,12 +53,12 @@ class ArrayDataset(RowDataset):
     @property
     def element_spec(self) -> Any:
         """The nest of `ArraySpec` that describes every batch."""
-        return spec_of(rebuild(self._structure, list(self._arrays)))
+        return spec_of(self._structure.unflatten(list(self._arrays)))
 
     def _read(self, rows: Array) -> Any:
         # not array.take, which first copies the whole of an array that is not contiguous
         taken = [like(array[rows], given) for array, given in zip(self._arrays, self._given, strict=True)]
-        return rebuild(self._structure, taken)
+        return self._structure.unflatten(taken)
 
     def _describe_row(self) -> str:
         rows = ", ".join(f"{array.dtype} {array.shape[1:]}" for array in self._arrays)

@@ -21,7 +21,7 @@ from mpistrat.arrays import Array, as_array, is_on_device, like
 from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
 from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.inputs.prefetch import Prefetcher
-from mpistrat.structures import Structure, flatten, rebuild
+from mpistrat.structures import Structure, flatten
 
 __all__ = ["Fetcher"]
 
@@ -135,7 +135,7 @@ class _Fetched(NamedTuple):
         for place, part in zip(self.places, self.parts, strict=True):
             self.leaves[place] = like(self._array(part, stream), self.leaves[place])
         self.slot.emptied = stream.record()
-        return rebuild(self.structure, self.leaves)
+        return self.structure.unflatten(self.leaves)
 
     def _array(self, part: _Part, stream: Stream) -> DeviceArray:
         if part.on_device is not None:

@@ -76,6 +76,9 @@ class CopyOut:
     ) -> None:
         self._fold = combine(op)
         self._divisor = divisor
+        # floats are divided on the way, wherever they go; what else there is takes care
+        dtypes = {addends[0].dtype for _, _, addends in parts}
+        self._is_float = all(dtype.kind in "fc" for dtype in dtypes)
         self._moves = [
             (
                 [addend[piece.offset : piece.offset + piece.stop - piece.start] for addend in addends],
@@ -92,7 +95,9 @@ class CopyOut:
         for addends, array, start, stop in self._moves:
             target = arrays[array][start:stop]
             source = addends[0] if len(addends) == 1 else self._folded(addends, target)
-            if self._divisor > 1:
+            if self._divisor > 1 and self._is_float:
+                np.divide(source, source.dtype.type(self._divisor), out=target, casting="unsafe")
+            elif self._divisor > 1:
                 divide(source, self._divisor, out=target)
             elif source is not target:
                 np.copyto(target, source, casting="unsafe")

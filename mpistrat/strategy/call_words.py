@@ -6,10 +6,7 @@ from mpistrat.groups.agreement import word_of
 from mpistrat.reduction import ReduceOp
 from mpistrat.structures import MAX_CACHED_STRUCTURES, ONE_LEAF, Structure
 
-__all__ = ["all_reduce_text", "op_and_word", "word_of_nest"]
-
-_for_one_array: dict[ReduceOp | str, tuple[ReduceOp, int]] = {}
-_of_nests: dict[tuple[str, int], tuple[int, Structure]] = {}
+__all__ = ["OF_NESTS", "OF_ONE_ARRAY", "all_reduce_text", "word_of_nest"]
 
 
 def all_reduce_text(op: ReduceOp, structure: Structure) -> str:
@@ -17,21 +14,24 @@ def all_reduce_text(op: ReduceOp, structure: Structure) -> str:
     return f"all_reduce({op.name}) of {structure}"
 
 
-def op_and_word(reduce_op: ReduceOp | str) -> tuple[ReduceOp, int]:
-    """Return the operation, and the word of an all-reduce of a single array by it; cached for each spelling."""
-    found = _for_one_array.get(reduce_op)
-    if found is None:
+class _OfOneArray(dict[ReduceOp | str, tuple[ReduceOp, int]]):
+    def __missing__(self, reduce_op: ReduceOp | str) -> tuple[ReduceOp, int]:
         op = ReduceOp.parse(reduce_op)
-        found = _for_one_array[reduce_op] = op, word_of(all_reduce_text(op, ONE_LEAF))
-    return found
+        found = self[reduce_op] = op, word_of(all_reduce_text(op, ONE_LEAF))
+        return found
+
+
+OF_ONE_ARRAY = _OfOneArray()
+"""For each spelling of an operation: the operation, and the word of a call that combines one array by it."""
+
+OF_NESTS: dict[tuple[str, int], tuple[int, Structure]] = {}
+"""The words that `word_of_nest` has cached, by the name of the operation and the id of the structure, which is kept alive."""
 
 
 def word_of_nest(op: ReduceOp, structure: Structure) -> int:
-    """Return the word of an all-reduce of a nest; cached for each structure object."""
-    key = op._value_, id(structure)
-    found = _of_nests.get(key)
-    if found is None or found[1] is not structure:
-        if len(_of_nests) >= MAX_CACHED_STRUCTURES:
-            _of_nests.clear()
-        found = _of_nests[key] = word_of(all_reduce_text(op, structure)), structure
-    return found[0]
+    """Return the word of an all-reduce of a nest, and cache it."""
+    if len(OF_NESTS) >= MAX_CACHED_STRUCTURES:
+        OF_NESTS.clear()
+    word = word_of(all_reduce_text(op, structure))
+    OF_NESTS[op._value_, id(structure)] = word, structure
+    return word

@@ -15,19 +15,19 @@ from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, gather_refused
 from mpistrat.context.assignment import assignable
-from mpistrat.context.stack import Mode, current, in_replica_context_of, misplaced, pop, push
+from mpistrat.context.stack import Mode, current, entered, in_replica_context_of, misplaced, pop, push
 from mpistrat.context.values import regroup, select_replica
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_across_replicas
 from mpistrat.strategy.advice import ADVICE
-from mpistrat.strategy.call_words import all_reduce_text, op_and_word, word_of_nest
+from mpistrat.strategy.call_words import OF_NESTS, OF_ONE_ARRAY, all_reduce_text, word_of_nest
 from mpistrat.strategy.deprecated import merge_hints
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.leaves import check_dtypes, read_leaves
 from mpistrat.strategy.weighting import weighted_part
-from mpistrat.structures import flatten, flatten_arrays, rebuild
+from mpistrat.structures import flatten, flatten_arrays
 
 __all__ = ["ReplicaContext", "Updatable"]
 
@@ -150,10 +150,9 @@ class ReplicaContext:
             between nodes, a later call raises it; with MPISTRAT_STRICT this one does.
         """
         self._require_current("all_reduce")
-        if options is None and weight is None and experimental_hints is None:
-            reduced = self._fast_all_reduce(reduce_op, value)
-            if reduced is not None:
-                return reduced
+        is_plain = options is None and weight is None and experimental_hints is None
+        if is_plain and (reduced := self._fast_all_reduce(reduce_op, value)) is not None:
+            return reduced
         leaves, structure = flatten(value)
         if experimental_hints is not None:
             options = merge_hints(options, experimental_hints)
@@ -176,7 +175,7 @@ class ReplicaContext:
             except UnsupportedDtypeError:
                 check_dtypes(op, value, arrays)
                 raise
-        return rebuild(structure, list(map(like, results, leaves)))
+        return structure.unflatten(list(map(like, results, leaves)))
 
     def start_all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Work[Any]:
         """Start an `all_reduce`, and return a handle to wait for it. Not in TensorFlow.
@@ -210,7 +209,7 @@ class ReplicaContext:
         except Exception as error:  # as in `all_reduce`
             self._communicator.refuse("start_all_reduce", error, options)
         work = self._extended.start_all_reduce(op, arrays, options, structure)
-        return work.then(lambda results: rebuild(structure, list(map(like, results, leaves))))
+        return work.then(lambda results: structure.unflatten(list(map(like, results, leaves))))
 
     def all_gather(
         self,
@@ -444,7 +443,7 @@ class ReplicaContext:
         if not self._has_fast_path:
             return None
         try:
-            op, word = op_and_word(reduce_op)
+            op, word = OF_ONE_ARRAY[reduce_op]
         except (TypeError, InvalidArgumentError):
             return None  # the full path refuses the operation on all replicas
         if type(value) is np.ndarray:
@@ -454,8 +453,9 @@ class ReplicaContext:
         if nest is None:
             return None
         leaves, structure = nest
-        results = self._communicator.all_reduce_again(op, leaves, word_of_nest(op, structure), _FRAMES)
-        return None if results is None else rebuild(structure, results)
+        found = OF_NESTS.get((op._value_, id(structure)))
+        results = self._communicator.all_reduce_again(op, leaves, found[0] if found else word_of_nest(op, structure), _FRAMES)
+        return None if results is None else structure.unflatten(results)
 
     def _for_each_leaf(
         self,
@@ -480,10 +480,11 @@ class ReplicaContext:
         except Exception as error:  # as in `all_reduce`
             self._communicator.refuse(method, error, options)
         self._communicator.note(f"{method}({what}) of {structure}", options)
-        return rebuild(structure, [like(collective(array), leaf) for array, leaf in zip(arrays, leaves, strict=True)])
+        return structure.unflatten([like(collective(array), leaf) for array, leaf in zip(arrays, leaves, strict=True)])
 
     def _require_current(self, method: str) -> None:
-        if current().replica_context is not self:
+        modes = entered.modes
+        if not (modes and modes[-1] is self.mode) and current().replica_context is not self:
             raise misplaced(f"ReplicaContext.{method}", "in the replica context it belongs to", *ADVICE[f"ctx.{method}"])
 
 

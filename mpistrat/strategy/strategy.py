@@ -26,7 +26,7 @@ from mpistrat.strategy.deprecated import merge_hints
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.replica_context import ReplicaContext
 from mpistrat.strategy.run_options import RunOptions
-from mpistrat.structures import flatten, rebuild
+from mpistrat.structures import flatten
 
 __all__ = ["Strategy"]
 
@@ -236,7 +236,7 @@ class Strategy:
         check_ambiguous(part, communicator, wanted)
         totals = part.finish(self._extended.all_reduce(part.op, part.sent, wanted))
         communicator.confirm()
-        return rebuild(structure, [like(*pair) for pair in zip(totals, select_replica(leaves), strict=True)])
+        return structure.unflatten([like(*pair) for pair in zip(totals, select_replica(leaves), strict=True)])
 
     def gather(
         self,
@@ -284,7 +284,7 @@ class Strategy:
             communicator.refuse("gather", error, wanted)
         communicator.note(f"gather(axis={axis}) of {structure}", wanted)
         results = [self._extended.all_gather(array, axis, wanted) for array in arrays]
-        return rebuild(structure, [like(*pair) for pair in zip(results, select_replica(leaves), strict=True)])
+        return structure.unflatten([like(*pair) for pair in zip(results, select_replica(leaves), strict=True)])
 
     def broadcast(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Return the value of replica `root` as plain arrays, on every rank. Not in TensorFlow.

@@ -5,31 +5,35 @@ way        what each rank does                                   taken for
 =========  ====================================================  ===================================================
 _Whole     shows its arrays in the window, sums those of all     two ranks, up to ATTACH_FROM_BYTES; one array in one block
 _Window    sums one part, which goes through the window          more ranks up to ATTACH_FROM_BYTES; 16-bit floats
-Attached   sums one part, where the arrays of its peers lie      more bytes, where the kernel permits it
+_Attached  sums one part, where the arrays of its peers lie      more bytes, where the kernel permits it
 =========  ====================================================  ===================================================
 
-Who sums everything meets his peers once per block, who sums a part twice. Attached copies least, but each rank makes a
+Who sums everything meets his peers once per block, who sums a part twice. _Attached copies least, but each rank makes a
 system call per block and peer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from operator import eq
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpistrat.arrays import Array
 from mpistrat.reduction import Fold
-from mpistrat.transports.attached import TABLE_ARRAYS, TABLE_BYTES, Attached
 from mpistrat.transports.flat_arrays import FlatArrays, Section
-from mpistrat.transports.parts import Parts
-from mpistrat.transports.steps import WORKED, Steps
+from mpistrat.transports.peer_memory import Spans
+from mpistrat.transports.steps import WORKED, Steps, address, leave_to_peers
 from mpistrat.transports.window import NodeWindow
 
 __all__ = ["WHOLE_SLOT_BYTES", "OneBlock", "exchange", "exchange_bytes"]
 
+TABLE_ARRAYS, TABLE_BYTES = 4096, 1 << 16  # at the beginning of an arena: where a rank's sources and targets begin
+BLOCK_BYTES, ARRIVED_BYTES = 1 << 21, 3 << 19  # of what _Attached reads and writes
+SOURCES, TARGETS = 0, 1
 EXCHANGE_SLOTS, EXCHANGE_SLOT_BYTES, WHOLE_SLOT_BYTES = 3, 1 << 19, 1 << 21
 WINDOW_BYTES = EXCHANGE_SLOTS * EXCHANGE_SLOT_BYTES
 LARGEST_ITEM_BYTES = 32
@@ -60,11 +64,29 @@ def exchange(window: NodeWindow, arrays: FlatArrays, fold: Fold) -> Steps:
     # what fits one block may go by the fast path on the other rank, `OneBlock`
     is_one_block = is_pair and len(arrays.sources) == 1 and arrays.nbytes <= WHOLE_SLOT_BYTES
     if not is_one_block and arrays.nbytes >= attach_from and len(arrays.sources) <= TABLE_ARRAYS and not window.peers.refusal:
-        return Attached(window, arrays, fold).run()
+        return _Attached(window, arrays, fold).run()
     return (_Whole if is_pair else _Window)(window, arrays, fold).run()
 
 
-class _Whole(Parts):
+class _Parts:
+    """The arrays of a rank, and which part of them each rank sums."""
+
+    def __init__(self, window: NodeWindow, arrays: FlatArrays, fold: Fold) -> None:
+        self.window, self.rank, self.size = window, window.group.rank, window.group.size
+        self.others = [peer for peer in range(self.size) if peer != self.rank]
+        self.arrays, self.fold, self.itemsize = arrays, fold, arrays.dtype.itemsize
+        self.bounds = [index * arrays.count // self.size for index in range(self.size + 1)]
+
+    def views(self, pieces: Sequence[Section], buffers: Sequence[Array]) -> Iterator[tuple[Array, Array, list[Array]]]:
+        """Yield, for each piece of a range, what is there of the sources, the targets and buffers that hold just that range."""
+        sources, targets = self.arrays.sources, self.arrays.targets
+        for piece in pieces:
+            here = slice(piece.start, piece.stop)
+            there = slice(piece.offset, piece.offset + piece.stop - piece.start)
+            yield sources[piece.array][here], targets[piece.array][here], [buffer[there] for buffer in buffers]
+
+
+class _Whole(_Parts):
     """Block k lies in the arenas of all ranks, in slot ``k % 3`` counted from when the arenas were made.
 
     A rank fills a slot once all have filled the one before; then they have summed the one that is three before it.
@@ -143,7 +165,7 @@ def _slots(window: NodeWindow, turn: int, nbytes: int, dtype: np.dtype[Any]) -> 
     return [arena[first : first + nbytes].view(dtype) for arena in window.arenas]
 
 
-class _Window(Parts):
+class _Window(_Parts):
     """Through the shared window, in chunks of each part.
 
     Chunk k of part p lies in slot ``k % 3``, at place p: in the arenas of the other ranks what they add to it, in the arena
@@ -193,3 +215,112 @@ class _Window(Parts):
         start = self.bounds[part] + chunk * self.step
         stop = max(start, min(start + self.step, self.bounds[part + 1]))
         return start, stop, chunk % EXCHANGE_SLOTS * self.slot_count + part * self.step
+
+
+class _Attached(_Parts):
+    """Each rank reads its part from all, block by block, and writes the sum to all while it is still in the cache.
+
+    What one rank writes no other one reads, so sources and targets may be the same arrays.
+    """
+
+    def run(self) -> Steps:
+        """Return the steps. A collective call."""
+        arrays, window = self.arrays, self.window
+        sources, targets = ([address(array) for array in several] for several in (arrays.sources, arrays.targets))
+        self.tables = [arena[: 16 * len(sources)].view(np.uint64).reshape(2, -1) for arena in window.arenas]
+        self.tables[self.rank][:] = sources, targets
+        try:
+            yield from window.meet()
+            # all have left earlier exchanges, so that this rank's arena is free for what arrives
+            yield from self._walk(any(map(eq, sources, targets)))
+            # the caller may change its arrays once nobody reads or writes them
+            yield from window.meet()
+        except BaseException:
+            leave_to_peers((arrays.sources, arrays.targets))
+            raise
+
+    def _walk(self, is_in_place: bool) -> Steps:
+        """Read, sum and write, block after block."""
+        # what comes from a single peer can go straight to the targets, where the sources are not
+        arrived = self._room() if is_in_place or self.size > 2 else []
+        # while this lasts the caches hold arrays, and each line of Python takes long: what can be done before is
+        blocks = self._blocks(arrived[0].size if arrived else BLOCK_BYTES // self.itemsize)
+        blocks.locate(self.tables, [address(one) for one in arrived])
+        sums = [
+            [(target, [source, *(others or [target])]) for source, target, others in self.views(pieces, arrived)]
+            for pieces in blocks.pieces
+        ]
+        peers = self.window.peers
+        for index in self.window.walk(range(len(sums))):
+            for peer, remote, local in blocks.reads[index]:
+                peers.read(peer, remote, local)
+            for target, addends in sums[index]:
+                self.fold.into(target, addends)
+            for peer, remote, local in blocks.writes[index]:
+                peers.write(peer, remote, local)
+            yield WORKED
+
+    def _room(self) -> list[Array]:
+        """Return where blocks of the peers arrive."""
+        room = self.window.arenas[self.rank][TABLE_BYTES : TABLE_BYTES + ARRIVED_BYTES].view(self.arrays.dtype)
+        count = room.size // len(self.others)
+        return [room[index * count : (index + 1) * count] for index in range(len(self.others))]
+
+    def _blocks(self, count: int) -> _Blocks:
+        """Return this rank's part in blocks of so many elements, made once for all calls with arrays like these."""
+        kept, (first, last) = self.arrays.cuts.kept, self.bounds[self.rank : self.rank + 2]
+        if count not in kept:
+            pieces = [self.arrays.cuts.pieces(start, min(start + count, last)) for start in range(first, last, count)]
+            kept[count] = _Blocks(pieces, self.itemsize, self.rank, self.others)
+        found: _Blocks = kept[count]
+        return found
+
+
+class _Blocks:
+    """What is read and written with each block. Where the arrays lie is told anew in each call.
+
+    Parameters
+    ----------
+    pieces : sequence of sequence of Section
+        Of each block.
+    itemsize : int
+        Bytes of an element.
+    rank : int
+        This rank.
+    others : sequence of int
+        Its peers.
+
+    Attributes
+    ----------
+    reads, writes : list of list of (int, Spans, Spans)
+        For each block and peer: the peer, what lies there, and where here.
+    """
+
+    def __init__(self, pieces: Sequence[Sequence[Section]], itemsize: int, rank: int, others: Sequence[int]) -> None:
+        self.pieces, self._rank, self._others = pieces, rank, others
+        rows = [(one.array, one.start, one.offset, one.stop - one.start) for block in pieces for one in block]
+        columns = np.array(rows, np.uint64).reshape(-1, 4).T
+        self._arrays = columns[0].astype(np.intp)
+        self._starts, self._offsets, nbytes = columns[1:] * np.uint64(itemsize)
+        self._totals = Spans(0, nbytes)
+        self._sources, self._targets, self._arrived = ([Spans(0, nbytes) for _ in others] for _ in range(3))
+        ends = list(pairwise(accumulate(map(len, pieces), initial=0)))
+        reads = list(zip(others, self._sources, self._arrived, strict=True))
+        writes = [(peer, there, self._totals) for peer, there in zip(others, self._targets, strict=True)]
+        self.reads, self.writes = (
+            [[(peer, there.part(*end), here.part(*end)) for peer, there, here in moves] for end in ends]
+            for moves in (reads, writes)
+        )
+
+    def locate(self, tables: Sequence[NDArray[np.uint64]], arrived: Sequence[int]) -> None:
+        """Note where the arrays of all ranks begin, and where blocks of the peers arrive; without room: in the targets."""
+        totals = self._places(tables[self._rank][TARGETS])
+        self._totals.move(totals)
+        for index, peer in enumerate(self._others):
+            self._sources[index].move(self._places(tables[peer][SOURCES]))
+            self._targets[index].move(self._places(tables[peer][TARGETS]))
+            self._arrived[index].move(self._offsets + np.uint64(arrived[index]) if arrived else totals)
+
+    def _places(self, begins: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        places: NDArray[np.uint64] = begins[self._arrays] + self._starts
+        return places

@@ -87,35 +87,29 @@ class _Ring:
     def __init__(self, group: Group, buffer: Array, ring: Ring, op: ReduceOp, landing: Array, channel: int = 0) -> None:
         self.group, self.buffer, self.fold, self.channel = group, buffer, combine(op), channel
         self.segments, self.reduces, self.sent_before = ring.segments, ring.reduces, ring.sent_before()
-        self.datatype = mpi_datatype(buffer.dtype)
-        self.scratch = landing.view(buffer.dtype)[: RECEIVES_AHEAD * ring.width].reshape(RECEIVES_AHEAD, ring.width)
-        self.sends = [buffer[part] for part in ring.sends]
         self.targets = [buffer[part] for part in ring.targets]
-
-    def operation(self) -> Operation:
-        count = len(self.sends)
-        landings = [
-            self.scratch[index % RECEIVES_AHEAD, : target.size] if reduces else target
+        scratch = landing.view(buffer.dtype)[: RECEIVES_AHEAD * ring.width].reshape(RECEIVES_AHEAD, ring.width)
+        self.landings = [
+            scratch[index % RECEIVES_AHEAD, : target.size] if reduces else target
             for index, (target, reduces) in enumerate(zip(self.targets, self.reduces, strict=True))
         ]
-        send_messages, landing_messages = [list(map(self._message, arrays)) for arrays in (self.sends, landings)]
-        return Operation(
-            lambda: self._run(count, send_messages, landing_messages, landings, self.sent_before),
-            [Part(0, self.buffer.size, (self.buffer,))],
-        )
+        self.datatype = mpi_datatype(buffer.dtype)
+        self.sends = [self._message(buffer[part]) for part in ring.sends]
+        self.receives = list(map(self._message, self.landings))
+        self.word, self.tag = group.call.word, group.call.tag(channel)
+
+    def operation(self) -> Operation:
+        return Operation(self._run, [Part(0, self.buffer.size, (self.buffer,))])
 
     def _message(self, array: Array) -> list[Any]:
         return [array, array.size, self.datatype]
 
-    def _run(
-        self,
-        count: int,
-        sends: list[list[Any]],
-        landing_messages: list[list[Any]],
-        landings: list[Array],
-        sent_before: list[int | None],
-    ) -> Steps:
-        comm, fold, segments, tag = self.group.comm, self.fold, self.segments, self.group.call.tag(self.channel)
+    def _run(self) -> Steps:
+        comm, fold, segments, call, count = self.group.comm, self.fold, self.segments, self.group.call, len(self.sends)
+        sends, landings, sent_before = self.sends, self.landings, self.sent_before
+        if self.word != call.word:
+            self.word, self.tag = call.word, call.tag(self.channel)
+        tag = self.tag
         left, right = (self.group.rank - 1) % self.group.size, (self.group.rank + 1) % self.group.size
         arriving: list[MPI.Request] = []
         sent = [comm.Isend(sends[index], right, tag) for index in range(min(segments, count))]
@@ -128,7 +122,7 @@ class _Ring:
                         break
                     while not sent[before].Test():
                         yield WAITING
-                arriving.append(comm.Irecv(landing_messages[len(arriving)], left, tag))
+                arriving.append(comm.Irecv(self.receives[len(arriving)], left, tag))
             while not arriving[index].Test():
                 yield WAITING
             if self.reduces[index]:

@@ -121,7 +121,8 @@ class NodeWindow:
     def release(self) -> int:
         """Publish that this rank has read every result so far."""
         self._released += 1
-        self.fence_memory()
+        if self.is_fenced:
+            self.fence_memory()
         self.own[RELEASED] = self._released
         return self._released
 
@@ -189,7 +190,8 @@ class NodeWindow:
         self.entered = entered = self.entered + 1
         # of two meetings in a row: a peer that has gone on to the next one must not change what is compared here
         self.own[CALL + (entered & 1)] = word
-        self.fence_memory()
+        if self.is_fenced:
+            self.fence_memory()
         self.own[ENTERED] = entered
         return entered
 
@@ -213,7 +215,8 @@ class NodeWindow:
         CallsDifferError
             On all ranks, if they differ.
         """
-        self.fence_memory()
+        if self.is_fenced:
+            self.fence_memory()
         place = CALL + (entered & 1)
         word = self.own[place]
         for words in self.compared:
@@ -234,7 +237,8 @@ class NodeWindow:
         for words in self.words:
             while words[word] < least:
                 yield WAITING
-        self.fence_memory()
+        if self.is_fenced:
+            self.fence_memory()
 
     def _shared(self, nbytes: int) -> tuple[MPI.Win, list[Any]]:
         """Return a window with so many bytes of each rank, and the memory of all."""

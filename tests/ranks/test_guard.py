@@ -130,10 +130,12 @@ def test_a_call_that_all_ranks_make_wrongly_breaks_nothing(one_node):
 
 
 @needs_ranks(2)
-def test_structures_are_compared_where_arrays_are_alike(comm, monkeypatch):
+@pytest.mark.parametrize("leaves", [1, 2])
+@pytest.mark.parametrize("count", [3, 300_000])
+def test_structures_are_compared_where_arrays_are_alike(comm, monkeypatch, count, leaves):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     strategy = mpistrat.MultiWorkerMirroredStrategy()
-    ones = np.ones(3)
+    ones = [np.ones(count)] * leaves
 
     def step(value):
         return mpistrat.get_replica_context().all_reduce("sum", value)
@@ -141,8 +143,23 @@ def test_structures_are_compared_where_arrays_are_alike(comm, monkeypatch):
     for value in ({"a": ones, "b": None}, {"a": None, "b": ones}):
         for _ in range(3):
             strategy.run(step, (value,))
-    with pytest.raises(AgreementError, match="ranks made different calls"):
+    with pytest.raises(AgreementError, match="ranks made different calls") as caught:
         strategy.run(step, ({"a": ones, "b": None} if comm.rank else {"a": None, "b": ones},))
+    for structure in ("{'a': None, 'b': [", "{'a': [", "'b': None}"):
+        assert structure in str(caught.value), "each rank tells what all were in"
+
+
+@needs_ranks(2)
+def test_all_that_was_noted_is_told_of_a_call_that_is_known(comm, one_node):
+    arrays = [np.ones(100_000), np.ones(2)]
+    for _ in range(3):
+        one_node.all_reduce(SUM, arrays)
+    one_node.note(f"the note of rank {comm.rank}")
+    one_node.note("the last note")
+    with pytest.raises(AgreementError) as caught:
+        one_node.all_reduce(SUM, arrays)
+    for rank in range(comm.size):
+        assert f"after the note of rank {rank}; the last note" in str(caught.value)
 
 
 @needs_ranks(2)

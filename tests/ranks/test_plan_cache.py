@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from mpistrat.communicator.communicator import Communicator
+from mpistrat.communicator.reductions import Reductions
+from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.reduction import ReduceOp
+from tests.launches import needs_ranks
 
 
 def test_all_ranks_forget_the_same_plan_whichever_of_them_use_it(comm, world, monkeypatch):
@@ -19,3 +24,78 @@ def test_all_ranks_forget_the_same_plan_whichever_of_them_use_it(comm, world, mo
         assert comm.allgather(kept) == [kept] * comm.size
     assert kept == [[(5,)], [(4,)], [(1,)]]
     ops.close()
+
+
+@pytest.fixture
+def looked_up(monkeypatch):
+    """Note the calls whose arrays are looked at: those that take no plan by what they were seen to be like."""
+    found = []
+    look = Reductions.all_reduce
+
+    def noted(self, op, arrays, options, out):
+        found.append(op)
+        return look(self, op, arrays, options, out)
+
+    monkeypatch.setattr(Reductions, "all_reduce", noted)
+    return found
+
+
+@needs_ranks(2)
+def test_known_arrays_are_not_looked_at_again(comm, world, monkeypatch, looked_up):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    ops = Communicator(Hierarchy(comm, world))
+    mixed = [np.arange(3, dtype=np.int8), np.full((40, 50), 1.5, np.float32), np.array(2.0), np.ones(0), np.ones(30_000)]
+    large = [np.arange(400_000.0).reshape(2, -1), np.arange(100.0)]
+    for arrays in (mixed, large, [(np.arange(200_000) % 50).astype(np.float16)], [np.arange(400_000.0)]):
+        for op in (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX):
+            first = ops.all_reduce(op, arrays)
+            del looked_up[:]
+            strided = [np.stack([array, array], -1)[..., 1] for array in arrays]
+            out = [np.empty_like(array) for array in arrays]
+            for again in (ops.all_reduce(op, arrays), ops.all_reduce(op, strided), ops.all_reduce(op, arrays, out=out)):
+                for one, other in zip(first, again, strict=True):
+                    assert np.array_equal(one, other)
+                    assert one.dtype == other.dtype
+                    assert not np.may_share_memory(one, other)
+            assert all(one is other for one, other in zip(again, out, strict=True))
+            assert not looked_up or len(arrays) == 1
+    ops.close()
+
+
+@needs_ranks(2)
+def test_known_arrays_are_looked_at_again_where_something_has_changed(comm, world, monkeypatch, looked_up):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    ops = Communicator(Hierarchy(comm, world))
+    arrays = [np.ones(70_000), np.ones(5, np.float32)]
+
+    def is_known():
+        del looked_up[:]
+        assert [(total == comm.size).all() for total in ops.all_reduce("sum", arrays)] == [True, True]
+        return not looked_up
+
+    def strictly():
+        ops.is_strict = True
+        assert not is_known()
+        assert not is_known()
+        ops.is_strict = False
+
+    assert [is_known(), is_known()] == [False, True]
+    held = ops.memory_report().window_bytes
+    ops.all_reduce("sum", [np.ones(1 << 21, np.float32), np.ones(1, np.int8)])
+    assert is_known() == (ops.memory_report().window_bytes == held), "what was bound to the memory held before is bound anew"
+    for change in (strictly, lambda: setattr(ops, "num_packs", 3), lambda: setattr(ops, "num_packs", None)):
+        change()
+        assert [is_known(), is_known()] == [False, True], change
+    work = ops.start_all_reduce("sum", arrays)
+    assert not is_known(), "it waits for what was started"
+    work.wait()
+    ops.timeline.enabled = True
+    assert not is_known()
+    ops.timeline.enabled = False
+    assert is_known()
+    with pytest.raises(InvalidArgumentError, match="out"):
+        ops.all_reduce("sum", arrays, out=[np.empty(70_000), np.empty(6, np.float32)])
+    comm.Barrier()
+    ops.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        ops.all_reduce("sum", arrays)

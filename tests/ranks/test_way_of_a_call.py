@@ -11,10 +11,8 @@ import pytest
 
 import mpistrat
 
-# of one node, and of two
-MODULES_OF_A_SMALL_ARRAY = {1: 7, 2: 8}
-# what there is, which may only become less: 12 and 40 are the aim; some functions are entered only if a rank has to wait
-MODULES_OF_A_GRADIENT, FUNCTIONS_OF_A_GRADIENT = 34, 110
+MODULES_OF_A_SMALL_ARRAY = 7
+MODULES_OF_A_GRADIENT, FUNCTIONS_OF_A_GRADIENT = 12, 40
 
 _PACKAGE = str(Path(mpistrat.__file__).parent) + os.sep
 _COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<lambda>"}
@@ -45,7 +43,7 @@ def way(comm, op, value):
 
     def step():
         context = mpistrat.get_replica_context()
-        for _ in range(8):
+        for _ in range(32):  # a rank that waits long looks whether its peers are there
             found.append(passed(lambda: context.all_reduce(op, value)))
 
     strategy = mpistrat.MultiWorkerMirroredStrategy()
@@ -63,7 +61,7 @@ def test_one_small_array_passes_few_modules(comm, monkeypatch, num_nodes):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", "1x2" if num_nodes == 1 else "2x1")
     modules, _ = way(comm, "sum", np.ones(1))
-    assert len(modules) <= MODULES_OF_A_SMALL_ARRAY[num_nodes], modules
+    assert len(modules) <= MODULES_OF_A_SMALL_ARRAY, modules
 
 
 def test_a_gradient_passes_few_modules_and_functions(comm, monkeypatch):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import mpistrat
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica
-from mpistrat.structures import flatten, flatten_arrays, leaf_names, map_leaves, rebuild
+from mpistrat.structures import flatten, flatten_arrays, leaf_names, map_leaves
 from tests.other_arrays import SpeaksDlpack, StandardArray
 
 
@@ -44,7 +44,7 @@ nests = nests_of(st.integers() | st.none())
 def test_leaves_come_in_one_order_and_none_is_no_leaf() -> None:
     leaves, structure = flatten(NEST)
     assert leaves == [3, 4, 1, 2]
-    assert rebuild(structure, leaves) == NEST
+    assert structure.unflatten(leaves) == NEST
     reordered = dict(reversed(NEST.items()))
     assert flatten(reordered)[0] == leaves
     assert flatten(reordered)[1] == structure
@@ -129,7 +129,7 @@ def test_every_mapping_is_a_nest(mapping: Any) -> None:
     for _ in range(2):
         leaves, structure = flatten([mapping, 3])
         assert leaves == [2, 1, 3], "in the order of the keys"
-        again = rebuild(structure, ["two", "one", "three"])
+        again = structure.unflatten(["two", "one", "three"])
         assert type(again[0]) is type(mapping)
         assert (list(again[0]), dict(again[0])) == (list(mapping), {"loss": "one", "accuracy": ("two", None)})
         assert flatten([mapping, 4])[1] == structure
@@ -169,7 +169,7 @@ def test_a_mapping_that_does_not_come_back_is_a_leaf(mapping: Any) -> None:
 def test_an_empty_mapping_is_an_empty_nest() -> None:
     leaves, structure = flatten([collections.UserDict(), Metrics(3)])
     assert leaves == []
-    assert rebuild(structure, [])[1].step == 3
+    assert structure.unflatten([])[1].step == 3
 
 
 def test_threads_may_meet_a_mapping_at_once() -> None:
@@ -182,7 +182,7 @@ def test_threads_may_meet_a_mapping_at_once() -> None:
 @given(nests)
 def test_what_is_taken_apart_is_put_together(nest: Any) -> None:
     leaves, structure = flatten(nest)
-    assert rebuild(structure, leaves) == nest
+    assert structure.unflatten(leaves) == nest
     assert len(leaf_names(nest)) == len(leaves)
 
 
@@ -198,7 +198,7 @@ def test_nests_of_arrays_come_apart_alike_however_often(nest: Any, turn: int) ->
         assert [id(leaf) for leaf in leaves] == [id(leaf) for leaf in expected]
         assert known == structure
         numbers = list(range(len(leaves)))
-        assert repr(rebuild(known, numbers)) == repr(rebuild(structure, numbers))  # keys in one order too
+        assert repr(known.unflatten(numbers)) == repr(structure.unflatten(numbers))  # keys in one order too
 
 
 def test_which_nests_of_arrays_are_known() -> None:
@@ -292,5 +292,5 @@ def test_a_function_is_mapped_over_leaves_side_by_side() -> None:
 def test_whatever_is_like_an_array_is_one_leaf(leaf: Any) -> None:
     leaves, structure = flatten({"w": [leaf]})
     assert leaves[0] is leaf
-    assert rebuild(structure, leaves)["w"][0] is leaf
+    assert structure.unflatten(leaves)["w"][0] is leaf
     assert leaf_names({"w": [leaf]}) == ["value['w'][0]"]

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as arrays
 from mpistrat.arrays import as_array, like
 from mpistrat.context.values import PerReplica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.structures import flatten, leaf_names, map_leaves, rebuild
+from mpistrat.structures import flatten, leaf_names, map_leaves
 from tests.other_arrays import installed, jax_array, tensor
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -151,7 +151,7 @@ def test_arrays_of_all_kinds_are_leaves(torch: Any, jax: Any) -> None:
     leaves, structure = flatten(nest)
     assert leaf_names(nest) == ["value['b'][0]", "value['b'][1]", "value['w'][0]", "value['w'][1]"]
     assert all(left is right for left, right in zip(leaves, [*nest["b"], *nest["w"]], strict=True))
-    assert rebuild(structure, leaves)["w"][0] is nest["w"][0]
+    assert structure.unflatten(leaves)["w"][0] is nest["w"][0]
     kinds = map_leaves(lambda leaf: type(leaf).__name__, nest)
     assert kinds == {"w": ["Tensor", "ArrayImpl"], "b": ("PerReplica", "Parameter")}
 

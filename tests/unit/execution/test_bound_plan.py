@@ -9,7 +9,7 @@ from itertools import accumulate, islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.execution.lanes import overlap, side_by_side
+from mpistrat.execution.bound_plan import overlap, side_by_side
 from mpistrat.transports.steps import WAITING, WORKED
 
 Event = tuple[str, int, str]
