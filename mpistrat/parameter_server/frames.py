@@ -9,7 +9,6 @@ File law: nothing here blocks in MPI. What waits for another rank polls, looks a
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from struct import Struct
@@ -21,6 +20,7 @@ from mpistrat import settings
 from mpistrat.errors import DeadlineExceededError
 from mpistrat.groups.agreement import pause
 from mpistrat.launch.openmpi import num_cores, yields_when_idle
+from mpistrat.logger import logger
 from mpistrat.parameter_server.tasks import TaskGroup
 
 if TYPE_CHECKING:
@@ -198,8 +198,7 @@ class Channel:
                 )
             if waited > patience:
                 patience *= 2
-                sys.stderr.write(f"mpistrat: {self.name} has waited {waited:.0f} s for {what()}\n")
-                sys.stderr.flush()
+                logger.warning(f"{self.name} has waited {waited:.0f} s for {what()}")
 
     def _started(self, messages: Sequence[tuple[Buffer, int, int]]) -> list[MPI.Request]:
         return [self.comm.Isend(buffer, rank, tag) for buffer, rank, tag in messages]
