@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mpistrat.inputs.iterator import DistributedIterator as DistributedIterator
     from mpistrat.inputs.iterator import OptionalElement as OptionalElement
     from mpistrat.inputs.map_dataset import MapDataset as MapDataset
+    from mpistrat.parameter_server.server import Server as Server
     from mpistrat.reduction import ReduceOp as ReduceOp
     from mpistrat.state.aggregation import VariableAggregation as VariableAggregation
     from mpistrat.state.aggregation import VariableSynchronization as VariableSynchronization
@@ -90,6 +91,7 @@ _HOMES = {
     "ReplicaContext": "mpistrat.strategy.replica_context",
     "RunOptions": "mpistrat.strategy.run_options",
     "SHARD_HINT": "mpistrat.inputs.input_options",
+    "Server": "mpistrat.parameter_server.server",
     "Strategy": "mpistrat.strategy.strategy",
     "StrategyExtended": "mpistrat.strategy.extended",
     "Variable": "mpistrat.state.variables",

@@ -9,6 +9,7 @@ MpistratError
 ├── OutOfRangeError (StopIteration)        the end of the data
 ├── UnsupportedDtypeError (TypeError)      a dtype that collectives do not support
 ├── Unsuitable (ValueError)                an algorithm does not apply to a world; the message says why
+├── CancelledError (RuntimeError)          a scheduled function did not run, since another one failed before
 └── CollectiveError (RuntimeError)         a collective failed between ranks
     ├── AgreementError                     ranks made different calls
     ├── DeadlineExceededError (TimeoutError)   a collective did not finish within its deadline
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 __all__ = [
     "AgreementError",
+    "CancelledError",
     "CollectiveError",
     "DeadlineExceededError",
     "InvalidArgumentError",
@@ -79,6 +81,10 @@ class UnsupportedDtypeError(MpistratError, TypeError):
 
 class Unsuitable(MpistratError, ValueError):  # noqa: N818 - a normal answer of a planner, not an error of the user's
     """An algorithm does not apply to a world; the message says why."""
+
+
+class CancelledError(MpistratError, RuntimeError):
+    """A function that was scheduled has not run: another one failed before it, or the strategy was closed."""
 
 
 class CollectiveError(MpistratError, RuntimeError):

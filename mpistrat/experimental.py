@@ -2,6 +2,11 @@
 
 from mpistrat.communicator.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
 from mpistrat.context.input_context import ValueContext
+from mpistrat.parameter_server import coordinator, partitioners
+from mpistrat.parameter_server.remote_value import PerWorkerValues
+from mpistrat.parameter_server.server_strategy import ParameterServerStrategy
+from mpistrat.parameter_server.server_variable import ServerVariable, ShardedVariable, embedding_lookup
+from mpistrat.parameter_server.stored_variable import StoredVariable
 from mpistrat.strategy.central_storage import CentralStorageStrategy
 from mpistrat.strategy.multi_worker import ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 
@@ -12,7 +17,15 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
+    "PerWorkerValues",
+    "ServerVariable",
+    "ShardedVariable",
+    "StoredVariable",
     "ValueContext",
+    "coordinator",
+    "embedding_lookup",
+    "partitioners",
 ]
 
 # its former name in TensorFlow

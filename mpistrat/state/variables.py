@@ -21,13 +21,14 @@ from mpistrat.state import refusals
 from mpistrat.state.aggregation import VariableAggregation, VariableSynchronization, aggregated, share
 from mpistrat.state.declaration import Declaration, UpdateScope, initial_array
 from mpistrat.state.indices import checked_slices, flat_indices, flattened
+from mpistrat.state.made_by_scope import MadeByScope
 from mpistrat.state.scatter import COMPARING, Rows, apply, by_rows, checked_rows, gathered_rows
 from mpistrat.state.variable_call import VariableCall
 
 __all__ = ["Variable"]
 
 
-class Variable(Mirrored):
+class Variable(Mirrored, metaclass=MadeByScope):  # type: ignore[metaclass]  # a stub says ABC, where NumPy has none
     """An array that the replicas of the current strategy share. It can be used like an array; `assign` changes it.
 
     Creating one is a collective call: the initial value of replica 0 is broadcast. Outside all scopes it belongs to the default

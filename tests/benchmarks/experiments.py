@@ -22,6 +22,7 @@ EXPERIMENTS = (
     "overhead",
     "memory",
     "choosing",
+    "parameter_server",
     "scale",
     "safety",
     "safety_programs",

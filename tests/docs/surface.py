@@ -17,7 +17,7 @@ from tests.docs.tf_names import READING, SAME, SECTIONS
 
 __all__ = ["FACES", "beyond", "described", "home", "members", "public_names", "resolve"]
 
-FACES = ("experimental", "cluster_resolver")
+FACES = ("experimental", "experimental.coordinator", "experimental.partitioners", "cluster_resolver")
 
 
 def resolve(path: str) -> Any:
@@ -45,7 +45,7 @@ def resolve(path: str) -> Any:
 def public_names() -> dict[str, Any]:
     """Return every public name below ``mpistrat``: modules' names first, then the members of each class."""
     things: dict[str, Any] = {}
-    for prefix, face in (("", mpistrat), *((f"{name}.", getattr(mpistrat, name)) for name in FACES)):
+    for prefix, face in (("", mpistrat), *((f"{name}.", resolve(name)) for name in FACES)):
         things |= {prefix + name: getattr(face, name) for name in face.__all__ if not inspect.ismodule(getattr(face, name))}
     public = {thing for thing in things.values() if inspect.isclass(thing)}
     names = dict(things)

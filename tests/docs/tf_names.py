@@ -50,7 +50,6 @@ class Row(NamedTuple):
 
 _OLD = "Deprecated in TensorFlow; an alias that warns."
 _GRAPHS = "For graphs and sessions, which do not exist here."
-_SERVERS = "Asynchronous training with parameter servers is planned."
 _PREEMPTION = "Checkpoints and preemption are planned."
 _TPU = "For TPUs only."
 _CLOUD = "Queries a cloud service; here MPI defines the cluster."
@@ -317,8 +316,13 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             "The ranks of one node; the variables are kept on one of them, and every rank has a read-only copy.",
         ),
         Row("get_strategy()", SAME, "The default strategy, outside all scopes: one replica."),
-        Row("experimental.ParameterServerStrategy(cluster_resolver, variable_partitioner=None)", LATER, _SERVERS),
-        Row("v1.ParameterServerStrategy(cluster_resolver=None)", NOT_PLANNED, "Version 2 is planned."),
+        Row(
+            "experimental.ParameterServerStrategy(cluster_resolver, variable_partitioner=None)",
+            READING,
+            "The tasks are the ranks of one MPI job; a variable goes to the server with the fewest bytes, unless `placement` "
+            "says in turn.",
+        ),
+        Row("v1.ParameterServerStrategy(cluster_resolver=None)", NOT_PLANNED, "Version 2 is here."),
         Row("TPUStrategy", NOT_PLANNED, _TPU),
         Row("TPUStrategy.experimental_assign_to_logical_device", NOT_PLANNED, _TPU),
         Row("TPUStrategy.experimental_split_to_logical_devices", NOT_PLANNED, _TPU),
@@ -365,7 +369,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row("DistributedValues.values", READING, "A tuple of one: a rank holds one replica."),
         Row("PerReplica", READING, "Internal in TensorFlow; arithmetic outside `run` fails there too."),
         Row("Mirrored", READING, "Internal in TensorFlow."),
-        Row("PerWorkerValues", LATER, _SERVERS, "experimental.PerWorkerValues"),
+        Row("PerWorkerValues", SAME, "Internal in TensorFlow.", "experimental.PerWorkerValues"),
         Row(
             "Variable(initial_value, trainable, name, dtype, constraint, synchronization, aggregation, shape)",
             READING,
@@ -481,40 +485,46 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
     "Parameter servers": (
         Row(
             "Server(server_or_cluster_def, job_name=None, task_index=None, protocol=None, config=None, start=True)",
-            LATER,
-            _SERVERS,
+            READING,
+            "For workers and servers; starting it is a collective call of all ranks, and `protocol` is only for `target`.",
         ),
-        *(
-            Row(f"Server.{name}", LATER, _SERVERS)
-            for name in ("start()", "join()", "server_def", "target", "create_local_server(config=None, start=True)")
-        ),
-        Row("experimental.partitioners.Partitioner", LATER, _SERVERS),
-        Row("experimental.partitioners.FixedShardsPartitioner(num_shards)", LATER, _SERVERS),
+        Row("Server.start()", SAME),
+        Row("Server.join()", READING, "Returns when the chief closes the strategy or ends."),
+        Row("Server.server_def", READING, "A dict."),
+        Row("Server.target", SAME),
         Row(
-            "experimental.partitioners.MinSizePartitioner(min_shard_bytes, max_shards=1, bytes_per_string=16)", LATER, _SERVERS
+            "Server.create_local_server(config=None, start=True)",
+            NOT_PLANNED,
+            "A server needs a chief, and both are ranks of one MPI job: `mpistrat run -n 3`.",
+        ),
+        Row("experimental.partitioners.Partitioner", SAME),
+        Row("experimental.partitioners.FixedShardsPartitioner(num_shards)", SAME),
+        Row("experimental.partitioners.MinSizePartitioner(min_shard_bytes, max_shards=1, bytes_per_string=16)", SAME),
+        Row("experimental.partitioners.MaxSizePartitioner(max_shard_bytes, max_shards=None, bytes_per_string=16)", SAME),
+        Row("experimental.ShardedVariable", SAME),
+        Row("experimental.ShardedVariable.variables", SAME),
+        Row("experimental.coordinator.ClusterCoordinator(strategy)", SAME),
+        Row("experimental.coordinator.ClusterCoordinator.schedule(fn, args=None, kwargs=None)", SAME),
+        Row("experimental.coordinator.ClusterCoordinator.join()", SAME),
+        Row("experimental.coordinator.ClusterCoordinator.done()", SAME),
+        Row(
+            "experimental.coordinator.ClusterCoordinator.create_per_worker_dataset(dataset)",
+            READING,
+            "`dataset` is called `dataset_or_dataset_fn`; a function that takes an argument gets an `InputContext`.",
         ),
         Row(
-            "experimental.partitioners.MaxSizePartitioner(max_shard_bytes, max_shards=None, bytes_per_string=16)",
-            LATER,
-            _SERVERS,
+            "experimental.coordinator.ClusterCoordinator.fetch(nest)",
+            READING,
+            "`nest` is called `val`, as in TensorFlow's code.",
         ),
-        Row("experimental.ShardedVariable", LATER, _SERVERS),
-        Row("experimental.ShardedVariable.variables", LATER, _SERVERS),
-        Row("experimental.coordinator.ClusterCoordinator(strategy)", LATER, _SERVERS),
-        *(
-            Row(f"experimental.coordinator.ClusterCoordinator.{name}", LATER, _SERVERS)
-            for name in (
-                "schedule(fn, args=None, kwargs=None)",
-                "join()",
-                "done()",
-                "create_per_worker_dataset(dataset)",
-                "fetch(nest)",
-                "strategy",
-            )
+        Row("experimental.coordinator.ClusterCoordinator.strategy", SAME),
+        Row("experimental.coordinator.RemoteValue", SAME),
+        Row("experimental.coordinator.RemoteValue.fetch()", SAME),
+        Row(
+            "experimental.coordinator.RemoteValue.get()",
+            SAME,
+            "The value is on the chief already, so it is what `fetch` returns.",
         ),
-        Row("experimental.coordinator.RemoteValue", LATER, _SERVERS),
-        Row("experimental.coordinator.RemoteValue.fetch()", LATER, _SERVERS),
-        Row("experimental.coordinator.RemoteValue.get()", LATER, _SERVERS),
     ),
     "Preemption": (
         Row(
@@ -557,6 +567,6 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             "Below `tf.errors` in TensorFlow; is a `ValueError` too.",
             "errors.InvalidArgumentError",
         ),
-        Row("CancelledError", LATER, _SERVERS, "errors.CancelledError"),
+        Row("CancelledError", READING, "Below `tf.errors` in TensorFlow.", "errors.CancelledError"),
     ),
 }

@@ -67,6 +67,31 @@ def test_nodes_without_gpus(submit, openmpi_bin):
     assert "2 ranks on node0:2, sum right: True, GPUs: None" in output
 
 
+_SUM = """
+import mpistrat
+
+def program(coordinator):
+    with coordinator.strategy.scope():
+        total = mpistrat.Variable(0)
+    for number in range(100):
+        coordinator.schedule(lambda number: total.assign_add(number, read_value=False), (number,))
+    coordinator.join()
+    print(coordinator.strategy, coordinator.strategy.client.channel.group.names, int(total))
+
+resolver = mpistrat.cluster_resolver.SlurmClusterResolver({"chief": 1, "ps": 2, "worker": 5})
+mpistrat.experimental.ParameterServerStrategy.main(program, resolver)
+"""
+
+
+def test_parameter_servers_are_on_several_nodes(submit, openmpi_bin, tmp_path):
+    (tmp_path / "train.py").write_text(_SUM)
+    state, output = submit("parameter_server.sbatch", openmpi_bin, "srun --mpi=pmix -K")
+    assert state == "COMPLETED", output
+    assert "(5 workers, 2 servers)" in output
+    assert "'chief 0 (rank 0 on node0)', 'ps 0 (rank 1 on node1)', 'ps 1 (rank 2 on node0)'" in output
+    assert output.rstrip().endswith(" 4950")
+
+
 @pytest.mark.parametrize("wrong", ["none", "pmi2"])
 def test_a_wrong_mpi_type_is_caught_with_the_right_advice(submit, openmpi_bin, wrong):
     state, output = submit("many_nodes.sbatch", openmpi_bin, f"srun --mpi={wrong} -K", "--ntasks-per-node=2")

@@ -1,0 +1,242 @@
+"""Dispatcher: deals scheduled functions to the workers, takes their results, and ends workers and servers.
+
+While something is under way, a thread beside the program takes results and sends what is queued; whoever waits does so itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from mpistrat.errors import CancelledError
+from mpistrat.parameter_server.client import Client
+from mpistrat.parameter_server.frames import REQUEST, RESULT, Frame, FrameReceiver, Op
+from mpistrat.parameter_server.functions import SentFunction, loads_error
+from mpistrat.parameter_server.remote_value import RemoteValue, RemoteValueStatus
+
+__all__ = ["MOST_QUEUED", "Dispatcher", "ScheduledCall"]
+
+MOST_QUEUED = 1024
+"""How many functions may be scheduled that no worker has yet: `schedule` waits for room."""
+_IN_FLIGHT = 4  # functions that a worker has: one that runs, and some that it begins without asking
+_BESIDE_SECONDS = 0.001
+
+
+@dataclass
+class ScheduledCall:
+    """A function that was scheduled.
+
+    Attributes
+    ----------
+    function : SentFunction
+        What to run.
+    arguments : callable
+        Returns the arguments, as bytes, for a worker.
+    value : RemoteValue
+        Takes the result.
+    worker : int or None
+        The only worker that may run it, which keeps what it returns; None if any may.
+    number : int
+        Its number.
+    """
+
+    function: SentFunction
+    arguments: Callable[[int], bytes]
+    value: RemoteValue
+    worker: int | None = None
+    number: int = field(default_factory=count().__next__)
+
+
+class Dispatcher:
+    """Knows which worker runs what.
+
+    Parameters
+    ----------
+    client : Client
+        That of the chief.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client, self._channel = client, client.channel
+        self._workers = self._channel.group.workers
+        self._queue: deque[ScheduledCall] = deque()
+        self._in_flight: dict[int, tuple[ScheduledCall, int]] = {}
+        self._load = [0] * len(self._workers)
+        self._sends: list[Any] = []
+        self._receiver = FrameReceiver(self._channel, RESULT)
+        self._error: BaseException | None = None
+        self._epoch = self._taken = 0
+        self._stopped = 0
+        self._released: deque[int] = deque()
+        self.is_closed = False
+        self._lock = threading.RLock()
+        self._num_waiting = 0
+        self._is_busy = threading.Event()
+        self._beside = threading.Thread(target=self._run_beside, name="mpistrat dispatcher", daemon=True)
+
+    def submit(self, call: ScheduledCall) -> None:
+        """Send a function to a worker that is free, or queue it; where the queue is full, wait for room."""
+        self._client.flush()  # what this rank has written the function reads
+        if len(self._queue) >= MOST_QUEUED:
+            self.wait(lambda: len(self._queue) < MOST_QUEUED, "room in the queue of scheduled functions")
+        with self._lock:
+            if call.worker is None:
+                self._queue.append(call)
+            else:
+                self._send(call, call.worker)
+            self._pump()
+        if not self._beside.is_alive():
+            self._beside.start()
+        self._is_busy.set()
+
+    def release(self, number: int) -> None:
+        """Have all workers forget what the call of a number made; may be called at any moment."""
+        self._released.append(number)
+
+    def pump(self) -> None:
+        """Take the results that have arrived, and send queued functions to workers that are free."""
+        with self._lock:
+            self._pump()
+
+    def is_idle(self) -> bool:
+        """Return whether everything that was scheduled has run, failed or been cancelled."""
+        return not self._queue and not self._in_flight
+
+    def wait(self, has_come: Callable[[], bool], what: str) -> None:
+        """Wait until a condition holds, which results may bring about. There is no deadline: functions take their time."""
+        self._num_waiting += 1
+        try:
+            while not has_come():
+                taken = self._taken  # each result begins a new wait, in which the next one is looked for at once again
+                self._channel.wait_until(
+                    lambda taken=taken: self._pump_and(has_come) or self._taken != taken,  # type: ignore[misc]
+                    lambda: self._waiting_for(what),
+                    has_deadline=False,
+                )
+        finally:
+            self._num_waiting -= 1
+
+    def wait_for(self, value: RemoteValue) -> None:
+        """Wait until a value is there, or its function has failed or been cancelled."""
+        if value.status is RemoteValueStatus.NOT_READY:
+            self.wait(lambda: value.status is not RemoteValueStatus.NOT_READY, "the result of a scheduled function")
+
+    def raise_error(self) -> None:
+        """Raise the first error of a function, unless it has been raised, once nothing else runs."""
+        if self._error is None:
+            return
+        self.wait(self.is_idle, "functions that run while another one has failed")
+        error, self._error = self._error, None
+        raise error
+
+    def stop(self) -> None:
+        """Cancel what has not begun, and have first the workers end and then the servers."""
+        if self.is_closed:
+            return
+        with self._lock:
+            self._cancel_queued()
+            self._stop(self._workers)
+        self.wait(lambda: self._stopped == len(self._workers), "the workers to end")
+        with self._lock:
+            self._stop(self._channel.group.servers)
+        everybody = len(self._workers) + len(self._channel.group.servers)
+        self.wait(lambda: self._stopped == everybody, "the servers to end")
+        self.is_closed = True
+        self._is_busy.set()
+        if self._beside.is_alive():
+            self._beside.join()
+        self._receiver.close()
+        self._client.close()
+
+    def _pump_and(self, has_come: Callable[[], bool]) -> bool:
+        self.pump()
+        return has_come()
+
+    def _pump(self) -> None:
+        while (frame := self._receiver.poll()) is not None:
+            self._take(frame)
+        if self._sends:
+            self._sends = [request for request in self._sends if not request.Test()]
+        while self._released:
+            number = self._released.popleft()
+            for rank in self._workers:
+                self._sends += self._channel.send(rank, REQUEST, Op.FORGET, method=1, first=number)
+        while self._queue:
+            worker = min(range(len(self._workers)), key=self._load.__getitem__)
+            if self._load[worker] >= _IN_FLIGHT:
+                break
+            self._send(self._queue.popleft(), worker)
+
+    def _send(self, call: ScheduledCall, worker: int) -> None:
+        rank = self._workers[worker]
+        self._in_flight[call.number] = call, worker
+        self._load[worker] += 1
+        self._sends += self._client.functions.send(call.function, rank)
+        self._sends += self._channel.send(
+            rank,
+            REQUEST,
+            Op.RUN if call.worker is None else Op.MAKE,
+            call.arguments(worker),
+            variable=self._epoch,
+            first=call.number,
+            second=call.function.number,
+        )
+
+    def _take(self, frame: Frame) -> None:
+        self._taken += 1
+        if frame.op == Op.STOPPED:
+            self._stopped += 1
+            return
+        call, worker = self._in_flight.pop(frame.first)
+        self._load[worker] -= 1
+        data = bytes(self._channel.payload(frame, RESULT))
+        if frame.op == Op.DONE:
+            call.value.set_data(data)
+        elif frame.op == Op.CANCELLED:
+            call.value.abort(self._cancelled_error(call))
+        else:
+            self._fail(call, loads_error(data))
+
+    def _fail(self, call: ScheduledCall, error: BaseException) -> None:
+        call.value.abort(error)
+        if self._error is None:
+            self._error = error
+        self._cancel_queued()
+        for worker in {worker for _, worker in self._in_flight.values()}:
+            self._sends += self._channel.send(self._workers[worker], REQUEST, Op.CANCEL, first=self._epoch)
+        self._epoch += 1
+
+    def _cancelled_error(self, call: ScheduledCall) -> CancelledError:
+        why = "the strategy was closed" if self._error is None else "another one had failed; schedule it again, if it is to run"
+        error = CancelledError(f"{self._channel.name}: function {call.function.name} was cancelled before it ran: {why}")
+        error.__cause__ = self._error
+        return error
+
+    def _cancel_queued(self) -> None:
+        for queued in self._queue:
+            queued.value.abort(self._cancelled_error(queued))
+        self._queue.clear()
+
+    def _stop(self, ranks: tuple[int, ...]) -> None:
+        for rank in ranks:
+            self._sends += self._channel.send(rank, REQUEST, Op.STOP, first=self._epoch)
+
+    def _waiting_for(self, what: str) -> str:
+        running = sorted({worker for _, worker in list(self._in_flight.values())})
+        names = ", ".join(self._channel.group.names[self._workers[worker]] for worker in running)
+        return what + (f"; {len(self._in_flight)} are at {names}" if running else "")
+
+    def _run_beside(self) -> None:
+        while not self.is_closed:
+            if self.is_idle():
+                self._is_busy.clear()
+                if self.is_idle():
+                    self._is_busy.wait()
+            if not self._num_waiting:
+                self.pump()
+            time.sleep(_BESIDE_SECONDS)

@@ -1,0 +1,198 @@
+"""ParameterServerStrategy: the chief of a job whose variables are on servers, and whose workers change them asynchronously."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from mpistrat import settings
+from mpistrat.cluster.mpi_resolver import MPIClusterResolver
+from mpistrat.cluster.resolver import ClusterResolver
+from mpistrat.cluster.tf_config import TFConfigClusterResolver
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.launch import exit_code
+from mpistrat.parameter_server.client import Client, here, install
+from mpistrat.parameter_server.coordinator import ClusterCoordinator
+from mpistrat.parameter_server.dispatcher import Dispatcher
+from mpistrat.parameter_server.frames import Channel
+from mpistrat.parameter_server.server import Server
+from mpistrat.parameter_server.server_extended import PLACEMENTS, ParameterServerExtended
+from mpistrat.parameter_server.tasks import CHIEF, join_cluster, task_of
+from mpistrat.strategy.strategy import Strategy
+
+__all__ = ["ParameterServerStrategy"]
+
+
+class ParameterServerStrategy(Strategy):
+    """Keeps variables on servers, where workers read and change them without waiting for each other.
+
+    Making one on the chief, and a `mpistrat.Server` on each other rank, is a collective call of all ranks of the job. What the
+    workers compute a `ClusterCoordinator` tells them. The servers end when `close` is called, or the program of the chief ends.
+
+    Parameters
+    ----------
+    cluster_resolver : ClusterResolver
+        Says which rank plays which task: one chief, at least one worker and one ps.
+    variable_partitioner : callable, optional
+        ``partitioner(shape, dtype, axis=0)`` returns into how many shards a variable is split along each axis: see
+        `mpistrat.experimental.partitioners`. By default no variable is split.
+    placement : str
+        ``even_bytes``: each variable or shard goes to the server with the fewest bytes; ``round_robin``: to each in turn, as in
+        TensorFlow.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If `cluster_resolver` is not a ClusterResolver, or this rank is not its chief; `variable_partitioner` cannot be called;
+        there is no such `placement`; on every rank, if the cluster has not the tasks that it needs.
+    LaunchError
+        On every rank, if a task is played by no rank or by several.
+    AgreementError
+        On every rank, if ranks read different clusters; on the others where one is refused.
+    """
+
+    coordinator: ClusterCoordinator
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver,
+        variable_partitioner: Callable[..., Sequence[int]] | None = None,
+        *,
+        placement: str = PLACEMENTS[0],
+    ) -> None:
+        cluster, task_type, task_id = task_of(cluster_resolver)
+        if task_type is not None and task_type != CHIEF and cluster:
+            raise InvalidArgumentError(
+                f"the chief makes the strategy, but this rank is {task_type} {task_id}.\n"
+                f"    incorrect:  strategy = {type(self).__name__}(resolver), on every rank\n"
+                f"    correct:    {type(self).__name__}.main(fn, resolver), on every rank; or on this one "
+                "mpistrat.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id).join()"
+            )
+        if variable_partitioner is not None and not callable(variable_partitioner):
+            raise InvalidArgumentError(f"variable_partitioner must be a partitioner or None; got {variable_partitioner!r}")
+        if placement not in PLACEMENTS:
+            raise InvalidArgumentError(f"placement must be one of {', '.join(PLACEMENTS)}; got {placement!r}")
+        self._cluster_resolver = cluster_resolver
+        self.client = Client(Channel(join_cluster(cluster, task_type, task_id)))
+        self.dispatcher = Dispatcher(self.client)
+        self.client.strategy = self
+        install(self.client)
+        super().__init__(ParameterServerExtended(self.client, variable_partitioner, placement))
+        atexit.register(self._end)
+
+    @classmethod
+    def main(
+        cls,
+        fn: Callable[[ClusterCoordinator], Any],
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: Callable[..., Sequence[int]] | None = None,
+        *,
+        placement: str = PLACEMENTS[0],
+    ) -> Any:
+        """Call ``fn(coordinator)`` on the chief, and serve on all other ranks. Not in TensorFlow.
+
+        A collective call of all ranks of the job; an evaluator returns at once.
+
+        Parameters
+        ----------
+        fn : callable
+            The program of the chief; ``coordinator.strategy`` is the strategy, which is closed when it returns or raises.
+        cluster_resolver : ClusterResolver, optional
+            Says which rank plays which task; by default ``TF_CONFIG`` where that is set, else rank 0 is the chief, rank 1
+            the ps, and the others are workers.
+        variable_partitioner, placement : callable, str
+            As for `ParameterServerStrategy`.
+
+        Returns
+        -------
+        object
+            On the chief what `fn` returned, None elsewhere.
+
+        Raises
+        ------
+        Exception
+            On the chief the error of `fn`; elsewhere as `ParameterServerStrategy` and `mpistrat.Server`.
+        """
+        resolver = _default_resolver() if cluster_resolver is None else cluster_resolver
+        cluster, task_type, task_id = task_of(resolver)
+        if task_type not in (CHIEF, None) and cluster:
+            Server(cluster, task_type, task_id).join()
+            return None
+        strategy = cls(resolver, variable_partitioner, placement=placement)
+        try:
+            return fn(ClusterCoordinator(strategy))
+        finally:
+            strategy.close()
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """Where the roles of the ranks come from."""
+        return self._cluster_resolver
+
+    def close(self) -> None:
+        """End the servers and workers, once they have done what they are doing; what has not begun is cancelled.
+
+        Not a collective call: `Server.join` returns on the other ranks. Closing again does nothing.
+        """
+        if not self.dispatcher.is_closed:
+            self.dispatcher.stop()
+            install(None)
+        atexit.unregister(self._end)
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: the chief computes nothing. In a scheduled function ``strategy.run`` calls the function on that worker.
+
+        Raises
+        ------
+        NotImplementedError
+            Always.
+        """
+        raise _needs_schedule("run")
+
+    def reduce(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse, as `run`."""
+        raise _needs_schedule("reduce")
+
+    def gather(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse, as `run`."""
+        raise _needs_schedule("gather")
+
+    def experimental_distribute_dataset(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse, as `run`; `ClusterCoordinator.create_per_worker_dataset` makes datasets on the workers."""
+        raise _needs_schedule("experimental_distribute_dataset")
+
+    def distribute_datasets_from_function(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse, as `experimental_distribute_dataset`."""
+        raise _needs_schedule("distribute_datasets_from_function")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Stand, in a function that is sent to a worker, for the strategy of that worker."""
+        return _strategy_here, (self.client.channel.group.number,)
+
+    def __repr__(self) -> str:
+        group = self.client.channel.group
+        return f"{type(self).__name__}({len(group.workers)} workers, {len(group.servers)} servers)"
+
+    def _end(self) -> None:
+        """Close where the program ends; but not where it ends the job by itself, with an error."""
+        if not (exit_code.ending_code() and settings.ABORT.read()):
+            self.close()
+
+
+def _needs_schedule(method: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"strategy.{method} was called on the chief, which computes nothing itself: workers do, independently of each other.\n"
+        f"    incorrect:  strategy.{method}(…)\n"
+        f"    correct:    coordinator.schedule(step, args=(…)), with a ClusterCoordinator(strategy); what step calls may use "
+        f"strategy.{method}"
+    )
+
+
+def _strategy_here(group: int) -> Any:
+    return here(group).strategy
+
+
+def _default_resolver() -> ClusterResolver:
+    return TFConfigClusterResolver() if os.environ.get("TF_CONFIG", "").strip() else MPIClusterResolver(chief=1, ps=1)

@@ -1,0 +1,414 @@
+"""ServerVariable and ShardedVariable: variables that servers keep, as the chief and the workers see them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat.arrays import Array, as_array, to_host
+from mpistrat.communicator.sparse import IndexedSlices
+from mpistrat.context.assignment import assignable
+from mpistrat.context.values import DistributedValues
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.parameter_server.client import Client, Placed, here
+from mpistrat.parameter_server.frames import Op
+from mpistrat.parameter_server.stored_variable import SCATTER_METHODS
+from mpistrat.state.indices import flat_indices
+from mpistrat.state.scatter import checked_rows
+from mpistrat.structures import map_leaves
+
+__all__ = ["ServerVariable", "ShardedVariable", "embedding_lookup"]
+
+
+class ServerVariable(DistributedValues):
+    """An array that a server keeps: ``mpistrat.Variable`` in the scope of a `ParameterServerStrategy` returns one.
+
+    It can be used like an array, and is read from its server each time. Workers may read and change it at any time, without
+    waiting for each other; each change is made as a whole, and no reader sees half of one.
+
+    Attributes
+    ----------
+    name : str
+        What errors call it.
+    shape : tuple of int
+        Its extents.
+    dtype : dtype
+        Type of one element.
+    trainable : bool
+        Whether an optimiser should change it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group: int,
+        places: tuple[Placed, ...],
+        offsets: tuple[int, ...],
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        trainable: bool = True,
+    ) -> None:
+        self.name, self.shape, self.dtype, self.trainable = name, shape, dtype, trainable
+        self._group, self._places, self._offsets = group, places, offsets
+        self._like = np.broadcast_to(np.zeros((), dtype), shape)  # what a value must fit; takes no memory
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The variable itself, which is its only component."""
+        return (self,)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self._like.size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def value(self) -> Array:
+        """The array, as it is now: a copy."""
+        return self.read()
+
+    @property
+    def server(self) -> int:
+        """The task id of the server that keeps it; of a sharded variable that of the first shard."""
+        return self._places[0].server
+
+    def is_of(self, client: Client) -> bool:
+        """Return whether the servers of a client keep it."""
+        return self._group == client.channel.group.number
+
+    def in_replica(self) -> ServerVariable:
+        """Return the variable."""
+        return self
+
+    def read(self) -> Array:
+        """Return the array, as it is now: a copy.
+
+        Shards are read at the same time, but not as of one moment: another rank may change one after the other meanwhile.
+
+        Raises
+        ------
+        DeadlineExceededError
+            If a server has not answered within MPISTRAT_TIMEOUT_SECONDS.
+        RuntimeError
+            If the strategy was closed, or this is neither the chief nor a function that a worker runs.
+        """
+        return self._rows(0, self.shape[0] if self.shape else 0)
+
+    def numpy(self) -> Array:
+        """Return the same as `read`."""
+        return self.read()
+
+    def read_value(self) -> Array:
+        """Return the same as `read`."""
+        return self.read()
+
+    def sparse_read(self, indices: Any, name: str | None = None) -> Array:
+        """Return some of the rows; each server is asked only for those that it has, once for each shard.
+
+        Parameters
+        ----------
+        indices : array_like of int
+            Which rows, in any shape; the result has this shape and then that of a row.
+        name : str, optional
+            Without effect; accepted because programs for TensorFlow pass it.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If an index is negative or out of range, or the variable has no axis.
+        UnsupportedDtypeError
+            If the indices are not integers.
+        """
+        numbers, row = flat_indices(f"{self.name}.sparse_read", as_array(indices, "indices")[..., np.newaxis], self.shape)
+        wanted, client = numbers.reshape(-1), self._client()
+        if len(self._places) == 1:
+            rows = np.empty((len(wanted), *row), self.dtype)
+            client.read_rows([(self._places[0], wanted, rows)])
+            return rows.reshape(*numbers.shape, *row)
+        wanted, position = np.unique(wanted, return_inverse=True)
+        rows = np.empty((len(wanted), *row), self.dtype)
+        bounds = np.searchsorted(wanted, self._offsets)
+        client.read_rows(
+            [
+                (place, wanted[start:stop] - offset, rows[start:stop])
+                for place, offset, start, stop in zip(self._places, self._offsets, bounds, bounds[1:], strict=False)
+            ]
+        )
+        return rows[position].reshape(*numbers.shape, *row)
+
+    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+        """Set the variable to a value, and return it.
+
+        The value has been taken when this returns, and may be changed. This rank reads it from then on; others do when this
+        rank's function has ended, or before.
+
+        Parameters
+        ----------
+        value : array_like
+            Of the variable's shape.
+        use_locking, name : bool, str
+            Without effect; accepted because programs for TensorFlow pass them.
+        read_value : bool
+            Whether to return the variable.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If the shapes differ.
+        UnsupportedDtypeError
+            If the kind of number does not fit.
+        """
+        return self._write(Op.ASSIGN, value, read_value)
+
+    def assign_add(self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+        """Add to the variable, and return it; all as for `assign`. What several ranks add at the same time is all added."""
+        return self._write(Op.ASSIGN_ADD, delta, read_value)
+
+    def assign_sub(self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+        """Subtract from the variable, as `assign_add` adds to it. Booleans have no difference."""
+        if self.dtype.kind == "b":
+            raise UnsupportedDtypeError(
+                f"{self!r}.assign_sub is not defined for bool; accepted are integers, floats and complex"
+            )
+        return self._write(Op.ASSIGN_SUB, delta, read_value)
+
+    def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> ServerVariable:
+        """Add rows to those that indices name, and return the variable; rows of one index are added one after the other.
+
+        Parameters
+        ----------
+        sparse_delta : IndexedSlices
+            The rows, and where they belong.
+        use_locking, name : bool, str
+            Without effect; accepted because programs for TensorFlow pass them.
+
+        Raises
+        ------
+        TypeError
+            If it is not an IndexedSlices, or the operation is not defined for the kind of number.
+        InvalidArgumentError
+            If rows have another shape than those of the variable, or an index is out of range.
+        """
+        return self._scatter("scatter_add", sparse_delta)
+
+    def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> ServerVariable:
+        """Subtract rows, as `scatter_add` adds them."""
+        return self._scatter("scatter_sub", sparse_delta)
+
+    def scatter_mul(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> ServerVariable:
+        """Multiply by rows, as `scatter_add` adds them."""
+        return self._scatter("scatter_mul", sparse_delta)
+
+    def scatter_div(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> ServerVariable:
+        """Divide by rows, as `scatter_add` adds them. Integers have no quotient."""
+        return self._scatter("scatter_div", sparse_delta)
+
+    def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> ServerVariable:
+        """Keep the lesser numbers of rows and variable, as `scatter_add` adds them."""
+        return self._scatter("scatter_min", sparse_delta)
+
+    def scatter_max(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> ServerVariable:
+        """Keep the greater numbers of rows and variable, as `scatter_add` adds them."""
+        return self._scatter("scatter_max", sparse_delta)
+
+    def scatter_update(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> ServerVariable:
+        """Put rows in the place of others, as `scatter_add` adds them; of one index the last one stays."""
+        return self._scatter("scatter_update", sparse_delta)
+
+    def update_where_it_lives(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], wants_results: bool
+    ) -> list[Any]:
+        """Call a function on the server of each shard, and return the results; what ``extended.update`` calls."""
+        given = (tuple(args), dict(kwargs))
+        shares = [map_leaves(lambda leaf, part=part: self._share(leaf, part), given) for part in range(len(self._places))]
+        parts = [(place, *share) for place, share in zip(self._places, shares, strict=True)]
+        return self._client().update(fn, parts, wants_results)
+
+    def __getitem__(self, index: Any) -> Any:
+        first, *others = index if isinstance(index, tuple) and index else (index,)
+        inner: tuple[Any, ...]
+        if not self.shape or isinstance(first, bool) or not isinstance(first, (int, np.integer, slice)):
+            return self.read()[index]
+        wanted = range(self.shape[0])[first]
+        if isinstance(wanted, int):
+            start, stop, inner = wanted, wanted + 1, (0, *others)
+        elif wanted:
+            start, stop = min(wanted[0], wanted[-1]), max(wanted[0], wanted[-1]) + 1
+            inner = (slice(None, None, wanted.step), *others)
+        else:
+            start, stop, inner = 0, 0, (slice(None), *others)
+        return self._rows(start, stop)[inner]
+
+    def __len__(self) -> int:
+        return len(self._like)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ServerVariable, (
+            self.name,
+            self._group,
+            self._places,
+            self._offsets,
+            self.shape,
+            self.dtype,
+            self.trainable,
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {self.dtype} {self.shape})"
+
+    def _client(self) -> Client:
+        return here(self._group)
+
+    def _bounds(self, start: int, stop: int) -> Iterator[tuple[Placed, int, int, int]]:
+        """Yield the shards that have some of these rows: where each is, where it begins, and the rows that it has of them."""
+        part = bisect_right(self._offsets, start, 0, len(self._places)) - 1
+        while part < len(self._places) and self._offsets[part] < stop:
+            yield (
+                self._places[part],
+                self._offsets[part],
+                max(start, self._offsets[part]),
+                min(stop, self._offsets[part + 1]),
+            )
+            part += 1
+
+    def _rows(self, start: int, stop: int) -> Array:
+        if not self.shape:
+            array = np.empty((), self.dtype)
+            self._client().read([(self._places[0], 0, array)])
+            return array
+        rows = np.empty((stop - start, *self.shape[1:]), self.dtype)
+        parts = [
+            (place, first - offset, rows[first - start : last - start])
+            for place, offset, first, last in self._bounds(start, stop)
+        ]
+        self._client().read(parts)
+        return rows
+
+    def _write(self, op: int, value: Any, read_value: bool) -> Any:
+        array = np.asarray(to_host(assignable(value, self._like, self)), order="C")
+        if not self.shape:
+            parts = [(self._places[0], 0, array)]
+        else:
+            parts = [
+                (place, first - offset, array[first:last]) for place, offset, first, last in self._bounds(0, self.shape[0])
+            ]
+        self._client().write(op, parts)
+        return self if read_value else None
+
+    def _scatter(self, method: str, delta: IndexedSlices) -> ServerVariable:
+        values, indices = map(to_host, checked_rows(method, delta, self._like, self))
+        if len(self._places) > 1:
+            order = np.argsort(indices, kind="stable")  # rows of one index stay in their order
+            values, indices = values[order], indices[order]
+        bounds = np.searchsorted(indices, self._offsets) if len(self._places) > 1 else [0, len(indices)]
+        parts = [
+            (
+                place,
+                np.ascontiguousarray(indices[start:stop] - offset),
+                np.ascontiguousarray(values[start:stop]),
+            )
+            for place, offset, start, stop in zip(self._places, self._offsets, bounds, bounds[1:], strict=False)
+        ]
+        self._client().scatter(SCATTER_METHODS.index(method), parts)
+        return self
+
+    def _share(self, leaf: Any, part: int) -> Any:
+        """Return what the function gets for an argument on one shard: of an array of the variable's shape, its rows."""
+        if len(self._places) == 1:
+            return leaf
+        start, stop = self._offsets[part : part + 2]
+        if isinstance(leaf, IndexedSlices):
+            indices = to_host(leaf.indices)
+            chosen = (indices >= start) & (indices < stop)
+            return IndexedSlices(to_host(leaf.values)[chosen], indices[chosen] - start)
+        return leaf[start:stop] if isinstance(leaf, np.ndarray) and leaf.shape == self.shape else leaf
+
+
+class ShardedVariable(ServerVariable):
+    """A variable whose rows are split over several servers; it can be used like an unsplit one.
+
+    The scope of a `ParameterServerStrategy` with a partitioner makes them.
+
+    Parameters
+    ----------
+    variables : sequence of ServerVariable
+        The shards, in the order of their rows.
+    name : str
+        What errors call it.
+
+    Raises
+    ------
+    TypeError
+        If it is not a sequence of variables that servers keep, or there are none.
+    InvalidArgumentError
+        If the shards differ in dtype, or in their shapes except for the number of rows.
+    """
+
+    def __init__(self, variables: Sequence[ServerVariable], name: str = "ShardedVariable") -> None:
+        if not isinstance(variables, Sequence) or not variables or not all(type(one) is ServerVariable for one in variables):
+            raise TypeError(f"variables must be a list of one or more variables that servers keep; got {variables!r}")
+        first = variables[0]
+        for what, of in (("dtype", [one.dtype for one in variables]), ("shape of a row", [one.shape[1:] for one in variables])):
+            if any(one != of[0] for one in of):
+                raise InvalidArgumentError(f"the shards of {name} must have the same {what}; got {', '.join(map(str, of))}")
+        if not first.shape or any(one._group != first._group for one in variables):
+            raise InvalidArgumentError(f"the shards of {name} must be of one strategy, and have rows; got {variables!r}")
+        offsets = np.cumsum([0, *(one.shape[0] for one in variables)]).tolist()
+        super().__init__(
+            name,
+            first._group,
+            tuple(one._places[0] for one in variables),
+            tuple(offsets),
+            (offsets[-1], *first.shape[1:]),
+            first.dtype,
+            all(one.trainable for one in variables),
+        )
+        self._variables = tuple(variables)
+
+    @property
+    def variables(self) -> list[ServerVariable]:
+        """The shards."""
+        return list(self._variables)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the shards."""
+        return iter(self._variables)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardedVariable, (self._variables, self.name)
+
+
+def embedding_lookup(params: Any, ids: Any) -> Array:
+    """Return the rows of a table that ids name, as ``tf.nn.embedding_lookup`` does.
+
+    Each row is asked for once, however often its id occurs.
+
+    Parameters
+    ----------
+    params : ServerVariable, ShardedVariable or Variable
+        The table.
+    ids : array_like of int
+        Which rows, in any shape; the result has this shape and then that of a row.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If an id is negative or out of range.
+    """
+    wanted = to_host(as_array(ids, "ids"))
+    different, position = np.unique(wanted, return_inverse=True)
+    rows: Array = params.sparse_read(different)[position.reshape(wanted.shape)]
+    return rows

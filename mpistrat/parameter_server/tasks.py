@@ -1,0 +1,163 @@
+"""Tasks of a job with parameter servers: which rank plays which, and the communicator that they share.
+
+File law: every rank of the job takes part in `join_cluster`; what is wrong is raised on all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+from mpistrat.cluster.resolver import ClusterResolver
+from mpistrat.cluster.roles import check_role
+from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.errors import InvalidArgumentError, LaunchError
+from mpistrat.groups.rendezvous import rendezvous
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["CHIEF", "EVALUATOR", "JOBS", "PS", "WORKER", "TaskGroup", "check_tasks", "join_cluster", "task_of"]
+
+CHIEF, WORKER, PS, EVALUATOR = JOBS = "chief", "worker", "ps", "evaluator"
+
+
+_numbers = count()
+
+
+@dataclass(frozen=True)
+class TaskGroup:
+    """The chief, the workers and the servers of a job, and what they talk through.
+
+    Attributes
+    ----------
+    comm : MPI.Comm or None
+        Of these ranks alone, in the order of the ranks of the job; None on an evaluator, which is not one of them.
+    task_type : str
+        The job of this rank: ``chief``, ``worker``, ``ps`` or ``evaluator``.
+    task_id : int
+        Its index there.
+    chief : int
+        The rank of the chief in `comm`.
+    workers, servers : tuple of int
+        The ranks of the workers and of the servers, in the order of their task ids.
+    names : tuple of str
+        What each rank is called in errors: its task, rank and node.
+    number : int
+        How many such groups this process was in before: the same on all ranks.
+    """
+
+    comm: MPI.Comm | None
+    task_type: str
+    task_id: int
+    chief: int
+    workers: tuple[int, ...]
+    servers: tuple[int, ...]
+    names: tuple[str, ...]
+    number: int
+
+
+def check_tasks(cluster: ClusterSpec) -> None:
+    """Check that a cluster can train with parameter servers.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If it has other jobs than chief, worker, ps and evaluator, not exactly one chief, or no worker or no ps.
+    """
+    found = ", ".join(f"{cluster.num_tasks(job)} {job}" for job in cluster.jobs) or "no tasks"
+    unknown = [job for job in cluster.jobs if job not in JOBS]
+    if unknown:
+        raise InvalidArgumentError(f"parameter servers know the jobs {', '.join(JOBS)}; this cluster has {found}")
+    counts = {job: cluster.num_tasks(job) if job in cluster.jobs else 0 for job in JOBS}
+    if counts[CHIEF] != 1 or counts[WORKER] < 1 or counts[PS] < 1:
+        raise InvalidArgumentError(
+            f"training with parameter servers needs one chief, and at least one worker and one ps; this cluster has {found}. "
+            "Start at least three ranks, for example `mpistrat run -n 3 train.py` with "
+            "mpistrat.cluster_resolver.MPIClusterResolver(chief=1, ps=1)"
+        )
+
+
+def task_of(resolver: object) -> tuple[ClusterSpec, str | None, int | None]:
+    """Return the cluster of a resolver, and which task of it this rank is.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If it is not a ClusterResolver.
+    """
+    if not isinstance(resolver, ClusterResolver):
+        raise InvalidArgumentError(
+            f"cluster_resolver must be a ClusterResolver, such as MPIClusterResolver(chief=1, ps=1); got {resolver!r}"
+        )
+    return resolver.cluster_spec(), resolver.task_type, resolver.task_id
+
+
+def join_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | None) -> TaskGroup:
+    """Return the tasks of the job. A collective call of all its ranks, evaluators included.
+
+    Parameters
+    ----------
+    cluster : ClusterSpec
+        The tasks.
+    task_type, task_id : str, int
+        Which of them this rank is.
+
+    Raises
+    ------
+    InvalidArgumentError
+        On every rank, as `check_tasks`; or if this task is not one of the cluster.
+    LaunchError
+        On every rank, if a task is played by no rank or by several.
+    AgreementError
+        On the others where one rank is refused, and on all that read different clusters.
+    """
+    with rendezvous("joining the cluster of parameter servers") as job:
+
+        def check() -> None:
+            check_tasks(cluster)
+            check_role(cluster, task_type, task_id)
+
+        job.agree(f"joining the parameter servers of {cluster!r}", check)
+        assert task_type is not None, "check_role has found the task"
+        assert task_id is not None, "check_role has found the task"
+        played: list[tuple[str, int]] = job.comm.allgather((task_type, task_id))
+        _check_played(cluster, played)
+        is_outside = task_type == EVALUATOR
+        comm = job.comm.Split(_undefined() if is_outside else 0, job.rank)
+        nodes = [job.world.nodes[job.world.place(rank).node_index].name for rank in range(job.comm.Get_size())]
+    inside = [(rank, task) for rank, task in enumerate(played) if task[0] != EVALUATOR]
+    by_task = {task: rank for rank, (_, task) in enumerate(inside)}
+    return TaskGroup(
+        None if is_outside else comm,
+        task_type,
+        task_id,
+        by_task[CHIEF, cluster.task_indices(CHIEF)[0]],
+        tuple(by_task[WORKER, index] for index in cluster.task_indices(WORKER)),
+        tuple(by_task[PS, index] for index in cluster.task_indices(PS)),
+        tuple(f"{kind} {index} (rank {rank} on {nodes[rank]})" for rank, (kind, index) in inside),
+        next(_numbers),
+    )
+
+
+def _check_played(cluster: ClusterSpec, played: list[tuple[str, int]]) -> None:
+    tasks = [(job, index) for job in cluster.jobs for index in cluster.task_indices(job)]
+    wrong = [
+        f"{job} {index} is played by {played.count((job, index))} ranks"
+        for job, index in tasks
+        if played.count((job, index)) != 1
+    ]
+    if wrong:
+        error = LaunchError(
+            f"each task is played by one rank, but in this job of {len(played)} ranks {', '.join(wrong)}. Start all tasks as "
+            "one job, with mpistrat run, mpiexec or srun"
+        )
+        error.raised_everywhere = True
+        raise error
+
+
+def _undefined() -> int:
+    from mpi4py import MPI
+
+    return MPI.UNDEFINED

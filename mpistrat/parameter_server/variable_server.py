@@ -1,0 +1,170 @@
+"""VariableServer: answers requests for the variables of one server, one after the other, until the chief ends it.
+
+File law: a request changes a variable only when no answer is being sent from its array, so nobody reads half an update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.groups.agreement import pause
+from mpistrat.parameter_server.frames import REPLY, REQUEST, RESULT, Channel, Frame, FrameReceiver, Op
+from mpistrat.parameter_server.functions import dumps, dumps_error, loads
+from mpistrat.parameter_server.stored_variable import SCATTER_METHODS, StoredVariable
+from mpistrat.state.scatter import apply
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["VariableServer"]
+
+_MOST_SENDS = 32  # before those that have ended are looked for, where requests come without a pause
+
+
+class VariableServer:
+    """The request loop of a server.
+
+    Parameters
+    ----------
+    channel : Channel
+        To the other tasks.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._variables: list[StoredVariable] = []
+        self._functions: dict[tuple[int, int], Callable[..., Any]] = {}
+        self._sends: list[tuple[int, list[MPI.Request]]] = []
+        self._handlers: dict[int, Callable[[Frame], None]] = {
+            Op.CREATE: self._create,
+            Op.READ: self._read,
+            Op.READ_ROWS: self._read_rows,
+            Op.ASSIGN: self._write,
+            Op.ASSIGN_ADD: self._write,
+            Op.ASSIGN_SUB: self._write,
+            Op.SCATTER: self._scatter,
+            Op.UPDATE: self._update,
+            Op.FLUSH: self._flush,
+            Op.DEFINE: self._define,
+            Op.FORGET: self._forget,
+        }
+
+    def serve(self) -> None:
+        """Answer requests until the chief says that the job is done."""
+        receiver, began = FrameReceiver(self._channel, REQUEST), time.monotonic()
+        while True:
+            frame = receiver.poll()
+            if frame is None:
+                self._forget_sends()
+                pause(began)
+                continue
+            if frame.op == Op.STOP:
+                break
+            self._handlers[frame.op](frame)
+            began = time.monotonic()
+        self._finish_sends(None)
+        self._answer(self._channel.send(frame.source, RESULT, Op.STOPPED))
+        self._finish_sends(None)
+        receiver.close()
+
+    def _create(self, frame: Frame) -> None:
+        name, dtype, shape = loads(self._channel.payload(frame, REQUEST))
+        array = np.empty(shape, np.dtype(dtype))
+        self._variables.append(StoredVariable(name, array))
+
+    def _read(self, frame: Frame) -> None:
+        array = self._variables[frame.variable].value
+        rows = array[frame.first : frame.second] if array.ndim else array
+        self._answer(self._channel.send_bare(rows, frame.source, REPLY), frame.variable)
+
+    def _read_rows(self, frame: Frame) -> None:
+        indices = np.empty(frame.first, np.int64)
+        self._channel.receive_payload(frame, REQUEST, indices)
+        rows = self._variables[frame.variable].value.take(indices, axis=0)
+        self._answer(self._channel.send_bare(rows, frame.source, REPLY))
+
+    def _write(self, frame: Frame) -> None:
+        self._finish_sends(frame.variable)
+        array = self._variables[frame.variable].value
+        target = array[frame.first : frame.second] if array.ndim else array
+        if frame.op == Op.ASSIGN:
+            self._channel.receive_payload(frame, REQUEST, target)
+            return
+        delta = self._received(frame, target)
+        (np.add if frame.op == Op.ASSIGN_ADD else np.subtract)(target, delta, out=target)
+
+    def _scatter(self, frame: Frame) -> None:
+        self._finish_sends(frame.variable)
+        array = self._variables[frame.variable].value
+        indices, rows = np.empty(frame.first, np.int64), np.empty((frame.first, *array.shape[1:]), array.dtype)
+        self._channel.receive_payload(frame, REQUEST, indices, rows)
+        apply(SCATTER_METHODS[frame.method], array, (rows, indices))
+
+    def _update(self, frame: Frame) -> None:
+        """Call a function with a variable, and answer what it returns, or its error."""
+        data = self._channel.payload(frame, REQUEST)
+        self._finish_sends(frame.variable)
+        variable, op = self._variables[frame.variable], Op.DONE
+        try:
+            args, kwargs, wants_result = loads(data)
+            result = self._functions[frame.source, frame.first](variable, *args, **kwargs)
+            answer = dumps(result, f"the result of an update of {variable!r}") if wants_result else b""
+        except Exception as error:
+            op, answer = Op.FAILED, dumps_error(error, self._channel.name)
+        self._answer(self._channel.send(frame.source, REPLY, op, answer))
+
+    def _flush(self, frame: Frame) -> None:
+        """Answer that everything this rank has asked for before is done."""
+        self._answer(self._channel.send_bare(b"\0", frame.source, REPLY))
+
+    def _define(self, frame: Frame) -> None:
+        self._functions[frame.source, frame.first] = _loaded(bytes(self._channel.payload(frame, REQUEST)))
+
+    def _forget(self, frame: Frame) -> None:
+        self._functions.pop((frame.source, frame.first), None)
+
+    def _received(self, frame: Frame, like: Array) -> Array:
+        """Return the payload as an array of a shape: where it is inline, without a copy."""
+        if frame.inline is not None:
+            return np.frombuffer(frame.inline, like.dtype).reshape(like.shape)
+        delta = np.empty_like(like)
+        self._channel.receive_payload(frame, REQUEST, delta)
+        return delta
+
+    def _answer(self, requests: list[MPI.Request], variable: int = -1) -> None:
+        if _have_ended(requests):
+            return
+        if len(self._sends) >= _MOST_SENDS:
+            self._forget_sends()
+        self._sends.append((variable, requests))
+
+    def _forget_sends(self) -> None:
+        self._sends = [(number, requests) for number, requests in self._sends if not _have_ended(requests)]
+
+    def _finish_sends(self, variable: int | None) -> None:
+        """Wait until nothing is being sent from the array of a variable; with None, until nothing is being sent at all."""
+        if self._sends:
+            waiting = [one for number, requests in self._sends if variable in (None, number) for one in requests]
+            self._channel.wait(waiting, lambda: "a rank that takes what it has asked for", has_deadline=False)
+
+
+def _have_ended(requests: list[MPI.Request]) -> bool:
+    return all(request.Test() for request in requests)
+
+
+def _loaded(data: bytes) -> Callable[..., Any]:
+    """Return a function; one that cannot be loaded here says so when it is called."""
+    try:
+        fn: Callable[..., Any] = loads(data)
+    except Exception as error:
+        found = error
+
+        def fn(*args: Any, **kwargs: Any) -> Any:
+            raise TypeError(f"the function cannot be loaded on this rank: {type(found).__name__}: {found}") from found
+
+    return fn

@@ -1,0 +1,107 @@
+"""Parameter servers: pulls, pushes and scheduled functions, beside TensorFlow's on the same machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from mpistrat.launch.mpiexec import command
+from mpistrat.text import format_bytes, format_seconds
+from tests.benchmarks.cases import verdict
+from tests.benchmarks.pages import markdown_table
+from tests.benchmarks.session import Session
+from tests.processes import run_bounded
+
+__all__ = ["draw", "run", "table"]
+
+KIB, MIB = 1 << 10, 1 << 20
+# bytes of an array, and how often each worker sends or receives it
+CASES = ((KIB, 3000), (64 * KIB, 1500), (MIB, 200), (4 * MIB, 60))
+QUICK = ((KIB, 100), (64 * KIB, 50))
+WORKERS = 2  # beside one chief and one ps
+MOST_WORKERS = (1, 2, 4)
+GOAL_RATIO, GOAL_SECONDS = 10.0, 150e-6
+_LIMIT_SECONDS = 600.0
+_PEERS = Path(__file__).parent / "peers"
+
+
+def run(session: Session) -> dict[str, Any]:
+    """Measure ours and TensorFlow's in turn, with one ps: everything with two workers, only functions with more and fewer."""
+    cases = QUICK if session.quick else CASES
+    tensorflow = session.environments.python("tensorflow")
+    rows = []
+    for workers in (WORKERS,) if session.quick else MOST_WORKERS:
+        arguments = [str(workers), json.dumps(cases if workers == WORKERS else [])]
+        argv, extra = command(workers + 2, [sys.executable, str(_PEERS / "parameter_server_ranks.py"), *arguments])
+        programs = {"mpistrat": (argv, extra)}
+        if tensorflow:
+            # its processes find their GPUs, and say a lot, by themselves
+            quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+            programs["TensorFlow"] = ([tensorflow, str(_PEERS / "tf_parameter_server.py"), *arguments], quiet)
+        for name, (program, environ) in programs.items():
+            done = run_bounded(program, _LIMIT_SECONDS, {**os.environ, **environ})
+            if done.returncode:
+                raise RuntimeError(f"{name} with {workers} workers failed: {done.stderr}")
+            rows.append({"name": name, "workers": workers, **json.loads(done.stdout.splitlines()[-1])})
+            session.say(f"{name} with {workers} workers: {format_seconds(rows[-1]['seconds'])} for an empty function")
+    if tensorflow:
+        session.versions["TensorFlow"] = "2.21.0"
+    return {"rows": rows}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the verdicts on the goals, and two tables."""
+    found = {(row["name"], row["workers"]): row for row in result["rows"]}
+    ours, theirs = found["mpistrat", WORKERS], found.get(("TensorFlow", WORKERS))
+    names = [name for name in ours if name.partition(" ")[0] in ("pull", "push")]
+    lines = [_line(name, ours, theirs) for name in names]
+    text = markdown_table(["per second, two workers together", "mpistrat", "TensorFlow", "times as many"], lines)
+    functions = [
+        [row["name"], str(row["workers"]), format_seconds(row["seconds"]), f"{row['functions']:.0f}"] for row in result["rows"]
+    ]
+    text += "\n" + markdown_table(["", "workers", "schedule to done of an empty function", "functions per second"], functions)
+    is_late = ours["seconds"] > GOAL_SECONDS
+    missed = [format_seconds(ours["seconds"])] if is_late else []
+    verdicts = verdict(f"an empty function takes at most {format_seconds(GOAL_SECONDS)}, median", not is_late, missed)
+    if theirs is not None:
+        ratios = {name: ours[name] / theirs[name] for name in names}
+        misses = [f"{_said(name)} {ratio:.1f}" for name, ratio in ratios.items() if ratio < GOAL_RATIO]
+        goal = f"at least {GOAL_RATIO:.0f} times the updates per second of TensorFlow"
+        verdicts += "\n" + verdict(goal, len(names) - len(misses), misses)
+    return f"{verdicts}\n{text}"
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw pulls and pushes per second, ours and TensorFlow's, side by side."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [row for row in result["rows"] if row["workers"] == WORKERS]
+    names = [name for name in rows[0] if name.partition(" ")[0] in ("pull", "push")]
+    figure, axes = plt.subplots(figsize=(9, 3.6), layout="constrained")
+    for offset, row in enumerate(rows):
+        axes.bar([index + 0.4 * offset for index in range(len(names))], [row[name] for name in names], 0.38, label=row["name"])
+    axes.set_xticks(
+        [index + 0.2 for index in range(len(names))], [_said(name).replace(" ", "\n", 1) for name in names], fontsize=8
+    )
+    axes.set_yscale("log")
+    axes.set_ylabel("per second")
+    axes.legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _line(name: str, ours: dict[str, Any], theirs: dict[str, Any] | None) -> list[str]:
+    if theirs is None:
+        return [_said(name), f"{ours[name]:.0f}", "", ""]
+    return [_said(name), f"{ours[name]:.0f}", f"{theirs[name]:.0f}", f"{ours[name] / theirs[name]:.1f}"]
+
+
+def _said(name: str) -> str:
+    verb, _, size = name.partition(" ")
+    return f"{verb} of {format_bytes(int(size)) if size.isdigit() else '64 random rows of 1 000 000 × 32'}"

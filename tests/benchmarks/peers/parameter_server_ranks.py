@@ -1,0 +1,90 @@
+"""Parameter servers of ours: pulls, pushes and scheduled functions; the chief prints what each took."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import mpistrat
+
+ROWS, WIDTH, BATCH = 1_000_000, 32, 64
+
+
+def main(coordinator: Any) -> None:
+    """Measure; ``sys.argv`` has the number of workers, then the bytes of each array and how often it goes, as JSON."""
+    num_workers, cases = int(sys.argv[1]), json.loads(sys.argv[2])
+    found: dict[str, float] = {}
+    with coordinator.strategy.scope():
+        table = mpistrat.Variable(np.zeros((ROWS, WIDTH), np.float32)) if cases else None
+    for nbytes, times in cases:
+        with coordinator.strategy.scope():
+            variable = mpistrat.Variable(np.zeros(nbytes // 4, np.float32))
+
+        def pull(times: int, variable: Any = variable) -> float:
+            return float(sum(variable.numpy()[0] for _ in range(times)))
+
+        def push(times: int, variable: Any = variable) -> None:
+            delta = np.ones(variable.shape, np.float32)
+            for _ in range(times):
+                variable.assign_add(delta, read_value=False)
+
+        found |= {f"pull {nbytes}": _rate(coordinator, pull, times, num_workers)}
+        found |= {f"push {nbytes}": _rate(coordinator, push, times, num_workers)}
+        assert (variable.numpy() == (times + 3) * num_workers).all(), "a push is missing"
+
+    def pull_rows(times: int) -> None:
+        ids = np.random.default_rng(0).integers(0, ROWS, (times, BATCH))
+        for wanted in ids:
+            table.sparse_read(wanted)
+
+    def push_rows(times: int) -> None:
+        ids, rows = np.random.default_rng(0).integers(0, ROWS, (times, BATCH)), np.ones((BATCH, WIDTH), np.float32)
+        for wanted in ids:
+            table.scatter_add(mpistrat.IndexedSlices(rows, wanted))
+
+    if cases:
+        times = cases[0][1]
+        found |= {
+            "pull rows": _rate(coordinator, pull_rows, times, num_workers),
+            "push rows": _rate(coordinator, push_rows, times, num_workers),
+        }
+    print(json.dumps(found | _functions(coordinator)), flush=True)
+
+
+def _rate(coordinator: Any, fn: Callable[[int], Any], times: int, num_workers: int) -> float:
+    """Return how many pulls or pushes all workers make in a second together."""
+    for count in (3, times):
+        started = time.perf_counter()
+        for _ in range(num_workers):
+            coordinator.schedule(fn, args=(count,))
+        coordinator.join()
+    return num_workers * times / (time.perf_counter() - started)
+
+
+def _functions(coordinator: Any) -> dict[str, float]:
+    """Return the median time from scheduling an empty function to its end, and how many run in a second."""
+
+    def empty() -> None:
+        pass
+
+    seconds = []
+    for _ in range(1000):
+        started = time.perf_counter()
+        coordinator.schedule(empty)
+        coordinator.join()
+        seconds.append(time.perf_counter() - started)
+    started = time.perf_counter()
+    for _ in range(5000):
+        coordinator.schedule(empty)
+    coordinator.join()
+    return {"seconds": statistics.median(seconds), "functions": 5000 / (time.perf_counter() - started)}
+
+
+if __name__ == "__main__":
+    mpistrat.experimental.ParameterServerStrategy.main(main)

@@ -1,0 +1,141 @@
+"""Jobs with parameter servers that must end: chiefs, workers and servers that leave, raise, hang or are killed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.jobs import LIMIT_SECONDS, Ended
+
+Job = Callable[..., Ended]
+
+CHIEF_AND_OTHERS = """
+    import numpy as np
+    import mpistrat
+    from mpistrat.experimental import ParameterServerStrategy
+
+    resolver = mpistrat.cluster_resolver.MPIClusterResolver(chief=1, ps=1)
+    if resolver.task_type in ("worker", "ps"):
+        mpistrat.Server(resolver.cluster_spec(), job_name=resolver.task_type, task_index=resolver.task_id).join()
+        print("served", resolver.task_type, flush=True)
+    else:
+        strategy = ParameterServerStrategy(resolver)
+        with strategy.scope():
+            number = mpistrat.Variable(1.0)
+        coordinator = mpistrat.experimental.coordinator.ClusterCoordinator(strategy)
+        pids = [int(Path("pid", str(rank)).read_text()) for rank in range(comm.size)]
+"""
+
+
+def program(chief: str) -> str:
+    """Return the program of a job, of which the chief does what is passed."""
+    return CHIEF_AND_OTHERS + "".join(f"        {line}\n" for line in chief.splitlines())
+
+
+@pytest.mark.parametrize(
+    "chief",
+    [
+        "strategy.close()",
+        "pass",
+        "coordinator.schedule(time.sleep, (0.3,))",
+        "for _ in range(100): coordinator.schedule(time.sleep, (0.01,))",
+        "del strategy, coordinator",
+    ],
+)
+def test_servers_end_with_the_chief(job: Job, chief: str) -> None:
+    ended = job(4, program(chief))
+    assert ended.code == 0, ended.stderr
+    assert (ended.stdout.count("served worker"), ended.stdout.count("served ps")) == (2, 1)
+    assert not ended.leftovers()
+
+
+@pytest.mark.parametrize(
+    ("chief", "code", "said"),
+    [
+        ("note_fault(); raise KeyError('of the chief')", 1, "KeyError: 'of the chief'"),
+        ("note_fault(); sys.exit(3)", 3, ""),
+        ("coordinator.schedule(time.sleep, (1000,)); note_fault(); sys.exit(4)", 4, ""),
+        ("note_fault(); coordinator.schedule(lambda: 1 // 0).fetch()", 1, "ZeroDivisionError"),
+        ("note_fault(); coordinator.schedule(sys.exit, (5,)).fetch()", 5, ""),
+        ("note_fault(); strategy.extended.update(number, lambda variable: sys.exit(6))", 6, ""),
+    ],
+)
+def test_what_goes_wrong_ends_the_job(job: Job, chief: str, code: int, said: str) -> None:
+    ended = job(3, program(chief))
+    assert ended.code == code, ended.stderr
+    assert said in ended.stderr
+    assert ended.seconds < LIMIT_SECONDS
+    assert not ended.leftovers()
+
+
+def test_a_chief_that_raises_without_the_hooks_ends_the_servers(job: Job) -> None:
+    ended = job(3, program("note_fault(); raise KeyError('of the chief')"), MPISTRAT_ABORT="0")
+    assert "KeyError: 'of the chief'" in ended.stderr
+    assert (ended.stdout.count("served worker"), ended.stdout.count("served ps")) == (1, 1)
+    assert not ended.leftovers()
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_task_that_is_killed_ends_the_job(job: Job, victim: int) -> None:
+    chief = f"coordinator.schedule(time.sleep, (1000,)); note_fault(); os.kill(pids[{victim}], 9)\ncoordinator.join()"
+    ended = job(3, program(chief))
+    assert ended.code != 0
+    assert ended.seconds < LIMIT_SECONDS
+    assert not ended.leftovers()
+
+
+def test_a_server_that_does_not_answer_in_time_is_named(job: Job) -> None:
+    chief = "note_fault(); strategy.extended.update(number, lambda variable: time.sleep(1000))"
+    ended = job(3, program(chief), MPISTRAT_TIMEOUT_SECONDS="0.5")
+    assert ended.code == 1
+    assert "DeadlineExceededError: chief 0 (rank 0 on " in ended.stderr
+    assert "waited 0.5 s for an answer of ps 0 (rank 1 on " in ended.stderr
+    assert not ended.leftovers()
+
+
+def test_what_a_chief_waits_for_is_told(job: Job) -> None:
+    chief = "coordinator.schedule(time.sleep, (3,))\ncoordinator.join()"
+    ended = job(3, program(chief), MPISTRAT_STALL_SECONDS="1")
+    assert ended.code == 0
+    assert "has waited 1 s for the scheduled functions; 1 are at worker 0 (rank 2 on " in ended.stderr
+
+
+def test_an_idle_server_leaves_its_core_to_others(job: Job) -> None:
+    text = program("time.sleep(3)") + "    print('busy', resolver.task_type, time.process_time() - began)\n"
+    text = text.replace("resolver = ", "began = time.process_time()\n    resolver = ", 1)
+    text += "    sys.stdout.flush()\n"
+    ended = job(3, text)
+    seconds = {words[1]: float(words[2]) for line in ended.stdout.splitlines() if (words := line.split())[0] == "busy"}
+    assert set(seconds) == {"chief", "ps", "worker"}
+    assert max(seconds["ps"], seconds["worker"]) < 0.6, "of three seconds"
+
+
+def test_one_process_is_told_what_is_needed(job: Job) -> None:
+    ended = job(1, program("pass"))
+    assert ended.code == 1
+    assert "1 chief, 1 ps and at least one worker are 3 ranks, but 1 were launched: start at least as many" in ended.stderr
+
+
+def test_modules_are_found_by_the_workers(job: Job) -> None:
+    text = """
+        import mpistrat
+        from mpistrat.experimental import ParameterServerStrategy
+
+        class Point:
+            def __init__(self, x):
+                self.x = x
+
+        def moved(point):
+            return Point(point.x + STEP)
+
+        STEP = 2
+
+        def chief(coordinator):
+            print(coordinator.schedule(moved, (Point(3),)).fetch().x)
+
+        ParameterServerStrategy.main(chief)
+    """
+    ended = job(3, text, (sys.executable,))
+    assert (ended.code, ended.stdout) == (0, "5\n"), ended.stderr

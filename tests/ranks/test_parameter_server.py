@@ -1,0 +1,672 @@
+"""Parameter servers: variables on servers, and functions that workers run; 1 chief, 1 or 2 servers, the other ranks workers."""
+
+import os
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.cluster_resolver import MPIClusterResolver, SimpleClusterResolver, TFConfigClusterResolver
+from mpistrat.errors import CancelledError, InvalidArgumentError, LaunchError, OutOfRangeError, UnsupportedDtypeError
+from mpistrat.experimental import ParameterServerStrategy, PerWorkerValues, ShardedVariable, embedding_lookup
+from mpistrat.launch.bootstrap import start
+from mpistrat.parameter_server.coordinator import ClusterCoordinator, RemoteValueStatus
+from mpistrat.parameter_server.partitioners import FixedShardsPartitioner, MinSizePartitioner
+from tests.launches import needs_ranks
+
+pytestmark = needs_ranks(3)
+
+
+@pytest.fixture(params=[1, 2])
+def run(request):
+    """Give what calls a function with a coordinator on the chief, and serves on the other ranks."""
+    if start().size < request.param + 2:
+        pytest.skip("each server needs a rank")
+    return partial(serve, request.param)
+
+
+def serve(num_servers, program, partitioner=None, **named):
+    resolver = MPIClusterResolver(chief=1, ps=num_servers)
+    return ParameterServerStrategy.main(program, resolver, partitioner, **named)
+
+
+def variable(coordinator, value, **named):
+    with coordinator.strategy.scope():
+        return mpistrat.Variable(value, **named)
+
+
+def test_main_returns_what_the_program_returns_on_the_chief_alone(run):
+    got = run(lambda coordinator: type(coordinator.strategy).__name__)
+    assert got == ("ParameterServerStrategy" if start().rank == 0 else None)
+
+
+DTYPES = ["float64", "float32", "int8", "bool", "complex128", "bfloat16"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("extents", [(), (0,), (5,), (7, 3), (3, 0), (2000, 17)])
+def test_a_variable_reads_as_what_was_assigned(run, extents, dtype):
+    import ml_dtypes
+
+    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+    def program(coordinator):
+        first = np.arange(np.prod(extents)).reshape(extents).astype(kind)
+        whole = variable(coordinator, first, name="whole")
+        assert (whole.shape, whole.dtype, whole.name, whole.nbytes) == (extents, kind, "whole", first.nbytes)
+        for _ in range(2):
+            np.testing.assert_array_equal(whole.numpy(), first)
+            np.testing.assert_array_equal(coordinator.schedule(lambda: whole.numpy()).fetch(), first)
+            first = (first + np.ones(extents, kind)).astype(kind)
+            assert whole.assign(first) is whole
+
+    run(program, FixedShardsPartitioner(2))
+
+
+def test_assign_add_sub(run):
+    def program(coordinator):
+        whole, number = variable(coordinator, np.zeros((4, 2))), variable(coordinator, 5)
+        large = variable(coordinator, np.zeros((300, 100)))
+        whole.assign_add(np.full((4, 2), 3.0))
+        whole.assign_sub(np.ones((4, 2)))
+        assert number.assign_add(2, read_value=False) is None
+        large.assign_add(np.ones((300, 100)))
+        large.assign_sub(np.full((300, 100), 4))
+        np.testing.assert_array_equal(whole, np.full((4, 2), 2.0))
+        assert (int(number), float(large[0, 0])) == (7, -3.0)
+        with pytest.raises(InvalidArgumentError, match=r"has shape \(4, 2\); a value of shape \(2,\)"):
+            whole.assign([1.0, 2.0])
+        with pytest.raises(UnsupportedDtypeError, match="cannot hold a value of dtype float64"):
+            number.assign(2.5)
+        with pytest.raises(UnsupportedDtypeError, match="not defined for bool"):
+            variable(coordinator, True).assign_sub(True)
+
+    run(program, FixedShardsPartitioner(2))
+
+
+METHODS = ["add", "sub", "mul", "div", "min", "max", "update"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_scatter_does_what_it_does_to_an_ordinary_variable(run, method):
+    slices = mpistrat.IndexedSlices(np.array([[2.0, 5], [3, 7], [-1, 9], [4, 4]]), [6, 0, 6, 3])
+
+    def program(coordinator):
+        wanted = mpistrat.Variable(np.arange(1.0, 15).reshape(7, 2))
+        table = variable(coordinator, wanted.numpy())
+        assert getattr(table, f"scatter_{method}")(slices) is table
+        np.testing.assert_array_equal(table, getattr(wanted, f"scatter_{method}")(slices))
+        with pytest.raises(InvalidArgumentError, match="index 7 is out of range"):
+            table.scatter_add(mpistrat.IndexedSlices(np.ones((1, 2)), [7]))
+        table.scatter_add(mpistrat.IndexedSlices(np.ones((0, 2)), np.zeros(0, int)))
+        np.testing.assert_array_equal(table, wanted)
+
+    run(program, FixedShardsPartitioner(3))
+
+
+INDICES = [
+    3,
+    -1,
+    slice(None),
+    slice(2, 9),
+    slice(None, None, 3),
+    slice(None, None, -2),
+    slice(8, 1, -3),
+    slice(4, 4),
+    (slice(1, 7), 1),
+    (2, slice(None, None, -1)),
+    [1, 9, 1],
+    (..., 0),
+    None,
+]
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 10])
+def test_slices_are_those_of_numpy(run, num_shards):
+    def program(coordinator):
+        wanted = np.arange(20).reshape(10, 2)
+        table = variable(coordinator, wanted)
+        for index in INDICES:
+            np.testing.assert_array_equal(table[index], wanted[index], err_msg=str(index))
+        with pytest.raises(IndexError):
+            table[10]
+        np.testing.assert_array_equal(table + 1, wanted + 1)
+        np.testing.assert_array_equal(np.sum(table, axis=0), wanted.sum(axis=0))
+        assert len(table) == 10
+
+    run(program, FixedShardsPartitioner(num_shards))
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 5])
+def test_rows_are_read_by_their_ids(run, num_shards):
+    def program(coordinator):
+        wanted = np.arange(30.0).reshape(10, 3)
+        table = variable(coordinator, wanted)
+        for ids in ([4], [9, 0, 9, 5], [[1, 2], [8, 1]], np.zeros(0, int), 7):
+            np.testing.assert_array_equal(table.sparse_read(ids), wanted[ids])
+            np.testing.assert_array_equal(embedding_lookup(table, ids), wanted[ids])
+        with pytest.raises(InvalidArgumentError, match="must be 0 to 9; got -1 to 3"):
+            table.sparse_read([3, -1])
+        large = variable(coordinator, np.arange(100_000.0).reshape(1000, 100))
+        np.testing.assert_array_equal(large.sparse_read(np.arange(0, 1000, 2)), large.numpy()[::2])
+
+    run(program, FixedShardsPartitioner(num_shards))
+
+
+def test_a_sharded_variable_is_split_evenly(run):
+    def program(coordinator):
+        table = variable(coordinator, np.arange(20).reshape(10, 2), name="table")
+        assert isinstance(table, ShardedVariable)
+        assert [(part.name, part.shape) for part in table.variables] == [
+            ("table/part_0", (4, 2)),
+            ("table/part_1", (3, 2)),
+            ("table/part_2", (3, 2)),
+        ]
+        assert list(table) == table.variables
+        np.testing.assert_array_equal(np.concatenate(table.variables), table)
+        again = ShardedVariable(table.variables[1:], "again")
+        np.testing.assert_array_equal(again, table[4:])
+        with pytest.raises(InvalidArgumentError, match="must have the same dtype; got int64, float64"):
+            ShardedVariable([table.variables[0], *variable(coordinator, np.ones((6, 2))).variables])
+        with pytest.raises(InvalidArgumentError, match="must have the same shape of a row"):
+            ShardedVariable([table.variables[0], *variable(coordinator, np.ones((6, 3), int)).variables])
+        for wrong in ([], [1], table.variables[0]):
+            with pytest.raises(TypeError, match="must be a list of one or more variables that servers keep"):
+                ShardedVariable(wrong)
+
+    run(program, FixedShardsPartitioner(3))
+
+
+def test_initial_values_of_shards_are_made_one_by_one(run):
+    asked = []
+
+    def rows(shard_info):
+        asked.append(shard_info)
+        return np.full(shard_info.shape, shard_info.offset[0])
+
+    def program(coordinator):
+        table = variable(coordinator, rows, shape=(5, 2), dtype=np.int64)
+        np.testing.assert_array_equal(table[:, 0], [0, 0, 0, 3, 3])
+        assert [info.shape for info in asked] == [(3, 2), (2, 2)]
+        whole = variable(coordinator, lambda: [1.0, 2.0])
+        np.testing.assert_array_equal(whole, [1, 2])
+
+    run(program, FixedShardsPartitioner(2))
+
+
+def test_variables_that_cannot_be_are_refused(run):
+    def program(coordinator):
+        with pytest.raises(InvalidArgumentError, match="needs an initial_value"):
+            variable(coordinator, None)
+        with pytest.raises(NotImplementedError, match="there is one copy of it"):
+            variable(coordinator, 1.0, synchronization=mpistrat.VariableSynchronization.ON_READ)
+        with pytest.raises(InvalidArgumentError, match=r"returned \[2, 2\] for shape \(4, 4\)"):
+            variable(coordinator, np.ones((4, 4)))
+        with pytest.raises(RuntimeError, match=r"make variables on the chief, in strategy.scope\(\)"):
+            coordinator.schedule(lambda: mpistrat.Variable(1.0)).fetch()
+
+    run(program, lambda shape, dtype, axis: [2, 2])
+
+
+def test_bytes_are_even_over_servers():
+    if start().size < 4:
+        pytest.skip("needs two servers")
+    sizes = [100, 1, 90, 3, 5, 80, 30, 64, 7, 2]
+
+    def place(coordinator):
+        for size in sizes:
+            variable(coordinator, np.zeros(size))
+        counted = coordinator.strategy.extended.server_bytes
+        assert sum(counted) == 8 * sum(sizes)
+        return counted
+
+    even, in_turn = serve(2, place), serve(2, place, placement="round_robin")
+    if start().rank == 0:
+        assert max(even) <= 1.1 * sum(even) / 2
+        assert in_turn == (8 * sum(sizes[::2]), 8 * sum(sizes[1::2]))
+
+
+def test_variables_may_be_placed_together():
+    if start().size < 4:
+        pytest.skip("needs two servers")
+
+    def program(coordinator):
+        first, second = (variable(coordinator, np.zeros(4)) for _ in range(2))
+        assert (first.server, second.server) == (0, 1)
+        extended = coordinator.strategy.extended
+        with extended.colocate_vars_with(second):
+            beside = [variable(coordinator, np.zeros(100)) for _ in range(3)]
+        assert [one.server for one in beside] == [1, 1, 1]
+        assert all(type(one) is not ShardedVariable for one in beside)
+        assert extended.variable_created_in_scope(first)
+        with (
+            pytest.raises(InvalidArgumentError, match="takes a variable of this strategy; got 3"),
+            extended.colocate_vars_with(3),
+        ):
+            pass
+
+    serve(2, program, MinSizePartitioner(64, max_shards=2))
+
+
+def momentum(variable, gradient, rate, decay=0.9):
+    velocity = variable.slot("velocity")
+    velocity[...] = decay * velocity + gradient
+    variable.value[...] -= rate * velocity
+    return len(gradient)
+
+
+def test_a_function_updates_a_variable_where_it_lives(run):
+    gradient = np.arange(10.0).reshape(5, 2)
+
+    def program(coordinator):
+        table, update = variable(coordinator, np.ones((5, 2))), coordinator.strategy.extended.update
+        wanted, velocity = np.ones((5, 2)), np.zeros((5, 2))
+        for rate in (0.5, 0.1):
+            assert update(table, momentum, (gradient,), {"rate": rate}) is None
+            velocity = 0.9 * velocity + gradient
+            wanted -= rate * velocity
+        np.testing.assert_allclose(table, wanted)
+        assert update(table, momentum, (gradient, 0.0), group=False) == [3, 2]
+        update(table, lambda var, rows: var.scatter_update(rows), (mpistrat.IndexedSlices(np.zeros((2, 2)), [4, 0]),))
+        assert (table[0] == 0).all()
+        assert (table[4] == 0).all()
+        with pytest.raises(ZeroDivisionError) as caught:
+            update(table, lambda var: 1 // 0)
+        assert "ps 0 (rank 1" in str(caught.value.__cause__)
+        with pytest.raises(TypeError, match="the result of an update of .* cannot be sent"):
+            update(table, lambda var: threading.Lock(), group=False)
+        with pytest.raises(TypeError, match="changes variables on servers"):
+            update(3, momentum)
+
+    run(program, FixedShardsPartitioner(2))
+
+
+def test_workers_update_variables_where_they_live(run):
+    def program(coordinator):
+        table = variable(coordinator, np.zeros(10))
+
+        def add(variable, delta):
+            variable.assign_add(delta)
+
+        def step():
+            mpistrat.get_strategy().extended.update(table, add, (np.arange(10.0),))
+
+        for _ in range(20):
+            coordinator.schedule(step)
+        coordinator.join()
+        np.testing.assert_array_equal(table, 20 * np.arange(10))
+
+    run(program, FixedShardsPartitioner(2))
+
+
+def test_no_update_is_lost_and_none_is_seen_by_halves(run):
+    def program(coordinator):
+        table, count = variable(coordinator, np.zeros((1000, 1000))), variable(coordinator, 0)
+
+        def write():
+            table.assign_add(np.ones((1000, 1000)))
+            count.assign_add(1)
+
+        def read():
+            seen = table.numpy()
+            assert (seen == seen[0, 0]).all(), "half an update was read"
+
+        for _ in range(25):
+            coordinator.schedule(write)
+            coordinator.schedule(read)
+        coordinator.join()
+        assert int(count) == 25
+        assert (table.numpy() == 25).all()
+
+    run(program)
+
+
+def test_what_the_chief_writes_scheduled_functions_read_and_the_other_way_round(run):
+    def program(coordinator):
+        number = variable(coordinator, 0)
+        for turn in range(1, 50):
+            number.assign(turn)
+            assert coordinator.schedule(lambda: int(number)).fetch() == turn
+            coordinator.schedule(lambda: number.assign_add(1000, read_value=False)).fetch()
+            assert int(number) == turn + 1000
+
+    run(program)
+
+
+def test_functions_get_arguments_and_return_results(run):
+    def scaled(numbers, by=1, *, also=0):
+        return {"scaled": numbers * by, "pid": os.getpid(), "also": also}
+
+    def program(coordinator):
+        values = [coordinator.schedule(scaled, (np.arange(turn),), {"by": turn, "also": "x"}) for turn in range(20)]
+        found = coordinator.fetch({"all": values})["all"]
+        for turn, one in enumerate(found):
+            np.testing.assert_array_equal(one["scaled"], turn * np.arange(turn))
+        assert os.getpid() not in {one["pid"] for one in found}
+        assert values[3].status is RemoteValueStatus.READY
+        assert values[3].get()["also"] == "x"
+        assert coordinator.schedule(sum, ([1, 2, values[2].fetch()["also"] == "x"],)).fetch() == 4
+        later = coordinator.schedule(lambda: 20)
+        assert coordinator.schedule(lambda number: number + 1, (later,)).fetch() == 21
+        large = np.arange(3_000_000.0)
+        assert coordinator.schedule(np.sum, (large,)).fetch() == large.sum()
+        np.testing.assert_array_equal(coordinator.schedule(lambda: np.arange(3_000_000.0)).fetch(), large)
+        assert coordinator.done()
+
+    run(program)
+
+
+def test_all_workers_work(run):
+    def program(coordinator):
+        workers = len(coordinator.strategy.extended.worker_devices)
+
+        def step():
+            time.sleep(0.01)
+            return os.getpid()
+
+        pids = coordinator.fetch([coordinator.schedule(step) for _ in range(8 * workers)])
+        assert len(set(pids)) == workers
+
+    run(program)
+
+
+def test_schedule_does_not_wait_and_thousands_do_not_grow_without_bound(run):
+    def program(coordinator):
+        began = time.monotonic()
+        coordinator.schedule(time.sleep, (0.5,))
+        assert time.monotonic() - began < 0.4
+        assert not coordinator.done()
+        count = variable(coordinator, 0)
+        for _ in range(3000):
+            coordinator.schedule(lambda: count.assign_add(1, read_value=False))
+        coordinator.join()
+        assert int(count) == 3000
+
+    run(program)
+
+
+def test_what_is_scheduled_goes_on_while_the_chief_computes(run):
+    def program(coordinator):
+        values = [coordinator.schedule(lambda: None) for _ in range(200)]
+        time.sleep(1.0)
+        assert all(value.status is RemoteValueStatus.READY for value in values)
+
+    run(program)
+
+
+def fail_at_3(number):
+    if number == 3:
+        time.sleep(0.5)  # until all are scheduled
+        raise ValueError("three")
+    time.sleep(0.02)
+    return number
+
+
+def test_the_first_error_is_raised_once_and_the_rest_is_cancelled(run):
+    def program(coordinator):
+        for collect in (coordinator.join, coordinator.done, lambda: coordinator.fetch([]), lambda: coordinator.schedule(max)):
+            values = [coordinator.schedule(fail_at_3, (number,)) for number in range(3, 200)]
+            coordinator.strategy.dispatcher.wait_for(values[0])
+            with pytest.raises(ValueError, match="three") as caught:
+                collect()
+            assert "in fail_at_3" in str(caught.value.__cause__)
+            assert values[0].status is RemoteValueStatus.ABORTED
+            with pytest.raises(ValueError, match="three"):
+                values[0].fetch()
+            assert values[-1].status is RemoteValueStatus.ABORTED
+            with pytest.raises(CancelledError, match="was cancelled before it ran: another one had failed"):
+                values[-1].fetch()
+            coordinator.join()
+            assert coordinator.done()
+            assert coordinator.fetch(coordinator.schedule(fail_at_3, (4,))) == 4
+
+    run(program)
+
+
+def test_what_cannot_be_sent_is_refused(run):
+    lock = threading.Lock()
+
+    def program(coordinator):
+        with pytest.raises(TypeError, match="function .*<lambda> cannot be sent to another rank"):
+            coordinator.schedule(lambda: lock)
+        with pytest.raises(TypeError, match="an argument of function .* cannot be sent to another rank"):
+            coordinator.schedule(print, (lock,))
+        with pytest.raises(TypeError, match="got 3"):
+            coordinator.schedule(3)
+        value = coordinator.schedule(threading.Lock)
+        with pytest.raises(TypeError, match="the result of function .* cannot be sent to another rank"):
+            coordinator.join()
+        assert value.status is RemoteValueStatus.ABORTED
+        assert coordinator.schedule(abs, (-1,)).fetch() == 1
+
+    run(program)
+
+
+def test_each_element_of_a_dataset_is_visited_once(run):
+    def elements(context):
+        return range(context.input_pipeline_id, 60, context.num_input_pipelines)
+
+    def program(coordinator):
+        dataset = coordinator.create_per_worker_dataset(elements)
+        for _ in range(2):
+            iterator = iter(dataset)
+            seen = [coordinator.schedule(next, (iterator, None)) for _ in range(200)]
+            numbers = [number for number in coordinator.fetch(seen) if number is not None]
+            assert len(set(numbers)) == len(numbers) > 30
+            coordinator.schedule(lambda iterator: [next(iterator) for _ in range(61)], (iterator,))
+            with pytest.raises(OutOfRangeError, match="the dataset of the worker has ended"):
+                coordinator.join()
+        with pytest.raises(NotImplementedError, match="are on the workers"):
+            next(iterator)
+
+    run(program)
+
+
+def test_one_worker_visits_all_elements_once():
+    def program(coordinator):
+        iterator = iter(coordinator.create_per_worker_dataset(lambda: iter(range(100))))
+        values = [coordinator.schedule(next, (iterator,)) for _ in range(100)]
+        assert sorted(coordinator.fetch(values)) == list(range(100))
+
+    serve(start().size - 2, program)
+
+
+def test_per_worker_datasets_of_datasets(run):
+    def program(coordinator):
+        whole = mpistrat.ArrayDataset(np.arange(10.0), 5)
+        iterator = iter(coordinator.create_per_worker_dataset(whole))
+        np.testing.assert_array_equal(coordinator.schedule(next, (iterator,)).fetch(), np.arange(5))
+
+        def made():
+            return mpistrat.get_strategy().distribute_datasets_from_function(lambda context: whole)
+
+        iterator = iter(coordinator.create_per_worker_dataset(made))
+        np.testing.assert_array_equal(coordinator.schedule(lambda it: next(it), (iterator,)).fetch(), np.arange(5))
+        with pytest.raises(TypeError, match="is made of a dataset"):
+            coordinator.create_per_worker_dataset(3)
+        coordinator.create_per_worker_dataset(lambda: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            coordinator.join()
+
+    run(program)
+
+
+def test_per_worker_values_are_those_of_the_worker_that_runs(run):
+    def program(coordinator):
+        workers = len(coordinator.strategy.extended.worker_devices)
+        own = PerWorkerValues(range(workers))
+        seen = {coordinator.schedule(lambda number: (os.getpid(), number), (own,)).fetch() for _ in range(10 * workers)}
+        assert len(seen) == len({number for _, number in seen})
+
+    run(program)
+
+
+def test_scheduled_functions_run_in_the_scope_and_may_use_the_strategy(run):
+    def program(coordinator):
+        strategy, total = coordinator.strategy, variable(coordinator, 0.0)
+
+        def replica(batch):
+            assert strategy.num_replicas_in_sync == 1
+            total.assign_add(mpistrat.get_replica_context().all_reduce("sum", batch.sum()), read_value=False)
+            return batch.max()
+
+        def step(batch):
+            assert mpistrat.get_strategy() is strategy
+            assert mpistrat.in_cross_replica_context()
+            return strategy.reduce("sum", strategy.run(replica, args=(batch,)), axis=None)
+
+        assert coordinator.schedule(step, (np.arange(4.0),)).fetch() == 3
+        assert float(total) == 6
+
+    run(program)
+
+
+def test_the_chief_computes_nothing(run):
+    def program(coordinator):
+        strategy = coordinator.strategy
+        assert ClusterCoordinator(strategy) is coordinator
+        assert coordinator.strategy is strategy
+        assert (strategy.num_replicas_in_sync, strategy.cluster_resolver.task_type) == (1, "chief")
+        for method in (
+            "run",
+            "reduce",
+            "gather",
+            "experimental_distribute_dataset",
+            "distribute_datasets_from_function",
+        ):
+            with pytest.raises(NotImplementedError, match=rf"strategy.{method} was called on the chief"):
+                getattr(strategy, method)(abs, 1)
+        servers = tuple(f"/job:ps/task:{index}" for index in range(len(strategy.extended.server_bytes)))
+        assert strategy.extended.parameter_devices == servers
+
+    run(program)
+
+
+def test_a_chief_that_raises_ends_the_servers(run):
+    def program(coordinator):
+        variable(coordinator, 1.0)
+        coordinator.schedule(time.sleep, (0.1,))
+        raise KeyError("of the chief")
+
+    if start().rank == 0:
+        with pytest.raises(KeyError, match="of the chief"):
+            run(program)
+    else:
+        assert run(program) is None
+
+
+def test_after_closing_nothing_is_scheduled_and_what_waited_is_cancelled(run):
+    kept = {}
+
+    def program(coordinator):
+        kept["values"] = [coordinator.schedule(time.sleep, (0.02,)) for _ in range(200)]
+        kept["variable"], kept["coordinator"] = variable(coordinator, 1.0), coordinator
+
+    run(program)
+    if start().rank == 0:
+        assert kept["values"][0].status is RemoteValueStatus.READY
+        with pytest.raises(CancelledError, match="was cancelled before it ran: the strategy was closed"):
+            kept["values"][-1].fetch()
+        with pytest.raises(RuntimeError, match="the strategy was closed"):
+            kept["coordinator"].schedule(abs, (1,))
+        with pytest.raises(RuntimeError, match="or the strategy that made the variable was closed"):
+            kept["variable"].numpy()
+        kept["coordinator"].join()
+        kept["coordinator"].strategy.close()
+
+
+def test_the_two_part_form_and_other_resolvers(monkeypatch):
+    size, rank = start().size, start().rank
+    jobs = {"chief": 1, "ps": 1, "worker": size - 2}
+    tasks = [(job, index) for job, count in jobs.items() for index in range(count)][::-1]
+    cluster = {job: [f"a:{8000 + 10 * len(job) + index}" for index in range(count)] for job, count in jobs.items()}
+    job, index = tasks[rank]
+    monkeypatch.setenv("TF_CONFIG", __import__("json").dumps({"cluster": cluster, "task": {"type": job, "index": index}}))
+    resolver = TFConfigClusterResolver()
+    if resolver.task_type in ("worker", "ps"):
+        mpistrat.Server(resolver.cluster_spec(), job_name=resolver.task_type, task_index=resolver.task_id).join()
+        return
+    strategy = ParameterServerStrategy(resolver)
+    number = variable(ClusterCoordinator(strategy), 2)
+    assert ClusterCoordinator(strategy).schedule(lambda: int(number) + 1).fetch() == 3
+    strategy.close()
+
+
+def test_an_evaluator_stays_outside():
+    if start().size < 4:
+        pytest.skip("needs a rank more")
+    resolver = MPIClusterResolver(chief=1, ps=1, evaluator=1)
+    got = ParameterServerStrategy.main(lambda coordinator: coordinator.schedule(abs, (-3,)).fetch(), resolver)
+    assert got == (3 if resolver.task_type == "chief" else None)
+    assert (resolver.task_type == "evaluator") == (start().rank == start().size - 1)
+
+
+def test_wrong_roles_are_refused_on_all_ranks():
+    size, rank = start().size, start().rank
+    with pytest.raises(InvalidArgumentError, match=rf"at least one worker and one ps; this cluster has {size} worker"):
+        ParameterServerStrategy.main(abs, MPIClusterResolver())
+    with pytest.raises(InvalidArgumentError, match="parameter servers know the jobs chief, worker, ps, evaluator"):
+        ParameterServerStrategy.main(abs, MPIClusterResolver({"ps": 1, "other": size - 1}))
+    with pytest.raises(LaunchError, match=f"are {size + 1} ranks, but {size} were launched"):
+        MPIClusterResolver(chief=1, ps=size - 1)
+    with pytest.raises(InvalidArgumentError, match="pass either jobs or chief, ps and evaluator"):
+        MPIClusterResolver({"worker": size}, ps=1)
+    spec = {"chief": ["a:1"], "ps": ["a:2"], "worker": ["a:3", "a:4"]}
+    task = [("chief", 0), ("ps", 0), *[("worker", 0)] * (size - 2)][rank]
+    resolver = SimpleClusterResolver(mpistrat.ClusterSpec(spec), task_type=task[0], task_id=task[1])
+    with pytest.raises(LaunchError, match="worker 1 is played by 0 ranks"):
+        ParameterServerStrategy.main(abs, resolver)
+
+
+def test_logistic_regression_learns_what_the_synchronous_one_does(run):
+    generator = np.random.default_rng(0)
+    weights = np.array([1.5, -2.0, 0.5, 3.0])
+    inputs = generator.normal(size=(512, 4))
+    labels = (inputs @ weights > 0).astype(float)
+
+    def gradient(current, rows):
+        predicted = 1 / (1 + np.exp(-inputs[rows] @ current))
+        return inputs[rows].T @ (predicted - labels[rows]) / len(rows)
+
+    def accuracy(current):
+        return np.mean((inputs @ current > 0) == labels)
+
+    def program(coordinator):
+        learned = variable(coordinator, np.zeros(4))
+
+        def step(rows):
+            learned.assign_sub(0.5 * gradient(learned.numpy(), rows))
+
+        for turn in range(200):
+            coordinator.schedule(step, (np.arange(turn % 8, 512, 8),))
+        coordinator.join()
+        alone = np.zeros(4)
+        for turn in range(200):
+            alone -= 0.5 * gradient(alone, np.arange(turn % 8, 512, 8))
+        assert abs(accuracy(learned.numpy()) - accuracy(alone)) < 0.02
+        assert accuracy(learned.numpy()) > 0.95
+
+    run(program)
+
+
+def test_an_embedding_learns_by_sparse_rows(run):
+    wanted = np.random.default_rng(1).normal(size=(50, 8))
+
+    def program(coordinator):
+        table = variable(coordinator, np.zeros((50, 8)))
+
+        def step(seed):
+            ids = np.random.default_rng(seed).integers(0, 50, 16)
+            rows = embedding_lookup(table, ids)
+            different, first = np.unique(ids, return_index=True)
+            table.scatter_sub(mpistrat.IndexedSlices(0.5 * (rows - wanted[ids])[first], different))
+
+        for seed in range(300):
+            coordinator.schedule(step, (seed,))
+        coordinator.join()
+        assert np.abs(table.numpy() - wanted).max() < 0.01
+
+    run(program, FixedShardsPartitioner(3))
