@@ -1,4 +1,4 @@
-"""Attached: an all-reduce inside a node that reads and writes the arrays of peers where they lie."""
+"""Attached: an all-reduce inside a node that reads and writes the arrays of peers where they lie, or a reduce-scatter."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Attached(Parts):
                 peers.read(peer, remote, local)
             for target, addends in sums[index]:
                 self.fold.into(target, addends)
-            for peer, remote, local in blocks.writes[index]:
+            for peer, remote, local in () if self.scatters else blocks.writes[index]:
                 peers.write(peer, remote, local)
             yield WORKED
 

@@ -13,13 +13,14 @@ __all__ = ["Parts"]
 
 
 class Parts:
-    """The arrays of a rank, and which part of them each rank sums."""
+    """The arrays of a rank, and which part of them each rank sums; where bounds are given it keeps what it has summed."""
 
-    def __init__(self, window: NodeWindow, arrays: FlatArrays, fold: Fold) -> None:
+    def __init__(self, window: NodeWindow, arrays: FlatArrays, fold: Fold, bounds: Sequence[int] | None = None) -> None:
         self.window, self.rank, self.size = window, window.group.rank, window.group.size
         self.others = [peer for peer in range(self.size) if peer != self.rank]
         self.arrays, self.fold, self.itemsize = arrays, fold, arrays.dtype.itemsize
-        self.bounds = [index * arrays.count // self.size for index in range(self.size + 1)]
+        self.scatters = bounds is not None
+        self.bounds = bounds or [index * arrays.count // self.size for index in range(self.size + 1)]
 
     def views(self, pieces: Sequence[Section], buffers: Sequence[Array]) -> Iterator[tuple[Array, Array, list[Array]]]:
         """Yield, for each piece of a range, what is there of the sources, the targets and buffers that hold just that range."""
