@@ -39,9 +39,8 @@ def table(result: dict[str, Any]) -> str:
         [
             _place(row),
             format_bytes(row["nbytes"]),
-            *(f"{format_seconds(row['seconds'][name])}{_sent(row, name)}" for name in ENTRIES),
-            f"{_ratio(row, WHOLE):.2f}",
-            f"{_ratio(row, PEER):.2f}",
+            *(_time(row, name) if name in row["seconds"] else "-" for name in ENTRIES),
+            *(f"{_ratio(row, name):.2f}" if name in row["seconds"] else "-" for name in (WHOLE, PEER)),
         ]
         for row in rows
     ]
@@ -62,8 +61,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for place in dict.fromkeys(map(_place, rows)):
         there = [row for row in rows if _place(row) == place]
         for name, style in ((WHOLE, "o-"), (PEER, "s--")):
-            ratios = [_ratio(row, name) for row in there]
-            axes.plot([row["nbytes"] for row in there], ratios, style, label=f"{place}: {name}")
+            timed = [row for row in there if name in row["seconds"]]
+            ratios = [_ratio(row, name) for row in timed]
+            axes.plot([row["nbytes"] for row in timed], ratios, style, label=f"{place}: {name}")
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
@@ -106,6 +106,7 @@ def _place(row: dict[str, Any]) -> str:
     return f"{row['hosts']}, {row['ranks']}"
 
 
-def _sent(row: dict[str, Any], name: str) -> str:
-    """Return how many bytes crossed the links, over the least that a reduce-scatter must send."""
-    return f" ({row['sent_share'][name]:.2f})" if row["hosts"] > 1 else ""
+def _time(row: dict[str, Any], name: str) -> str:
+    """Return the time, and how many bytes crossed the links, over the least that a reduce-scatter must send."""
+    sent = f" ({row['sent_share'][name]:.2f})" if row["hosts"] > 1 else ""
+    return f"{format_seconds(row['seconds'][name])}{sent}"
