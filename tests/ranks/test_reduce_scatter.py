@@ -129,14 +129,20 @@ def test_calls_follow_each_other_in_one_memory(chunked, world):
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_the_part_may_lie_in_the_array(ops, world, axis):
-    for place in range(world.size):
-        mine = np.arange(2.0 * world.size * 9000).reshape(2 * world.size, -1) % 97 + ops.rank
+def test_the_part_may_lie_in_the_array(comm, world, monkeypatch, axis):
+    # several chunks, in one node and between nodes: what is written with the first must not be what is read for a later one
+    monkeypatch.setenv("MPISTRAT_PEER_MEMORY", "0")
+    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "200KB")
+    ops = Communicator(Hierarchy(comm, world))
+    for halves in range(2 * world.size - 1):
+        mine = np.arange(2.0 * world.size * (200_000 // world.size // 2)).reshape(2 * world.size, -1) % 97 + ops.rank
         wanted = sliced(ops, SUM, mine, axis)
         flat = mine.reshape(-1)
-        out = flat[place * wanted.size : (place + 1) * wanted.size].reshape(wanted.shape)
+        first = halves * (wanted.size // 2)
+        out = flat[first : first + wanted.size].reshape(wanted.shape)
         assert ops.reduce_scatter(SUM, mine, axis, ALWAYS, out=out) is out
         assert same_bits(out, wanted)
+    ops.close()
 
 
 def test_results_that_must_not_depend_on_the_way_take_an_all_reduce(ops, world):
