@@ -11,6 +11,7 @@ from mpistrat.topology.world import World
 
 __all__ = [
     "DEVICE_CHUNK_BYTES",
+    "SCATTER_FROM_BYTES",
     "SCRATCH_BYTES",
     "PipelineRule",
     "chunk_elements",
@@ -27,6 +28,9 @@ SCRATCH_BYTES = 64 * MIB
 
 DEVICE_CHUNK_BYTES = 16 * MIB
 """The chunk of a pipelined plan on GPUs: larger than on CPUs, because each chunk costs kernel launches. Not measured."""
+
+SCATTER_FROM_BYTES = 512 * KIB
+"""The smallest array that is reduced and scattered: below, an all-reduce takes fewer steps, and each rank its part of that."""
 
 
 @dataclass(frozen=True)

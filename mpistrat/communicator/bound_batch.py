@@ -13,6 +13,7 @@ from mpistrat.algorithms.plan import Plan
 from mpistrat.arrays import Array
 from mpistrat.execution.binder import bind
 from mpistrat.execution.bound_plan import BoundPlan, DirectPlan
+from mpistrat.execution.bound_scatter import BoundScatter
 from mpistrat.execution.executor import Executor
 from mpistrat.groups.agreement import Signature
 from mpistrat.packing.buckets import pack_by_bytes, split_evenly
@@ -28,7 +29,7 @@ class Bucket:
     """The arrays (by index) that share a buffer, and what reduces it."""
 
     indices: tuple[int, ...]
-    bound: BoundPlan | DirectPlan
+    bound: BoundPlan | DirectPlan | BoundScatter
 
 
 class BoundBatch(list[Bucket]):
@@ -47,9 +48,12 @@ class BoundBatch(list[Bucket]):
     ----------
     seconds : float or None
         What reducing them took last, on this rank; None before it was done.
+    scatters : bool
+        Whether each rank gets its part only.
     """
 
     seconds: float | None = None
+    scatters = False
 
     def __init__(self, buckets: Iterable[Bucket] = (), text: str = "", details: tuple[str, str, int] = ("", "", 0)) -> None:
         super().__init__(buckets)

@@ -79,22 +79,36 @@ class MixedPlanCache:
         """How often plans had to make room for others, or lost their memory: see `PlanCache.num_let_go`."""
         return self._host.num_let_go + self._device.num_let_go
 
-    def find(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> BoundBatch:
+    def find(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions,
+        num_packs: int | None,
+        axis: int | None = None,
+    ) -> BoundBatch:
         """Return the plan for arrays like these: see `PlanCache.find`. A collective call where there is none yet."""
         parts = self._split(arrays)
         if len(parts) == 1:
             book = parts[0][0]
-            return book.find(op, arrays, self._options(book, options), num_packs)
+            return book.find(op, arrays, self._options(book, options), num_packs, axis)
         found = BoundBatch(text=describe_all_reduce(op, arrays, options, num_packs))
         for book, indices in parts:
             batch = book.find(op, [arrays[index] for index in indices], self._options(book, options), num_packs)
             found += [Bucket(tuple(indices[index] for index in bucket.indices), bucket.bound) for bucket in batch]
         return found
 
-    def has(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> bool:
+    def has(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions,
+        num_packs: int | None,
+        axis: int | None = None,
+    ) -> bool:
         """Return whether there is a plan for arrays like these: see `PlanCache.has`."""
         return all(
-            book.has(op, [arrays[index] for index in indices], self._options(book, options), num_packs)
+            book.has(op, [arrays[index] for index in indices], self._options(book, options), num_packs, axis)
             for book, indices in self._split(arrays)
         )
 

@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 
 from mpistrat import settings
-from mpistrat.algorithms import flat, pipelined
+from mpistrat.algorithms import flat, pipelined, scatter
 from mpistrat.algorithms.choose import Choice, choose
 from mpistrat.algorithms.cost import DEFAULT, CostModel
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
-from mpistrat.communicator.bound_batch import BoundBatch, Packing, bind_batch, is_current, lay_out
+from mpistrat.communicator.bound_batch import BoundBatch, Bucket, Packing, bind_batch, is_current, lay_out
 from mpistrat.communicator.explain import Explanation, Pack
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.communicator.validate import describe_all_reduce
-from mpistrat.errors import InvalidArgumentError, TransportError
+from mpistrat.errors import InvalidArgumentError, TransportError, Unsuitable
+from mpistrat.execution.bound_scatter import BoundScatter
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.packing.wire import Wire
@@ -51,8 +52,23 @@ class PlanCache:
         self._plans: OrderedDict[tuple[Any, ...], BoundBatch] = OrderedDict()
         self._num_evicted = 0
 
-    def find(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> BoundBatch:
+    def find(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions,
+        num_packs: int | None,
+        axis: int | None = None,
+    ) -> BoundBatch:
         """Return the plan for arrays like these. A collective call where there is none yet.
+
+        Parameters
+        ----------
+        op, arrays, options, num_packs : ReduceOp, sequence of ndarray, CommunicationOptions, int or None
+            How to combine what.
+        axis : int or None
+            Along which one array is divided between ranks. The plan is a reduce-scatter then, or where none is
+            possible, or none is worth it, that of an all-reduce: `BoundBatch.scatters` says which. None: an all-reduce.
 
         Raises
         ------
@@ -61,15 +77,17 @@ class PlanCache:
         Unsuitable
             If the algorithm that is asked for declines.
         """
-        signature = _signature(op, arrays, options, num_packs)
+        signature = _signature(op, arrays, options, num_packs, axis)
         batch = self._plans.get(signature)
         if options.implementation is CommunicationImplementation.NCCL:  # which is no part of the signature
             self.check(op, arrays, options)
         if batch is None or not is_current(batch, self._executor):
             self.check(op, arrays, options)
-            packing = Packing(options.bytes_per_pack, num_packs)
-            text = describe_all_reduce(op, arrays, options, num_packs)
-            batch = bind_batch(self._executor, op, arrays, packing, lambda n, t: self._chosen(op, n, t, options), text)
+            batch = None if axis is None else self._bind_scatter(op, arrays[0], axis, options)
+            if batch is None:
+                packing = Packing(options.bytes_per_pack, num_packs)
+                text = describe_all_reduce(op, arrays, options, num_packs)
+                batch = bind_batch(self._executor, op, arrays, packing, lambda n, t: self._chosen(op, n, t, options), text)
             self._plans[signature] = batch
             if len(self._plans) > BATCHES_KEPT:
                 # the oldest, however much it is used: all ranks must forget the same one, and only some may have come here to
@@ -83,9 +101,16 @@ class PlanCache:
         """How often plans had to make room for others, or lost their memory: the same on all ranks."""
         return self._num_evicted + self._executor.generation
 
-    def has(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> bool:
+    def has(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions,
+        num_packs: int | None,
+        axis: int | None = None,
+    ) -> bool:
         """Return whether there is a plan for arrays like these, so that to find it is not a collective call."""
-        batch = self._plans.get(_signature(op, arrays, options, num_packs))
+        batch = self._plans.get(_signature(op, arrays, options, num_packs, axis))
         return batch is not None and is_current(batch, self._executor)
 
     def explain(self, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Explanation:
@@ -154,6 +179,23 @@ class PlanCache:
         crosses_nodes = any(phase.scope in (Scope.INTER, Scope.LEADERS) for phase in choice.plan.phases)
         return choice.plan, wire if crosses_nodes else None
 
+    def _bind_scatter(self, op: ReduceOp, array: Array, axis: int, options: CommunicationOptions) -> BoundBatch | None:
+        """Bind the plan of a reduce-scatter; return None where an all-reduce is taken instead, on all ranks."""
+        dtype, world = accumulation_dtype(op, array.dtype), self._world
+        is_cast = _wire(op, dtype, options) is not None and world.num_nodes > 1
+        if options.deterministic or is_cast or not self._executor.scatters:
+            return None
+        row_count = array.size // max(array.shape[axis], 1)
+        bounds = [row_count * row for row in scatter.part_bounds(array.shape[axis], world.size)]
+        try:
+            plan = scatter.plan(world, bounds, dtype.itemsize, options.algorithm, self._chunk_bytes)
+        except Unsuitable:
+            return None
+        self._say(f"{op.name} of {array.size} elements, divided along axis {axis}: {plan}")
+        batch = BoundBatch([Bucket((0,), BoundScatter(self._executor, plan, dtype, op))])
+        batch.scatters = True
+        return batch
+
     def _choice(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions, wire: Wire | None) -> Choice:
         if options.deterministic:
             return Choice(
@@ -181,10 +223,12 @@ def _wire(op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> 
     return None
 
 
-def _signature(op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> tuple[Any, ...]:
+def _signature(
+    op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None, axis: int | None = None
+) -> tuple[Any, ...]:
     # of the options only what shapes a plan: ranks may differ in the others
     shaping = options.algorithm, options.bytes_per_pack, options.wire_dtype, options.error_feedback, options.deterministic
-    return (op, *shaping, num_packs, *[(array.shape, array.dtype) for array in arrays])
+    return (op, *shaping, num_packs, axis, *[(array.shape, array.dtype) for array in arrays])
 
 
 def _is_one_call(batch: BoundBatch) -> bool:

@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
+from mpistrat.algorithms.scatter import part_bounds
 from mpistrat.arrays import Array, is_on_device
 from mpistrat.communicator.bound_batch import BoundBatch
 from mpistrat.communicator.call import CollectiveCall
@@ -19,16 +21,18 @@ from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
 from mpistrat.communicator.guard import CollectiveGuard
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.plan_cache import PlanCache
-from mpistrat.communicator.validate import apart, check_gather, check_out, check_target, describe, describe_all_reduce
+from mpistrat.communicator.validate import apart, check_gather, check_out, check_target, describe_all_reduce
 from mpistrat.errors import TransportError
 from mpistrat.execution.engine import wait_for_gpu
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Signature
-from mpistrat.reduction import ReduceOp
+from mpistrat.reduction import ReduceOp, accumulation_dtype
 from mpistrat.transports.steps import Steps
 
 __all__ = ["Reductions"]
+
+T = TypeVar("T")
 
 
 class Reductions:
@@ -83,8 +87,14 @@ class Reductions:
 
         with self.active(), self._guard:
             call, refused = self._calls.announce("all_reduce", arguments, options, check)
-            steps, results = self._let_in(call, refused, op, arrays, out)
-            self._guard.run(call, steps)
+            self._begin(call, refused)
+            batch = self._batch(call, op, arrays, self.num_packs)
+            if call.options is self._calls.options:
+                # what is compared before each call, or ends in time, is looked at in each
+                self.fast.learn(op, arrays, batch, may_skip_checks=not (self._calls.is_strict or call.seconds))
+            self._guard.begin(call, batch.signature("all_reduce"))
+            results, sources = self._landing(arrays, out)
+            self._guard.run(call, self._steps(batch, sources, results))
             self._settle()
             return results
 
@@ -142,23 +152,40 @@ class Reductions:
             if out is not None:
                 check_target(out, array, self._own_part(array, axis).shape)
 
+        def arguments(wanted: CommunicationOptions) -> str:
+            return describe_all_reduce(op, [array], wanted, self.num_packs, axis)
+
         with self.active(), self._guard:
-            arguments = lambda _: f"({op.name}, {describe([array])}, axis={axis})"  # noqa: E731 - a name would say no more
             call, refused = self._calls.announce("reduce_scatter", arguments, options, check)
-            steps, [total] = self._let_in(call, refused, op, [array], None)
-            self._guard.run(call, steps)
+            self._begin(call, refused)
+            batch = self._batch(call, op, [array], self.num_packs, axis % array.ndim)
+            self._guard.begin(call, Signature(call.describe()))
+            result = self._new(array, self._own_part(array, axis).shape) if out is None else out
+            if batch.scatters:
+                self._scatter(call, op, batch, np.moveaxis(array, axis, 0), np.moveaxis(result, axis, 0))
+            else:
+                total = self._new(array, array.shape)
+                self._guard.run(call, self._steps(batch, [array], [total]))
+                result[...] = self._own_part(total, axis)
             self._settle()
-            part = self._own_part(total, axis)
-            result: Array = self._empty(array, part.shape) if out is None else out
-            result[...] = part
             return result
 
+    def _scatter(self, call: CollectiveCall, op: ReduceOp, batch: BoundBatch, array: Array, part: Array) -> None:
+        """Combine arrays of all ranks, and write to `part` what this rank gets of them along the first axis."""
+        dtype = accumulation_dtype(op, array.dtype)
+        source: Array = self._allocated(lambda: np.ascontiguousarray(array, dtype))
+        # a peer may still need what of the source lies where the part goes
+        is_direct = part.dtype == dtype and part.flags.c_contiguous and not np.may_share_memory(source, part)
+        landing = part if is_direct else self._new(source, part.shape)
+        self._guard.run(call, self._steps(batch, [source], [landing]))
+        if not is_direct:
+            np.copyto(part, landing, casting="unsafe")
+
     def _own_part(self, array: Array, axis: int) -> Array:
-        """Return what this rank gets of an array along an axis: parts are as equal as can be, the first ones longer by one."""
+        """Return what this rank gets of an array along an axis."""
         axis %= array.ndim
-        least, longer = divmod(array.shape[axis], self._size)
-        start = self._rank * least + min(self._rank, longer)
-        part: Array = array[(slice(None),) * axis + (slice(start, start + least + (self._rank < longer)),)]
+        first, last = part_bounds(array.shape[axis], self._size)[self._rank : self._rank + 2]
+        part: Array = array[(slice(None),) * axis + (slice(first, last),)]
         return part
 
     def _check(
@@ -175,35 +202,22 @@ class Reductions:
         if out is not None:
             check_out(out, arrays)
 
-    def _let_in(
-        self,
-        call: CollectiveCall,
-        refused: Exception | None,
-        op: ReduceOp,
-        arrays: Sequence[Array],
-        out: Sequence[Array] | None,
-    ) -> tuple[Steps, list[Array]]:
-        """Meet the other ranks in a call that combines arrays; return its steps, and the results as they will be."""
+    def _begin(self, call: CollectiveCall, refused: Exception | None) -> None:
+        """Let the time of a call run; raise where this rank cannot make it."""
         call.begin()
         if refused is not None:
             self._calls.refuse(call, refused)
-        batch = self._batch(call, op, arrays, self.num_packs)
-        if call.verb == "all_reduce" and call.options is self._calls.options:
-            # what is compared before each call, or ends in time, is looked at in each
-            self.fast.learn(op, arrays, batch, may_skip_checks=not (self._calls.is_strict or call.seconds))
-        # a call of another verb has arguments that its batch does not know
-        self._guard.begin(call, batch.signature(call.verb) if call.verb == "all_reduce" else Signature(call.describe()))
-        results, sources = self._landing(arrays, out)
-        return self._steps(batch, sources, results), results
 
-    def _batch(self, call: CollectiveCall, op: ReduceOp, arrays: Sequence[Array], num_packs: int | None) -> BoundBatch:
+    def _batch(
+        self, call: CollectiveCall, op: ReduceOp, arrays: Sequence[Array], num_packs: int | None, axis: int | None = None
+    ) -> BoundBatch:
         """Return the plan of a call, after ranks have compared it if they bind memory for it or it has a deadline."""
-        is_new = not self.plans.has(op, arrays, call.options, num_packs)
+        is_new = not self.plans.has(op, arrays, call.options, num_packs, axis)
         if call.ends or self._calls.is_strict or (is_new and self._guard.checks):
             self._guard.agree(call)
         before = self.plans.num_let_go
         try:
-            return self.plans.find(op, arrays, call.options, num_packs)
+            return self.plans.find(op, arrays, call.options, num_packs, axis)
         finally:
             if before != self.plans.num_let_go:
                 # the next call like it binds a plan anew, which ranks on a fast path would miss
@@ -214,10 +228,16 @@ class Reductions:
         if out is not None:
             results = list(out)
             return results, apart(arrays, results)
+        return self._allocated(lambda: [self._empty(array, array.shape) for array in arrays]), arrays
+
+    def _new(self, array: Array, shape: tuple[int, ...]) -> Array:
+        """Return a new array of a shape where `array` is."""
+        return self._allocated(lambda: self._empty(array, shape))
+
+    def _allocated(self, allocate: Callable[[], T]) -> T:
+        """Return what is allocated; where there is no memory all ranks learn of it."""
         try:
-            if self._gpu is None:
-                return [np.empty(array.shape, array.dtype) for array in arrays], arrays
-            return [self._empty(array, array.shape) for array in arrays], arrays
+            return allocate()
         except MemoryError as error:
             self._guard.give_up()
             self._guard.fail("all_reduce", error)

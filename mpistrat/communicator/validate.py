@@ -194,13 +194,16 @@ def describe(arrays: Sequence[Array]) -> str:
     return ", ".join(f"{array.dtype} {array.shape}{' on a GPU' if is_on_device(array) else ''}" for array in arrays)
 
 
-def describe_all_reduce(op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> str:
-    """Return the arguments of an all-reduce, as far as they must be the same on all replicas."""
+def describe_all_reduce(
+    op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None, axis: int | None = None
+) -> str:
+    """Return the arguments of an all-reduce or reduce-scatter, as far as they must be the same on all replicas."""
     shaping = {name: getattr(options, name) for name in ("wire_dtype", "error_feedback", "deterministic")}
     shaping["num_packs"] = num_packs
     others = "".join(f", {name}={value}" for name, value in shaping.items() if value not in (None, False))
     always = f"algorithm={options.algorithm}, bytes_per_pack={options.bytes_per_pack}"
-    return f"({op.name}, [{describe(arrays)}], {always}{others})"
+    along = "" if axis is None else f"axis={axis}, "
+    return f"({op.name}, [{describe(arrays)}], {along}{always}{others})"
 
 
 def _has_shape(array: Array, wanted: tuple[int, ...]) -> bool:

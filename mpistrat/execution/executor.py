@@ -21,7 +21,7 @@ from mpistrat.packing.layout import Layout
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
 from mpistrat.timeline import Timeline
 from mpistrat.transports.base import Operation, Part, Transport
-from mpistrat.transports.exchange import OneBlock, exchange_bytes
+from mpistrat.transports.exchange import OneBlock, exchange, exchange_bytes
 from mpistrat.transports.flat_arrays import FlatArrays
 from mpistrat.transports.ordered import Caster, ordered_all_reduce
 from mpistrat.transports.steps import Steps
@@ -229,8 +229,26 @@ class Executor:
             return self.world.all_reduce_between
         if scopes != {Scope.INTRA} or not self.intra.combines_arrays or held not in (dtype, *HALF_DTYPES):
             return None
-        self.reserve(exchange_bytes(self.intra.group.size))
-        return self._exchange
+        self.reserve_exchange()
+        return self._all_reduce_between
+
+    @property
+    def scatters(self) -> bool:
+        """Whether a reduce-scatter is possible without an all-reduce: through memory of the nodes, and rings between them."""
+        return self.device is None and self._shares_memory and settings.INTER_TRANSPORT.read() != "mpi"
+
+    def scatter_between(self, bounds: Sequence[int], arrays: FlatArrays, fold: Fold) -> Steps:
+        """Return the steps of a reduce-scatter between arrays of the caller inside the node: see `transports.exchange`.
+
+        The scratch memory must be as long as `reserve_exchange` makes it.
+        """
+        assert self.intra.window is not None, "only ranks that share memory see each other's parts"
+        return self._exchange(exchange(self.intra.window, arrays, fold, bounds))
+
+    def reserve_exchange(self) -> None:
+        """Enlarge the scratch memory to what exchanges between arrays of the caller need: see `reserve`."""
+        if self.intra.window is not None:
+            self.reserve(exchange_bytes(self.intra.group.size))
 
     def at_once(self, dtype: np.dtype[Any], count: int, fold: Fold) -> Callable[[Array, Array], None]:
         """Return what `between` returned does with one array of one block on a node of two ranks, at once."""
@@ -278,14 +296,18 @@ class Executor:
         """Bind an all-reduce of one buffer per rank, in the order of the ranks."""
         return ordered_all_reduce(group, [buffer], [(rank, 0) for rank in range(group.size)], buffer, op, channel, caster)
 
-    def _exchange(self, arrays: FlatArrays, fold: Fold) -> Steps:
-        """Return the steps of an all-reduce between arrays of the caller inside the node, by way of the scratch memory."""
+    def _all_reduce_between(self, arrays: FlatArrays, fold: Fold) -> Steps:
+        """Return the steps of an all-reduce between arrays of the caller inside the node."""
+        return self._exchange(self.intra.all_reduce_between(arrays, fold))
+
+    def _exchange(self, steps: Steps) -> Steps:
+        """Go through the steps of an exchange inside the node by way of the scratch memory."""
         # exchanges take care of each other; what else used the memory must have been read
         slots = self.slots
         if slots.cut != _EXCHANGE_CUT:
             slots.cut_anew(*_EXCHANGE_CUT)
             yield from self.intra.fence(slots.last_mark)
-        yield from self.intra.all_reduce_between(arrays, fold)
+        yield from steps
         slots.last_mark = self.intra.release()
 
     def _raise_together(self, refusal: TransportError | None, held_bytes: int) -> None:

@@ -1,15 +1,19 @@
-"""All-reduce between arrays of the caller, inside a node: in a window, or where they lie.
+"""All-reduce and reduce-scatter between arrays of the caller, inside a node: in a window, or where they lie.
 
 =========  ====================================================  ===================================================
 way        what each rank does                                   taken for
 =========  ====================================================  ===================================================
 _Whole     shows its arrays in the window, sums those of all     two ranks, up to ATTACH_FROM_BYTES; one array in one block
-_Window    sums one part, which goes through the window          more ranks up to ATTACH_FROM_BYTES; 16-bit floats
-_Attached  sums one part, where the arrays of its peers lie      more bytes, where the kernel permits it
-=========  ====================================================  ===================================================
 
 Who sums everything meets his peers once per block, who sums a part twice. _Attached copies least, but each rank makes a
 system call per block and peer.
+=======
+_Window    sums one part, which goes through the window          more ranks up to ATTACH_FROM_BYTES; 16-bit floats; one's part
+_Attached  sums one part, where the arrays of its peers lie      more bytes, where the kernel permits it
+=========  ====================================================  ===================================================
+
+Who sums everything meets his peers once per block, who sums a part twice. _Attachedcopies least, but each rank makes a
+system call per block and peer. A reduce-scatter is the first half of the last two ways.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ def exchange_bytes(num_ranks: int) -> int:
     return TABLE_BYTES + WINDOW_BYTES + (EXCHANGE_SLOTS * WHOLE_SLOT_BYTES if num_ranks == 2 else 0)
 
 
-def exchange(window: NodeWindow, arrays: FlatArrays, fold: Fold) -> Steps:
+def exchange(window: NodeWindow, arrays: FlatArrays, fold: Fold, bounds: Sequence[int] | None = None) -> Steps:
     """Return the steps that combine the sources of all ranks into the targets. A collective call.
 
     Parameters
@@ -56,26 +60,30 @@ def exchange(window: NodeWindow, arrays: FlatArrays, fold: Fold) -> Steps:
         The arrays; as many, and as long, on all ranks.
     fold : Fold
         How to combine.
+    bounds : sequence of int, optional
+        Rank r gets only elements ``bounds[r]:bounds[r + 1]``, in targets that share no memory with the sources: a
+        reduce-scatter.
     """
     # where summing takes longer than copying, no element is summed twice
-    is_pair = window.group.size == 2 and not fold.widens
+    is_pair = window.group.size == 2 and not fold.widens and bounds is None
     # the kernel looks at each page: that pays where arrays are so large that they lie in huge ones
-    attach_from = ATTACH_FROM_BYTES * len(arrays.sources)
+    attach_from = ATTACH_FROM_BYTES * (len(arrays.sources) if bounds is None else 1)
     # what fits one block may go by the fast path on the other rank, `OneBlock`
     is_one_block = is_pair and len(arrays.sources) == 1 and arrays.nbytes <= WHOLE_SLOT_BYTES
     if not is_one_block and arrays.nbytes >= attach_from and len(arrays.sources) <= TABLE_ARRAYS and not window.peers.refusal:
-        return _Attached(window, arrays, fold).run()
-    return (_Whole if is_pair else _Window)(window, arrays, fold).run()
+        return _Attached(window, arrays, fold, bounds).run()
+    return _Whole(window, arrays, fold).run() if is_pair else _Window(window, arrays, fold, bounds).run()
 
 
 class _Parts:
-    """The arrays of a rank, and which part of them each rank sums."""
+    """The arrays of a rank, and which part of them each rank sums; where bounds are given it keeps what it has summed."""
 
-    def __init__(self, window: NodeWindow, arrays: FlatArrays, fold: Fold) -> None:
+    def __init__(self, window: NodeWindow, arrays: FlatArrays, fold: Fold, bounds: Sequence[int] | None = None) -> None:
         self.window, self.rank, self.size = window, window.group.rank, window.group.size
         self.others = [peer for peer in range(self.size) if peer != self.rank]
         self.arrays, self.fold, self.itemsize = arrays, fold, arrays.dtype.itemsize
-        self.bounds = [index * arrays.count // self.size for index in range(self.size + 1)]
+        self.scatters = bounds is not None
+        self.bounds = bounds or [index * arrays.count // self.size for index in range(self.size + 1)]
 
     def views(self, pieces: Sequence[Section], buffers: Sequence[Array]) -> Iterator[tuple[Array, Array, list[Array]]]:
         """Yield, for each piece of a range, what is there of the sources, the targets and buffers that hold just that range."""
@@ -179,11 +187,12 @@ class _Window(_Parts):
         self.step = EXCHANGE_SLOT_BYTES // self.size // LARGEST_ITEM_BYTES * LARGEST_ITEM_BYTES // self.itemsize
         self.num_chunks = -(-max(stop - start for start, stop in pairwise(self.bounds)) // self.step)
         # in one round chunk k goes in, chunk k - 1 is summed and chunk k - 2 goes out, and all ranks meet once
-        for turn in range(self.num_chunks + 2):
+        for turn in range(self.num_chunks + (1 if self.scatters else 2)):
             self._put(turn)
             self._sum(turn - 1)
             met = self.window.meet()
-            self._take(turn - 2)
+            if not self.scatters:
+                self._take(turn - 2)
             yield from met
 
     def _put(self, chunk: int) -> None:
@@ -194,14 +203,15 @@ class _Window(_Parts):
                 np.copyto(shown, source)
 
     def _sum(self, chunk: int) -> None:
-        """Sum this rank's part over all ranks into its targets, and show it to the others."""
+        """Sum this rank's part over all ranks into its targets, and show it to the others if they get it too."""
         if not 0 <= chunk < self.num_chunks:
             return
         start, stop, place = self._span(chunk, self.rank)
         arenas = [self.arenas[peer][place:] for peer in (self.rank, *self.others)]
         for source, target, (shown, *addends) in self.views(self.arrays.cuts.pieces(start, stop), arenas):
             self.fold.into(target, [source, *addends])
-            np.copyto(shown, target)
+            if not self.scatters:
+                np.copyto(shown, target)
 
     def _take(self, chunk: int) -> None:
         """Copy the parts that others have summed to the targets."""
@@ -256,7 +266,7 @@ class _Attached(_Parts):
                 peers.read(peer, remote, local)
             for target, addends in sums[index]:
                 self.fold.into(target, addends)
-            for peer, remote, local in blocks.writes[index]:
+            for peer, remote, local in () if self.scatters else blocks.writes[index]:
                 peers.write(peer, remote, local)
             yield WORKED
 

@@ -15,6 +15,7 @@ EXPERIMENTS = (
     "large_messages",
     "small_messages",
     "one_host",
+    "reduce_scatter",
     "many_arrays",
     "wire_dtype",
     "deterministic",

@@ -191,9 +191,9 @@ class Case:
         result = self.run(lambda context: context.broadcast(array, root))
         self.look("broadcast", result, lambda: self._all(array)[root])
 
-    def reduce_scatter(self, op: str, array: np.ndarray, axis: int = 0) -> None:
+    def reduce_scatter(self, op: str, array: np.ndarray, axis: int = 0, options: Any = None) -> None:
         """Get this rank's part of a reduction."""
-        result = self.run(lambda context: context.reduce_scatter(op, array, axis))
+        result = self.run(lambda context: context.reduce_scatter(op, array, axis, options))
         expected = self.totals(op, array)
         self.look("reduce_scatter", result, lambda: np.array_split(expected(), self.size, axis)[self.rank])
 

@@ -1,4 +1,4 @@
-"""Bare mpi4py, with whatever MPI it loads: MPI_Allreduce, as a program calls it that knows nothing else."""
+"""Bare mpi4py, with whatever MPI it loads: its reductions, as a program calls them that knows nothing else."""
 
 import importlib.metadata
 
@@ -15,6 +15,14 @@ def all_reduce(request):
     source = np.full(request["nbytes"] // 4, comm.rank + 1, np.float32)
     target = np.empty_like(source)
     return Task(lambda: comm.Allreduce(source, target), lambda: is_right([target]), comm.Barrier)
+
+
+def reduce_scatter(request):
+    """Sum one array of float32, and get a part of it; the parts are equal."""
+    source = np.full(request["nbytes"] // 4, comm.rank + 1, np.float32)
+    target = np.empty(source.size // comm.size, np.float32)
+    counts = [target.size] * comm.size
+    return Task(lambda: comm.Reduce_scatter(source, target, counts), lambda: is_right([target]), comm.Barrier)
 
 
 def many(request):
@@ -41,4 +49,4 @@ if __name__ == "__main__":
     library = MPI.Get_library_version().split("\n")[0].split(",")[0].replace("Version", "").replace(":", " ")
     name, _, version = " ".join(library.replace("\0", "").split()).rpartition(" ")
     versions = {name: version.lstrip("v"), "mpi4py": importlib.metadata.version("mpi4py")}
-    serve(comm.rank, versions, {"all_reduce": all_reduce, "many": many})
+    serve(comm.rank, versions, {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "many": many})

@@ -1,4 +1,4 @@
-"""Our all-reduce, as a library calls it that hands in arrays and takes arrays."""
+"""Our reductions, as a library calls it that hands in arrays and takes arrays."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import cProfile
 import pstats
 import tracemalloc
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,14 @@ def all_reduce(request: dict[str, Any]) -> Task:
     """Sum one array; ``dtype`` and ``options`` may be said."""
     dtype = np.dtype(request.get("dtype", "float32"))
     return _task([request["nbytes"] // dtype.itemsize], dtype, request.get("options"))
+
+
+def reduce_scatter(request: dict[str, Any]) -> Task:
+    """Sum one array of float32, and get a part of it; the parts are equal."""
+    source = np.full(request["nbytes"] // 4, comm.rank + 1, np.float32)
+    target = np.empty(source.size // comm.size, np.float32)
+    run = partial(communicator.reduce_scatter, ReduceOp.SUM, source, out=target)
+    return Task(run, lambda: is_right([target]), comm.Barrier)
 
 
 def many(request: dict[str, Any]) -> Task:
@@ -111,5 +120,5 @@ def _stats(run: cProfile.Profile) -> Any:
 CALLS = {"copy_bytes_per_second": copy_bytes_per_second, "overhead": overhead, "profile": profile, "memory": memory}
 
 if __name__ == "__main__":
-    tasks = {"all_reduce": all_reduce, "many": many}
+    tasks = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "many": many}
     strategy.run(lambda: serve(comm.rank, {"mpistrat": mpistrat.__version__}, tasks, CALLS))

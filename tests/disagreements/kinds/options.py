@@ -35,6 +35,19 @@ def algorithm_pipelined(case: Case) -> None:
 
 
 @kind("options", allowed=MAY_BE_RIGHT)
+def algorithm_of_scatter(case: Case) -> None:
+    """One rank asks for an all-reduce of which each rank takes its part, the others for a reduce-scatter."""
+    options = case.pick(CommunicationOptions(algorithm="hierarchical"), CommunicationOptions(algorithm="flat"))
+    case.reduce_scatter("sum", case.operand(), options=options)
+
+
+@kind("options", allowed=MAY_BE_RIGHT)
+def deterministic_scatter(case: Case) -> None:
+    """One rank wants its part of a sum in the order of the ranks."""
+    case.reduce_scatter("sum", case.operand(), options=case.pick(None, CommunicationOptions(deterministic=True)))
+
+
+@kind("options", allowed=MAY_BE_RIGHT)
 def wire_dtype(case: Case) -> None:
     """One rank wants bfloat16 between nodes."""
     _options(case, None, wire_dtype="bfloat16")
