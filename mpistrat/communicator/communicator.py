@@ -6,7 +6,6 @@ plan is kept, and the next call like it only runs it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -36,6 +35,7 @@ from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.logger import logger
 from mpistrat.reduction import ReduceOp
 from mpistrat.tuning.file import shared_model
 from mpistrat.watch.recorder import recorder
@@ -492,7 +492,7 @@ class Communicator(BaseCommunicator):
 
     def _say(self, text: str) -> None:
         if self._verbose:
-            print(f"mpistrat: {text}", file=sys.stderr, flush=True)
+            logger.info(text)
 
 
 def by_algorithm(hierarchy: Hierarchy, name: str) -> Communicator:

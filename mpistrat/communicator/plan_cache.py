@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat import settings
-from mpistrat.algorithms import flat, pipelined, scatter
+from mpistrat.algorithms import flat, pipelined, reduce_scatter
 from mpistrat.algorithms.choose import Choice, choose
 from mpistrat.algorithms.cost import DEFAULT, CostModel
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
@@ -186,9 +186,9 @@ class PlanCache:
         if options.deterministic or is_cast or not self._executor.scatters:
             return None
         row_count = array.size // max(array.shape[axis], 1)
-        bounds = [row_count * row for row in scatter.part_bounds(array.shape[axis], world.size)]
+        bounds = [row_count * row for row in reduce_scatter.part_bounds(array.shape[axis], world.size)]
         try:
-            plan = scatter.plan(world, bounds, dtype.itemsize, options.algorithm, self._chunk_bytes)
+            plan = reduce_scatter.plan(world, bounds, dtype.itemsize, options.algorithm, self._chunk_bytes)
         except Unsuitable:
             return None
         self._say(f"{op.name} of {array.size} elements, divided along axis {axis}: {plan}")

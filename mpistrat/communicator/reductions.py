@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from mpistrat.algorithms.scatter import part_bounds
+from mpistrat.algorithms.reduce_scatter import part_bounds
 from mpistrat.arrays import Array, is_on_device
 from mpistrat.communicator.bound_batch import BoundBatch
 from mpistrat.communicator.call import CollectiveCall

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.algorithms.scatter import ScatterPlan
+from mpistrat.algorithms.reduce_scatter import ScatterPlan
 from mpistrat.arrays import Array
 from mpistrat.execution.bound_plan import overlap
 from mpistrat.execution.executor import Executor
@@ -104,7 +104,7 @@ class BoundScatter:
         num_nodes = self.plan.world.num_nodes
         return slice(self._place.local_rank * num_nodes, (self._place.local_rank + 1) * num_nodes)
 
-    def _chunk(self, parts: list[slice], slot: int) -> _Chunk:
+    def _chunk(self, parts: list[slice], slot: int) -> _ScatterChunk:
         """Return a chunk of these parts of the source, which is in that slot while the ring divides it."""
         layout, own = Layout([part.stop - part.start for part in parts]), self._own
         first, *_, last = layout.offsets[own.start : own.stop + 1]
@@ -112,7 +112,7 @@ class BoundScatter:
         begin = self.plan.bounds[self._executor.hierarchy.rank]
         mine = parts[own][self._place.node_index]
         shard = self._slots[slot, : last - first]
-        return _Chunk(
+        return _ScatterChunk(
             parts,
             layout.offsets[:: self.plan.world.num_nodes],
             Cuts(partial(layout.pieces, longest=max(layout.count, 1))),
@@ -130,7 +130,7 @@ class BoundScatter:
             self._rings[key] = rail.reduce_scatter(shard, members, self._op)
         return self._rings.get(key)
 
-    def _sum_inside(self, chunk: _Chunk, source: Array, shard: Array) -> Steps:
+    def _sum_inside(self, chunk: _ScatterChunk, source: Array, shard: Array) -> Steps:
         """Write to this rank's shard what the ranks of the node add up to."""
         started, own = time.perf_counter(), self._own
         addends = [source[part] for part in chunk.parts]
@@ -147,7 +147,7 @@ class BoundScatter:
         yield from self._executor.scatter_between(chunk.shards, arrays, self._fold)
         self._record("intra reduce_scatter", "intra", started, shard)
 
-    def _divide(self, chunk: _Chunk) -> Steps:
+    def _divide(self, chunk: _ScatterChunk) -> Steps:
         """Combine the shards of this rank's rail; each of its ranks gets its part."""
         started = time.perf_counter()
         assert chunk.ring is not None, "on one node nothing crosses nodes"
@@ -155,7 +155,7 @@ class BoundScatter:
         rail = f"rail {self._place.local_rank}"
         self._record(f"inter reduce_scatter {rail}", f"inter {rail}", started, chunk.shard)
 
-    def _copy_out(self, chunk: _Chunk, target: Array) -> Steps:
+    def _copy_out(self, chunk: _ScatterChunk, target: Array) -> Steps:
         """Write this rank's part to the target."""
         started = time.perf_counter()
         first, last = chunk.members[self._place.node_index : self._place.node_index + 2]
@@ -173,7 +173,7 @@ class BoundScatter:
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class _ScatterChunk:
     """Some elements of each part of an array.
 
     Attributes

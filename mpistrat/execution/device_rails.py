@@ -5,7 +5,6 @@ File law: all rails of a job use the same transport; if one of them cannot use i
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from itertools import chain
 
@@ -15,6 +14,7 @@ from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.cuda_awareness import agreed_verdict
+from mpistrat.logger import logger
 from mpistrat.transports.base import Transport
 from mpistrat.transports.cuda_aware import CudaAwareRing
 from mpistrat.transports.staged import StagedTransport
@@ -93,5 +93,5 @@ def _first_exchange(rail: CudaAwareRing) -> tuple[str, str]:
 def _say(hierarchy: Hierarchy, reason: str) -> None:
     if hierarchy.rank == 0 and reason not in _said:
         _said.add(reason)
-        text = f"GPU memory is staged through host memory between nodes: {reason}; {settings.MPI_GPU.name}=off silences this"
-        print(f"mpistrat: {text}", file=sys.stderr, flush=True)
+        silenced = f"{settings.MPI_GPU.name}=off silences this"
+        logger.warning(f"GPU memory is staged through host memory between nodes: {reason}; {silenced}")

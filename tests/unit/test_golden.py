@@ -154,6 +154,7 @@ def test_one_replica_holds_all_rows(rows, axis, expected):
             strategy.gather(np.float64(1), axis=0)
 
 
-def test_shards_of_variables_wait_for_their_issue():
-    # FixedShards(4) of an array of two rows: two shards along axis 0, one along axis 1
-    assert not hasattr(mpistrat.experimental, "partitioners"), "there are partitioners: test that golden vector"
+@pytest.mark.parametrize(("axis", "expected"), [(0, [2, 1]), (1, [1, 4])])
+def test_shards_are_at_most_as_many_as_rows(axis, expected):
+    partitioner = mpistrat.experimental.partitioners.FixedShardsPartitioner(4)
+    assert partitioner((2, 10), np.float32, axis=axis) == expected
