@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: argparse.Namespace) -> int:
-    session = Session(name, arguments.quick, arguments.peers)
+    results = (arguments.out or DOCS) / "results" / f"{name}.json"
+    earlier = json.loads(results.read_text()) if arguments.only and results.exists() else None
+    session = Session(name, arguments.quick, arguments.peers, arguments.only, earlier)
     try:
         result = session.result(find(name).run)
     except Exception as error:
@@ -47,6 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("experiment", choices=(*EXPERIMENTS, "all"))
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="where pages lie (default: docs/benchmarks; with --quick: none)"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PART",
+        help="of safety: measure a shape, 2x2 say, and keep the others of the last result; again for more",
     )
     parser.add_argument("--quick", action="store_true", help="a small part of it, in seconds: to try an experiment out")
     parser.add_argument(

@@ -28,9 +28,15 @@ def run(session: Session) -> dict[str, Any]:
     """Run all cases of every kind in each shape, and a part of them on several hosts."""
     if session.quick:
         return {"groups": [run_group(session, SHAPES[0], quick_plans(Place(SHAPES[0]).size, share=0.2))]}
-    groups = [run_group(session, shape, all_plans(Place(shape).size)) for shape in SHAPES]
-    groups += [run_group(session, shape, quick_plans(Place(shape).size, share=share)) for shape, share in HOSTS.items()]
-    return {"groups": groups}
+    unknown = set(session.only) - {*SHAPES, *HOSTS}
+    if unknown:
+        raise ValueError(f"there is no shape {', '.join(unknown)}; accepted: {', '.join((*SHAPES, *HOSTS))}")
+    groups = {group["shape"]: group for group in session.earlier.get("groups", ())}
+    for shape in session.only or (*SHAPES, *HOSTS):
+        size = Place(shape).size
+        plans = quick_plans(size, share=HOSTS[shape]) if shape in HOSTS else all_plans(size)
+        groups[shape] = {**run_group(session, shape, plans), "commit": session.commit}
+    return {"groups": [groups[shape] for shape in (*SHAPES, *HOSTS) if shape in groups]}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -95,10 +101,13 @@ def _classes(groups: Sequence[Mapping[str, Any]]) -> str:
             str(sum(group["classes"].values())),
             *_counts(group["classes"]),
             _late(group),
+            *([group["commit"]] if "commit" in group else ()),
         ]
         for group in groups
     ]
-    return markdown_table(["what", "shape", "cases", *CLASSES, "told at the latest after"], lines)
+    # groups may have been measured one by one
+    measured = ["commit"] if any("commit" in group for group in groups) else []
+    return markdown_table(["what", "shape", "cases", *CLASSES, "told at the latest after", *measured], lines)
 
 
 def _late(group: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ class Session:
         Whether a small part will do: one that shows that the experiment works.
     peers : Path
         Where the peers' virtual environments are, or are to be made.
+    only : sequence of str
+        Which parts to measure; none: all.
+    earlier : mapping, optional
+        The last result, of which the other parts are kept.
 
     Attributes
     ----------
@@ -40,10 +44,14 @@ class Session:
         The peers' virtual environments, made on first use.
     versions : dict
         Versions of what took part; experiments add those of peers.
+    only, earlier, commit : sequence of str, mapping, str
+        As given; and what is measured.
     """
 
-    def __init__(self, name: str, quick: bool, peers: Path) -> None:
-        self.name, self.quick = name, quick
+    def __init__(
+        self, name: str, quick: bool, peers: Path, only: Sequence[str] = (), earlier: Mapping[str, Any] | None = None
+    ) -> None:
+        self.name, self.quick, self.only, self.earlier, self.commit = name, quick, only, earlier or {}, _commit()
         self.environments = Environments(peers, self.say)
         mpi = find_mpi()
         self.versions = {
@@ -60,15 +68,15 @@ class Session:
     def result(self, run: Callable[[Session], dict[str, Any]]) -> dict[str, Any]:
         """Run the experiment; return what it measured, and the circumstances."""
         date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-        measured = run(self)
+        measured, chosen = run(self), "".join(f" --only {part}" for part in self.only)
         return {
             "experiment": self.name,
             "quick": self.quick,
             "date": date,
-            "command": f"python -m tests.benchmarks {self.name}{' --quick' * self.quick}",
+            "command": f"python -m tests.benchmarks {self.name}{chosen}{' --quick' * self.quick}",
             "seconds": round(time.perf_counter() - self._started),
             "machine": _machine(),
-            "commit": _commit(),
+            "commit": self.commit,
             "versions": {"mpistrat": mpistrat.__version__, **self.versions},
             "missing": dict(self.environments.missing),
             **measured,
