@@ -72,8 +72,10 @@ class FastPaths:
 
     def learn(self, op: ReduceOp, arrays: Sequence[Array], batch: BoundBatch, *, may_skip_checks: bool) -> None:
         """Note how arrays like these are combined; by their plan if checks may be skipped that were made for these."""
+        if _is_ambiguous(op, arrays):
+            return
         path: OneArray | SmallBatch | KnownBatch | None = self._in_one_call(op, arrays, batch)
-        if path is None and may_skip_checks and not _is_ambiguous(op, arrays):
+        if path is None and may_skip_checks:
             signature = batch.signature("all_reduce")
             path = KnownBatch(signature, signature.word, partial(self._run, batch))
         if path is not None:

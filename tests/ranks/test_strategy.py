@@ -107,8 +107,9 @@ def test_booleans_have_no_sum_across_ranks_but_are_counted_over_rows(comm, strat
     ):
         with pytest.raises(UnsupportedDtypeError, match="SUM is not defined for .* of dtype bool across replicas"):
             call()
-    # the maximum is the same array by the same way, and does not open it for the sum
+    # the maximum is the same array by the same way, and does not open it for the sum; nor does the sum of the communicator
     for _ in range(3):
+        assert strategy.communicator.all_reduce("sum", flags).tolist() == [True, True]
         found = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("max", flags))
         assert strategy.local(found).tolist() == [True, True]
         with pytest.raises(UnsupportedDtypeError):
