@@ -459,7 +459,8 @@ def _key(record: Record) -> Key:
 def _tells(state: RankState) -> bool:
     """Return whether a rank waits, and its watching thread can report it."""
     call = state.waits_in if state.state == "in" and not state.is_silent else None
-    return call is not None and call.entered_seconds_ago > PATIENCE_SECONDS
+    # ranks that entered at nearly the same time must agree on which of them it is
+    return call is not None and call.entered_seconds_ago > PATIENCE_SECONDS / 2
 
 
 def _delete(keyval: int) -> None:

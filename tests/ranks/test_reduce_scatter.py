@@ -135,7 +135,8 @@ def test_the_part_may_lie_in_the_array(comm, world, monkeypatch, axis):
     monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "200KB")
     ops = Communicator(Hierarchy(comm, world))
     for halves in range(2 * world.size - 1):
-        mine = np.arange(2.0 * world.size * (200_000 // world.size // 2)).reshape(2 * world.size, -1) % 97 + ops.rank
+        columns = 100_000 // world.size**2 * world.size
+        mine = np.arange(2.0 * world.size * columns).reshape(2 * world.size, -1) % 97 + ops.rank
         wanted = sliced(ops, SUM, mine, axis)
         flat = mine.reshape(-1)
         first = halves * (wanted.size // 2)
@@ -197,13 +198,13 @@ def test_ranks_that_ask_for_different_ways_are_told(ops, world, warm):
 @needs_ranks(2)
 def test_ranks_read_the_arrays_of_others_only_within_their_parts(comm, monkeypatch):
     read = []
-    whole = exchange.Attached._walk
+    whole = exchange._Attached._walk
 
     def walk(self, is_in_place):
         read.append(sum(stop - start for start, stop in [self.bounds[self.rank : self.rank + 2]]))
         return whole(self, is_in_place)
 
-    monkeypatch.setattr(exchange.Attached, "_walk", walk)
+    monkeypatch.setattr(exchange._Attached, "_walk", walk)
     ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     part = ops.reduce_scatter(SUM, np.ones(LARGE, np.float32))
     assert read in ([], [part.size])  # none where the kernel forbids it
