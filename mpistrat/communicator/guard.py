@@ -112,7 +112,7 @@ class CollectiveGuard:
         self._window = window if hierarchy.intra.size > 1 else None
         self._options, self.checks, self.number = options, settings.CHECK.read(), 0
         self._present.confirm, self._present.drive = self._confirm, self.drive_present
-        self._present.has_deadline = bool(options.timeout_seconds)
+        self._present.must_poll = bool(options.timeout_seconds)
         self.lock, self.refusal, self.noted, self.is_on_gpu = threading.Lock(), "", 0, False
         self.communicator, self._job_ranks, self._members = hierarchy.number, hierarchy.job_ranks, hierarchy.members
         self.indexes: dict[int, int] = {}
@@ -152,7 +152,7 @@ class CollectiveGuard:
         self.lock.release()
 
     def _forget_deadline(self) -> None:
-        self._present.has_deadline, self._any_has_deadline = bool(self._options.timeout_seconds), False
+        self._present.must_poll, self._any_has_deadline = bool(self._options.timeout_seconds), False
         if self._watcher is not None:
             self._watcher.limit = None
 
@@ -299,7 +299,7 @@ class CollectiveGuard:
         self.signature = signature
         self._present.word = word = signature.word ^ call.noted
         self.enter(call, word)
-        self._present.has_deadline = bool(call.seconds) or self._any_has_deadline
+        self._present.must_poll = bool(call.seconds) or self._any_has_deadline or call.is_started
 
     def run(self, call: CollectiveCall, steps: Steps) -> None:
         """Go through the steps of a call that has been let in, in what is left of its time.

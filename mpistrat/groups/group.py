@@ -28,21 +28,21 @@ class PresentCall:
     word : int
         A hash of its text: see `groups.agreement.word_of`. Ranks compare it before one reads memory of another, and messages
         carry it in their tags, so that messages of different calls are never matched.
-    has_deadline : bool
-        Whether the call has a deadline, so that no blocking MPI call may wait for other ranks.
+    must_poll : bool
+        Whether the call has a deadline, or was started: a blocking MPI call that waits for other ranks could not be given up.
     drive : callable
         Runs the steps of a wait to the end, under the deadline of the call.
     confirm : callable
         Compares the words of calls that ran as MPI collectives without a comparison, on all ranks. A collective call.
     """
 
-    __slots__ = ("_history", "_span", "_unconfirmed", "confirm", "drive", "has_deadline", "word")
+    __slots__ = ("_history", "_span", "_unconfirmed", "confirm", "drive", "must_poll", "word")
 
     def __init__(self) -> None:
         from mpi4py import MPI
 
         self.word = self._history = self._unconfirmed = 0
-        self.has_deadline = False
+        self.must_poll = False
         self.confirm: Callable[[int], None] = _confirm_nothing
         self.drive: Callable[[Iterator[bool]], None] = _run_to_end
         tag_ub = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0

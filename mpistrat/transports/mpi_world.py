@@ -160,7 +160,7 @@ class WorldTransport(MpiTransport):
                 target = np.empty(shape, source.dtype)  # dtypes that are equal may have names of their own in MPI
             if not (source.flags.c_contiguous and source.flags.aligned):
                 source = np.require(source, requirements=["C", "A"])
-            if is_polled or call.has_deadline:
+            if is_polled or call.must_poll:
                 call.drive(self._by_mpi(op, source, target))
                 return target
             if window is not None:
@@ -174,7 +174,7 @@ class WorldTransport(MpiTransport):
         """Let the ranks of this node meet, then combine the arrays by MPI."""
         if self._window is not None:
             yield from self._window.meet()
-        if not (self._call.has_deadline or self._is_polled(source.nbytes)):
+        if not (self._call.must_poll or self._is_polled(source.nbytes)):
             self._combining(op, source.dtype, source.nbytes)(source, target)
             return
         native = self.native_op(op, source.dtype)
