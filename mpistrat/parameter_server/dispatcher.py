@@ -66,7 +66,8 @@ class Dispatcher:
         self._workers = self._channel.group.workers
         self._queue: deque[ScheduledCall] = deque()
         self._in_flight: dict[int, tuple[ScheduledCall, int]] = {}
-        self._load = [0] * len(self._workers)
+        # of each worker: how many functions it has, and the number of the last one that it was given
+        self._load, self._last = [0] * len(self._workers), [-1] * len(self._workers)
         self._sends: list[Any] = []
         self._receiver = FrameReceiver(self._channel, RESULT)
         self._error: BaseException | None = None
@@ -167,8 +168,9 @@ class Dispatcher:
             for rank in self._workers:
                 self._sends += self._channel.send(rank, REQUEST, Op.FORGET, method=1, first=number)
         while self._queue:
-            worker = min(range(len(self._workers)), key=self._load.__getitem__)
-            if self._load[worker] >= _IN_FLIGHT:
+            # of workers that have equally few, the one that has waited longest: short functions would all go to the first one
+            load, _, worker = min(zip(self._load, self._last, range(len(self._load)), strict=True))
+            if load >= _IN_FLIGHT:
                 break
             self._send(self._queue.popleft(), worker)
 
@@ -176,6 +178,7 @@ class Dispatcher:
         rank = self._workers[worker]
         self._in_flight[call.number] = call, worker
         self._load[worker] += 1
+        self._last[worker] = call.number
         self._sends += self._client.functions.send(call.function, rank)
         self._sends += self._channel.send(
             rank,
