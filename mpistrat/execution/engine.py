@@ -19,6 +19,7 @@ import atexit
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -126,10 +127,9 @@ def wait_for_gpu(owner: object) -> None:
     Kernels of two NCCL communicators must begin in one order on all ranks, or they wait for each other for ever. Jobs begin in
     the order of the program; so does a call of the program that waits here first.
     """
-    job = _engine.last_on_gpu
+    job = _engine.last_on_gpu()
     if job is not None and job.owner is not owner:
         job.join()
-        _engine.last_on_gpu = None
 
 
 def raise_unclaimed_failure(owner: object) -> None:
@@ -167,11 +167,12 @@ class _Engine:
         self.num_waiting = 0
         self.is_leaving = False
         self._failed: deque[Job] = deque()
-        self.last_on_gpu: Job | None = None
+        # weak: the engine holds a job until it has ended, and results are not to live longer than who waits for them
+        self.last_on_gpu: Callable[[], Job | None] = _no_job
 
     def submit(self, job: Job) -> None:
         if job.is_on_gpu:
-            self.last_on_gpu = job
+            self.last_on_gpu = weakref.ref(job)
         with self._starting:
             if self._thread is None:
                 # a daemon: Python waits for other threads before it calls what was registered to be called at its end
@@ -209,6 +210,10 @@ class _Engine:
         failure = self.take_unclaimed_failure()
         if failure is not None and not self.is_leaving:
             abort.end(failure)
+
+
+def _no_job() -> None:
+    """Return what a reference to a job that is gone does."""
 
 
 _engine = _Engine()

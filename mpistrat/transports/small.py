@@ -1,11 +1,11 @@
 """small: all-reduce of small arrays over all ranks, through the control window of each node and its leader.
 
-Every rank copies its array into its slot, and all ranks of a node meet once. On one node each of them then sums the slots of
-all. Where there are several nodes, the leader of each sums those of its node, leaders send each other their sums, and each
-publishes the total to its node.
+Every rank copies its array into its slot. On one node all ranks meet, and each of them sums the slots of all. Where there are
+several nodes, the leader of each waits for the ranks of its node and sums their slots, leaders send each other their sums, and
+each publishes the total to its node; the other ranks wait for that alone.
 
-In the meeting, ranks of a node compare their calls; leaders' messages carry the call in their tags. So nothing of another call
-is ever read, and every wait can be given up.
+Who reads slots has compared the calls of all ranks of the node before; leaders' messages carry the call in their tags. So
+nothing of another call is ever read, and every wait can be given up.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 
 from mpistrat.errors import UnavailableError
 from mpistrat.execution import engine
-from mpistrat.execution.engine import Job, submit
+from mpistrat.execution.engine import Job, submit, wait_for_gpu
 from mpistrat.execution.work import Work
 
 
@@ -151,3 +151,28 @@ def test_who_waits_for_a_thread_that_is_gone_is_told(monkeypatch):
     monkeypatch.setattr(engine, "_engine", engine._Engine())
     with pytest.raises(UnavailableError, match=r"the sum will not end: .* Start and wait for it in the process"):
         Work(Job(lambda: 0, lambda: "the sum")).wait()
+
+
+def test_a_call_on_the_gpu_waits_for_the_jobs_of_others_there():
+    gate, ended = threading.Event(), []
+    submit(Job(lambda: (gate.wait(), ended.append("there")), lambda: "the sum", owner="one", is_on_gpu=True))
+    submit(Job(lambda: None, lambda: "the sum", owner="two"))
+    wait_for_gpu("one")
+    assert ended == []
+    threading.Timer(0.1, gate.set).start()
+    wait_for_gpu("two")
+    assert ended == ["there"]
+
+
+def test_what_a_job_on_the_gpu_returned_lives_no_longer_than_who_waits_for_it():
+    class Result:
+        pass
+
+    job = Job(Result, lambda: "the sum", is_on_gpu=True)
+    submit(job)
+    job.join()
+    result = weakref.ref(job.result())
+    del job
+    gc.collect()
+    start(lambda: None).wait()  # the engine has let go of the one before
+    assert result() is None
