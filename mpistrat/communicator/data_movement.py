@@ -1,7 +1,7 @@
-"""DataMovement: the verbs that move arrays between ranks without combining them.
+"""DataMovement: the collectives that move arrays between ranks without reducing them.
 
-Numbers of any dtype travel as bytes, and arrays on a GPU by way of host memory. What the ranks must know of each other's arrays
-they tell each other first, so that what does not fit is refused on all of them before anything moves.
+Arrays of any dtype are sent as bytes, those on a GPU through host memory. Ranks exchange shapes and dtypes first, so that a
+mismatch is an error on all of them before anything is sent.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy as np
 from mpistrat.arrays import Array, like, to_host
 from mpistrat.communicator.call import CollectiveCall
 from mpistrat.communicator.call_sequence import CallSequence
-from mpistrat.communicator.gather import require_equal, shape_header, shape_of, shape_word
 from mpistrat.communicator.guard import CollectiveGuard
 from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.shapes import decode_shape, encode_shape, require_equal_shapes, shape_word
 from mpistrat.communicator.validate import check_gather, check_parts, check_root, check_target
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.group import Group
@@ -34,9 +34,9 @@ class DataMovement:
     group : Group
         All ranks of the communicator.
     guard : CollectiveGuard
-        Lets calls through, and goes through their steps.
+        Admits calls and runs their steps.
     calls : CallSequence
-        The way into each call.
+        Begins each call.
     """
 
     def __init__(self, group: Group, guard: CollectiveGuard, calls: CallSequence) -> None:
@@ -54,7 +54,7 @@ class DataMovement:
                 check_target(out, array, (*array.shape[: axis % array.ndim], -1, *array.shape[axis % array.ndim + 1 :]))
 
         def facts() -> tuple[int, int]:
-            # a rank that passes `out` compares its extent with those of the others
+            # ranks that pass `out` compare its extent
             return shape_word(array, axis % array.ndim, None if out is None else out.shape[axis]), array.shape[axis]
 
         with self._guard:
@@ -64,13 +64,13 @@ class DataMovement:
             needed = f"all_gather along axis {axis} needs one axis, one dtype and equal extents on all other axes"
             if out is not None:
                 needed += ", and out of one shape on all ranks or on none"
-            require_equal(found[:, 0], needed, self._group, array if out is None else out)
+            require_equal_shapes(found[:, 0], needed, self._group, array if out is None else out)
             extents = [int(extent) for extent in found[:, 1]]
             if out is not None and out.shape[axis] != sum(extents):
                 raise InvalidArgumentError(
                     f"out must have extent {sum(extents)} along axis {axis}, that of all arrays; got shape {out.shape}"
                 )
-            whole = self._joined(call, np.moveaxis(to_host(array), axis, 0), extents, out if axis == 0 else None)
+            whole = self._gather_rows(call, np.moveaxis(to_host(array), axis, 0), extents, out if axis == 0 else None)
             if out is None:
                 result: Array = like(np.ascontiguousarray(np.moveaxis(whole, 0, axis)), array)
                 return result
@@ -88,13 +88,13 @@ class DataMovement:
         with self._guard:
             text = lambda _: f"({array.dtype}, root={root})"  # noqa: E731
             call, found = self._calls.enter("gather", text, options, check, lambda: (shape_word(array), 0))
-            require_equal(found[:, 0], "gather needs equal shapes, one dtype and one root", self._group, array)
+            require_equal_shapes(found[:, 0], "gather needs equal shapes, one dtype and one root", self._group, array)
             mine, nothing = np.array(to_host(array), order="C"), np.empty(0, np.uint8)
             is_root = self._rank == root
-            arrived = [np.empty(mine.shape, mine.dtype) if is_root and rank != root else mine for rank in range(self._size)]
+            received = [np.empty(mine.shape, mine.dtype) if is_root and rank != root else mine for rank in range(self._size)]
             sends = [mine if rank == root else nothing for rank in range(self._size)]
-            self._guard.run(call, Pairwise(self._group, sends, arrived if is_root else [nothing] * self._size).run())
-            return [like(one, array) for one in arrived] if is_root else None
+            self._guard.run(call, Pairwise(self._group, sends, received if is_root else [nothing] * self._size).run())
+            return [like(one, array) for one in received] if is_root else None
 
     def all_to_all(self, arrays: Sequence[Array], options: CommunicationOptions | None) -> list[Array]:
         """Send an array to each rank: see `mpistrat.Communicator.all_to_all`. A collective call."""
@@ -110,22 +110,22 @@ class DataMovement:
             text = lambda _: f"({', '.join(sorted({str(array.dtype) for array in arrays}))})"  # noqa: E731
             call, found = self._calls.enter("all_to_all", text, options, check, facts)
             needed = "all_to_all needs one dtype, and equal extents on all axes but the first"
-            require_equal(found[:, 0], needed, self._group, arrays[self._rank])
+            require_equal_shapes(found[:, 0], needed, self._group, arrays[self._rank])
             extents = self._exchange_extents(call, arrays)
             sends = [np.ascontiguousarray(to_host(array)).reshape(array.shape) for array in arrays]
             mine = sends[self._rank]
-            arrived = [np.empty((extent, *mine.shape[1:])[: mine.ndim], mine.dtype) for extent in extents]
-            np.copyto(arrived[self._rank], mine)
-            self._guard.run(call, Pairwise(self._group, sends, arrived).run())
-            return [like(one, array) for one, array in zip(arrived, arrays, strict=True)]
+            received = [np.empty((extent, *mine.shape[1:])[: mine.ndim], mine.dtype) for extent in extents]
+            np.copyto(received[self._rank], mine)
+            self._guard.run(call, Pairwise(self._group, sends, received).run())
+            return [like(one, array) for one, array in zip(received, arrays, strict=True)]
 
     def all_to_all_parts(self, array: Array, options: CommunicationOptions | None) -> Array:
-        """Send each rank its part of an array along the first axis, and join what comes along it. A collective call."""
+        """Split an array along the first axis, exchange the parts, and concatenate those received. A collective call."""
         try:
             check_gather(array, 0, "all_to_all")
         except (TypeError, ValueError) as error:
             with self._guard:
-                self._calls.refuse(self._calls.announce_text("all_to_all", options), error)
+                self._calls.refuse(self._calls.prepare_text("all_to_all", options), error)
         host = to_host(array)
         joined: Array = like(np.concatenate(self.all_to_all(np.array_split(host, self._size), options)), array)
         return joined
@@ -143,36 +143,36 @@ class DataMovement:
 
         with self._guard:
             call, found = self._calls.enter("broadcast", lambda _: f"(root={root})", options, check, facts)
-            # the shape of `root` counts, and where there is an `out` it must be that
+            # every `out` must have the shape of the root's array
             is_given = found[:, 1].astype(bool)
             if is_given.any():
                 is_given[root] = True
                 needed = "broadcast needs out of the shape and dtype of the root's array"
-                require_equal(found[is_given, 0], needed, self._group, array if out is None else out)
-            header = shape_header(array)
+                require_equal_shapes(found[is_given, 0], needed, self._group, array if out is None else out)
+            header = encode_shape(array)
             self._guard.run(call, self._bytes.broadcast(header, root).run())
-            shape, dtype = shape_of(header)
+            shape, dtype = decode_shape(header)
             check_dtype(ReduceOp.SUM, dtype, f"the array of replica {root}")
-            result = self._landing(shape, dtype, out)
+            result = _host_target(shape, dtype, out)
             if self._rank == root:
                 np.copyto(result, to_host(array))
             if result.nbytes:
                 self._guard.run(call, self._bytes.broadcast(_bytes(result), root).run())
             if out is None:
-                moved: Array = like(result, array)
-                return moved
+                received: Array = like(result, array)
+                return received
             if result is not out:
                 out[...] = like(result, out)
             return out
 
     def barrier(self, options: CommunicationOptions | None) -> None:
-        """Wait until all ranks have come here. A collective call."""
+        """Wait until all ranks have entered the barrier. A collective call."""
         with self._guard:
             self._calls.enter("barrier", lambda _: "()", options)
 
-    def _joined(self, call: CollectiveCall, mine: Array, extents: Sequence[int], out: Array | None) -> Array:
-        """Return the arrays of all ranks, one behind the other along axis 0: in `out` if that is in host memory."""
-        whole = self._landing((sum(extents), *mine.shape[1:]), mine.dtype, out)
+    def _gather_rows(self, call: CollectiveCall, mine: Array, extents: Sequence[int], out: Array | None) -> Array:
+        """Return the arrays of all ranks concatenated along axis 0: in `out` if that is in host memory."""
+        whole = _host_target((sum(extents), *mine.shape[1:]), mine.dtype, out)
         starts = np.cumsum([0, *extents])
         whole[starts[self._rank] : starts[self._rank + 1]] = mine
         if whole.nbytes:
@@ -181,17 +181,18 @@ class DataMovement:
             self._guard.run(call, self._bytes.all_gather(_bytes(whole), bounds).run())
         return whole
 
-    def _landing(self, shape: tuple[int, ...], dtype: np.dtype[np.generic], out: Array | None) -> Array:
-        """Return memory of the host for a result: `out` where that is host memory."""
-        return out if type(out) is np.ndarray else np.empty(shape, dtype)
-
     def _exchange_extents(self, call: CollectiveCall, arrays: Sequence[Array]) -> list[int]:
         """Return the first extent of the array that each rank sends to this one; 1 for scalars."""
         mine = np.array([array.shape[0] if array.ndim else 1 for array in arrays], np.int64)
-        arriving = np.empty_like(mine)
-        request = self._group.comm.Ialltoall(mine, arriving)
-        self._guard.run(call, until_complete(request, (mine, arriving)))
-        return [int(extent) for extent in arriving]
+        received = np.empty_like(mine)
+        request = self._group.comm.Ialltoall(mine, received)
+        self._guard.run(call, until_complete(request, (mine, received)))
+        return [int(extent) for extent in received]
+
+
+def _host_target(shape: tuple[int, ...], dtype: np.dtype[np.generic], out: Array | None) -> Array:
+    """Return host memory for a result: `out` if it is in host memory."""
+    return out if type(out) is np.ndarray else np.empty(shape, dtype)
 
 
 def _bytes(array: Array) -> Array:

@@ -13,8 +13,8 @@ import numpy as np
 
 from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
 from mpistrat.device.kernels import move_kernel
-from mpistrat.device.segments import SegmentTable
-from mpistrat.packing.layout import Layout, Piece
+from mpistrat.device.segments import Segment, SegmentTable
+from mpistrat.packing.layout import Layout
 
 __all__ = ["DeviceCopyIn", "DeviceCopyOut"]
 
@@ -36,8 +36,8 @@ class DeviceCopyIn:
 
     def __init__(self, device: Device, layout: Layout, start: int, stop: int, buffer: DeviceArray) -> None:
         self._device = device
-        pieces = [(piece, buffer[piece.offset :]) for piece in layout.pieces(start, stop, stop - start)]
-        self._mover = _Mover(device, pieces, buffer.dtype, inwards=True, divisor=1)
+        segments = [(segment, buffer[segment.offset :]) for segment in layout.segments(start, stop, stop - start)]
+        self._mover = _Mover(device, segments, buffer.dtype, inwards=True, divisor=1)
         self._padding = buffer[stop - start :]
 
     def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
@@ -74,12 +74,12 @@ class DeviceCopyOut:
         parts: Sequence[tuple[int, int, DeviceArray]],
         divisor: int,
     ) -> None:
-        pieces = [
-            (piece, source[piece.offset :])
+        segments = [
+            (segment, source[segment.offset :])
             for first, last, source in parts
-            for piece in layout.pieces(start + first, min(start + last, stop), stop - start)
+            for segment in layout.segments(start + first, min(start + last, stop), stop - start)
         ]
-        self._mover = _Mover(device, pieces, parts[0][2].dtype, inwards=False, divisor=divisor) if parts else None
+        self._mover = _Mover(device, segments, parts[0][2].dtype, inwards=False, divisor=divisor) if parts else None
 
     def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
         """Copy to flat `arrays`, casting where they have another dtype than the buffer."""
@@ -89,18 +89,18 @@ class DeviceCopyOut:
 
 
 class _Mover:
-    """Copies pieces of arrays into or out of a buffer, by one launch for each dtype of the arrays."""
+    """Copies segments of arrays into or out of a buffer, by one launch for each dtype of the arrays."""
 
     def __init__(
         self,
         device: Device,
-        pieces: Sequence[tuple[Piece, DeviceArray]],
+        segments: Sequence[tuple[Segment, DeviceArray]],
         dtype: np.dtype[Any],
         inwards: bool,
         divisor: int,
     ) -> None:
         self._device, self._dtype, self._inwards, self._divisor = device, dtype, inwards, divisor
-        self._pieces = [(piece, address(place)) for piece, place in pieces]
+        self._segments = [(segment, address(place)) for segment, place in segments]
         self._launches: list[tuple[_Launch, list[tuple[int, int]]]] = []
 
     def run(self, arrays: Sequence[DeviceArray]) -> None:
@@ -111,14 +111,14 @@ class _Mover:
             launch.run([address(arrays[index]) + start_bytes for index, start_bytes in spots])
 
     def _bind(self, dtypes: Sequence[np.dtype[Any]]) -> None:
-        """Prepare a launch for each dtype, with the array and the first byte of each of its pieces."""
-        members: dict[np.dtype[Any], list[tuple[Piece, int]]] = {}
-        for piece, place in self._pieces:
-            members.setdefault(dtypes[piece.array], []).append((piece, place))
-        for kind, pieces in members.items():
-            counts, inside = [piece.stop - piece.start for piece, _ in pieces], [place for _, place in pieces]
+        """Prepare a launch for each dtype, with the array and the first byte of each of its segments."""
+        members: dict[np.dtype[Any], list[tuple[Segment, int]]] = {}
+        for segment, place in self._segments:
+            members.setdefault(dtypes[segment.array], []).append((segment, place))
+        for kind, segments in members.items():
+            counts, inside = [segment.stop - segment.start for segment, _ in segments], [place for _, place in segments]
             launch = _Launch(self._device, counts, inside, kind, self._dtype, self._inwards, self._divisor)
-            self._launches.append((launch, [(piece.array, piece.start * kind.itemsize) for piece, _ in pieces]))
+            self._launches.append((launch, [(segment.array, segment.start * kind.itemsize) for segment, _ in segments]))
 
 
 class _Launch:
