@@ -75,7 +75,9 @@ def write_api_pages(app: Sphinx) -> None:
         if path.stem not in pages:
             path.unlink()
     for name, text in pages.items():
-        path, whole = _API / f"{name}.rst", f"{name}\n{'=' * len(name)}\n\n{text}"
+        # orphans: a sidebar that lists them all would make the build take half as long again
+        whole = f":orphan:\n\n{name}\n{'=' * len(name)}\n\n:doc:`/docs/reference/api` ›\n\n{text}"
+        path = _API / f"{name}.rst"
         if not path.exists() or path.read_text() != whole:
             path.write_text(whole)
 
@@ -95,21 +97,16 @@ def _bases(thing: Any) -> list[str]:
 
 
 def add_contents(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Add what the sidebar lists: to the front page the sections of docs/index.md, to the API page the pages of the names."""
-    if docname == "docs/reference/api":
-        source[0] += _toctree(["/docs/reference/api/*"], "glob")
-    elif docname == root_doc:
-        index = (_DOCS / "index.md").read_text()
-        for section in index.split("\n## ")[1:]:
+    """Add to the front page what the sidebar lists: the sections of docs/index.md."""
+    if docname == root_doc:
+        for section in (_DOCS / "index.md").read_text().split("\n## ")[1:]:
             title, _, text = section.partition("\n")
-            targets = [f"/docs/{target}" for target in links(text) if target.endswith(".md")]
-            source[0] += _toctree(targets, f"caption: {title}")
-        source[0] += _toctree(["/docs/index", "/CONTRIBUTING", "/CHANGELOG", "/slurm/README"], "caption: Project")
+            source[0] += _toctree(title, [f"/docs/{target}" for target in links(text) if target.endswith(".md")])
+        source[0] += _toctree("Project", ["/docs/index", "/CONTRIBUTING", "/CHANGELOG", "/slurm/README"])
 
 
-def _toctree(targets: list[str], *options: str) -> str:
-    lines = [":hidden:", *(f":{option}" if ":" in option else f":{option}:" for option in options), ""]
-    return "\n```{toctree}\n" + "\n".join([*lines, *targets]) + "\n```\n"
+def _toctree(caption: str, targets: list[str]) -> str:
+    return "\n".join(["\n```{toctree}", ":hidden:", f":caption: {caption}", "", *targets, "```\n"])
 
 
 def link_names(app: Sphinx, doctree: nodes.document, docname: str) -> None:
