@@ -14,7 +14,7 @@ from mpistrat.arrays import Array
 from mpistrat.communicator.local import LocalCommunicator
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.parameter_server.client import Client
-from mpistrat.parameter_server.partitioners import check_partition, row_offsets
+from mpistrat.parameter_server.partition import check_partition, row_offsets
 from mpistrat.parameter_server.server_variable import ServerVariable, ShardedVariable
 from mpistrat.parameter_server.tasks import CHIEF
 from mpistrat.state.aggregation import VariableSynchronization, checked_aggregation, checked_synchronization

@@ -14,7 +14,7 @@ from mpistrat.cluster.tf_config import TFConfigClusterResolver
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.launch import exit_code
 from mpistrat.parameter_server.client import Client, here, install
-from mpistrat.parameter_server.coordinator import ClusterCoordinator
+from mpistrat.parameter_server.coordination import ClusterCoordinator
 from mpistrat.parameter_server.dispatcher import Dispatcher
 from mpistrat.parameter_server.frames import Channel
 from mpistrat.parameter_server.server import Server

@@ -80,7 +80,7 @@ PART_A = {
         "Strategy RunOptions ReplicaContext CrossDeviceOps ReductionToOneDevice NcclAllReduce HierarchicalCopyAllReduce "
         "CollectiveAllReduce AllReduceCrossDeviceOps MirroredStrategy MultiWorkerMirroredStrategy OneDeviceStrategy "
         "TPUStrategy InputContext InputOptions DistributedDataset DistributedIterator DistributedValues PerReplica Mirrored "
-        "PerWorkerValues ClusterSpec Server is_chief id_in_cluster worker_count Variable IndexedSlices "
+        "ClusterSpec Server is_chief id_in_cluster worker_count Variable IndexedSlices "
         "enter_or_assert_strategy get_update_replica_id"
     ),
     "Strategy": (
@@ -135,7 +135,7 @@ PART_A = {
     "experimental.ValueContext": "replica_id_in_sync_group num_replicas_in_sync",
     "experimental.partitioners": "Partitioner FixedShardsPartitioner MinSizePartitioner MaxSizePartitioner",
     "experimental.ShardedVariable": "variables",
-    "experimental.coordinator": "ClusterCoordinator RemoteValue",
+    "experimental.coordinator": "ClusterCoordinator PerWorkerValues RemoteValue",
     "experimental.coordinator.ClusterCoordinator": "schedule join done create_per_worker_dataset fetch strategy",
     "experimental.coordinator.RemoteValue": "fetch get",
     "experimental.PreemptionCheckpointHandler": "run save_checkpoint_if_preempted watch_preemption_scope total_run_calls",

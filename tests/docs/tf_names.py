@@ -369,7 +369,6 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row("DistributedValues.values", READING, "A tuple of one: a rank holds one replica."),
         Row("PerReplica", READING, "Internal in TensorFlow; arithmetic outside `run` fails there too."),
         Row("Mirrored", READING, "Internal in TensorFlow."),
-        Row("PerWorkerValues", SAME, "Internal in TensorFlow.", "experimental.PerWorkerValues"),
         Row(
             "Variable(initial_value, trainable, name, dtype, constraint, synchronization, aggregation, shape)",
             READING,
@@ -518,6 +517,7 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
             "`nest` is called `val`, as in TensorFlow's code.",
         ),
         Row("experimental.coordinator.ClusterCoordinator.strategy", SAME),
+        Row("experimental.coordinator.PerWorkerValues", SAME),
         Row("experimental.coordinator.RemoteValue", SAME),
         Row("experimental.coordinator.RemoteValue.fetch()", SAME),
         Row(

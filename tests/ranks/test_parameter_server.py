@@ -11,10 +11,10 @@ import pytest
 import mpistrat
 from mpistrat.cluster_resolver import MPIClusterResolver, SimpleClusterResolver, TFConfigClusterResolver
 from mpistrat.errors import CancelledError, InvalidArgumentError, LaunchError, OutOfRangeError, UnsupportedDtypeError
-from mpistrat.experimental import ParameterServerStrategy, PerWorkerValues, ShardedVariable, embedding_lookup
+from mpistrat.experimental import ParameterServerStrategy, ShardedVariable, embedding_lookup
+from mpistrat.experimental.coordinator import ClusterCoordinator, PerWorkerValues, RemoteValueStatus
+from mpistrat.experimental.partitioners import FixedShardsPartitioner, MinSizePartitioner
 from mpistrat.launch.bootstrap import start
-from mpistrat.parameter_server.coordinator import ClusterCoordinator, RemoteValueStatus
-from mpistrat.parameter_server.partitioners import FixedShardsPartitioner, MinSizePartitioner
 from tests.launches import needs_ranks
 
 pytestmark = needs_ranks(3)

@@ -12,10 +12,10 @@ from mpistrat.context.input_context import InputContext
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.parameter_server.dispatcher import Dispatcher, ScheduledCall
 from mpistrat.parameter_server.functions import dumps
-from mpistrat.parameter_server.remote_value import PerWorkerValues, RemoteValue, RemoteValueStatus, WorkerResource
+from mpistrat.parameter_server.remote_value import PerWorkerValues, RemoteValue, WorkerResource
 from mpistrat.structures import flatten, map_leaves
 
-__all__ = ["ClusterCoordinator", "PerWorkerDataset", "PerWorkerIterator", "RemoteValue", "RemoteValueStatus"]
+__all__ = ["ClusterCoordinator", "PerWorkerDataset", "PerWorkerIterator"]
 
 
 class ClusterCoordinator:

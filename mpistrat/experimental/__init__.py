@@ -2,8 +2,7 @@
 
 from mpistrat.communicator.options import CollectiveHints, CommunicationImplementation, CommunicationOptions
 from mpistrat.context.input_context import ValueContext
-from mpistrat.parameter_server import coordinator, partitioners
-from mpistrat.parameter_server.remote_value import PerWorkerValues
+from mpistrat.experimental import coordinator, partitioners
 from mpistrat.parameter_server.server_strategy import ParameterServerStrategy
 from mpistrat.parameter_server.server_variable import ServerVariable, ShardedVariable, embedding_lookup
 from mpistrat.parameter_server.stored_variable import StoredVariable
@@ -18,7 +17,6 @@ __all__ = [
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
-    "PerWorkerValues",
     "ServerVariable",
     "ShardedVariable",
     "StoredVariable",

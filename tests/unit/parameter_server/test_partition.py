@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.parameter_server.partitioners import (
+from mpistrat.parameter_server.partition import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,
