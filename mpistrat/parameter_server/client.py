@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,24 +97,27 @@ class Client:
             for server, requests in under_way:
                 self._finish(requests, server)
 
-    def read_rows(self, parts: Sequence[tuple[Placed, Array, Array]]) -> None:
-        """Read single rows.
+    def read_rows(self, parts: Sequence[tuple[Placed, Array]], target: Array) -> None:
+        """Read single rows; each server is asked once.
 
         Parameters
         ----------
-        parts : sequence of (Placed, ndarray, ndarray)
-            From which variable, which rows, as int64 along one axis, and into which C-contiguous array.
+        parts : sequence of (Placed, ndarray)
+            From which variable, and which rows, as int64 along one axis; those of one server follow each other.
+        target : ndarray
+            C-contiguous; takes the rows of all parts, one behind the other.
         """
         with self._lock:
-            under_way = []
-            for placed, indices, target in parts:
-                rank = self._ranks[placed.server]
-                requests = self.channel.start_receiving(target, rank, REPLY)
+            under_way, start = [], 0
+            for server, shards in groupby(parts, lambda part: part[0].server):
+                numbers, indices = zip(*((placed.number, rows) for placed, rows in shards), strict=True)
+                stop, rank = start + sum(map(len, indices)), self._ranks[server]
+                requests = self.channel.start_receiving(target[start:stop], rank, REPLY)
                 if requests:
-                    requests += self.channel.send(
-                        rank, REQUEST, Op.READ_ROWS, indices, variable=placed.number, first=len(indices)
-                    )
-                under_way.append((placed.server, requests))
+                    asked = np.array([numbers, [len(rows) for rows in indices]], np.int64)
+                    requests += self.channel.send(rank, REQUEST, Op.READ_ROWS, asked, *indices, first=len(numbers))
+                under_way.append((server, requests))
+                start = stop
             for server, requests in under_way:
                 self._finish(requests, server)
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, to_host
 from mpistrat.communicator.sparse import IndexedSlices
-from mpistrat.context.assignment import assignable
+from mpistrat.context.assignment import assignable, converted
 from mpistrat.context.values import DistributedValues
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.parameter_server.client import Client, Placed, here
 from mpistrat.parameter_server.frames import Op
-from mpistrat.parameter_server.stored_variable import SCATTER_METHODS
+from mpistrat.parameter_server.row_selection import RowSelection, positions, select_rows
+from mpistrat.parameter_server.stored_variable import SCATTER_METHODS, StoredVariable
 from mpistrat.state.indices import flat_indices
 from mpistrat.state.scatter import checked_rows
 from mpistrat.structures import map_leaves
@@ -116,7 +118,7 @@ class ServerVariable(DistributedValues):
         return self.read()
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Array:
-        """Return some of the rows; each server is asked only for those that it has, once for each shard.
+        """Return some of the rows; each server is asked once, for those that it has, and once for a row that is named often.
 
         Parameters
         ----------
@@ -133,21 +135,21 @@ class ServerVariable(DistributedValues):
             If the indices are not integers.
         """
         numbers, row = flat_indices(f"{self.name}.sparse_read", as_array(indices, "indices")[..., np.newaxis], self.shape)
-        wanted, client = numbers.reshape(-1), self._client()
-        if len(self._places) == 1:
-            rows = np.empty((len(wanted), *row), self.dtype)
-            client.read_rows([(self._places[0], wanted, rows)])
-            return rows.reshape(*numbers.shape, *row)
-        wanted, position = np.unique(wanted, return_inverse=True)
+        wanted, position = np.unique(numbers, return_inverse=True)
         rows = np.empty((len(wanted), *row), self.dtype)
-        bounds = np.searchsorted(wanted, self._offsets)
-        client.read_rows(
-            [
-                (place, wanted[start:stop] - offset, rows[start:stop])
-                for place, offset, start, stop in zip(self._places, self._offsets, bounds, bounds[1:], strict=False)
-            ]
-        )
-        return rows[position].reshape(*numbers.shape, *row)
+        spans = [
+            (place, offset, slice(start, stop))
+            for place, offset, (start, stop) in zip(
+                self._places, self._offsets, pairwise(np.searchsorted(wanted, self._offsets)), strict=False
+            )
+            if start < stop
+        ]
+        spans.sort(key=lambda span: span[0].server)  # the rows of one server arrive together
+        self._client().read_rows([(place, wanted[span] - offset) for place, offset, span in spans], rows)
+        if len(spans) > 1:
+            order = np.concatenate([np.arange(span.start, span.stop) for _, _, span in spans])
+            position = np.argsort(order)[position]
+        return rows[position.reshape(numbers.shape)]
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         """Set the variable to a value, and return it.
@@ -238,19 +240,72 @@ class ServerVariable(DistributedValues):
         return self._client().update(fn, parts, wants_results)
 
     def __getitem__(self, index: Any) -> Any:
-        first, *others = index if isinstance(index, tuple) and index else (index,)
-        inner: tuple[Any, ...]
-        if not self.shape or isinstance(first, bool) or not isinstance(first, (int, np.integer, slice)):
+        """Return some of the elements, as NumPy does: a copy.
+
+        Only the rows that an int, a slice or a list of ints on the first axis names are sent; for other indices all are.
+        """
+        selected = select_rows(index, self.shape[0]) if self.shape else None
+        if selected is None:
             return self.read()[index]
-        wanted = range(self.shape[0])[first]
-        if isinstance(wanted, int):
-            start, stop, inner = wanted, wanted + 1, (0, *others)
-        elif wanted:
-            start, stop = min(wanted[0], wanted[-1]), max(wanted[0], wanted[-1]) + 1
-            inner = (slice(None, None, wanted.step), *others)
+        rows = selected.rows
+        if isinstance(rows, range) and rows.step == 1:
+            found = self._rows(rows.start, max(rows.start, rows.stop))
         else:
-            start, stop, inner = 0, 0, (slice(None), *others)
-        return self._rows(start, stop)[inner]
+            found = self.sparse_read(np.asarray(rows, np.int64))
+        return found[selected.inner]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Set some of the rows, or parts of them, to a value, which is broadcast as in NumPy. Each shard is changed as a whole.
+
+        Parameters
+        ----------
+        index : int, slice, Ellipsis, or tuple
+            Which rows; in a tuple ints and slices of the other axes may follow.
+        value : array_like
+            What they are set to.
+
+        Raises
+        ------
+        IndexError
+            If a row is out of range.
+        InvalidArgumentError
+            If the value cannot be broadcast to what the index names.
+        TypeError
+            If the index is of another kind.
+        UnsupportedDtypeError
+            If the kind of number does not fit.
+        """
+        selected = select_rows(index, self.shape[0]) if self.shape else None
+        rows, inner = selected or RowSelection(np.zeros(0), ())
+        if not isinstance(rows, range):
+            raise TypeError(
+                f"{self!r}: rows are set by an int or a slice on the first axis; got {index!r}. For other rows there is "
+                "variable.scatter_update(mpistrat.IndexedSlices(values, indices)), for all of them variable.assign(value)"
+            )
+        named = self._like[rows.start : rows.stop : rows.step][inner]
+        outer, *others = inner
+        given = to_host(converted(as_array(value), self.dtype, self))
+        try:
+            given = np.broadcast_to(given, named.shape)
+        except ValueError:
+            raise InvalidArgumentError(
+                f"{self!r}[{index!r}] has shape {named.shape}; a value of shape {given.shape} cannot be assigned to it"
+            ) from None
+        given = given[np.newaxis] if outer == 0 else given[outer]  # an entry for each row, in ascending order
+        parts = [
+            (place, offset, rows[within], given[within])
+            for place, (offset, stop) in zip(self._places, pairwise(self._offsets), strict=True)
+            if len(rows[within := positions(rows, offset, stop)])
+        ]
+        if rows.step == 1 and not others:
+            whole = [(place, own[0] - offset, np.ascontiguousarray(values)) for place, offset, own, values in parts]
+            self._client().write(Op.ASSIGN, whole)
+            return
+        put = [
+            (place, ((slice(own[0] - offset, own[-1] - offset + 1, own.step), *others), values), dict[str, Any]())
+            for place, offset, own, values in parts
+        ]
+        self._client().update(_put, put, wants_results=False)
 
     def __len__(self) -> int:
         return len(self._like)
@@ -391,10 +446,14 @@ class ShardedVariable(ServerVariable):
         return ShardedVariable, (self._variables, self.name)
 
 
+def _put(variable: StoredVariable, index: tuple[Any, ...], values: Array) -> None:
+    variable.value[index] = values
+
+
 def embedding_lookup(params: Any, ids: Any) -> Array:
     """Return the rows of a table that ids name, as ``tf.nn.embedding_lookup`` does.
 
-    Each row is asked for once, however often its id occurs.
+    Of a table that servers keep, each server is asked once, and for each row once, however often its id occurs.
 
     Parameters
     ----------
@@ -408,7 +467,5 @@ def embedding_lookup(params: Any, ids: Any) -> Array:
     InvalidArgumentError
         If an id is negative or out of range.
     """
-    wanted = to_host(as_array(ids, "ids"))
-    different, position = np.unique(wanted, return_inverse=True)
-    rows: Array = params.sparse_read(different)[position.reshape(wanted.shape)]
+    rows: Array = params.sparse_read(ids)
     return rows

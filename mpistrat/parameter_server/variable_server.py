@@ -83,9 +83,14 @@ class VariableServer:
         self._answer(self._channel.send_bare(rows, frame.source, REPLY), frame.variable)
 
     def _read_rows(self, frame: Frame) -> None:
-        indices = np.empty(frame.first, np.int64)
-        self._channel.receive_payload(frame, REQUEST, indices)
-        rows = self._variables[frame.variable].value.take(indices, axis=0)
+        """Answer rows of one or more variables; the payload is the numbers of these, how many rows of each, and which."""
+        asked = np.frombuffer(self._channel.payload(frame, REQUEST), np.int64)
+        numbers, counts = asked[: 2 * frame.first].reshape(2, -1).tolist()
+        found, start = [], 2 * frame.first
+        for number, count in zip(numbers, counts, strict=True):
+            found.append(self._variables[number].value.take(asked[start : start + count], axis=0))
+            start += count
+        rows = found[0] if len(found) == 1 else np.concatenate(found)
         self._answer(self._channel.send_bare(rows, frame.source, REPLY))
 
     def _write(self, frame: Frame) -> None:

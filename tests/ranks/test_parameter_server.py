@@ -121,6 +121,9 @@ INDICES = [
     [1, 9, 1],
     (..., 0),
     None,
+    ...,
+    ([3, -1, 3], 1),
+    np.arange(10) > 6,
 ]
 
 
@@ -133,9 +136,39 @@ def test_slices_are_those_of_numpy(run, num_shards):
             np.testing.assert_array_equal(table[index], wanted[index], err_msg=str(index))
         with pytest.raises(IndexError):
             table[10]
+        with pytest.raises(IndexError, match="rows must be -10 to 9; got 3 to 10"):
+            table[[3, 10]]
         np.testing.assert_array_equal(table + 1, wanted + 1)
         np.testing.assert_array_equal(np.sum(table, axis=0), wanted.sum(axis=0))
         assert len(table) == 10
+
+    run(program, FixedShardsPartitioner(num_shards))
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_slices_are_assigned_as_numpy_assigns_them(run, num_shards):
+    def program(coordinator):
+        wanted = np.arange(20.0).reshape(10, 2)
+        table = variable(coordinator, wanted)
+        given = [index for index in INDICES if isinstance(index, (int, slice, tuple, type(...))) and index != (..., 0)][:-1]
+        for turn, index in enumerate(given):
+            for value in (-turn, np.random.default_rng(turn).normal(size=wanted[index].shape)):
+                table[index] = wanted[index] = value
+                np.testing.assert_array_equal(table, wanted, err_msg=str(index))
+        coordinator.schedule(lambda: table.__setitem__(slice(2, 9), np.full((7, 2), 100))).fetch()
+        wanted[2:9] = 100
+        np.testing.assert_array_equal(table, wanted)
+        for index in ([1, 2], None, (..., 0), True):
+            with pytest.raises(TypeError, match="rows are set by an int or a slice on the first axis"):
+                table[index] = 0
+        with pytest.raises(TypeError, match="for all of them variable.assign"):
+            variable(coordinator, 1)[...] = 2
+        with pytest.raises(InvalidArgumentError, match=r"has shape \(3, 2\); a value of shape \(2, 2\)"):
+            table[:3] = np.ones((2, 2))
+        with pytest.raises(UnsupportedDtypeError):
+            table[0] = 1j
+        with pytest.raises(IndexError):
+            table[10] = 1
 
     run(program, FixedShardsPartitioner(num_shards))
 
@@ -154,6 +187,28 @@ def test_rows_are_read_by_their_ids(run, num_shards):
         np.testing.assert_array_equal(large.sparse_read(np.arange(0, 1000, 2)), large.numpy()[::2])
 
     run(program, FixedShardsPartitioner(num_shards))
+
+
+def test_rows_are_asked_for_once_for_each_server(run, monkeypatch):
+    asked = []
+
+    def program(coordinator):
+        table = variable(coordinator, np.arange(40.0).reshape(20, 2))
+        channel, servers = coordinator.strategy.client.channel, coordinator.strategy.extended.parameter_devices
+        send = channel.send
+
+        def counted(rank, *frame, **named):
+            asked.append((rank, frame))
+            return send(rank, *frame, **named)
+
+        monkeypatch.setattr(channel, "send", counted)
+        ids = [[19, 3, 19], [0, 7, 11]]
+        np.testing.assert_array_equal(embedding_lookup(table, ids), np.arange(40.0).reshape(20, 2)[ids])
+        monkeypatch.undo()
+        assert sorted(rank for rank, _ in asked) == list(range(1, 1 + len(servers)))
+        assert sum(part.size for _, frame in asked for part in frame[3:]) == 5, "rows 0, 3, 7, 11 and 19, each once"
+
+    run(program, FixedShardsPartitioner(5))
 
 
 def test_a_sharded_variable_is_split_evenly(run):
