@@ -1,21 +1,29 @@
 """Client: what a worker, or the chief, does with the variables on the servers.
 
 Writes are not answered one by one. What a rank asks a server for is done in the order in which it asks, so it reads what it has
-written; `flush` waits until everybody does.
+written; `flush` waits until everybody does. What a server of this node keeps is read where it lies, once the server has made
+all updates of this rank.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.parameter_server.frames import REPLY, REQUEST, Channel, Frame, FrameReceiver, Op
 from mpistrat.parameter_server.functions import FunctionTable, dumps, loads, loads_error
+from mpistrat.parameter_server.shared_arrays import AttachedArray, attach
+from mpistrat.parameter_server.tasks import WORKER
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = ["Client", "Placed", "here", "install"]
 
@@ -54,6 +62,10 @@ class Client:
         What a worker keeps for functions, such as datasets, by the number of the call that made it.
     strategy : object
         The strategy of this process.
+    is_worker : bool
+        Whether this rank is a worker.
+    staleness : Counter
+        Of reads with a bound: how many have lacked 0, 1, 2, … updates.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -65,6 +77,13 @@ class Client:
         self._created = [0] * len(self._ranks)
         self._replies = [FrameReceiver(channel, REPLY, rank) for rank in self._ranks]
         self._lock = threading.RLock()
+        self._rank, self.is_worker = channel.comm.Get_rank(), channel.group.task_type == WORKER
+        shares = settings.INTRA_TRANSPORT.read() in ("auto", "shared_memory")
+        self._is_near = [shares and channel.group.nodes[rank] == channel.group.nodes[self._rank] for rank in self._ranks]
+        self._attached: dict[Placed, AttachedArray | None] = {}
+        self._updates = [0] * len(self._ranks)
+        self._copies: dict[Placed, tuple[int, Array]] = {}
+        self.staleness: Counter[int] = Counter()
 
     def create(self, server: int, name: str, array: Array) -> Placed:
         """Have a server keep a variable; only the chief does this."""
@@ -88,6 +107,8 @@ class Client:
         with self._lock:
             under_way = []
             for placed, start, target in parts:
+                if self._reads_shared(placed, start, target):
+                    continue
                 rank = self._ranks[placed.server]
                 requests = self.channel.start_receiving(target, rank, REPLY)
                 if requests:
@@ -97,8 +118,37 @@ class Client:
             for server, requests in under_way:
                 self._finish(requests, server)
 
+    def read_bounded(self, parts: Sequence[tuple[Placed, Array]], max_staleness: int) -> None:
+        """Read whole variables, each of which may lack as many updates; count how many it lacks.
+
+        Parameters
+        ----------
+        parts : sequence of (Placed, ndarray)
+            Which variable, and into which C-contiguous array.
+        max_staleness : int
+            How many updates that its server has made a copy may lack.
+        """
+        with self._lock:
+            by_message = [part for part in parts if not self._reads_shared(part[0], 0, part[1])]
+            self.staleness[0] += len(parts) - len(by_message)
+            under_way = []
+            for placed, target in by_message:
+                version, _ = self._copies.get(placed, (-1, target))
+                under_way.append(
+                    self.channel.send(
+                        self._ranks[placed.server],
+                        REQUEST,
+                        Op.READ_NEWER,
+                        variable=placed.number,
+                        first=version,
+                        second=max_staleness,
+                    )
+                )
+            for (placed, target), requests in zip(by_message, under_way, strict=True):
+                self.staleness[self._take_newer(placed, target, self._reply(placed.server, requests))] += 1
+
     def read_rows(self, parts: Sequence[tuple[Placed, Array]], target: Array) -> None:
-        """Read single rows; each server is asked once.
+        """Read single rows; each server is asked once, and for a row once.
 
         Parameters
         ----------
@@ -108,18 +158,17 @@ class Client:
             C-contiguous; takes the rows of all parts, one behind the other.
         """
         with self._lock:
-            under_way, start = [], 0
-            for server, shards in groupby(parts, lambda part: part[0].server):
-                numbers, indices = zip(*((placed.number, rows) for placed, rows in shards), strict=True)
-                stop, rank = start + sum(map(len, indices)), self._ranks[server]
-                requests = self.channel.start_receiving(target[start:stop], rank, REPLY)
-                if requests:
-                    asked = np.array([numbers, [len(rows) for rows in indices]], np.int64)
-                    requests += self.channel.send(rank, REQUEST, Op.READ_ROWS, asked, *indices, first=len(numbers))
-                under_way.append((server, requests))
+            asked, start = [], 0
+            for server, group in groupby(parts, lambda part: part[0].server):
+                shards = list(group)
+                stop = start + sum(len(rows) for _, rows in shards)
+                wanted = target[start:stop]
+                if wanted.nbytes and not self._takes_shared(shards, wanted):
+                    asked.append((server, wanted, *self._ask_rows(server, shards, wanted)))
                 start = stop
-            for server, requests in under_way:
+            for server, wanted, arrived, position, requests in asked:
                 self._finish(requests, server)
+                arrived.take(position, 0, wanted, "clip")
 
     def write(self, op: int, parts: Sequence[tuple[Placed, int, Array]]) -> None:
         """Assign, add or subtract arrays; it is done before anything that this rank asks for later.
@@ -206,7 +255,65 @@ class Client:
         for receiver in self._replies:
             receiver.close()
 
+    def _reads_shared(self, placed: Placed, start: int, target: Array) -> bool:
+        """Read rows from memory that the server shares; return False if it does not, or is changing them again and again."""
+        array = self._shared(placed)
+        return array is not None and array.read(start, target)
+
+    def _takes_shared(self, shards: Sequence[tuple[Placed, Array]], target: Array) -> bool:
+        """Read single rows as `_reads_shared` does."""
+        start = 0
+        for placed, rows in shards:
+            array, stop = self._shared(placed), start + len(rows)
+            if array is None or not array.take(rows, target[start:stop]):
+                return False
+            start = stop
+        return True
+
+    def _shared(self, placed: Placed) -> AttachedArray | None:
+        """Return a variable in memory that its server shares, if it does, and has made all updates of this rank."""
+        if not self._is_near[placed.server]:
+            return None
+        if placed not in self._attached:
+            self._attached[placed] = self._attach(placed)
+        array = self._attached[placed]
+        return None if array is None or array.done[self._rank] < self._updates[placed.server] else array
+
+    def _attach(self, placed: Placed) -> AttachedArray | None:
+        requests = self.channel.send(self._ranks[placed.server], REQUEST, Op.LOCATE, variable=placed.number)
+        address = loads(self._answer(placed.server, requests)[1])
+        return None if address is None else attach(address, self.channel.comm.Get_size())
+
+    def _take_newer(self, placed: Placed, target: Array, frame: Frame) -> int:
+        """Take a variable that has come, or the copy of it that is new enough; return how many updates that lacks."""
+        version, has_come = frame.first, frame.second
+        if has_come:
+            self.channel.receive_payload(frame, REPLY, target)
+            self._copies[placed] = version, target.copy()
+            return 0
+        kept, target[...] = self._copies[placed]
+        return version - kept
+
+    def _ask_rows(
+        self, server: int, shards: Sequence[tuple[Placed, Array]], like: Array
+    ) -> tuple[Array, Array, list[MPI.Request]]:
+        """Ask for each row once; return where they will be, which of them is wanted in each place, and the requests."""
+        found = [np.unique(rows, return_inverse=True) for _, rows in shards]
+        counts = [len(different) for different, _ in found]
+        firsts = np.cumsum([0, *counts[:-1]])
+        position = np.concatenate([inverse + first for (_, inverse), first in zip(found, firsts, strict=True)])
+        arrived = np.empty((sum(counts), *like.shape[1:]), like.dtype)
+        requests = self.channel.start_receiving(arrived, self._ranks[server], REPLY)
+        asked = np.array([[placed.number for placed, _ in shards], counts], np.int64)
+        different = [rows for rows, _ in found]
+        requests += self.channel.send(self._ranks[server], REQUEST, Op.READ_ROWS, asked, *different, first=len(shards))
+        return arrived, position, requests
+
     def _answer(self, server: int, requests: list[Any]) -> tuple[bool, bytes]:
+        frame = self._reply(server, requests)
+        return frame.op == Op.FAILED, bytes(self.channel.payload(frame, REPLY))
+
+    def _reply(self, server: int, requests: list[Any]) -> Frame:
         self._finish(requests, server)
         receiver, found = self._replies[server], list[Frame]()
 
@@ -217,11 +324,12 @@ class Client:
             return frame is not None
 
         self.channel.wait_until(has_come, lambda: self._waits_for(server))
-        return found[0].op == Op.FAILED, bytes(self.channel.payload(found[0], REPLY))
+        return found[0]
 
     def _finish_writes(self, under_way: Sequence[tuple[int, list[Any]]]) -> None:
         for server, requests in under_way:
             self._finish(requests, server)
+            self._updates[server] += 1
             self._writes[server] += 1
             if self._writes[server] >= _MOST_WRITES:
                 self._flush(server)

@@ -13,6 +13,7 @@ from mpistrat.errors import InvalidArgumentError
 from mpistrat.parameter_server.dispatcher import Dispatcher, ScheduledCall
 from mpistrat.parameter_server.functions import dumps
 from mpistrat.parameter_server.remote_value import PerWorkerValues, RemoteValue, WorkerResource
+from mpistrat.parameter_server.staleness import StalenessReport, staleness_here
 from mpistrat.structures import flatten, map_leaves
 
 __all__ = ["ClusterCoordinator", "PerWorkerDataset", "PerWorkerIterator"]
@@ -183,6 +184,16 @@ class ClusterCoordinator:
         contexts = [(InputContext(num_workers, worker, 1),) for worker in range(num_workers)]
         return PerWorkerDataset(self, self._make(given, contexts))
 
+    def staleness_report(self) -> StalenessReport:
+        """Return how many updates the workers' reads have lacked, where the strategy has a `max_staleness`.
+
+        Waits for the functions that the workers run now. Not in TensorFlow.
+        """
+        self._check_open("staleness_report")
+        group = self._strategy.client.channel.group
+        calls = self._submit_to_each(staleness_here, [(group.number,)] * len(group.workers), is_kept=False)
+        return StalenessReport(self._strategy.max_staleness, tuple(call.value.fetch() for call in calls))
+
     def make_iterator(self, dataset: PerWorkerDataset) -> PerWorkerIterator:
         """Return an iterator of each worker's dataset; what ``iter`` of the dataset calls."""
         datasets = [(resource,) for resource in dataset.resources]
@@ -190,16 +201,23 @@ class ClusterCoordinator:
 
     def _make(self, fn: Callable[..., Any], args: Sequence[tuple[Any, ...]]) -> list[WorkerResource]:
         """Have each worker call a function, and keep what it returns."""
-        function = self._strategy.client.functions.find(fn)
         resources = []
-        for worker, given in enumerate(args):
-            data = dumps((given, {}), _arguments(function.name))
-            call = ScheduledCall(function, lambda _, data=data: data, RemoteValue(self._dispatcher.wait_for), worker)  # type: ignore[misc]
+        for call in self._submit_to_each(fn, args, is_kept=True):
             resource = WorkerResource(self._strategy.client.channel.group.number, call.number)
             weakref.finalize(resource, self._dispatcher.release, call.number).atexit = False
-            self._dispatcher.submit(call)
             resources.append(resource)
         return resources
+
+    def _submit_to_each(self, fn: Callable[..., Any], args: Sequence[tuple[Any, ...]], *, is_kept: bool) -> list[ScheduledCall]:
+        """Have each worker call a function with arguments of its own."""
+        function = self._strategy.client.functions.find(fn)
+        data = [dumps((given, {}), _arguments(function.name)) for given in args]
+        calls = []
+        for worker in range(len(args)):
+            value = RemoteValue(self._dispatcher.wait_for)
+            calls.append(ScheduledCall(function, data.__getitem__, value, worker, is_kept))
+            self._dispatcher.submit(calls[-1])
+        return calls
 
     def _check_open(self, method: str) -> None:
         if self._dispatcher.is_closed:

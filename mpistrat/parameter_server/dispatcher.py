@@ -40,7 +40,9 @@ class ScheduledCall:
     value : RemoteValue
         Takes the result.
     worker : int or None
-        The only worker that may run it, which keeps what it returns; None if any may.
+        The only worker that may run it; None if any may.
+    is_kept : bool
+        Whether the worker keeps what it returns.
     number : int
         Its number.
     """
@@ -49,6 +51,7 @@ class ScheduledCall:
     arguments: Callable[[int], bytes]
     value: RemoteValue
     worker: int | None = None
+    is_kept: bool = False
     number: int = field(default_factory=count().__next__)
 
 
@@ -183,7 +186,7 @@ class Dispatcher:
         self._sends += self._channel.send(
             rank,
             REQUEST,
-            Op.RUN if call.worker is None else Op.MAKE,
+            Op.MAKE if call.is_kept else Op.RUN,
             call.arguments(worker),
             variable=self._epoch,
             first=call.number,

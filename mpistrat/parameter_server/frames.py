@@ -43,9 +43,9 @@ Buffer = Any
 class Op:
     """What a frame asks for, or answers."""
 
-    CREATE, READ, READ_ROWS, ASSIGN, ASSIGN_ADD, ASSIGN_SUB, SCATTER, UPDATE, FLUSH = range(9)
-    DEFINE, FORGET, RUN, MAKE, CANCEL, STOP = range(9, 15)
-    DONE, FAILED, CANCELLED, STOPPED = range(15, 19)
+    CREATE, LOCATE, READ, READ_NEWER, READ_ROWS, ASSIGN, ASSIGN_ADD, ASSIGN_SUB, SCATTER, UPDATE, FLUSH = range(11)
+    DEFINE, FORGET, RUN, MAKE, CANCEL, STOP = range(11, 17)
+    DONE, FAILED, CANCELLED, STOPPED = range(17, 21)
 
 
 class Frame(NamedTuple):

@@ -52,6 +52,8 @@ class ParameterServerExtended(StrategyExtended):
         Into how many shards a variable is split; by default none is.
     placement : str
         ``even_bytes``: each variable or shard goes to the server with the fewest bytes; ``round_robin``: to each in turn.
+    max_staleness : int, optional
+        The bound of its variables: see `ParameterServerStrategy`.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class ParameterServerExtended(StrategyExtended):
         client: Client,
         partitioner: Callable[..., Sequence[int]] | None = None,
         placement: str = PLACEMENTS[0],
+        max_staleness: int | None = None,
     ) -> None:
         group = client.channel.group
         super().__init__(
@@ -67,6 +70,7 @@ class ParameterServerExtended(StrategyExtended):
             parameter_devices=[f"/job:ps/task:{index}" for index in range(len(group.servers))],
         )
         self._client, self._partitioner, self._placement = client, partitioner, placement
+        self._max_staleness = max_staleness
         self._bytes = [0] * len(group.servers)
         self._num_placed = 0
         self._beside: int | None = None
@@ -223,7 +227,7 @@ class ParameterServerExtended(StrategyExtended):
         self._num_placed += 1
         rows = array.shape[0] if array.ndim else 0
         number = self._client.channel.group.number
-        return ServerVariable(name, number, (placed,), (0, rows), array.shape, array.dtype, trainable)
+        return ServerVariable(name, number, (placed,), (0, rows), array.shape, array.dtype, trainable, self._max_staleness)
 
     def _next_server(self) -> int:
         if self._beside is not None:

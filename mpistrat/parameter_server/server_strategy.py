@@ -41,12 +41,22 @@ class ParameterServerStrategy(Strategy):
     placement : str
         ``even_bytes``: each variable or shard goes to the server with the fewest bytes; ``round_robin``: to each in turn, as in
         TensorFlow.
+    max_staleness : int, optional
+        How many updates a worker's read of a whole variable may lack. An update is one assignment, addition, subtraction,
+        scatter update or call of ``extended.update``, by any rank; it counts, for each shard, from when the server has made
+        it. A read that begins when the server has made n updates returns n - max_staleness of them or more; those which
+        the worker itself has made are no exception, unless this is 0. Where a worker has a copy that is new enough, the
+        array is not sent again; the worker keeps a copy of what it reads. A worker on the node of the server reads the
+        array where it lies, which lacks nothing; so do reads of some of the rows, and the chief. By default, as in
+        TensorFlow, each read asks the server, and returns what it has then. `ClusterCoordinator.staleness_report` tells
+        how many updates the reads have lacked. Not in TensorFlow.
 
     Raises
     ------
     InvalidArgumentError
         If `cluster_resolver` is not a ClusterResolver, or this rank is not its chief; `variable_partitioner` cannot be called;
-        there is no such `placement`; on every rank, if the cluster has not the tasks that it needs.
+        there is no such `placement`; `max_staleness` is negative. On every rank, if the cluster has not the tasks that it
+        needs.
     LaunchError
         On every rank, if a task is played by no rank or by several.
     AgreementError
@@ -61,6 +71,7 @@ class ParameterServerStrategy(Strategy):
         variable_partitioner: Callable[..., Sequence[int]] | None = None,
         *,
         placement: str = PLACEMENTS[0],
+        max_staleness: int | None = None,
     ) -> None:
         cluster, task_type, task_id = task_of(cluster_resolver)
         if task_type is not None and task_type != CHIEF and cluster:
@@ -74,12 +85,14 @@ class ParameterServerStrategy(Strategy):
             raise InvalidArgumentError(f"variable_partitioner must be a partitioner or None; got {variable_partitioner!r}")
         if placement not in PLACEMENTS:
             raise InvalidArgumentError(f"placement must be one of {', '.join(PLACEMENTS)}; got {placement!r}")
-        self._cluster_resolver = cluster_resolver
+        if max_staleness is not None and max_staleness < 0:
+            raise InvalidArgumentError(f"max_staleness must be at least 0, or None for no bound; got {max_staleness!r}")
+        self._cluster_resolver, self.max_staleness = cluster_resolver, max_staleness
         self.client = Client(Channel(join_cluster(cluster, task_type, task_id)))
         self.dispatcher = Dispatcher(self.client)
         self.client.strategy = self
         install(self.client)
-        super().__init__(ParameterServerExtended(self.client, variable_partitioner, placement))
+        super().__init__(ParameterServerExtended(self.client, variable_partitioner, placement, max_staleness))
         atexit.register(self._end)
 
     @classmethod
@@ -90,6 +103,7 @@ class ParameterServerStrategy(Strategy):
         variable_partitioner: Callable[..., Sequence[int]] | None = None,
         *,
         placement: str = PLACEMENTS[0],
+        max_staleness: int | None = None,
     ) -> Any:
         """Call ``fn(coordinator)`` on the chief, and serve on all other ranks. Not in TensorFlow.
 
@@ -102,7 +116,7 @@ class ParameterServerStrategy(Strategy):
         cluster_resolver : ClusterResolver, optional
             Says which rank plays which task; by default ``TF_CONFIG`` where that is set, else rank 0 is the chief, rank 1
             the ps, and the others are workers.
-        variable_partitioner, placement : callable, str
+        variable_partitioner, placement, max_staleness : callable, str, int
             As for `ParameterServerStrategy`.
 
         Returns
@@ -120,7 +134,7 @@ class ParameterServerStrategy(Strategy):
         if task_type not in (CHIEF, None) and cluster:
             Server(cluster, task_type, task_id).join()
             return None
-        strategy = cls(resolver, variable_partitioner, placement=placement)
+        strategy = cls(resolver, variable_partitioner, placement=placement, max_staleness=max_staleness)
         try:
             return fn(ClusterCoordinator(strategy))
         finally:

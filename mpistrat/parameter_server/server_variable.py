@@ -41,6 +41,8 @@ class ServerVariable(DistributedValues):
         Type of one element.
     trainable : bool
         Whether an optimiser should change it.
+    max_staleness : int or None
+        The bound of its strategy: see `ParameterServerStrategy`.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class ServerVariable(DistributedValues):
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
         trainable: bool = True,
+        max_staleness: int | None = None,
     ) -> None:
         self.name, self.shape, self.dtype, self.trainable = name, shape, dtype, trainable
+        self.max_staleness = max_staleness
         self._group, self._places, self._offsets = group, places, offsets
         self._like = np.broadcast_to(np.zeros((), dtype), shape)  # what a value must fit; takes no memory
 
@@ -107,7 +111,13 @@ class ServerVariable(DistributedValues):
         RuntimeError
             If the strategy was closed, or this is neither the chief nor a function that a worker runs.
         """
-        return self._rows(0, self.shape[0] if self.shape else 0)
+        client = self._client()
+        if self.max_staleness is None or not client.is_worker:
+            return self._rows(0, self.shape[0] if self.shape else 0)
+        array = np.empty(self.shape, self.dtype)
+        shards = [array] if not self.shape else [array[start:stop] for start, stop in pairwise(self._offsets)]
+        client.read_bounded(list(zip(self._places, shards, strict=True)), self.max_staleness)
+        return array
 
     def numpy(self) -> Array:
         """Return the same as `read`."""
@@ -135,21 +145,21 @@ class ServerVariable(DistributedValues):
             If the indices are not integers.
         """
         numbers, row = flat_indices(f"{self.name}.sparse_read", as_array(indices, "indices")[..., np.newaxis], self.shape)
-        wanted, position = np.unique(numbers, return_inverse=True)
-        rows = np.empty((len(wanted), *row), self.dtype)
-        spans = [
-            (place, offset, slice(start, stop))
-            for place, offset, (start, stop) in zip(
-                self._places, self._offsets, pairwise(np.searchsorted(wanted, self._offsets)), strict=False
-            )
-            if start < stop
-        ]
-        spans.sort(key=lambda span: span[0].server)  # the rows of one server arrive together
-        self._client().read_rows([(place, wanted[span] - offset) for place, offset, span in spans], rows)
-        if len(spans) > 1:
-            order = np.concatenate([np.arange(span.start, span.stop) for _, _, span in spans])
-            position = np.argsort(order)[position]
-        return rows[position.reshape(numbers.shape)]
+        wanted = numbers.reshape(-1)
+        rows, client = np.empty((len(wanted), *row), self.dtype), self._client()
+        if len(self._places) == 1:
+            client.read_rows([(self._places[0], wanted)], rows)
+            return rows.reshape(*numbers.shape, *row)
+        # the rows of one server arrive together
+        parts = sorted(range(len(self._places)), key=lambda part: self._places[part].server)
+        turn = np.argsort(parts)[np.searchsorted(self._offsets, wanted, "right") - 1]
+        order = np.argsort(turn, kind="stable")
+        bounds = np.searchsorted(turn[order], np.arange(len(parts) + 1))
+        spans = [(part, order[start:stop]) for part, (start, stop) in zip(parts, pairwise(bounds), strict=True) if start < stop]
+        client.read_rows([(self._places[part], wanted[span] - self._offsets[part]) for part, span in spans], rows)
+        found = np.empty_like(rows)
+        found[order] = rows
+        return found.reshape(*numbers.shape, *row)
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
         """Set the variable to a value, and return it.
@@ -319,6 +329,7 @@ class ServerVariable(DistributedValues):
             self.shape,
             self.dtype,
             self.trainable,
+            self.max_staleness,
         )
 
     def __repr__(self) -> str:
@@ -430,6 +441,7 @@ class ShardedVariable(ServerVariable):
             (offsets[-1], *first.shape[1:]),
             first.dtype,
             all(one.trainable for one in variables),
+            first.max_staleness,
         )
         self._variables = tuple(variables)
 

@@ -39,13 +39,23 @@ class StoredVariable:
 
     Attributes
     ----------
-    value : ndarray
-        The array. It may be written to.
+    name : str
+        Its name.
     """
 
     def __init__(self, name: str, array: Array) -> None:
-        self.name, self.value = name, array
+        self.name, self._array = name, array
         self._slots: dict[str, Array] = {}
+
+    @property
+    def value(self) -> Array:
+        """The array. It may be written to, and what is assigned is written to it."""
+        return self._array
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        if value is not self._array:
+            self._array[...] = assignable(value, self._array, self)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -44,6 +44,8 @@ class TaskGroup:
         The ranks of the workers and of the servers, in the order of their task ids.
     names : tuple of str
         What each rank is called in errors: its task, rank and node.
+    nodes : tuple of int
+        The index of each rank's node.
     number : int
         How many such groups this process was in before: the same on all ranks.
     """
@@ -55,6 +57,7 @@ class TaskGroup:
     workers: tuple[int, ...]
     servers: tuple[int, ...]
     names: tuple[str, ...]
+    nodes: tuple[int, ...]
     number: int
 
 
@@ -126,7 +129,8 @@ def join_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | Non
         _check_played(cluster, played)
         is_outside = task_type == EVALUATOR
         comm = job.comm.Split(_undefined() if is_outside else 0, job.rank)
-        nodes = [job.world.nodes[job.world.place(rank).node_index].name for rank in range(job.comm.Get_size())]
+        nodes = [job.world.place(rank).node_index for rank in range(job.comm.Get_size())]
+        node_names = [job.world.nodes[node].name for node in nodes]
     inside = [(rank, task) for rank, task in enumerate(played) if task[0] != EVALUATOR]
     by_task = {task: rank for rank, (_, task) in enumerate(inside)}
     return TaskGroup(
@@ -136,7 +140,8 @@ def join_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | Non
         by_task[CHIEF, cluster.task_indices(CHIEF)[0]],
         tuple(by_task[WORKER, index] for index in cluster.task_indices(WORKER)),
         tuple(by_task[PS, index] for index in cluster.task_indices(PS)),
-        tuple(f"{kind} {index} (rank {rank} on {nodes[rank]})" for rank, (kind, index) in inside),
+        tuple(f"{kind} {index} (rank {rank} on {node_names[rank]})" for rank, (kind, index) in inside),
+        tuple(nodes[rank] for rank, _ in inside),
         next(_numbers),
     )
 

@@ -1,6 +1,7 @@
 """VariableServer: answers requests for the variables of one server, one after the other, until the chief ends it.
 
-File law: a request changes a variable only when no answer is being sent from its array, so nobody reads half an update.
+File law: a request changes a variable only when no answer is being sent from its array, and under its sequence lock, so nobody
+reads half an update.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from mpistrat.arrays import Array
 from mpistrat.groups.agreement import pause
 from mpistrat.parameter_server.frames import REPLY, REQUEST, RESULT, Channel, Frame, FrameReceiver, Op
 from mpistrat.parameter_server.functions import dumps, dumps_error, loads
+from mpistrat.parameter_server.shared_arrays import ArrayAddress, SequenceLock, SharedArrays
 from mpistrat.parameter_server.stored_variable import SCATTER_METHODS, StoredVariable
 from mpistrat.state.scatter import apply
 
@@ -37,12 +39,17 @@ class VariableServer:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self._shared = SharedArrays(channel.comm.Get_size())
         self._variables: list[StoredVariable] = []
+        self._locks: list[SequenceLock] = []
+        self._addresses: list[ArrayAddress | None] = []
         self._functions: dict[tuple[int, int], Callable[..., Any]] = {}
         self._sends: list[tuple[int, list[MPI.Request]]] = []
         self._handlers: dict[int, Callable[[Frame], None]] = {
             Op.CREATE: self._create,
+            Op.LOCATE: self._locate,
             Op.READ: self._read,
+            Op.READ_NEWER: self._read_newer,
             Op.READ_ROWS: self._read_rows,
             Op.ASSIGN: self._write,
             Op.ASSIGN_ADD: self._write,
@@ -74,13 +81,28 @@ class VariableServer:
 
     def _create(self, frame: Frame) -> None:
         name, dtype, shape = loads(self._channel.payload(frame, REQUEST))
-        array = np.empty(shape, np.dtype(dtype))
+        array, lock, address = self._shared.allocate(shape, np.dtype(dtype))
         self._variables.append(StoredVariable(name, array))
+        self._locks.append(lock)
+        self._addresses.append(address)
+
+    def _locate(self, frame: Frame) -> None:
+        """Answer where other processes of this node find the array of a variable."""
+        address = dumps(self._addresses[frame.variable], "an address")
+        self._answer(self._channel.send(frame.source, REPLY, Op.DONE, address))
 
     def _read(self, frame: Frame) -> None:
         array = self._variables[frame.variable].value
         rows = array[frame.first : frame.second] if array.ndim else array
         self._answer(self._channel.send_bare(rows, frame.source, REPLY), frame.variable)
+
+    def _read_newer(self, frame: Frame) -> None:
+        """Answer the version of a variable, and its array if the one that the reader has is older than it may be."""
+        version = self._locks[frame.variable].version
+        is_old = frame.first < 0 or version - frame.first > frame.second
+        rows = [self._variables[frame.variable].value] if is_old else []
+        sends = self._channel.send(frame.source, REPLY, Op.DONE, *rows, first=version, second=int(is_old))
+        self._answer(sends, frame.variable)
 
     def _read_rows(self, frame: Frame) -> None:
         """Answer rows of one or more variables; the payload is the numbers of these, how many rows of each, and which."""
@@ -98,17 +120,22 @@ class VariableServer:
         array = self._variables[frame.variable].value
         target = array[frame.first : frame.second] if array.ndim else array
         if frame.op == Op.ASSIGN:
-            self._channel.receive_payload(frame, REQUEST, target)
-            return
-        delta = self._received(frame, target)
-        (np.add if frame.op == Op.ASSIGN_ADD else np.subtract)(target, delta, out=target)
+            with self._locks[frame.variable]:
+                self._channel.receive_payload(frame, REQUEST, target)
+        else:
+            delta = self._received(frame, target)
+            with self._locks[frame.variable]:
+                (np.add if frame.op == Op.ASSIGN_ADD else np.subtract)(target, delta, out=target)
+        self._shared.done[frame.source] += 1
 
     def _scatter(self, frame: Frame) -> None:
         self._finish_sends(frame.variable)
         array = self._variables[frame.variable].value
         indices, rows = np.empty(frame.first, np.int64), np.empty((frame.first, *array.shape[1:]), array.dtype)
         self._channel.receive_payload(frame, REQUEST, indices, rows)
-        apply(SCATTER_METHODS[frame.method], array, (rows, indices))
+        with self._locks[frame.variable]:
+            apply(SCATTER_METHODS[frame.method], array, (rows, indices))
+        self._shared.done[frame.source] += 1
 
     def _update(self, frame: Frame) -> None:
         """Call a function with a variable, and answer what it returns, or its error."""
@@ -117,7 +144,8 @@ class VariableServer:
         variable, op = self._variables[frame.variable], Op.DONE
         try:
             args, kwargs, wants_result = loads(data)
-            result = self._functions[frame.source, frame.first](variable, *args, **kwargs)
+            with self._locks[frame.variable]:
+                result = self._functions[frame.source, frame.first](variable, *args, **kwargs)
             answer = dumps(result, f"the result of an update of {variable!r}") if wants_result else b""
         except Exception as error:
             op, answer = Op.FAILED, dumps_error(error, self._channel.name)

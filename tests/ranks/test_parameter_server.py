@@ -28,6 +28,13 @@ def run(request):
     return partial(serve, request.param)
 
 
+@pytest.fixture(params=["shared memory", "messages"])
+def read_by(request, monkeypatch):
+    """Have servers of this node read through memory that they share, or by messages: what is read is the same."""
+    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "auto" if request.param == "shared memory" else "mpi")
+    return request.param
+
+
 def serve(num_servers, program, partitioner=None, **named):
     resolver = MPIClusterResolver(chief=1, ps=num_servers)
     return ParameterServerStrategy.main(program, resolver, partitioner, **named)
@@ -128,7 +135,7 @@ INDICES = [
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 10])
-def test_slices_are_those_of_numpy(run, num_shards):
+def test_slices_are_those_of_numpy(run, num_shards, read_by):
     def program(coordinator):
         wanted = np.arange(20).reshape(10, 2)
         table = variable(coordinator, wanted)
@@ -174,7 +181,7 @@ def test_slices_are_assigned_as_numpy_assigns_them(run, num_shards):
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 5])
-def test_rows_are_read_by_their_ids(run, num_shards):
+def test_rows_are_read_by_their_ids(run, num_shards, read_by):
     def program(coordinator):
         wanted = np.arange(30.0).reshape(10, 3)
         table = variable(coordinator, wanted)
@@ -190,6 +197,7 @@ def test_rows_are_read_by_their_ids(run, num_shards):
 
 
 def test_rows_are_asked_for_once_for_each_server(run, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "mpi")
     asked = []
 
     def program(coordinator):
@@ -201,10 +209,10 @@ def test_rows_are_asked_for_once_for_each_server(run, monkeypatch):
             asked.append((rank, frame))
             return send(rank, *frame, **named)
 
-        monkeypatch.setattr(channel, "send", counted)
+        channel.send = counted
         ids = [[19, 3, 19], [0, 7, 11]]
         np.testing.assert_array_equal(embedding_lookup(table, ids), np.arange(40.0).reshape(20, 2)[ids])
-        monkeypatch.undo()
+        channel.send = send
         assert sorted(rank for rank, _ in asked) == list(range(1, 1 + len(servers)))
         assert sum(part.size for _, frame in asked for part in frame[3:]) == 5, "rows 0, 3, 7, 11 and 19, each once"
 
@@ -357,7 +365,7 @@ def test_workers_update_variables_where_they_live(run):
     run(program, FixedShardsPartitioner(2))
 
 
-def test_no_update_is_lost_and_none_is_seen_by_halves(run):
+def test_no_update_is_lost_and_none_is_seen_by_halves(run, read_by):
     def program(coordinator):
         table, count = variable(coordinator, np.zeros((1000, 1000))), variable(coordinator, 0)
 
@@ -375,6 +383,69 @@ def test_no_update_is_lost_and_none_is_seen_by_halves(run):
         coordinator.join()
         assert int(count) == 25
         assert (table.numpy() == 25).all()
+
+    run(program)
+
+
+def test_a_large_array_is_read_under_constant_updates(run):
+    def program(coordinator):
+        table = variable(coordinator, np.zeros(2_000_000))
+
+        def write():
+            for _ in range(20):
+                table.assign_add(np.ones(2_000_000))
+
+        def read():
+            seen = table.numpy()
+            assert (seen == seen[0]).all(), "half an update was read"
+            return seen[0]
+
+        for _ in range(2):
+            coordinator.schedule(write)
+        seen = [read() for _ in range(5)]
+        coordinator.join()
+        assert seen == sorted(seen)
+        assert coordinator.schedule(read).fetch() == 40
+
+    run(program)
+
+
+@pytest.mark.parametrize("bound", [0, 3])
+def test_reads_lack_no_more_updates_than_they_may(run, bound, read_by):
+    def program(coordinator):
+        count = variable(coordinator, np.zeros(2), name="count")
+
+        def step():
+            lacked = []
+            for _ in range(20):
+                count.assign_add([1.0, 1.0], read_value=False)
+                made = count[:]  # reads of rows lack nothing: what the server has made when the next read begins
+                lacked.append((made - count.numpy()).max())
+            return max(lacked)
+
+        values = [coordinator.schedule(step) for _ in range(12)]
+        assert max(coordinator.fetch(values)) <= bound
+        assert (count.numpy() == 240).all(), "the chief reads what the servers have"
+        report = coordinator.staleness_report()
+        shards = len(getattr(count, "variables", [count]))
+        assert (report.max_staleness, sum(report.histogram.values())) == (bound, 240 * shards)
+        assert max(report.histogram) <= bound
+        if bound and read_by == "messages":
+            assert max(report.histogram) > 0, "no copy was used again"
+            assert "updates lacked" in str(report)
+        if read_by == "shared memory":
+            assert report.histogram.keys() == {0}
+
+    run(program, FixedShardsPartitioner(2), max_staleness=bound)
+
+
+def test_without_a_bound_reads_are_not_counted(run):
+    def program(coordinator):
+        count = variable(coordinator, np.zeros(2))
+        coordinator.schedule(lambda: count.numpy()[0]).fetch()
+        report = coordinator.staleness_report()
+        assert (report.max_staleness, report.histogram) == (None, {})
+        assert "none is counted" in str(report)
 
     run(program)
 

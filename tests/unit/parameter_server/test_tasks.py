@@ -76,6 +76,8 @@ def test_the_strategy_refuses_what_it_cannot_take():
         strategy(resolver, 2)
     with pytest.raises(InvalidArgumentError, match="placement must be one of even_bytes, round_robin; got 'even'"):
         strategy(resolver, placement="even")
+    with pytest.raises(InvalidArgumentError, match="max_staleness must be at least 0, or None for no bound; got -1"):
+        strategy(resolver, max_staleness=-1)
     resolver.task_type = "worker"
     with pytest.raises(InvalidArgumentError, match="the chief makes the strategy, but this rank is worker 0"):
         strategy(resolver)
