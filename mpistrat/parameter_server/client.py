@@ -42,10 +42,13 @@ class Placed(NamedTuple):
         The task id of the server.
     number : int
         Its number there.
+    name : str
+        What errors call it.
     """
 
     server: int
     number: int
+    name: str
 
 
 class Client:
@@ -90,8 +93,8 @@ class Client:
         with self._lock:
             data = dumps((name, array.dtype.str if array.dtype.kind != "V" else array.dtype, array.shape), name)
             requests = self.channel.send(self._ranks[server], REQUEST, Op.CREATE, data)
-            self._finish(requests, server)
-            placed = Placed(server, self._created[server])
+            self._finish(requests, server, f"{name}, which is new")
+            placed = Placed(server, self._created[server], name)
             self._created[server] += 1
             self.write(Op.ASSIGN, [(placed, 0, array)])
             return placed
@@ -114,9 +117,9 @@ class Client:
                 if requests:
                     stop = start + len(target) if target.ndim else 0
                     requests += self.channel.send(rank, REQUEST, Op.READ, variable=placed.number, first=start, second=stop)
-                under_way.append((placed.server, requests))
-            for server, requests in under_way:
-                self._finish(requests, server)
+                under_way.append((placed, requests))
+            for placed, requests in under_way:
+                self._finish(requests, placed.server, f"read of {placed.name}")
 
     def read_bounded(self, parts: Sequence[tuple[Placed, Array]], max_staleness: int) -> None:
         """Read whole variables, each of which may lack as many updates; count how many it lacks.
@@ -145,7 +148,7 @@ class Client:
                     )
                 )
             for (placed, target), requests in zip(by_message, under_way, strict=True):
-                self.staleness[self._take_newer(placed, target, self._reply(placed.server, requests))] += 1
+                self.staleness[self._take_newer(placed, target, self._reply(placed, "read", requests))] += 1
 
     def read_rows(self, parts: Sequence[tuple[Placed, Array]], target: Array) -> None:
         """Read single rows; each server is asked once, and for a row once.
@@ -167,7 +170,7 @@ class Client:
                     asked.append((server, wanted, *self._ask_rows(server, shards, wanted)))
                 start = stop
             for server, wanted, arrived, position, requests in asked:
-                self._finish(requests, server)
+                self._finish(requests, server, "read of rows")
                 arrived.take(position, 0, wanted, "clip")
 
     def write(self, op: int, parts: Sequence[tuple[Placed, int, Array]]) -> None:
@@ -188,7 +191,7 @@ class Client:
                     requests = self.channel.send(
                         self._ranks[placed.server], REQUEST, op, array, variable=placed.number, first=start, second=stop
                     )
-                    under_way.append((placed.server, requests))
+                    under_way.append((placed, requests))
             self._finish_writes(under_way)
 
     def scatter(self, method: int, parts: Sequence[tuple[Placed, Array, Array]]) -> None:
@@ -207,7 +210,7 @@ class Client:
                         variable=placed.number,
                         first=len(indices),
                     )
-                    under_way.append((placed.server, requests))
+                    under_way.append((placed, requests))
             self._finish_writes(under_way)
 
     def update(
@@ -237,8 +240,8 @@ class Client:
                 rank = self._ranks[placed.server]
                 requests = self.functions.send(function, rank)
                 requests += self.channel.send(rank, REQUEST, Op.UPDATE, payload, variable=placed.number, first=function.number)
-                under_way.append((placed.server, requests))
-            answers = [self._answer(server, requests) for server, requests in under_way]
+                under_way.append((placed, requests))
+            answers = [self._answer(placed, f"call of {function.name}", requests) for placed, requests in under_way]
         for failed, answer in answers:
             if failed:
                 raise loads_error(answer)
@@ -281,7 +284,7 @@ class Client:
 
     def _attach(self, placed: Placed) -> AttachedArray | None:
         requests = self.channel.send(self._ranks[placed.server], REQUEST, Op.LOCATE, variable=placed.number)
-        address = loads(self._answer(placed.server, requests)[1])
+        address = loads(self._answer(placed, "place", requests)[1])
         return None if address is None else attach(address, self.channel.comm.Get_size())
 
     def _take_newer(self, placed: Placed, target: Array, frame: Frame) -> int:
@@ -309,13 +312,13 @@ class Client:
         requests += self.channel.send(self._ranks[server], REQUEST, Op.READ_ROWS, asked, *different, first=len(shards))
         return arrived, position, requests
 
-    def _answer(self, server: int, requests: list[Any]) -> tuple[bool, bytes]:
-        frame = self._reply(server, requests)
+    def _answer(self, placed: Placed, what: str, requests: list[Any]) -> tuple[bool, bytes]:
+        frame = self._reply(placed, what, requests)
         return frame.op == Op.FAILED, bytes(self.channel.payload(frame, REPLY))
 
-    def _reply(self, server: int, requests: list[Any]) -> Frame:
-        self._finish(requests, server)
-        receiver, found = self._replies[server], list[Frame]()
+    def _reply(self, placed: Placed, what: str, requests: list[Any]) -> Frame:
+        self._finish(requests, placed.server, what)
+        receiver, found = self._replies[placed.server], list[Frame]()
 
         def has_come() -> bool:
             frame = receiver.poll()
@@ -323,12 +326,13 @@ class Client:
                 found.append(frame)
             return frame is not None
 
-        self.channel.wait_until(has_come, lambda: self._waits_for(server))
+        self.channel.wait_until(has_come, lambda: self._waits_for(placed.server, f"{what} of {placed.name}"))
         return found[0]
 
-    def _finish_writes(self, under_way: Sequence[tuple[int, list[Any]]]) -> None:
-        for server, requests in under_way:
-            self._finish(requests, server)
+    def _finish_writes(self, under_way: Sequence[tuple[Placed, list[Any]]]) -> None:
+        for placed, requests in under_way:
+            server = placed.server
+            self._finish(requests, server, f"update of {placed.name}")
             self._updates[server] += 1
             self._writes[server] += 1
             if self._writes[server] >= _MOST_WRITES:
@@ -337,14 +341,14 @@ class Client:
     def _flush(self, server: int) -> None:
         answer, rank = np.empty(1, np.uint8), self._ranks[server]
         requests = self.channel.start_receiving(answer, rank, REPLY)
-        self._finish([*requests, *self.channel.send(rank, REQUEST, Op.FLUSH)], server)
+        self._finish([*requests, *self.channel.send(rank, REQUEST, Op.FLUSH)], server, "updates before")
         self._writes[server] = 0
 
-    def _finish(self, requests: Sequence[Any], server: int) -> None:
-        self.channel.wait(requests, lambda: self._waits_for(server))
+    def _finish(self, requests: Sequence[Any], server: int, what: str) -> None:
+        self.channel.wait(requests, lambda: self._waits_for(server, what))
 
-    def _waits_for(self, server: int) -> str:
-        return f"an answer of {self.channel.group.names[self._ranks[server]]}"
+    def _waits_for(self, server: int, what: str) -> str:
+        return f"an answer of {self.channel.group.names[self._ranks[server]]}: {what}"
 
 
 def install(client: Client | None) -> None:

@@ -21,7 +21,10 @@ from mpistrat.errors import DeadlineExceededError
 from mpistrat.groups.agreement import pause
 from mpistrat.launch.openmpi import num_cores, yields_when_idle
 from mpistrat.logger import logger
+from mpistrat.parameter_server.activity import Activity
 from mpistrat.parameter_server.tasks import TaskGroup
+from mpistrat.watch.stall_report import others_report
+from mpistrat.watch.watcher import watcher
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -35,7 +38,7 @@ _PAYLOAD = 16  # is added to the tag of a frame for the messages that follow it
 _HEADER = Struct("=BBHIqqq")
 _INLINE_BYTES = 16 << 10
 _POLLS = 100  # before the core is given away, where each rank has one of its own
-_LOOK = 256  # polls between two looks at the clock
+_TOLD_SECONDS = 0.01  # a wait that is shorter is not recorded
 
 Buffer = Any
 
@@ -92,6 +95,7 @@ class Channel:
         assert group.comm is not None, "an evaluator takes part in no communication"
         self.group, self.comm = group, group.comm
         self.name = group.names[self.comm.Get_rank()]
+        self.activity = Activity(self.name.partition(" (")[0])
         self._seconds = settings.TIMEOUT_SECONDS.read()
         self._patience = settings.STALL_SECONDS.read()
         self._most = settings.MAX_MESSAGE_BYTES.read()
@@ -188,9 +192,13 @@ class Channel:
         began = time.monotonic()
         limit = self._seconds if has_deadline and self._seconds else float("inf")
         patience = self._patience or float("inf")
+        is_told = False
         while not has_come():
             pause(began)
             waited = time.monotonic() - began
+            if waited > _TOLD_SECONDS and not is_told:
+                is_told = True
+                self.activity.wait_for(what())
             if waited > limit:
                 raise DeadlineExceededError(
                     f"{self.name}: waited {limit:g} s for {what()}; it may be busy with a long request, or have failed. "
@@ -198,7 +206,17 @@ class Channel:
                 )
             if waited > patience:
                 patience *= 2
-                logger.warning(f"{self.name} has waited {waited:.0f} s for {what()}")
+                logger.warning(f"{self.name} has waited {waited:.0f} s for {what()}{self._meanwhile()}")
+        if is_told:
+            self.activity.resume()
+
+    def _meanwhile(self) -> str:
+        """Return what the other ranks of the job do, on lines of their own."""
+        watching = watcher()
+        if watching is None:
+            return ""
+        states = watching.compare()
+        return f"\n{others_report(self.group.job_rank, states)}"
 
     def _started(self, messages: Sequence[tuple[Buffer, int, int]]) -> list[MPI.Request]:
         return [self.comm.Isend(buffer, rank, tag) for buffer, rank, tag in messages]

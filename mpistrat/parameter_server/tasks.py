@@ -42,6 +42,8 @@ class TaskGroup:
         The rank of the chief in `comm`.
     workers, servers : tuple of int
         The ranks of the workers and of the servers, in the order of their task ids.
+    job_rank : int
+        This rank, among all of the job.
     names : tuple of str
         What each rank is called in errors: its task, rank and node.
     nodes : tuple of int
@@ -56,6 +58,7 @@ class TaskGroup:
     chief: int
     workers: tuple[int, ...]
     servers: tuple[int, ...]
+    job_rank: int
     names: tuple[str, ...]
     nodes: tuple[int, ...]
     number: int
@@ -140,6 +143,7 @@ def join_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | Non
         by_task[CHIEF, cluster.task_indices(CHIEF)[0]],
         tuple(by_task[WORKER, index] for index in cluster.task_indices(WORKER)),
         tuple(by_task[PS, index] for index in cluster.task_indices(PS)),
+        job.rank,
         tuple(f"{kind} {index} (rank {rank} on {node_names[rank]})" for rank, (kind, index) in inside),
         tuple(nodes[rank] for rank, _ in inside),
         next(_numbers),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VariableServer"]
 
+_IDLE = "waits for requests"
 _MOST_SENDS = 32  # before those that have ended are looked for, where requests come without a pause
 
 
@@ -64,6 +65,7 @@ class VariableServer:
     def serve(self) -> None:
         """Answer requests until the chief says that the job is done."""
         receiver, began = FrameReceiver(self._channel, REQUEST), time.monotonic()
+        self._channel.activity.set(_IDLE)
         while True:
             frame = receiver.poll()
             if frame is None:
@@ -78,6 +80,7 @@ class VariableServer:
         self._answer(self._channel.send(frame.source, RESULT, Op.STOPPED))
         self._finish_sends(None)
         receiver.close()
+        self._channel.activity.set("")
 
     def _create(self, frame: Frame) -> None:
         name, dtype, shape = loads(self._channel.payload(frame, REQUEST))
@@ -144,11 +147,14 @@ class VariableServer:
         variable, op = self._variables[frame.variable], Op.DONE
         try:
             args, kwargs, wants_result = loads(data)
+            fn = self._functions[frame.source, frame.first]
+            self._channel.activity.set(f"runs {getattr(fn, '__qualname__', fn)} on {variable.name}")
             with self._locks[frame.variable]:
-                result = self._functions[frame.source, frame.first](variable, *args, **kwargs)
+                result = fn(variable, *args, **kwargs)
             answer = dumps(result, f"the result of an update of {variable!r}") if wants_result else b""
         except Exception as error:
             op, answer = Op.FAILED, dumps_error(error, self._channel.name)
+        self._channel.activity.set(_IDLE)
         self._answer(self._channel.send(frame.source, REPLY, op, answer))
 
     def _flush(self, frame: Frame) -> None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Worker"]
 
+_IDLE = "waits for a function"
+
 
 class _Task(NamedTuple):
     """A function to run: its number, that of the call, in which epoch of the coordinator, and the arguments."""
@@ -53,6 +55,7 @@ class Worker:
     def serve(self) -> None:
         """Run functions until the chief says that the job is done."""
         receiver, began = FrameReceiver(self._channel, REQUEST), time.monotonic()
+        self._channel.activity.set(_IDLE)
         while True:
             # whatever has come is looked at before a function is run: it may cancel that
             frame = receiver.poll()
@@ -68,6 +71,7 @@ class Worker:
                 pause(began)
         self._answer(Op.STOPPED, 0)
         self._channel.wait(self._sends, lambda: "the chief, to take results", has_deadline=False)
+        self._channel.activity.set("")
         receiver.close()
 
     def _take(self, frame: Frame) -> None:
@@ -98,6 +102,7 @@ class Worker:
         except Exception as error:
             op, answer = Op.FAILED, dumps_error(_of_function(error), self._channel.name)
         self._client.flush()
+        self._channel.activity.set(_IDLE)
         self._answer(op, task.call, answer)
 
     def _result(self, task: _Task) -> bytes:
@@ -107,6 +112,7 @@ class Worker:
             fn = self._functions[task.function]
             if isinstance(fn, bytes):
                 fn = self._functions[task.function] = loads(fn)
+            self._channel.activity.set(f"runs {getattr(fn, '__qualname__', fn)} (function {task.function})")
             result = fn(*args, **kwargs)
         if task.makes_resource:
             self._client.resources[task.call] = result

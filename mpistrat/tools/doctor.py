@@ -196,6 +196,8 @@ def _rank_row(state: RankState) -> tuple[str, ...]:
     call = state.call
     silent = ", held up in C" if state.is_silent else ""
     beginning = (str(state.rank), state.node, str(state.pid), state.state + silent)
+    if state.activity:
+        return *beginning, state.activity, "", "", state.now_at or "not known"
     if call is None:
         return *beginning, "none yet", "", "", state.now_at or "not known"
     if call.left_seconds_ago is None:

@@ -58,7 +58,7 @@ class Field(IntEnum):
 
 
 # name -> offset of its text in the header, and its room in bytes
-TEXTS = {"node": (256, 256), "host": (512, 256), "program": (768, 1024)}
+TEXTS = {"node": (256, 256), "host": (512, 256), "program": (768, 1024), "activity": (1792, 512)}
 HEADER = 4096
 
 # number, communicator, description, line, entered, left

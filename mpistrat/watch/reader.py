@@ -148,7 +148,7 @@ class RankFile:
         return self._line(self._word(Field.NOW_AT)), self._word(Field.SAMPLED)
 
     def text(self, name: str) -> str:
-        """Return its ``node``, ``host`` or ``program``."""
+        """Return its ``node``, ``host``, ``program`` or ``activity``."""
         start, room = TEXTS[name]
         length = min(int.from_bytes(self._memory[start : start + 8], sys.byteorder), room - 8)
         return bytes(self._memory[start + 8 : start + 8 + length]).decode(errors="replace")

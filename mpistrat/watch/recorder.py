@@ -39,9 +39,10 @@ from mpistrat.watch.file_layout import (
     Table,
 )
 
-__all__ = ["FlightRecorder", "digest", "recorder"]
+__all__ = ["FlightRecorder", "digest", "encoded_activity", "recorder"]
 
 _MOST_PLACES = 16_384
+_ACTIVITY = TEXTS["activity"][0]
 _write_entry = struct.Struct("=5Q").pack_into
 _frame_at = sys._getframe
 
@@ -161,6 +162,10 @@ class FlightRecorder:
         """Record the state of this process."""
         self._put(Field.STATE, state)
 
+    def set_activity(self, activity: bytes) -> None:
+        """Record what this process is doing beside collectives, as `encoded_activity` returns it."""
+        self.memory[_ACTIVITY : _ACTIVITY + len(activity)] = activity
+
     def note_look(self, frame: FrameType | None) -> None:
         """Record that the watching thread is awake, and the line of a `frame` of the main thread."""
         now = monotonic_ns()
@@ -269,6 +274,11 @@ def _end_of(text: str, room: int) -> str:
     return "…" + encoded[len("…".encode()) - room :].decode("utf-8", "ignore")
 
 
+def encoded_activity(text: str) -> bytes:
+    """Return a text as `FlightRecorder.set_activity` takes it; an empty one says that there is nothing to tell."""
+    return _encoded("activity", text)
+
+
 def digest(text: str) -> int:
     """Return a hash of a text, of 8 bytes."""
     return int.from_bytes(blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).digest(), "little")
@@ -325,7 +335,12 @@ def _mapped(path: Path) -> mmap.mmap:
 
 
 def _write_text(memory: memoryview, name: str, text: str) -> None:
-    start, room = TEXTS[name]
-    encoded = text.encode("utf-8", "backslashreplace")[: room - 8]
-    memory[start + 8 : start + 8 + len(encoded)] = encoded
-    memory[start : start + 8] = len(encoded).to_bytes(8, sys.byteorder)
+    start, _ = TEXTS[name]
+    encoded = _encoded(name, text)
+    memory[start : start + len(encoded)] = encoded
+
+
+def _encoded(name: str, text: str) -> bytes:
+    """Return a text as it stands in the header: its length, then UTF-8."""
+    encoded = text.encode("utf-8", "backslashreplace")[: TEXTS[name][1] - 8]
+    return len(encoded).to_bytes(8, sys.byteorder) + encoded

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mpistrat.text import format_elapsed, ranks_text
 from mpistrat.watch.states import Call, RankState
 
-__all__ = ["end_report", "stall_report"]
+__all__ = ["end_report", "others_report", "stall_report"]
 
 _MOST_MISSING = 16
 
@@ -65,6 +65,11 @@ def end_report(own: RankState, waited_seconds: float, states: Sequence[RankState
             "  MPISTRAT_STALL_SECONDS=0 turns this report off.",
         ]
     )
+
+
+def others_report(rank: int, states: Sequence[RankState]) -> str:
+    """Return what the other ranks do, a line for each, for a rank that waits outside of collectives."""
+    return "\n".join(_each("meanwhile", [state for state in states if state.rank != rank]))
 
 
 def _each(what: str, states: Sequence[RankState]) -> list[str]:

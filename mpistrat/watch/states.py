@@ -95,6 +95,8 @@ class RankState:
         Whether its watching thread is blocked: a call in C holds the interpreter lock, or no core is free.
     program : str
         Its command line.
+    activity : str
+        What it is doing beside collectives, such as a task of a job with parameter servers; empty where there is no such thing.
     """
 
     rank: int
@@ -106,6 +108,7 @@ class RankState:
     seen_seconds_ago: float = 0.0
     is_silent: bool = False
     program: str = ""
+    activity: str = ""
 
     @property
     def call(self) -> Call | None:
@@ -126,7 +129,7 @@ class RankState:
 
     def doing(self) -> str:
         """Return a description of what it is doing, and where."""
-        return f"{self._condition()}; {self._last()}{self._where()}"
+        return f"{self._condition()}; {self.activity or self._last()}{self._where()}"
 
     def _condition(self) -> str:
         words = {
@@ -188,6 +191,7 @@ def look(file: RankFile, wanted: Collection[Key] = ()) -> RankState:
         (now - sampled) / 1e9,
         alive and state != "stopped" and 0 < file.looked < now - SILENT_SECONDS * 1e9,
         file.text("program"),
+        file.text("activity") if state in ("in", "out", "stopped", "gone") else "",
     )
 
 

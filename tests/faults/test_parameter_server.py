@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 
@@ -100,6 +101,22 @@ def test_what_a_chief_waits_for_is_told(job: Job) -> None:
     ended = job(3, program(chief), MPISTRAT_STALL_SECONDS="1")
     assert ended.code == 0
     assert "has waited 1 s for the scheduled functions; 1 are at worker 0 (rank 2 on " in ended.stderr
+
+
+def test_a_stall_report_tells_what_each_task_does(job: Job) -> None:
+    chief = """
+def slow(variable): time.sleep(4)
+def step(): mpistrat.get_strategy().extended.update(number, slow)
+coordinator.schedule(step)
+coordinator.join()
+"""
+    ended = job(3, program(chief), MPISTRAT_STALL_SECONDS="2")
+    assert ended.code == 0, ended.stderr
+    _, _, report = ended.stderr.partition("chief 0 (rank 0 on ")
+    assert "waited 2 s for the scheduled functions; 1 are at worker 0" in report
+    assert re.search(r"meanwhile: rank 1 \(.*\): alive; ps 0 runs slow on Variable; now at .*\(slow\)", report), report
+    waits = r"worker 0 runs step \(function 0\), waits for an answer of ps 0 \(rank 1 on .*\): call of slow of Variable"
+    assert re.search(rf"meanwhile: rank 2 \(.*\): alive; {waits}; now at .*\(step\)", report), report
 
 
 def test_an_idle_server_leaves_its_core_to_others(job: Job) -> None:
