@@ -1,4 +1,4 @@
-"""Parameter servers: pulls, pushes and scheduled functions, beside TensorFlow's on the same machine."""
+"""Parameter servers: pulls, pushes and scheduled functions, beside TensorFlow's and beside synchronous steps of ours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES = ((KIB, 3000), (64 * KIB, 1500), (MIB, 200), (4 * MIB, 60))
 QUICK = ((KIB, 100), (64 * KIB, 50))
 WORKERS = 2  # beside one chief and one ps
 MOST_WORKERS = (1, 2, 4)
-GOAL_RATIO, GOAL_SECONDS = 10.0, 150e-6
+GOAL_RATIO, GOAL_SECONDS, GOAL_UNEVEN = 10.0, 150e-6, 0.1
 _LIMIT_SECONDS = 600.0
 _PEERS = Path(__file__).parent / "peers"
 
@@ -49,23 +49,51 @@ def run(session: Session) -> dict[str, Any]:
             session.say(f"{name} with {workers} workers: {format_seconds(rows[-1]['seconds'])} for an empty function")
     if tensorflow:
         session.versions["TensorFlow"] = "2.21.0"
-    return {"rows": rows}
+    synchronous = _answer(WORKERS, "synchronous_ranks.py", json.dumps(cases))
+    session.say(f"synchronous, {WORKERS} ranks: " + ", ".join(f"{name} {rate:.0f}/s" for name, rate in synchronous.items()))
+    return {"rows": rows, "synchronous": synchronous, "placed": _answer(4, "placement_ranks.py")}
+
+
+def _answer(num_ranks: int, script: str, *arguments: str) -> dict[str, Any]:
+    """Return what a program of ours prints."""
+    argv, extra = command(num_ranks, [sys.executable, str(_PEERS / script), *arguments])
+    done = run_bounded(argv, _LIMIT_SECONDS, {**os.environ, **extra})
+    if done.returncode:
+        raise RuntimeError(f"{script} on {num_ranks} ranks failed: {done.stderr}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the verdicts on the goals, and two tables."""
+    """Return the verdicts on the goals, and four tables."""
     found = {(row["name"], row["workers"]): row for row in result["rows"]}
     ours, theirs = found["mpistrat", WORKERS], found.get(("TensorFlow", WORKERS))
     names = [name for name in ours if name.partition(" ")[0] in ("pull", "push")]
     lines = [_line(name, ours, theirs) for name in names]
-    text = markdown_table(["per second, two workers together", "mpistrat", "TensorFlow", "times as many"], lines)
     functions = [
         [row["name"], str(row["workers"]), format_seconds(row["seconds"]), f"{row['functions']:.0f}"] for row in result["rows"]
     ]
-    text += "\n" + markdown_table(["", "workers", "schedule to done of an empty function", "functions per second"], functions)
-    is_late = ours["seconds"] > GOAL_SECONDS
-    missed = [format_seconds(ours["seconds"])] if is_late else []
-    verdicts = verdict(f"an empty function takes at most {format_seconds(GOAL_SECONDS)}, median", not is_late, missed)
+    steps = [
+        [format_bytes(int(name.partition(" ")[2])), f"{ours[name]:.0f}", f"{rate:.0f}", f"{rate / ours[name]:.1f}"]
+        for name, rate in result["synchronous"].items()
+    ]
+    placed = [[name, *map(format_bytes, numbers), f"{_unevenness(numbers):.1%}"] for name, numbers in result["placed"].items()]
+    heads = ["steps per second of two workers together, model of", "parameter servers", "synchronous", "times as many"]
+    text = "\n".join(
+        [
+            markdown_table(["per second, two workers together", "mpistrat", "TensorFlow", "times as many"], lines),
+            markdown_table(["", "workers", "schedule to done of an empty function", "functions per second"], functions),
+            markdown_table(heads, steps),
+            markdown_table(["placement", "bytes of server 0", "of server 1", "above even"], placed),
+        ]
+    )
+    uneven, is_late = _unevenness(result["placed"]["even_bytes"]), ours["seconds"] > GOAL_SECONDS
+    balance = verdict(
+        f"bytes per server within {GOAL_UNEVEN:.0%} of even", uneven <= GOAL_UNEVEN, [f"{uneven:.1%}"] * (uneven > GOAL_UNEVEN)
+    )
+    missed = [format_seconds(ours["seconds"])] * is_late
+    verdicts = f"{balance}\n" + verdict(
+        f"an empty function takes at most {format_seconds(GOAL_SECONDS)}, median", not is_late, missed
+    )
     if theirs is not None:
         ratios = {name: ours[name] / theirs[name] for name in names}
         misses = [f"{_said(name)} {ratio:.1f}" for name, ratio in ratios.items() if ratio < GOAL_RATIO]
@@ -94,6 +122,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes.legend()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _unevenness(found: list[int]) -> float:
+    """Return how far the server with the most bytes is from the mean of all."""
+    return max(found) * len(found) / sum(found) - 1
 
 
 def _line(name: str, ours: dict[str, Any], theirs: dict[str, Any] | None) -> list[str]:

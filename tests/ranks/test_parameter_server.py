@@ -1,4 +1,7 @@
-"""Parameter servers: variables on servers, and functions that workers run; 1 chief, 1 or 2 servers, the other ranks workers."""
+"""Parameter servers: variables on servers, and functions that workers run; 1 chief, 1 or 2 servers, the other ranks workers.
+
+The lane has 3, 4 and 8 ranks; `--num-ranks 5` gives 1+1+3 and 1+2+2.
+"""
 
 import os
 import threading

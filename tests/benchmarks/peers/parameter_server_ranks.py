@@ -34,9 +34,16 @@ def main(coordinator: Any) -> None:
             for _ in range(times):
                 variable.assign_add(delta, read_value=False)
 
+        def step(times: int, variable: Any = variable) -> None:
+            gradient = np.ones(variable.shape, np.float32)
+            for _ in range(times):
+                variable.numpy()
+                variable.assign_sub(gradient, read_value=False)
+
         found |= {f"pull {nbytes}": _rate(coordinator, pull, times, num_workers)}
         found |= {f"push {nbytes}": _rate(coordinator, push, times, num_workers)}
         assert (variable.numpy() == (times + 3) * num_workers).all(), "a push is missing"
+        found |= {f"step {nbytes}": _rate(coordinator, step, times, num_workers)}
 
     def pull_rows(times: int) -> None:
         ids = np.random.default_rng(0).integers(0, ROWS, (times, BATCH))
