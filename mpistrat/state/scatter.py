@@ -110,9 +110,14 @@ def apply(method: str, target: Array, rows: Rows) -> None:
         return
     # each affected row once, in the accumulation dtype; CuPy would apply rows with the same index in any order
     touched, position = np.unique(indices, return_inverse=True)
+    are_different = len(touched) == len(indices)
+    if are_different:
+        touched = indices
     wide = to_host(target[touched]).astype(_wide(target), copy=False)
     if method == "scatter_update":
-        wide[position] = values
+        wide[slice(None) if are_different else position] = values
+    elif are_different:  # faster than `at`
+        _UFUNCS[method](wide, values.astype(wide.dtype, copy=False), out=wide)
     else:
         _UFUNCS[method].at(wide, position, values.astype(wide.dtype, copy=False))
     target[touched] = like(wide.astype(target.dtype, copy=False), target)
