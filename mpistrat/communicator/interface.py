@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
@@ -13,6 +14,8 @@ from mpistrat.algorithms.choose import Choice
 from mpistrat.arrays import Array
 from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.validate import check_root
+from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype
@@ -148,6 +151,60 @@ class BaseCommunicator(ABC):
     @abstractmethod
     def barrier(self, options: CommunicationOptions | None = None) -> None:
         """Wait until all replicas have entered the barrier. A collective call."""
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return the object of rank `root`, on every rank. A collective call, and a slow one: what is sent is pickled.
+
+        Parameters
+        ----------
+        value : object
+            That of `root` is sent; those of other ranks do not matter.
+        root : int
+            Whose object it is.
+
+        Raises
+        ------
+        Exception
+            What pickling raises, on `root`; AgreementError on the others then.
+        InvalidArgumentError
+            If `root` is not a rank.
+        """
+        self.note("broadcast_object")
+        is_root = self.rank == root
+        found = self.broadcast(self._pickled("broadcast_object", value if is_root else None), root)
+        return value if is_root else pickle.loads(found.data)
+
+    def gather_objects(self, value: Any, root: int = 0) -> list[Any] | None:
+        """Return the objects of all ranks, in rank order, on rank `root`; None elsewhere. A collective call, and a slow one.
+
+        Parameters
+        ----------
+        value : object
+            Is pickled, and may be of another size and type on each rank.
+        root : int
+            Who gets them.
+
+        Raises
+        ------
+        Exception
+            What pickling raises, on the rank that cannot; AgreementError on the others then.
+        InvalidArgumentError
+            If `root` is not a rank.
+        """
+        try:
+            check_root(root, self.size)
+        except (TypeError, InvalidArgumentError) as error:
+            self.refuse("gather_objects", error)
+        self.note(f"gather_objects(root={root})")
+        mine, nothing = self._pickled("gather_objects", value), np.empty(0, np.uint8)
+        arrived = self.all_to_all([mine if rank == root else nothing for rank in range(self.size)])
+        return [pickle.loads(each.data) for each in arrived] if self.rank == root else None
+
+    def _pickled(self, verb: str, value: Any) -> Array:
+        try:
+            return np.frombuffer(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), np.uint8)
+        except Exception as error:  # a class of the program may raise anything
+            self.refuse(verb, error)
 
     @abstractmethod
     def agree(self, call: str, error: Exception | None = None, options: CommunicationOptions | None = None) -> None:

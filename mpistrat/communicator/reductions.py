@@ -22,7 +22,7 @@ from mpistrat.communicator.guard import CollectiveGuard
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.plan_cache import PlanCache
 from mpistrat.communicator.validate import check_gather, check_out, check_target, copy_overlapping, describe_all_reduce
-from mpistrat.errors import TransportError
+from mpistrat.errors import CollectiveError, TransportError
 from mpistrat.execution.engine import wait_for_gpu
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.work import Work
@@ -270,7 +270,13 @@ class Reductions:
         """Run a started all-reduce, on the engine's thread."""
         self._guard.raise_if_failed()
         call.begin()
-        batch = self._batch(call, op, arrays, num_packs)
+        try:
+            batch = self._batch(call, op, arrays, num_packs)
+        except CollectiveError as error:
+            if not self._calls.is_strict:
+                # the program may have started others behind it already, which ranks that learn of this do not make
+                self._guard.fail(call.verb, error)
+            raise
         self._guard.begin(call, batch.signature("start_all_reduce"))
         self._guard.run(call, self._steps(batch, arrays, results))
         self._settle()

@@ -21,6 +21,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 
 from mpistrat.errors import UnavailableError
@@ -69,6 +70,7 @@ class Job:
         self._what = what
         self._ended = threading.Event()
         self._result: object = None
+        self._callbacks: deque[Callable[[], object]] = deque()
         self.failure: BaseException | None = None
         self.is_claimed = False
 
@@ -86,6 +88,18 @@ class Job:
             _engine.note_failure(self)
         self._carry_out = None  # frees the arrays it worked on
         self._ended.set()
+        self._call_back()
+
+    def add_done_callback(self, callback: Callable[[], object]) -> None:
+        """Have `callback` called once when it has ended, on whatever thread learns of that."""
+        self._callbacks.append(callback)
+        if self._ended.is_set():
+            self._call_back()
+
+    def _call_back(self) -> None:
+        with suppress(IndexError):  # two threads may be here, and each takes another
+            while True:
+                self._callbacks.popleft()()
 
     def join(self) -> None:
         """Wait until it has ended.

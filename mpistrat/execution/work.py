@@ -65,6 +65,10 @@ class Work(Generic[T]):
             self._finished.append(self._finish(self._job.result()))
         return self._finished[0]
 
+    def add_done_callback(self, callback: Callable[[], object]) -> None:
+        """Have `callback` called once when the operation has ended, well or not; at once if it has. It must not block."""
+        self._job.add_done_callback(callback)
+
     def then(self, finish: Callable[[T], U]) -> Work[U]:
         """Return a handle on the same operation with the result ``finish(result)``; use it in place of this one."""
         before = self._finish

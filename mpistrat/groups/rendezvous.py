@@ -122,7 +122,10 @@ def _watch(world: MPI.Intracomm, call: str, timeout_seconds: float) -> None:
 
 def _own(comm: MPI.Intracomm, call: str, timeout_seconds: float) -> MPI.Intracomm:
     """Return a duplicate of a communicator, which completes when all ranks have called this."""
-    own, request = comm.Idup()
+    from mpi4py import MPI
+
+    # a duplicate of a subclass, such as those of `mpistrat.mpi4py`, would be one too
+    own, request = MPI.Intracomm(comm).Idup()
     began = time.monotonic()
     deadline = began + (timeout_seconds or float("inf"))
     watching = watcher.watcher()

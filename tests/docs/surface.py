@@ -17,7 +17,15 @@ from tests.docs.tf_names import READING, SAME, SECTIONS
 
 __all__ = ["api_names", "beyond", "described", "home", "members", "public_names", "resolve"]
 
-FACES = ("experimental", "experimental.coordinator", "experimental.partitioners", "cluster_resolver")
+FACES = (
+    "experimental",
+    "experimental.coordinator",
+    "experimental.partitioners",
+    "cluster_resolver",
+    "mpi4py",
+    "torch",
+    "jax",
+)
 
 
 def resolve(path: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -238,3 +240,30 @@ def test_a_strategy_of_one_device_has_the_same_verbs():
     assert communicator.reduce_scatter("sum", np.ones(2), out=np.empty(2)).tolist() == [1, 1]
     assert communicator.all_to_all(np.ones(2)).tolist() == [1, 1]
     assert (communicator.node, communicator.local_rank) == (0, 0)
+
+
+def test_objects_of_any_kind_and_size(whole):
+    root = whole.size - 1
+    found = whole.broadcast_object({"from": whole.rank, "numbers": np.arange(whole.rank)}, root)
+    assert (found["from"], found["numbers"].tolist()) == (root, list(range(root)))
+    every = whole.gather_objects(["x"] * whole.rank, root=root)
+    assert every == ([["x"] * rank for rank in range(whole.size)] if whole.rank == root else None)
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("verb", ["broadcast_object", "gather_objects"])
+def test_an_object_that_cannot_be_pickled_is_told_to_all(whole, verb):
+    with pytest.raises((AttributeError, pickle.PicklingError, TypeError) if whole.rank == 0 else AgreementError):
+        getattr(whole, verb)((lambda: 0) if whole.rank == 0 else 0)
+
+
+@pytest.mark.parametrize("verb", ["broadcast_object", "gather_objects"])
+def test_the_root_of_objects_is_a_rank(whole, verb):
+    with pytest.raises(InvalidArgumentError, match="root must be a replica"):
+        getattr(whole, verb)(0, root=whole.size)
+
+
+def test_a_strategy_of_one_device_has_objects_too():
+    communicator = mpistrat.OneDeviceStrategy().communicator
+    assert communicator.broadcast_object({1}) == {1}
+    assert communicator.gather_objects({1}) == [{1}]

@@ -1,0 +1,141 @@
+"""Buffer: what mpi4py takes as one, an object or a list of it with a count, a displacement and a datatype, read as an array."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpistrat.arrays import Array, as_array
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.reduction import ReduceOp, check_dtype
+
+__all__ = ["Buffer", "is_in_place"]
+
+
+class Buffer:
+    """A part of memory that is sent or received.
+
+    Parameters
+    ----------
+    given : object
+        An array, or anything with a buffer interface; or ``[array, datatype]``, ``[array, count]``,
+        ``[array, count, datatype]`` or ``[array, count, displacement, datatype]``, where ``(count, displacement)`` may stand
+        for the count.
+    blocks : int
+        For how many ranks it has elements; a count that is given is that of one of them.
+
+    Raises
+    ------
+    ValueError, TypeError, KeyError
+        If it is none of these, or not contiguous.
+    InvalidArgumentError
+        If it is ``MPI.BOTTOM``, or in memory that this rank does not compute in.
+    """
+
+    def __init__(self, given: Any, blocks: int = 1) -> None:
+        obj, count, displacement, datatype = _parts(given)
+        flat = _flat(obj, count)
+        extent = flat.itemsize if datatype is None else datatype.extent
+        if displacement < 0 or (count is not None and count < 0):
+            raise ValueError(f"count and displacement must not be negative; got {count} and {displacement}")
+        self._memory = flat.view(np.uint8)[displacement * extent :]
+        if count is None:
+            if not extent or self._memory.nbytes % (extent * blocks):
+                raise ValueError(f"{self._memory.nbytes} bytes are not elements of {extent} bytes for each of {blocks} ranks")
+            count = self._memory.nbytes // (extent * blocks)
+        self._memory = self._memory[: count * blocks * extent]
+        if self._memory.nbytes < count * blocks * extent:
+            raise ValueError(f"{self._memory.nbytes} bytes are less than {count * blocks} elements of {extent} bytes")
+        self._dtype = flat.dtype if datatype is None else _dtype_of(datatype)
+        self._gapped = datatype if self._dtype is None else None
+
+    def numbers(self, op: ReduceOp) -> Array | None:
+        """Return the elements, without a copy; None if `op` is not defined for them here: on all ranks or on none."""
+        # of booleans MPI and NumPy have sums of their own
+        if self._dtype is None or self._dtype.kind == "b":
+            return None
+        try:
+            check_dtype(op, self._dtype)
+        except UnsupportedDtypeError:
+            return None
+        return self._memory.view(self._dtype)
+
+    def contents(self, comm: MPI.Comm) -> Array:
+        """Return the bytes that are sent: where they lie, or, of a datatype that may have gaps, a packed copy."""
+        landing = self.landing()
+        if self._gapped is not None and landing.size:
+            _check_packed(self._gapped.Pack(self._memory, landing, 0, comm), landing)
+        return landing
+
+    def landing(self) -> Array:
+        """Return where bytes may be received: where they belong, or new memory of which `put` brings them there."""
+        if self._gapped is None:
+            return self._memory
+        return np.empty(self._memory.nbytes // self._gapped.extent * self._gapped.size, np.uint8)
+
+    def put(self, landing: Array, comm: MPI.Comm) -> None:
+        """Bring bytes that were received in `landing` where they belong, if they are not there yet."""
+        if self._gapped is not None and landing.size:
+            _check_packed(self._gapped.Unpack(landing, 0, self._memory, comm), landing)
+
+
+def is_in_place(given: object) -> bool:
+    """Return whether an argument means MPI's in-place option."""
+    return given is None or given is MPI.IN_PLACE
+
+
+def _parts(given: Any) -> tuple[Any, int | None, int, MPI.Datatype | None]:
+    """Return the object, count, displacement and datatype of a buffer specification."""
+    if not isinstance(given, (list, tuple)):
+        return given, None, 0, None
+    obj, *others = given
+    datatype = None
+    if others and isinstance(others[-1], (MPI.Datatype, str)):
+        named = others.pop()
+        datatype = MPI.Datatype.fromcode(named) if isinstance(named, str) else named
+    if len(others) == 1 and isinstance(others[0], (list, tuple)):
+        others = list(others[0])
+    if len(others) > 2 or len(given) < 2:
+        raise ValueError(f"a buffer is given as an array, or a list of 2 to 4 items; got {len(given)}")
+    count, displacement = [None if other is None else index(other) for other in (*others, None, None)[:2]]
+    return obj, count, displacement or 0, datatype
+
+
+def _flat(obj: Any, count: int | None) -> Array:
+    """Return the memory of a contiguous object as an array with one axis."""
+    if obj is MPI.BOTTOM or obj is None:
+        if obj is None and count == 0:
+            return np.empty(0, np.uint8)
+        raise InvalidArgumentError("MPI.BOTTOM is not taken here: pass the array that the datatype describes")
+    array = _shared(obj)
+    if not array.flags.c_contiguous:
+        array = array.T
+    if not array.flags.c_contiguous:
+        raise ValueError("a buffer must be contiguous; pass numpy.ascontiguousarray(x) to send it")
+    return array.reshape(-1)
+
+
+def _shared(obj: Any) -> Array:
+    """Return an array that shares the memory of an object."""
+    if isinstance(obj, np.ndarray):
+        return obj
+    if hasattr(obj, "__cuda_array_interface__") or hasattr(obj, "__dlpack__"):
+        return as_array(obj, "the buffer")
+    shared: Array = np.asarray(memoryview(obj))  # what has no buffer, such as a number, raises
+    return shared
+
+
+def _dtype_of(datatype: MPI.Datatype) -> np.dtype[Any] | None:
+    """Return the dtype of a datatype of MPI that is that of an array's elements."""
+    if not datatype.is_predefined or datatype.size != datatype.extent:
+        return None
+    return np.dtype(datatype.typestr)
+
+
+def _check_packed(position: int, packed: Array) -> None:
+    """Check that MPI packs or unpacks the bytes of a datatype, and nothing else."""
+    if position != packed.nbytes:
+        raise ValueError(f"this MPI packs {packed.nbytes} bytes of the datatype as {position}, which other ranks do not expect")

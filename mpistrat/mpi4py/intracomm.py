@@ -1,0 +1,216 @@
+"""WrappedIntracomm: an intracommunicator of mpi4py whose collectives are made by a `mpistrat.Communicator`.
+
+File law: whether a call is made here or by MPI follows from nothing but what MPI wants to be the same on all ranks: the
+operation, the datatype, and which calls were made before. Where MPI makes a reduction, ranks compare that first, so that no two
+ranks are on different sides unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from typing import Any
+
+from mpi4py import MPI
+
+from mpistrat.arrays import Array, is_on_device
+from mpistrat.communicator.communicator import Communicator
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.device.binding import bound_device
+from mpistrat.errors import CollectiveError, MpistratError
+from mpistrat.mpi4py.buffers import Buffer, is_in_place
+from mpistrat.mpi4py.request import WorkRequest
+from mpistrat.reduction import ReduceOp
+
+__all__ = ["WrappedIntracomm", "wrapped"]
+
+_OPS = {
+    MPI.SUM.handle: ReduceOp.SUM,
+    MPI.PROD.handle: ReduceOp.PROD,
+    MPI.MIN.handle: ReduceOp.MIN,
+    MPI.MAX.handle: ReduceOp.MAX,
+}
+# what returns another communicator; that of `Dup` is of the class of the one that is duplicated
+_DERIVING = (
+    "Clone",
+    "Create",
+    "Create_cart",
+    "Create_dist_graph",
+    "Create_dist_graph_adjacent",
+    "Create_graph",
+    "Create_group",
+    "Dup",
+    "Dup_with_info",
+    "Split",
+    "Split_type",
+    "Sub",
+)
+
+
+class WrappedIntracomm(MPI.Intracomm):
+    """An ``MPI.Intracomm`` whose methods below are made by a `mpistrat.Communicator`; all others are MPI's.
+
+    They take what those of mpi4py take, ``MPI.IN_PLACE`` and lists with a count and a datatype too, write to the receive
+    buffer without a copy, and return when it may be read. Ranks compare them: where they differ all raise AgreementError. What
+    one rank alone finds wrong, such as buffers of different lengths, it raises as mpi4py does, and the others AgreementError.
+
+    A reduction by another operation than SUM, PROD, MIN and MAX, or of other elements than numbers, is made by MPI, after
+    ranks have compared that they make it. So is an ``Iallreduce`` of a communicator that was derived, by ``Split`` say, and
+    has made no other collective of these yet: the first one makes its `mpistrat.Communicator`, which takes all its ranks.
+    """
+
+    _options: CommunicationOptions | None = None
+    _communicator: Communicator | None = None
+
+    def open(self) -> Communicator:
+        """Return what makes the collectives; the first call makes that, and is a collective one."""
+        if self._communicator is None:
+            self._communicator = Communicator(self, self._options)
+        return self._communicator
+
+    def Allreduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:  # noqa: N802 - MPI's name
+        """Combine arrays of all ranks; each gets the result in `recvbuf`. A collective call."""
+        communicator = self.open()
+        with self._telling("Allreduce"):
+            operands = self._operands(sendbuf, recvbuf, op)
+        if operands is None:
+            communicator.agree("Allreduce by MPI")
+            super().Allreduce(sendbuf, recvbuf, op)
+            return
+        reduce_op, source, target = operands
+        if communicator.all_reduce_again(reduce_op, [source], 0, 2, [target]) is None:
+            communicator.all_reduce(reduce_op, source, out=target)
+        _finish(target)
+
+    def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> MPI.Request:  # noqa: N802
+        """Start what `Allreduce` does, and return a request. A collective call."""
+        communicator = self._communicator
+        if communicator is None:
+            return super().Iallreduce(sendbuf, recvbuf, op)
+        with self._telling("Iallreduce"):
+            operands = self._operands(sendbuf, recvbuf, op)
+        if operands is None:
+            communicator.note("Iallreduce by MPI")  # compared with the next collective: to compare it now would wait
+            return super().Iallreduce(sendbuf, recvbuf, op)
+        reduce_op, source, target = operands
+        return WorkRequest.of(communicator.start_all_reduce(reduce_op, source, out=target))
+
+    def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:  # noqa: N802
+        """Combine arrays of all ranks; each gets its part, of equal lengths, in `recvbuf`. A collective call."""
+        communicator = self.open()
+        with self._telling("Reduce_scatter_block"):
+            operands = self._operands(sendbuf, recvbuf, op, self.size)
+        if operands is None:
+            communicator.agree("Reduce_scatter_block by MPI")
+            super().Reduce_scatter_block(sendbuf, recvbuf, op)
+            return
+        reduce_op, source, target = operands
+        communicator.reduce_scatter(reduce_op, source, out=target)
+        _finish(target)
+
+    def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:  # noqa: N802
+        """Gather the elements of all ranks, in rank order, in `recvbuf` of each. A collective call."""
+        communicator = self.open()
+        with self._telling("Allgather"):
+            target = Buffer(recvbuf, self.size)
+            landing = target.landing()
+            share = len(landing) // self.size
+            if is_in_place(sendbuf):
+                first = self.rank * share
+                contents = target.contents(self)[first : first + share]
+            else:
+                contents = Buffer(sendbuf).contents(self)
+            if len(contents) != share:
+                raise ValueError(f"each rank sends {len(contents)} bytes, and receives {share} from each")
+        communicator.all_gather(contents, out=landing)
+        target.put(landing, self)
+        _finish(landing)
+
+    def Bcast(self, buf: Any, root: int = 0) -> None:  # noqa: N802
+        """Send the elements of rank `root` to `buf` of all. A collective call."""
+        communicator = self.open()
+        with self._telling("Bcast"):
+            buffer = Buffer(buf)
+            landing = buffer.contents(self) if self.rank == root else buffer.landing()
+        communicator.broadcast(landing, root, out=None if self.rank == root else landing)
+        if self.rank != root:
+            buffer.put(landing, self)
+            _finish(landing)
+
+    def Barrier(self) -> None:  # noqa: N802
+        """Wait until all ranks have come here. A collective call."""
+        self.open().barrier()
+
+    def barrier(self) -> None:
+        """Wait until all ranks have come here: as `Barrier`, which ranks may mix it with. A collective call."""
+        self.open().barrier()
+
+    def Free(self) -> None:  # noqa: N802
+        """Free the communicator, and what makes its collectives. A collective call."""
+        if self._communicator is not None:
+            self._communicator.close()
+        super().Free()
+
+    def _operands(self, sendbuf: Any, recvbuf: Any, op: MPI.Op, blocks: int = 1) -> tuple[ReduceOp, Array, Array] | None:
+        """Return the operation, what is combined, and where the result goes; None if MPI combines it.
+
+        What is combined has elements for so many ranks as there are `blocks`, of which the result has one.
+        """
+        reduce_op = _OPS.get(op.handle)
+        if reduce_op is None:
+            return None
+        if is_in_place(sendbuf):
+            source = Buffer(recvbuf, blocks).numbers(reduce_op)
+            return None if source is None else (reduce_op, source, source[: len(source) // blocks])
+        source, target = Buffer(sendbuf, blocks).numbers(reduce_op), Buffer(recvbuf).numbers(reduce_op)
+        if source is None and target is None:
+            return None
+        if source is None or target is None or source.dtype != target.dtype:
+            raise ValueError("mismatch in send and receive datatypes")
+        if len(source) != len(target) * blocks:
+            raise ValueError(f"mismatch in send count {len(source) // blocks} and receive count {len(target)}")
+        return reduce_op, source, target
+
+    @contextmanager
+    def _telling(self, verb: str) -> Iterator[None]:
+        """Let the other ranks know of what this one raises before a call."""
+        try:
+            yield
+        except CollectiveError:
+            raise
+        except (MpistratError, ValueError, TypeError, KeyError, BufferError) as error:
+            self.open().refuse(verb, error)
+
+
+def wrapped(comm: MPI.Intracomm, options: CommunicationOptions | None) -> WrappedIntracomm:
+    """Return an intracommunicator as one that is wrapped, and has not made a collective yet."""
+    kind: Any = next(kind for kind in type(comm).__mro__ if not issubclass(kind, WrappedIntracomm))
+    found = _wrapping(kind)(comm)
+    found._options = options
+    return found
+
+
+@cache
+def _wrapping(kind: Any) -> type[WrappedIntracomm]:
+    """Return the class of wrapped communicators of a class of mpi4py's."""
+    derived = {name: _deriving(getattr(kind, name)) for name in _DERIVING if hasattr(kind, name)}
+    return type(f"Wrapped{kind.__name__}", (WrappedIntracomm, kind), {"__doc__": WrappedIntracomm.__doc__, **derived})
+
+
+def _deriving(method: Callable[..., MPI.Intracomm]) -> Callable[..., MPI.Intracomm]:
+    """Return a method that wraps the communicator that a method returns."""
+
+    @wraps(method)
+    def derive(self: WrappedIntracomm, *arguments: Any, **named: Any) -> MPI.Intracomm:
+        made = method(self, *arguments, **named)
+        return wrapped(made, self._options) if made else made
+
+    return derive
+
+
+def _finish(result: Array) -> None:
+    """Wait until a result on the GPU may be read on any stream, as mpi4py does."""
+    device = bound_device()
+    if device is not None and is_on_device(result):
+        device.array_module.cuda.get_current_stream().synchronize()

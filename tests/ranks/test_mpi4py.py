@@ -1,0 +1,296 @@
+"""`mpistrat.mpi4py.wrap`: a communicator of mpi4py whose collectives are ours, called as mpi4py's own are."""
+
+from __future__ import annotations
+
+import array
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpistrat.mpi4py
+from mpistrat.errors import AgreementError, CollectiveError, InvalidArgumentError
+from tests.launches import needs_ranks
+
+
+@pytest.fixture
+def wrapped(comm):
+    if comm.size > 4:
+        pytest.skip("more than 4 ranks would tell nothing new")
+    communicator = mpistrat.mpi4py.wrap(comm.Dup())
+    yield communicator
+    communicator.Free()
+
+
+def _sum_of_ranks(comm):
+    return comm.size * (comm.size - 1) // 2
+
+
+def test_it_is_the_communicator_that_it_wraps(comm):
+    wrapped = mpistrat.mpi4py.wrap(comm)
+    assert wrapped == comm
+    assert isinstance(wrapped, MPI.Intracomm)
+    assert (wrapped.rank, wrapped.size, wrapped.name) == (comm.rank, comm.size, comm.name)
+    assert wrapped.allreduce({1}, op=lambda a, b: a | b) == {1}, "what is not ours is MPI's"
+    mpistrat.Communicator(wrapped).close()  # and it can be wrapped again
+    wrapped._communicator.close()
+    assert comm.allreduce(1) == comm.size, "the communicator that was wrapped goes on"
+
+
+@pytest.mark.parametrize("dtype", ["f8", "f4", "i4", "u1", "i8", "c16", "g", "f2", ml_dtypes.bfloat16])
+def test_allreduce_of_every_dtype(wrapped, dtype):
+    sent, received = np.arange(5).astype(dtype), np.zeros(5, dtype)
+    before = wrapped._communicator.num_collectives
+    for _ in range(2):  # the second time by the fast path
+        wrapped.Allreduce(sent, received)
+        assert received.tolist() == (wrapped.size * np.arange(5)).tolist()
+        assert sent.tolist() == list(range(5))
+    assert wrapped._communicator.num_collectives > before, "made by MPI"
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (MPI.SUM, lambda all_: all_.sum(0)),
+        (MPI.PROD, lambda all_: all_.prod(0)),
+        (MPI.MIN, lambda all_: all_.min(0)),
+        (MPI.MAX, lambda all_: all_.max(0)),
+    ],
+    ids=["sum", "prod", "min", "max"],
+)
+def test_every_operation_on_every_node_shape(comm, shape, monkeypatch, op, expected):
+    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
+    wrapped = mpistrat.mpi4py.wrap(comm)
+    every = np.array([np.arange(24.0) % 3 + rank + 1 for rank in range(comm.size)])
+    received = np.empty(24)
+    wrapped.Allreduce(every[comm.rank], received, op)
+    assert np.array_equal(received, expected(every))
+    part = np.empty(24 // comm.size if 24 % comm.size == 0 else 1)
+    sent = every[comm.rank][: len(part) * comm.size].copy()
+    wrapped.Reduce_scatter_block(sent, part, op=op)
+    first = comm.rank * len(part)
+    assert np.array_equal(part, expected(every)[first : first + len(part)])
+    wrapped._communicator.close()
+
+
+def _specifications(length):
+    """Return what a buffer of so many doubles may be given as, each with the array that it is about."""
+    doubles = [np.zeros(length) for _ in range(9)]
+    fortran = np.zeros((length, 1), order="F")
+    plain = array.array("d", [0.0] * length)
+    raw = bytearray(8 * length)
+    longer = np.zeros(length + 3)
+    return {
+        "array": (doubles[0], doubles[0]),
+        "datatype": ([doubles[1], MPI.DOUBLE], doubles[1]),
+        "code": ((doubles[2], "d"), doubles[2]),
+        "count": ([doubles[3], length], doubles[3]),
+        "count and datatype": ([doubles[4], length, MPI.DOUBLE], doubles[4]),
+        "displacement": ([longer, length, 2, MPI.DOUBLE], longer[2 : length + 2]),
+        "pair": ([longer, (length, 2), MPI.DOUBLE], longer[2 : length + 2]),
+        "more memory than elements": ([longer, length, MPI.DOUBLE], longer[:length]),
+        "fortran order": (fortran, fortran.reshape(-1)),
+        "array.array": (plain, np.frombuffer(plain)),
+        "bytes": ([raw, MPI.DOUBLE], np.frombuffer(raw)),
+        "memoryview": (memoryview(doubles[5]), doubles[5]),
+        "dlpack": (SimpleDlpack(doubles[6]), doubles[6]),
+    }
+
+
+class SimpleDlpack:
+    def __init__(self, held):
+        self.held = held
+
+    def __dlpack__(self, **arguments):
+        return self.held.__dlpack__(**arguments)
+
+    def __dlpack_device__(self):
+        return self.held.__dlpack_device__()
+
+
+@pytest.mark.parametrize("name", list(_specifications(2)))
+def test_buffers_are_given_as_to_mpi4py(wrapped, name):
+    size, rank = wrapped.size, wrapped.rank
+    given, memory = _specifications(2)[name]
+    sent, held = _specifications(2)[name]
+    held[:] = [rank, 1]
+    wrapped.Allreduce(sent, given)
+    assert memory.tolist() == [_sum_of_ranks(wrapped), size]
+    memory[:] = [rank, 1]
+    wrapped.Allreduce(MPI.IN_PLACE, given, op=MPI.MAX)
+    assert memory.tolist() == [size - 1, 1]
+    memory[:] = [rank, -rank]
+    wrapped.Bcast(given, root=size - 1)
+    assert memory.tolist() == [size - 1, 1 - size]
+    gathered = np.empty((size, 2))
+    wrapped.Allgather(given, gathered)
+    assert gathered.tolist() == [[size - 1, 1 - size]] * size
+    request = wrapped.Iallreduce(MPI.IN_PLACE, given)
+    request.Wait()
+    assert memory.tolist() == [size * (size - 1), size * (1 - size)]
+
+
+def test_buffers_may_be_in_place(wrapped):
+    size, rank = wrapped.size, wrapped.rank
+    rows = np.full((size, 3), -1.0)
+    rows[rank] = rank
+    wrapped.Allgather(MPI.IN_PLACE, rows)
+    assert rows.tolist() == [[each] * 3 for each in range(size)]
+    blocks = np.repeat(np.arange(float(size)), 2)
+    wrapped.Reduce_scatter_block(MPI.IN_PLACE, blocks)
+    assert blocks[:2].tolist() == [size * rank] * 2
+    same = np.full(2, float(rank))
+    wrapped.Allreduce(same, same)
+    assert same.tolist() == [_sum_of_ranks(wrapped)] * 2
+    wrapped.Allreduce(None, same)  # mpi4py takes None for MPI.IN_PLACE
+    assert same.tolist() == [size * _sum_of_ranks(wrapped)] * 2
+
+
+def test_counts_of_allgather_and_reduce_scatter_block_are_those_of_one_rank(wrapped):
+    size, rank = wrapped.size, wrapped.rank
+    gathered = np.full(2 * size + 1, -1, "i4")
+    wrapped.Allgather([np.full(2, rank, "i4"), 2, MPI.INT], [gathered, 2, MPI.INT])
+    assert gathered.tolist() == [*np.repeat(range(size), 2), -1]
+    part = np.zeros(2, "i4")
+    wrapped.Reduce_scatter_block([np.arange(2 * size, dtype="i4"), 2, MPI.INT], [part, MPI.INT])
+    assert part.tolist() == [2 * rank * size, (2 * rank + 1) * size]
+
+
+def test_ranks_may_describe_the_same_bytes_by_other_datatypes(wrapped):
+    every_other = MPI.DOUBLE.Create_vector(3, 1, 2).Commit()
+    backwards = MPI.DOUBLE.Create_indexed([1, 1, 1], [2, 1, 0]).Commit()
+    root = wrapped.size - 1
+    spread = np.array([1.0, -1, 2, -1, 3, -1]) if wrapped.rank == root else np.full(6, -1.0)
+    dense = np.zeros(3)
+    wrapped.Bcast([spread, 1, every_other] if wrapped.rank in (0, root) else dense, root)
+    assert (spread[::2] if wrapped.rank in (0, root) else dense).tolist() == [1, 2, 3]
+    assert (spread[1::2] == -1).all(), "gaps are left alone"
+    gathered = np.zeros((wrapped.size, 3))
+    wrapped.Allgather([np.arange(3.0) + wrapped.rank, 1, backwards], gathered)
+    assert gathered.tolist() == [[2.0 + rank, 1.0 + rank, 0.0 + rank] for rank in range(wrapped.size)]
+    wrapped.Allgather(np.arange(3.0), [gathered, 1, backwards])
+    assert gathered.tolist() == [[2, 1, 0]] * wrapped.size
+    every_other.Free()
+    backwards.Free()
+
+
+@pytest.mark.parametrize("kind", ["operation", "booleans", "pairs"])
+def test_mpi_makes_the_reductions_that_are_none_of_ours(wrapped, kind):
+    def add(source, target, _):
+        np.frombuffer(target)[:] += np.frombuffer(source)
+
+    own = MPI.Op.Create(add, commute=True)
+    if kind == "operation":
+        sent, received = np.ones(2), np.zeros(2)
+        wrapped.Allreduce(sent, received, own)
+        wrapped.Iallreduce(sent, received, own).Wait()
+        assert received.tolist() == [wrapped.size] * 2
+        part = np.zeros(2)
+        wrapped.Reduce_scatter_block(np.ones(2 * wrapped.size), part, own)
+        assert part.tolist() == [wrapped.size] * 2
+    elif kind == "booleans":
+        received = np.zeros(2, bool)
+        wrapped.Allreduce(np.array([True, False]), received, MPI.LOR)
+        assert received.tolist() == [True, False]
+    else:
+        pair = np.dtype([("value", "f8"), ("rank", "i4")], align=True)
+        found, mine = np.zeros(1, pair), np.array([(-wrapped.rank, wrapped.rank)], pair)
+        wrapped.Allreduce([mine, 1, MPI.DOUBLE_INT], [found, 1, MPI.DOUBLE_INT], MPI.MINLOC)
+        assert found[0].item() == (1 - wrapped.size, wrapped.size - 1)
+    own.Free()
+
+
+def test_requests_are_those_of_mpi(wrapped):
+    arrays = [np.full(n, float(wrapped.rank)) for n in (1, 100, 40_000)]
+    requests = [wrapped.Iallreduce(MPI.IN_PLACE, each) for each in arrays]
+    MPI.Request.Waitall([*requests, wrapped.Ibarrier()])
+    assert [set(each.tolist()) for each in arrays] == [{_sum_of_ranks(wrapped)}] * 3
+    request = wrapped.Iallreduce(arrays[0], arrays[0].copy())
+    assert request.wait() is None
+    request = wrapped.Iallreduce(arrays[0], arrays[0].copy())
+    while not request.test()[0]:
+        pass
+    request = wrapped.Iallreduce(arrays[0], arrays[0].copy())
+    while not request.Test():
+        pass
+    wrapped.Barrier()
+    wrapped.barrier()
+
+
+def test_communicators_made_of_it_are_wrapped_too(wrapped):
+    half = wrapped.Split(wrapped.rank % 2, -wrapped.rank)
+    cart = wrapped.Create_cart([wrapped.size])
+    line = cart.Sub([True])
+    twice = wrapped.Dup()
+    for made in (half, cart, line, twice):
+        assert isinstance(made, mpistrat.mpi4py.intracomm.WrappedIntracomm)
+        received = np.zeros(1)
+        made.Iallreduce(np.ones(1), received).Wait()
+        assert made._communicator is None, "a call that must not wait makes nothing that waits"
+        made.Allreduce(np.ones(1), received)
+        assert received.item() == made.size
+        assert made._communicator is not None
+        made.Free()
+    assert isinstance(cart, MPI.Intracomm)
+    assert type(line).__name__ == "WrappedCartcomm"
+    nobody = wrapped.Split(MPI.UNDEFINED)
+    assert nobody == MPI.COMM_NULL
+
+
+@pytest.mark.parametrize(
+    ("send", "receive", "error"),
+    [
+        (np.ones(3), np.ones(2), ValueError),
+        (np.ones(3), np.ones(3, "f4"), ValueError),
+        (np.ones(6)[::2], np.ones(3), ValueError),
+        (1.0, np.ones(1), TypeError),
+        ([np.ones(2), 3, MPI.DOUBLE], np.ones(3), ValueError),
+        ([np.ones(2), -1], np.ones(3), ValueError),
+        (np.ones(2), np.broadcast_to(np.ones(1), 2), (ValueError, InvalidArgumentError)),
+        ([MPI.BOTTOM, 1, MPI.DOUBLE], np.ones(1), InvalidArgumentError),
+    ],
+    ids=["lengths", "dtypes", "strided", "a number", "too short", "negative", "read-only", "bottom"],
+)
+def test_wrong_buffers_are_refused_as_by_mpi4py(wrapped, send, receive, error):
+    with pytest.raises(error):
+        wrapped.Allreduce(send, receive)
+
+
+_RIGHT = lambda comm: comm.Allreduce(np.ones(2), np.ones(2))  # noqa: E731
+_WRONG = {
+    "length": lambda comm: comm.Allreduce(np.ones(3), np.ones(3)),
+    "dtype": lambda comm: comm.Allreduce(np.ones(2, "f4"), np.ones(2, "f4")),
+    "operation": lambda comm: comm.Allreduce(np.ones(2), np.ones(2), MPI.MAX),
+    "an operation of MPI's": lambda comm: comm.Allreduce(np.ones(2), np.ones(2), MPI.BAND),
+    "a mistake": lambda comm: comm.Allreduce(np.ones(2), np.ones(3)),
+    "another call": lambda comm: comm.Bcast(np.ones(2)),
+    "barrier": lambda comm: comm.Barrier(),
+}
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("name", list(_WRONG))
+def test_ranks_that_differ_are_told(wrapped, name):
+    with pytest.raises((CollectiveError, ValueError) if wrapped.rank == 1 else AgreementError):
+        (_WRONG[name] if wrapped.rank == 1 else _RIGHT)(wrapped)
+
+
+@needs_ranks(2)
+def test_ranks_on_different_sides_are_told_without_strict_checks_too(wrapped):
+    wrapped._communicator.is_strict = False
+    for _ in range(3):
+        _RIGHT(wrapped)
+    with pytest.raises(AgreementError, match="rank 1: Allreduce by MPI"):
+        (_WRONG["an operation of MPI's"] if wrapped.rank == 1 else _RIGHT)(wrapped)
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda comm: comm.Bcast(np.ones(3)), lambda comm: comm.Bcast(np.ones(2), root=1)],
+    ids=["length", "root"],
+)
+def test_broadcasts_that_differ_are_told(wrapped, wrong):
+    with pytest.raises((CollectiveError, InvalidArgumentError)):
+        (wrong if wrapped.rank == 1 else lambda comm: comm.Bcast(np.ones(2)))(wrapped)

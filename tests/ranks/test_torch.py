@@ -1,0 +1,198 @@
+"""`mpistrat.torch`: gradients averaged during backward, and the same state on all ranks."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.errors import AgreementError, CollectiveError, UnsupportedDtypeError
+from tests.launches import needs_ranks
+from tests.other_arrays import installed
+
+_MAX_RANKS = 3
+
+
+@pytest.fixture
+def torch(comm):
+    if comm.size > _MAX_RANKS:
+        pytest.skip(f"PyTorch is started on up to {_MAX_RANKS} ranks only")
+    return installed("torch")
+
+
+@pytest.fixture
+def ours(torch):
+    import mpistrat.torch
+
+    return mpistrat.torch
+
+
+@pytest.fixture
+def communicator(comm):
+    with mpistrat.Communicator(comm) as made:
+        yield made
+
+
+def _model(torch, seed=0, width=32):
+    torch.manual_seed(seed)
+    layers = [torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, width), torch.nn.Linear(width, 1)]
+    return torch.nn.Sequential(*layers)
+
+
+def _rows(torch, rank):
+    return torch.randn(16, 32, generator=torch.Generator().manual_seed(rank))
+
+
+def _expected(torch, size, model_of=_model, repeat=1):
+    """Return the gradients of the mean of the losses of all ranks, computed on this one."""
+    model = model_of(torch)
+    for _ in range(repeat):
+        (sum(model(_rows(torch, rank)).square().mean() for rank in range(size)) / size).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 30, 4096, 1], ids=["one bucket", "two or three", "one for each"])
+def test_gradients_are_those_of_the_mean_loss(torch, ours, communicator, monkeypatch, bucket_bytes):
+    monkeypatch.setattr(ours, "BUCKET_BYTES", bucket_bytes)
+    model = _model(torch)
+    for _ in range(3):
+        model.zero_grad()
+        with ours.average_gradients(model, communicator):
+            model(_rows(torch, communicator.rank)).square().mean().backward()
+        for parameter, expected in zip(model.parameters(), _expected(torch, communicator.size), strict=True):
+            torch.testing.assert_close(parameter.grad, expected)
+
+
+def test_buckets_start_while_backward_goes_on(torch, ours, communicator, monkeypatch):
+    monkeypatch.setattr(ours, "BUCKET_BYTES", 1)
+    model, began = _model(torch), []
+    start = communicator.start_all_reduce
+
+    def started(*arguments, **named):
+        began.append(model[0].weight.grad is None)
+        return start(*arguments, **named)
+
+    monkeypatch.setattr(communicator, "start_all_reduce", started)
+    with ours.average_gradients(model, communicator):
+        model(_rows(torch, communicator.rank)).square().mean().backward()
+    assert began.count(True) >= 4, "before the first layer had a gradient"
+
+
+def test_an_empty_block_averages_in_place_what_is_there(torch, ours, communicator):
+    model = _model(torch)
+    for _ in range(2):
+        model(_rows(torch, communicator.rank)).square().mean().backward()
+    before = [parameter.grad for parameter in model.parameters()]
+    with ours.average_gradients(model, communicator):
+        pass
+    assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), before, strict=True))
+    for gradient, expected in zip(before, _expected(torch, communicator.size, repeat=2), strict=True):
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_gradients_of_other_layouts_and_dtypes(torch, ours, communicator):
+    model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    half = torch.nn.Linear(2, 2).to(torch.bfloat16)
+    whole = torch.nn.ModuleList([model, half])
+    for parameter in whole.parameters():
+        parameter.grad = torch.full_like(parameter, communicator.rank + 1)
+    assert not model.weight.grad.is_contiguous()
+    with ours.average_gradients(whole, communicator):
+        pass
+    for parameter in whole.parameters():
+        assert set(parameter.grad.flatten().tolist()) == {(communicator.size + 1) / 2}
+
+
+def test_a_gradient_that_no_rank_has_stays_none(torch, ours, communicator, monkeypatch):
+    monkeypatch.setattr(ours, "BUCKET_BYTES", 1)
+    model = _model(torch)
+    model.unused = torch.nn.Linear(2, 2)
+    frozen = model[0].weight.requires_grad_(False)
+    with ours.average_gradients(model, communicator):
+        torch.nn.Sequential(*list(model)[:4])(_rows(torch, communicator.rank)).square().mean().backward()
+    assert frozen.grad is None
+    assert model.unused.weight.grad is None
+    assert model[2].weight.grad is not None
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("bucket_bytes", [1 << 30, 1])
+def test_a_gradient_that_some_ranks_lack_is_named(torch, ours, comm, monkeypatch, bucket_bytes):
+    monkeypatch.setattr(ours, "BUCKET_BYTES", bucket_bytes)
+    communicator = mpistrat.Communicator(comm)  # not closed: the rank that had started more cannot any more
+    communicator.is_strict = False
+    model = _model(torch)
+    layers = list(model) if communicator.rank else [layer for layer in model if layer is not model[2]]
+    averaged = ours.average_gradients(model, communicator)
+    with pytest.raises(AgreementError, match=r"without a gradient of 2\.bias"), averaged:
+        torch.nn.Sequential(*layers)(_rows(torch, 0)).square().mean().backward()
+    for bucket in averaged._buckets:  # nobody is to be told of what was started behind, at the end of the session
+        with suppress(CollectiveError):
+            assert bucket.work is None or bucket.work.wait()
+
+
+def test_sparse_gradients_are_refused_by_name(torch, ours, communicator):
+    model = torch.nn.Embedding(4, 2, sparse=True)
+    model(torch.tensor([1])).sum().backward()
+    averaged = ours.average_gradients(model, communicator)
+    with pytest.raises(UnsupportedDtypeError, match="the gradient of weight is sparse"), averaged:
+        pass
+
+
+def test_two_backward_passes_in_a_block_are_refused(torch, ours, communicator, monkeypatch):
+    monkeypatch.setattr(ours, "BUCKET_BYTES", 1)
+    model = _model(torch)
+
+    def step():
+        with ours.average_gradients(model, communicator):
+            for _ in range(2):
+                model(_rows(torch, 0)).mean().backward()
+
+    with pytest.raises(RuntimeError, match="a second backward pass in one block"):
+        step()
+
+
+def test_a_call_without_a_block_is_told(torch, ours, communicator):
+    with pytest.warns(RuntimeWarning, match="averages nothing by itself"):
+        ours.average_gradients(_model(torch), communicator)
+
+
+def test_all_ranks_begin_with_the_state_of_one(torch, ours, communicator):
+    root = communicator.size - 1
+    is_root = communicator.rank == root
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.fill_(communicator.rank + 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 if is_root else 0.5)
+    if is_root:
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    ours.broadcast_state(model, optimizer, communicator, root)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert len(optimizer.state) == 4
+    assert model[1].num_batches_tracked.item() == root + 1 + 1
+    state = optimizer.state_dict()["state"]
+    mine = [*model.state_dict().values(), *(state[index][name] for index in state for name in ("exp_avg", "step"))]
+    every = communicator.gather_objects([tensor.tolist() for tensor in mine])
+    assert communicator.rank or every == [every[0]] * communicator.size
+    assert all(tensor.dtype == torch.float32 for tensor in mine[:2])
+    optimizer.step()
+
+
+@needs_ranks(2)
+def test_models_of_other_shapes_are_told(torch, ours, communicator):
+    model = torch.nn.Linear(3, 2 if communicator.rank else 3)
+    with pytest.raises((AgreementError, ValueError)):
+        ours.broadcast_state(model, communicator=communicator)
+
+
+def test_without_a_communicator_all_ranks_of_the_job_take_part(torch, ours, comm):
+    model = torch.nn.Linear(2, 1)
+    ours.broadcast_state(model)
+    with ours.average_gradients(model):
+        (model(torch.ones(1, 2)).sum() * comm.rank).backward()
+    assert model.bias.grad.item() == (comm.size - 1) / 2
+    assert len({*comm.allgather(tuple(np.ravel(model.weight.detach().numpy())))}) == 1
