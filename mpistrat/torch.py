@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mpistrat.arrays import Array, as_array, as_operand, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.of_job import job_communicator
+from mpistrat.communicator.small_batch import SMALL_BATCH_BYTES
 from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
 from mpistrat.structures import map_leaves
@@ -128,7 +129,11 @@ class _AveragedGradients:
             bucket.work.wait()
         for bucket in self._buckets[self._num_started :]:
             arrays = self._gradients(bucket)
-            if arrays:
+            if sum(array.nbytes for array in arrays) <= SMALL_BATCH_BYTES:
+                # their fast path returns new arrays
+                for array, mean in zip(arrays, self._communicator.all_reduce("mean", arrays) if arrays else [], strict=True):
+                    array[...] = mean
+            else:
                 self._communicator.all_reduce("mean", arrays, out=arrays)
 
     def __del__(self) -> None:
