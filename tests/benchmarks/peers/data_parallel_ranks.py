@@ -1,0 +1,108 @@
+"""One rank of training steps of PyTorch: DistributedDataParallel on gloo, and `average_gradients`, in turns.
+
+``mpistrat run -n 2 tests/benchmarks/peers/data_parallel_ranks.py 10000 1000000 25000000``: numbers of parameters.
+Rank 0 prints the median seconds of a step of both.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+
+import mpistrat.torch
+
+TURNS, TURN_SECONDS, LAYERS = 7, 0.4, 8
+
+
+def main() -> None:
+    """Time both for each number of parameters."""
+    torch.set_num_threads(1)
+    comm = MPI.COMM_WORLD.Dup()
+    _join_gloo(comm)
+    for count in map(int, sys.argv[1:]):
+        steps = {"ddp": _ddp(count), "ours": _ours(count)}
+        gradients = {name: step() for name, step in steps.items()}
+        for one, other in zip(*gradients.values(), strict=True):
+            torch.testing.assert_close(one, other)
+        once = max(_seconds(comm, step, 3) for step in steps.values())
+        times = max(3, round(TURN_SECONDS / once))
+        found: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(TURNS):
+            for name, step in steps.items():
+                found[name].append(_seconds(comm, step, times))
+        if comm.rank == 0:
+            middle = {name: statistics.median(seconds) for name, seconds in found.items()}
+            print(
+                json.dumps({"parameters": count, "ranks": comm.size, **middle, "ratio": middle["ours"] / middle["ddp"]}),
+                flush=True,
+            )
+    dist.destroy_process_group()
+
+
+def _join_gloo(comm: MPI.Intracomm) -> None:
+    port = None
+    if comm.rank == 0:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+    port = comm.bcast(port)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=comm.rank, world_size=comm.size)
+
+
+def _seconds(comm: MPI.Intracomm, step: Callable[[], object], times: int) -> float:
+    """Return the seconds of a step, on the slowest rank."""
+    comm.Barrier()
+    started = time.perf_counter()
+    for _ in range(times):
+        step()
+    return float(comm.allreduce(time.perf_counter() - started, MPI.MAX)) / times
+
+
+def _model(count: int) -> torch.nn.Module:
+    torch.manual_seed(0)
+    width = max(1, round((count / LAYERS) ** 0.5))
+    return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(LAYERS)))
+
+
+def _rows(model: torch.nn.Module) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(8, next(model.parameters()).shape[1], generator=generator)
+
+
+def _ddp(count: int) -> Callable[[], list[torch.Tensor | None]]:
+    model = _model(count)
+    rows, wrapped = _rows(model), torch.nn.parallel.DistributedDataParallel(model)
+
+    def step() -> list[torch.Tensor | None]:
+        model.zero_grad()
+        wrapped(rows).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    return step
+
+
+def _ours(count: int) -> Callable[[], list[torch.Tensor | None]]:
+    model = _model(count)
+    rows = _rows(model)
+    mpistrat.torch.broadcast_state(model)
+
+    def step() -> list[torch.Tensor | None]:
+        model.zero_grad()
+        loss = model(rows).square().mean()
+        with mpistrat.torch.average_gradients(model):
+            loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    return step
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Run test suites of public MPI libraries, with and without a wrapped ``MPI.COMM_WORLD``: ``python -m tests.interop``.
+
+Each library is installed in a folder of its own, beside the packages of this environment; its tests, which are not changed,
+come from its source archive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.processes import run_bounded
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 1500.0
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The tests of a library.
+
+    Attributes
+    ----------
+    packages : tuple of str
+        The library, with its version, and what it needs beside the packages of this environment.
+    tests : tuple of str
+        Files or folders, from the top of the source archive.
+    environ : dict
+        Variables that tell it to compute on the CPU.
+    """
+
+    packages: tuple[str, ...]
+    tests: tuple[str, ...]
+    environ: dict[str, str]
+
+
+_ON_CPU = {"CUPY_PYLOPS": "0", "NCCL_PYLOPS_MPI": "0"}
+SUITES = {"pylops-mpi": Suite(("pylops-mpi==0.8.0", "pylops>=2.8", "pyproximal"), ("tests",), _ON_CPU)}
+
+
+def main() -> None:
+    """Run what the command line asks for, and print a table."""
+    parser = argparse.ArgumentParser(prog="python -m tests.interop", description=__doc__)
+    parser.add_argument("--library", choices=SUITES, action="append", help="one of them; again for more (default: all)")
+    parser.add_argument("--ranks", default="2,4", help="numbers of ranks (default: 2,4)")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/mpistrat-interop"), help="where they are installed")
+    parser.add_argument("-k", default="", help="pytest's selection")
+    asked = parser.parse_args()
+    for name in asked.library or SUITES:
+        folder = asked.folder / name
+        source = _install(SUITES[name], folder)
+        for ranks in map(int, asked.ranks.split(",")):
+            for wrapped in (False, True):
+                print(f"{name}, {ranks} ranks, {'wrapped' if wrapped else 'as it is'}: ", end="", flush=True)
+                print(_run(SUITES[name], folder, source, ranks, wrapped, asked.k), flush=True)
+
+
+def _install(suite: Suite, folder: Path) -> Path:
+    """Install a library below a folder, and return the folder of its source archive."""
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    if not (folder / "site").exists():
+        subprocess.run([*pip, "install", "--no-deps", "--target", str(folder / "site"), *suite.packages], check=True)
+    archive = ["--no-deps", "--no-binary", ":all:", "--dest", str(folder / "archives"), suite.packages[0]]
+    subprocess.run([*pip, "download", *archive], check=True)
+    [found] = (folder / "archives").glob("*.tar.gz")
+    with tarfile.open(found) as members:
+        members.extractall(folder / "source", filter="data")
+    return folder / "source" / found.name.removesuffix(".tar.gz")
+
+
+def _run(suite: Suite, folder: Path, source: Path, ranks: int, wrapped: bool, selection: str) -> str:
+    """Return how the tests ended, as rank 0 says it."""
+    plugins = ["-p", "tests.interop.wrapped_world"] if wrapped else []
+    line = [sys.executable, "-m", "mpistrat", "run", "-n", str(ranks), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    # its conftest.py adds ranks to the names of tests, by an attribute that today's pytest has not
+    line += ["--noconftest", "--continue-on-collection-errors", "--color=no"]
+    line += ["--with-mpi", *plugins, *suite.tests, *(["-k", selection] if selection else [])]
+    # the library last: what both have is that of this environment
+    environ = dict(os.environ) | suite.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder / 'site'}"}
+    done = run_bounded(line, SECONDS, environ, source)
+    (folder / f"{ranks}-{'wrapped' if wrapped else 'plain'}.log").write_text(done.stdout + done.stderr)
+    ends = re.findall(r"^.*\d+ (?:passed|failed|skipped|error).*$", done.stdout, re.MULTILINE)
+    made = re.findall(r"made by mpistrat: .*", done.stdout)
+    return "; ".join([ends[-1] if ends else f"ended with {done.returncode}", *made])
+
+
+if __name__ == "__main__":
+    main()
