@@ -266,7 +266,8 @@ class DirectPlan:
     @property
     def begins_with_meeting(self) -> bool:
         """Whether ranks of a node meet in shared memory before anything else, if they share some."""
-        return self.plan.count > 0
+        phases = self.plan.phases
+        return self.plan.count > 0 and not (phases and not self._executor.begins_with_meeting(phases[0].scope, in_order=False))
 
     @property
     def is_compared(self) -> bool:

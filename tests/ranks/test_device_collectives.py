@@ -503,6 +503,20 @@ def test_nccl_works_on_the_arrays_themselves(comm, counts):
             np.testing.assert_array_equal(pair.device.get(array), wanted)
 
 
+@needs_ranks(2)
+def test_known_calls_are_compared_before_nccl_works_on_the_arrays(comm, monkeypatch):
+    """NCCL would add what the others multiply, and tell nobody."""
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    ops = SUM, ReduceOp.PROD
+    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
+        array = pair.up(values(100, np.float32, comm.rank))
+        for op in ops * 2:
+            pair.gpu.all_reduce(op, array)
+        with pytest.raises(AgreementError, match=r"ranks? 0.*: all_reduce\(SUM, .*\n.*ranks? 1.*: all_reduce\(PROD, "):
+            pair.gpu.all_reduce(ops[comm.rank % 2], array)
+        comm.Barrier()
+
+
 @pytest.mark.parametrize("count", [30, 300_000])
 @pytest.mark.parametrize("others", [0, 3], ids=["alone", "beside others"])
 def test_arrays_with_gaps_between_their_elements(comm, world, monkeypatch, count, others):
