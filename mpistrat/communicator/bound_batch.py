@@ -14,6 +14,7 @@ from mpistrat.arrays import Array
 from mpistrat.execution.binder import bind
 from mpistrat.execution.bound_plan import BoundPlan, DirectPlan
 from mpistrat.execution.bound_scatter import BoundScatter
+from mpistrat.execution.device_scatter import DeviceScatter
 from mpistrat.execution.executor import Executor
 from mpistrat.groups.agreement import Signature
 from mpistrat.packing.buckets import pack_by_bytes, split_evenly
@@ -29,7 +30,7 @@ class Bucket:
     """The arrays (by index) that share a buffer, and what reduces it."""
 
     indices: tuple[int, ...]
-    bound: BoundPlan | DirectPlan | BoundScatter
+    bound: BoundPlan | DirectPlan | BoundScatter | DeviceScatter
 
 
 class BoundBatch(list[Bucket]):

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 
 from mpistrat.algorithms.reduce_scatter import part_bounds
 from mpistrat.arrays import Array, is_on_device
+from mpistrat.communicator.allocate import allocate
 from mpistrat.communicator.bound_batch import BoundBatch
 from mpistrat.communicator.call import CollectiveCall
 from mpistrat.communicator.call_sequence import CallSequence
@@ -22,7 +22,6 @@ from mpistrat.communicator.guard import CollectiveGuard
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.plan_cache import PlanCache
 from mpistrat.communicator.validate import apart, check_gather, check_out, check_target, describe_all_reduce
-from mpistrat.errors import TransportError
 from mpistrat.execution.engine import wait_for_gpu
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.work import Work
@@ -31,8 +30,6 @@ from mpistrat.reduction import ReduceOp, accumulation_dtype
 from mpistrat.transports.steps import Steps
 
 __all__ = ["Reductions"]
-
-T = TypeVar("T")
 
 
 class Reductions:
@@ -173,7 +170,7 @@ class Reductions:
     def _scatter(self, call: CollectiveCall, op: ReduceOp, batch: BoundBatch, array: Array, part: Array) -> None:
         """Combine arrays of all ranks, and write to `part` what this rank gets of them along the first axis."""
         dtype = accumulation_dtype(op, array.dtype)
-        source: Array = self._allocated(lambda: np.ascontiguousarray(array, dtype))
+        source: Array = allocate(self._guard, self._rank, lambda: array.astype(dtype, order="C", copy=False))
         # a peer may still need what of the source lies where the part goes
         is_direct = part.dtype == dtype and part.flags.c_contiguous and not np.may_share_memory(source, part)
         landing = part if is_direct else self._new(source, part.shape)
@@ -228,23 +225,11 @@ class Reductions:
         if out is not None:
             results = list(out)
             return results, apart(arrays, results)
-        return self._allocated(lambda: [self._empty(array, array.shape) for array in arrays]), arrays
+        return allocate(self._guard, self._rank, lambda: [self._empty(array, array.shape) for array in arrays]), arrays
 
     def _new(self, array: Array, shape: tuple[int, ...]) -> Array:
         """Return a new array of a shape where `array` is."""
-        return self._allocated(lambda: self._empty(array, shape))
-
-    def _allocated(self, allocate: Callable[[], T]) -> T:
-        """Return what is allocated; where there is no memory all ranks learn of it."""
-        try:
-            return allocate()
-        except MemoryError as error:
-            self._guard.give_up()
-            self._guard.fail("all_reduce", error)
-            raise TransportError(
-                f"rank {self._rank}: no memory for the results ({error}); pass out=, or smaller arrays, or free some of "
-                "CuPy's: cupy.get_default_memory_pool().free_all_blocks()"
-            ) from None
+        return allocate(self._guard, self._rank, lambda: self._empty(array, shape))
 
     def _empty(self, array: Array, shape: tuple[int, ...]) -> Array:
         """Return a new array of a shape where `array` is."""

@@ -104,7 +104,8 @@ class BoundPlan:
     def is_compared(self) -> bool:
         """Whether ranks that run another plan cannot take part in this one."""
         count = self.plan.padded(min(self.plan.chunk_count, self.plan.count)) // max(self.plan.world.num_shards, 1)
-        return self._executor.is_compared(self.plan, count * self._dtype.itemsize, self.plan.in_order or self._wire is not None)
+        is_ordered = self.plan.in_order or self._wire is not None
+        return self._executor.is_compared(self.plan.phases, count * self._dtype.itemsize, is_ordered)
 
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
         """Return the steps that reduce `sources` into C-contiguous `targets`. A collective call."""
@@ -271,8 +272,8 @@ class DirectPlan:
 
     @property
     def is_compared(self) -> bool:
-        """Whether ranks that run another plan cannot take part in this one: transports of arrays of the caller see to it."""
-        return True
+        """Whether ranks that run another plan cannot take part in this one."""
+        return self._executor.is_compared(self.plan.phases)
 
     @property
     def generation(self) -> int:

@@ -178,13 +178,13 @@ class Executor:
             return self.intra.window is not None
         return scope is Scope.WORLD and not in_order and self.device is None
 
-    def is_compared(self, plan: Plan, shard_bytes: int, is_ordered: bool) -> bool:
-        """Return whether ranks that run another plan cannot take part in this one: the same on all ranks.
+    def is_compared(self, phases: Sequence[Phase], shard_bytes: int = 0, is_ordered: bool = False) -> bool:
+        """Return whether ranks that run another plan cannot take part in one of these phases: the same on all ranks.
 
         Ranks compare their calls in shared memory, and messages carry them. Collectives of MPI do neither; those over all ranks
         see to it themselves.
         """
-        for phase in plan.phases:
+        for phase in phases:
             if phase.scope is Scope.INTRA and not self._shares_memory:
                 return False
             if phase.scope is Scope.LEADERS and not is_ordered:

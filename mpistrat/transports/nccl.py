@@ -1,7 +1,7 @@
 """nccl: NVIDIA's collectives on a stream, over `cupy.cuda.nccl`.
 
 Parts of equal size use NCCL's own reduce-scatter and all-gather; unequal ones a group of reduces or broadcasts, which NCCL
-carries out together. What moves without being combined moves as bytes.
+carries out together, as it does the sends and receives of an exchange. What moves without being combined moves as bytes.
 
 File law: one thread issues all calls, in an order that is the same on all ranks. A communicator that failed, or that somebody
 stopped waiting for, is aborted: its kernels would wait for the peers for ever.
@@ -100,6 +100,7 @@ class NcclTransport(Transport):
         self._nccl = library or _cupy_nccl()
         self._stream = self._device.stream()
         self._failure = ""
+        self._connected: set[tuple[str, int]] = set()  # by point-to-point calls
         self._comm = self._join()
 
     @classmethod
@@ -141,20 +142,25 @@ class NcclTransport(Transport):
 
     def reduce_scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind ncclReduceScatter in place, or one ncclReduce per part where parts differ."""
-        kind, width, native = self._native(buffer, op)
-        starts = [address(buffer) + bound * buffer.dtype.itemsize for bound in bounds]
-        counts = [(stop - start) * width for start, stop in pairwise(bounds)]
         own = slice(bounds[self.group.rank], bounds[self.group.rank + 1])
-        calls: list[_Call] = [
-            lambda comm, stream, start=start, count=count, root=root: comm.reduce(
-                start, start, count, kind, native, root, stream
-            )
-            for root, (start, count) in enumerate(zip(starts, counts, strict=False))
-        ]
-        if _are_equal(bounds, buffer.size):
-            target, count = starts[self.group.rank], counts[0]
-            calls = [lambda comm, stream: comm.reduceScatter(starts[0], target, count, kind, native, stream)]
+        calls = self._scatter_calls(buffer, bounds, address(buffer) + own.start * buffer.dtype.itemsize, op)
         return self._operation(calls, [Part(own.start, own.stop, (buffer[own],))])
+
+    def scatter_between(self, source: DeviceArray, bounds: Sequence[int], target: DeviceArray, fold: Fold) -> Steps:
+        """Combine arrays of the caller; rank r gets elements ``bounds[r]:bounds[r + 1]``. A collective call.
+
+        Parameters
+        ----------
+        source, target : device array
+            One-dimensional and contiguous; they share no memory.
+        bounds : sequence of int
+            Where the parts of the source begin, and where the last one ends.
+        fold : Fold
+            How to combine.
+        """
+        yield from self._operation(self._scatter_calls(source, bounds, address(target), fold.op), []).run()
+        if fold.divisor > 1:
+            divide(target, fold.divisor, out=target)
 
     def all_gather(self, buffer: DeviceArray, bounds: Sequence[int]) -> Operation:
         """Bind ncclAllGather in place, or one ncclBroadcast per part where parts differ."""
@@ -183,6 +189,30 @@ class NcclTransport(Transport):
         call = lambda comm, stream: comm.broadcast(start, start, nbytes, kind, root, stream)  # noqa: E731
         return self._operation([call], [Part(0, buffer.size, (buffer,))])
 
+    def exchange(self, sends: Sequence[DeviceArray], landings: Sequence[DeviceArray]) -> Steps:
+        """Send an array of the caller to each peer, and receive one from each, all together. A collective call.
+
+        Parameters
+        ----------
+        sends, landings : sequence of device array
+            What goes to and what comes from each rank, contiguous; the place of this rank is not looked at. Peers expect as
+            many bytes as are sent to them.
+        """
+        kind, rank, size = self._nccl.NCCL_UINT8, self.group.rank, self.group.size
+        calls: list[_Call] = []
+        pairs: set[tuple[str, int]] = set()
+        for distance in range(1, size):  # each rank begins with the next one, so that not all send to one rank at first
+            for verb, peer, array in (
+                ("send", (rank + distance) % size, sends[(rank + distance) % size]),
+                ("recv", (rank - distance) % size, landings[(rank - distance) % size]),
+            ):
+                if array.nbytes:
+                    calls.append(_point_to_point(verb, address(array), array.nbytes, kind, peer))
+                    pairs.add((verb, peer))
+        if calls:
+            yield from self._operation(calls, [], connects=not pairs <= self._connected).run()
+            self._connected |= pairs
+
     def abort(self, reason: str) -> None:
         """Give the communicator up, with whatever is under way; every later use raises `reason`. The peers must do likewise."""
         if not self._failure:
@@ -205,13 +235,32 @@ class NcclTransport(Transport):
             raise TransportError(f"{self.group.name}: {self.refusal(buffer.dtype, op)}; the transport cuda_ipc can")
         return getattr(self._nccl, f"NCCL_{native[0]}"), native[1], getattr(self._nccl, f"NCCL_{native[2]}")
 
-    def _operation(self, calls: Sequence[_Call], parts: list[Part]) -> Operation:
+    def _scatter_calls(self, source: DeviceArray, bounds: Sequence[int], target: int, op: ReduceOp) -> list[_Call]:
+        """Return what combines sources, and writes this rank's part to an address: that of the part in the source, or apart."""
+        kind, width, native = self._native(source, op)
+        starts = [address(source) + bound * source.dtype.itemsize for bound in bounds]
+        counts = [(stop - start) * width for start, stop in pairwise(bounds)]
+        if _are_equal(bounds, source.size):
+            return [lambda comm, stream: comm.reduceScatter(starts[0], target, counts[0], kind, native, stream)]
+        return [
+            lambda comm, stream, start=start, count=count, root=root: comm.reduce(
+                start, target, count, kind, native, root, stream
+            )
+            for root, (start, count) in enumerate(zip(starts, counts, strict=False))
+        ]
+
+    def _operation(self, calls: Sequence[_Call], parts: list[Part], connects: bool = False) -> Operation:
+        """Return what makes calls, after what the caller's stream was given so far; some may connect ranks first."""
+
         def run() -> Steps:
             self._check()
             self._stream.wait(self._device.current_stream().record())
-            self._issue(calls)
-            event, polls = self._stream.record(), 0
             try:
+                if connects:
+                    yield from self._issue_apart(calls)
+                else:
+                    self._issue(calls)
+                event, polls = self._stream.record(), 0
                 while not event.done():
                     polls += 1
                     if polls % POLLS_PER_CHECK == 0:
@@ -233,6 +282,25 @@ class NcclTransport(Transport):
                 call(self._comm, self._stream.pointer)
         finally:
             self._nccl.groupEnd()
+
+    def _issue_apart(self, calls: Sequence[_Call]) -> Steps:
+        """Make calls on a thread of their own: NCCL connects ranks there, by a wait on the host that nothing ends."""
+        failures: list[Exception] = []
+
+        def issue() -> None:
+            try:
+                with self._device.activate():  # a new thread computes on GPU 0
+                    self._issue(calls)
+            except Exception as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=issue, name=f"nccl {self.group.name}", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            yield WAITING
+        if failures:
+            self.abort(f"{failures[0]}" or type(failures[0]).__name__)
+            self._check()
 
     def _check(self) -> None:
         """Raise what NCCL has found out by itself, such as a broken link to a peer."""
@@ -349,6 +417,11 @@ class NcclTransport(Transport):
 
 
 _Call = Callable[..., None]
+
+
+def _point_to_point(verb: str, start: int, nbytes: int, kind: int, peer: int) -> _Call:
+    """Return the call that sends bytes to a peer, or receives them from it."""
+    return lambda comm, stream: getattr(comm, verb)(start, nbytes, kind, peer, stream)
 
 
 def _cupy_nccl() -> Any:

@@ -1,0 +1,72 @@
+"""DeviceMover: arrays on GPUs are moved between ranks by NCCL, without passing through host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.communicator.gpu_arrays import GpuArrays
+from mpistrat.groups.group import Group
+from mpistrat.transports.mpi import until_complete
+from mpistrat.transports.nccl import NcclTransport
+from mpistrat.transports.steps import Steps
+from mpistrat.transports.window import NodeWindow
+
+__all__ = ["DeviceMover"]
+
+
+class DeviceMover:
+    """Moves arrays between the ranks of a group, each with a GPU, as bytes.
+
+    File law: ranks meet when each of them has its memory, and only then call NCCL, whose kernels wait for all of them.
+
+    Parameters
+    ----------
+    group : Group
+        The ranks.
+    window : NodeWindow or None
+        In which they meet, where they share memory.
+    gpu : GpuArrays
+        Makes the memory.
+    nccl : NcclTransport
+        Joins the ranks.
+    """
+
+    def __init__(self, group: Group, window: NodeWindow | None, gpu: GpuArrays, nccl: NcclTransport) -> None:
+        self._comm, self._window, self._gpu, self._nccl = group.comm, window, gpu, nccl
+
+    def fetch(self, array: Array) -> Array:
+        """Return an array where it can be moved: where it is."""
+        return array
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic], out: Array | None = None) -> Array:
+        """Return memory for a result: `out`, if there is one."""
+        return self._gpu.empty(shape, dtype) if out is None else out
+
+    def all_gather(self, whole: Array, bounds: Sequence[int]) -> Steps:
+        """Return the steps that give every rank bytes ``bounds[r]:bounds[r + 1]`` of each rank r."""
+        return self._together(self._nccl.all_gather(_bytes(whole), bounds).run())
+
+    def broadcast(self, array: Array, root: int) -> Steps:
+        """Return the steps that give every rank the array of `root`."""
+        return self._together(self._nccl.broadcast(_bytes(array), root).run())
+
+    def exchange(self, sends: Sequence[Array], landings: Sequence[Array]) -> Steps:
+        """Return the steps that send an array to each peer, and receive one from each; empty ones are not sent."""
+        return self._together(self._nccl.exchange(sends, landings))
+
+    def _together(self, steps: Steps) -> Steps:
+        return self._gpu.watched(self._after_meeting(steps))
+
+    def _after_meeting(self, steps: Steps) -> Steps:
+        if self._window is not None:
+            yield from self._window.meet()
+        else:
+            yield from until_complete(self._comm.Ibarrier(), None)
+        yield from steps
+
+
+def _bytes(array: Array) -> Array:
+    return array.reshape(-1).view(np.uint8)
