@@ -124,7 +124,7 @@ def bind_batch(
     dtypes = ", ".join(sorted({array.dtype.name for array in arrays}))
     batch = BoundBatch(text=text, details=(op.name, dtypes, sum(array.nbytes for array in arrays)))
     for dtype, members, layout in lay_out(op, arrays, packing):
-        given = {arrays[index].dtype for index in members}
+        given = [arrays[index].dtype for index in members]
         plan, wire = choose(layout.count, dtype)
         batch.append(Bucket(members, bind(executor, plan, layout, dtype, op, given, wire)))
     if is_current(batch, executor):

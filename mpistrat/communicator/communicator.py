@@ -446,9 +446,9 @@ class Communicator(BaseCommunicator):
             with self._guard:
                 self._calls.enter("close", lambda _: "()", None)  # what is freed is freed by all
             self.confirm()
-            self._plans.clear()
             if self._gpu is not None:
                 self._gpu.close()
+            self._plans.clear()
             self._executor.close()
             self.hierarchy.close()
         super().close(owner)

@@ -43,8 +43,10 @@ class DevicePlanCache(PlanCache):
         self._chunk_bytes = self._chunk_bytes or DEVICE_CHUNK_BYTES
 
     def explain(self, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Explanation:
-        """Return what a sum of arrays like these does: see `PlanCache.explain`."""
-        return replace(super().explain(arrays, options, num_packs), path=str(self._device_executor.transports))
+        """Return what a sum of arrays like these does: see `PlanCache.explain`. What is only enqueued has not been timed."""
+        found = super().explain(arrays, options, num_packs)
+        last_seconds = None if self._device_executor.enqueues else found.last_seconds
+        return replace(found, last_seconds=last_seconds, path=str(self._device_executor.transports))
 
     def memory(self) -> MemoryReport:
         """Return what the executor and the plans hold."""

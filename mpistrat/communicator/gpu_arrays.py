@@ -113,7 +113,8 @@ class GpuArrays:
         self.executor.abort("a collective has failed")
 
     def close(self) -> None:
-        """Free what the executor holds. A collective call."""
+        """Free what the executor holds, when all that was enqueued has ended. A collective call."""
+        self._guard.drive_present(self.executor.settle())
         self.executor.close()
 
 

@@ -212,6 +212,8 @@ class Reductions:
         is_new = not self.plans.has(op, arrays, call.options, num_packs, axis)
         if call.ends or self._calls.is_strict or (is_new and self._guard.checks):
             self._guard.agree(call)
+        if is_new and self._gpu is not None:  # memory that is given back for it must not be in use
+            self._guard.run(call, self._gpu.executor.settle())
         before = self.plans.num_let_go
         try:
             return self.plans.find(op, arrays, call.options, num_packs, axis)

@@ -62,11 +62,12 @@ class BoundPlan:
         slots: int,
         slot_bytes: int,
         wire: Wire | None,
+        dtypes: Sequence[np.dtype[Any]],
     ) -> None:
         self.plan = plan
         self.generation = executor.generation
         self._executor = executor
-        self._dtype, self._op, self._layout = dtype, op, layout
+        self._dtype, self._op, self._layout, self._dtypes = dtype, op, layout, dtypes
         self._cut, self._slot_bytes, self._wire = (slots, slot_bytes), slot_bytes, wire
         is_one_call = executor.device is None and not plan.in_order and plan.num_chunks == 1 and _is_flat(plan)
         self.flat_count = plan.padded(plan.count) if is_one_call else 0
@@ -164,8 +165,8 @@ class BoundPlan:
         chunk = _Chunk(
             slot,
             padded * self._dtype.itemsize,
-            self._executor.copy_in(self._layout, start, start + count, buffer),
-            self._executor.copy_out(self._layout, start, start + count, parts, buffer, self._op, divisor),
+            self._executor.copy_in(self._layout, start, start + count, buffer, self._dtypes),
+            self._executor.copy_out(self._layout, start, start + count, parts, buffer, self._op, divisor, self._dtypes),
         )
         # what crosses nodes overlaps with what comes before and after it; on one node all phases overlap with the copies
         crossing = [phase.scope is not Scope.INTRA for phase in self.plan.phases]

@@ -6,7 +6,7 @@ of a plan is on that stream; no other one is waited for by the host, unless peer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,11 @@ class DeviceExecutor(Executor):
     device : Device
         Of this rank.
 
+    Attributes
+    ----------
+    enqueues : bool
+        Whether plans end when their work has been enqueued, unless their call has a deadline, was started, or is timed.
+
     Raises
     ------
     TransportError
@@ -56,6 +61,11 @@ class DeviceExecutor(Executor):
         self.device, self._device, self.timeline = device, device, host.timeline
         self._shares_memory = host._shares_memory  # where ranks meet before each call
         self._copied_out: Event | None = None
+        self._window = host.intra.window if host.hierarchy.world.num_nodes == 1 else None
+        nccl, call, timeline = self.transports.everywhere, host.hierarchy.call, host.timeline
+        self.enqueues = nccl is not None and self._window is not None
+        if nccl is not None and self._window is not None:
+            nccl.watch(lambda: call.must_poll or timeline.enabled, self._window.has_given_up)
 
     def max_in_flight(self, depth: int) -> int:
         """Return how many of `depth` chunks may be between nodes: one where rails have no channels.
@@ -64,17 +74,25 @@ class DeviceExecutor(Executor):
         """
         return depth if self.transports.has_channels else 1
 
-    def copy_in(self, layout: Layout, start: int, stop: int, buffer: Array) -> CopySteps:
-        """Return what copies arrays into a range of a bucket, when it has been copied out to its end."""
-        return _Before(self._follow, DeviceCopyIn(self._device, layout, start, stop, buffer))
+    def copy_in(self, layout: Layout, start: int, stop: int, buffer: Array, dtypes: Sequence[np.dtype[Any]]) -> CopySteps:
+        """Return what copies arrays of these dtypes into a range of a bucket, when it has been copied out to its end."""
+        return _Before(self._follow, DeviceCopyIn(self._device, layout, start, stop, buffer, dtypes))
 
     def copy_out(
-        self, layout: Layout, start: int, stop: int, parts: Sequence[Part], buffer: Array, op: ReduceOp, divisor: int
+        self,
+        layout: Layout,
+        start: int,
+        stop: int,
+        parts: Sequence[Part],
+        buffer: Array,
+        op: ReduceOp,
+        divisor: int,
+        dtypes: Sequence[np.dtype[Any]],
     ) -> CopySteps:
         """Return what copies a range of a bucket out to arrays, and waits for that where peers may write there next."""
         assert all(len(part.addends) == 1 for part in parts), "transports of device memory combine by themselves"
         sources = [(part.start, part.stop, part.addends[0]) for part in parts] or [(0, buffer.size, buffer)]
-        return _After(DeviceCopyOut(self._device, layout, start, stop, sources, divisor), self._note_copied)
+        return _After(DeviceCopyOut(self._device, layout, start, stop, sources, divisor, dtypes), self._note_copied)
 
     def lies_in(self, array: Array, buffer: Array) -> bool:
         """Return whether an array is memory of a buffer."""
@@ -93,16 +111,24 @@ class DeviceExecutor(Executor):
 
     def abort(self, reason: str) -> None:
         """Give up what NCCL has under way: its kernels would wait for peers for ever. The peers must do likewise."""
+        if self._window is not None:
+            self._window.give_up()
         self.intra.abort(reason)
 
+    def settle(self) -> Steps:
+        """Wait until all that was enqueued has ended."""
+        yield from self.intra.settle()
+        while not self._has_copied_out():
+            yield WAITING
+
     def close(self) -> None:
-        """Free the scratch memory and what transports made. A collective call."""
+        """Free the scratch memory and what transports made; all that was enqueued has ended. A collective call."""
         for bound in self.bound_plans:
             bound.unbind()  # memory of peers must not be mapped any more when they free it
         self.intra.dispose()
 
     def between(
-        self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Collection[np.dtype[Any]]
+        self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Sequence[np.dtype[Any]]
     ) -> Callable[[FlatArrays, Fold], Steps] | None:
         """Return what combines one array, or a few large ones, on one node: see `Executor.between`."""
         is_large = layout.count * dtype.itemsize >= DIRECT_FROM_BYTES * (len(layout.offsets) - 1)
@@ -123,6 +149,10 @@ class DeviceExecutor(Executor):
         return self.transports.world.around(
             buffer, lambda whole: ordered_all_reduce(group, [whole], order, whole, op, channel, caster)
         )
+
+    def _has_copied_out(self) -> bool:
+        with self._device.activate():  # the engine asks too, where it combines arrays of the host
+            return self._copied_out is None or self._copied_out.done()
 
     def _follow(self) -> None:
         """Let the current stream wait for the last copies out; where they are its own, that takes no time."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -116,12 +116,20 @@ class Executor:
         """Return how many of `depth` chunks may be between nodes at a time: what starts at once starts in one order."""
         return depth
 
-    def copy_in(self, layout: Layout, start: int, stop: int, buffer: Array) -> CopySteps:
-        """Return what copies arrays into a range of a bucket."""
+    def copy_in(self, layout: Layout, start: int, stop: int, buffer: Array, dtypes: Sequence[np.dtype[Any]]) -> CopySteps:
+        """Return what copies arrays of these dtypes into a range of a bucket."""
         return CopyIn(layout, start, stop, buffer)
 
     def copy_out(
-        self, layout: Layout, start: int, stop: int, parts: Sequence[Part], buffer: Array, op: ReduceOp, divisor: int
+        self,
+        layout: Layout,
+        start: int,
+        stop: int,
+        parts: Sequence[Part],
+        buffer: Array,
+        op: ReduceOp,
+        divisor: int,
+        dtypes: Sequence[np.dtype[Any]],
     ) -> CopySteps:
         """Return what copies a range of a bucket out to arrays: from the parts of its last operation, or from the buffer."""
         addends = [(part.start, part.stop, part.addends) for part in parts] or [(0, buffer.size, (buffer,))]
@@ -211,7 +219,7 @@ class Executor:
         return sum(rail.scratch_bytes for rail in self.rails.values())
 
     def between(
-        self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Collection[np.dtype[Any]]
+        self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Sequence[np.dtype[Any]]
     ) -> Callable[[FlatArrays, Fold], Steps] | None:
         """Return what combines arrays of the caller where they lie; None where they must go through buckets.
 
@@ -219,10 +227,10 @@ class Executor:
 
         Parameters
         ----------
-        plan, layout, dtype, op, given : Plan, Layout, dtype, ReduceOp, collection of dtype
+        plan, layout, dtype, op, given : Plan, Layout, dtype, ReduceOp, sequence of dtype
             As for `binder.bind`.
         """
-        held, scopes = next(iter(given)), {phase.scope for phase in plan.phases}
+        held, scopes = given[0], {phase.scope for phase in plan.phases}
         if len(set(given)) > 1:
             return None
         if scopes <= {Scope.WORLD} and layout.is_one_array and held == dtype:

@@ -157,6 +157,10 @@ class Transport(ABC):
         """Wait until all peers have passed the release that returned `mark` here, so that memory can be written again."""
         return iter(())
 
+    def settle(self) -> Steps:
+        """Wait until all that was enqueued on a device has ended, where operations end earlier."""
+        return iter(())
+
     def abort(self, reason: str) -> None:  # noqa: B027 - most transports wait for nothing that their peers must end
         """Give up what is under way and would wait for peers for ever. The peers must do likewise."""
 

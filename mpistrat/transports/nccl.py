@@ -3,8 +3,9 @@
 Parts of equal size use NCCL's own reduce-scatter and all-gather; unequal ones a group of reduces or broadcasts, which NCCL
 carries out together, as it does the sends and receives of an exchange. What moves without being combined moves as bytes.
 
-File law: one thread issues all calls, in an order that is the same on all ranks. A communicator that failed, or that somebody
-stopped waiting for, is aborted: its kernels would wait for the peers for ever.
+File law: one thread issues all calls, in an order that is the same on all ranks, and kernels begin in that order, also those of
+other communicators on the GPU. A communicator that failed, or that somebody stopped waiting for, is aborted: its kernels would
+wait for the peers for ever.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from mpistrat.groups.group import Group, ranks_text
 from mpistrat.reduction import Fold, ReduceOp, divide
 from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.flat_arrays import FlatArrays
+from mpistrat.transports.nccl_watcher import NcclWatcher
 from mpistrat.transports.steps import WAITING, Steps
 
 __all__ = ["NcclTransport", "native_type", "nccl_refusal"]
@@ -101,6 +103,8 @@ class NcclTransport(Transport):
         self._stream = self._device.stream()
         self._failure = ""
         self._connected: set[tuple[str, int]] = set()  # by point-to-point calls
+        self._lock = threading.Lock()
+        self._watcher: NcclWatcher | None = None
         self._comm = self._join()
 
     @classmethod
@@ -213,17 +217,34 @@ class NcclTransport(Transport):
             yield from self._operation(calls, [], connects=not pairs <= self._connected).run()
             self._connected |= pairs
 
+    def watch(self, must_wait: Callable[[], bool], has_given_up: Callable[[], bool]) -> None:
+        """Let operations end, from now on, when they are enqueued: the caller's stream waits for them, and not the host.
+
+        Parameters
+        ----------
+        must_wait : callable
+            Whether the present one is to end when it is done all the same.
+        has_given_up : callable
+            Whether a peer has, so that what is under way will not end. A thread asks this, and NCCL, as long as something is.
+        """
+        self._watcher = NcclWatcher(f"nccl watcher {self.group.name}", self._device, self._check, must_wait, has_given_up)
+
+    def settle(self) -> Steps:
+        """Wait until all that was enqueued has ended, well or not."""
+        return iter(()) if self._watcher is None else self._watcher.settle()
+
     def abort(self, reason: str) -> None:
         """Give the communicator up, with whatever is under way; every later use raises `reason`. The peers must do likewise."""
-        if not self._failure:
-            self._failure = reason
-            self._comm.abort()
+        with self._lock:
+            self._abort(reason)
 
     def close(self) -> None:
         """Keep the communicator: other memory will be used with it."""
 
     def dispose(self) -> None:
         """Destroy the communicator, here and now: CuPy would do it when its object is collected, on whichever thread."""
+        if self._watcher is not None:
+            self._watcher.stop()
         if not self._failure:
             self._failure = "it was closed"
             self._comm.destroy()
@@ -254,13 +275,21 @@ class NcclTransport(Transport):
 
         def run() -> Steps:
             self._check()
-            self._stream.wait(self._device.current_stream().record())
+            current = self._device.current_stream()
+            self._stream.wait(current.record())
+            if self._device.last_call is not None:
+                self._stream.wait(self._device.last_call)
             try:
                 if connects:
                     yield from self._issue_apart(calls)
                 else:
                     self._issue(calls)
                 event, polls = self._stream.record(), 0
+                self._device.last_call = event
+                if self._watcher is not None and not self._watcher.must_wait():
+                    current.wait(event)
+                    self._watcher.add(event)
+                    return
                 while not event.done():
                     polls += 1
                     if polls % POLLS_PER_CHECK == 0:
@@ -303,14 +332,22 @@ class NcclTransport(Transport):
             self._check()
 
     def _check(self) -> None:
-        """Raise what NCCL has found out by itself, such as a broken link to a peer."""
-        if not self._failure:
-            try:
-                self._comm.check_async_error()
-            except Exception as error:  # CuPy raises KeyError for results that it has no name for
-                self.abort(f"{error}")
+        """Raise what NCCL has found out by itself, such as a broken link to a peer, or that a peer has given up."""
+        with self._lock:
+            if not self._failure:
+                try:
+                    self._comm.check_async_error()
+                except Exception as error:  # CuPy raises KeyError for results that it has no name for
+                    self._abort(f"{error}")
+            if not self._failure and self._watcher is not None and self._watcher.has_given_up():
+                self._abort("a rank of this node has given up")
         if self._failure:
             raise TransportError(f"{self.group.name}: NCCL has failed: {self._failure}; make a new strategy to go on")
+
+    def _abort(self, reason: str) -> None:
+        if not self._failure:
+            self._failure = reason
+            self._comm.abort()
 
     def _join(self) -> Any:
         """Make the communicator, on a thread of its own: NCCL waits for peers without an end."""
