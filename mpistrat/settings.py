@@ -186,6 +186,13 @@ STRICT = Setting(
     "Compare each call completely before its result is returned, instead of leaving part of the comparison to a later call.",
 )
 ABORT = Setting("MPISTRAT_ABORT", _parse_bool, True, "Abort the whole job when one rank has an uncaught exception.")
+TRACEBACK = Setting(
+    "MPISTRAT_TRACEBACK",
+    _one_of("short", "full"),
+    "short",
+    "Whether the traceback of an uncaught exception in a job of several ranks shows the frames inside this library (full), or "
+    "ends with the last line of the program (short).",
+)
 ALGORITHM = Setting(
     "MPISTRAT_ALGORITHM",
     _one_of("auto", "flat", "leader", "hierarchical", "pipelined"),
@@ -261,6 +268,7 @@ SETTINGS: tuple[Setting[Any], ...] = (
     CHECK,
     STRICT,
     ABORT,
+    TRACEBACK,
     ALGORITHM,
     CHUNK_BYTES,
     MAX_MESSAGE_BYTES,

@@ -1,4 +1,4 @@
-"""A session of all tests is two processes: a second pytest runs the lanes of one process, beside lanes that mostly wait.
+"""A session of all tests is two processes: a second pytest runs what takes one core, beside lanes that mostly wait.
 
 Its reports arrive here through a pipe, and each is shown at the turn of its test, as if it had run in this process. A selection
 of tests, a debugger (``--pdb``) or live output (``-s``) stay in one process, and so does a machine of one core.
@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from tests.lanes import is_selection, lane_of
-from tests.launches import is_one_rank
+from tests.launches import Launch, is_one_rank
 
 __all__: list[str] = []
 
@@ -77,7 +77,7 @@ class _Beside:
         if not files:
             return (yield)
         with tempfile.TemporaryFile("w+") as self._output:
-            process = self._start(files)
+            process = self._start([*files, *(["--num-ranks=1"] if any(map(_is_of_one_rank, session.items)) else [])])
             try:
                 return (yield)
             finally:
@@ -97,11 +97,11 @@ class _Beside:
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
 
-    def _start(self, files: Iterable[str]) -> subprocess.Popen[str]:
+    def _start(self, selection: Iterable[str]) -> subprocess.Popen[str]:
         option, (reader, writer) = self._config.option, Pipe(duplex=False)
         options = [f"--report-to={writer.fileno()}", f"--tb={option.tbstyle}", f"--maxfail={option.maxfail or 0}", "--color=no"]
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, *files],
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, *selection],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
@@ -141,4 +141,8 @@ class _Beside:
 
 
 def _is_beside(item: pytest.Item) -> bool:
-    return lane_of(item.nodeid) in BESIDE
+    return lane_of(item.nodeid) in BESIDE or _is_of_one_rank(item)
+
+
+def _is_of_one_rank(item: pytest.Item) -> bool:
+    return isinstance(item, Launch) and item.num_ranks == 1

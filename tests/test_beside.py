@@ -16,9 +16,15 @@ _CONFTEST = """
 import os
 import pytest
 
+from pathlib import Path
+
 pytest_plugins = ["tests.lanes", "tests.launches", "tests.beside"]
 os.environ.setdefault("FIRST", str(os.getpid()))
 is_first = os.environ["FIRST"] == str(os.getpid())
+
+def pytest_configure():
+    from tests import launches
+    launches._RANKS = Path(__file__).parent / "tests/ranks"
 """
 # both sides wait for each other: in one process, or in turns, neither would go on
 _MEETING = """
@@ -69,6 +75,16 @@ def test_lanes_of_one_process_run_beside_the_others(checkout, tmp_path):
     assert "faults   1 run in " in done.stdout
     assert "2 passed" in done.stdout
     assert (tmp_path / "a").read_text() != (tmp_path / "b").read_text()
+
+
+def test_the_launch_of_one_rank_runs_beside_the_others(checkout, tmp_path):
+    meeting = {
+        "faults/test_a.py": _MEETING.format(mine="a", theirs="b"),
+        "ranks/test_b.py": _MEETING.format(mine="b", theirs="a"),
+    }
+    done = checkout(meeting, "--num-ranks", "1,2")
+    assert "ranks    2 run in " in done.stdout, done.stdout
+    assert "3 passed" in done.stdout
 
 
 def test_what_the_second_process_finds_is_told_as_if_it_ran_in_the_first(checkout):

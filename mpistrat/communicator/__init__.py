@@ -1,1 +1,1 @@
-"""Arrays in, arrays out, over all ranks of an MPI communicator."""
+"""Collectives on arrays over all ranks of an MPI communicator."""

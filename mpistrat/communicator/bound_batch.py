@@ -1,4 +1,4 @@
-"""BoundBatch: the buckets that arrays of certain shapes and dtypes go through, each bound to its plan."""
+"""BoundBatch: the buckets of a batch of arrays of given shapes and dtypes, each bound to its plan."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ class Bucket:
 
 
 class BoundBatch(list[Bucket]):
-    """The buckets, in the order in which they are reduced.
+    """The buckets of a batch, in the order in which they are reduced.
 
     Parameters
     ----------
     buckets : iterable of Bucket
-        As they come.
+        In this order.
     text : str
-        Describes the arguments of the calls that take it.
+        Arguments of the calls that use this batch.
     details : tuple of (str, str, int)
-        What is recorded of such calls: the operation, the dtypes, and how many bytes this rank passes.
+        Recorded for such calls: the operation, the dtypes, and the bytes that this rank passes.
 
     Attributes
     ----------
     seconds : float or None
-        What reducing them took last, on this rank; None before it was done.
+        Duration of the last reduction on this rank; None if there was none.
     scatters : bool
-        Whether each rank gets its part only.
+        Whether each rank gets only its part.
     """
 
     seconds: float | None = None
@@ -62,17 +62,17 @@ class BoundBatch(list[Bucket]):
         self._signatures: dict[str, Signature] = {}
 
     @cached_property
-    def begins_with_meeting(self) -> bool:
-        """Whether ranks of a node meet in shared memory before anything else."""
-        return bool(self) and self[0].bound.begins_with_meeting
+    def begins_with_barrier(self) -> bool:
+        """Whether its first step is a barrier of the node in shared memory."""
+        return bool(self) and self[0].bound.begins_with_barrier
 
     @cached_property
     def is_compared(self) -> bool:
-        """Whether ranks in another call cannot take part in this one; else calls are to be compared afterwards."""
+        """Whether ranks in another call cannot take part in this one; if they can, calls are compared afterwards."""
         return all(bucket.bound.is_compared for bucket in self)
 
     def signature(self, verb: str) -> Signature:
-        """Return the signature of a call of `verb` that takes this batch."""
+        """Return the signature of a call of `verb` with this batch."""
         if verb not in self._signatures:
             plans = ", ".join(dict.fromkeys(bucket.bound.plan.algorithm for bucket in self))
             self._signatures[verb] = Signature(verb + self._text, (*self._details, plans))
@@ -86,9 +86,9 @@ class Packing:
     Attributes
     ----------
     bytes_per_pack : int
-        Whole arrays in packs of about so many bytes; 0: one pack. See `packing.buckets.pack_by_bytes`.
+        Whole arrays in packs of about this many bytes; 0: one pack. See `packing.buckets.pack_by_bytes`.
     num_packs : int or None
-        All elements in so many equal packs, whatever `bytes_per_pack` says; 0: each array by itself; None: does not apply.
+        All elements in this many equal packs, whatever `bytes_per_pack` says; 0: each array by itself; None: pack by bytes.
         See `packing.buckets.split_evenly`.
     """
 
@@ -104,7 +104,7 @@ def bind_batch(
     choose: Callable[[int, np.dtype[Any]], tuple[Plan, Wire | None]],
     text: str = "",
 ) -> BoundBatch:
-    """Pack arrays like these, choose a plan for each bucket, and bind it. A collective call.
+    """Pack arrays of these shapes and dtypes, choose a plan for each bucket, and bind it. A collective call.
 
     Parameters
     ----------
@@ -113,13 +113,13 @@ def bind_batch(
     op : ReduceOp
         How to combine.
     arrays : sequence of ndarray
-        Only their shapes and dtypes count.
+        Only their shapes and dtypes are used.
     packing : Packing
         How arrays share buckets.
     choose : callable
-        Returns the plan for so many elements of a dtype, and what they are cast to between nodes.
+        Returns the plan for a number of elements of a dtype, and the wire dtype between nodes.
     text : str
-        Describes the arguments of the calls that take it.
+        Arguments of the calls that use the batch.
     """
     dtypes = ", ".join(sorted({array.dtype.name for array in arrays}))
     batch = BoundBatch(text=text, details=(op.name, dtypes, sum(array.nbytes for array in arrays)))
@@ -134,20 +134,20 @@ def bind_batch(
 
 
 def lay_out(op: ReduceOp, arrays: Sequence[Array], packing: Packing) -> Iterator[tuple[np.dtype[Any], tuple[int, ...], Layout]]:
-    """Yield, for each bucket, in which dtype it is combined, which arrays share it, and where in it they lie."""
+    """Yield for each bucket its accumulation dtype, the indices of its arrays, and their layout."""
     for dtype, indices in _by_accumulation_dtype(op, arrays).items():
-        # the last gradients are ready first, so they are packed first
+        # backpropagation computes the last gradients first, so they are packed first
         for members, layout in _pack(indices[::-1], [array.size for array in arrays], dtype.itemsize, packing):
             yield dtype, members, layout
 
 
 def is_current(batch: BoundBatch, executor: Executor) -> bool:
-    """Return whether all buckets are bound to the scratch memory that there is now."""
+    """Return whether all buckets are bound to the current scratch memory."""
     return all(bucket.bound.generation == executor.generation for bucket in batch)
 
 
 def _pack(indices: list[int], counts: list[int], itemsize: int, packing: Packing) -> Iterator[tuple[tuple[int, ...], Layout]]:
-    """Yield the arrays that share a bucket, and where in it they lie."""
+    """Yield the indices of the arrays of each bucket, and their layout."""
     if packing.num_packs:
         sizes = [counts[index] for index in indices]
         first = 0

@@ -1,4 +1,4 @@
-"""CollectiveCall: a collective call of this rank: what errors call it, and its deadline."""
+"""CollectiveCall: the description and the deadline of a collective call of this rank."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ from mpistrat.groups.agreement import after
 
 __all__ = ["CollectiveCall"]
 
-# what a call that has met all ranks at the last moment may still take
-_LEAST_SECONDS = 0.2
+_LEAST_SECONDS = 0.2  # a call that all ranks entered just before the deadline still gets this long
 
 
 @dataclass
 class CollectiveCall:
-    """A collective call: what errors call it, and its deadline.
+    """The description and the deadline of a collective call.
 
     Attributes
     ----------
     number : int
-        Its sequence number.
+        Sequence number.
     verb : str
-        What it does.
+        Name of the collective.
     describe : callable
-        Returns it with its arguments.
+        Returns the call with its arguments, as text.
     options : CommunicationOptions
-        All that hold for it.
+        The call's options merged over the communicator's.
     is_started : bool
-        Whether the engine carries it out while the program goes on.
+        Whether it runs asynchronously, on the engine.
     ends : float
-        When its time is up, on the clock of `time.monotonic`; 0 means never, or that its turn has not come.
+        Deadline on the clock of `time.monotonic`; 0 if there is none, or the call has not begun.
     noted : int
-        The word of what was noted before it.
+        Hash of the notes that are compared with it.
     notes : tuple of str
-        The texts of that.
+        These notes.
     """
 
     number: int
@@ -53,16 +52,16 @@ class CollectiveCall:
 
     @property
     def text(self) -> str:
-        """The call with its arguments, and with what was noted before that is not a matter of course."""
+        """The call with its arguments, and with the notes before it that tell something."""
         return f"{self.describe()}{after(self.notes)}"
 
     @property
     def seconds(self) -> float:
-        """The deadline in seconds from the beginning; 0 means none."""
+        """The deadline in seconds from the beginning of the call; 0 means none."""
         return self.options.timeout_seconds or 0.0
 
     def begin(self) -> None:
-        """Let its time run: its turn has come."""
+        """Start the clock of the deadline."""
         self.ends = time.monotonic() + self.seconds if self.seconds else 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""CallSequence: the way into a collective call: it gets a number, is checked here, and compared with those of other ranks."""
+"""CallSequence: begins collective calls: numbers them, checks their arguments, and compares them with those of other ranks."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from mpistrat.errors import MpistratError
 __all__ = ["CallSequence", "Facts"]
 
 Facts = np.ndarray[Any, np.dtype[np.int64]]
-"""Two numbers of each rank: (ranks, 2)."""
+"""Two numbers of each rank: int64, (ranks, 2)."""
 
 _MERGED_KEPT = 64
 
 
 class CallSequence:
-    """The collective calls that this rank makes through one communicator.
+    """The collective calls of this rank on one communicator.
 
     Parameters
     ----------
     guard : CollectiveGuard
-        Compares them.
+        Compares the calls of all ranks.
     options : CommunicationOptions
-        Hold for every call that does not say otherwise.
+        Defaults for every call.
 
     Attributes
     ----------
     options : CommunicationOptions
         As given.
     is_strict : bool
-        Whether everything is compared before a result is handed out, also what could wait for a later call.
+        Whether every call is compared before it returns, including what could be compared later.
     """
 
     def __init__(self, guard: CollectiveGuard, options: CommunicationOptions) -> None:
@@ -51,35 +51,35 @@ class CallSequence:
         check: Callable[[CommunicationOptions], None] | None = None,
         facts: Callable[[], tuple[int, int]] | None = None,
     ) -> tuple[CollectiveCall, Facts]:
-        """Begin a call: check it here, meet the others, compare the calls of all, and learn their facts. A collective call.
+        """Begin a call: check its arguments, compare it on all ranks, and exchange facts. A collective call.
 
         Parameters
         ----------
         verb : str
-            What the call does.
+            Name of the collective.
         arguments : callable
-            Returns, for the options that hold, what all ranks must pass alike, in words.
+            Returns, for the merged options, the arguments that must be the same on all ranks, as text.
         options : CommunicationOptions or None
-            Those of the call.
+            Of the call.
         check : callable, optional
-            Raises where this rank cannot make the call with the options that hold.
+            Raises if this rank cannot make the call with the merged options.
         facts : callable, optional
-            Returns what the other ranks must know of this one.
+            Returns two numbers that the other ranks need.
         """
-        call, refused = self.announce(verb, arguments, options, check)
+        call, refused = self.prepare(verb, arguments, options, check)
         call.begin()
         if refused is not None:
             self.refuse(call, refused)
         return call, self._guard.agree(call, None, (0, 0) if facts is None else facts())
 
-    def announce(
+    def prepare(
         self,
         verb: str,
         arguments: Callable[[CommunicationOptions], str],
         options: CommunicationOptions | None,
         check: Callable[[CommunicationOptions], None] | None = None,
     ) -> tuple[CollectiveCall, Exception | None]:
-        """Return a call with its number, and why this rank cannot make it, as far as can be told here: see `enter`."""
+        """Return a numbered call, and the error of its arguments if this rank refuses them: see `enter`."""
         wanted, refused = self.options, None
         try:
             check_options(options)
@@ -90,8 +90,8 @@ class CallSequence:
             refused = error
         return self._next(verb, lambda: verb + arguments(wanted), wanted), refused
 
-    def announce_text(self, text: str, options: object) -> CollectiveCall:
-        """Return a call that is described by a text; `options` may not have been checked, the call itself refuses them."""
+    def prepare_text(self, text: str, options: object) -> CollectiveCall:
+        """Return a numbered call described by a text; invalid `options` are ignored, since the call itself refuses them."""
         wanted = self._merge(options) if isinstance(options, CommunicationOptions) else self.options
         call = self._next(text.partition("(")[0], lambda: text, wanted)
         call.begin()
@@ -101,7 +101,7 @@ class CallSequence:
         """Raise the error of a call that this rank cannot make; with MPISTRAT_STRICT all ranks raise together."""
         if self.is_strict:
             self._guard.agree(call, error)
-        self._guard.number -= 1  # the others have made none, or wait for this rank to make it
+        self._guard.number -= 1  # the other ranks have not made the call, or wait in it for this one
         self._guard.refuse(call, error)
 
     def _next(self, verb: str, describe: Callable[[], str], options: CommunicationOptions) -> CollectiveCall:
@@ -111,7 +111,7 @@ class CallSequence:
         return call
 
     def _merge(self, options: CommunicationOptions) -> CommunicationOptions:
-        """Return options merged over ours; merging is slow, so the last few are kept."""
+        """Return options merged over the communicator's; merging is slow, so results are cached."""
         if options not in self._merged:
             if len(self._merged) == _MERGED_KEPT:
                 self._merged.clear()

@@ -1,7 +1,7 @@
-"""Communicator: arrays in, arrays out, over all ranks of an MPI communicator.
+"""Communicator: collectives on arrays over all ranks of an MPI communicator.
 
-The first call with arrays of certain shapes and dtypes chooses the plans, lays out the buckets and binds the memory; that
-plan is kept, and the next call like it only runs it.
+The first call with given shapes and dtypes chooses the plans, lays out the buckets and binds the memory. Later calls with the
+same shapes and dtypes reuse them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from mpistrat.algorithms.choose import Choice
 from mpistrat.algorithms.cost import DEFAULT, CostModel
 from mpistrat.arrays import Array
 from mpistrat.communicator.call_sequence import CallSequence
+from mpistrat.communicator.construction import build_hierarchy
 from mpistrat.communicator.data_movement import DataMovement
 from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.fast_paths import SIGNATURE, KnownBatch
 from mpistrat.communicator.gpu_arrays import GpuArrays
 from mpistrat.communicator.guard import CollectiveGuard
 from mpistrat.communicator.interface import Arrays, BaseCommunicator
-from mpistrat.communicator.meeting import hierarchy_over
 from mpistrat.communicator.options import CommunicationOptions, shared_defaults
 from mpistrat.communicator.plan_cache import PlanCache
 from mpistrat.communicator.reductions import Reductions
@@ -47,47 +47,48 @@ __all__ = ["Communicator", "by_algorithm"]
 
 
 class Communicator(BaseCommunicator):
-    """Collectives on NumPy and CuPy arrays over all ranks of an MPI communicator, as fast as their nodes allow.
+    """Hierarchical collectives on NumPy and CuPy arrays over all ranks of an MPI communicator.
 
-    Making one is a collective call of these ranks. A context manager, which closes it. Every verb takes an array, or a list of
-    arrays, and returns as many; options of a call win over those of the communicator. What is sent, is sent on duplicates of
-    `comm`: messages of the program never meet ours.
+    Making one is a collective call of these ranks. As a context manager it closes itself. Every verb takes an array or a list
+    of arrays and returns the same; the options of a call override those of the communicator. All messages are sent on
+    duplicates of `comm`, so they never match messages of the program.
 
-    Ranks compare their calls. Every verb raises AgreementError on all of them if they make different ones, or pass different
-    operations, shapes, dtypes or options that must agree: before a result is handed out, but for what `confirm` compares. With
-    a deadline (`timeout_seconds`) a verb raises DeadlineExceededError on every rank that has come, naming those that have not,
-    and no collective is made any more.
+    Ranks compare their calls. If they make different calls, or pass different operations, shapes, dtypes or options that must
+    agree, every verb raises AgreementError on all ranks before it returns a result, except for calls that `confirm` compares
+    later. With a deadline (`timeout_seconds`), a verb raises DeadlineExceededError on every rank that has arrived and names
+    those that have not; the communicator is unusable afterwards.
 
     Parameters
     ----------
     comm : MPI.Intracomm or Hierarchy
-        The ranks: COMM_WORLD, or some of the job's, as ``Split`` returns. Or groups that were made of them before, which belong
-        to the communicator from here on.
+        COMM_WORLD, or a communicator of some of the job's ranks, as ``Split`` returns. Or a hierarchy of groups over them,
+        which the communicator then owns.
     options : CommunicationOptions, optional
-        Hold for every call that does not say otherwise; the same on all ranks.
+        Defaults for every call; the same on all ranks.
     num_packs : int, optional
-        Cut the elements of a batch into so many equal packs; 0 reduces each array by itself. None (the default) packs by
+        Split the elements of a batch into this many equal packs; 0 reduces each array by itself. None (the default) packs by
         the options' `bytes_per_pack`.
     model : CostModel, optional
-        What ``auto`` chooses by, the same on all ranks; by default what MPISTRAT_TUNING says.
+        The cost model of algorithm ``auto``, the same on all ranks; by default the one that MPISTRAT_TUNING selects.
     uses_gpu : bool
-        Whether arrays on the GPU that this rank computes on, where it has one, are combined there.
+        Whether arrays on this rank's GPU, if it has one, are combined there.
 
     Attributes
     ----------
     world : World
         The topology: which rank is on which node.
     rank, size, timeline : int, int, Timeline
-        This rank, and the number of ranks; what records the phases of each collective while it is enabled.
+        This rank; the number of ranks; a recorder of the phases of each collective, while it is enabled.
 
     Raises
     ------
     InvalidArgumentError
         If `comm` is not an intracommunicator of this rank, or `num_packs` is negative.
     AgreementError, DeadlineExceededError
-        If ranks pass different options or have other settings, or do not all make this call before the deadline of `options`.
+        If ranks pass different options or have different settings, or do not all make this call before the deadline of
+        `options`.
     LaunchError, TopologyError, TransportError
-        If the ranks or their GPUs do not go together, or the settings name a transport that does not serve on one node.
+        If the ranks or their GPUs cannot form one job, or the settings name a transport that a node does not support.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Communicator(BaseCommunicator):
     ) -> None:
         if isinstance(comm, Hierarchy):
             check_num_packs(num_packs)
-        self.hierarchy = comm if isinstance(comm, Hierarchy) else hierarchy_over(comm, options, num_packs)
+        self.hierarchy = comm if isinstance(comm, Hierarchy) else build_hierarchy(comm, options, num_packs)
         self.world, self.rank, self.size = self.hierarchy.world, self.hierarchy.rank, self.hierarchy.world.size
         agreement = Agreement(self.hierarchy.world_group)
         self._options = shared_defaults(agreement).merge(options)
@@ -119,8 +120,8 @@ class Communicator(BaseCommunicator):
         self._reductions = Reductions(self._executor, self._guard, self._calls, plans, self._gpu)
         self._reductions.num_packs = num_packs
         self._plans, self._fast = self._reductions.plans, self._reductions.fast
-        # one small array in one all-reduce over all ranks is the commonest call: where ranks share cores each line counts
-        self._quick = self._fast.known
+        # one small array in one all-reduce is the most common call: where ranks share cores, each line of Python counts
+        self._fast_paths = self._fast.paths
 
     @property
     def num_collectives(self) -> int:
@@ -129,104 +130,103 @@ class Communicator(BaseCommunicator):
 
     @property
     def num_packs(self) -> int | None:
-        """How a batch is packed, None or a number; to be set on all ranks alike, a negative one raises InvalidArgumentError."""
+        """How a batch is packed, None or a number; set the same on all ranks. A negative one raises InvalidArgumentError."""
         return self._reductions.num_packs
 
     @num_packs.setter
     def num_packs(self, num_packs: int | None) -> None:
         self._reductions.num_packs = check_num_packs(num_packs)
-        self._fast.forget()
+        self._fast.clear()
 
     @property
     def is_strict(self) -> bool:
-        """Whether everything is compared before a result is handed out, also what `note` and `confirm` leave for later."""
+        """Whether every call is compared before it returns, including what `note` and `confirm` would compare later."""
         return self._calls.is_strict
 
     @is_strict.setter
     def is_strict(self, is_strict: bool) -> None:
         self._calls.is_strict = is_strict
-        self._fast.forget()
+        self._fast.clear()
 
     @property
     def model(self) -> CostModel:
-        """What ``auto`` chooses by."""
+        """The cost model of algorithm ``auto``."""
         return self._plans.model
 
     @property
     def path(self) -> str:
-        """Which transports arrays on GPUs take, and why not faster ones; empty where ranks compute on CPUs."""
-        return "" if self._gpu is None else self._gpu.path
+        """The transports used for arrays on GPUs, and why not faster ones; empty where ranks compute on CPUs."""
+        return "" if self._gpu is None else str(self._gpu.executor.transports)
 
     def all_reduce(
         self, op: ReduceOp | str, arrays: Arrays, options: CommunicationOptions | None = None, out: Arrays | None = None
     ) -> Any:
         """Combine each array across ranks. A collective call.
 
-        Results on the GPU are there when the caller's current stream gets to what is put on it next.
+        Results on the GPU are ordered on the caller's current stream: work enqueued there afterwards sees them.
 
         Parameters
         ----------
         op : ReduceOp or str
-            SUM, MEAN, MIN, MAX or PROD, in any case; MEAN is SUM and one division by the number of ranks.
+            SUM, MEAN, MIN, MAX or PROD, in upper or lower case; MEAN is SUM and one division by the number of ranks.
         arrays : ndarray or list of ndarray
-            Of NumPy or CuPy, of any shapes and of the dtypes that `ReduceOp` accepts, contiguous or not; the same on all ranks.
-            Those of a list are reduced together.
+            NumPy or CuPy arrays of any shapes and of dtypes that `ReduceOp` accepts, contiguous or not; shapes and dtypes are
+            the same on all ranks. The arrays of a list are reduced together.
         options : CommunicationOptions, optional
-            Win over those of the communicator.
+            Override those of the communicator.
         out : ndarray or list of ndarray, optional
-            C-contiguous arrays of equal shapes and dtypes to write to; they may be `arrays` themselves.
+            C-contiguous arrays of the same shapes and dtypes for the results; they may be `arrays` themselves.
 
         Returns
         -------
         ndarray or list of ndarray
-            `out`, or new arrays; never those that came in.
+            `out`, or new arrays; never views of `arrays`.
 
         Raises
         ------
         UnsupportedDtypeError
             If `op` is not defined for a dtype.
         InvalidArgumentError
-            If the operation is unknown, `out` does not fit, or the options cannot be used.
+            If the operation is unknown, `out` has other shapes or dtypes, or the options cannot be used.
         """
         op = op if type(op) is ReduceOp else self._parsed(op, "all_reduce", options)
         given: Any = arrays
-        landing: Any = out
-        is_one = not isinstance(given, (list, tuple))
-        if is_one:
-            given, landing = [given], None if out is None else [out]
-        results = self.all_reduce_again(op, given, 0, 2, landing) if options is None else None
+        targets: Any = out
+        if is_one := not isinstance(given, (list, tuple)):
+            given, targets = [given], None if out is None else [out]
+        results = self.all_reduce_again(op, given, 0, 2, targets) if options is None else None
         if results is None:
-            self._admit("all_reduce", given, options)
-            results = self._reductions.all_reduce(op, given, options, landing)
+            self._check_arrays("all_reduce", given, options)
+            results = self._reductions.all_reduce(op, given, options, targets)
         return results[0] if is_one else results
 
     def all_reduce_again(
         self, op: ReduceOp, arrays: Sequence[Array], noted: int = 0, frames: int = 2, out: Sequence[Array] | None = None
     ) -> list[Array] | None:
-        """Combine arrays like earlier ones, by their fast path: see `BaseCommunicator.all_reduce_again`. A collective call."""
+        """Combine arrays by their fast path, if they have one: see `BaseCommunicator.all_reduce_again`. A collective call."""
         guard = self._guard
-        quick: OneArray | SmallBatch | KnownBatch | None
+        path: OneArray | SmallBatch | KnownBatch | None
         into = None
         try:
             if out is not None:
-                quick = self._fast.into(op, arrays, out)
-                into = quick if isinstance(quick, OneArray) else None
+                path = self._fast.find_with_out(op, arrays, out)
+                into = path if isinstance(path, OneArray) else None
             elif len(arrays) == 1:
                 [array] = arrays
-                quick = self._quick.get((op._value_, (array.shape, array.dtype, type(array))))
+                path = self._fast_paths.get((op._value_, (array.shape, array.dtype, type(array))))
             else:
-                quick = self._quick.get((op._value_, *map(SIGNATURE, arrays)))
-        except AttributeError:  # something is not an array: the way past this one refuses it
+                path = self._fast_paths.get((op._value_, *map(SIGNATURE, arrays)))
+        except AttributeError:  # not an array: the slow path raises the error
             return None
-        if quick is None or self.timeline.enabled or guard.refusal or not guard.lock.acquire(False):
+        if path is None or self.timeline.enabled or guard.refusal or not guard.lock.acquire(False):
             return None
         try:
             guard.number = number = guard.number + 1
-            guard.signature = call = quick.signature
-            self._present.word = word = quick.word ^ (guard.noted_before(noted) if guard.noted else noted)
+            guard.signature = call = path.signature
+            self._present.word = word = path.word ^ (guard.take_noted_word(noted) if guard.noted else noted)
             index = guard.indexes.get(word) or guard.index(word, "all_reduce", call.text_after(word ^ call.word), call.details)
             slot = self._recorder.enter(guard.communicator, number, index, frames + 1)
-            results = quick.run(arrays) if into is None or out is None else [into.combine(arrays[0], out[0])]
+            results = path.run(arrays) if into is None or out is None else [into.combine(arrays[0], out[0])]
             self._recorder.leave(slot)
             return results
         except BaseException as error:
@@ -243,27 +243,27 @@ class Communicator(BaseCommunicator):
         out: Arrays | None = None,
         structure: object = None,
     ) -> Work[Any]:
-        """Start what `all_reduce` does, and return a handle whose ``wait()`` returns what that would. A collective call.
+        """Start an asynchronous `all_reduce`; ``wait()`` of the returned handle returns its result. A collective call.
 
-        What was started goes on while the program computes, one after the other in the order of the calls; any other
-        collective begins when all that was started before has ended. Until then `arrays` and `out` must be left alone. A
-        deadline counts from when the turn of the operation comes. What is refused by one rank alone is raised here; all
-        that is found out together with the others, such as that calls differ, is raised by the handle. On a GPU it begins after
-        what the caller's current stream has been given so far; when it has ended, its results are there for every stream.
+        Started operations run in the background, one after the other in the order of the calls; any other collective waits
+        until they have completed. Until an operation has completed, the program must not write to `arrays` or use `out`. Its
+        deadline counts from when it begins. An argument that this rank refuses raises here; errors that ranks find together,
+        such as that their calls differ, are raised by the handle. On a GPU the operation begins after the work enqueued so far
+        on the caller's current stream; once it has completed, every stream may read the results.
 
         Parameters
         ----------
-        op, arrays, options, out : as for `all_reduce`, which says what is raised too
+        op, arrays, options, out : as for `all_reduce`, which lists the errors too
         structure : object, optional
-            Of the value whose leaves the arrays are: its text must be the same on all ranks.
+            Structure of the nested value whose leaves are `arrays`: its text must be the same on all ranks.
         """
         given: Any = arrays
-        landing: Any = out
-        self._admit("start_all_reduce", given, options)
+        targets: Any = out
+        self._check_arrays("start_all_reduce", given, options)
         op = self._parsed(op, "start_all_reduce", options)
         if isinstance(given, (list, tuple)):
-            return self._reductions.start_all_reduce(op, given, options, landing, structure)
-        work = self._reductions.start_all_reduce(op, [given], options, None if out is None else [landing], structure)
+            return self._reductions.start_all_reduce(op, given, options, targets, structure)
+        work = self._reductions.start_all_reduce(op, [given], options, None if out is None else [targets], structure)
         return work.then(lambda results: results[0])
 
     def reduce_scatter(
@@ -276,16 +276,16 @@ class Communicator(BaseCommunicator):
     ) -> Any:
         """Combine each array across ranks; each rank gets its part along `axis`. A collective call.
 
-        Parts are in rank order, as equal as can be, the first ones longer by one.
+        Parts are in rank order and sized as by `numpy.array_split`: if they are not equal, the first ones are longer by one.
 
         Parameters
         ----------
         op, arrays, options : ReduceOp or str, ndarray or list of ndarray, CommunicationOptions
-            As for `all_reduce`, but that arrays have an axis at least, and those of a list are reduced one after the other.
+            As for `all_reduce`, but arrays have at least one axis, and those of a list are reduced one after the other.
         axis : int
-            Where to divide.
+            The axis to split.
         out : ndarray or list of ndarray, optional
-            C-contiguous arrays of the shapes and dtypes of the parts to write to.
+            C-contiguous arrays of the shapes and dtypes of the parts.
         """
         op = self._parsed(op, "reduce_scatter", options)
 
@@ -302,17 +302,17 @@ class Communicator(BaseCommunicator):
         Parameters
         ----------
         arrays : ndarray or list of ndarray
-            Extents along `axis` may differ between ranks; all others, and the dtype, must agree. Those of a list are gathered
-            one after the other.
+            Sizes along `axis` may differ between ranks; all others, and the dtype, must agree. The arrays of a list are
+            gathered one after the other.
         axis, options : int, CommunicationOptions
-            Where to concatenate, and how.
+            The axis to concatenate along; options that override those of the communicator.
         out : ndarray or list of ndarray, optional
-            C-contiguous arrays of the shapes and dtypes of the results to write to, on all ranks or on none.
+            C-contiguous arrays of the shapes and dtypes of the results, on all ranks or on none.
 
         Raises
         ------
         InvalidArgumentError
-            If an array has no axes, `axis` is out of range, or shapes, dtypes or `out` do not fit: on every rank.
+            On every rank, if an array has no axes, `axis` is out of range, or shapes, dtypes or `out` do not match.
         """
         return self._each(
             "all_gather", lambda array, target: self._movement.all_gather(array, axis, options, target), arrays, out, options
@@ -324,27 +324,27 @@ class Communicator(BaseCommunicator):
         Parameters
         ----------
         arrays : ndarray or list of ndarray
-            Of one shape and dtype on all ranks. Of a list, a list of what is returned for each.
+            The same shape and dtype on all ranks. For a list, a list of the results is returned.
         root, options : int, CommunicationOptions
-            Who gets them, and how.
+            The rank that receives them; options that override those of the communicator.
         """
         return self._each("gather", lambda array, _: self._movement.gather(array, root, options), arrays, None, options)
 
     def all_to_all(self, arrays: Arrays, options: CommunicationOptions | None = None) -> Any:
-        """Send array i to rank i; return what came from each rank, in rank order. A collective call.
+        """Send array i to rank i; return the arrays received, in rank order. A collective call.
 
         Parameters
         ----------
         arrays : list of ndarray or ndarray
-            One for each rank, of one dtype and equal extents but for the first axis. Or one array, of which rank i gets the
-            part i along the first axis, as `reduce_scatter` divides it; what comes is joined along it.
+            One for each rank, of one dtype and equal sizes on all axes but the first. Or one array, which is split along the
+            first axis as by `reduce_scatter`: rank i gets part i, and the parts received are concatenated along that axis.
 
         Raises
         ------
         InvalidArgumentError
-            If there is not one array for each rank, or they do not fit.
+            If there is not one array for each rank, or shapes or dtypes do not match.
         """
-        self._admit("all_to_all", arrays, options)
+        self._check_arrays("all_to_all", arrays, options)
         with self._reductions.active():
             if isinstance(arrays, (list, tuple)):
                 return self._movement.all_to_all(arrays, options)
@@ -353,29 +353,29 @@ class Communicator(BaseCommunicator):
     def broadcast(
         self, arrays: Arrays, root: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None
     ) -> Any:
-        """Return the array of rank `root`, whose shape and dtype count. A collective call.
+        """Return the array of rank `root`, with its shape and dtype. A collective call.
 
         Parameters
         ----------
         arrays : ndarray or list of ndarray
-            That of `root` is sent; that of another rank only says whether the result is to be on the GPU. Those of a list are
-            sent one after the other.
+            On `root` the array to send; on another rank it only tells whether the result goes to the GPU. The arrays of a list
+            are sent one after the other.
         root, options : int, CommunicationOptions
-            Whose array it is, and how to send it.
+            The rank that sends; options that override those of the communicator.
         out : ndarray or list of ndarray, optional
-            C-contiguous arrays of the shape and dtype of what is sent to write to; they may be `arrays` themselves.
+            C-contiguous arrays of the shape and dtype of the root's array; they may be `arrays` themselves.
 
         Raises
         ------
         InvalidArgumentError
-            If `root` is not a rank, or `out` does not fit on one of them: on every rank.
+            On every rank, if `root` is not a rank, or `out` of one rank has another shape or dtype.
         """
         return self._each(
             "broadcast", lambda array, target: self._movement.broadcast(array, root, options, target), arrays, out, options
         )
 
     def barrier(self, options: CommunicationOptions | None = None) -> None:
-        """Wait until all ranks have come here. A collective call."""
+        """Wait until all ranks have entered the barrier. A collective call."""
         self._require_open()
         self._movement.barrier(options)
 
@@ -383,20 +383,20 @@ class Communicator(BaseCommunicator):
         """Check at once that all ranks pass the same text: see `BaseCommunicator.agree`. A collective call."""
         self._require_open()
         with self._guard:
-            self._guard.agree(self._calls.announce_text(call, options), error)
+            self._guard.agree(self._calls.prepare_text(call, options), error)
 
     def note(self, text: str, options: CommunicationOptions | None = None) -> None:
-        """Have a text compared with the next collective: see `BaseCommunicator.note`."""
+        """Compare a text along with the next collective: see `BaseCommunicator.note`."""
         if self._calls.is_strict:
             self.agree(text, None, options)
         else:
             self._guard.note(text)
 
     def refuse(self, call: str, error: Exception, options: CommunicationOptions | None = None) -> NoReturn:
-        """Raise `error`, and let the other ranks know: see `BaseCommunicator.refuse`."""
+        """Raise `error`, and tell the other ranks: see `BaseCommunicator.refuse`."""
         self._require_open()
         with self._guard:
-            self._calls.refuse(self._calls.announce_text(call, options), error)
+            self._calls.refuse(self._calls.prepare_text(call, options), error)
 
     def confirm(self) -> None:
         """Compare the calls that were not compared when they were made: see `BaseCommunicator.confirm`. A collective call."""
@@ -405,17 +405,17 @@ class Communicator(BaseCommunicator):
                 self._present.settle()
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions | None = None) -> Choice:
-        """Return the plan, and why, for an all-reduce of `count` elements: a sum. Sends nothing."""
+        """Return the plan for a sum of `count` elements over all ranks, and why it was chosen. Sends nothing."""
         self._require_open()
         return self._plans.choose(count, dtype, self._options.merge(options))
 
     def explain(self, arrays: Array | Sequence[Array], options: CommunicationOptions | None = None) -> Explanation:
-        """Return what an all-reduce of arrays like these, a sum or a mean, does, and what it took last. Sends nothing.
+        """Return how a sum or mean of such arrays is computed, and how long the last one took. Sends nothing.
 
         Raises
         ------
         UnsupportedDtypeError, TransportError, InvalidArgumentError
-            As `all_reduce` would, where the arrays cannot be combined as the options say.
+            As `all_reduce`, where the arrays cannot be combined with these options.
         """
         self._require_open()
         given: Any = arrays if isinstance(arrays, (list, tuple)) else [arrays]
@@ -424,30 +424,30 @@ class Communicator(BaseCommunicator):
         return self._plans.explain(given, wanted, self.num_packs)
 
     def memory_report(self) -> MemoryReport:
-        """Return what this rank holds to communicate: windows, scratch memory and plans, in bytes."""
+        """Return the memory this rank holds for communication, in bytes: windows, scratch memory and plans."""
         self._require_open()
-        self._guard.settle()
+        self._guard.wait_for_started()
         return self._plans.memory()
 
     def close(self, owner: str = "") -> None:
         """Free the scratch memory and the duplicated communicators; closing again does nothing. A collective call.
 
-        Where a collective has failed, here or on a peer, nothing is freed and nobody waited for: others may still use it.
-        The `owner` is the strategy that is closed, for the error of later calls; by default it is the communicator.
+        After a collective has failed, here or on a peer, nothing is freed and no rank is waited for: peers may still use it.
+        `owner` is the strategy that is closed, for the error of later calls; by default it is the communicator.
         """
         if self.is_closed:
             return
-        self._fast.forget()
-        self._guard.settle()
+        self._fast.clear()
+        self._guard.wait_for_started()
         if self._guard.is_broken():
             if self._gpu is not None:
-                self._gpu.abandon()
+                self._gpu.executor.abort("a collective has failed")
         else:
             with self._guard:
-                self._calls.enter("close", lambda _: "()", None)  # what is freed is freed by all
+                self._calls.enter("close", lambda _: "()", None)  # all ranks free the memory together
             self.confirm()
             if self._gpu is not None:
-                self._gpu.close()
+                self._gpu.executor.close()
             self._plans.clear()
             self._executor.close()
             self.hierarchy.close()
@@ -455,11 +455,11 @@ class Communicator(BaseCommunicator):
 
     def _require_open(self) -> None:
         if self.is_closed:
-            self._guard.require_sound()  # a collective that failed before says more
+            self._guard.raise_if_failed()  # the error of a failed collective is more helpful
         super()._require_open()
 
-    def _admit(self, verb: str, arrays: Any, options: CommunicationOptions | None) -> None:
-        """Raise where this rank can make no such call: a communicator that was closed, or what is not an array."""
+    def _check_arrays(self, verb: str, arrays: Any, options: CommunicationOptions | None) -> None:
+        """Check that the communicator is open and that these are arrays."""
         self._require_open()
         try:
             for array in arrays if isinstance(arrays, (list, tuple)) else [arrays]:
@@ -481,8 +481,8 @@ class Communicator(BaseCommunicator):
         out: Any,
         options: CommunicationOptions | None,
     ) -> Any:
-        """Return what a verb makes of one array, or of each of a list, of which all ranks must have as many."""
-        self._admit(verb, arrays, options)
+        """Apply a verb to one array, or to each array of a list, which must be equally long on all ranks."""
+        self._check_arrays(verb, arrays, options)
         if isinstance(arrays, (list, tuple)):
             if out is not None and len(out) != len(arrays):
                 self.refuse(verb, InvalidArgumentError(f"out must hold {len(arrays)} arrays, one for each; got {len(out)}"))
@@ -496,5 +496,5 @@ class Communicator(BaseCommunicator):
 
 
 def by_algorithm(hierarchy: Hierarchy, name: str) -> Communicator:
-    """Return a communicator for host memory that takes the algorithm of a name. A collective call."""
+    """Return a communicator for host memory that uses the named algorithm. A collective call."""
     return Communicator(hierarchy, CommunicationOptions(algorithm=name), model=DEFAULT, uses_gpu=False)

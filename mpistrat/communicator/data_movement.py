@@ -1,8 +1,8 @@
-"""DataMovement: the verbs that move arrays between ranks without combining them.
+"""DataMovement: the collectives that move arrays between ranks without reducing them.
 
-Numbers of any dtype travel as bytes: between GPUs by NCCL where it joins all ranks and all of them pass arrays on GPUs, else by
-way of host memory. What the ranks must know of each other's arrays they tell each other first, so that what does not fit is
-refused on all of them before anything moves.
+Arrays of any dtype are sent as bytes: between GPUs by NCCL if it joins all ranks and all of them pass arrays on GPUs, else
+through host memory. Ranks exchange shapes and dtypes first, so that a mismatch is an error on all of them before anything is
+sent.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from mpistrat.communicator.allocate import allocate
 from mpistrat.communicator.call import CollectiveCall
 from mpistrat.communicator.call_sequence import CallSequence, Facts
 from mpistrat.communicator.device_mover import DeviceMover
-from mpistrat.communicator.gather import require_equal, shape_header, shape_of, shape_word
 from mpistrat.communicator.gpu_arrays import GpuArrays
 from mpistrat.communicator.guard import CollectiveGuard
 from mpistrat.communicator.host_mover import HostMover
 from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.shapes import decode_shape, encode_shape, require_equal_shapes, shape_word
 from mpistrat.communicator.validate import check_gather, check_parts, check_root, check_target
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.executor import Executor
@@ -44,11 +44,11 @@ class DataMovement:
     executor : Executor
         Of its host memory.
     guard : CollectiveGuard
-        Lets calls through, and goes through their steps.
+        Admits calls and runs their steps.
     calls : CallSequence
-        The way into each call.
+        Begins each call.
     gpu : GpuArrays or None
-        What works on GPUs, where ranks compute there.
+        For arrays on GPUs, if ranks compute there.
     """
 
     def __init__(self, executor: Executor, guard: CollectiveGuard, calls: CallSequence, gpu: GpuArrays | None) -> None:
@@ -68,7 +68,7 @@ class DataMovement:
                 check_target(out, array, (*array.shape[: axis % array.ndim], -1, *array.shape[axis % array.ndim + 1 :]))
 
         def facts() -> tuple[int, int]:
-            # a rank that passes `out` compares its extent with those of the others
+            # ranks that pass `out` compare its extent
             word = shape_word(array, axis % array.ndim, None if out is None else out.shape[axis])
             return word, _with_place(array.shape[axis], [array])
 
@@ -79,14 +79,15 @@ class DataMovement:
             needed = f"all_gather along axis {axis} needs one axis, one dtype and equal extents on all other axes"
             if out is not None:
                 needed += ", and out of one shape on all ranks or on none"
-            require_equal(found[:, 0], needed, self._group, array if out is None else out)
+            require_equal_shapes(found[:, 0], needed, self._group, array if out is None else out)
             extents = [int(extent) >> 1 for extent in found[:, 1]]
             if out is not None and out.shape[axis] != sum(extents):
                 raise InvalidArgumentError(
                     f"out must have extent {sum(extents)} along axis {axis}, that of all arrays; got shape {out.shape}"
                 )
             mover = self._mover(call, found)
-            whole = self._joined(call, mover, np.moveaxis(mover.fetch(array), axis, 0), extents, out if axis == 0 else None)
+            rows = np.moveaxis(mover.fetch(array), axis, 0)
+            whole = self._gather_rows(call, mover, rows, extents, out if axis == 0 else None)
             if out is None:
                 result: Array = like(_contiguous(np.moveaxis(whole, 0, axis)), array)
                 return result
@@ -106,15 +107,15 @@ class DataMovement:
             call, found = self._calls.enter(
                 "gather", text, options, check, lambda: (shape_word(array), _with_place(0, [array]))
             )
-            require_equal(found[:, 0], "gather needs equal shapes, one dtype and one root", self._group, array)
+            require_equal_shapes(found[:, 0], "gather needs equal shapes, one dtype and one root", self._group, array)
             mover, is_root = self._mover(call, found), self._rank == root
             mine = self._allocate(call, lambda: mover.fetch(array).copy())
             nothing, num_others = mover.empty((0,), np.dtype(np.uint8)), self._size - 1 if is_root else 0
             others = self._allocate(call, lambda: [mover.empty(mine.shape, mine.dtype) for _ in range(num_others)])
-            arrived = [*others[:root], mine, *others[root:]] if is_root else [nothing] * self._size
+            received = [*others[:root], mine, *others[root:]] if is_root else [nothing] * self._size
             sends = [mine if rank == root else nothing for rank in range(self._size)]
-            self._guard.run(call, mover.exchange(sends, arrived))
-            return [like(one, array) for one in arrived] if is_root else None
+            self._guard.run(call, mover.exchange(sends, received))
+            return [like(one, array) for one in received] if is_root else None
 
     def all_to_all(self, arrays: Sequence[Array], options: CommunicationOptions | None) -> list[Array]:
         """Send an array to each rank: see `mpistrat.Communicator.all_to_all`. A collective call."""
@@ -130,24 +131,24 @@ class DataMovement:
             text = lambda _: f"({', '.join(sorted({str(array.dtype) for array in arrays}))})"  # noqa: E731
             call, found = self._calls.enter("all_to_all", text, options, check, facts)
             needed = "all_to_all needs one dtype, and equal extents on all axes but the first"
-            require_equal(found[:, 0], needed, self._group, arrays[self._rank])
+            require_equal_shapes(found[:, 0], needed, self._group, arrays[self._rank])
             extents = self._exchange_extents(call, arrays)
             mover = self._mover(call, found)
             sends = self._allocate(call, lambda: [_contiguous(mover.fetch(array)) for array in arrays])
             mine = sends[self._rank]
             shapes = [(extent, *mine.shape[1:])[: mine.ndim] for extent in extents]
-            arrived = self._allocate(call, lambda: [mover.empty(shape, mine.dtype) for shape in shapes])
-            np.copyto(arrived[self._rank], mine)
-            self._guard.run(call, mover.exchange(sends, arrived))
-            return [like(one, array) for one, array in zip(arrived, arrays, strict=True)]
+            received = self._allocate(call, lambda: [mover.empty(shape, mine.dtype) for shape in shapes])
+            np.copyto(received[self._rank], mine)
+            self._guard.run(call, mover.exchange(sends, received))
+            return [like(one, array) for one, array in zip(received, arrays, strict=True)]
 
     def all_to_all_parts(self, array: Array, options: CommunicationOptions | None) -> Array:
-        """Send each rank its part of an array along the first axis, and join what comes along it. A collective call."""
+        """Split an array along the first axis, exchange the parts, and concatenate those received. A collective call."""
         try:
             check_gather(array, 0, "all_to_all")
         except (TypeError, ValueError) as error:
             with self._guard:
-                self._calls.refuse(self._calls.announce_text("all_to_all", options), error)
+                self._calls.refuse(self._calls.prepare_text("all_to_all", options), error)
         joined: Array = np.concatenate(self.all_to_all(np.array_split(array, self._size), options))
         return joined
 
@@ -165,15 +166,15 @@ class DataMovement:
 
         with self._guard:
             call, found = self._calls.enter("broadcast", lambda _: f"(root={root})", options, check, facts)
-            # the shape of `root` counts, and where there is an `out` it must be that
+            # every `out` must have the shape of the root's array
             is_given = found[:, 1] > 1
             if is_given.any():
                 is_given[root] = True
                 needed = "broadcast needs out of the shape and dtype of the root's array"
-                require_equal(found[is_given, 0], needed, self._group, array if out is None else out)
-            header = shape_header(array)
+                require_equal_shapes(found[is_given, 0], needed, self._group, array if out is None else out)
+            header = encode_shape(array)
             self._guard.run(call, self._by_host.broadcast(header, root))
-            shape, dtype = shape_of(header)
+            shape, dtype = decode_shape(header)
             check_dtype(ReduceOp.SUM, dtype, f"the array of replica {root}")
             mover = self._mover(call, found)
             result = self._allocate(call, lambda: mover.empty(shape, dtype, out))
@@ -182,19 +183,19 @@ class DataMovement:
             if result.nbytes:
                 self._guard.run(call, mover.broadcast(result, root))
             if out is None:
-                moved: Array = like(result, array)
-                return moved
+                received: Array = like(result, array)
+                return received
             if result is not out:
                 out[...] = like(result, out)
             return out
 
     def barrier(self, options: CommunicationOptions | None) -> None:
-        """Wait until all ranks have come here. A collective call."""
+        """Wait until all ranks have entered the barrier. A collective call."""
         with self._guard:
             self._calls.enter("barrier", lambda _: "()", options)
 
-    def _joined(self, call: CollectiveCall, mover: Mover, mine: Array, extents: Sequence[int], out: Array | None) -> Array:
-        """Return the arrays of all ranks, one behind the other along axis 0: in `out` if they can be moved there."""
+    def _gather_rows(self, call: CollectiveCall, mover: Mover, mine: Array, extents: Sequence[int], out: Array | None) -> Array:
+        """Return the arrays of all ranks concatenated along axis 0: in `out` if they can be moved there."""
         whole = self._allocate(call, lambda: mover.empty((sum(extents), *mine.shape[1:]), mine.dtype, out))
         starts = np.cumsum([0, *extents])
         whole[starts[self._rank] : starts[self._rank + 1]] = mine
@@ -208,7 +209,7 @@ class DataMovement:
         """Return what moves the arrays of a call: NCCL if all ranks have theirs on a GPU."""
         if self._by_nccl is None or not (found[:, 1] & 1).all():
             return self._by_host
-        self._guard.begin(call, Signature(call.describe()))  # they meet once more, as those of one call
+        self._guard.begin(call, Signature(call.describe()))  # the barrier before NCCL compares it once more
         return self._by_nccl
 
     def _allocate(self, call: CollectiveCall, make: Callable[[], T]) -> T:
@@ -217,10 +218,10 @@ class DataMovement:
     def _exchange_extents(self, call: CollectiveCall, arrays: Sequence[Array]) -> list[int]:
         """Return the first extent of the array that each rank sends to this one; 1 for scalars."""
         mine = np.array([array.shape[0] if array.ndim else 1 for array in arrays], np.int64)
-        arriving = np.empty_like(mine)
-        request = self._group.comm.Ialltoall(mine, arriving)
-        self._guard.run(call, until_complete(request, (mine, arriving)))
-        return [int(extent) for extent in arriving]
+        received = np.empty_like(mine)
+        request = self._group.comm.Ialltoall(mine, received)
+        self._guard.run(call, until_complete(request, (mine, received)))
+        return [int(extent) for extent in received]
 
 
 def _with_place(number: int, arrays: Sequence[Array]) -> int:

@@ -20,14 +20,14 @@ __all__ = ["DeviceMover"]
 class DeviceMover:
     """Moves arrays between the ranks of a group, each with a GPU, as bytes.
 
-    File law: ranks meet when each of them has its memory, and only then call NCCL, whose kernels wait for all of them.
+    File law: NCCL is called after a barrier, when every rank has its memory: its kernels wait for all ranks.
 
     Parameters
     ----------
     group : Group
         The ranks.
     window : NodeWindow or None
-        In which they meet, where they share memory.
+        Of the node, if they share memory: for the barrier.
     gpu : GpuArrays
         Makes the memory.
     nccl : NcclTransport
@@ -43,7 +43,10 @@ class DeviceMover:
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic], out: Array | None = None) -> Array:
         """Return memory for a result: `out`, if there is one."""
-        return self._gpu.empty(shape, dtype) if out is None else out
+        if out is not None:
+            return out
+        made: Array = self._gpu.device.array_module.empty(shape, dtype)
+        return made
 
     def all_gather(self, whole: Array, bounds: Sequence[int]) -> Steps:
         """Return the steps that give every rank bytes ``bounds[r]:bounds[r + 1]`` of each rank r."""
@@ -58,11 +61,11 @@ class DeviceMover:
         return self._together(self._nccl.exchange(sends, landings))
 
     def _together(self, steps: Steps) -> Steps:
-        return self._gpu.watched(self._after_meeting(steps))
+        return self._gpu.abort_on_error(self._after_barrier(steps))
 
-    def _after_meeting(self, steps: Steps) -> Steps:
+    def _after_barrier(self, steps: Steps) -> Steps:
         if self._window is not None:
-            yield from self._window.meet()
+            yield from self._window.barrier()
         else:
             yield from until_complete(self._comm.Ibarrier(), None)
         yield from steps

@@ -1,4 +1,4 @@
-"""Plans for arrays on a GPU, and for calls of which some arrays are there and some in host memory."""
+"""Plans for arrays on a GPU, and for calls with arrays in both memories."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = ["DevicePlanCache", "MixedPlanCache"]
 
 
 class DevicePlanCache(PlanCache):
-    """Makes the plans of an executor of device memory, and keeps the last ones.
+    """The plan cache of device memory.
 
     Parameters
     ----------
     executor : DeviceExecutor
         Binds the plans.
     say : callable
-        Is told which plan was chosen, and why.
+        Logs which plan was chosen, and why.
     """
 
     def __init__(self, executor: DeviceExecutor, say: Callable[[str], None]) -> None:
@@ -43,13 +43,13 @@ class DevicePlanCache(PlanCache):
         self._chunk_bytes = self._chunk_bytes or DEVICE_CHUNK_BYTES
 
     def explain(self, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Explanation:
-        """Return what a sum of arrays like these does: see `PlanCache.explain`. What is only enqueued has not been timed."""
+        """Return how a sum of such arrays is computed: see `PlanCache.explain`. What is only enqueued is not timed."""
         found = super().explain(arrays, options, num_packs)
         last_seconds = None if self._device_executor.enqueues else found.last_seconds
         return replace(found, last_seconds=last_seconds, path=str(self._device_executor.transports))
 
     def memory(self) -> MemoryReport:
-        """Return what the executor and the plans hold."""
+        """Return the memory of the executor and the plans."""
         held = super().memory()
         on_device = held.window_bytes + held.rail_bytes
         return replace(
@@ -66,14 +66,14 @@ class DevicePlanCache(PlanCache):
         return DeviceScatter(self._device_executor, nccl, plan, dtype, op)
 
     def _best(self, count: int, itemsize: int, algorithm: str, wire_itemsize: int) -> Choice:
-        # inside a node NCCL knows better than we do which way an all-reduce goes
+        # inside a node NCCL chooses the algorithm of an all-reduce itself
         return choose(
             self._world, count, itemsize, algorithm, self._chunk_bytes, self.model, wire_itemsize, one_intra_phase=True
         )
 
 
 class MixedPlanCache:
-    """The plans of both kinds of memory: those for host memory come first in a call, on all ranks.
+    """The plan caches of both memories. In a call with arrays in both, those in host memory come first, on all ranks.
 
     Parameters
     ----------
@@ -88,9 +88,9 @@ class MixedPlanCache:
         self.model = device.model
 
     @property
-    def num_let_go(self) -> int:
-        """How often plans had to make room for others, or lost their memory: see `PlanCache.num_let_go`."""
-        return self._host.num_let_go + self._device.num_let_go
+    def num_invalidated(self) -> int:
+        """How often plans were evicted or lost their memory: see `PlanCache.num_invalidated`."""
+        return self._host.num_invalidated + self._device.num_invalidated
 
     def find(
         self,
@@ -100,14 +100,14 @@ class MixedPlanCache:
         num_packs: int | None,
         axis: int | None = None,
     ) -> BoundBatch:
-        """Return the plan for arrays like these: see `PlanCache.find`. A collective call where there is none yet."""
+        """Return the plan for such arrays: see `PlanCache.find`. A collective call if there is none yet."""
         parts = self._split(arrays)
         if len(parts) == 1:
-            book = parts[0][0]
-            return book.find(op, arrays, self._options(book, options), num_packs, axis)
+            cache = parts[0][0]
+            return cache.find(op, arrays, self._options(cache, options), num_packs, axis)
         found = BoundBatch(text=describe_all_reduce(op, arrays, options, num_packs))
-        for book, indices in parts:
-            batch = book.find(op, [arrays[index] for index in indices], self._options(book, options), num_packs)
+        for cache, indices in parts:
+            batch = cache.find(op, [arrays[index] for index in indices], self._options(cache, options), num_packs)
             found += [Bucket(tuple(indices[index] for index in bucket.indices), bucket.bound) for bucket in batch]
         return found
 
@@ -119,17 +119,17 @@ class MixedPlanCache:
         num_packs: int | None,
         axis: int | None = None,
     ) -> bool:
-        """Return whether there is a plan for arrays like these: see `PlanCache.has`."""
+        """Return whether there is a plan for such arrays: see `PlanCache.has`."""
         return all(
-            book.has(op, [arrays[index] for index in indices], self._options(book, options), num_packs, axis)
-            for book, indices in self._split(arrays)
+            cache.has(op, [arrays[index] for index in indices], self._options(cache, options), num_packs, axis)
+            for cache, indices in self._split(arrays)
         )
 
     def explain(self, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Explanation:
-        """Return what a sum of arrays like these does: see `PlanCache.explain`."""
+        """Return how a sum of such arrays is computed: see `PlanCache.explain`."""
         parts = [
-            (book.explain([arrays[index] for index in indices], self._options(book, options), num_packs), indices)
-            for book, indices in self._split(arrays)
+            (cache.explain([arrays[index] for index in indices], self._options(cache, options), num_packs), indices)
+            for cache, indices in self._split(arrays)
         ]
         if len(parts) == 1:
             return parts[0][0]
@@ -141,16 +141,16 @@ class MixedPlanCache:
         return Explanation(parts[0][0].world, tuple(packs), self.model, path=parts[-1][0].path)
 
     def check(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> None:
-        """Check that arrays can be combined as the options say: see `PlanCache.check`."""
-        for book, indices in self._split(arrays):
-            book.check(op, [arrays[index] for index in indices], self._options(book, options))
+        """Check that arrays can be combined with these options: see `PlanCache.check`."""
+        for cache, indices in self._split(arrays):
+            cache.check(op, [arrays[index] for index in indices], self._options(cache, options))
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
-        """Return the plan, and why, for an all-reduce of `count` elements on the GPU: a sum."""
+        """Return the plan for a sum of `count` elements on the GPU, and why it was chosen."""
         return self._device.choose(count, dtype, options)
 
     def memory(self) -> MemoryReport:
-        """Return what executors and plans hold."""
+        """Return the memory of executors and plans."""
         host, device = self._host.memory(), self._device.memory()
         return replace(
             device,
@@ -166,13 +166,13 @@ class MixedPlanCache:
         self._host.clear()
         self._device.clear()
 
-    def _options(self, book: PlanCache, options: CommunicationOptions) -> CommunicationOptions:
-        """Return what holds for one kind of memory: NCCL is asked for where it could be had."""
+    def _options(self, cache: PlanCache, options: CommunicationOptions) -> CommunicationOptions:
+        """Return the options for one memory: NCCL does not apply to host memory."""
         is_nccl = options.implementation is CommunicationImplementation.NCCL
-        return replace(options, implementation="AUTO") if is_nccl and book is self._host else options
+        return replace(options, implementation="AUTO") if is_nccl and cache is self._host else options
 
     def _split(self, arrays: Sequence[Array]) -> list[tuple[PlanCache, list[int]]]:
-        """Return which arrays go by which book; where there are none, none by that of the GPU."""
+        """Return which arrays belong to which cache; an empty batch belongs to that of the GPU."""
         on_device = [index for index, array in enumerate(arrays) if is_on_device(array)]
         if len(on_device) in (0, len(arrays)):
             return [(self._device if on_device or not arrays else self._host, list(range(len(arrays))))]

@@ -1,4 +1,4 @@
-"""Explanation: what an all-reduce of some arrays does, what it should take, and what it last took."""
+"""Explanation: how an all-reduce of some arrays is computed, its predicted time, and its last measured time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["Explanation", "Pack"]
 
 @dataclass(frozen=True)
 class Pack:
-    """Arrays that share a buffer, and how that is reduced.
+    """Arrays that share a buffer, and how it is reduced.
 
     Attributes
     ----------
     indices : tuple of int
-        Which of the arrays, in the order in which they lie in the buffer.
+        Indices of the arrays, in their order in the buffer.
     dtype : str
-        In which they are combined.
+        The accumulation dtype.
     choice : Choice
-        The plan, why it was chosen, and what every algorithm would take.
+        The plan, why it was chosen, and the predicted time of every algorithm.
     model : CostModel
-        What its time is predicted by.
+        Predicts its time.
     """
 
     indices: tuple[int, ...]
@@ -37,21 +37,21 @@ class Pack:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What an all-reduce of some arrays does; ``str()`` and ``print()`` show it in full.
+    """How an all-reduce of some arrays is computed; ``print()`` shows it in full.
 
     Attributes
     ----------
     world : World
         The placement of the ranks on nodes.
     packs : tuple of Pack
-        In the order in which they are reduced; none where there is one replica.
+        In the order in which they are reduced; none if there is one replica.
     model : CostModel
-        What times are predicted by, and its `source`.
+        Predicts times; its `source` tells where it comes from.
     last_seconds : float or None
-        What such a call took last on this replica, without what surrounds its packs. None where there was none, or where it is
-        one all-reduce over all ranks at once, which is not timed.
+        Time of the last such call on this replica, reducing its packs only. None if there was none, or if it is a single
+        all-reduce over all ranks, which is not timed.
     path : str
-        How arrays on GPUs go, where some are; else empty.
+        The transports of arrays on GPUs, if there are any; else empty.
     """
 
     world: World

@@ -1,16 +1,11 @@
-"""GpuArrays: what a communicator does with arrays on the GPU of its rank.
+"""GpuArrays: the part of a communicator that reduces arrays on its rank's GPU, by `execution.device_executor`.
 
-They are combined there: see `execution.device_executor`. Arrays in host memory, such as numbers, go the way of the host, also
-beside others in one call.
+Arrays in host memory are reduced in host memory, even in one call with arrays on the GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
-
-import numpy as np
 
 from mpistrat.arrays import Array, is_on_device
 from mpistrat.communicator.device_plans import DevicePlanCache, MixedPlanCache
@@ -25,61 +20,51 @@ __all__ = ["GpuArrays", "has_arrays"]
 
 
 class GpuArrays:
-    """The part of a communicator that works on GPUs. Making one is a collective call.
+    """Plans, executor and stream for arrays on GPUs. Making one is a collective call.
 
     Parameters
     ----------
     device : Device
-        Of this rank.
+        The GPU of this rank.
     host : Executor
-        Of the communicator's host memory, over which device memory is staged.
+        For host memory, through which device memory may be staged.
     plans : PlanCache
-        Those of host memory.
+        For host memory.
     guard : CollectiveGuard
-        Is told where this rank gives a call up.
+        Tells the other ranks when this one gives up a call.
     say : callable
-        Is told which plans are chosen, and why.
+        Logs which plans are chosen, and why.
 
     Attributes
     ----------
+    device : Device
+        As given.
     plans : MixedPlanCache
-        Those of both kinds of memory.
+        For both memories.
     executor : DeviceExecutor
         Binds plans to transports of device memory.
+    stream : Stream
+        What started operations are enqueued on.
 
     Raises
     ------
     TransportError
-        On all ranks, if the settings name a transport that does not serve on one node.
+        On all ranks, if the settings name a transport that a node does not support.
     """
 
     def __init__(
         self, device: Device, host: Executor, plans: PlanCache, guard: CollectiveGuard, say: Callable[[str], None]
     ) -> None:
-        self._device, self._guard, guard.is_on_gpu = device, guard, True
+        self.device, self._guard, guard.is_on_gpu = device, guard, True
         self.executor = DeviceExecutor(host, device)
         self.plans = MixedPlanCache(plans, DevicePlanCache(self.executor, say))
         self.stream = device.stream()
 
-    @property
-    def path(self) -> str:
-        """Which transports arrays on GPUs take, and why not faster ones."""
-        return str(self.executor.transports)
-
-    def activate(self) -> AbstractContextManager[None]:
-        """Make the GPU the one that the calling thread computes on; undone when left."""
-        return self._device.activate()
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a new array on the GPU."""
-        array: Array = self._device.array_module.empty(shape, dtype)
-        return array
-
-    def watched(self, steps: Steps) -> Steps:
-        """Go through steps on GPUs; no rank is left with a kernel that waits for another one that has failed."""
+    def abort_on_error(self, steps: Steps) -> Steps:
+        """Run steps on GPUs; if they fail, abort, so that no kernel waits forever for a rank that has failed."""
         try:
             yield from steps
-        except GeneratorExit:  # this rank or another has given up, and told the others
+        except GeneratorExit:  # a rank has given up, and has told the others
             self.executor.abort("the collective was given up")
             raise
         except Exception as error:
@@ -87,35 +72,26 @@ class GpuArrays:
             self._guard.give_up()
             raise
 
-    def after_given(self, carry_out: Callable[[], list[Array]], finish: Callable[[Steps], None]) -> Callable[[], list[Array]]:
-        """Return what does the same after what the caller's current stream has been given so far, on a stream of its own.
+    def on_own_stream(self, carry_out: Callable[[], list[Array]], finish: Callable[[Steps], None]) -> Callable[[], list[Array]]:
+        """Return `carry_out` on the stream of started operations, after the work enqueued so far on the current stream.
 
         Parameters
         ----------
         carry_out : callable
-            What the engine is to do.
+            Enqueues a started operation.
         finish : callable
-            Goes through the steps that wait until it is done.
+            Runs the steps that wait for its end.
         """
-        given = self._device.current_stream().record()
+        enqueued = self.device.current_stream().record()
 
         def run() -> list[Array]:
-            with self._device.activate(self.stream):
-                self.stream.wait(given)
+            with self.device.activate(self.stream):
+                self.stream.wait(enqueued)
                 results = carry_out()
-                finish(self.watched(_until(self.stream.record())))
+                finish(self.abort_on_error(_until(self.stream.record())))
             return results
 
         return run
-
-    def abandon(self) -> None:
-        """Give up what NCCL has under way: a collective has failed, and to end it properly takes all ranks."""
-        self.executor.abort("a collective has failed")
-
-    def close(self) -> None:
-        """Free what the executor holds, when all that was enqueued has ended. A collective call."""
-        self._guard.drive_present(self.executor.settle())
-        self.executor.close()
 
 
 def has_arrays(arrays: Sequence[Array]) -> bool:

@@ -1,13 +1,13 @@
-"""CollectiveGuard: what every collective call passes: none has failed before, all ranks come in time, and make the same call.
+"""CollectiveGuard: checks every collective call: none has failed before, all ranks arrive in time and make the same call.
 
-How ranks learn that they are in different calls, before a result is handed to the program:
+A call has a word, a 64-bit hash of its description. Ranks that make different calls find out before a result is returned:
 
-- ranks of a node compare the words of their calls at every meeting in shared memory, before one reads what another wrote;
-- messages between nodes carry the word in their tags: those of different calls never meet, and `mpistrat.watch` finds them out;
-- a call that is made for the first time, and every verb that must know of the other ranks' arrays, is compared on all ranks
+- ranks of a node compare the words of their calls at every barrier in shared memory, before one reads what another wrote;
+- messages between nodes carry the word in their tags: those of different calls never match, and `mpistrat.watch` reports it;
+- a call that is made for the first time, and every verb that needs the shapes of the other ranks, is compared on all ranks
   first, by a small exchange;
 - what is not a collective by itself (a structure, an assignment outside run) is noted, and compared with the next call;
-- where MPI combines arrays between nodes, calls are compared afterwards, every 64 small calls, and before the end.
+- where MPI reduces arrays between nodes, calls are compared afterwards: every 64 small calls, and before the program ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpistrat import settings
 from mpistrat.communicator.call import CollectiveCall
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import CollectiveError, DeadlineExceededError, UnavailableError
-from mpistrat.execution.engine import Job, raise_unclaimed_failure, rest, submit, wait_for_gpu
+from mpistrat.execution.engine import Job, back_off, raise_unclaimed_failure, submit, wait_for_gpu
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import (
     COMPARED,
@@ -56,44 +56,46 @@ T = TypeVar("T")
 
 _INDEXES_KEPT, _NOTES_KEPT = 64, 64
 _OTHER_THREAD = "another thread is in a collective: make all collectives of a strategy on one thread"
-_ANSWER_SECONDS = 1.0  # for ranks to say what they are in, when time is up anyway
-FRAMES = 3  # at least so many frames of this library lie between the recorder's caller and the program
+_ANSWER_SECONDS = 1.0  # for ranks to report their call after a deadline has passed
+FRAMES = 3  # at least this many frames of this library lie between the recorder's caller and the program
 
 
 class CollectiveGuard:
-    """Lets collective calls through, one at a time, and no more of them once one has failed.
+    """Admits collective calls one at a time, and none after one has failed.
 
     Parameters
     ----------
     hierarchy : Hierarchy
-        Whose ranks call.
+        The ranks that call.
     agreement : Agreement
         Compares the calls of all ranks.
     window : NodeWindow or None
-        In which the ranks of this node meet, if there are several and they share memory.
+        Shared memory of the ranks of this node, if there are several and they share some.
     options : CommunicationOptions
-        Hold for calls that are made without a call object.
+        Defaults of the communicator; calls on fast paths have its deadline.
     memory : object
-        What calls work on; kept for ever once one has failed.
+        The memory of the communicator; never freed once a collective has failed.
 
     Attributes
     ----------
     number : int
-        How many collectives there were: the sequence number of the last one.
+        Sequence number of the last collective.
     refusal : str
         Why a collective cannot begin at once, or an empty text.
     checks : bool
-        Whether calls are compared where nothing else has to be exchanged: unless MPISTRAT_CHECK is off.
-    lock, is_on_gpu : Lock, bool
-        Held by the thread that is in a collective; whether calls may work on this process's GPU.
+        Whether calls are compared even if nothing else has to be exchanged: unless MPISTRAT_CHECK is off.
+    lock : Lock
+        Held by the thread that is in a collective.
+    is_on_gpu : bool
+        Whether calls may work on this process's GPU.
     noted : int
-        The word of what was noted since the last collective.
+        Hash of what was noted since the last collective.
     signature : Signature
-        Of the call that is under way, or was last.
+        Of the current call, or the last one.
     communicator : int
-        The number of the hierarchy, which tells its collectives from others.
+        Number of the hierarchy, by which the records of ranks tell communicators apart.
     indexes : dict
-        Where the record of this process describes a call, by its word.
+        Index of a call's description in this process's record, by the word of the call.
     """
 
     def __init__(
@@ -111,30 +113,30 @@ class CollectiveGuard:
         self._present, self._one_node = hierarchy.call, world.num_nodes == 1
         self._window = window if hierarchy.intra.size > 1 else None
         self._options, self.checks, self.number = options, settings.CHECK.read(), 0
-        self._present.confirm, self._present.drive = self._confirm, self.drive_present
+        self._present.confirm, self._present.drive = self._confirm, self.drive_current
         self._present.must_poll = bool(options.timeout_seconds)
         self.lock, self.refusal, self.noted, self.is_on_gpu = threading.Lock(), "", 0, False
         self.communicator, self._job_ranks, self._members = hierarchy.number, hierarchy.job_ranks, hierarchy.members
         self.indexes: dict[int, int] = {}
         self._recorder, self._watcher, self._slot = recorder(), start(), 0
         self.signature = Signature("")
-        self._any_has_deadline, self._notes = False, list[str]()
+        self._any_deadline, self._notes = False, list[str]()
         self._last: Job | None = None
         self._last_thread, self._ends, self._failure = 0, 0.0, ""
         self._cause: BaseException | None = None
         _guards.add(self)
 
     def __enter__(self) -> None:
-        """Take the communicator: no other thread gets in until this one has left.
+        """Lock the communicator for this thread.
 
         Raises
         ------
         UnavailableError
-            If another thread is in one, this process is a fork of a rank, or a collective has failed.
+            If another thread is in a collective, this process is a fork of a rank, or a collective has failed.
         """
         if self._last is not None:
             self._require_same_thread()
-            self.settle()
+            self.wait_for_started()
         if self.is_on_gpu:
             wait_for_gpu(self)
         if not self.lock.acquire(blocking=False):
@@ -144,7 +146,7 @@ class CollectiveGuard:
             raise self._refused(self._failure) from self._cause
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Let other threads in."""
+        """Unlock the communicator."""
         if self._slot:
             (self._recorder.leave if kind is None else self._recorder.fail)(self._slot)
             self._slot = 0
@@ -152,38 +154,38 @@ class CollectiveGuard:
         self.lock.release()
 
     def _forget_deadline(self) -> None:
-        self._present.must_poll, self._any_has_deadline = bool(self._options.timeout_seconds), False
+        self._present.must_poll, self._any_deadline = bool(self._options.timeout_seconds), False
         if self._watcher is not None:
             self._watcher.limit = None
 
     def is_broken(self) -> bool:
-        """Return whether a collective has failed, here or on a rank that has told so."""
+        """Return whether a collective has failed, here or on a rank that has reported it."""
         return bool(self._failure) or self._deadline_barrier.is_given_up()
 
-    def require_sound(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise UnavailableError if a collective has failed."""
         if self._failure:
             raise self._refused(self._failure) from self._cause
 
     def require_startable(self) -> None:
         """Raise UnavailableError if a collective has failed, or another thread is in one."""
-        self.require_sound()
+        self.raise_if_failed()
         self._require_same_thread()
         if self._last is None and self.lock.locked():
             raise self._refused(_OTHER_THREAD)
 
-    def settle(self) -> None:
-        """Wait until all that was started has ended, and raise what failed of it if the program has not been told yet."""
+    def wait_for_started(self) -> None:
+        """Wait for all started operations, and raise the first failure that the program has not seen yet."""
         if self._last is not None:
             self._last.join()
             self._last, self.refusal = None, self._failure
             raise_unclaimed_failure(self)
 
     def start(self, call: CollectiveCall, carry_out: Callable[[], T]) -> Work[T]:
-        """Have the engine carry out a call, after all that was started before; until it has ended the engine has the ranks."""
+        """Have the engine run a call after all calls started before; until it has ended no other collective can begin."""
         line, index = self._recorder.line(FRAMES), self.index(word_of(call.text), call.verb, call.text)
 
-        def alone() -> T:
+        def locked() -> T:
             with self.lock:
                 slot = self._recorder.enter_started(self.communicator, call.number, index, line)
                 try:
@@ -196,13 +198,13 @@ class CollectiveGuard:
                 self._recorder.leave(slot)
                 return result
 
-        job = Job(alone, lambda: str(call), self, self.is_on_gpu)
-        self._last, self.refusal, self._last_thread = job, _under_way(call.verb), threading.get_ident()
+        job = Job(locked, lambda: str(call), self, self.is_on_gpu)
+        self._last, self.refusal, self._last_thread = job, _still_running(call.verb), threading.get_ident()
         submit(job)
         return Work(job)
 
     def note(self, text: str) -> None:
-        """Note what all ranks must do alike here; it is compared with the next collective."""
+        """Note what all ranks must do here; it is compared with the next collective."""
         if self.checks:
             self.noted = chained(self.noted, word_of(text))
             self._notes.append(text)
@@ -210,7 +212,7 @@ class CollectiveGuard:
                 del self._notes[: _NOTES_KEPT // 2]
 
     def index(self, word: int, verb: str, text: str, details: tuple[str, str, int, str] = ("", "", 0, "")) -> int:
-        """Return where the record of this process describes a call."""
+        """Return the index of a call's description in this process's record."""
         index = self.indexes.get(word)
         if index is None:
             if len(self.indexes) >= _INDEXES_KEPT:
@@ -224,15 +226,15 @@ class CollectiveGuard:
             index = self.indexes.get(word) or self.index(word, call.verb, call.text, self.signature.details)
             self._slot = self._recorder.enter(self.communicator, call.number, index, FRAMES)
 
-    def noted_before(self, noted: int) -> int:
-        """Return the word of all that was noted, and then of another note if that is not 0; begin anew."""
+    def take_noted_word(self, noted: int) -> int:
+        """Return the hash of all notes, chained with `noted` if that is not 0; clear the notes."""
         word = chained(self.noted, noted) if noted else self.noted
         keep_notes(word, self._notes, noted)
         self.noted, self._notes = 0, []
         return word
 
     def take_notes(self, call: CollectiveCall) -> None:
-        """Let a call carry what was noted before it."""
+        """Move the notes to a call."""
         if self._notes:
             call.noted, call.notes = self.noted, tuple(self._notes)
             self.noted, self._notes = 0, []
@@ -240,7 +242,7 @@ class CollectiveGuard:
     def agree(
         self, call: CollectiveCall, error: Exception | None = None, facts: Sequence[int] = (0, 0)
     ) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Wait until all ranks have come, check that they make the same call, and exchange two numbers. A collective call.
+        """Wait until all ranks have arrived, check that they make the same call, and exchange two numbers. A collective call.
 
         Returns
         -------
@@ -250,28 +252,28 @@ class CollectiveGuard:
         Raises
         ------
         DeadlineExceededError
-            If they do not come in time.
+            If a rank does not arrive in time.
         AgreementError
-            On every rank, if the calls differ; on one that passes an `error`, that error.
+            On every rank, if the calls differ; a rank that passes an `error` raises that error.
         """
         text, facts = call.text, (*facts, bool(call.ends))
         self.signature = Signature(call.describe())
         self.enter(call, self.signature.word ^ call.noted)
         if self._watcher is not None and call.ends:
-            self._watcher.limit = call.ends, lambda: self._stuck(call)
-        # also where this rank meets nobody: messages of the call carry it
+            self._watcher.limit = call.ends, lambda: self._blocked_in_mpi(call)
+        # also on a rank alone on its node: messages of the call carry it
         self._present.word = word_of(text if error is None else f"{text} {error!r}") | COMPARED
         if self._window is not None:
             try:
-                self._drive(call, self._window.meet_with(facts), call.rest_seconds)
+                self._drive(call, self._window.barrier_with(facts), call.rest_seconds)
                 found = np.array(self._window.facts())
-                # under a deadline, of whomever, all ranks learn together whether all have come in time
+                # if any rank has a deadline, all learn together whether all have arrived in time
                 if self._one_node and error is None and not found[:, 2].any():
                     return found[:, :2]
                 must_tell = False
             except CallsDifferError as differ:
                 if not differ.all_compare:
-                    raise self._failed(call, self._different(text)) from None
+                    raise self._failed(call, self._mismatch(text)) from None
                 must_tell = self._one_node
             if must_tell:
                 self._agreement.tell(text, error, call.number)
@@ -284,59 +286,57 @@ class CollectiveGuard:
             facts,
             call.number,
         )
-        # MPI's blocking and started collectives do not match: where one rank has a deadline, all go as under one
-        self._any_has_deadline = bool(found[:, 2].any())
+        # MPI's blocking and nonblocking collectives do not match: if one rank has a deadline, all use nonblocking ones
+        self._any_deadline = bool(found[:, 2].any())
         return found[:, :2]
 
     def refuse(self, call: CollectiveCall, error: Exception) -> NoReturn:
-        """Raise the error of a call that this rank cannot make; ranks that make it learn so from the record of this one."""
+        """Raise the error of a call that this rank cannot make; ranks that make it see it in this rank's record."""
         text = f"{call.text}, which failed: {type(error).__name__}: {error}"
         self.enter(replace(call, describe=lambda: text, notes=()), word_of(text))
         raise error
 
     def begin(self, call: CollectiveCall, signature: Signature) -> None:
-        """Let a call be the present one: the signature describes it, but for what was noted."""
+        """Make a call the current one. The signature describes it without its notes."""
         self.signature = signature
         self._present.word = word = signature.word ^ call.noted
         self.enter(call, word)
-        self._present.must_poll = bool(call.seconds) or self._any_has_deadline or call.is_started
+        self._present.must_poll = bool(call.seconds) or self._any_deadline or call.is_started
 
     def run(self, call: CollectiveCall, steps: Steps) -> None:
-        """Go through the steps of a call that has been let in, in what is left of its time.
-
-        Once they have failed no other collective can be made.
+        """Run the steps of a call within the rest of its time. After a failure no other collective can be made.
 
         Raises
         ------
         DeadlineExceededError
-            If they do not end in time.
+            If the deadline passes.
         AgreementError
             If ranks turn out to be in different calls.
         """
         self._drive(call, steps, call.rest_seconds)
 
-    def drive_present(self, steps: Steps) -> None:
-        """Go through steps of a call that was let in past this guard, under the deadline of calls that name none."""
+    def drive_current(self, steps: Steps) -> None:
+        """Run steps of a call on a fast path, under the communicator's deadline."""
         seconds = self._options.timeout_seconds or 0.0
         self._ends = time.monotonic() + seconds if seconds else 0.0
-        drive(steps, self._what, seconds, self._overdue, None, self._look)
+        drive(steps, self._describe_current, seconds, self._overdue, None, self._check_progress)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return the error to raise for what a call raised that was let in past this guard; no other gets in."""
-        error = self._understood(error, self.signature.text_after(self._present.word ^ self.signature.word))
+        """Return the error to raise for what a call on a fast path raised; no other collective can be made."""
+        error = self._diagnosed(error, self.signature.text_after(self._present.word ^ self.signature.word))
         self.fail("all_reduce", error)
         return error
 
     def overdue(self, call: CollectiveCall) -> DeadlineExceededError:
-        """Tell all ranks that the call is given up here, and return the error that says who does not answer."""
+        """Tell all ranks that this one gives up the call, and return the error that names the ranks that do not answer."""
         return self._deadline_barrier.overdue(str(call), call.seconds, self._missing())
 
     def give_up(self) -> None:
-        """Tell all ranks that this one comes to no collective any more."""
+        """Tell all ranks that this one will not make any further collective."""
         self._deadline_barrier.give_up()
 
     def fail(self, verb: str, error: BaseException) -> None:
-        """Let no other collective through: one has failed here, and ranks may be out of step."""
+        """Refuse all further collectives: one has failed here, and ranks may be out of step."""
         self._cause, why = error, f"did not end ({type(error).__name__}), and ranks may be out of step"
         self.refusal = self._failure = f"an earlier {verb} {why}; make a new strategy"
         if self._watcher is not None:
@@ -344,7 +344,7 @@ class CollectiveGuard:
         leave_to_peers(self._memory)
 
     def refuse_in_child(self) -> None:
-        """Let no collective through in a process that was forked from a rank."""
+        """Refuse all collectives in a process that was forked from a rank."""
         self._failure = (
             f"process {os.getpid()} was forked from rank {self._rank}, and is not a rank itself; compute there, and let the "
             "parent communicate"
@@ -353,7 +353,7 @@ class CollectiveGuard:
         self.lock = threading.Lock()
 
     def confirm_at_exit(self) -> None:
-        """Compare what has not been compared yet, at the end of the program. A collective call where there is something."""
+        """Compare the calls that have not been compared yet, at the end of the program. A collective call if there are any."""
         if self._failure or not self._present.is_unconfirmed:
             return
         try:
@@ -363,7 +363,7 @@ class CollectiveGuard:
             abort.end(error)
 
     def _confirm(self, history: int) -> None:
-        """Compare the calls that MPI has carried out since the last time; name the first that differs. A collective call."""
+        """Compare the calls that MPI has reduced since the last comparison; name the first that differs. A collective call."""
         call = CollectiveCall(self.number, "all_reduce", lambda: "the calls that MPI combined last", self._options)
         found = self._agreement.check(
             call.text,
@@ -382,81 +382,80 @@ class CollectiveGuard:
         raise self._failed(call, error)
 
     def _drive(self, call: CollectiveCall, steps: Steps, timeout_seconds: float = 0.0, is_arriving: bool = False) -> None:
-        """Go through steps; those of a deadline barrier see to deadlines themselves, and to what others say of them."""
-        rests = rest if call.is_started else None
+        """Run steps; those of a deadline barrier (`is_arriving`) watch the deadline and the peers' messages themselves."""
+        back = back_off if call.is_started else None
         try:
             if is_arriving:
-                drive(steps, call.describe, rest=rests, look=self._look_at_verdict)
+                drive(steps, call.describe, back_off=back, check=self._raise_verdict)
             else:
                 self._ends = call.ends
-                drive(steps, call.describe, timeout_seconds, lambda: self.overdue(call), rests, self._look)
+                drive(steps, call.describe, timeout_seconds, lambda: self.overdue(call), back, self._check_progress)
         except BaseException as error:
             if isinstance(error, CallsDifferError) and self._present.word & COMPARED:
                 raise
-            understood = self._understood(error, call.text)
+            understood = self._diagnosed(error, call.text)
             self.fail(call.verb, understood)
             if understood is error:
                 raise
             raise understood from None
 
-    def _look(self) -> None:
-        """Raise if it is known that the present call will not end."""
-        self._look_at_verdict()
-        # whose own time is all but up says by itself who is missing
+    def _check_progress(self) -> None:
+        """Raise if the current call is known not to end."""
+        self._raise_verdict()
+        # a rank whose own deadline is about to pass names the missing ranks itself
         is_last_moment = self._ends and self._ends - time.monotonic() < LONGEST_GRACE_SECONDS
         if not is_last_moment and self._deadline_barrier.is_given_up():
-            raise self._deadline_barrier.given_up(self._what(), self._missing())
+            raise self._deadline_barrier.given_up(self._describe_current(), self._missing())
 
-    def _look_at_verdict(self) -> None:
+    def _raise_verdict(self) -> None:
         if self._watcher is not None:
             self._watcher.raise_verdict()
 
-    def _what(self) -> str:
-        """Return the call that is under way, in words."""
+    def _describe_current(self) -> str:
         return f"collective {self.number}, {self.signature.text}"
 
     def _overdue(self) -> DeadlineExceededError:
-        return self._deadline_barrier.overdue(self._what(), self._options.timeout_seconds or 0.0, self._missing())
+        return self._deadline_barrier.overdue(self._describe_current(), self._options.timeout_seconds or 0.0, self._missing())
 
-    def _stuck(self, call: CollectiveCall) -> DeadlineExceededError:
-        """Return the error of a call whose time is up while this rank is in a call of MPI that does not return."""
+    def _blocked_in_mpi(self, call: CollectiveCall) -> DeadlineExceededError:
+        """Return the error of a call whose deadline has passed while this rank is blocked in MPI."""
         return DeadlineExceededError(
             f"rank {self._rank}: {call} did not end within {call.seconds:g} s: this rank waits in a call of MPI that does not "
             "return, for ranks that have stopped or ended"
         )
 
     def _missing(self) -> list[int]:
-        """Return which ranks have not come, as far as this node's memory and the records of all ranks tell."""
+        """Return the ranks that have not arrived, as far as this node's memory and the records of all ranks show."""
         missing = set() if self._window is None else set(self._window.missing())
         return sorted(missing | self._absent() if missing and not self._one_node else missing)
 
     def _absent(self) -> set[int]:
-        """Return which ranks are known not to have entered the call that this one is in."""
+        """Return the ranks that are known not to have entered the current call."""
         if self._watcher is None:
             return set()
         key = self.communicator, self.number
         states = self._watcher.compare(_ANSWER_SECONDS, self._job_ranks)
         return {rank for rank, state in enumerate(states) if state.state != "unknown" and state.at(key) is None}
 
-    def _understood(self, error: BaseException, text: str) -> BaseException:
-        """Return what an error comes of: MPI's own, where messages do not fit, of ranks that are in different calls."""
+    def _diagnosed(self, error: BaseException, text: str) -> BaseException:
+        """Return the error that explains `error`: truncated MPI messages, for instance, come from ranks in different calls."""
         from mpi4py import MPI
 
         if isinstance(error, CallsDifferError):
-            return self._different(text)
+            return self._mismatch(text)
         if isinstance(error, MPI.Exception) and len(set(self._texts(text).values())) > 1:
-            return self._different(text)
+            return self._mismatch(text)
         return error
 
-    def _different(self, text: str) -> CollectiveError:
-        """Return the error that says which rank is in which call, and have the other ranks told as well."""
+    def _mismatch(self, text: str) -> CollectiveError:
+        """Return the error that names each rank's call, and send it to the other ranks."""
         error = calls_differ(self.number, self._texts(text))
         if self._watcher is not None:
             self._watcher.tell((self.communicator, self.number), error)
         return error
 
     def _texts(self, text: str) -> dict[int, str]:
-        """Return what each rank is in, in words; `text` says it of this one."""
+        """Return the description of each rank's current call; `text` is this rank's."""
         texts = {self._rank: text}
         for rank, state in enumerate([] if self._watcher is None else self._watcher.compare(ranks=self._job_ranks)):
             found = state.at((self.communicator, self.number))
@@ -478,7 +477,7 @@ class CollectiveGuard:
 
 
 @cache
-def _under_way(verb: str) -> str:
+def _still_running(verb: str) -> str:
     return f"an earlier {verb} is still under way: wait for it first"
 
 

@@ -1,4 +1,4 @@
-"""BaseCommunicator: what strategies and variables communicate through, whether there are several replicas or one."""
+"""BaseCommunicator: the interface that strategies and variables communicate through, with one replica or several."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 __all__ = ["Arrays", "BaseCommunicator"]
 
 Arrays = TypeVar("Arrays", bound="Array | list[Array]")
-"""An array, or a list of arrays: what comes back is what came in."""
+"""An array, or a list of arrays; a verb returns the same kind as it is given."""
 
 
 class BaseCommunicator(ABC):
-    """The verbs, and what is known of the replicas: `mpistrat.Communicator` says what each verb does.
+    """The collectives; `mpistrat.Communicator` documents each of them.
 
     Attributes
     ----------
@@ -40,12 +40,12 @@ class BaseCommunicator(ABC):
     timeline : Timeline
         Records the phases of each collective while it is enabled.
     is_strict : bool
-        Whether everything is compared before a result is handed out, also what `note` and `confirm` leave for later.
+        Whether every call is compared before it returns, including what `note` and `confirm` would compare later.
     is_closed : bool
         Whether `close` was called: then every verb raises RuntimeError.
     num_packs : int or None
-        Cut the elements of a batch into so many equal packs; 0 reduces each array by itself. None packs by `bytes_per_pack`.
-        It may be set between calls, on all replicas alike.
+        Split the elements of a batch into this many equal packs; 0 reduces each array by itself. None packs by
+        `bytes_per_pack`. May be set between calls, to the same value on all replicas.
     """
 
     world: World
@@ -59,17 +59,17 @@ class BaseCommunicator(ABC):
 
     @property
     def node(self) -> int:
-        """The number of this rank's node, from 0; virtual nodes count."""
+        """The index of this rank's node, counting virtual nodes."""
         return self.world.place(self.rank).node_index
 
     @property
     def local_rank(self) -> int:
-        """The position of this rank among those of its node, from 0."""
+        """The position of this rank on its node, from 0."""
         return self.world.place(self.rank).local_rank
 
     @property
     def path(self) -> str:
-        """Which transports arrays on GPUs take, and why not faster ones; empty where replicas compute on CPUs."""
+        """The transports used for arrays on GPUs, and why not faster ones; empty where replicas compute on CPUs."""
         return ""
 
     @property
@@ -86,18 +86,18 @@ class BaseCommunicator(ABC):
     def all_reduce_again(
         self, op: ReduceOp, arrays: Sequence[Array], noted: int = 0, frames: int = 2, out: Sequence[Array] | None = None
     ) -> list[Array] | None:
-        """Do what `all_reduce` does if arrays like these have a fast path already; else do nothing, and return None.
+        """All-reduce arrays whose shapes and dtypes have a fast path already; else do nothing and return None.
 
-        A collective call. It is for callers that can spare looking at the arrays where the communicator has seen their like.
+        A collective call. It lets callers skip their checks of arrays that the communicator has already seen.
 
         Parameters
         ----------
         op, arrays : ReduceOp, sequence of ndarray
             As for `all_reduce`.
         noted : int
-            The word of what would be noted before (see `note`), as `groups.agreement.word_of` returns it.
+            The hash (`groups.agreement.word_of`) of a text that would otherwise be passed to `note` first.
         frames : int
-            How many frames of this library lie between this call and the program, at least.
+            At least how many frames of this library lie between this call and the program.
         out : sequence of ndarray, optional
             As for `all_reduce`.
         """
@@ -112,7 +112,7 @@ class BaseCommunicator(ABC):
         out: Arrays | None = None,
         structure: object = None,
     ) -> Work[Arrays]:
-        """Start what `all_reduce` does and return its handle. A collective call."""
+        """Start an asynchronous all-reduce and return its handle. A collective call."""
 
     @abstractmethod
     def reduce_scatter(
@@ -137,69 +137,68 @@ class BaseCommunicator(ABC):
 
     @abstractmethod
     def all_to_all(self, arrays: Arrays, options: CommunicationOptions | None = None) -> Arrays:
-        """Send array i to replica i; return what came from each replica, in replica order. A collective call."""
+        """Send array i to replica i; return the arrays received, in replica order. A collective call."""
 
     @abstractmethod
     def broadcast(
         self, arrays: Arrays, root: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None
     ) -> Arrays:
-        """Return the array of replica `root`, whose shape and dtype count. A collective call."""
+        """Return the array of replica `root`, with its shape and dtype. A collective call."""
 
     @abstractmethod
     def barrier(self, options: CommunicationOptions | None = None) -> None:
-        """Wait until all replicas have come here. A collective call."""
+        """Wait until all replicas have entered the barrier. A collective call."""
 
     @abstractmethod
     def agree(self, call: str, error: Exception | None = None, options: CommunicationOptions | None = None) -> None:
         """Check at once that all replicas pass the same text. A collective call.
 
-        It has the deadline of `options`, which are those of the call that replicas agree on, checked or not.
+        Its deadline is that of `options`, the options of the call that replicas agree on; they need not be valid.
 
         Raises
         ------
         AgreementError
-            On every replica, if they do not; on one that passes an `error`, that error.
+            On every replica, if the texts differ; a replica that passes an `error` raises that error.
         """
 
     def note(self, text: str, options: CommunicationOptions | None = None) -> None:  # noqa: B027 - one replica agrees with itself
-        """Have a text compared with the next collective, which replicas make alike only if all have noted the same.
+        """Compare a text along with the next collective, which raises AgreementError if replicas have noted different texts.
 
-        With MPISTRAT_STRICT it is compared at once, as by `agree`: a collective call, with the deadline of `options`.
+        With MPISTRAT_STRICT the text is compared at once, as by `agree`: a collective call with the deadline of `options`.
         """
 
     def confirm(self) -> None:  # noqa: B027 - as for `note`
-        """Compare the calls that were not compared when they were made: those in which MPI combined arrays between nodes.
+        """Compare the calls that were not compared when they were made: those in which MPI reduced arrays between nodes.
 
-        A collective call where there are such. Every 64 small calls it is made by itself, more often after long ones, and by
-        `close` and at the end of the program; with MPISTRAT_STRICT after each.
+        A collective call if there are any. It happens automatically every 64 small calls, more often after large ones, in
+        `close` and at the end of the program; with MPISTRAT_STRICT after each call.
 
         Raises
         ------
         AgreementError
-            On every replica, if they differ.
+            On every replica, if the calls differ.
         """
 
     def refuse(self, call: str, error: Exception, options: CommunicationOptions | None = None) -> NoReturn:
-        """Raise `error`, of a replica that cannot make the call, and let the others know, which make it.
+        """Raise `error` on a replica that cannot make a call, and tell the replicas that make it, which raise AgreementError.
 
-        They raise AgreementError. With MPISTRAT_STRICT a collective call, in which all raise together, with the deadline of
-        `options`, as for `agree`.
+        With MPISTRAT_STRICT this is a collective call in which all raise together, with the deadline of `options`.
         """
         raise error
 
     @abstractmethod
     def choose(self, count: int, dtype: np.dtype[np.generic], options: CommunicationOptions | None = None) -> Choice | None:
-        """Return the plan, and why, for an all-reduce of `count` elements; None where nothing is sent."""
+        """Return the plan for an all-reduce of `count` elements, and why it was chosen; None where nothing is sent."""
 
     def explain(self, arrays: Array | Sequence[Array], options: CommunicationOptions | None = None) -> Explanation:
-        """Return what an all-reduce of arrays like these, a sum or a mean, does, and what it took last. Sends nothing."""
+        """Return how a sum or mean of such arrays is computed, and how long the last one took. Sends nothing."""
         self._require_open()
         for index, array in enumerate(arrays if isinstance(arrays, (list, tuple)) else [arrays]):
             check_dtype(ReduceOp.SUM, array.dtype, f"array {index}")
         return Explanation(self.world)
 
     def memory_report(self) -> MemoryReport:
-        """Return what this rank holds to communicate: nothing, where nothing is sent."""
+        """Return the memory this rank holds for communication."""
         self._require_open()
         return MemoryReport(self.rank)
 
@@ -228,7 +227,7 @@ class BaseCommunicator(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # to close takes all ranks, and who has raised cannot know of the others
+        # closing is collective, and a rank that raised cannot know whether the others did
         if kind is None:
             self.close()
 

@@ -11,7 +11,7 @@ from mpistrat.algorithms.choose import Choice
 from mpistrat.arrays import Array
 from mpistrat.communicator.interface import Arrays, BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.communicator.validate import apart, check_gather, check_out, check_parts, check_root, for_each
+from mpistrat.communicator.validate import check_gather, check_out, check_parts, check_root, copy_overlapping, for_each
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.timeline import Timeline
@@ -21,7 +21,7 @@ __all__ = ["LocalCommunicator"]
 
 
 class LocalCommunicator(BaseCommunicator):
-    """The operations of a single replica: nothing is sent and MPI is not started."""
+    """The collectives of a single replica: nothing is sent and MPI is not started."""
 
     def __init__(self) -> None:
         self.world = World.from_shape("1x1")
@@ -37,14 +37,14 @@ class LocalCommunicator(BaseCommunicator):
     def all_reduce(
         self, op: ReduceOp | str, arrays: Arrays, options: CommunicationOptions | None = None, out: Arrays | None = None
     ) -> Any:
-        """Copy: the combination of one component is the component."""
+        """Return a copy."""
         self._count()
         op = ReduceOp.parse(op)
         given: Any = arrays
-        landing: Any = out
+        targets: Any = out
         if isinstance(given, (list, tuple)):
-            return self._copies(op, given, landing)
-        return self._copies(op, [given], None if out is None else [landing])[0]
+            return self._copies(op, given, targets)
+        return self._copies(op, [given], None if out is None else [targets])[0]
 
     def start_all_reduce(
         self,
@@ -54,7 +54,7 @@ class LocalCommunicator(BaseCommunicator):
         out: Arrays | None = None,
         structure: object = None,
     ) -> Work[Any]:
-        """Return a handle that has ended."""
+        """Return a completed handle."""
         return Work.ended(self.all_reduce(op, arrays, options, out))
 
     def reduce_scatter(
@@ -65,7 +65,7 @@ class LocalCommunicator(BaseCommunicator):
         options: CommunicationOptions | None = None,
         out: Arrays | None = None,
     ) -> Any:
-        """Return a copy: the one part is all."""
+        """Return a copy."""
 
         def part(array: Array, target: Array | None) -> Array:
             check_gather(array, axis, "reduce_scatter")
@@ -77,7 +77,7 @@ class LocalCommunicator(BaseCommunicator):
     def all_gather(
         self, arrays: Arrays, axis: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None
     ) -> Any:
-        """Return a copy, after the checks that several replicas would make."""
+        """Return a copy."""
 
         def whole(array: Array, target: Array | None) -> Array:
             check_gather(array, axis)
@@ -106,11 +106,11 @@ class LocalCommunicator(BaseCommunicator):
         return for_each(self._copy, arrays, out)
 
     def barrier(self, options: CommunicationOptions | None = None) -> None:
-        """Count the call and return at once."""
+        """Return at once."""
         self._count()
 
     def agree(self, call: str, error: Exception | None = None, options: CommunicationOptions | None = None) -> None:
-        """Agree with nobody else."""
+        """Raise `error`, if there is one."""
         self._require_open()
         if error is not None:
             raise error
@@ -130,7 +130,7 @@ class LocalCommunicator(BaseCommunicator):
         if out is None:
             return [array.copy() for array in arrays]
         results = check_out(out, arrays)
-        for target, array in zip(results, apart(arrays, results), strict=True):
+        for target, array in zip(results, copy_overlapping(arrays, results), strict=True):
             np.copyto(target, array)
         return results
 

@@ -1,4 +1,4 @@
-"""CommunicationOptions: how a batch of arrays is to be communicated."""
+"""CommunicationOptions: how a collective communicates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIRE_DTYPES = ("bfloat16", "float16")
 
 
 class CommunicationImplementation(str, Enum):
-    """Which library moves the bytes inside a node."""
+    """The library that moves arrays inside a node."""
 
     AUTO = "AUTO"
     RING = "RING"
@@ -34,44 +34,43 @@ class CommunicationImplementation(str, Enum):
 
 @dataclass(frozen=True)
 class CommunicationOptions:
-    """Hints for collectives; a call's options win over the strategy's.
+    """Hints for collectives; the options of a call override those of the strategy.
 
     Attributes
     ----------
     bytes_per_pack : int
-        Cut a batch of arrays into packs of about this many bytes; 0 means one pack per dtype.
+        Split a batch of arrays into packs of about this many bytes; 0 means one pack per dtype.
     timeout_seconds : float or None
-        Deadline of each collective in seconds; None or 0 means none. All replicas have one for a call, or none has. Once it has
-        passed, the strategy makes no further collective.
+        Deadline of each collective in seconds; None or 0 means none. For one call, either all replicas have a deadline or none
+        has. Once a deadline has passed, the strategy cannot make further collectives.
     implementation : CommunicationImplementation or str
-        AUTO, RING or NCCL; names in any case.
+        AUTO, RING or NCCL; names in upper or lower case.
     algorithm : str
         ``auto``, ``flat``, ``leader``, ``hierarchical`` or ``pipelined``. Not in TensorFlow.
     wire_dtype : str or None
-        ``bfloat16`` or ``float16``: what the sums and means of float32, float16 and bfloat16 arrays are cast to while they
-        travel between nodes, which halves the bytes; they are added in float32. No effect inside a node, on other dtypes and
-        operations, and where ``auto`` chooses ``flat``, as it does for small arrays. With s_i the sum over node i, the result
-        is off by at most ``u * (sum|s_i| + |sum s_i|)`` to first order, whatever the number of nodes, beside the rounding of
-        float32; u is 2**-8 for bfloat16 and 2**-11 for float16, whose largest number is 65504: more is infinite.
+        ``bfloat16`` or ``float16``: float32, float16 and bfloat16 arrays are cast to it between nodes for SUM and MEAN, which
+        halves the bytes of float32; they are added in float32. No effect inside a node, on other dtypes and operations, or
+        where ``auto`` chooses ``flat``, as for small arrays. With s_i the sum over node i, the error is at most
+        ``u * (sum|s_i| + |sum s_i|)`` to first order, for any number of nodes, in addition to the rounding of float32; u is
+        2**-8 for bfloat16 and 2**-11 for float16, whose largest number is 65504: larger values overflow to infinity.
         Not in TensorFlow.
     deterministic : bool
         Combine in the order of the replicas, so that the bits of the result depend on the values alone: not on the nodes, on
-        packs, or on `algorithm`, which does not apply. On one node each replica folds what all have put into shared memory;
-        on several every replica exchanges a part of each array with every other one, which
-        costs ``2 (n - 1)`` messages per replica and, between nodes, up to as many times the bytes of ``hierarchical`` as a node
-        has replicas. Excludes `wire_dtype`. Not in TensorFlow.
+        packs, or on `algorithm`, which does not apply. On one node each replica reduces the arrays of all in shared memory; on
+        several nodes every replica exchanges a part of each array with every other one, which costs ``2 (n - 1)`` messages per
+        replica and, between nodes, up to as many times the bytes of ``hierarchical`` as a node has replicas. Excludes
+        `wire_dtype`. Not in TensorFlow.
     error_feedback : bool
-        With `wire_dtype`: what the casts of one call lose is added to what the next call sends, so that sums over many calls,
-        such as those of an optimiser, stay as close as with float32. It is kept for each bucket of arrays, so give calls whose
-        results have nothing to do with each other different shapes, or make them one call. It is forgotten when other shapes
-        are reduced for the first time that need more scratch memory, and after 64 other kinds of calls. Costs four bytes per
-        element that a replica sends. Not in TensorFlow.
+        With `wire_dtype`: the rounding errors of one call are added to what the next call sends, so that sums over many calls,
+        such as those of an optimiser, stay as close as with float32. Errors are kept per bucket of arrays, so give unrelated
+        calls different shapes, or make them one call. They are lost when new shapes need more scratch memory, and after 64
+        other kinds of calls. Costs four bytes per element that a replica sends. Not in TensorFlow.
 
     Raises
     ------
     InvalidArgumentError
-        If a field has a value that it does not accept, `deterministic` and `wire_dtype` are both asked for, or
-        `error_feedback` without `wire_dtype`.
+        If a field does not accept its value, `deterministic` is combined with `wire_dtype`, or `error_feedback` is set without
+        `wire_dtype`.
     """
 
     bytes_per_pack: int = 0
@@ -111,7 +110,7 @@ class CommunicationOptions:
         object.__setattr__(self, "implementation", member)
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
-        """Return options in which the fields of `other` that are not at their default win."""
+        """Return these options, overridden by the fields of `other` that are not at their default."""
         if other is None or other == CommunicationOptions():
             return self
         chosen = {
@@ -122,7 +121,7 @@ class CommunicationOptions:
 
 
 def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> CommunicationOptions:  # noqa: N802
-    """Return communication options under the name that they once had.
+    """Return communication options, under their former name.
 
     .. deprecated:: TensorFlow 2.4
         Use `CommunicationOptions`.
@@ -149,19 +148,19 @@ def check_options(options: object) -> None:
 
 
 def shared_defaults(agreement: Agreement) -> CommunicationOptions:
-    """Return the options that the settings ask for, after checking that all ranks have the same. A collective call.
+    """Return the default options from the settings, after checking that all ranks have the same. A collective call.
 
     Raises
     ------
     SettingError
-        If a setting cannot be read here.
+        If a setting is invalid on this rank.
     AgreementError
-        On every other rank then, and on all ranks where a setting that must be shared differs.
+        On every other rank in that case, and on all ranks if a setting that must be shared differs.
     """
     try:
         values = [f"{setting.name}={setting.read()}" for setting in settings.SHARED]
         timeout_seconds = settings.TIMEOUT_SECONDS.read() or None
-        # ranks may have deadlines of their own, but those that have none would not answer those that have
+        # deadlines may differ, but ranks without a deadline do not answer those that have one
         values.append(f"{settings.TIMEOUT_SECONDS.name} {'set' if timeout_seconds else 'not set'}")
     except SettingError as error:
         agreement.check("settings that cannot be read", error)

@@ -1,4 +1,4 @@
-"""PlanCache: which plans arrays of certain shapes and dtypes take, found once and kept."""
+"""PlanCache: bound plans by operation, options, and the shapes and dtypes of arrays."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _WIRE_OPS = (ReduceOp.SUM, ReduceOp.MEAN)
 
 
 class PlanCache:
-    """Makes the plans of an executor, and keeps the last ones.
+    """Chooses and binds plans, and keeps the last 64.
 
     Parameters
     ----------
     executor : Executor
         Binds the plans.
     say : callable
-        Is told which plan was chosen, and why.
+        Logs which plan was chosen, and why.
     model : CostModel
-        What plans are chosen by.
+        The cost model of algorithm ``auto``.
     """
 
     def __init__(self, executor: Executor, say: Callable[[str], None], model: CostModel = DEFAULT) -> None:
@@ -61,26 +61,26 @@ class PlanCache:
         num_packs: int | None,
         axis: int | None = None,
     ) -> BoundBatch:
-        """Return the plan for arrays like these. A collective call where there is none yet.
+        """Return the plan for such arrays. A collective call if there is none yet.
 
         Parameters
         ----------
         op, arrays, options, num_packs : ReduceOp, sequence of ndarray, CommunicationOptions, int or None
-            How to combine what.
+            As for `Communicator.all_reduce`.
         axis : int or None
-            Along which one array is divided between ranks. The plan is a reduce-scatter then, or where none is
-            possible, or none is worth it, that of an all-reduce: `BoundBatch.scatters` says which. None: an all-reduce.
+            None: an all-reduce. Else a reduce-scatter of one array along this axis, or an all-reduce where a reduce-scatter is
+            not possible or not faster: `BoundBatch.scatters` tells which.
 
         Raises
         ------
         UnsupportedDtypeError, TransportError, InvalidArgumentError
-            What `check` raises, where there is no plan yet.
+            As `check`, if there is no plan yet.
         Unsuitable
-            If the algorithm that is asked for declines.
+            If the requested algorithm declines.
         """
         signature = _signature(op, arrays, options, num_packs, axis)
         batch = self._plans.get(signature)
-        if options.implementation is CommunicationImplementation.NCCL:  # which is no part of the signature
+        if options.implementation is CommunicationImplementation.NCCL:  # not part of the signature
             self.check(op, arrays, options)
         if batch is None or not is_current(batch, self._executor):
             self.check(op, arrays, options)
@@ -88,18 +88,18 @@ class PlanCache:
             if batch is None:
                 packing = Packing(options.bytes_per_pack, num_packs)
                 text = describe_all_reduce(op, arrays, options, num_packs)
-                batch = bind_batch(self._executor, op, arrays, packing, lambda n, t: self._chosen(op, n, t, options), text)
+                batch = bind_batch(self._executor, op, arrays, packing, lambda n, t: self._choose_one(op, n, t, options), text)
             self._plans[signature] = batch
             if len(self._plans) > BATCHES_KEPT:
-                # the oldest, however much it is used: all ranks must forget the same one, and only some may have come here to
-                # use it, since one with its timeline on takes no fast path
+                # the oldest, not the least recently used: all ranks must evict the same plan, and ranks on a fast path do not
+                # record their use here
                 self._plans.popitem(last=False)
                 self._num_evicted += 1
         return batch
 
     @property
-    def num_let_go(self) -> int:
-        """How often plans had to make room for others, or lost their memory: the same on all ranks."""
+    def num_invalidated(self) -> int:
+        """How often plans were evicted or lost their memory: the same on all ranks."""
         return self._num_evicted + self._executor.generation
 
     def has(
@@ -110,12 +110,12 @@ class PlanCache:
         num_packs: int | None,
         axis: int | None = None,
     ) -> bool:
-        """Return whether there is a plan for arrays like these, so that to find it is not a collective call."""
+        """Return whether there is a plan for such arrays, so that `find` is not a collective call."""
         batch = self._plans.get(_signature(op, arrays, options, num_packs, axis))
         return batch is not None and is_current(batch, self._executor)
 
     def explain(self, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Explanation:
-        """Return what a sum of arrays like these does, and what it took last, or a mean of them."""
+        """Return how a sum of such arrays is computed, and how long the last sum or mean took."""
         packing = Packing(options.bytes_per_pack, num_packs)
         packs = [
             Pack(members, dtype.name, self.choose(layout.count, dtype, options), self.model)
@@ -126,16 +126,16 @@ class PlanCache:
         return Explanation(self._world, tuple(packs), self.model, next(filter(None, seconds), None))
 
     def check(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> None:
-        """Check that arrays can be combined as the options say.
+        """Check that arrays can be combined with these options.
 
         Raises
         ------
         UnsupportedDtypeError
             If `op` is not defined for a dtype.
         TransportError
-            If the options ask for NCCL, and it cannot be had.
+            If the options ask for NCCL, and it cannot be used.
         InvalidArgumentError
-            If they ask for a wire dtype and an algorithm that has no step between nodes.
+            If they ask for a wire dtype and for an algorithm without a phase between nodes.
         """
         for index, array in enumerate(arrays):
             check_dtype(op, array.dtype, f"array {index}")
@@ -150,12 +150,12 @@ class PlanCache:
             )
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
-        """Return the plan, and why, for an all-reduce of `count` elements: a sum."""
+        """Return the plan for a sum of `count` elements, and why it was chosen."""
         dtype = accumulation_dtype(ReduceOp.SUM, dtype)
         return self._choice(count, dtype, options, _wire(ReduceOp.SUM, dtype, options))
 
     def memory(self) -> MemoryReport:
-        """Return what the executor and the plans hold."""
+        """Return the memory of the executor and the plans."""
         batches = list(self._plans.values())
         return MemoryReport(
             self._executor.hierarchy.rank,
@@ -170,10 +170,10 @@ class PlanCache:
         """Forget all plans."""
         self._plans.clear()
 
-    def _chosen(
+    def _choose_one(
         self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions
     ) -> tuple[Plan, Wire | None]:
-        """Return the plan for a bucket, and what its values are cast to between nodes."""
+        """Return the plan for a bucket, and its wire dtype between nodes."""
         wire = _wire(op, dtype, options)
         choice = self._choice(count, dtype, options, wire)
         self._say(f"{op.name} of {count} elements: {choice.plan}; {choice.reason}")
@@ -181,7 +181,7 @@ class PlanCache:
         return choice.plan, wire if crosses_nodes else None
 
     def _bind_scatter(self, op: ReduceOp, array: Array, axis: int, options: CommunicationOptions) -> BoundBatch | None:
-        """Bind the plan of a reduce-scatter; return None where an all-reduce is taken instead, on all ranks."""
+        """Bind the plan of a reduce-scatter; return None, on all ranks, if an all-reduce is used instead."""
         if options.deterministic:
             return None
         row_count = array.size // max(array.shape[axis], 1)
@@ -216,19 +216,19 @@ class PlanCache:
         return self._best(count, dtype.itemsize, options.algorithm, wire_itemsize)
 
     def _best(self, count: int, itemsize: int, algorithm: str, wire_itemsize: int) -> Choice:
-        """Return the plan for memory of this kind, where the order of the addends is free."""
+        """Return the best plan for this memory, where addends may be summed in any order."""
         return choose(self._world, count, itemsize, algorithm, self._chunk_bytes, self.model, wire_itemsize)
 
     def _plan_in_order(self, count: int, itemsize: int) -> Plan:
-        """Return a plan that adds in the order of the replicas: in the window of one node, or by exchange between all."""
+        """Return a plan that adds in the order of the replicas: in the window of one node, or by an exchange between all."""
         if self._world.num_nodes > 1 or self._executor.intra.name != "shared_memory":
             return replace(flat.plan(self._world, count, itemsize), in_order=True)
-        phases = (Phase(Verb.ALL_REDUCE, Scope.INTRA),)  # whoever copies the result out folds what all have put there
+        phases = (Phase(Verb.ALL_REDUCE, Scope.INTRA),)  # each rank folds the slots of all as it copies the result out
         return replace(pipelined.plan(self._world, count, itemsize, self._chunk_bytes), phases=phases, in_order=True)
 
 
 def _wire(op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> Wire | None:
-    """Return what values that are summed in `dtype` are cast to between nodes, if at all."""
+    """Return the wire dtype for values that are summed in `dtype`, if any."""
     if options.wire_dtype and op in _WIRE_OPS and dtype == np.float32:
         return Wire(np.dtype(options.wire_dtype), options.error_feedback)
     return None
@@ -237,11 +237,11 @@ def _wire(op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> 
 def _signature(
     op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None, axis: int | None = None
 ) -> tuple[Any, ...]:
-    # of the options only what shapes a plan: ranks may differ in the others
+    # only the options that determine a plan: ranks may differ in the others
     shaping = options.algorithm, options.bytes_per_pack, options.wire_dtype, options.error_feedback, options.deterministic
     return (op, *shaping, num_packs, axis, *[(array.shape, array.dtype) for array in arrays])
 
 
 def _is_one_call(batch: BoundBatch) -> bool:
-    """Return whether calls may go straight to MPI, past the plan: what its first use took says nothing of them."""
+    """Return whether later calls may skip the plan for one call of MPI, which is not timed."""
     return len(batch) == 1 and batch[0].bound.flat_count > 0

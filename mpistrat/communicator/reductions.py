@@ -1,4 +1,4 @@
-"""Reductions: how a communicator combines arrays that have no fast path: by a plan, in the call or on the engine."""
+"""Reductions: all-reduce and reduce-scatter by a plan, synchronously or on the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
 from mpistrat.communicator.guard import CollectiveGuard
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.plan_cache import PlanCache
-from mpistrat.communicator.validate import apart, check_gather, check_out, check_target, describe_all_reduce
+from mpistrat.communicator.validate import check_gather, check_out, check_target, copy_overlapping, describe_all_reduce
 from mpistrat.execution.engine import wait_for_gpu
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.work import Work
@@ -33,31 +33,31 @@ __all__ = ["Reductions"]
 
 
 class Reductions:
-    """The verbs that combine arrays, for one communicator.
+    """The reductions of one communicator.
 
     Parameters
     ----------
     executor : Executor
-        Of its host memory.
+        For host memory.
     guard : CollectiveGuard
-        Lets calls through, and goes through their steps.
+        Admits calls and runs their steps.
     calls : CallSequence
-        The way into each call.
+        Begins each call.
     plans : PlanCache
-        Those of host memory.
+        For host memory.
     gpu : GpuArrays or None
-        What works on GPUs, where ranks compute there.
+        For arrays on the GPU of this rank, if it has one.
 
     Attributes
     ----------
     fast : FastPaths
-        Learns which arrays need no plan.
+        Fast paths of arrays that have been reduced before.
     plans : PlanCache or MixedPlanCache
-        Those of all memory.
+        For arrays in any memory.
     num_packs : int or None
         How a batch is packed: see `mpistrat.Communicator`.
     active : callable
-        Returns a context in which the calling thread computes where the communicator does.
+        Returns a context manager that makes this rank's GPU current, if it has one.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Reductions:
         self.plans: PlanCache | MixedPlanCache = plans if gpu is None else gpu.plans
         self._present, self._rank, self._size = executor.hierarchy.call, executor.hierarchy.rank, executor.hierarchy.world.size
         self._window = executor.intra.window if executor.hierarchy.intra.size > 1 else None
-        self.active: Callable[[], AbstractContextManager[None]] = nullcontext if gpu is None else gpu.activate
+        self.active: Callable[[], AbstractContextManager[None]] = nullcontext if gpu is None else gpu.device.activate
         self.num_packs: int | None = None
 
     def all_reduce(
@@ -83,12 +83,12 @@ class Reductions:
             return describe_all_reduce(op, arrays, wanted, self.num_packs)
 
         with self.active(), self._guard:
-            call, refused = self._calls.announce("all_reduce", arguments, options, check)
+            call, refused = self._calls.prepare("all_reduce", arguments, options, check)
             self._begin(call, refused)
             batch = self._batch(call, op, arrays, self.num_packs)
             if call.options is self._calls.options:
-                # what is compared before each call, or ends in time, is looked at in each
-                self.fast.learn(op, arrays, batch, may_skip_checks=not (self._calls.is_strict or call.seconds))
+                # strict calls are compared each time, and calls with a deadline need their own clock
+                self.fast.add(op, arrays, batch, may_skip_checks=not (self._calls.is_strict or call.seconds))
             self._guard.begin(call, batch.signature("all_reduce"))
             results, sources = self._landing(arrays, out)
             self._guard.run(call, self._steps(batch, sources, results))
@@ -96,12 +96,12 @@ class Reductions:
             return results
 
     def all_reduce_known(self, batch: BoundBatch, arrays: Sequence[Array], out: Sequence[Array] | None = None) -> list[Array]:
-        """Combine arrays by the plan of an earlier call with arrays like these. A collective call that was let in."""
+        """All-reduce arrays by a cached plan, in a call that was admitted by its fast path. A collective call."""
         if self._gpu is not None:
             wait_for_gpu(self._guard)
         with self.active():
             results, sources = self._landing(arrays, out)
-            self._guard.drive_present(self._steps(batch, sources, results))
+            self._guard.drive_current(self._steps(batch, sources, results))
             return results
 
     def start_all_reduce(
@@ -113,7 +113,7 @@ class Reductions:
         structure: object,
     ) -> Work[list[Array]]:
         """Start what `all_reduce` does: see `mpistrat.Communicator.start_all_reduce`. A collective call."""
-        # as they are now: what the program does with its list and with `num_packs` afterwards is none of this call
+        # the program may change its list and `num_packs` before the engine runs
         given, num_packs = list(arrays), self.num_packs
 
         def check(wanted: CommunicationOptions) -> None:
@@ -126,16 +126,16 @@ class Reductions:
             self._guard.require_startable()
             if structure is not None:
                 self._guard.note(f"start_all_reduce of {structure}")
-            call, refused = self._calls.announce("start_all_reduce", arguments, options, check)
+            call, refused = self._calls.prepare("start_all_reduce", arguments, options, check)
             if refused is not None:
-                with self._guard:  # the others hear of it when the turn of their call comes
+                with self._guard:  # the other ranks find out when the engine begins their call
                     call.begin()
                     self._calls.refuse(call, refused)
             call.is_started = True
             results, sources = self._landing(given, out)
             carry_out: Callable[[], list[Array]] = partial(self._carry_out, call, op, list(sources), results, num_packs)
             if self._gpu is not None and has_arrays(given):
-                carry_out = self._gpu.after_given(carry_out, partial(self._guard.run, call))
+                carry_out = self._gpu.on_own_stream(carry_out, partial(self._guard.run, call))
             return self._guard.start(call, carry_out)
 
     def reduce_scatter(
@@ -153,7 +153,7 @@ class Reductions:
             return describe_all_reduce(op, [array], wanted, self.num_packs, axis)
 
         with self.active(), self._guard:
-            call, refused = self._calls.announce("reduce_scatter", arguments, options, check)
+            call, refused = self._calls.prepare("reduce_scatter", arguments, options, check)
             self._begin(call, refused)
             batch = self._batch(call, op, [array], self.num_packs, axis % array.ndim)
             self._guard.begin(call, Signature(call.describe()))
@@ -168,18 +168,18 @@ class Reductions:
             return result
 
     def _scatter(self, call: CollectiveCall, op: ReduceOp, batch: BoundBatch, array: Array, part: Array) -> None:
-        """Combine arrays of all ranks, and write to `part` what this rank gets of them along the first axis."""
+        """Reduce-scatter along the first axis; write this rank's part to `part`."""
         dtype = accumulation_dtype(op, array.dtype)
         source: Array = allocate(self._guard, self._rank, lambda: array.astype(dtype, order="C", copy=False))
-        # a peer may still need what of the source lies where the part goes
+        # peers may still read the source while the result is written
         is_direct = part.dtype == dtype and part.flags.c_contiguous and not np.may_share_memory(source, part)
-        landing = part if is_direct else self._new(source, part.shape)
-        self._guard.run(call, self._steps(batch, [source], [landing]))
+        target = part if is_direct else self._new(source, part.shape)
+        self._guard.run(call, self._steps(batch, [source], [target]))
         if not is_direct:
-            np.copyto(part, landing, casting="unsafe")
+            np.copyto(part, target, casting="unsafe")
 
     def _own_part(self, array: Array, axis: int) -> Array:
-        """Return what this rank gets of an array along an axis."""
+        """Return this rank's part of an array along an axis."""
         axis %= array.ndim
         first, last = part_bounds(array.shape[axis], self._size)[self._rank : self._rank + 2]
         part: Array = array[(slice(None),) * axis + (slice(first, last),)]
@@ -193,14 +193,14 @@ class Reductions:
         num_packs: int | None,
         out: Sequence[Array] | None,
     ) -> None:
-        """Raise if this rank cannot make an all-reduce; what there is a plan for has been checked before."""
+        """Check the arguments of an all-reduce; arrays that have a plan were checked when it was made."""
         if not self.plans.has(op, arrays, options, num_packs):
             self.plans.check(op, arrays, options)
         if out is not None:
             check_out(out, arrays)
 
     def _begin(self, call: CollectiveCall, refused: Exception | None) -> None:
-        """Let the time of a call run; raise where this rank cannot make it."""
+        """Begin a call, or raise the error if this rank cannot make it."""
         call.begin()
         if refused is not None:
             self._calls.refuse(call, refused)
@@ -208,45 +208,45 @@ class Reductions:
     def _batch(
         self, call: CollectiveCall, op: ReduceOp, arrays: Sequence[Array], num_packs: int | None, axis: int | None = None
     ) -> BoundBatch:
-        """Return the plan of a call, after ranks have compared it if they bind memory for it or it has a deadline."""
+        """Return the bound plan of a call. Ranks compare the call first if it binds memory or has a deadline."""
         is_new = not self.plans.has(op, arrays, call.options, num_packs, axis)
         if call.ends or self._calls.is_strict or (is_new and self._guard.checks):
             self._guard.agree(call)
-        if is_new and self._gpu is not None:  # memory that is given back for it must not be in use
+        if is_new and self._gpu is not None:  # binding may free memory that enqueued operations use
             self._guard.run(call, self._gpu.executor.settle())
-        before = self.plans.num_let_go
+        before = self.plans.num_invalidated
         try:
             return self.plans.find(op, arrays, call.options, num_packs, axis)
         finally:
-            if before != self.plans.num_let_go:
-                # the next call like it binds a plan anew, which ranks on a fast path would miss
-                self.fast.forget()
+            if before != self.plans.num_invalidated:
+                # the next call of the evicted kind binds its plan again, in which ranks on a fast path would not take part
+                self.fast.clear()
 
     def _landing(self, arrays: Sequence[Array], out: Sequence[Array] | None) -> tuple[list[Array], Sequence[Array]]:
-        """Return where results go, and what to combine."""
+        """Return the targets, and the sources: copies where they overlap with targets."""
         if out is not None:
             results = list(out)
-            return results, apart(arrays, results)
+            return results, copy_overlapping(arrays, results)
         return allocate(self._guard, self._rank, lambda: [self._empty(array, array.shape) for array in arrays]), arrays
 
     def _new(self, array: Array, shape: tuple[int, ...]) -> Array:
-        """Return a new array of a shape where `array` is."""
+        """Return a new array, on the GPU if `array` is: see `allocate`."""
         return allocate(self._guard, self._rank, lambda: self._empty(array, shape))
 
     def _empty(self, array: Array, shape: tuple[int, ...]) -> Array:
-        """Return a new array of a shape where `array` is."""
         if self._gpu is not None and is_on_device(array):
-            return self._gpu.empty(shape, array.dtype)
+            target: Array = self._gpu.device.array_module.empty(shape, array.dtype)
+            return target
         return np.empty(shape, array.dtype)
 
     def _steps(self, batch: BoundBatch, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
-        """Return the steps that combine `sources` into `results`, after a meeting of the node if they begin otherwise."""
         steps = self._combine(batch, sources, results)
-        return self._gpu.watched(steps) if self._gpu is not None and has_arrays(results) else steps
+        return self._gpu.abort_on_error(steps) if self._gpu is not None and has_arrays(results) else steps
 
     def _combine(self, batch: BoundBatch, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
-        if self._window is not None and not batch.begins_with_meeting:
-            yield from self._window.meet()
+        """Return the steps that combine `sources` into `results`; they begin with a barrier of the node."""
+        if self._window is not None and not batch.begins_with_barrier:
+            yield from self._window.barrier()
         yield from _run_batch(batch, sources, results)
         if not batch.is_compared:
             self._present.add_unconfirmed(sum(array.nbytes for array in sources))
@@ -254,8 +254,8 @@ class Reductions:
     def _carry_out(
         self, call: CollectiveCall, op: ReduceOp, arrays: list[Array], results: list[Array], num_packs: int | None
     ) -> list[Array]:
-        """Do what was started, on the engine, and return the results."""
-        self._guard.require_sound()
+        """Run a started all-reduce, on the engine's thread."""
+        self._guard.raise_if_failed()
         call.begin()
         batch = self._batch(call, op, arrays, num_packs)
         self._guard.begin(call, batch.signature("start_all_reduce"))
@@ -264,7 +264,7 @@ class Reductions:
         return results
 
     def _settle(self) -> None:
-        """With MPISTRAT_STRICT compare at once what could wait for a later call."""
+        """With MPISTRAT_STRICT, compare at once what could be compared later."""
         if self._calls.is_strict:
             self._present.settle()
 

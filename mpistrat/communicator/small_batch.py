@@ -1,7 +1,7 @@
-"""What takes one all-reduce over all ranks: an array, or a batch of small ones, from the second call with arrays like these on.
+"""Fast paths of one all-reduce over all ranks: for one array, and for a batch of small arrays.
 
-A batch of one bucket with the plan `flat` sends the same bytes either way; these paths spend less time in
-Python. So ranks may go different ways, one because its timeline is on, say.
+They send the same bytes as the plan `flat` of one bucket, with less Python. So one rank may take a fast path while another,
+whose timeline is enabled for instance, runs the plan.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from mpistrat.reduction import ReduceOp, accumulation_dtype, divide
 
 __all__ = ["SMALL_BATCH_BYTES", "OneArray", "SmallBatch"]
 
-SMALL_BATCH_BYTES = 1 << 16  # beyond, copying takes longer than what is saved
+SMALL_BATCH_BYTES = 1 << 16  # in larger batches the copies take longer than the Python that is saved
 
 
 class OneArray:
-    """An array that is sent as it lies, and summed in its own dtype.
+    """One array, sent without a copy and reduced in its own dtype.
 
     Parameters
     ----------
     op : ReduceOp
         How to combine.
     num_replicas : int
-        Divides the sum, where `op` is MEAN.
+        Divisor of MEAN.
     combine : callable
-        Combines an array of all replicas: into its second argument, or into a new array where that is None.
+        All-reduces an array, into its second argument, or into a new array where that is None.
     signature : Signature
         Of the call.
     """
@@ -45,7 +45,7 @@ class OneArray:
         self.combine, self.signature, self.word = combine, signature, signature.word
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return the one array combined. A collective call."""
+        """All-reduce the one array. A collective call."""
         target = self.combine(arrays[0], None)
         if self._divisor > 1:
             divide(target, self._divisor, out=target)
@@ -60,9 +60,9 @@ class SmallBatch:
     op : ReduceOp
         How to combine.
     arrays : sequence of ndarray
-        Only their shapes and their dtype count.
+        Only their shapes and their dtype are used.
     bucket : Bucket
-        The order in which they are sent, and in how long a message.
+        The order of the arrays in the message, and its length.
     num_replicas, combine, signature : int, callable, Signature
         As for `OneArray`.
     """
@@ -87,12 +87,12 @@ class SmallBatch:
         self._scalars = [index for index, array in enumerate(arrays) if not array.ndim]
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return the arrays combined: views of one new array, apart from each other. A collective call."""
+        """All-reduce the arrays; results are disjoint views of one new array. A collective call."""
         given = np.frombuffer(_joined(arrays[::-1], self._padding), self._dtype)
         total = self._combine(given.astype(self._sent_dtype) if self._is_cast else given, None)
         if self._divisor > 1:
             divide(total, self._divisor, out=total)
-        # the fields of a record come out as views, all in one call
+        # item() returns the fields of a record as views, all in one call
         results = list(np.ndarray((), self._record, total.astype(self._dtype) if self._is_cast else total).item())
         for index in self._scalars:
             results[index] = results[index].reshape(())
@@ -100,7 +100,7 @@ class SmallBatch:
 
 
 def _joined(arrays: Sequence[Any], padding: bytes) -> bytes:
-    """Return the bytes of arrays in C order: for many tiny ones several times as fast as to concatenate them."""
+    """Return the bytes of arrays in C order; several times as fast as `numpy.concatenate` for many tiny arrays."""
     try:
         return b"".join([*arrays, padding])
     except TypeError:  # one of them is not contiguous

@@ -1,4 +1,4 @@
-"""IndexedSlices: some rows of a large array, the gradient of an embedding for example; replicas add up theirs."""
+"""IndexedSlices: some rows of a large array, such as the gradient of an embedding, and their sum over replicas."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ __all__ = ["IndexedSlices", "all_reduce_slices", "broadcast_slices", "check_slic
 
 
 class IndexedSlices:
-    """Some rows of an array whose other rows are zero. A row that is named more than once counts as the sum.
+    """Some rows of an array whose other rows are zero. Rows with the same index are summed.
 
-    A leaf of nested values, like an array: ``ctx.all_reduce`` and ``strategy.reduce`` take it, with SUM or MEAN. Its arrays may
-    be on a GPU; what is made of them is there again, and went through host memory.
+    It is a leaf of nested values, like an array: ``ctx.all_reduce`` and ``strategy.reduce`` accept it, with SUM or MEAN. Its
+    arrays may be on a GPU; results are on the GPU too, but are computed in host memory.
 
     Parameters
     ----------
     values : array_like
-        The rows, one behind the other along axis 0; there may be none.
+        The rows, stacked along axis 0; there may be none.
     indices : array_like of int
-        Where in the dense array each row belongs, counted along its axis 0; one axis, as long as `values`.
+        Row index of each row in the dense array; one-dimensional, as long as `values`.
     dense_shape : sequence of int, optional
         The shape of the dense array.
 
     Raises
     ------
     InvalidArgumentError
-        If the parts do not fit each other, or an index is negative or outside the dense array.
+        If the shapes do not match, or an index is negative or outside the dense array.
     UnsupportedDtypeError
-        If the values are no numbers, or the indices no integers.
+        If the values are not numbers, or the indices not integers.
     """
 
     def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None) -> None:
@@ -52,12 +52,12 @@ class IndexedSlices:
 
     @property
     def indices(self) -> Array:
-        """Where each row belongs, as int64."""
+        """Index of each row in the dense array, as int64."""
         return self._indices
 
     @property
     def dense_shape(self) -> tuple[int, ...] | None:
-        """The shape of the dense array; None where it was not given."""
+        """The shape of the dense array, or None if it was not given."""
         return self._dense_shape
 
     @property
@@ -101,33 +101,33 @@ class IndexedSlices:
 def all_reduce_slices(
     communicator: BaseCommunicator, op: ReduceOp, slices: IndexedSlices, options: CommunicationOptions | None = None
 ) -> IndexedSlices:
-    """Add up the rows of all replicas; every replica receives the result. A collective call.
+    """Sum the rows of all replicas; every replica receives the result. A collective call.
 
-    Rows and indices are gathered, as many as each replica has, and rows of equal index are summed in replica order, 16-bit
-    floats in float32. The mean divides by the number of replicas, whichever of them have a row.
+    Rows and indices are gathered; replicas may have different numbers of rows. Rows of equal index are summed in replica order,
+    16-bit floats in float32. The mean divides by the number of replicas, even if only some have a row.
 
     Parameters
     ----------
     communicator : BaseCommunicator
-        What to gather through.
+        The replicas.
     op : ReduceOp
         SUM or MEAN.
     slices : IndexedSlices
-        The rows of this replica; dtype, row shape and dense shape must be those of the others.
+        The rows of this replica; dtype, row shape and dense shape are the same on all replicas.
     options : CommunicationOptions, optional
-        Merged over those of `communicator`.
+        Override those of `communicator`.
 
     Returns
     -------
     IndexedSlices
-        Each index once, in rising order.
+        Each index once, in ascending order.
 
     Raises
     ------
     NotImplementedError, UnsupportedDtypeError
         As `check_slices`.
     AgreementError
-        On every replica, if dtypes, row shapes or dense shapes differ; on the others where one raises.
+        On every replica, if dtypes, row shapes or dense shapes differ, or if another replica raises.
     """
     error: Exception | None = None
     try:
@@ -187,12 +187,9 @@ def gather_refused(slices: IndexedSlices) -> NotImplementedError:
 
 
 def _totals(op: ReduceOp, values: Array, indices: Array) -> tuple[Array, Array]:
-    """Return the sums of the rows of equal index, in the dtype of their summing, and the indices in rising order.
-
-    Both are in host memory, wherever the rows are.
-    """
+    """Return the sums of rows of equal index, in the accumulation dtype, and the indices in ascending order; in host memory."""
     values, indices = to_host(values), to_host(indices)
-    # stable: rows of one index are summed in the order in which they come
+    # stable: rows of equal index are summed in their given order
     order = np.argsort(indices, kind="stable")
     ordered = indices[order]
     starts = np.flatnonzero(np.diff(ordered, prepend=-1))

@@ -1,4 +1,4 @@
-"""What a collective call accepts: the checks that need no other replica, which results may lie where, and what it is called."""
+"""Local checks of the arguments of collective calls, and the texts that describe these calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp
 
 __all__ = [
-    "apart",
+    "can_write_directly",
     "check_array",
     "check_gather",
     "check_num_packs",
@@ -24,15 +24,15 @@ __all__ = [
     "check_parts",
     "check_root",
     "check_target",
+    "copy_overlapping",
     "describe",
     "describe_all_reduce",
     "for_each",
-    "is_fit",
 ]
 
 
 def for_each(act: Callable[[Array, Array | None], Any], arrays: Any, out: Any = None) -> Any:
-    """Return what `act` makes of one array and its target; of a list of arrays a list of that, one after the other."""
+    """Apply `act` to one array and its target, or to each array of a list in turn."""
     if not isinstance(arrays, (list, tuple)):
         return act(arrays, out)
     targets = [None] * len(arrays) if out is None else out
@@ -40,7 +40,7 @@ def for_each(act: Callable[[Array, Array | None], Any], arrays: Any, out: Any = 
 
 
 def check_array(array: object) -> None:
-    """Check that something is an array of NumPy or CuPy, or a scalar of NumPy.
+    """Check that a value is a NumPy or CuPy array, or a NumPy scalar.
 
     Raises
     ------
@@ -60,7 +60,7 @@ def check_gather(array: Array, axis: int, verb: str = "all_gather") -> int:
     Raises
     ------
     InvalidArgumentError
-        If the array has no axes, or `axis` is none of them.
+        If the array has no axes, or `axis` is out of range.
     TypeError
         If `axis` is not an integer.
     """
@@ -87,7 +87,7 @@ def check_num_packs(num_packs: int | None) -> int | None:
 
 
 def check_root(root: int, num_replicas: int) -> None:
-    """Check that `root` is a replica.
+    """Check that `root` is the number of a replica.
 
     Raises
     ------
@@ -101,12 +101,12 @@ def check_root(root: int, num_replicas: int) -> None:
 
 
 def check_parts(arrays: Sequence[Array], num_replicas: int) -> None:
-    """Check that there is one array for each replica, and that they differ in their first extent at most.
+    """Check that there is one array for each replica, of equal dtypes and of equal shapes but for the first axis.
 
     Raises
     ------
     InvalidArgumentError
-        If there are more or fewer, or numbers of axes, other extents or dtypes differ.
+        If not.
     """
     if len(arrays) != num_replicas:
         raise InvalidArgumentError(f"all_to_all needs one array for each of the {num_replicas} replicas; got {len(arrays)}")
@@ -118,12 +118,12 @@ def check_parts(arrays: Sequence[Array], num_replicas: int) -> None:
 
 
 def check_out(out: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
-    """Return `out` as a list, after checking that results for `arrays` can be written to it.
+    """Return `out` as a list, after checking that the results for `arrays` can be written to it.
 
     Raises
     ------
     InvalidArgumentError
-        If there are more or fewer of them, one is there twice, has another shape or dtype, or is not C-contiguous and writable.
+        If its length differs, it holds an array twice, or an array in it is refused by `check_target`.
     """
     if len(out) != len(arrays):
         raise InvalidArgumentError(f"out must hold one array for each of the {len(arrays)} that are reduced; got {len(out)}")
@@ -135,23 +135,23 @@ def check_out(out: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
 
 
 def check_target(target: Array, array: Array, shape: tuple[int, ...] | None = None) -> None:
-    """Check that what is made of an array can be written to `target`.
+    """Check that the result for an array can be written to `target`.
 
     Parameters
     ----------
     target, array : ndarray
-        Where it goes, and what it is made of.
+        The target, and the array that is communicated.
     shape : tuple of int, optional
-        Of what is made, -1 for an extent that is not known yet; that of `array` by default.
+        Shape of the result, -1 for an extent that is not known yet; that of `array` by default.
 
     Raises
     ------
     InvalidArgumentError
-        If it lies in another memory, has another shape or dtype, or is not C-contiguous and writable.
+        If `target` is in other memory than `array`, has another shape or dtype, or is not C-contiguous and writable.
     """
     check_array(target)
     wanted = array.shape if shape is None else shape
-    # CuPy has no arrays that are only read
+    # CuPy has no read-only arrays
     contiguous, writable = target.flags.c_contiguous, getattr(target.flags, "writeable", True)
     if not (_has_shape(target, wanted) and target.dtype == array.dtype and contiguous and writable):
         text = str(wanted).replace("-1", "any")
@@ -164,22 +164,21 @@ def check_target(target: Array, array: Array, shape: tuple[int, ...] | None = No
         raise InvalidArgumentError(f"out must lie where the array does: the array is {where[0]}, out {where[1]}")
 
 
-def apart(arrays: Sequence[Array], out: Sequence[Array]) -> list[Array]:
-    """Return `arrays`, copied where one shares memory with the result of another: results are written before all are read."""
-    spans = [(*_bounds(target), index) for index, target in enumerate(out) if target.size]
-    spans += [(*_bounds(array), index) for index, array in enumerate(arrays) if array.size and array is not out[index]]
-    # sorted by where they begin, memory overlaps only where a span begins before all earlier ones have ended
-    reach, crossing = 0, False
-    for first, end, _ in sorted(spans):
-        crossing = crossing or first < reach
-        reach = max(reach, end)
-    if not crossing:
+def copy_overlapping(arrays: Sequence[Array], out: Sequence[Array]) -> list[Array]:
+    """Return `arrays`, copied if one overlaps with the target of another, which may be written before the array is read."""
+    ranges = [_bounds(target) for target in out if target.size]
+    ranges += [_bounds(array) for index, array in enumerate(arrays) if array.size and array is not out[index]]
+    last, overlaps = 0, False
+    for start, stop in sorted(ranges):
+        overlaps = overlaps or start < last
+        last = max(last, stop)
+    if not overlaps:
         return list(arrays)
     return [array if array is out[index] else array.copy() for index, array in enumerate(arrays)]
 
 
-def is_fit(target: Array, source: Array) -> bool:
-    """Return whether MPI can write to `target` what it makes of `source`; else the longer way says why not, or copies."""
+def can_write_directly(target: Array, source: Array) -> bool:
+    """Return whether MPI can reduce `source` straight into `target`; if not, the slow path copies or raises."""
     if type(target) is not type(source) or target.shape != source.shape or target.dtype is not source.dtype:
         return False
     if not (target.flags.carray and source.flags.aligned):
@@ -190,14 +189,14 @@ def is_fit(target: Array, source: Array) -> bool:
 
 
 def describe(arrays: Sequence[Array]) -> str:
-    """Return the dtypes and shapes of arrays, and which are on a GPU."""
+    """Return the dtypes and shapes of arrays, and which of them are on a GPU."""
     return ", ".join(f"{array.dtype} {array.shape}{' on a GPU' if is_on_device(array) else ''}" for array in arrays)
 
 
 def describe_all_reduce(
     op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None, axis: int | None = None
 ) -> str:
-    """Return the arguments of an all-reduce or reduce-scatter, as far as they must be the same on all replicas."""
+    """Return the arguments of an all-reduce or reduce-scatter that must be the same on all replicas."""
     shaping = {name: getattr(options, name) for name in ("wire_dtype", "error_feedback", "deterministic")}
     shaping["num_packs"] = num_packs
     others = "".join(f", {name}={value}" for name, value in shaping.items() if value not in (None, False))
@@ -213,7 +212,7 @@ def _has_shape(array: Array, wanted: tuple[int, ...]) -> bool:
 
 
 def _bounds(array: Array) -> tuple[int, int]:
-    """Return where the memory of an array begins and ends."""
+    """Return the first address of an array's memory, and the first address after it."""
     if not is_on_device(array):
         return byte_bounds(array)
     first, reach = address(array), [(extent - 1) * step for extent, step in zip(array.shape, array.strides, strict=True)]

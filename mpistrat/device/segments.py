@@ -1,14 +1,15 @@
-"""The table of segments by which one kernel launch copies many arrays; `kernels.cu` reads it. Pure."""
+"""Segment: contiguous elements of one array; SegmentTable: the segments that one launch of `kernels.cu` copies. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BYTES_UNDER_WAY", "THREADS", "SegmentTable"]
+__all__ = ["BYTES_UNDER_WAY", "THREADS", "Segment", "SegmentTable"]
 
 THREADS = 256
 """Threads per block."""
@@ -17,6 +18,26 @@ BYTES_UNDER_WAY = 64
 """Bytes that a thread reads at a time."""
 
 PACKET_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Contiguous elements of one array, in a range of several arrays laid end to end.
+
+    Attributes
+    ----------
+    array : int
+        Index of the array.
+    start, stop : int
+        The elements, by their index in the array.
+    offset : int
+        The index of the first one in the range.
+    """
+
+    array: int
+    start: int
+    stop: int
+    offset: int
 
 
 class SegmentTable:

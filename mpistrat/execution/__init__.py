@@ -1,1 +1,1 @@
-"""Run a plan."""
+"""Bind plans to transports and memory, and run them."""

@@ -1,4 +1,4 @@
-"""Bind a plan to transports and memory: between the arrays of the caller where a transport can, else in buckets."""
+"""Bind a plan to transports and memory: directly to the caller's arrays if a transport can do that, else to buckets."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mpistrat.execution.executor import Executor
 from mpistrat.packing.layout import Layout
 from mpistrat.packing.wire import Wire
 from mpistrat.reduction import ReduceOp
-from mpistrat.transports.exchange import WHOLE_SLOT_BYTES
+from mpistrat.transports.exchange import BLOCK_SLOT_BYTES
 
 __all__ = ["bind"]
 
 SLOT_ALIGNMENT_BYTES = 4096
-LONE_SLOT_BYTES = 1 << 22  # a chunk that is alone, and as long as this, has one slot: memory counts for more than a short wait
+LONE_SLOT_BYTES = 1 << 22  # a single chunk of at least this size has one slot: that saves memory and costs a short wait
 
 
 def bind(
@@ -37,25 +37,25 @@ def bind(
     executor : Executor
         Has the transports and the memory.
     plan : Plan
-        What to do, the same on all ranks.
+        The same on all ranks.
     layout : Layout
         The arrays of the bucket.
     dtype : dtype
-        In which the bucket is summed and sent.
+        The dtype in which the bucket is summed and sent.
     op : ReduceOp
         How to combine.
     given : sequence of dtype
-        That of each array of the bucket.
+        The dtype of each array of the bucket.
     wire : Wire, optional
-        Where phases go beyond the node, add in the order of the ranks and send in its dtype; by default as is fastest.
+        Between nodes, send in its dtype and add in the order of the ranks; by default in whatever order is fastest.
     """
     executor.largest_pack_bytes = max(executor.largest_pack_bytes, layout.count * dtype.itemsize)
-    between = None if plan.in_order or wire is not None else executor.between(plan, layout, dtype, op, given)
-    if between is not None:
-        direct = DirectPlan(executor, plan, between, layout, given[0], op)
+    all_reduce = None if plan.in_order or wire is not None else executor.bind_direct(plan, layout, dtype, op, given)
+    if all_reduce is not None:
+        direct = DirectPlan(executor, plan, all_reduce, layout, given[0], op)
         if _is_one_array_in_the_window(executor, plan, layout, dtype, given):
-            is_small = executor.intra.group.size == 2 and plan.num_bytes <= WHOLE_SLOT_BYTES
-            direct.at_once = executor.at_once(dtype, plan.count, direct.fold) if is_small else direct.run_at_once
+            is_small = executor.intra.group.size == 2 and plan.num_bytes <= BLOCK_SLOT_BYTES
+            direct.blocking = executor.blocking_pair(dtype, plan.count, direct.fold) if is_small else direct.run_blocking
         return direct
     padded = plan.padded(min(plan.chunk_count, plan.count)) * dtype.itemsize
     slots = 1 if plan.num_chunks == 1 and padded >= LONE_SLOT_BYTES else plan.depth + 1

@@ -1,17 +1,17 @@
-"""A plan with its memory and operations bound: walk the phases, overlap the chunks.
+"""A plan bound to memory and operations: run its phases, and overlap its chunks.
 
-A chunk lives in a slot of the scratch memory from its copy-in to its copy-out. There is one slot more than chunks under
-way, so that a rank can fill a slot while its peers still read the one before; a long chunk that is alone has but one.
+A chunk occupies a slot of the scratch memory from its copy-in to its copy-out. There is one slot more than chunks in flight,
+so that a rank can fill a slot while its peers still read the previous one; a single long chunk has only one slot.
 
-What happens inside the node is one lane, what is between nodes meanwhile others: sequences of steps that one thread advances
-in turn.
+The phases inside the node form one lane, those of each chunk between nodes another: a lane is a sequence of steps, and one
+thread advances all lanes in turn.
 
-File law: what a lane does next is a function of chunk indexes only, never of what happens to be ready, so that all ranks
-issue the operations of a group in one order.
+File law: the order of a lane's operations depends on chunk indexes only, never on what happens to be ready, so that all ranks
+issue the operations of a group in the same order.
 
-With depth 2 the INTRA lane runs head 0, head 1, tail 0, head 2, tail 1, …. Head k is what comes before the middle of chunk k
-(copy in, reduce-scatter), tail k what comes after it. Middles start in the order of the chunks, `max_in_flight` of them at a
-time: one where they share a group without channels.
+With depth 2 the INTRA lane runs head 0, head 1, tail 0, head 2, tail 1, …. Head k is copy-in and reduce-scatter of chunk k,
+its middle the phase between nodes, tail k all-gather and copy-out. Middles start in the order of the chunks, `max_in_flight`
+of them at a time: one where they share a group without channels.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from mpistrat.packing.layout import Layout
 from mpistrat.packing.wire import Cast, Wire
 from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.transports.base import Operation
-from mpistrat.transports.flat_arrays import Cuts, FlatArrays
+from mpistrat.transports.flat_arrays import FlatArrays, SegmentCache
 from mpistrat.transports.steps import WAITING, WORKED, Steps
 
-__all__ = ["BoundPlan", "DirectPlan", "overlap", "side_by_side"]
+__all__ = ["BoundPlan", "DirectPlan", "interleave", "overlap"]
 
 ChunkSteps = Callable[[int], Steps]
 
@@ -45,11 +45,11 @@ class BoundPlan:
     Attributes
     ----------
     plan : Plan
-        What is carried out.
+        As given.
     generation : int
-        Of the executor's scratch memory, when this was bound.
+        Generation of the executor's scratch memory that it is bound to.
     flat_count : int
-        Elements that one all-reduce of MPI takes, where that is all there is to do; else 0.
+        Elements of the one all-reduce of MPI, if the plan is nothing else; else 0.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class BoundPlan:
         self.generation = executor.generation
         self._executor = executor
         self._dtype, self._op, self._layout, self._dtypes = dtype, op, layout, dtypes
-        self._cut, self._slot_bytes, self._wire = (slots, slot_bytes), slot_bytes, wire
+        self._partition, self._slot_bytes, self._wire = (slots, slot_bytes), slot_bytes, wire
         is_one_call = executor.device is None and not plan.in_order and plan.num_chunks == 1 and _is_flat(plan)
         self.flat_count = plan.padded(plan.count) if is_one_call else 0
         self._bound: dict[tuple[int, int, int], list[list[tuple[str, Operation]]]] = {}
         self._casters: dict[tuple[int, int, int], Cast] = {}
-        # rails have a channel for each slot; the operations inside a node follow each other
+        # rails have a channel for each slot; operations inside a node run one after the other
         self._max_in_flight = (
             executor.max_in_flight(plan.depth) if any(phase.scope is Scope.INTER for phase in plan.phases) else 1
         )
         # without an INTRA phase no peer reads our slots, and peers may take another path
-        self._is_shown = any(phase.scope is Scope.INTRA for phase in plan.phases)
-        # a plan of one chunk takes its two slots in turn
+        self._has_intra = any(phase.scope is Scope.INTRA for phase in plan.phases)
+        # a plan of one chunk alternates between its two slots
         turns = slots if plan.num_chunks == 1 else 1
         self._turns = [
             [self._chunk(start, count, (index + turn) % slots) for index, (start, count) in enumerate(plan.chunks())]
@@ -88,22 +88,22 @@ class BoundPlan:
 
     @property
     def scratch_bytes(self) -> int:
-        """What its operations and casts hold beside the executor's scratch memory."""
+        """Bytes of its operations and casts, besides the executor's scratch memory."""
         operations = (operation for phases in self._bound.values() for phase in phases for _, operation in phase)
         casts = self._casters.values()
         return sum(operation.scratch_bytes for operation in operations) + sum(cast.scratch_bytes for cast in casts)
 
     @property
-    def begins_with_meeting(self) -> bool:
-        """Whether ranks of a node meet in shared memory before anything else."""
+    def begins_with_barrier(self) -> bool:
+        """Whether its first step is a barrier of the node in shared memory."""
         if not self.plan.phases or not self.plan.count:
             return False
         is_ordered = self.plan.in_order or self._wire is not None
-        return self._executor.begins_with_meeting(self.plan.phases[0].scope, is_ordered)
+        return self._executor.begins_with_barrier(self.plan.phases[0].scope, is_ordered)
 
     @property
     def is_compared(self) -> bool:
-        """Whether ranks that run another plan cannot take part in this one."""
+        """Whether ranks that run another plan cannot take part in this one: see `Executor.is_compared`."""
         count = self.plan.padded(min(self.plan.chunk_count, self.plan.count)) // max(self.plan.world.num_shards, 1)
         is_ordered = self.plan.in_order or self._wire is not None
         return self._executor.is_compared(self.plan.phases, count * self._dtype.itemsize, is_ordered)
@@ -111,19 +111,19 @@ class BoundPlan:
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
         """Return the steps that reduce `sources` into C-contiguous `targets`. A collective call."""
         executor = self._executor
-        # on a device arrays are told by their addresses alone
+        # on a device only the addresses of the arrays are used
         sources = [array.reshape(-1) if executor.device is None else flat(array) for array in sources]
         targets = [array.reshape(-1) for array in targets]
-        slots, intra, timeline, is_shown = executor.slots, executor.intra, executor.timeline, self._is_shown
-        if is_shown:
-            if slots.cut != self._cut:
-                slots.cut_anew(*self._cut)
+        slots, intra, timeline, has_intra = executor.slots, executor.intra, executor.timeline, self._has_intra
+        if has_intra:
+            if slots.partition != self._partition:
+                slots.repartition(*self._partition)
             slots.turn += 1
-        chunks = self._turns[slots.turn % len(self._turns) if is_shown else 0]
+        chunks = self._turns[slots.turn % len(self._turns) if has_intra else 0]
 
         def head(index: int) -> Steps:
             chunk = chunks[index]
-            yield from intra.fence(slots.marks[chunk.slot] if is_shown else slots.last_mark)
+            yield from intra.fence(slots.marks[chunk.slot] if has_intra else slots.last_mark)
             started = time.perf_counter()
             yield from chunk.copy_in.run(sources)
             if timeline.enabled:
@@ -140,7 +140,7 @@ class BoundPlan:
             yield from chunk.copy_out.run(targets)
             if timeline.enabled:
                 self._record("copy out", started, chunk)
-            if is_shown:
+            if has_intra:
                 slots.marks[chunk.slot] = slots.last_mark = intra.release()
 
         if len(chunks) > 1:
@@ -151,7 +151,7 @@ class BoundPlan:
             yield from tail(0)
 
     def unbind(self) -> None:
-        """Let go of the scratch memory; it runs no more."""
+        """Drop all references to the scratch memory; the plan cannot run any more."""
         self._bound.clear()
         self._turns.clear()
 
@@ -168,7 +168,7 @@ class BoundPlan:
             self._executor.copy_in(self._layout, start, start + count, buffer, self._dtypes),
             self._executor.copy_out(self._layout, start, start + count, parts, buffer, self._op, divisor, self._dtypes),
         )
-        # what crosses nodes overlaps with what comes before and after it; on one node all phases overlap with the copies
+        # the middle is the phase between nodes; on one node it is all phases, which overlap with the copies
         crossing = [phase.scope is not Scope.INTRA for phase in self.plan.phases]
         first = crossing.index(True) if any(crossing) else 0
         last = crossing.index(True) + 1 if any(crossing) else len(phases)
@@ -184,13 +184,13 @@ class BoundPlan:
                 self._executor.operations(self.plan, phase, slot, buffer, self._op, casters) for phase in self.plan.phases
             ]
             early = [part for operations in phases[:-1] for _, operation in operations for part in operation.parts]
-            lost = any(len(part.addends) > 1 or not self._executor.lies_in(part.addends[0], buffer) for part in early)
-            assert not lost, f"{self.plan}: only the last phase may leave its result where it lies"
+            lost = any(len(part.addends) > 1 or not self._executor.shares_memory(part.addends[0], buffer) for part in early)
+            assert not lost, f"{self.plan}: only the last phase may leave its result outside the buffer"
             self._bound[slot, padded, place] = phases
         return self._bound[slot, padded, place]
 
     def _caster(self, wire: Wire, place: int, part: int, count: int) -> Cast:
-        """Return what casts a part of the chunk at that place, whatever slot it is in: what it has lost is kept there."""
+        """Return the cast of a part of the chunk at that place, in any slot: it keeps the rounding errors of these elements."""
         key = place, part, count
         if key not in self._casters:
             self._casters[key] = Cast(wire, count)
@@ -201,8 +201,8 @@ class BoundPlan:
             if len(operations) == 1 and not self._executor.timeline.enabled:
                 yield from operations[0][1].run()
             else:
-                # a rank that owns several shards serves their rails together: ranks of larger nodes do so too
-                yield from side_by_side([self._step(chunk, name, operation) for name, operation in operations])
+                # a rank that owns several shards runs their rails together, since ranks of larger nodes do so
+                yield from interleave([self._step(chunk, name, operation) for name, operation in operations])
 
     def _step(self, chunk: _Chunk, name: str, operation: Operation) -> Steps:
         started = time.perf_counter()
@@ -213,27 +213,27 @@ class BoundPlan:
     def _record(self, name: str, started: float, chunk: _Chunk) -> None:
         scope, *_, last = name.split()
         lane = "intra" if scope == "copy" else scope
-        # rails and chunks that are between nodes at the same time are drawn in rows of their own
+        # rails, and chunks in flight at the same time, have their own rows in the timeline
         if lane == Scope.INTER.value:
             lane = f"{lane} rail {last}" if self._max_in_flight == 1 else f"{lane} rail {last} {chunk.slot}"
         self._executor.timeline.record(name, lane, started, chunk.nbytes)
 
 
 class DirectPlan:
-    """A plan that a transport carries out between arrays of the caller: no bucket is filled.
+    """A plan that a transport runs on the caller's arrays, without a bucket.
 
     Parameters
     ----------
     executor : Executor
-        Whose transport it is.
+        Has the transport.
     plan : Plan
-        What is carried out.
-    between : callable
-        Returns the steps for arrays, and how to combine them.
+        The same on all ranks.
+    all_reduce : callable
+        Returns the steps of an all-reduce: ``all_reduce(arrays, fold)``.
     layout : Layout
-        How the arrays follow each other.
+        Of the arrays.
     dtype : dtype
-        Of all of them.
+        Of all arrays.
     op : ReduceOp
         How to combine.
 
@@ -243,66 +243,66 @@ class DirectPlan:
         As for `BoundPlan`.
     fold : Fold
         How to combine.
-    at_once : callable or None
-        Does the same with one source and target, C-contiguous, and returns when it is done.
+    blocking : callable or None
+        The same all-reduce of one C-contiguous array as a blocking call: ``blocking(source, target)``.
     """
 
     def __init__(
         self,
         executor: Executor,
         plan: Plan,
-        between: Callable[[FlatArrays, Fold], Steps],
+        all_reduce: Callable[[FlatArrays, Fold], Steps],
         layout: Layout,
         dtype: np.dtype[Any],
         op: ReduceOp,
     ) -> None:
         self.plan = plan
         self.flat_count = plan.count if _is_flat(plan) else 0
-        self._between = between
+        self._all_reduce = all_reduce
         self._executor = executor
         self._count = layout.count
-        self._cuts = Cuts(partial(layout.pieces, longest=max(layout.count, 1)))
+        self._segments = SegmentCache(partial(layout.segments, longest=max(layout.count, 1)))
         self.fold = Fold(op, dtype, plan.world.size if op is ReduceOp.MEAN else 1)
-        self.at_once: Callable[[Array, Array], None] | None = None
+        self.blocking: Callable[[Array, Array], None] | None = None
 
     @property
-    def begins_with_meeting(self) -> bool:
-        """Whether ranks of a node meet in shared memory before anything else, if they share some."""
+    def begins_with_barrier(self) -> bool:
+        """Whether its first step is a barrier of the node in shared memory, if ranks share some."""
         phases = self.plan.phases
-        return self.plan.count > 0 and not (phases and not self._executor.begins_with_meeting(phases[0].scope, in_order=False))
+        return self.plan.count > 0 and not (phases and not self._executor.begins_with_barrier(phases[0].scope, in_order=False))
 
     @property
     def is_compared(self) -> bool:
-        """Whether ranks that run another plan cannot take part in this one."""
+        """Whether ranks that run another plan cannot take part in this one: see `Executor.is_compared`."""
         return self._executor.is_compared(self.plan.phases)
 
     @property
     def generation(self) -> int:
-        """Always the present one: no scratch memory is bound."""
+        """The executor's current one: no scratch memory is bound."""
         return self._executor.generation
 
     @property
     def scratch_bytes(self) -> int:
-        """None: it works on arrays of the caller."""
+        """0: it works on the caller's arrays."""
         return 0
 
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
         """Return the steps that reduce `sources` into C-contiguous `targets`. A collective call."""
         started = time.perf_counter()
-        arrays = FlatArrays(list(map(flat, sources)), [target.reshape(-1) for target in targets], self._count, self._cuts)
-        yield from self._between(arrays, self.fold)
+        arrays = FlatArrays(list(map(flat, sources)), [target.reshape(-1) for target in targets], self._count, self._segments)
+        yield from self._all_reduce(arrays, self.fold)
         if self._executor.timeline.enabled:
             scope = self.plan.phases[0].scope.value if self.plan.phases else Scope.WORLD.value
             self._executor.timeline.record(f"{scope} all_reduce", scope, started, arrays.nbytes)
 
-    def run_at_once(self, source: Array, target: Array) -> None:
-        """Reduce one array, and return when it is done. A collective call."""
+    def run_blocking(self, source: Array, target: Array) -> None:
+        """Reduce one array in a blocking call. A collective call."""
         self._executor.hierarchy.call.drive(self.run([source], [target]))
 
 
 @dataclass
 class _Chunk:
-    """One chunk in its slot, with everything that happens to it."""
+    """A chunk in its slot, with its copies and operations."""
 
     slot: int
     nbytes: int
@@ -315,8 +315,8 @@ class _Chunk:
 
 def overlap(num_chunks: int, depth: int, max_in_flight: int, head: ChunkSteps, middle: ChunkSteps, tail: ChunkSteps) -> Steps:
     """Return the steps of all chunks, with at most `depth` chunks between their head and their tail."""
-    heads_done = num_through = 0
-    through = [False] * num_chunks
+    heads_done = middles_done = 0
+    is_middle_done = [False] * num_chunks
 
     def intra() -> Steps:
         nonlocal heads_done
@@ -327,30 +327,30 @@ def overlap(num_chunks: int, depth: int, max_in_flight: int, head: ChunkSteps, m
                 yield WORKED  # the middle of this chunk may start before the next chunk is copied
             finished = turn - depth + 1
             if finished >= 0:
-                while not through[finished]:
+                while not is_middle_done[finished]:
                     yield WAITING
                 yield from tail(finished)
 
     def inter(chunk: int) -> Steps:
-        nonlocal num_through
+        nonlocal middles_done
         yield from middle(chunk)
-        through[chunk] = True
-        num_through += 1
+        is_middle_done[chunk] = True
+        middles_done += 1
 
     lanes = [intra()]
     started = 0
     while lanes:
         answers = [next(lane, None) for lane in lanes]
         lanes = [lane for lane, answer in zip(lanes, answers, strict=True) if answer is not None]
-        if started < heads_done and started - num_through < max_in_flight:
+        if started < heads_done and started - middles_done < max_in_flight:
             lanes.append(inter(started))
             started += 1
             answers.append(WORKED)
         yield any(answers)
 
 
-def side_by_side(lanes: Sequence[Steps]) -> Steps:
-    """Return the steps of all lanes, each of which takes one in turn."""
+def interleave(lanes: Sequence[Steps]) -> Steps:
+    """Return the steps of all lanes, advanced in turn."""
     while lanes:
         answers = [next(lane, None) for lane in lanes]
         lanes = [lane for lane, answer in zip(lanes, answers, strict=True) if answer is not None]

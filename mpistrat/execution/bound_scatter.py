@@ -1,7 +1,7 @@
-"""A reduce-scatter with its memory and operations bound: each rank gets its part, and no more is moved than that takes.
+"""A reduce-scatter bound to its memory and operations.
 
-Inside a node each rank sums its shard over the arrays of all, by way of the shared memory; the ranks of a rail then divide
-their shard by a ring. On several nodes one chunk is in the ring while the next ones are summed.
+Inside a node each rank sums its shard over the arrays of all ranks, through shared memory; then a ring reduce-scatters the
+shard between the ranks of its rail. On several nodes one chunk is in the ring while the next ones are summed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpistrat.execution.executor import Executor
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp, divide
 from mpistrat.transports.base import Operation
-from mpistrat.transports.flat_arrays import Cuts, FlatArrays
+from mpistrat.transports.flat_arrays import FlatArrays, SegmentCache
 from mpistrat.transports.steps import WORKED, Steps
 
 __all__ = ["BoundScatter"]
@@ -34,9 +34,9 @@ class BoundScatter:
     Parameters
     ----------
     executor : Executor
-        Of host memory; one that `scatters`.
+        For host memory; its `scatters` is true.
     plan : ScatterPlan
-        What to do, the same on all ranks.
+        The same on all ranks.
     dtype : dtype
         Of the arrays.
     op : ReduceOp
@@ -46,13 +46,13 @@ class BoundScatter:
     ----------
     flat_count : int
         0: it is not an all-reduce of MPI.
-    begins_with_meeting : bool
-        Whether ranks of a node meet in shared memory before anything else, if they share some.
+    begins_with_barrier : bool
+        True: its first step is a barrier of the node in shared memory, if ranks share some.
     is_compared : bool
-        Whether ranks in another call cannot take part: meetings in shared memory compare calls, and messages carry them.
+        True: barriers in shared memory compare calls, and messages carry their word in the tag.
     """
 
-    flat_count, begins_with_meeting, is_compared = 0, True, True
+    flat_count, begins_with_barrier, is_compared = 0, True, True
 
     def __init__(self, executor: Executor, plan: ScatterPlan, dtype: np.dtype[Any], op: ReduceOp) -> None:
         executor.reserve_exchange()
@@ -69,18 +69,18 @@ class BoundScatter:
 
     @property
     def generation(self) -> int:
-        """Always the present one: no scratch memory of the executor is bound."""
+        """The executor's current one: no scratch memory of it is bound."""
         return self._executor.generation
 
     @property
     def scratch_bytes(self) -> int:
-        """What it holds beside the executor's scratch memory: the shards that are in a ring."""
+        """Bytes of the shards in the ring, besides the executor's scratch memory."""
         return self._slots.nbytes
 
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
         """Return the steps that combine one source, and write this rank's part to one target. A collective call.
 
-        Both are C-contiguous, of the dtype that was bound, and share no memory.
+        Both are C-contiguous, of the bound dtype, and share no memory.
         """
         source, target, chunks = sources[0].reshape(-1), targets[0].reshape(-1), self._chunks
         if not self._crosses:
@@ -90,22 +90,22 @@ class BoundScatter:
             return self._sum_inside(chunks[index], source, chunks[index].shard)
 
         def middle(index: int) -> Steps:
-            return self._divide(chunks[index])
+            return self._run_ring(chunks[index])
 
         def tail(index: int) -> Steps:
             return self._copy_out(chunks[index], target)
 
-        # rings of one rail follow each other on its channel
+        # rings of one rail share a channel, so they run one after the other
         return overlap(len(chunks), self.plan.depth, 1, head, middle, tail)
 
     @property
     def _own(self) -> slice:
-        """Which parts of a chunk are of this rank's shard, one for each rank of its rail."""
+        """The parts of a chunk that form this rank's shard, one for each rank of its rail."""
         num_nodes = self.plan.world.num_nodes
         return slice(self._place.local_rank * num_nodes, (self._place.local_rank + 1) * num_nodes)
 
     def _chunk(self, parts: list[slice], slot: int) -> _ScatterChunk:
-        """Return a chunk of these parts of the source, which is in that slot while the ring divides it."""
+        """Return the chunk of these parts of the source; its shard is in that slot during the ring."""
         layout, own = Layout([part.stop - part.start for part in parts]), self._own
         first, *_, last = layout.offsets[own.start : own.stop + 1]
         members = [offset - first for offset in layout.offsets[own.start : own.stop + 1]]
@@ -115,7 +115,7 @@ class BoundScatter:
         return _ScatterChunk(
             parts,
             layout.offsets[:: self.plan.world.num_nodes],
-            Cuts(partial(layout.pieces, longest=max(layout.count, 1))),
+            SegmentCache(partial(layout.segments, longest=max(layout.count, 1))),
             members,
             shard,
             self._ring(slot, shard, members),
@@ -123,7 +123,7 @@ class BoundScatter:
         )
 
     def _ring(self, slot: int, shard: Array, members: list[int]) -> Operation | None:
-        """Return what divides a shard in that slot between the ranks of its rail; chunks that are divided alike share it."""
+        """Return the ring that reduce-scatters a shard in that slot; chunks with equal bounds share it."""
         key = slot, *members
         if self._crosses and key not in self._rings:
             rail = self._executor.rails[self._place.local_rank]
@@ -131,26 +131,26 @@ class BoundScatter:
         return self._rings.get(key)
 
     def _sum_inside(self, chunk: _ScatterChunk, source: Array, shard: Array) -> Steps:
-        """Write to this rank's shard what the ranks of the node add up to."""
+        """Sum this rank's shard over the ranks of the node."""
         started, own = time.perf_counter(), self._own
         addends = [source[part] for part in chunk.parts]
-        landings = [shard[first:last] for first, last in pairwise(chunk.members)]
+        own_targets = [shard[first:last] for first, last in pairwise(chunk.members)]
         if self.plan.world.num_shards == 1:
-            for addend, landing in zip(addends, landings, strict=True):
-                np.copyto(landing, addend)
+            for addend, target in zip(addends, own_targets, strict=True):
+                np.copyto(target, addend)
                 yield WORKED
             self._record("copy in", "intra", started, shard)
             return
-        nothing = shard[:0]
-        targets = [nothing] * own.start + landings + [nothing] * (len(addends) - own.stop)
-        arrays = FlatArrays(addends, targets, chunk.shards[-1], chunk.cuts)
-        yield from self._executor.scatter_between(chunk.shards, arrays, self._fold)
+        empty = shard[:0]
+        targets = [empty] * own.start + own_targets + [empty] * (len(addends) - own.stop)
+        arrays = FlatArrays(addends, targets, chunk.shards[-1], chunk.segments)
+        yield from self._executor.direct_reduce_scatter(chunk.shards, arrays, self._fold)
         self._record("intra reduce_scatter", "intra", started, shard)
 
-    def _divide(self, chunk: _ScatterChunk) -> Steps:
-        """Combine the shards of this rank's rail; each of its ranks gets its part."""
+    def _run_ring(self, chunk: _ScatterChunk) -> Steps:
+        """Reduce-scatter the shard between the ranks of this rank's rail."""
         started = time.perf_counter()
-        assert chunk.ring is not None, "on one node nothing crosses nodes"
+        assert chunk.ring is not None, "there is no ring on a single node"
         yield from chunk.ring.run()
         rail = f"rail {self._place.local_rank}"
         self._record(f"inter reduce_scatter {rail}", f"inter {rail}", started, chunk.shard)
@@ -159,11 +159,11 @@ class BoundScatter:
         """Write this rank's part to the target."""
         started = time.perf_counter()
         first, last = chunk.members[self._place.node_index : self._place.node_index + 2]
-        part, landing = chunk.shard[first:last], target[chunk.target]
+        part, own_target = chunk.shard[first:last], target[chunk.target]
         if self._divisor > 1:
-            divide(part, self._divisor, out=landing)
+            divide(part, self._divisor, out=own_target)
         else:
-            np.copyto(landing, part)
+            np.copyto(own_target, part)
         yield WORKED
         self._record("copy out", "intra", started, part)
 
@@ -174,28 +174,29 @@ class BoundScatter:
 
 @dataclass(frozen=True)
 class _ScatterChunk:
-    """Some elements of each part of an array.
+    """Some elements of each rank's part of an array.
 
     Attributes
     ----------
     parts : list of slice
-        Where they lie in the source, in the order of the plan.
-    shards, members : list of int
-        Where the shard of each rank of the node begins in the chunk, and in this rank's shard the part of each rank of its
-        rail; and where the last one ends.
-    cuts : Cuts
-        What lies where in the chunk.
+        Their elements in the source, in the order of the plan.
+    shards : list of int
+        Bounds of the shards of the ranks of the node, in the chunk.
+    segments : SegmentCache
+        Segments of ranges of the chunk.
+    members : list of int
+        Bounds of the parts of the ranks of this rank's rail, in its shard.
     shard : ndarray
-        Where this rank's shard is while it is divided: empty on one node.
+        Memory of this rank's shard during the ring; empty on one node.
     ring : Operation or None
-        What divides it; None on one node.
+        Reduce-scatters the shard between nodes; None on one node.
     target : slice
-        Where this rank's elements go in its part.
+        This rank's elements of the chunk, in its part.
     """
 
     parts: list[slice]
     shards: list[int]
-    cuts: Cuts
+    segments: SegmentCache
     members: list[int]
     shard: Array
     ring: Operation | None

@@ -1,7 +1,7 @@
-"""DeviceExecutor: plans on memory of a GPU, by transports that work on it.
+"""DeviceExecutor: runs plans on GPU memory.
 
-File law: arrays are copied on the caller's current stream, and transports order themselves after it. What is done by the end
-of a plan is on that stream; no other one is waited for by the host, unless peers read this rank's memory.
+File law: arrays are copied on the caller's current stream, and transports order their work after it. At the end of a plan all
+work is ordered on that stream; the host does not wait for the GPU, unless peers read this rank's memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpistrat.transports.steps import WAITING, Steps
 
 __all__ = ["DeviceExecutor"]
 
-DIRECT_FROM_BYTES = 1 << 20  # of each array: to pack smaller ones takes less time than to begin as many operations
+DIRECT_FROM_BYTES = 1 << 20  # per array: smaller ones are packed faster than one operation each is launched
 
 _REDUCING = (Verb.ALL_REDUCE, Verb.REDUCE_SCATTER, Verb.REDUCE)
 
@@ -39,9 +39,9 @@ class DeviceExecutor(Executor):
     Parameters
     ----------
     host : Executor
-        Of the same hierarchy: what device memory is staged over, and the timeline.
+        For host memory of the same hierarchy: device memory may be staged through its transports, and its timeline is used.
     device : Device
-        Of this rank.
+        The GPU of this rank.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class DeviceExecutor(Executor):
     Raises
     ------
     TransportError
-        On all ranks, if the settings name a transport that does not serve on one node.
+        On all ranks, if the settings name a transport that a node does not support.
     """
 
     transports: DeviceTransports
@@ -59,7 +59,7 @@ class DeviceExecutor(Executor):
     def __init__(self, host: Executor, device: Device) -> None:
         super().__init__(host.hierarchy, device_transports(host.hierarchy, device, host.transports))
         self.device, self._device, self.timeline = device, device, host.timeline
-        self._shares_memory = host._shares_memory  # where ranks meet before each call
+        self._shares_memory = host._shares_memory  # ranks compare calls in host memory
         self._copied_out: Event | None = None
         self._window = host.intra.window if host.hierarchy.world.num_nodes == 1 else None
         nccl, call, timeline = self.transports.everywhere, host.hierarchy.call, host.timeline
@@ -68,14 +68,14 @@ class DeviceExecutor(Executor):
             nccl.watch(lambda: call.must_poll or timeline.enabled, self._window.has_given_up)
 
     def max_in_flight(self, depth: int) -> int:
-        """Return how many of `depth` chunks may be between nodes: one where rails have no channels.
+        """Return how many of `depth` chunks may be in flight between nodes: one if rails have no channels.
 
-        A copy to the host comes first, and which of several ends first differs between ranks.
+        Chunks are copied to the host first, and the order in which several copies complete differs between ranks.
         """
         return depth if self.transports.has_channels else 1
 
     def copy_in(self, layout: Layout, start: int, stop: int, buffer: Array, dtypes: Sequence[np.dtype[Any]]) -> CopySteps:
-        """Return what copies arrays of these dtypes into a range of a bucket, when it has been copied out to its end."""
+        """Return what copies arrays of these dtypes into a range of a bucket, after earlier copies out of it."""
         return _Before(self._follow, DeviceCopyIn(self._device, layout, start, stop, buffer, dtypes))
 
     def copy_out(
@@ -89,28 +89,28 @@ class DeviceExecutor(Executor):
         divisor: int,
         dtypes: Sequence[np.dtype[Any]],
     ) -> CopySteps:
-        """Return what copies a range of a bucket out to arrays, and waits for that where peers may write there next."""
-        assert all(len(part.addends) == 1 for part in parts), "transports of device memory combine by themselves"
+        """Return what copies a range of a bucket out to arrays, and waits for it if peers read memory by themselves."""
+        assert all(len(part.addends) == 1 for part in parts), "transports of device memory leave no addends to fold"
         sources = [(part.start, part.stop, part.addends[0]) for part in parts] or [(0, buffer.size, buffer)]
         return _After(DeviceCopyOut(self._device, layout, start, stop, sources, divisor, dtypes), self._note_copied)
 
-    def lies_in(self, array: Array, buffer: Array) -> bool:
-        """Return whether an array is memory of a buffer."""
+    def shares_memory(self, array: Array, buffer: Array) -> bool:
+        """Return whether an array lies in a buffer."""
         return address(buffer) <= address(array) < address(buffer) + buffer.nbytes
 
     def nccl_refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
-        """Return which nodes do not use NCCL, and why, or what it does not combine, or an empty text: alike on all ranks."""
+        """Return why NCCL is not used on some nodes or cannot combine these values, or an empty text: the same on all ranks."""
         return self.transports.lacks_nccl or nccl_refusal(dtype, op)
 
     @property
     def pinned_bytes(self) -> int:
-        """The memory of the host that device memory is staged through."""
+        """Bytes of pinned host memory through which device memory is staged."""
         of_groups = (self.world, self.intra, self.transports.intra_by_host, self.transports.leaders)
         every = [*of_groups, *self.rails.values(), *self.transports.small_rails.values()]
         return sum(transport.pinned_bytes for transport in every if transport is not None)
 
     def abort(self, reason: str) -> None:
-        """Give up what NCCL has under way: its kernels would wait for peers for ever. The peers must do likewise."""
+        """Abort NCCL's operations, whose kernels would wait forever for peers. The peers must abort theirs too."""
         if self._window is not None:
             self._window.give_up()
         self.intra.abort(reason)
@@ -122,29 +122,30 @@ class DeviceExecutor(Executor):
             yield WAITING
 
     def close(self) -> None:
-        """Free the scratch memory and what transports made; all that was enqueued has ended. A collective call."""
+        """Free the scratch memory and the transports, once all that was enqueued has ended. A collective call."""
+        self.hierarchy.call.drive(self.settle())
         for bound in self.bound_plans:
             bound.unbind()  # memory of peers must not be mapped any more when they free it
         self.intra.dispose()
 
-    def between(
+    def bind_direct(
         self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Sequence[np.dtype[Any]]
     ) -> Callable[[FlatArrays, Fold], Steps] | None:
-        """Return what combines one array, or a few large ones, on one node: see `Executor.between`."""
+        """Return the direct all-reduce of one array, or of a few large ones, on one node: see `Executor.bind_direct`."""
         is_large = layout.count * dtype.itemsize >= DIRECT_FROM_BYTES * (len(layout.offsets) - 1)
         if not self.intra.combines_arrays or {phase.scope for phase in plan.phases} != {Scope.INTRA}:
             return None
         if set(given) != {dtype} or not layout.has_whole_arrays or not (layout.is_one_array or is_large):
             return None
-        return None if self.intra.refusal(dtype, op) else self.intra.all_reduce_between
+        return None if self.intra.refusal(dtype, op) else self.intra.all_reduce_arrays
 
     def _inside(self, verb: Verb, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
-        """Return the transport inside the node, or where it does not combine such values one through the host."""
+        """Return the transport inside the node, or one through the host if that does not combine such values."""
         by_host = self.transports.intra_by_host
         return by_host if by_host and verb in _REDUCING and self.intra.refusal(dtype, op) else self.intra
 
     def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> Operation:
-        """Bind what the host does, between copies of the whole buffer."""
+        """Bind an ordered all-reduce in host memory, between copies of the whole buffer."""
         order = [(rank, 0) for rank in range(group.size)]
         return self.transports.world.around(
             buffer, lambda whole: ordered_all_reduce(group, [whole], order, whole, op, channel, caster)
@@ -155,8 +156,8 @@ class DeviceExecutor(Executor):
             return self._copied_out is None or self._copied_out.done()
 
     def _follow(self) -> None:
-        """Let the current stream wait for the last copies out; where they are its own, that takes no time."""
-        # handles do not tell streams apart: CUDA gives that of one gone to the next, and threads' default ones share one
+        """Make the current stream wait for the last copies out; that costs nothing on the stream that made them."""
+        # the handle cannot tell whether it is that stream: CUDA reuses handles, and the default streams of threads share one
         if self._copied_out is not None:
             self._device.current_stream().wait(self._copied_out)
 
@@ -167,7 +168,7 @@ class DeviceExecutor(Executor):
 
 
 class _Before:
-    """Something to be done before arrays are copied."""
+    """An action, then a copy."""
 
     def __init__(self, act: Callable[[], None], copy: CopySteps) -> None:
         self._act, self._copy = act, copy
@@ -178,7 +179,7 @@ class _Before:
 
 
 class _After:
-    """Steps to be taken after arrays are copied."""
+    """A copy, then more steps."""
 
     def __init__(self, copy: CopySteps, steps: Callable[[], Steps]) -> None:
         self._copy, self._steps = copy, steps

@@ -37,11 +37,11 @@ class DeviceScatter:
     ----------
     flat_count, scratch_bytes : int
         0: it is not an all-reduce of MPI, and holds no memory.
-    begins_with_meeting : bool
-        False: ranks of a node meet in shared memory before it.
+    begins_with_barrier : bool
+        False: a barrier of the node in shared memory comes before it.
     """
 
-    flat_count, scratch_bytes, begins_with_meeting = 0, 0, False
+    flat_count, scratch_bytes, begins_with_barrier = 0, 0, False
 
     def __init__(
         self, executor: DeviceExecutor, nccl: NcclTransport, plan: ScatterPlan, dtype: np.dtype[Any], op: ReduceOp
@@ -56,7 +56,7 @@ class DeviceScatter:
 
     @property
     def is_compared(self) -> bool:
-        """Whether ranks in another call cannot take part: those that meet in shared memory compare calls there."""
+        """Whether ranks in another call cannot take part: see `Executor.is_compared`."""
         return self._executor.is_compared(self.plan.phases)
 
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:

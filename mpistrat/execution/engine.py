@@ -1,16 +1,15 @@
-"""Engine: the one thread of a process that carries out what programs have started, while they compute.
+"""Engine: the one background thread of a process, which runs asynchronous operations while the program computes.
 
-File law: jobs are carried out one at a time, in the order of their submission, which is the program's; where jobs are
-collective, it must be the same on all ranks. Program threads submit and wait; only the engine runs jobs. From the submission
-of a job until the end of the last one of its communicators no other thread uses them: who has them waits for that job
-(`communicator.guard`). Nothing is locked while a job runs, and a job's end is told last, so that who sees it sees all that the
-job wrote.
+File law: jobs run one at a time, in the order in which the program submits them; for collective jobs it must be the same on all
+ranks. Program threads submit and wait; only the engine runs jobs. From the submission of a job until it has ended, no
+other thread uses its communicator: a call that needs it waits for the job first (`communicator.guard`). The engine holds no
+lock while a job runs, and marks a job as ended last, so that a thread that sees the mark sees everything the job wrote.
 
-A job's failure belongs to who waits for it. One that nobody has waited for is raised by the next collective call, or when the
-program ends: `raise_unclaimed_failure`.
+A job's failure is raised by `Job.result`. If nobody asks for the result, the next collective call raises it, or the end of the
+program: `raise_unclaimed_failure`.
 
-The program needs the core and Python's lock that the engine takes. So an engine that waits sleeps, longer each time, and only
-as long as a program thread waits for it does it look without a pause.
+An engine that polls would take the core and the GIL from the program. So while it waits it sleeps, longer each time; only while
+a program thread waits for it does it poll without sleeping.
 """
 
 from __future__ import annotations
@@ -26,29 +25,29 @@ from queue import SimpleQueue
 
 from mpistrat.errors import UnavailableError
 from mpistrat.launch import abort, exit_code
-from mpistrat.transports.steps import give_way
+from mpistrat.transports.steps import yield_core
 
-__all__ = ["Job", "raise_unclaimed_failure", "rest", "submit", "wait_for_gpu"]
+__all__ = ["Job", "back_off", "raise_unclaimed_failure", "submit", "wait_for_gpu"]
 
-# how much longer each sleep is than the one before, and the longest: it delays a message, but costs little of a core
-_LONGER_SECONDS, _LONGEST_SECONDS = 2e-5, 5e-4
-# how often who waits for a job looks whether there still is a thread to do it
-_LOOK_SECONDS = 1.0
-# for the engine to leave a job that is given up: one in a call of MPI that blocks cannot
+# the increment of the sleeps and the longest one: sleeping delays messages, but leaves the core to the program
+_SLEEP_STEP_SECONDS, _MAX_SLEEP_SECONDS = 2e-5, 5e-4
+# how often a thread that waits for a job checks that the engine is alive
+_ALIVE_CHECK_SECONDS = 1.0
+# how long the engine may take to leave an abandoned job; it cannot leave a blocking call of MPI
 _LEAVE_SECONDS = 1.0
 
 
 class Job:
-    """Something to be carried out by the engine.
+    """A function to be run by the engine.
 
     Parameters
     ----------
     carry_out : callable
-        Does it, and returns the result.
+        The function; returns the result.
     what : callable
-        Says, for an error, what it is.
+        Returns a description, for errors.
     owner : object, optional
-        Who raises its failure where nobody waits for it.
+        Raises the failure if nobody asks for the result.
     is_on_gpu : bool
         Whether it may enqueue work on this process's GPU.
 
@@ -57,9 +56,9 @@ class Job:
     owner, is_on_gpu : object, bool
         As given.
     failure : BaseException or None
-        What `carry_out` raised.
+        The exception that `carry_out` raised.
     is_claimed : bool
-        Whether the program has been told of the failure.
+        Whether the failure has been raised in the program.
     """
 
     def __init__(
@@ -74,18 +73,18 @@ class Job:
         self.is_claimed = False
 
     def has_ended(self) -> bool:
-        """Return whether it has ended, well or not."""
+        """Return whether it has ended, successfully or not."""
         return self._ended.is_set()
 
     def run(self) -> None:
-        """Carry it out, on this thread."""
+        """Run it on this thread."""
         assert self._carry_out is not None, "a job runs once"
         try:
             self._result = self._carry_out()
-        except BaseException as failure:  # it is raised where the program waits
+        except BaseException as failure:  # raised by `result`
             self.failure = failure
             _engine.note_failure(self)
-        self._carry_out = None  # and with it what it worked on
+        self._carry_out = None  # frees the arrays it worked on
         self._ended.set()
 
     def join(self) -> None:
@@ -94,12 +93,12 @@ class Job:
         Raises
         ------
         UnavailableError
-            If there is no engine any more that could carry it out: the process was forked, or ends.
+            If the engine's thread is gone, because the process was forked or ends.
         """
         while not self._ended.is_set():
             _engine.num_waiting += 1
             try:
-                self._ended.wait(_LOOK_SECONDS)
+                self._ended.wait(_ALIVE_CHECK_SECONDS)
             finally:
                 _engine.num_waiting -= 1
             if not _engine.is_alive() and not self._ended.is_set():
@@ -109,7 +108,7 @@ class Job:
                 )
 
     def result(self) -> object:
-        """Return the result of a job that has ended, or raise what made it fail."""
+        """Return the result of a job that has ended, or raise its failure."""
         if self.failure is not None:
             self.is_claimed = True
             raise self.failure
@@ -117,15 +116,15 @@ class Job:
 
 
 def submit(job: Job) -> None:
-    """Have a job carried out when all that were submitted before have ended; the first one starts the engine."""
+    """Queue a job for the engine; the first one starts the engine's thread."""
     _engine.submit(job)
 
 
 def wait_for_gpu(owner: object) -> None:
-    """Wait until what other owners have submitted for this process's GPU has ended.
+    """Wait for the jobs that other owners have submitted for this process's GPU.
 
-    Kernels of two NCCL communicators must begin in one order on all ranks, or they wait for each other for ever. Jobs begin in
-    the order of the program; so does a call of the program that waits here first.
+    Kernels of two NCCL communicators must start in the same order on all ranks, or they deadlock. Jobs start in program order,
+    and so does a call that waits here first.
     """
     job = _engine.last_on_gpu()
     if job is not None and job.owner is not owner:
@@ -133,32 +132,32 @@ def wait_for_gpu(owner: object) -> None:
 
 
 def raise_unclaimed_failure(owner: object) -> None:
-    """Raise the first failure of an owner's jobs that have ended, if the program has not been told of it.
+    """Raise the first failure of an owner's jobs that has not been raised in the program yet.
 
-    It is not raised here again, and neither are those of its later jobs, which may be consequences.
+    It is raised only once, and failures of the owner's later jobs, which may be consequences, are dropped.
 
     Parameters
     ----------
     owner : object
-        What the jobs were made with.
+        The jobs' `owner`.
     """
     failure = _engine.take_unclaimed_failure(owner)
     if failure is not None:
         raise failure
 
 
-def rest(waits: int) -> None:
-    """Let the program have the core for a while; `waits` says how often in a row there was nothing to do."""
+def back_off(waits: int) -> None:
+    """Leave the core to the program for a while, longer with each wait in a row."""
     if _engine.is_leaving:
         raise UnavailableError("the program ended by an exception before this had ended")
     if _engine.num_waiting:
-        give_way()
+        yield_core()
     else:
-        time.sleep(min(waits * _LONGER_SECONDS, _LONGEST_SECONDS))
+        time.sleep(min(waits * _SLEEP_STEP_SECONDS, _MAX_SLEEP_SECONDS))
 
 
 class _Engine:
-    """Its queue and its thread."""
+    """The queue and the thread."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
@@ -167,7 +166,7 @@ class _Engine:
         self.num_waiting = 0
         self.is_leaving = False
         self._failed: deque[Job] = deque()
-        # weak: the engine holds a job until it has ended, and results are not to live longer than who waits for them
+        # weak: the engine holds a job until it has ended, and a result must not outlive its handle
         self.last_on_gpu: Callable[[], Job | None] = _no_job
 
     def submit(self, job: Job) -> None:
@@ -175,7 +174,7 @@ class _Engine:
             self.last_on_gpu = weakref.ref(job)
         with self._starting:
             if self._thread is None:
-                # a daemon: Python waits for other threads before it calls what was registered to be called at its end
+                # a daemon, because Python joins all other threads before it calls atexit functions
                 self._thread = threading.Thread(target=self._work, name="mpistrat engine", daemon=True)
                 self._thread.start()
                 atexit.register(self._leave)
@@ -190,7 +189,7 @@ class _Engine:
         self._failed.append(job)
 
     def take_unclaimed_failure(self, *owners: object) -> BaseException | None:
-        """Return the first of these owners, or of all where none is given."""
+        """Return the first unclaimed failure of these owners, or of any owner; mark all of them as claimed."""
         unclaimed = [job for job in tuple(self._failed) if not job.is_claimed and (not owners or job.owner in owners)]
         for job in unclaimed:
             job.is_claimed = True
@@ -199,11 +198,11 @@ class _Engine:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job.run()
-            del job  # nothing is kept while there is nothing to do
+            del job  # do not keep its result alive while waiting for the next job
 
     def _leave(self) -> None:
-        """End before MPI does: after the last job, or at once where the program ended by an exception or with a code."""
-        assert self._thread is not None, "nothing is registered before the thread is"
+        """Stop before MPI is finalized: after the last job, or at once if the program ended by an exception or exit code."""
+        assert self._thread is not None, "registered when the thread was started"
         self.is_leaving = exit_code.ending_code() != 0
         self._jobs.put(None)
         self._thread.join(_LEAVE_SECONDS if self.is_leaving else None)
@@ -213,14 +212,14 @@ class _Engine:
 
 
 def _no_job() -> None:
-    """Return what a reference to a job that is gone does."""
+    """Return None, like a dead weak reference."""
 
 
 _engine = _Engine()
 
 
 def _forget() -> None:
-    """Have a forked child, in which there is no such thread, begin with nothing."""
+    """Start a forked child, which does not have the thread, with a new engine."""
     global _engine
     _engine = _Engine()
 

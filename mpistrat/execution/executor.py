@@ -1,4 +1,4 @@
-"""Executor: the transports that phases of plans are bound to, and the scratch memory that they work on."""
+"""Executor: binds phases of plans to transports, and owns the scratch memory they work on."""
 
 from __future__ import annotations
 
@@ -26,52 +26,52 @@ from mpistrat.transports.flat_arrays import FlatArrays
 from mpistrat.transports.ordered import Caster, ordered_all_reduce
 from mpistrat.transports.steps import Steps
 
-__all__ = ["CopySteps", "Executor", "Holder", "Slots"]
+__all__ = ["CopySteps", "Executor", "ScratchUser", "Slots"]
 
 Casters = Callable[[int, int], Caster]
-"""What casts the parts of a chunk that this rank sends beyond its node: (index of the part, elements) -> caster."""
+"""Returns the cast of a part of a chunk that is sent between nodes: ``casters(index of the part, elements)``."""
 
 RING_FROM_BYTES = 1 << 16
-_EXCHANGE_CUT = (1, 0)  # that of no bucket
+_EXCHANGE_PARTITION = (1, 0)  # no bucket has this one
 
 
-class Holder(Protocol):
-    """What is bound to scratch memory."""
+class ScratchUser(Protocol):
+    """A plan that is bound to scratch memory."""
 
     def unbind(self) -> None:
-        """Let go of it."""
+        """Drop all references to it."""
 
 
 class CopySteps(Protocol):
-    """What copies between arrays and a bucket."""
+    """A copy between arrays and a bucket."""
 
     def run(self, arrays: Sequence[Array]) -> Steps:
         """Return the steps."""
 
 
 class Slots:
-    """How the scratch memory is cut, and when peers had read what lies in it.
+    """How the scratch memory is divided into slots, and the marks by which a rank knows that peers have read them.
 
     Attributes
     ----------
-    cut : tuple of (int, int)
-        How many slots there are, and how many bytes one has.
+    partition : tuple of (int, int)
+        The number of slots, and the bytes of each.
     turn : int
-        How often in a row slots cut like these were used before. It is counted here and not with a plan, so that a rank that
-        binds a plan anew stays in step with the others.
+        How often this partition has been used in a row. It is counted here and not in a plan, so that a rank that binds a plan
+        again stays in step with the others.
     marks : dict of int to int
-        What the transport inside the node returned when each slot was released last.
+        For each slot, the mark (`Transport.release`) of its last release.
     last_mark : int
-        What it returned last.
+        The last of all marks.
     """
 
     def __init__(self) -> None:
-        self.cut, self.turn, self.last_mark = (0, 0), -1, 0
+        self.partition, self.turn, self.last_mark = (0, 0), -1, 0
         self.marks: dict[int, int] = {}
 
-    def cut_anew(self, count: int, nbytes: int) -> None:
-        """Note that the memory is cut otherwise: slots may overlap any of those used before."""
-        self.cut, self.turn = (count, nbytes), -1
+    def repartition(self, count: int, nbytes: int) -> None:
+        """Change the partition: the new slots may overlap any of the old ones."""
+        self.partition, self.turn = (count, nbytes), -1
         self.marks = dict.fromkeys(range(count), self.last_mark)
 
 
@@ -83,18 +83,18 @@ class Executor:
     hierarchy : Hierarchy
         The groups of this rank.
     transports : Transports, optional
-        What moves their bytes; by default what `select.host_transports` finds.
+        The transports of these groups; by default those of `select.host_transports`.
 
     Attributes
     ----------
     generation : int
-        Of the scratch memory: it grows when that is enlarged.
+        Counts how often the scratch memory was enlarged.
     bound_plans : WeakSet
-        What is bound to it, and let go when it is enlarged.
+        Plans bound to it, which are unbound when it is enlarged.
     largest_pack_bytes : int
-        The longest bucket so far.
+        The largest bucket so far.
     slots : Slots
-        How that memory is cut.
+        How the scratch memory is divided.
     """
 
     device: Device | None = None
@@ -108,12 +108,12 @@ class Executor:
         self._arena = np.empty(0, np.uint8)
         self.slots = Slots()
         self.generation = 0
-        self.bound_plans: WeakSet[Holder] = WeakSet()
+        self.bound_plans: WeakSet[ScratchUser] = WeakSet()
         self._shares_memory = hierarchy.all_agree(self.intra.window is not None or hierarchy.intra.size == 1)
         self.largest_pack_bytes = 0
 
     def max_in_flight(self, depth: int) -> int:
-        """Return how many of `depth` chunks may be between nodes at a time: what starts at once starts in one order."""
+        """Return how many of `depth` chunks may be in flight between nodes."""
         return depth
 
     def copy_in(self, layout: Layout, start: int, stop: int, buffer: Array, dtypes: Sequence[np.dtype[Any]]) -> CopySteps:
@@ -131,12 +131,12 @@ class Executor:
         divisor: int,
         dtypes: Sequence[np.dtype[Any]],
     ) -> CopySteps:
-        """Return what copies a range of a bucket out to arrays: from the parts of its last operation, or from the buffer."""
+        """Return what copies a range of a bucket out to arrays: from the result of its last operation, or from the buffer."""
         addends = [(part.start, part.stop, part.addends) for part in parts] or [(0, buffer.size, (buffer,))]
         return CopyOut(layout, start, stop, addends, op, divisor)
 
-    def lies_in(self, array: Array, buffer: Array) -> bool:
-        """Return whether an array is memory of a buffer."""
+    def shares_memory(self, array: Array, buffer: Array) -> bool:
+        """Return whether an array lies in a buffer."""
         return bool(np.may_share_memory(array, buffer))
 
     def slot(self, index: int, slot_bytes: int, count: int, dtype: np.dtype[Any]) -> Array:
@@ -146,7 +146,7 @@ class Executor:
     def operations(
         self, plan: Plan, phase: Phase, slot: int, buffer: Array, op: ReduceOp, casters: Casters | None = None
     ) -> list[tuple[str, Operation]]:
-        """Bind one phase on one chunk: no operation where this rank has no part in it."""
+        """Bind one phase on one chunk; return no operation if this rank does not take part in it."""
         world, rank = self.hierarchy.world, self.hierarchy.rank
         shard_count = buffer.size // world.num_shards
         if phase.scope is Scope.INTRA:
@@ -157,7 +157,7 @@ class Executor:
         if plan.in_order or casters is not None:
             return [
                 (name, self._in_order(group, part, op, slot, casters and casters(index, part.size)))
-                for index, (name, group, part) in enumerate(self._parts_beyond_the_node(phase, buffer, shards))
+                for index, (name, group, part) in enumerate(self._inter_node_buffers(phase, buffer, shards))
             ]
         if phase.scope is Scope.INTER:
             small = shard_count * buffer.itemsize < RING_FROM_BYTES
@@ -168,10 +168,8 @@ class Executor:
             return [(str(phase), leaders.all_reduce(buffer, op))] if leaders else []
         return [(str(phase), self.world.all_reduce(buffer, op))]
 
-    def _parts_beyond_the_node(
-        self, phase: Phase, buffer: Array, shards: dict[int, Array]
-    ) -> Iterator[tuple[str, Group, Array]]:
-        """Yield what this rank combines with ranks of other nodes: with whom, and which part of the buffer."""
+    def _inter_node_buffers(self, phase: Phase, buffer: Array, shards: dict[int, Array]) -> Iterator[tuple[str, Group, Array]]:
+        """Yield what this rank reduces with ranks of other nodes: a name, the group, and the part of the buffer."""
         if phase.scope is Scope.INTER:
             for shard, part in shards.items():
                 yield f"{phase} rail {shard}", self.hierarchy.rails[shard], part
@@ -180,8 +178,8 @@ class Executor:
         elif self.hierarchy.leaders:
             yield str(phase), self.hierarchy.leaders, buffer
 
-    def begins_with_meeting(self, scope: Scope, in_order: bool) -> bool:
-        """Return whether ranks of a node meet in shared memory before they do anything in a phase."""
+    def begins_with_barrier(self, scope: Scope, in_order: bool) -> bool:
+        """Return whether a phase begins with a barrier of the node in shared memory."""
         if scope is Scope.INTRA:
             return self.intra.window is not None
         return scope is Scope.WORLD and not in_order and self.device is None
@@ -189,8 +187,8 @@ class Executor:
     def is_compared(self, phases: Sequence[Phase], shard_bytes: int = 0, is_ordered: bool = False) -> bool:
         """Return whether ranks that run another plan cannot take part in one of these phases: the same on all ranks.
 
-        Ranks compare their calls in shared memory, and messages carry them. Collectives of MPI do neither; those over all ranks
-        see to it themselves.
+        Barriers in shared memory compare calls, and messages carry the word of the call in their tag. MPI's collectives do
+        neither; the transport over all ranks compares calls itself.
         """
         for phase in phases:
             if phase.scope is Scope.INTRA and not self._shares_memory:
@@ -205,23 +203,23 @@ class Executor:
         return shard_bytes < RING_FROM_BYTES or settings.INTER_TRANSPORT.read() == "mpi"
 
     def nccl_refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
-        """Return why NCCL does not combine such values here, or an empty text."""
+        """Return why NCCL cannot combine such values here, or an empty text."""
         return "these are host arrays"
 
     @property
     def window_bytes(self) -> int:
-        """The scratch memory of this rank."""
+        """Bytes of the scratch memory of this rank."""
         return self._arena.nbytes
 
     @property
     def rail_bytes(self) -> int:
-        """What the transports between nodes hold beside it."""
+        """Bytes that the transports between nodes hold besides."""
         return sum(rail.scratch_bytes for rail in self.rails.values())
 
-    def between(
+    def bind_direct(
         self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Sequence[np.dtype[Any]]
     ) -> Callable[[FlatArrays, Fold], Steps] | None:
-        """Return what combines arrays of the caller where they lie; None where they must go through buckets.
+        """Return an all-reduce that works on the caller's arrays, or None if they must be copied to a bucket.
 
         A collective call.
 
@@ -234,34 +232,34 @@ class Executor:
         if len(set(given)) > 1:
             return None
         if scopes <= {Scope.WORLD} and layout.is_one_array and held == dtype:
-            return self.world.all_reduce_between
+            return self.world.all_reduce_arrays
         if scopes != {Scope.INTRA} or not self.intra.combines_arrays or held not in (dtype, *HALF_DTYPES):
             return None
         self.reserve_exchange()
-        return self._all_reduce_between
+        return self._direct_all_reduce
 
     @property
     def scatters(self) -> bool:
-        """Whether a reduce-scatter is possible without an all-reduce: through memory of the nodes, and rings between them."""
+        """Whether a true reduce-scatter is possible: through shared memory in each node, and rings between nodes."""
         return self.device is None and self._shares_memory and settings.INTER_TRANSPORT.read() != "mpi"
 
-    def scatter_between(self, bounds: Sequence[int], arrays: FlatArrays, fold: Fold) -> Steps:
-        """Return the steps of a reduce-scatter between arrays of the caller inside the node: see `transports.exchange`.
+    def direct_reduce_scatter(self, bounds: Sequence[int], arrays: FlatArrays, fold: Fold) -> Steps:
+        """Return the steps of a reduce-scatter of the caller's arrays inside the node: see `transports.exchange`.
 
-        The scratch memory must be as long as `reserve_exchange` makes it.
+        Call `reserve_exchange` before.
         """
-        assert self.intra.window is not None, "only ranks that share memory see each other's parts"
+        assert self.intra.window is not None, "it needs shared memory"
         return self._exchange(exchange(self.intra.window, arrays, fold, bounds))
 
     def reserve_exchange(self) -> None:
-        """Enlarge the scratch memory to what exchanges between arrays of the caller need: see `reserve`."""
+        """Enlarge the scratch memory to what `transports.exchange` needs: see `reserve`."""
         if self.intra.window is not None:
             self.reserve(exchange_bytes(self.intra.group.size))
 
-    def at_once(self, dtype: np.dtype[Any], count: int, fold: Fold) -> Callable[[Array, Array], None]:
-        """Return what `between` returned does with one array of one block on a node of two ranks, at once."""
+    def blocking_pair(self, dtype: np.dtype[Any], count: int, fold: Fold) -> Callable[[Array, Array], None]:
+        """Return the all-reduce of `bind_direct` as a blocking call, for one array of one block on a node of two ranks."""
         window, generation, drive = self.intra.window, self.generation, self.hierarchy.call.drive
-        assert window is not None, "only ranks that share memory see each other's blocks"
+        assert window is not None, "it needs shared memory"
         block = OneBlock(window, dtype, count, fold, drive)
 
         def run(source: Array, target: Array) -> None:
@@ -269,8 +267,8 @@ class Executor:
             if generation != self.generation:
                 block, generation = OneBlock(window, dtype, count, fold, drive), self.generation
             slots = self.slots
-            if slots.cut != _EXCHANGE_CUT:
-                slots.cut_anew(*_EXCHANGE_CUT)
+            if slots.partition != _EXCHANGE_PARTITION:
+                slots.repartition(*_EXCHANGE_PARTITION)
                 drive(self.intra.fence(slots.last_mark))
             block.run(source, target)
             slots.last_mark = self.intra.release()
@@ -278,7 +276,7 @@ class Executor:
         return run
 
     def reserve(self, nbytes: int) -> None:
-        """Enlarge the scratch memory if need be; what was bound to the old one must be bound again. A collective call then."""
+        """Enlarge the scratch memory if it is too small, and unbind all plans: a collective call in that case."""
         if nbytes <= self._arena.nbytes:
             return
         for bound in self.bound_plans:
@@ -297,29 +295,29 @@ class Executor:
         self._raise_together(refusal, held_bytes)
 
     def _inside(self, verb: Verb, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
-        """Return what carries out a verb inside the node on such values."""
+        """Return the transport for a verb inside the node on such values."""
         return self.intra
 
     def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> Operation:
         """Bind an all-reduce of one buffer per rank, in the order of the ranks."""
         return ordered_all_reduce(group, [buffer], [(rank, 0) for rank in range(group.size)], buffer, op, channel, caster)
 
-    def _all_reduce_between(self, arrays: FlatArrays, fold: Fold) -> Steps:
-        """Return the steps of an all-reduce between arrays of the caller inside the node."""
-        return self._exchange(self.intra.all_reduce_between(arrays, fold))
+    def _direct_all_reduce(self, arrays: FlatArrays, fold: Fold) -> Steps:
+        """Return the steps of an all-reduce of the caller's arrays inside the node."""
+        return self._exchange(self.intra.all_reduce_arrays(arrays, fold))
 
     def _exchange(self, steps: Steps) -> Steps:
-        """Go through the steps of an exchange inside the node by way of the scratch memory."""
-        # exchanges take care of each other; what else used the memory must have been read
+        """Run the steps of an exchange in the scratch memory of the node."""
+        # exchanges order themselves; peers must have read what buckets left in the memory
         slots = self.slots
-        if slots.cut != _EXCHANGE_CUT:
-            slots.cut_anew(*_EXCHANGE_CUT)
+        if slots.partition != _EXCHANGE_PARTITION:
+            slots.repartition(*_EXCHANGE_PARTITION)
             yield from self.intra.fence(slots.last_mark)
         yield from steps
         slots.last_mark = self.intra.release()
 
     def _raise_together(self, refusal: TransportError | None, held_bytes: int) -> None:
-        """Raise on all ranks what the ranks of one node found; what was bound to the memory held before finds as much again."""
+        """Raise on all ranks if a node has too little memory, after allocating as much as before."""
         from mpi4py import MPI
 
         if not self.hierarchy.world_group.comm.allreduce(refusal is not None, MPI.LOR):
@@ -329,7 +327,7 @@ class Executor:
         raise refusal or TransportError("another node has too little memory; its ranks say how much")
 
     def close(self) -> None:
-        """Free the scratch memory and what transports made. A collective call."""
+        """Free the scratch memory and the transports. A collective call."""
         self.world.close()
         self.intra.dispose()
 

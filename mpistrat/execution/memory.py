@@ -1,4 +1,4 @@
-"""MemoryReport: what a strategy holds on a rank to communicate."""
+"""MemoryReport: the memory that a strategy holds on a rank for communication."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ __all__ = ["MemoryReport"]
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The memory that the collectives of one rank work in. Not in TensorFlow.
+    """The memory that the collectives of one rank use. Not in TensorFlow.
 
-    Arrays of the caller, results, and what MPI itself holds are not counted.
+    The caller's arrays, results, and MPI's own memory are not counted.
 
     Attributes
     ----------
     rank : int
-        Whose memory it is.
+        The rank.
     window_bytes : int
-        This rank's part of the window that the ranks of its node share, or as much ordinary memory where they do not.
+        This rank's part of its node's shared memory window, or of ordinary memory where ranks share none.
     rail_bytes : int
-        Where segments from other nodes land until they are summed; all operations of a channel share it.
+        Receive buffers for segments from other nodes; all operations of a channel share them.
     plan_bytes : int
-        What plans hold of their own: those that add in the order of the replicas, or cast what they send, with what error
-        feedback keeps.
+        Memory of plans that add in the order of the replicas or cast what they send, including error feedback.
     num_plans : int
-        How many plans are kept.
+        Number of cached plans.
     largest_pack_bytes : int
-        The most that was reduced through one buffer so far, in bytes.
+        The largest pack so far, in bytes.
     device_bytes : int
-        The part of its GPU's memory that arrays on the GPU go through.
+        Scratch memory on this rank's GPU.
     pinned_bytes : int
-        Memory of the host through which they go on to other ranks, where they do.
+        Pinned host memory through which arrays on the GPU are staged.
     """
 
     rank: int
@@ -47,12 +46,12 @@ class MemoryReport:
 
     @property
     def total_bytes(self) -> int:
-        """All that is held, in bytes."""
+        """All memory, in bytes."""
         return self.window_bytes + self.rail_bytes + self.plan_bytes + self.device_bytes + self.pinned_bytes
 
     @property
     def ratio(self) -> float:
-        """How many times the largest pack all that is held is; 0 where nothing was packed."""
+        """All memory divided by the largest pack; 0 if nothing was packed."""
         return self.total_bytes / self.largest_pack_bytes if self.largest_pack_bytes else 0.0
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
-"""Select the transports of a rank's groups: those that are named, or the first that can be used, and say why.
+"""Select the transports of a rank's groups: those that the settings name, or the first ones that can be used.
 
-File law: all ranks of a group use one transport. It is used only if every rank supports it, and what one rank raises all do.
+File law: all ranks of a group use the same transport. It is used only if every rank supports it; if one rank raises, all do.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ TRANSPORTS: dict[str, type[Transport]] = {
 }
 
 
-class _OnDevice(Protocol):
-    """What makes a transport of device memory."""
+class _DeviceTransportType(Protocol):
+    """The class of a transport of device memory."""
 
     def __call__(self, group: Group, device: Device) -> Transport: ...
 
     def probe(self, group: Group) -> str: ...
 
 
-DEVICE_TRANSPORTS: dict[str, _OnDevice] = {
+DEVICE_TRANSPORTS: dict[str, _DeviceTransportType] = {
     transport.name: transport for transport in (NcclTransport, CudaIpcTransport, StagedTransport)
 }
 
@@ -51,16 +51,16 @@ _TRIAL_BYTES = 4096
 
 @dataclass
 class Transports:
-    """What moves the bytes of one rank's groups.
+    """The transports of one rank's groups.
 
     Attributes
     ----------
     intra, world : Transport
-        Of the ranks of this node, and of all.
+        For the ranks of this node, and for all ranks.
     rails, small_rails : mapping of int to Transport
-        Of each rail of this rank: for large buffers, and for small ones.
+        For each rail of this rank: for large buffers, and for small ones.
     leaders : Transport or None
-        Of the leaders; None on other ranks.
+        For the leaders; None on other ranks.
     """
 
     intra: Transport
@@ -72,24 +72,24 @@ class Transports:
 
 @dataclass
 class DeviceTransports(Transports):
-    """What moves the bytes of device memory.
+    """The transports of device memory.
 
     Attributes
     ----------
     world : StagedTransport
-        Of all ranks.
+        For all ranks.
     intra_by_host : Transport or None
         Inside the node, for values that `intra` does not combine.
     path : str
-        What was taken on all nodes, in words; the same on all ranks.
+        The selected transports, as text; the same on all ranks.
     why : str
-        Why nothing faster was.
+        Why no faster ones were selected.
     lacks_nccl : str
-        Which nodes of several ranks do not use NCCL, and why; empty where all do. The same on all ranks.
+        Which nodes of several ranks do not use NCCL, and why; empty if all do. The same on all ranks.
     has_channels : bool
-        Whether several operations of a rail may be under way together.
+        Whether several operations of a rail may be in flight.
     everywhere : NcclTransport or None
-        NCCL over all ranks, where there is one: on one node that uses it.
+        NCCL over all ranks: on one node that uses it.
     """
 
     world: StagedTransport
@@ -105,12 +105,12 @@ class DeviceTransports(Transports):
 
 
 def host_transports(hierarchy: Hierarchy) -> Transports:
-    """Return what moves memory of the host. A collective call.
+    """Return the transports of host memory. A collective call.
 
     Raises
     ------
     TransportError
-        If the settings name a transport that does not serve, or one of device memory where ranks compute on CPUs.
+        If the settings name a transport that cannot be used, or one of device memory although ranks compute on CPUs.
     """
     intra = _on_host(settings.INTRA_TRANSPORT, _INTRA)
     inter = _on_host(settings.INTER_TRANSPORT, _INTER)
@@ -125,22 +125,22 @@ def host_transports(hierarchy: Hierarchy) -> Transports:
 
 
 def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) -> DeviceTransports:
-    """Return what moves memory of this rank's device. A collective call.
+    """Return the transports of device memory. A collective call.
 
     Parameters
     ----------
     hierarchy : Hierarchy
         The groups.
     device : Device
-        Of this rank.
+        The GPU of this rank.
     host : Transports
-        What device memory is staged over.
+        The transports of host memory, through which device memory may be staged.
 
     Raises
     ------
     TransportError
-        On all ranks, if the settings name a transport that does not serve on one node, or MPI does not move memory of GPUs
-        as it was said to.
+        On all ranks, if the settings name a transport that a node does not support, or say that MPI is CUDA-aware and it is
+        not.
     """
     intra, refusals = _inside_node(hierarchy.intra, device)
     is_alone = hierarchy.intra.size == 1
@@ -154,7 +154,7 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
             f"{settings.INTRA_TRANSPORT.name}={settings.INTRA_TRANSPORT.read()} cannot move memory of GPUs here: {listed}. "
             f"Accepted are {accepted}"
         )
-    assert intra is not None, "what is refused here was refused to all"
+    assert intra is not None, "a refusal on this node has raised on all ranks"
     rails, between = device_rails(hierarchy, device, host.rails)
     taken = {name: transport for name, transport, alone, _ in answers if not alone}
     return DeviceTransports(
@@ -177,7 +177,7 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
 
 
 def _inside_node(group: Group, device: Device) -> tuple[Transport | None, list[str]]:
-    """Return what serves the ranks of a node, if anything does, and why what comes before it does not."""
+    """Return the transport of the ranks of a node, or None, and why the faster ones cannot be used."""
     wanted = settings.INTRA_TRANSPORT.read()
     if wanted == "mpi":
         return StagedTransport(group, device, MpiTransport), []
@@ -194,7 +194,7 @@ def _inside_node(group: Group, device: Device) -> tuple[Transport | None, list[s
 
 
 def _try(name: str, group: Group, device: Device) -> tuple[Transport | None, str]:
-    """Return a transport that all ranks of a group have made and got memory from, or why they have not."""
+    """Return a transport that has allocated memory on all ranks of a group, or the reason why it has not."""
     kind = DEVICE_TRANSPORTS[name]
     reason = next(filter(None, group.comm.allgather(kind.probe(group))), "")
     if reason:
@@ -213,7 +213,7 @@ def _try(name: str, group: Group, device: Device) -> tuple[Transport | None, str
 
 
 def _path(taken: Mapping[str, str], between: str) -> str:
-    """Return which transports were taken, in words."""
+    """Return the selected transports as text."""
     kinds = set(taken.values())
     inside = (
         f"{kinds.pop()} inside nodes" if len(kinds) == 1 else ", ".join(f"{kind} in {node}" for node, kind in taken.items())
@@ -222,7 +222,7 @@ def _path(taken: Mapping[str, str], between: str) -> str:
 
 
 def _on_host(setting: settings.Setting[str], order: Sequence[str]) -> str:
-    """Return which transport of host memory a setting asks for: auto, where it names one of device memory."""
+    """Return the transport of host memory that a setting names; auto, if it names one of device memory."""
     wanted = setting.read()
     if wanted == "auto" or wanted in order:
         return wanted
@@ -235,9 +235,9 @@ def _on_host(setting: settings.Setting[str], order: Sequence[str]) -> str:
 
 
 def _make(wanted: str, order: Sequence[str], group: Group) -> Transport:
-    """Return the transport asked for, or with ``auto`` the first in `order` that serves the group."""
+    """Return the transport that is asked for, or with ``auto`` the first in `order` that the group can use."""
     if wanted == "auto" and group.size == 1:
-        return MpiTransport(group)  # nothing is shared: ordinary memory will do
+        return MpiTransport(group)  # a single rank needs no shared memory
     refusals = []
     for name in order if wanted == "auto" else (wanted,):
         reason = TRANSPORTS[name].probe(group)

@@ -1,4 +1,4 @@
-"""Work: a handle on a collective that has been started."""
+"""Work: the handle of an asynchronous collective."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ U = TypeVar("U")
 
 
 class Work(Generic[T]):
-    """An operation that goes on by itself; it ends even if nobody keeps this handle.
+    """The handle of an asynchronous operation, which completes even if the handle is dropped.
 
     Parameters
     ----------
     job : Job
-        What the engine carries out.
+        The job of the engine.
     finish : callable, optional
-        Makes the result of what the job returns; by default that is it.
+        Turns the job's result into that of the handle; by default they are the same.
     """
 
     def __init__(self, job: Job, finish: Callable[[Any], T] | None = None) -> None:
@@ -32,33 +32,33 @@ class Work(Generic[T]):
 
     @classmethod
     def ended(cls, result: T) -> Work[T]:
-        """Return a handle on what has ended already."""
+        """Return a handle that has completed with this result."""
         job = Job(lambda: result, lambda: "")
         job.run()
         return cls(job)
 
     def done(self) -> bool:
-        """Return whether the operation has ended.
+        """Return whether the operation has completed.
 
-        What makes the operation fail is raised here and in `wait`, as often as they are called.
+        If it has failed, every call of `done` and `wait` raises its error.
         """
         if not self._job.has_ended():
-            time.sleep(0)  # who asks over and over would keep Python's lock from the engine
+            time.sleep(0)  # a polling loop would keep the GIL from the engine
             return False
         self._job.result()
         return True
 
     def wait(self) -> T:
-        """Wait for the end and return the result.
+        """Wait until the operation has completed and return its result.
 
         Raises
         ------
         DeadlineExceededError
-            If the operation had a deadline, which counts from when its turn came, and that passed.
+            If its deadline, which counts from its beginning, has passed.
         UnavailableError
-            If one that was started before it has failed so that no further collective can be made.
+            If an operation started earlier has failed, so that no further collective can be made.
         AgreementError
-            On every replica, if replicas started different things.
+            On every replica, if replicas started different operations.
         """
         self._job.join()
         if not self._finished:
@@ -66,6 +66,6 @@ class Work(Generic[T]):
         return self._finished[0]
 
     def then(self, finish: Callable[[T], U]) -> Work[U]:
-        """Return a handle on the same operation whose result is ``finish(result)``; it takes the place of this one."""
+        """Return a handle on the same operation with the result ``finish(result)``; use it in place of this one."""
         before = self._finish
         return Work(self._job, lambda result: finish(before(result)))

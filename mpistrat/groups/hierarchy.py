@@ -12,9 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpistrat.groups.group import Group, PresentCall
-from mpistrat.text import spans_text
+from mpistrat.groups.job_ranks import job_ranks_of, members_text
 from mpistrat.topology.world import World
-from mpistrat.watch.file_layout import LONGEST_TEXT, UNTOLD
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -58,7 +57,7 @@ class Hierarchy:
         self.call = PresentCall()
         self.world_group = Group(comm.Dup(), "world", tuple(range(world.size)), self.call)
         self.number = self._agree_on_number()
-        self.job_ranks = _job_ranks(comm)
+        self.job_ranks = job_ranks_of(comm)
         node = world.nodes[self.place.node_index]
         self.intra = _own(self.world_group.comm.Split(node.index, self.rank), f"intra {node.name}", node.ranks, self.call)
         several = world.num_nodes > 1
@@ -87,13 +86,8 @@ class Hierarchy:
 
     @property
     def members(self) -> str:
-        """The ranks of the job that these are, for the flight record: empty if all, UNTOLD if the text is too long."""
-        from mpi4py import MPI
-
-        if len(self.job_ranks) == MPI.COMM_WORLD.Get_size():
-            return ""
-        text = spans_text(sorted(self.job_ranks))
-        return text if len(text) <= LONGEST_TEXT else UNTOLD
+        """The ranks of the job that these are, as the flight recorder writes them."""
+        return members_text(self.job_ranks)
 
     def all_agree(self, yes: bool) -> bool:
         """Return whether all ranks say yes. A collective call."""
@@ -113,17 +107,6 @@ class Hierarchy:
 
     def __repr__(self) -> str:
         return f"Hierarchy({self.world}, {self.place})"
-
-
-def _job_ranks(comm: MPI.Intracomm) -> tuple[int, ...]:
-    """Return the ranks in COMM_WORLD of the members of a communicator, in its order."""
-    from mpi4py import MPI
-
-    own, job = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    ranks = own.Translate_ranks(None, job)
-    own.Free()
-    job.Free()
-    return tuple(ranks)
 
 
 def _own(comm: MPI.Comm, name: str, ranks: tuple[int, ...], call: PresentCall) -> Group:

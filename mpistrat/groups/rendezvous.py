@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, TypeVar
 from mpistrat.errors import DeadlineExceededError
 from mpistrat.groups.agreement import Agreement, pause
 from mpistrat.groups.group import Group
+from mpistrat.groups.job_ranks import job_ranks_of, members_text
 from mpistrat.launch import bootstrap
 from mpistrat.topology.discover import discover
 from mpistrat.topology.gpu_assignment import check_gpu_assignment
 from mpistrat.topology.world import World
 from mpistrat.watch import watcher
+from mpistrat.watch.file_layout import UNTOLD
 from mpistrat.watch.watched import watched
 
 if TYPE_CHECKING:
@@ -89,14 +91,15 @@ def rendezvous(call: str, timeout_seconds: float = 0.0, comm: MPI.Intracomm | No
     Raises
     ------
     LaunchError, TopologyError
-        As `bootstrap.start`, `topology.discover` and `topology.check_gpu_assignment`.
+        As `bootstrap.start`, `topology.discover` and `gpu_assignment.check_gpu_assignment`.
     DeadlineExceededError
         If not all ranks arrive in time.
     """
     early = watcher.start()  # before MPI, because MPI_Init waits for all ranks, too
     if early is not None:
         early.begin()
-    with nullcontext() if comm is not None and _is_part(comm) else watched(call):
+    members = "" if comm is None else members_text(job_ranks_of(comm))
+    with nullcontext() if members == UNTOLD else watched(call, members):
         world = bootstrap.start()
         group = Group(_own(comm or world, call, timeout_seconds), "world", tuple(range((comm or world).Get_size())))
         try:
@@ -108,13 +111,6 @@ def rendezvous(call: str, timeout_seconds: float = 0.0, comm: MPI.Intracomm | No
             yield Rendezvous(group, found)
         finally:
             group.close()
-
-
-def _is_part(comm: MPI.Intracomm) -> bool:
-    """Return whether a communicator has but some ranks of the job."""
-    from mpi4py import MPI
-
-    return comm.Get_size() < MPI.COMM_WORLD.Get_size()
 
 
 def _watch(world: MPI.Intracomm, call: str, timeout_seconds: float) -> None:

@@ -14,17 +14,17 @@ import socket
 import sys
 import threading
 import time
-import traceback
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mpistrat.launch import exit_code
+from mpistrat.launch.exception_text import format_exception
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from mpi4py import MPI
 
-__all__ = ["end", "format_exception", "install"]
+__all__ = ["end", "install"]
 
 # If several ranks raise, the traceback of rank 0 is the one to read: the others give it time to print and to end the job, and
 # print theirs if it did not, so that no job ends silently. If a rank raises because another one has failed, the traceback of
@@ -72,22 +72,6 @@ def end(error: BaseException) -> NoReturn:
     sys.excepthook(type(error), error, error.__traceback__)
     exit_code.flush_output()
     os._exit(1)
-
-
-def format_exception(error: BaseException, label: str) -> str:
-    """Return the traceback of an exception, beginning with the user's script, each line prefixed by ``[label]``."""
-    lines = "".join(traceback.format_exception(type(error), error, _without_runner(error.__traceback__))).splitlines()
-    return "".join(f"[{label}] {line}\n" for line in lines)
-
-
-def _without_runner(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_next is not None and _is_runner(trace.tb_frame.f_globals):
-        trace = trace.tb_next
-    return trace
-
-
-def _is_runner(module: dict[str, Any]) -> bool:
-    return module.get("__name__") == "runpy" or module.get("__package__") == "mpi4py"
 
 
 class _Hooks:

@@ -1,7 +1,7 @@
 """Copy arrays into a bucket's buffer and out of it: one pass over memory that also casts, and divides for MEAN.
 
-Both copies are steps (`transports.steps`): they yield after each piece of at most PIECE_BYTES, so that the caller can advance
-messages in between.
+Both copies are steps (`transports.steps`): they yield after each segment of at most SEGMENT_BYTES, so that the caller can
+advance messages in between.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpistrat.reduction import ReduceOp, combine, divide
 
 __all__ = ["CopyIn", "CopyOut"]
 
-PIECE_BYTES = 1 << 18
+SEGMENT_BYTES = 1 << 18
 
 
 class CopyIn:
@@ -34,8 +34,8 @@ class CopyIn:
 
     def __init__(self, layout: Layout, start: int, stop: int, buffer: Array) -> None:
         self._moves = [
-            (buffer[piece.offset : piece.offset + piece.stop - piece.start], piece.array, piece.start, piece.stop)
-            for piece in layout.pieces(start, stop, PIECE_BYTES // buffer.itemsize)
+            (buffer[segment.offset : segment.offset + segment.stop - segment.start], segment.array, segment.start, segment.stop)
+            for segment in layout.segments(start, stop, SEGMENT_BYTES // buffer.itemsize)
         ]
         self._padding = buffer[stop - start :]
 
@@ -81,13 +81,13 @@ class CopyOut:
         self._is_float = all(dtype.kind in "fc" for dtype in dtypes)
         self._moves = [
             (
-                [addend[piece.offset : piece.offset + piece.stop - piece.start] for addend in addends],
-                piece.array,
-                piece.start,
-                piece.stop,
+                [addend[segment.offset : segment.offset + segment.stop - segment.start] for addend in addends],
+                segment.array,
+                segment.start,
+                segment.stop,
             )
             for first, last, addends in parts
-            for piece in layout.pieces(start + first, min(start + last, stop), PIECE_BYTES // addends[0].itemsize)
+            for segment in layout.segments(start + first, min(start + last, stop), SEGMENT_BYTES // addends[0].itemsize)
         ]
 
     def run(self, arrays: Sequence[Array]) -> Iterator[bool]:

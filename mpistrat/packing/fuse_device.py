@@ -13,8 +13,8 @@ import numpy as np
 
 from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
 from mpistrat.device.kernels import move_kernel
-from mpistrat.device.segments import SegmentTable
-from mpistrat.packing.layout import Layout, Piece
+from mpistrat.device.segments import Segment, SegmentTable
+from mpistrat.packing.layout import Layout
 
 __all__ = ["DeviceCopyIn", "DeviceCopyOut"]
 
@@ -46,8 +46,8 @@ class DeviceCopyIn:
         dtypes: Sequence[np.dtype[Any]],
     ) -> None:
         self._device = device
-        pieces = [(piece, buffer[piece.offset :]) for piece in layout.pieces(start, stop, stop - start)]
-        self._mover = _Mover(device, pieces, buffer.dtype, dtypes, inwards=True, divisor=1)
+        segments = [(segment, buffer[segment.offset :]) for segment in layout.segments(start, stop, stop - start)]
+        self._mover = _Mover(device, segments, buffer.dtype, dtypes, inwards=True, divisor=1)
         self._padding = buffer[stop - start :]
 
     def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
@@ -86,12 +86,12 @@ class DeviceCopyOut:
         divisor: int,
         dtypes: Sequence[np.dtype[Any]],
     ) -> None:
-        pieces = [
-            (piece, source[piece.offset :])
+        segments = [
+            (segment, source[segment.offset :])
             for first, last, source in parts
-            for piece in layout.pieces(start + first, min(start + last, stop), stop - start)
+            for segment in layout.segments(start + first, min(start + last, stop), stop - start)
         ]
-        self._mover = _Mover(device, pieces, parts[0][2].dtype, dtypes, inwards=False, divisor=divisor) if parts else None
+        self._mover = _Mover(device, segments, parts[0][2].dtype, dtypes, inwards=False, divisor=divisor) if parts else None
 
     def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
         """Copy to flat `arrays`, casting where they have another dtype than the buffer."""
@@ -100,27 +100,27 @@ class DeviceCopyOut:
 
 
 class _Mover:
-    """Copies pieces of arrays into or out of a buffer, by one launch for each dtype of the arrays."""
+    """Copies segments of arrays into or out of a buffer, by one launch for each dtype of the arrays."""
 
     def __init__(
         self,
         device: Device,
-        pieces: Sequence[tuple[Piece, DeviceArray]],
+        segments: Sequence[tuple[Segment, DeviceArray]],
         dtype: np.dtype[Any],
         dtypes: Sequence[np.dtype[Any]],
         inwards: bool,
         divisor: int,
     ) -> None:
         self._are_flat = False
-        # each launch, with the array and the first byte of each of its pieces
+        # each launch, with the array and the first byte of each of its segments
         self._launches: list[tuple[_Launch, list[tuple[int, int]]]] = []
-        members: dict[np.dtype[Any], list[tuple[Piece, int]]] = {}
-        for piece, place in pieces:
-            members.setdefault(dtypes[piece.array], []).append((piece, address(place)))
+        members: dict[np.dtype[Any], list[tuple[Segment, int]]] = {}
+        for segment, place in segments:
+            members.setdefault(dtypes[segment.array], []).append((segment, address(place)))
         for kind, alike in members.items():
-            counts, inside = [piece.stop - piece.start for piece, _ in alike], [place for _, place in alike]
+            counts, inside = [segment.stop - segment.start for segment, _ in alike], [place for _, place in alike]
             launch = _Launch(device, counts, inside, kind, dtype, inwards, divisor)
-            self._launches.append((launch, [(piece.array, piece.start * kind.itemsize) for piece, _ in alike]))
+            self._launches.append((launch, [(segment.array, segment.start * kind.itemsize) for segment, _ in alike]))
 
     def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
         if not self._are_flat:

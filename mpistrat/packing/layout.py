@@ -4,30 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
-__all__ = ["Layout", "Piece"]
+from mpistrat.device.segments import Segment
 
-
-@dataclass(frozen=True)
-class Piece:
-    """Contiguous elements of one array in a range of the buffer.
-
-    Attributes
-    ----------
-    array : int
-        Index of the array in the bucket.
-    start, stop : int
-        The elements, by their index in the array.
-    offset : int
-        The index of the first one in the range.
-    """
-
-    array: int
-    start: int
-    stop: int
-    offset: int
+__all__ = ["Layout"]
 
 
 class Layout:
@@ -58,16 +39,16 @@ class Layout:
         """Whether the range contains all elements of all arrays."""
         return self.first == 0 and self.count == self.offsets[-1]
 
-    def pieces(self, start: int, stop: int, longest: int) -> list[Piece]:
-        """Return the pieces in elements [start, stop) of the range, in order, each of at most `longest` elements."""
-        found: list[Piece] = []
+    def segments(self, start: int, stop: int, longest: int) -> list[Segment]:
+        """Return the segments in elements [start, stop) of the range, in order, each of at most `longest` elements."""
+        found: list[Segment] = []
         start, stop = start + self.first, stop + self.first
         array = max(0, bisect_right(self.offsets, start) - 1)
         while array < len(self.offsets) - 1 and self.offsets[array] < stop:
             origin = self.offsets[array]
             first, last = max(start, origin), min(stop, self.offsets[array + 1])
             found += [
-                Piece(array, begin - origin, min(begin + longest, last) - origin, begin - start)
+                Segment(array, begin - origin, min(begin + longest, last) - origin, begin - start)
                 for begin in range(first, last, longest)
             ]
             array += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpistrat.communicator.meeting import time_to_meet
+from mpistrat.communicator.construction import rendezvous_seconds
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.cross_device.ops import CrossDeviceOps
 from mpistrat.groups.rendezvous import rendezvous
@@ -71,7 +71,7 @@ class MirroredStrategy(Strategy):
             num_packs=num_packs,
             allow_multiple_nodes=allow_multiple_nodes,
         )
-        with rendezvous("MirroredStrategy", time_to_meet(communication_options)) as job:
+        with rendezvous("MirroredStrategy", rendezvous_seconds(communication_options)) as job:
 
             def check() -> None:
                 if not allow_multiple_nodes:

@@ -11,8 +11,8 @@ from mpistrat.cluster.mpi_resolver import MPIClusterResolver
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.tf_config import TFConfigClusterResolver
 from mpistrat.cluster.training import chief_rank, training_role
+from mpistrat.communicator.construction import rendezvous_seconds
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.communicator.meeting import time_to_meet
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.errors import CollectiveError, DeadlineExceededError, InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
@@ -75,7 +75,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             reads_variable = cluster_resolver is None and _default_kind() is TFConfigClusterResolver
             return TFConfigClusterResolver() if reads_variable else cluster_resolver
 
-        with rendezvous("MultiWorkerMirroredStrategy", time_to_meet(communication_options)) as job:
+        with rendezvous("MultiWorkerMirroredStrategy", rendezvous_seconds(communication_options)) as job:
             found = job.agree(call, check)
             self._cluster_resolver = MPIClusterResolver() if found is None else found
             chief = _chief(job, self._cluster_resolver)

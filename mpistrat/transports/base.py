@@ -1,11 +1,10 @@
-"""Transport: the verbs of one group, as operations that are bound once and run many times.
+"""Transport: the collectives of one group, as operations that are bound once and run many times.
 
-As with MPI 4's persistent collectives, binding does all the planning: a verb is given its buffer and returns an
-`Operation`; running it allocates nothing.
+As with MPI 4's persistent collectives, binding does all the planning: a verb takes a buffer and returns an `Operation`, which
+allocates nothing when it runs.
 
-File law: an operation does not block. ``run()`` returns steps, so that one thread can advance several operations, and every
-wait has its deadline in one place (`steps.drive`). What a transport can do beside the verbs its attributes say: nobody
-asks which transport it is.
+File law: an operation does not block. ``run()`` returns steps, so that one thread can advance several operations, and
+deadlines are checked in one place (`steps.drive`). Callers look at a transport's attributes, never at its class.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ __all__ = ["Operation", "Part", "Transport"]
 
 @dataclass(frozen=True)
 class Part:
-    """Where elements [start, stop) of a result lie.
+    """The memory of elements [start, stop) of a result.
 
     Attributes
     ----------
     start, stop : int
-        The elements, counted in the buffer that the operation was bound to.
+        The elements, by their index in the buffer that the operation is bound to.
     addends : tuple of ndarray
-        One array: the result. Several: whoever reads the result folds them, in this order, on the way.
+        One array: the result. Several: the reader of the result folds them, in this order.
     """
 
     start: int
@@ -53,11 +52,11 @@ class Operation:
     ----------
     run : callable
         Starts the operation and returns its steps. A collective call: all ranks of the group run their operations in
-        one order.
+        the same order.
     parts : list of Part
-        Where the result can be read once the steps are through, until this rank calls `Transport.release`.
+        Memory of the result after the last step; valid until this rank calls `Transport.release`.
     scratch_bytes : int
-        Memory of its own, beside the buffer.
+        Its own memory, besides the buffer.
     """
 
     run: Callable[[], Steps]
@@ -71,18 +70,18 @@ class Transport(ABC):
     Parameters
     ----------
     group : Group
-        The ranks to join; the transport sends on its communicator and on nothing else.
+        The ranks; the transport sends on the group's communicator only.
     """
 
     name: ClassVar[str]
     device: Device | None = None
-    """The GPU whose memory the verbs work on; None: they work on memory of the host."""
+    """The GPU whose memory the verbs work on; None for host memory."""
     window: NodeWindow | None = None
-    """In which ranks of a node meet; None where they share no memory."""
+    """The shared memory of the ranks of a node; None if they share none."""
     combines_arrays: ClassVar[bool] = False
-    """Whether `all_reduce_between` combines arrays of the caller."""
+    """Whether `all_reduce_arrays` is implemented."""
     peers_read: ClassVar[bool] = False
-    """Whether peers read the memory of this rank by themselves, so that it must be ready when they are told so."""
+    """Whether peers read this rank's memory by themselves, so that copies must have completed before they are told to."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -94,7 +93,7 @@ class Transport(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int) -> Array:
-        """Return `nbytes` of memory (uint8) that the verbs work on fastest; some work on no other. A collective call."""
+        """Return `nbytes` of memory (uint8) that the verbs work on fastest; some accept only this. A collective call."""
 
     @abstractmethod
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
@@ -107,7 +106,7 @@ class Transport(ABC):
         op : ReduceOp
             How to combine; MEAN combines as SUM.
         channel : int
-            Operations between nodes that are bound to different channels may be under way together. See `tag_of`.
+            Operations between nodes on different channels may be in flight at the same time.
         """
 
     @abstractmethod
@@ -126,22 +125,24 @@ class Transport(ABC):
     def broadcast(self, buffer: Array, root: int = 0) -> Operation:
         """Bind: every rank gets the buffer of `root`."""
 
-    def all_reduce_between(self, arrays: FlatArrays, fold: Fold) -> Steps:
-        """Combine arrays of the caller of all ranks, without a buffer; where `combines_arrays` says so. A collective call.
+    def all_reduce_arrays(self, arrays: FlatArrays, fold: Fold) -> Steps:
+        """Combine the caller's arrays without a buffer, if `combines_arrays` is true. A collective call.
 
         Parameters
         ----------
         arrays : FlatArrays
-            As many, and as long, on all ranks.
+            Arrays of the same number and sizes on all ranks.
         fold : Fold
             How to combine.
         """
         raise NotImplementedError(f"{self.name} works on buffers")
 
-    def at_once(self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Callable[[Array, Array | None], Array]:
-        """Return what combines one array of the caller and returns the target: a new array where that is None.
+    def blocking_all_reduce(
+        self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]
+    ) -> Callable[[Array, Array | None], Array]:
+        """Return a blocking all-reduce of one array of this shape and dtype: ``all_reduce(source, target)``.
 
-        For arrays of one shape and dtype, where `combines_arrays` says so; it is a collective call.
+        It returns the target, a new array if `target` is None. Only if `combines_arrays` is true.
         """
         raise NotImplementedError(f"{self.name} works on buffers")
 
@@ -154,31 +155,31 @@ class Transport(ABC):
         return 0
 
     def fence(self, mark: int) -> Steps:
-        """Wait until all peers have passed the release that returned `mark` here, so that memory can be written again."""
+        """Wait until all peers have called `release` as often as this rank had for `mark`: then memory can be written again."""
         return iter(())
 
     def settle(self) -> Steps:
-        """Wait until all that was enqueued on a device has ended, where operations end earlier."""
+        """Wait until all that was enqueued on a device has ended, if operations end before that."""
         return iter(())
 
-    def abort(self, reason: str) -> None:  # noqa: B027 - most transports wait for nothing that their peers must end
-        """Give up what is under way and would wait for peers for ever. The peers must do likewise."""
+    def abort(self, reason: str) -> None:  # noqa: B027 - most transports have no kernels that wait for peers
+        """Abort operations that would wait forever for peers. The peers must abort theirs too."""
 
     @property
     def scratch_bytes(self) -> int:
-        """The memory that its operations share, beside what `allocate` returned: of the kind that the verbs work on."""
+        """The memory that its operations share, besides what `allocate` returned; host or device memory, as the verbs use."""
         return 0
 
     @property
     def pinned_bytes(self) -> int:
-        """The memory of the host that memory of a device is copied through."""
+        """The pinned host memory through which device memory is staged."""
         return 0
 
-    def close(self) -> None:  # noqa: B027 - most transports have nothing to give back
-        """Give back what `allocate` made. A collective call."""
+    def close(self) -> None:  # noqa: B027 - most transports have nothing to free
+        """Free what `allocate` returned. A collective call."""
 
     def dispose(self) -> None:
-        """Give back everything; the transport cannot be used any more. A collective call."""
+        """Free everything; the transport cannot be used any more. A collective call."""
         self.close()
 
     def __repr__(self) -> str:

@@ -196,7 +196,7 @@ class CudaIpcTransport(Transport):
             written = self._device.current_stream().record()
             while not written.done():
                 yield WAITING
-            yield from self._meeting.meet()
+            yield from self._meeting.barrier()
             if act is not None:
                 yield from act()
 

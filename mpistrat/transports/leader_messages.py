@@ -1,4 +1,4 @@
-"""LeaderMessages: small arrays from the leader of each node to those of all others, as persistent messages of MPI."""
+"""LeaderMessages: small arrays exchanged between the leaders of all nodes, by MPI's persistent requests."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ __all__ = ["LeaderMessages"]
 
 
 class LeaderMessages:
-    """Messages that are bound once and started at each call, which takes less time than to make them anew.
+    """Persistent requests, which start faster than new ones.
 
     Parameters
     ----------
     group : Group
         The leaders.
     call : PresentCall
-        Whose tag they carry.
+        The call whose tag they carry.
     arrays : sequence of ndarray
         One for each leader, all of one size: this rank's own is sent, the others are received.
 
     Attributes
     ----------
     word : int
-        Of the call whose tag they carry.
+        Of that call.
     tests : list of callable
-        Each says whether a message is through.
+        Each returns whether a request has completed.
     """
 
     def __init__(self, group: Group, call: PresentCall, arrays: Sequence[Array]) -> None:
         from mpi4py import MPI
 
         tag = call.tag(0)
-
         peers = [rank for rank in range(group.size) if rank != group.rank]
         self.word, self._arrays = call.word, arrays
         self._requests = [group.comm.Recv_init(_message(arrays[peer]), peer, tag) for peer in peers]
@@ -45,11 +44,11 @@ class LeaderMessages:
         self.tests = [request.Test for request in self._requests]
 
     def start(self) -> None:
-        """Begin to send and to receive."""
+        """Start all requests."""
         self._start_all(self._requests)
 
     def give_up(self) -> None:
-        """Leave messages that are under way alone: a peer that is late may still write into the arrays."""
+        """Keep the requests and arrays alive forever: a late peer may still write to them."""
         leave_to_peers(self)
 
     def __del__(self) -> None:

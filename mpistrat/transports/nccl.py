@@ -131,7 +131,7 @@ class NcclTransport(Transport):
         call = lambda comm, stream: comm.allReduce(start, start, count, kind, native, stream)  # noqa: E731
         return self._operation([call], [Part(0, buffer.size, (buffer,))])
 
-    def all_reduce_between(self, arrays: FlatArrays, fold: Fold) -> Steps:
+    def all_reduce_arrays(self, arrays: FlatArrays, fold: Fold) -> Steps:
         """Combine arrays of the caller, after what its stream was given so far: ncclAllReduce of each, together."""
         kind, width, native = self._native(arrays.targets[0], fold.op)
 

@@ -1,10 +1,10 @@
 """An all-reduce that adds in a given order, and may send in a narrower dtype.
 
-Each rank receives its part of the buffer from all, folds what came in order, and sends the result to all: as many bytes as a
-ring, in 2 steps instead of ``2 (n - 1)``, with ``2 (n - 1)`` messages per rank and segment. The order in which an element is
-folded does not depend on which rank does it, so the bits follow from the values and the order alone.
+Each rank receives its part of the buffer from all others, folds the addends in order, and sends the result to all others: as
+many bytes as a ring, in 2 steps instead of ``2 (n - 1)``, with ``2 (n - 1)`` messages per rank and segment. The order of the
+addends of an element does not depend on which rank folds it, so the bits of the result depend on values and order alone.
 
-Parts travel in segments: while one arrives, those before it are folded, and the sums sent on. All receives are posted at once.
+Parts are sent in segments: while one arrives, earlier ones are folded and sent on. All receives are posted at the beginning.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ __all__ = ["Caster", "ordered_all_reduce"]
 
 
 class Caster(Protocol):
-    """What an all-reduce in a narrower dtype needs of a cast; `packing.wire.Cast` is one."""
+    """The interface of a cast to a narrower dtype; `packing.wire.Cast` implements it."""
 
     dtype: np.dtype[Any]
 
     def contribute(self, values: Array, sent: Array, first: int) -> None:
-        """Write this rank's `values` to `sent`; they begin at element `first`."""
+        """Cast this rank's `values`, which begin at element `first`, to `sent`."""
 
     def publish(self, total: Array, sent: Array, first: int) -> None:
-        """Write sums over all ranks to `sent`; `total` may be changed."""
+        """Cast sums over all ranks to `sent`; may change `total`."""
 
     def widen(self, sent: Array, values: Array) -> None:
-        """Write what was sent to `values`."""
+        """Cast back to `values`."""
 
 
 def ordered_all_reduce(
@@ -60,26 +60,26 @@ def ordered_all_reduce(
     group : Group
         The ranks.
     addends : sequence of ndarray
-        What this rank has to add: one-dimensional and contiguous, of one dtype and length on all ranks.
+        This rank's addends: one-dimensional and contiguous, of one dtype and length on all ranks.
     order : sequence of (int, int)
         The rank in the group, and the index there, of each addend in turn; the same on all ranks.
     target : ndarray
-        Where the result goes; it may be one of the addends.
+        For the result; may be one of the addends.
     op : ReduceOp
         How to combine; MEAN combines as SUM.
     channel : int
-        Operations that are bound to different channels may be under way together.
+        Operations on different channels may be in flight at the same time.
     caster : Caster, optional
-        Narrows what is sent, addends and results; they are folded in the dtype of the target. For one addend per rank.
+        Casts the addends and results that are sent; they are folded in the dtype of the target. For one addend per rank.
     """
     bound = _Ordered(group, addends, order, target, op, channel, caster)
     return Operation(bound.run, [Part(0, target.size, (target,))], bound.scratch_bytes)
 
 
 class _Ordered:
-    """The messages of one rank, and the memory they land in.
+    """The messages of one rank, and its receive buffers.
 
-    Between two ranks messages follow each other on one channel: segment by segment the addends, then the results.
+    Messages between two ranks are ordered on one channel: first the addends, segment by segment, then the results.
     """
 
     def __init__(
@@ -96,18 +96,18 @@ class _Ordered:
         self.addends, self.target = addends, target
         dtype = target.dtype if caster is None else caster.dtype
         step = max(1, min(SEGMENT_BYTES, settings.MAX_MESSAGE_BYTES.read()) // dtype.itemsize)
-        self.spans = _spans(target.size, group.size, step)
-        # each rank begins with the next one, so that not all send to one rank at first
+        self.segments = _segments(target.size, group.size, step)
+        # each rank begins with the next one, so that not all send to the same rank first
         self.peers = [(group.rank + distance) % group.size for distance in range(1, group.size)]
         self.sent = addends if caster is None else [np.empty(target.size, dtype)]
         self.published = np.empty(target.size, dtype)
         self.total, self.wide = np.empty((2, min(step, target.size)), target.dtype)
-        own = self.spans[group.rank]
+        own = self.segments[group.rank]
         part = slice(own[0][0], own[-1][1]) if own else slice(0)
-        landed = [np.empty(0 if rank == group.rank else self.published[part].size, dtype) for rank, _ in order]
-        self.rows = [self.sent[index][part] if rank == group.rank else landed[i] for i, (rank, index) in enumerate(order)]
+        received = [np.empty(0 if rank == group.rank else self.published[part].size, dtype) for rank, _ in order]
+        self.rows = [self.sent[index][part] if rank == group.rank else received[i] for i, (rank, index) in enumerate(order)]
         self.sources = [rank for rank, _ in order]
-        owned = [*landed, self.published, self.total, self.wide, *([] if caster is None else self.sent)]
+        owned = [*received, self.published, self.total, self.wide, *([] if caster is None else self.sent)]
         self.scratch_bytes = sum(array.nbytes for array in owned)
 
     def run(self) -> Steps:
@@ -121,9 +121,9 @@ class _Ordered:
             raise
 
     def _run(self, requests: list[MPI.Request]) -> Steps:
-        own, rank = self.spans[self.group.rank], self.group.rank
+        own, rank = self.segments[self.group.rank], self.group.rank
         first = own[0][0] if own else 0
-        arriving = [
+        receives = [
             self._receive(row[start - first : stop - first], source)
             for start, stop in own
             for row, source in zip(self.rows, self.sources, strict=True)
@@ -132,24 +132,24 @@ class _Ordered:
         results = [
             (self._receive(self.published[start:stop], peer), start, stop)
             for peer in reversed(self.peers)
-            for start, stop in self.spans[peer]
+            for start, stop in self.segments[peer]
         ]
-        requests += [*arriving, *(request for request, _, _ in results)]
+        requests += [*receives, *(request for request, _, _ in results)]
         yield from self._scatter(requests)
         contributed = len(requests)
-        arrivals = iter(arriving)
+        pending = iter(receives)
         for start, stop in own:
             total = self.total[: stop - start]
             for index, (row, source) in enumerate(zip(self.rows, self.sources, strict=True)):
                 if source != rank:
-                    yield from _wait(next(arrivals))
+                    yield from _wait(next(pending))
                 self._add(total, row[start - first : stop - first], is_first=index == 0)
                 yield WORKED
             self._publish(total, start, stop)
             requests += [self._send(self.published[start:stop], peer) for peer in self.peers]
             yield WORKED
-        # the target may be what this rank is sending
-        for request in requests[len(arriving) + len(results) : contributed]:
+        # the target may be an addend that is still being sent
+        for request in requests[len(receives) + len(results) : contributed]:
             yield from _wait(request)
         for request, start, stop in results:
             yield from _wait(request)
@@ -159,10 +159,10 @@ class _Ordered:
             yield from _wait(request)
 
     def _scatter(self, requests: list[MPI.Request]) -> Steps:
-        """Send each peer its part of the addends, a segment to each in turn."""
-        for turn in range(max(map(len, self.spans))):
+        """Send each peer its part of the addends, one segment per peer in turn."""
+        for turn in range(max(map(len, self.segments))):
             for peer in [*self.peers, self.group.rank]:
-                for start, stop in self.spans[peer][turn : turn + 1]:
+                for start, stop in self.segments[peer][turn : turn + 1]:
                     for addend, sent in zip(self.addends, self.sent, strict=True):
                         if self.caster is not None:
                             self.caster.contribute(addend[start:stop], sent[start:stop], start)
@@ -178,7 +178,7 @@ class _Ordered:
         if self.caster is not None:
             addend = self.wide[: row.size]
             self.caster.widen(row, addend)
-        # what is raised on one rank, where a warning counts as an error, would leave the others waiting
+        # if NumPy's warnings are errors, one raised on this rank alone would leave the others waiting
         with np.errstate(over="ignore", invalid="ignore"):
             self.fold(total, addend, out=total)
 
@@ -203,8 +203,8 @@ class _Ordered:
         return self.group.comm.Irecv(_message(array), peer, self.tag)
 
 
-def _spans(count: int, parts: int, step: int) -> list[list[tuple[int, int]]]:
-    """Return the segments of each of the equal parts of `count` elements."""
+def _segments(count: int, parts: int, step: int) -> list[list[tuple[int, int]]]:
+    """Return the bounds of the segments of each of the equal parts of `count` elements."""
     bounds = [index * count // parts for index in range(parts + 1)]
     return [[(first, min(first + step, stop)) for first in range(start, stop, step)] for start, stop in pairwise(bounds)]
 

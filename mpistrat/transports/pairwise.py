@@ -1,4 +1,4 @@
-"""Every rank sends an array to each of its peers, in messages that do not block: what several verbs are made of."""
+"""Pairwise exchange: every rank sends an array to each of its peers, in nonblocking messages."""
 
 from __future__ import annotations
 
@@ -16,32 +16,31 @@ __all__ = ["Pairwise"]
 
 
 class Pairwise:
-    """One array to, and one from, each peer; bound once and run any number of times, on all ranks together.
+    """Sends one array to each peer and receives one from each; bound once and run any number of times by all ranks.
 
     Parameters
     ----------
     group : Group
         The ranks.
-    sends, landings : sequence of ndarray
-        What goes to and what comes from each rank, C-contiguous; the place of this rank is not looked at. Peers expect as many
-        bytes as are sent to them.
+    sends, receives : sequence of ndarray
+        The arrays sent to and received from each rank, C-contiguous, of matching sizes; this rank's own entry is ignored.
     channel : int
-        Exchanges on different channels may be under way together.
+        Exchanges on different channels may be in flight at the same time.
     """
 
-    def __init__(self, group: Group, sends: Sequence[Array], landings: Sequence[Array], channel: int = 0) -> None:
+    def __init__(self, group: Group, sends: Sequence[Array], receives: Sequence[Array], channel: int = 0) -> None:
         self._comm, self._call, self._channel = group.comm, group.call, channel
         limit = settings.MAX_MESSAGE_BYTES.read()
-        # each rank begins with the next one, so that not all send to one rank at first
+        # each rank begins with the next one, so that not all send to the same rank first
         peers = [(group.rank + distance) % group.size for distance in range(1, group.size)]
-        self._sends = [(piece, peer) for peer in peers for piece in _pieces(sends[peer], limit)]
-        self._landings = [(piece, peer) for peer in reversed(peers) for piece in _pieces(landings[peer], limit)]
+        self._sends = [(message, peer) for peer in peers for message in _messages(sends[peer], limit)]
+        self._receives = [(message, peer) for peer in reversed(peers) for message in _messages(receives[peer], limit)]
 
     def run(self) -> Steps:
         """Return the steps of one exchange. A collective call."""
         comm, tag = self._comm, self._call.tag(self._channel)
-        requests = [comm.Irecv(piece, peer, tag) for piece, peer in self._landings]
-        requests += [comm.Isend(piece, peer, tag) for piece, peer in self._sends]
+        requests = [comm.Irecv(message, peer, tag) for message, peer in self._receives]
+        requests += [comm.Isend(message, peer, tag) for message, peer in self._sends]
         try:
             for request in requests:
                 while not request.Test():
@@ -51,8 +50,8 @@ class Pairwise:
             raise
 
 
-def _pieces(array: Array, limit_bytes: int) -> list[list[Any]]:
-    """Return messages that tile the array, each at most as long as a message may be."""
+def _messages(array: Array, limit_bytes: int) -> list[list[Any]]:
+    """Return the messages that carry an array, each of at most `limit_bytes`."""
     from mpi4py import MPI
 
     flat = array.reshape(-1).view(np.uint8)

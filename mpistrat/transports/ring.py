@@ -1,7 +1,7 @@
-"""What each rank of a segmented ring sends, receives and sums, and in which order. Pure.
+"""The schedule of a segmented ring: what each rank sends, receives and sums, and in which order. Pure.
 
-Each rank passes ``(n - 1) / n`` of the buffer to its right neighbour twice: once while the parts are being summed, once
-while the sums go round. Every part travels in segments, so that a segment is summed and sent on while the next arrives.
+Each rank sends ``(n - 1) / n`` of the buffer to its right neighbour twice: once in the reduce-scatter, once in the all-gather.
+Every part is sent in segments, so that a segment is summed and sent on while the next one arrives.
 Source: P. Patarasu, X. Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, J. Parallel Distrib.
 Comput. 69 (2009).
 """
@@ -17,13 +17,13 @@ __all__ = ["Ring"]
 class Ring:
     """The messages of one rank, in the order in which they are sent and received.
 
-    Message i of a step is ready to be sent when message i of the step before has arrived (and been summed): message
-    ``index + segments`` can be sent when message `index` is there, and the first `segments` at once.
+    Message i of a step can be sent when message i of the previous step has been received (and summed): message
+    ``index + segments`` after message `index`, and the first `segments` messages at once.
 
     Parameters
     ----------
     rank, size : int
-        This rank, and how many there are.
+        This rank, and the number of ranks.
     bounds : sequence of int
         Part r of the buffer is its elements ``bounds[r]:bounds[r + 1]``.
     limit : int
@@ -32,13 +32,13 @@ class Ring:
     Attributes
     ----------
     segments : int
-        Into how many segments each part is cut; some of the short parts are empty.
+        Number of segments per part; those of short parts may be empty.
     width : int
-        The longest segment that there is.
+        Elements of the longest segment.
     sends, targets : list of slice
-        Which elements each message holds, and which elements are received meanwhile.
+        Elements that each message sends, and elements that are received meanwhile.
     reduces : list of bool
-        Whether what is received is summed into the target; else it replaces it.
+        Whether the received elements are summed into the target, or replace it.
     """
 
     def __init__(self, rank: int, size: int, bounds: Sequence[int], limit: int) -> None:
@@ -52,9 +52,9 @@ class Ring:
 
     @classmethod
     def all_reduce(cls, rank: int, size: int, count: int, limit: int) -> Ring:
-        """Return a reduce-scatter of equal parts followed, without a pause, by an all-gather."""
+        """Return a reduce-scatter of equal parts, followed by an all-gather."""
         ring = cls(rank, size, [index * count // size for index in range(size + 1)], limit)
-        # afterwards this rank has summed part rank + 1, which it passes on first
+        # after the first half this rank has the sum of part rank + 1, which it sends first
         ring._add(rank, reduces=True)
         ring._add(rank + 1, reduces=False)
         return ring
@@ -74,17 +74,17 @@ class Ring:
         return ring
 
     def sent_before(self) -> list[int | None]:
-        """Return, for each target that is received in place, the message that must have left the same memory before."""
+        """Return, for each target received in place, the index of the send that must have left that memory before."""
         last_send: dict[int, int] = {}
         before: list[int | None] = []
         for index, (send, target, reduces) in enumerate(zip(self.sends, self.targets, self.reduces, strict=True)):
             before.append(None if reduces or target.start == target.stop else last_send.get(target.start))
-            if send.start < send.stop:  # an empty segment has no memory, and lies where the next one does
+            if send.start < send.stop:  # an empty segment begins where the next one does
                 last_send[send.start] = index
         return before
 
     def _add(self, first: int, reduces: bool) -> None:
-        """Append one step per part that is sent, from part `first` downwards; the part below arrives meanwhile."""
+        """Append one step per part that is sent, from part `first` downwards; the part below is received meanwhile."""
         for step in range(self._size - 1):
             for segment in range(self.segments):
                 self.sends.append(self._segment((first - step) % self._size, segment))

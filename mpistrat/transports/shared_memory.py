@@ -1,6 +1,6 @@
-"""shared_memory: host arrays of one node in a shared window; peers are read where they lie.
+"""shared_memory: collectives of one node in a shared window; ranks read their peers' buffers without a copy.
 
-Buffers lie at equal offsets in the arenas of all ranks. A reduce-scatter lets each rank sum its part over the arenas of all; an
+Buffers lie at equal offsets in the arenas of all ranks. In a reduce-scatter each rank sums its part over all arenas; an
 all-gather or broadcast moves nothing: its parts are views of the owners' memory.
 """
 
@@ -19,11 +19,11 @@ from mpistrat.transports.window import NodeWindow, window_refusal
 
 __all__ = ["SharedMemoryTransport"]
 
-BLOCK_BYTES = 1 << 17  # a block of each peer and of the sum fit the cache of one core together
+BLOCK_BYTES = 1 << 17  # the blocks of all peers and of the sum fit in the cache of one core
 
 
 class SharedMemoryTransport(Transport):
-    """The verbs over a shared window. They work only on memory that `allocate` returned. Making one is a collective call.
+    """Collectives over a shared window, on memory that `allocate` returned only. Making one is a collective call.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class SharedMemoryTransport(Transport):
     Attributes
     ----------
     window : NodeWindow
-        The memory that they share.
+        The shared memory.
 
     Raises
     ------
@@ -59,45 +59,45 @@ class SharedMemoryTransport(Transport):
         return self.window.allocate(nbytes)
 
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
-        """Bind: wait for all; whoever reads the result folds the arenas of all. One pass for two ranks, L - 1 for L."""
-        return self._after_all(None, [Part(0, buffer.size, tuple(self.window.views(buffer)))])
+        """Bind: a barrier; each rank folds all arenas when it reads the result. One pass for two ranks, L - 1 for L."""
+        return self._after_barrier(None, [Part(0, buffer.size, tuple(self.window.views(buffer)))])
 
-    def all_reduce_between(self, arrays: FlatArrays, fold: Fold) -> Steps:
-        """Combine arrays of the caller of all ranks, as `fold` does: see `transports.exchange`."""
+    def all_reduce_arrays(self, arrays: FlatArrays, fold: Fold) -> Steps:
+        """Combine the caller's arrays: see `transports.exchange`."""
         return exchange(self.window, arrays, fold)
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
-        """Bind: wait for all, then sum this rank's part over all arenas, in blocks that stay in the cache."""
+        """Bind: a barrier, then sum this rank's part over all arenas, in blocks that stay in the cache."""
         rank = self.group.rank
         fold = self._fold(buffer, bounds[rank], bounds[rank + 1], op)
-        return self._after_all(fold, [Part(bounds[rank], bounds[rank + 1], (buffer[bounds[rank] : bounds[rank + 1]],))])
+        return self._after_barrier(fold, [Part(bounds[rank], bounds[rank + 1], (buffer[bounds[rank] : bounds[rank + 1]],))])
 
     def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
-        """Bind: wait for all; the parts are the owners' memory."""
+        """Bind: a barrier; the parts are the owners' memory."""
         views = self.window.views(buffer)
         parts = [
             Part(bounds[rank], bounds[rank + 1], (view[bounds[rank] : bounds[rank + 1]],))
             for rank, view in enumerate(views)
             if bounds[rank] < bounds[rank + 1]
         ]
-        return self._after_all(None, parts)
+        return self._after_barrier(None, parts)
 
     def reduce(self, buffer: Array, op: ReduceOp, root: int = 0) -> Operation:
-        """Bind: wait for all; the root sums all arenas."""
+        """Bind: a barrier; the root sums all arenas."""
         is_root = self.group.rank == root
         fold = self._fold(buffer, 0, buffer.size, op) if is_root else None
-        return self._after_all(fold, [Part(0, buffer.size, (buffer,))] if is_root else [])
+        return self._after_barrier(fold, [Part(0, buffer.size, (buffer,))] if is_root else [])
 
     def broadcast(self, buffer: Array, root: int = 0) -> Operation:
-        """Bind: wait for all; the one part is the root's memory."""
-        return self._after_all(None, [Part(0, buffer.size, (self.window.views(buffer)[root],))])
+        """Bind: a barrier; the one part is the root's memory."""
+        return self._after_barrier(None, [Part(0, buffer.size, (self.window.views(buffer)[root],))])
 
     def release(self) -> int:
         """Publish that this rank has read every result so far."""
         return self.window.release()
 
     def fence(self, mark: int) -> Steps:
-        """Wait until every peer has released as often as this rank had when it got `mark`."""
+        """Wait until every peer has called `release` as often as this rank had for `mark`."""
         return self.window.fence(mark)
 
     def close(self) -> None:
@@ -109,12 +109,12 @@ class SharedMemoryTransport(Transport):
         self.window.dispose()
 
     def _fold(self, buffer: Array, start: int, stop: int, op: ReduceOp) -> Callable[[], Steps]:
-        """Return steps that fold [start, stop) of all peers into this rank's memory, in rank order."""
+        """Return an operation that folds [start, stop) of all peers into this rank's memory, in rank order."""
         fold, block = combine(op), max(1, BLOCK_BYTES // buffer.itemsize)
         views = self.window.views(buffer)
         mine = views.pop(self.group.rank)
-        spans = [(first, min(first + block, stop)) for first in range(start, stop, block)]
-        pairs = [(mine[a:b], peer[a:b]) for a, b in spans for peer in views]
+        blocks = [(first, min(first + block, stop)) for first in range(start, stop, block)]
+        pairs = [(mine[a:b], peer[a:b]) for a, b in blocks for peer in views]
 
         def run() -> Steps:
             for target, source in pairs:
@@ -123,11 +123,11 @@ class SharedMemoryTransport(Transport):
 
         return run
 
-    def _after_all(self, act: Callable[[], Steps] | None, parts: list[Part]) -> Operation:
-        """Return the operation that waits until all ranks have entered it, then acts."""
+    def _after_barrier(self, act: Callable[[], Steps] | None, parts: list[Part]) -> Operation:
+        """Return the operation of a barrier, followed by `act`."""
 
         def run() -> Steps:
-            yield from self.window.meet()
+            yield from self.window.barrier()
             if act is not None:
                 yield from act()
 

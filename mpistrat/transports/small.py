@@ -1,11 +1,11 @@
 """small: all-reduce of small arrays over all ranks, through the control window of each node and its leader.
 
-Every rank copies its array into its slot. On one node all ranks meet, and each of them sums the slots of all. Where there are
-several nodes, the leader of each waits for the ranks of its node and sums their slots, leaders send each other their sums, and
-each publishes the total to its node; the other ranks wait for that alone.
+Every rank copies its array into its slot. On one node a barrier follows, and each rank sums the slots of all. On several nodes,
+the leader of each waits for the ranks of its node and sums their slots, the leaders exchange their sums, and each publishes the
+total to its node; the other ranks wait only for that.
 
-Who reads slots has compared the calls of all ranks of the node before; leaders' messages carry the call in their tags. So
-nothing of another call is ever read, and every wait can be given up.
+A rank compares the calls of all ranks of its node before it reads their slots, and the leaders' messages carry the word of the
+call in their tags. So no rank reads data of another call, and every wait can be cut off by a deadline.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from mpistrat.transports.window import CALL, ENTERED, LEAST_SMALL_BYTES, RESULT,
 __all__ = ["MOST_NODES", "SmallAllReduce", "SmallExchange"]
 
 MOST_NODES = 4
-"""Beyond, leaders send more messages than an all-reduce of MPI takes."""
+"""With more nodes, leaders would send more messages than MPI's all-reduce does."""
 MOST_RANKS = 16
-"""Of a node: beyond, a tree of MPI's takes fewer steps."""
-_POLLS = 40  # before the core is given away; a peer that has a core of its own comes meanwhile
-_YIELDS = 600  # before deadlines and verdicts are looked at
-_RESULT_SLOTS = 2  # the first of them
+"""Ranks of a node: with more, MPI's tree takes fewer steps."""
+_POLLS = 40  # before yielding the core: a peer on its own core usually arrives by then
+_YIELDS = 600  # before checking deadlines and verdicts
+_RESULT_SLOTS = 2  # index of the first one
 
 
 class SmallExchange:
-    """What small all-reduces have in common. Making one is a collective call.
+    """The shared state of all small all-reduces. Making one is a collective call.
 
     Parameters
     ----------
     hierarchy : Hierarchy
         All ranks.
     window : NodeWindow or None
-        Of the ranks of this node; None where they share no memory.
+        Of the ranks of this node; None if they share no memory.
     """
 
     def __init__(self, hierarchy: Hierarchy, window: NodeWindow | None) -> None:
@@ -56,27 +56,27 @@ class SmallExchange:
         self.turn = self.count = 0
         is_crowded = hierarchy.intra.size > num_cores() or yields_when_idle(os.environ)
         self.polls = 0 if is_crowded else _POLLS
-        self._is_possible = self._agreed(hierarchy)
+        self._is_available = self._is_supported(hierarchy)
         self.most_bytes = window.small_bytes if self.is_one_node and window else LEAST_SMALL_BYTES
 
-    def wait(self, has_come: Callable[[], bool]) -> None:
-        """Wait for a peer, without a look at deadlines and verdicts in the short time that this takes as a rule."""
+    def wait(self, has_arrived: Callable[[], bool]) -> None:
+        """Wait for a peer; check deadlines and verdicts only if that takes longer than usual."""
         for _ in range(self.polls):
-            if has_come():
+            if has_arrived():
                 return
         for _ in range(_YIELDS):
-            if has_come():
+            if has_arrived():
                 return
             os.sched_yield()
-        self.call.drive(_until(has_come))
+        self.call.drive(_until(has_arrived))
 
-    def meet(self, window: NodeWindow) -> None:
-        """Meet the ranks of this node.
+    def barrier(self, window: NodeWindow) -> None:
+        """Wait until all ranks of this node have entered the barrier.
 
         Raises
         ------
         CallsDifferError
-            On all of them, if one of them has come with another call.
+            On all of them, if their calls differ.
         """
         entered = window.announce(self.call.word)
         for words in window.others:
@@ -85,12 +85,12 @@ class SmallExchange:
         window.compare(entered)
 
     def wait_for_result(self, window: NodeWindow, entered: int) -> None:
-        """Wait until the leader of this node has published the result of the present call.
+        """Wait until the leader of this node has published the result of the current call.
 
         Raises
         ------
         CallsDifferError
-            If ranks of this node have come with different calls: there will be none.
+            If calls of ranks of this node differ, so that there will be no result.
         """
         words, count = window.words[0], self.count
         for _ in range(self.polls):
@@ -103,11 +103,11 @@ class SmallExchange:
         self.call.drive(_until_result(window, entered, count))
 
     def serves(self, nbytes: int) -> bool:
-        """Return whether an array of so many bytes goes this way: the same on all ranks."""
-        return self._is_possible and 0 < nbytes <= self.most_bytes
+        """Return whether arrays of `nbytes` use it: the same on all ranks."""
+        return self._is_available and 0 < nbytes <= self.most_bytes
 
-    def _agreed(self, hierarchy: Hierarchy) -> bool:
-        """Return whether all nodes can: each has a window, or a single rank."""
+    def _is_supported(self, hierarchy: Hierarchy) -> bool:
+        """Return whether every node has a window, or a single rank."""
         world = hierarchy.world
         fits = world.num_nodes <= MOST_NODES and len(hierarchy.intra.ranks) <= MOST_RANKS
         mine = fits and (self.window is not None or hierarchy.intra.size == 1) and world.size > 1
@@ -120,19 +120,19 @@ class SmallAllReduce:
     Parameters
     ----------
     exchange : SmallExchange
-        Serves so many bytes.
+        It `serves` arrays of this size.
     op : ReduceOp
         How to combine; MEAN combines as SUM.
     dtype : dtype
-        Of the array; the sum is made in it.
+        Of the array, and of the sum.
     shape : tuple of int
-        Likewise.
+        Of the array.
     """
 
     def __init__(self, exchange: SmallExchange, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self._exchange, self._fold, self._shape, self._dtype = exchange, combine(op), shape, dtype
         window, nbytes = exchange.window, prod(shape) * dtype.itemsize
-        # the slots of all ranks of the node, by turns, and those of its leader's results
+        # the slots of all ranks of the node, and those of its leader's results, used alternately
         self._slots = [
             [slots[turn][:nbytes].view(dtype).reshape(shape) for slots in window.small] if window else [np.empty(shape, dtype)]
             for turn in range(2)
@@ -141,34 +141,27 @@ class SmallAllReduce:
             [window.small[0][_RESULT_SLOTS + turn][:nbytes].view(dtype).reshape(shape) for turn in range(2)] if window else []
         )
         leaders = exchange.leaders
-        # of each node, of which this rank makes its own node's, if it is a leader
+        # the sum of each node, if this rank is a leader
         self._sums = [np.empty(shape, dtype) for _ in range(leaders.size)] if leaders else []
         self._messages: LeaderMessages | None = None
         self._one_node = exchange.is_one_node
 
-    def run(self, source: Array, target: Array | None = None) -> Array:
-        """Return the combination of the sources of all ranks, in `target` if there is one. A collective call.
+    def blocking(self) -> Callable[[Array, Array | None], Array]:
+        """Return a blocking call, ``all_reduce(source, target)``, with little Python: see `Transport.blocking_all_reduce`."""
+        if self._one_node:
+            return self._on_one_node()
+        return self._between_nodes() if self._exchange.window else self._on_single_rank_node()
+
+    def steps(self, source: Array, target: Array) -> Steps:
+        """Return the steps of an all-reduce. A collective call.
 
         Raises
         ------
         CallsDifferError
-            On all ranks of a node, if one of them has come with another call.
+            On all ranks of a node, if their calls differ.
         """
-        if target is None:
-            target = np.empty(self._shape, self._dtype)
-        self._exchange.call.drive(self.steps(source, target))
-        return target
-
-    def at_once(self) -> Callable[[Array, Array | None], Array]:
-        """Return what does the same as `run` with fewer lines of Python, each of which counts here."""
-        if self._one_node:
-            return self._on_one_node()
-        return self._between_nodes() if self._exchange.window else self._alone_on_its_node()
-
-    def steps(self, source: Array, target: Array) -> Steps:
-        """Return the steps of the same."""
         exchange, window = self._exchange, self._exchange.window
-        slots = self._put(source)
+        slots = self._fill_slot(source)
         if window is not None:
             entered = window.announce(exchange.call.word)
             for words in window.others:
@@ -196,11 +189,11 @@ class SmallAllReduce:
     def _on_one_node(self) -> Callable[[Array, Array | None], Array]:
         fold, slots, shape, dtype = self._fold, self._slots, self._shape, self._dtype
         assert self._exchange.window is not None, "ranks of a node share memory"
-        meet = self._meeting(self._exchange.window)
+        barrier = self._node_barrier(self._exchange.window)
         is_pair = len(slots[0]) == 2 and bool(shape)
 
         def run(source: Array, target: Array | None = None) -> Array:
-            turn = meet(source)
+            turn = barrier(source)
             if is_pair:
                 first, second = slots[turn]
                 total: Array = fold(first, second, out=target)
@@ -212,7 +205,7 @@ class SmallAllReduce:
 
         return run
 
-    def _alone_on_its_node(self) -> Callable[[Array, Array | None], Array]:
+    def _on_single_rank_node(self) -> Callable[[Array, Array | None], Array]:
         exchange, fold, shape, dtype = self._exchange, self._fold, self._shape, self._dtype
         call, wait, sums = exchange.call, exchange.wait, self._sums
         assert exchange.leaders is not None, "this rank is a leader"
@@ -226,9 +219,9 @@ class SmallAllReduce:
                 messages = self._bind()
             messages.start()
             try:
-                for has_come in messages.tests:
-                    if not has_come():
-                        wait(has_come)
+                for has_arrived in messages.tests:
+                    if not has_arrived():
+                        wait(has_arrived)
             except BaseException:
                 messages.give_up()
                 raise
@@ -246,22 +239,22 @@ class SmallAllReduce:
     def _between_nodes(self) -> Callable[[Array, Array | None], Array]:
         window = self._exchange.window
         assert window is not None, "ranks of a node share memory"
-        return self._leading(window) if self._exchange.is_leader else self._following(window)
+        return self._on_leader(window) if self._exchange.is_leader else self._on_follower(window)
 
-    def _leading(self, window: NodeWindow) -> Callable[[Array, Array | None], Array]:
+    def _on_leader(self, window: NodeWindow) -> Callable[[Array, Array | None], Array]:
         exchange, slots, shape, dtype = self._exchange, self._slots, self._shape, self._dtype
-        meet, wait = self._meeting(window), exchange.wait
+        barrier, wait = self._node_barrier(window), exchange.wait
 
         def run(source: Array, target: Array | None = None) -> Array:
             if target is None:
                 target = np.empty(shape, dtype)
-            turn = meet(source)
+            turn = barrier(source)
             exchange.count += 1
             messages = self._send(slots[turn])
             try:
-                for has_come in messages.tests:
-                    if not has_come():
-                        wait(has_come)
+                for has_arrived in messages.tests:
+                    if not has_arrived():
+                        wait(has_arrived)
             except BaseException:
                 messages.give_up()
                 raise
@@ -270,8 +263,8 @@ class SmallAllReduce:
 
         return run
 
-    def _following(self, window: NodeWindow) -> Callable[[Array, Array | None], Array]:
-        """Return what leaves a source to the leader and waits once, for its result: it has compared the calls of all."""
+    def _on_follower(self, window: NodeWindow) -> Callable[[Array, Array | None], Array]:
+        """Return the call of a rank that is not a leader: it waits only for the result of the leader, which compares calls."""
         exchange, shape, dtype, results = self._exchange, self._shape, self._dtype, self._results
         own_slots = [slots[exchange.rank] for slots in self._slots]
         call, words, fence, wait = exchange.call, window.words[0], window.fence_memory, exchange.wait_for_result
@@ -291,14 +284,14 @@ class SmallAllReduce:
 
         return run
 
-    def _meeting(self, window: NodeWindow) -> Callable[[Array], int]:
-        """Return what copies a source into this rank's slot and meets the ranks of the node: it returns whose turn it is."""
+    def _node_barrier(self, window: NodeWindow) -> Callable[[Array], int]:
+        """Return what copies a source to this rank's slot and passes a barrier of the node: it returns the turn (0 or 1)."""
         exchange = self._exchange
         own_slots = [slots[exchange.rank] for slots in self._slots]
         call, own, others, compared, fence = exchange.call, window.own, window.others, window.compared, window.fence_memory
         is_fenced = window.is_fenced
 
-        def meet(source: Array) -> int:
+        def barrier(source: Array) -> int:
             exchange.turn = turn = 1 - exchange.turn
             own_slots[turn][...] = source
             window.entered = entered = window.entered + 1
@@ -317,9 +310,9 @@ class SmallAllReduce:
                     window.compare(entered)
             return turn
 
-        return meet
+        return barrier
 
-    def _put(self, source: Array) -> list[Array]:
+    def _fill_slot(self, source: Array) -> list[Array]:
         """Copy the source into this rank's slot; return the slots of all ranks of the node."""
         exchange = self._exchange
         exchange.turn = turn = 1 - exchange.turn
@@ -337,7 +330,7 @@ class SmallAllReduce:
             fold(target, slot, out=target)
 
     def _sum_for_others(self, slots: list[Array], target: Array) -> None:
-        """Sum what other ranks wait for: where a warning counts as an error, it would be raised on leaders alone."""
+        """Sum without raising, even if NumPy's warnings are errors: other ranks wait for the sum."""
         try:
             self._sum(slots, target)
         except Exception:
@@ -345,7 +338,7 @@ class SmallAllReduce:
                 self._sum(slots, target)
 
     def _send(self, slots: list[Array]) -> LeaderMessages:
-        """Sum what the ranks of this node have given, and begin to exchange the sums of all nodes."""
+        """Sum the slots of this node, and start the exchange of the sums of all nodes."""
         exchange, group = self._exchange, self._exchange.leaders
         assert group is not None, "this rank is a leader"
         messages = self._messages
@@ -360,14 +353,14 @@ class SmallAllReduce:
         return messages
 
     def _bind(self) -> LeaderMessages:
-        """Return the messages of the present call."""
+        """Return the leaders' messages with the tag of the current call."""
         exchange = self._exchange
         assert exchange.leaders is not None, "this rank is a leader"
         self._messages = LeaderMessages(exchange.leaders, exchange.call, self._sums)
         return self._messages
 
     def _publish(self, target: Array) -> None:
-        """Sum what the leaders of all nodes have sent, in the order of the nodes, and hand it to the ranks of this node."""
+        """Sum the sums of all nodes, in the order of the nodes, and publish the total to the ranks of this node."""
         exchange, window = self._exchange, self._exchange.window
         if exchange.are_all_leaders:
             self._sum(self._sums, target)
@@ -380,8 +373,8 @@ class SmallAllReduce:
         window.own[RESULT] = exchange.count
 
 
-def _until(has_come: Callable[[], bool]) -> Steps:
-    while not has_come():
+def _until(has_arrived: Callable[[], bool]) -> Steps:
+    while not has_arrived():
         yield WAITING
 
 

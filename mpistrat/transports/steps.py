@@ -1,6 +1,6 @@
-"""Steps: work that is advanced bit by bit, so that one thread can take part in several operations, each with its deadline.
+"""Steps: operations as generators, so that one thread can advance several of them and check deadlines.
 
-A generator yields WAITING wherever it would have to wait, and WORKED after each piece of work.
+A generator yields WAITING where it would have to wait, and WORKED after it has made progress.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Generator, Iterator
 from mpistrat.arrays import Array
 from mpistrat.errors import DeadlineExceededError
 
-__all__ = ["WAITING", "WORKED", "Steps", "address", "drive", "give_way", "leave_to_peers"]
+__all__ = ["WAITING", "WORKED", "Steps", "address", "drive", "leave_to_peers", "yield_core"]
 
 Steps = Iterator[bool]
 WAITING, WORKED = False, True
 
-# a yield that takes longer has let another process run on this core, perhaps beside an idle one: a rank that sleeps is woken
-# where there is room, while ranks that only yield to each other may share a core for long
+# a longer sched_yield has let another process run on this core, perhaps while another core is idle: the scheduler moves a rank
+# that sleeps to an idle core, while ranks that only yield to each other may share one for long
 _SHARED_CORE_SECONDS = 20e-6
 _SLEEP_SECONDS = 1e-6
 _POLLS_PER_CLOCK = 256
@@ -31,47 +31,47 @@ def drive(
     what: Callable[[], str],
     timeout_seconds: float = 0.0,
     overdue: Callable[[], DeadlineExceededError] | None = None,
-    rest: Callable[[int], None] | None = None,
-    look: Callable[[], None] | None = None,
+    back_off: Callable[[int], None] | None = None,
+    check: Callable[[], None] | None = None,
 ) -> None:
-    """Advance `steps` to the end, giving the core away whenever they wait.
+    """Advance `steps` to the end, yielding the core whenever they wait.
 
     Parameters
     ----------
     steps : iterator
-        What to advance.
+        The operation.
     what : callable
-        Says, for the error, what is being waited for.
+        Returns a description of the operation, for the error.
     timeout_seconds : float
         Deadline in seconds from now; 0 means none.
     overdue : callable, optional
-        Returns the error to raise once the deadline has passed; by default it says what did not end.
-    rest : callable, optional
-        Called with how often in a row the steps waited before, to give the core away; by default just for a moment.
-    look : callable, optional
-        Called now and then while the steps wait; it raises if they will not end.
+        Returns the error to raise when the deadline has passed; by default it names the operation.
+    back_off : callable, optional
+        Called at each wait with the number of waits in a row before it; by default `yield_core`.
+    check : callable, optional
+        Called now and then while the steps wait; raises if they are known not to end.
 
     Raises
     ------
     DeadlineExceededError
         If the deadline passes first.
     """
-    give = give_way if rest is None else rest
-    polls_per_clock = _POLLS_PER_CLOCK if rest is None else 1
+    wait = yield_core if back_off is None else back_off
+    polls_per_clock = _POLLS_PER_CLOCK if back_off is None else 1
     polls = waits = 0
     deadline = time.monotonic() + timeout_seconds if timeout_seconds else 0.0
     for worked in steps:
         if worked:
             waits = 0
             continue
-        give(waits)
+        wait(waits)
         waits += 1
         polls += 1
         if polls % polls_per_clock:
             continue
         try:
-            if look is not None:
-                look()
+            if check is not None:
+                check()
             if deadline and time.monotonic() > deadline:
                 raise (
                     DeadlineExceededError(f"{what()} did not end within {timeout_seconds:g} s; not all ranks have arrived")
@@ -80,12 +80,12 @@ def drive(
                 )
         except BaseException:
             if isinstance(steps, Generator):
-                steps.close()  # what is cut off here must not go on later
+                steps.close()  # runs its cleanup now, and it cannot be resumed
             raise
 
 
-def give_way(waits: int = 0) -> None:
-    """Let another process have the core, however often there was nothing to do; sleep where it is shared."""
+def yield_core(waits: int = 0) -> None:
+    """Yield the core to another process; sleep for a moment if one was waiting for it."""
     before = time.perf_counter()
     os.sched_yield()
     if time.perf_counter() - before > _SHARED_CORE_SECONDS:
@@ -93,10 +93,10 @@ def give_way(waits: int = 0) -> None:
 
 
 def address(array: Array) -> int:
-    """Return where the array's memory begins."""
+    """Return the address of an array's first element."""
     return int(array.__array_interface__["data"][0])
 
 
 def leave_to_peers(memory: object) -> None:
-    """Never free what a failed collective worked on: a peer that is late may still read and write it."""
+    """Keep memory of a failed collective alive forever: a late peer may still read and write it."""
     _left_to_peers.append(memory)

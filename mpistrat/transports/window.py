@@ -1,12 +1,12 @@
-"""NodeWindow: memory that the ranks of a node share, and in which they meet.
+"""NodeWindow: the shared memory of the ranks of a node, and their barrier in it.
 
-There are two MPI shared windows. The control window lives as long as the object: counters of each rank, the word that describes
-its present call, and slots for small arrays. The data window holds one arena per rank, and what belongs together lies at equal
+There are two MPI shared windows. The control window lives as long as the object: for each rank counters, the word (a hash) of
+its current call, and slots for small arrays. The data window has one arena per rank; buffers of one collective lie at equal
 offsets in all arenas.
 
-File law: a counter of each rank says how many meetings it has entered, a second one how many results it has released. A store
-becomes visible in order because a memory fence stands between data and counter. At every meeting ranks compare the words of
-their calls before one of them reads what another has written.
+File law: one counter of each rank counts the barriers it has entered, another the results it has released. A memory fence
+between data and counter makes stores visible in order. At every barrier ranks compare the words of their calls before one reads
+what another has written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpistrat.errors import TransportError
 from mpistrat.groups.agreement import CallsDifferError
 from mpistrat.groups.group import Group
 from mpistrat.text import format_bytes
-from mpistrat.transports.peer_memory import PeerMemory
+from mpistrat.transports.cma import CrossMemoryAttach
 from mpistrat.transports.steps import WAITING, Steps, address
 
 if TYPE_CHECKING:
@@ -34,13 +34,12 @@ __all__ = ["CALL", "ENTERED", "LEAST_SMALL_BYTES", "RESULT", "NodeWindow", "wind
 
 HEADER_BYTES = 256
 ENTERED, CALL, FACTS, RELEASED, GIVEN_UP, RESULT = 0, 1, 4, 16, 17, 24
-"""Where a rank's control words lie, in words of 8 bytes: meetings entered; beside them, so that peers read them in one cache
-line, the words of the last two calls, and three facts of each; results released; whether it has given up; small results
-published."""
+"""Offsets of a rank's control words, in units of 8 bytes: barriers entered; in the same cache line the words of the last two
+calls, and three facts of each; results released; whether it has given up; small results published."""
 LEAST_SMALL_BYTES, MOST_SMALL_BYTES, ALL_SMALL_BYTES = 1 << 15, 1 << 18, 1 << 20
-"""The longest array that has a slot in the control window: every rank reads those of all."""
+"""Bounds of the size of a slot for small arrays, and of the slots of all ranks together: every rank reads those of all."""
 SMALL_SLOTS = 4
-"""Of each rank: two for what it adds, two for the results it publishes, each used by turns."""
+"""Slots of each rank: two for its addends and two for the results it publishes, used alternately."""
 
 
 def window_refusal(group: Group) -> str:
@@ -50,7 +49,6 @@ def window_refusal(group: Group) -> str:
     node = group.comm.Split_type(MPI.COMM_TYPE_SHARED)
     together = node.Get_size() == group.size
     node.Free()
-    # one rank's answer is everybody's, since a node is a property of all its ranks
     if not group.comm.allreduce(together, MPI.LAND):
         return f"the ranks of {group.name} do not share memory"
     return ""
@@ -69,14 +67,14 @@ class NodeWindow:
     words : list of memoryview
         The control words of each rank.
     others, compared : list of memoryview
-        Those of the peers, and those of them whose calls are compared: none where MPISTRAT_CHECK is off.
+        Those of the peers, and those whose calls are compared: none if MPISTRAT_CHECK is off.
     small : list of list of ndarray
         The slots for small arrays of each rank.
     small_bytes : int
-        How long each of them is.
+        Bytes of such a slot.
     arenas : list of ndarray
         The data of each rank.
-    peers : PeerMemory
+    cma : CrossMemoryAttach
         Reads and writes memory of the peers that is not shared.
 
     Raises
@@ -107,10 +105,10 @@ class NodeWindow:
             [np.frombuffer(buffer, np.uint8)[HEADER_BYTES + slot * nbytes :][:nbytes] for slot in range(SMALL_SLOTS)]
             for buffer in memory
         ]
-        # x86 keeps the order of stores, and that of loads
+        # x86 does not reorder stores with stores, or loads with loads
         self.is_fenced = platform.machine() not in ("x86_64", "AMD64")
         self.fence_memory = self._control.Sync if self.is_fenced else _nothing
-        self.peers = PeerMemory(group)
+        self.cma = CrossMemoryAttach(group)
 
     def allocate(self, nbytes: int) -> Array:
         """Return this rank's arena; every rank asks for the same size, once until `close`."""
@@ -136,7 +134,7 @@ class NodeWindow:
         return any(words[GIVEN_UP] for words in self.words)
 
     def fence(self, mark: int) -> Steps:
-        """Wait until every peer has released as often as this rank had when it got `mark`."""
+        """Wait until every peer has called `release` as often as this rank had for `mark`."""
         return self._wait(RELEASED, mark)
 
     def close(self) -> None:
@@ -155,17 +153,17 @@ class NodeWindow:
         self._control.Free()
 
     def walk(self, starts: range) -> range:
-        """Return `starts`, backwards every other time: what the last exchange touched last is still in the cache."""
+        """Return `starts`, reversed every other time: the cache still holds what the last exchange used last."""
         self._is_backwards = not self._is_backwards
         return starts[::-1] if self._is_backwards else starts
 
     def next_turn(self) -> int:
-        """Return how often this was asked before, which ranks do in step."""
+        """Return the next number of a sequence, which all ranks advance in step."""
         self._turn += 1
         return self._turn
 
     def _check_space(self, nbytes: int) -> None:
-        """Refuse, on all ranks, what the node's shared memory cannot hold: touching it would kill the process."""
+        """Raise on all ranks if the node has too little shared memory: writing to it would kill the process (SIGBUS)."""
         from mpi4py import MPI
 
         folder = os.statvfs("/dev/shm")
@@ -178,46 +176,46 @@ class NodeWindow:
             )
 
     def views(self, buffer: Array) -> list[Array]:
-        """Return the memory at the offset of a buffer of this rank's arena in every arena."""
+        """Return the memory of every arena at the offset of a buffer in this rank's arena."""
         arena = self.arenas[self.group.rank]
         offset = address(buffer) - address(arena)
         assert 0 <= offset <= arena.nbytes - buffer.nbytes, "the buffer does not lie in the arena of allocate"
         return [peer[offset : offset + buffer.nbytes].view(buffer.dtype) for peer in self.arenas]
 
-    def meet(self) -> Steps:
-        """Tell the peers that this rank has come here, at once, and return the steps that wait until all have.
+    def barrier(self) -> Steps:
+        """Enter a barrier, at once, and return the steps that wait until all ranks have entered it. A collective call.
 
         Raises
         ------
         CallsDifferError
-            On all ranks, if they have come with different calls: before anything of a peer is read.
+            On all ranks, if their calls differ.
         """
-        return self._meet(self.announce(self.group.call.word))
+        return self._complete(self.announce(self.group.call.word))
 
     def announce(self, word: int) -> int:
-        """Tell the peers that this rank enters a meeting with a call; return the number of the meeting."""
+        """Enter a barrier with the word of a call; return the number of the barrier."""
         self.entered = entered = self.entered + 1
-        # of two meetings in a row: a peer that has gone on to the next one must not change what is compared here
+        # two slots: a peer that is already in the next barrier must not overwrite what is compared in this one
         self.own[CALL + (entered & 1)] = word
         if self.is_fenced:
             self.fence_memory()
         self.own[ENTERED] = entered
         return entered
 
-    def meet_with(self, facts: Sequence[int]) -> Steps:
-        """Meet the peers as `meet` does, and leave three numbers for them, which `facts` returns."""
+    def barrier_with(self, facts: Sequence[int]) -> Steps:
+        """Enter a `barrier` with three numbers for the peers, which `facts` returns."""
         place = FACTS + 3 * ((self.entered + 1) & 1)
         for index, fact in enumerate(facts):
             self.own[place + index] = fact
-        return self.meet()
+        return self.barrier()
 
     def facts(self) -> list[list[int]]:
-        """Return what each rank has left for the others in the last meeting."""
+        """Return the numbers that each rank passed to the last `barrier_with`."""
         place = FACTS + 3 * (self.entered & 1)
         return [words[place : place + 3].tolist() for words in self.words]
 
     def compare(self, entered: int) -> None:
-        """Compare the words of all ranks in a meeting that all have entered.
+        """Compare the words of all ranks in a barrier that all have entered.
 
         Raises
         ------
@@ -233,16 +231,16 @@ class NodeWindow:
                 raise CallsDifferError([words[place] for words in self.words])
 
     def missing(self) -> list[int]:
-        """Return the ranks, counted over all nodes, that have not entered the meeting that this rank is in."""
+        """Return the world ranks that have not entered the barrier this rank is in."""
         ranks = zip(self.group.ranks, self.words, strict=True)
         return [rank for rank, words in ranks if words[ENTERED] < self.entered]
 
-    def _meet(self, entered: int) -> Steps:
+    def _complete(self, entered: int) -> Steps:
         yield from self._wait(ENTERED, entered)
         self.compare(entered)
 
     def _wait(self, word: int, least: int) -> Steps:
-        """Yield until that counter has reached `least` at every rank."""
+        """Wait until a control word of every rank is at least `least`."""
         for words in self.words:
             while words[word] < least:
                 yield WAITING
@@ -250,10 +248,10 @@ class NodeWindow:
             self.fence_memory()
 
     def _shared(self, nbytes: int) -> tuple[MPI.Win, list[Any]]:
-        """Return a window with so many bytes of each rank, and the memory of all."""
+        """Return a window with `nbytes` of each rank, and the memory of all ranks."""
         from mpi4py import MPI
 
-        assert nbytes > 0, "there is nothing to share"
+        assert nbytes > 0
         self._check_space(nbytes)
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
         window = MPI.Win.Allocate_shared(nbytes, 1, info, self.group.comm)
@@ -264,4 +262,4 @@ class NodeWindow:
 
 
 def _nothing() -> None:
-    """Do what a memory fence does on a processor that needs none."""
+    """Stand in for a memory fence on a processor that needs none."""

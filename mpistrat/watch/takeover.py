@@ -8,7 +8,7 @@ from types import FrameType, TracebackType
 
 from mpistrat import settings
 from mpistrat.errors import CollectiveError
-from mpistrat.launch.abort import format_exception
+from mpistrat.launch.exception_text import format_exception
 from mpistrat.watch.reader import RankFile
 
 __all__ = ["end_job", "traceback_of"]

@@ -127,6 +127,14 @@ WAITS: dict[str, Hang] = {
     ),
     "making a variable": _waiting("with strategy.scope():\n    mpistrat.Variable(np.ones(10))"),
     "making a strategy": _waiting("mpistrat.MultiWorkerMirroredStrategy()"),
+    "making a Communicator of some ranks": Hang(
+        """
+        pair = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank < 2)
+        if is_odd:
+            time.sleep(3600)  # here
+        mpistrat.Communicator(pair)
+        """
+    ),
     "close": _waiting("strategy.close()"),
 }
 

@@ -155,7 +155,8 @@ class _Job:
             evidence.output = self._output(begun)
             if not self._streams or self._process.poll() is not None:
                 break
-            reported = evidence.is_begun and missing_in_report(evidence.output, plan.odd)
+            # where some have raised, the others are about to be told, in a call of MPI by the end of the job
+            reported = evidence.is_begun and not evidence.ended and missing_in_report(evidence.output, plan.odd)
             evidence.still = time.monotonic() > deadline or bool(reported and not KINDS[plan.kind].alone)
             if evidence.still:
                 break

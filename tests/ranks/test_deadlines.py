@@ -151,7 +151,7 @@ def test_in_strict_mode_a_rank_without_a_deadline_hears_of_others(comm, monkeypa
 
 
 @needs_ranks(2)
-def test_who_is_late_but_in_time_is_no_error(comm):
+def test_a_rank_that_is_late_but_in_time_is_not_an_error(comm):
     ops = make(comm)
     for verb in VERBS.values():
         time.sleep(0.02 * (comm.rank == comm.size - 1))

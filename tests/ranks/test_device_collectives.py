@@ -120,7 +120,7 @@ def test_arrays_in_host_memory_go_beside_those_on_the_gpu(pair):
         assert type(found[1]) is np.ndarray
         for one, other in zip([pair.device.get(found[0]), found[1], pair.device.get(found[2])], expected, strict=True):
             np.testing.assert_array_equal(one, other)
-        # the short way of an array in host memory is none for one like it on the GPU
+        # the fast path of an array in host memory does not serve one like it on the GPU
         for _ in range(2):
             np.testing.assert_array_equal(pair.gpu.all_reduce(SUM, [arrays[0]])[0], expected[0])
         np.testing.assert_array_equal(pair.reduce(SUM, arrays[:1])[0], expected[0])

@@ -1,4 +1,4 @@
-"""Roll call: what the ranks have bound, compared; on GPUs that a fake CUDA shows."""
+"""The GPU assignment of all ranks is checked, on GPUs of a fake CUDA."""
 
 from __future__ import annotations
 

@@ -524,7 +524,7 @@ def test_the_timeline_shows_the_phases(ops, world):
 
 @pytest.fixture
 def unchecked(comm, monkeypatch):
-    """Give the all-reduce without strict mode, which then takes its shortest ways."""
+    """Give the all-reduce without strict mode, which then takes its fast paths."""
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     ops = Communicator(Hierarchy(comm, World.from_shape(MIXED.get(comm.size, f"{comm.size}x1"))))
     yield ops

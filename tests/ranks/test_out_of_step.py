@@ -99,7 +99,7 @@ def test_means_of_small_integers_do_not_wrap_around(comm, world):
 
 
 @needs_ranks(2)
-def test_equal_leaves_in_another_structure_are_no_agreement(strategy):
+def test_equal_leaves_in_another_structure_do_not_agree(strategy):
     def step():
         import mpistrat
 

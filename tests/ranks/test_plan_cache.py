@@ -1,4 +1,4 @@
-"""Which plans are kept: the same on all ranks, whichever way their calls go."""
+"""Which plans are cached: the same on all ranks, whichever path their calls take."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_known_arrays_are_not_looked_at_again(comm, world, monkeypatch, looked_u
 
 
 @needs_ranks(2)
-def test_known_arrays_are_looked_at_again_where_something_has_changed(comm, world, monkeypatch, looked_up):
+def test_arrays_with_a_fast_path_are_checked_again_after_a_change(comm, world, monkeypatch, looked_up):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     ops = Communicator(Hierarchy(comm, world))
     arrays = [np.ones(70_000), np.ones(5, np.float32)]

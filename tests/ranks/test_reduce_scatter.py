@@ -36,7 +36,7 @@ def chunked(comm, world, monkeypatch):
 
 
 def sliced(ops, op, array, axis=0, options=None):
-    """Return this rank's part by the other way: an all-reduce, and a slice."""
+    """Return this rank's part of an all-reduce."""
     return np.array_split(ops.all_reduce(op, array, options), ops.size, axis)[ops.rank]
 
 
@@ -186,7 +186,7 @@ def test_where_mpi_was_asked_for_an_all_reduce_is_made(comm, world, monkeypatch,
 
 @needs_ranks(2)
 @pytest.mark.parametrize("warm", [False, True])
-def test_ranks_that_ask_for_different_ways_are_told(ops, world, warm):
+def test_ranks_that_ask_for_different_algorithms_are_told(ops, world, warm):
     mine = np.ones(LARGE, np.float32)
     flat = CommunicationOptions(algorithm="flat")
     for options in (ALWAYS, flat) if warm else ():
@@ -198,13 +198,13 @@ def test_ranks_that_ask_for_different_ways_are_told(ops, world, warm):
 @needs_ranks(2)
 def test_ranks_read_the_arrays_of_others_only_within_their_parts(comm, monkeypatch):
     read = []
-    whole = exchange._Attached._walk
+    whole = exchange._CrossMemory._walk
 
     def walk(self, is_in_place):
         read.append(sum(stop - start for start, stop in [self.bounds[self.rank : self.rank + 2]]))
         return whole(self, is_in_place)
 
-    monkeypatch.setattr(exchange._Attached, "_walk", walk)
+    monkeypatch.setattr(exchange._CrossMemory, "_walk", walk)
     ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     part = ops.reduce_scatter(SUM, np.ones(LARGE, np.float32))
     assert read in ([], [part.size])  # none where the kernel forbids it

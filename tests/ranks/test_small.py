@@ -45,7 +45,13 @@ def test_every_dtype_operation_and_shape(small, comm):
         total = combine(op).reduce(given, axis=0, dtype=given.dtype).reshape(shape)
         bound, mine = SmallAllReduce(small, op, dtype, shape), given[comm.rank].reshape(shape)
         small.call.word = word_of(str(seed))
-        for run in (bound.at_once(), bound.run, bound.at_once()):
+
+        def by_steps(source, target, bound=bound, shape=shape, dtype=dtype):
+            target = np.empty(shape, dtype) if target is None else target
+            drive(bound.steps(source, target), lambda: "small", 30.0)
+            return target
+
+        for run in (bound.blocking(), by_steps, bound.blocking()):
             found = run(mine, None)
             assert isinstance(found, np.ndarray)
             assert found.shape == shape
@@ -55,13 +61,13 @@ def test_every_dtype_operation_and_shape(small, comm):
             assert (target == total).all(), (dtype, op, shape)
 
 
-def test_ranks_may_take_the_long_way_and_the_short_way_together(small, comm):
+def test_some_ranks_may_block_while_others_take_steps(small, comm):
     bound = SmallAllReduce(small, *_sum_of(100))
-    short = bound.at_once()
+    blocking = bound.blocking()
     for turn in range(20):
         mine, target = np.full(100, comm.rank + turn), np.empty(100)
         if (turn + comm.rank) % 2:
-            short(mine, target)
+            blocking(mine, target)
         else:
             drive(bound.steps(mine, target), lambda: "small", 30.0)
         assert (target == sum(range(comm.size)) + turn * comm.size).all()
@@ -69,7 +75,7 @@ def test_ranks_may_take_the_long_way_and_the_short_way_together(small, comm):
 
 def test_a_result_stays_as_it_is_while_peers_are_late(small, comm):
     count = small.most_bytes // 8
-    run = SmallAllReduce(small, *_sum_of(count)).at_once()
+    run = SmallAllReduce(small, *_sum_of(count)).blocking()
     results = []
     for turn in range(6):
         time.sleep(0.01 * ((comm.rank + turn) % comm.size))
@@ -83,7 +89,7 @@ def test_ranks_of_a_node_in_different_calls_are_told_before_anything_is_read(sma
         pytest.skip("no ranks share memory")
     if hierarchy.intra.size == 1:
         return  # and the ranks of other nodes find out among themselves
-    run = SmallAllReduce(small, *_sum_of(5)).at_once()
+    run = SmallAllReduce(small, *_sum_of(5)).blocking()
     target = np.full(5, -1.0)
     small.call.word = word_of("odd" if hierarchy.intra.rank == 1 else "even")
     with pytest.raises(CallsDifferError) as caught:

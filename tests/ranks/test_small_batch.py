@@ -1,4 +1,4 @@
-"""Small batches: from the second call on they take a shorter way through MPI, with the results of the longer one."""
+"""Small batches: from the second call on they take a fast path through MPI, with the same results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ops(comm, world, monkeypatch):
 
 @pytest.fixture
 def fast_paths(monkeypatch):
-    """Count the calls that take the short way."""
+    """Count the calls that take the fast path."""
     taken = []
     run = SmallBatch.run
 
@@ -69,7 +69,7 @@ def test_the_short_way_gives_the_bits_of_the_long_one(ops, fast_paths, op):
                 assert not np.shares_memory(other, array)
 
 
-def test_results_of_two_calls_are_apart_and_arrays_need_not_be_contiguous(ops, fast_paths):
+def test_results_of_two_calls_share_no_memory_and_arrays_need_not_be_contiguous(ops, fast_paths):
     arrays = [np.arange(8.0).reshape(2, 4).T + ops.rank, np.ones(7)[::2]]
     results = [ops.all_reduce(ReduceOp.SUM, arrays) for _ in range(3)]
     assert fast_paths == [2, 2]
@@ -81,7 +81,7 @@ def test_results_of_two_calls_are_apart_and_arrays_need_not_be_contiguous(ops, f
 
 
 @needs_ranks(2)
-def test_a_rank_may_go_the_long_way(ops):
+def test_one_rank_may_take_the_slow_path(ops):
     arrays = [np.full(3, ops.rank), np.full(2, 2 * ops.rank)]
     for turn in range(4):
         ops.timeline.enabled = ops.rank == 1 and turn > 1
@@ -96,12 +96,12 @@ def test_a_rank_may_go_the_long_way(ops):
 
 @needs_ranks(2)
 @pytest.mark.parametrize("reads", ["0", "1"])
-def test_a_rank_may_go_the_long_way_in_shared_memory(comm, monkeypatch, reads):
+def test_one_rank_may_take_the_slow_path_in_shared_memory(comm, monkeypatch, reads):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     monkeypatch.setenv("MPISTRAT_PEER_MEMORY", reads)
     ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
-    refusals, meet = [], NodeWindow.meet
-    monkeypatch.setattr(NodeWindow, "meet", lambda self: refusals.append(ops._guard.lock.locked()) or meet(self))
+    refusals, barrier = [], NodeWindow.barrier
+    monkeypatch.setattr(NodeWindow, "barrier", lambda self: refusals.append(ops._guard.lock.locked()) or barrier(self))
     # of one block, of one block that is worth attaching to, and of several: what follows must find the ranks in step
     for kib in (128, 1536, 3 * 1024, 3 * 1024):
         array = np.arange(kib << 8, dtype=np.float32)
@@ -130,7 +130,7 @@ def test_large_arrays_of_the_caller_are_not_kept(comm, monkeypatch):
 
 
 @needs_ranks(2)
-def test_what_is_sent_wider_than_a_message_may_be_goes_the_long_way(comm, world, monkeypatch, fast_paths):
+def test_a_batch_larger_than_a_message_takes_the_slow_path(comm, world, monkeypatch, fast_paths):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", "64")
     ops = Communicator(Hierarchy(comm, world))
@@ -142,23 +142,23 @@ def test_what_is_sent_wider_than_a_message_may_be_goes_the_long_way(comm, world,
 
 
 @pytest.mark.parametrize("into", [False, True])
-def test_after_a_short_way_that_failed_nothing_is_computed_any_more(ops, monkeypatch, into):
+def test_after_a_failed_fast_path_no_collective_is_made(ops, monkeypatch, into):
     array, out = np.ones(3), [np.empty(3)] if into else None
     for _ in range(2):
         ops.all_reduce(ReduceOp.SUM, [array], None, out)
-    [quick] = ops._quick.values()
+    [path] = ops._fast_paths.values()
 
     def failing(source, target):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(quick, "combine", failing)
+    monkeypatch.setattr(path, "combine", failing)
     with pytest.raises(KeyboardInterrupt):
         ops.all_reduce(ReduceOp.SUM, [array], None, out)
     with pytest.raises(UnavailableError, match=r"an earlier all_reduce did not end \(KeyboardInterrupt\)"):
         ops.all_reduce(ReduceOp.SUM, [array], None, out)
 
 
-def test_what_is_no_small_batch_goes_the_long_way(ops, fast_paths, monkeypatch):
+def test_other_batches_take_the_slow_path(ops, fast_paths, monkeypatch):
     small, large = np.ones(2), np.ones(SMALL_BATCH_BYTES // 8)
     calls = [
         ([small, small.astype(np.float32)], None, None),

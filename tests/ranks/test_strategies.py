@@ -107,7 +107,7 @@ class TestMirrored:
         refused(InvalidArgumentError, message, lambda: mpistrat.MirroredStrategy(devices))
 
     @pytest.mark.parametrize("devices", ["/cpu:0", 2, {"rank:0"}])
-    def test_devices_that_are_no_list(self, devices, together):
+    def test_devices_that_are_not_a_list(self, devices, together):
         refused(TypeError, "devices must be None or a list of device names, ['", lambda: mpistrat.MirroredStrategy(devices))
 
     @needs_ranks(2)
@@ -303,7 +303,7 @@ class TestMultiWorker:
         assert error.raised_everywhere
 
     @needs_ranks(2)
-    def test_one_rank_that_is_no_task(self, comm, together):
+    def test_one_rank_that_is_not_a_task(self, comm, together):
         task_id = 9 if comm.rank == 1 else 0
         resolver = SimpleClusterResolver(ClusterSpec({"worker": ["a:1"]}), task_type="worker", task_id=task_id)
         with pytest.raises(
@@ -501,14 +501,14 @@ def test_only_one_device_can_be_copied(comm, made):
             copy.deepcopy(made(kind()))
 
 
-def test_ops_that_are_no_stock_are_named_without_their_address(comm, made):
+def test_ops_of_the_user_are_named_without_their_address(comm, made):
     class Mine(HierarchicalAllReduce):
         __repr__ = object.__repr__
 
     assert isinstance(made(mpistrat.MirroredStrategy(cross_device_ops=Mine())).extended.cross_device_ops, CrossDeviceOps)
 
 
-def test_a_meeting_that_not_all_come_to(comm, monkeypatch):
+def test_a_rendezvous_that_not_all_ranks_enter(comm, monkeypatch):
     class Never:
         def Test(self):  # noqa: N802 - as MPI calls it
             return False

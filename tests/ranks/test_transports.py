@@ -17,7 +17,7 @@ from mpistrat.testing.transport_cases import DTYPES, VERBS, inputs, operations, 
 from mpistrat.testing.transport_suite import check_transport
 from mpistrat.transports.base import Operation, Part
 from mpistrat.transports.exchange import exchange_bytes
-from mpistrat.transports.flat_arrays import Cuts, FlatArrays
+from mpistrat.transports.flat_arrays import FlatArrays, SegmentCache
 from mpistrat.transports.mpi import MpiTransport, mpi_op
 from mpistrat.transports.mpi_ring import MpiRingTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
@@ -64,9 +64,9 @@ def test_arrays_of_the_caller_are_reduced_where_they_lie(group):
     between.allocate(exchange_bytes(between.group.size))
 
     def run(source, target, op, divisor=1):
-        pieces = partial(Layout([source.size]).pieces, longest=max(source.size, 1))
-        arrays = FlatArrays([source], [target], source.size, Cuts(pieces))
-        drive(between.all_reduce_between(arrays, Fold(op, source.dtype, divisor)), lambda: "between", 30.0)
+        segments = partial(Layout([source.size]).segments, longest=max(source.size, 1))
+        arrays = FlatArrays([source], [target], source.size, SegmentCache(segments))
+        drive(between.all_reduce_arrays(arrays, Fold(op, source.dtype, divisor)), lambda: "between", 30.0)
 
     calls = [(np.dtype(np.float32), ReduceOp.SUM, count) for count in (0, 1, 3, 300_001)]
     calls += [(dtype, op, 67) for dtype in DTYPES for op in operations(dtype)]

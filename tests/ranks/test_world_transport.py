@@ -10,11 +10,11 @@ from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp, combine
 from mpistrat.testing.transport_cases import DTYPES, inputs, operations, poison
 from mpistrat.transports import mpi_world
-from mpistrat.transports.flat_arrays import Cuts, FlatArrays
+from mpistrat.transports.flat_arrays import FlatArrays, SegmentCache
 from mpistrat.transports.mpi_world import Route, WorldTransport
 from mpistrat.transports.steps import drive
 
-ROUTES = [Route(False), Route(True), Route(True, in_turn=True)]
+ROUTES = [Route(False), Route(True), Route(True, linear=True)]
 
 
 @pytest.fixture
@@ -31,9 +31,9 @@ def reduced(transport: WorldTransport, mine: np.ndarray, op: ReduceOp, in_place:
         return target
     poison(target)
     arrays = FlatArrays(
-        [mine], [target], mine.size, Cuts(lambda start, stop: Layout([mine.size]).pieces(start, stop, mine.size))
+        [mine], [target], mine.size, SegmentCache(lambda start, stop: Layout([mine.size]).segments(start, stop, mine.size))
     )
-    drive(transport.all_reduce_between(arrays, Fold(op, mine.dtype)), lambda: "between", 30.0)
+    drive(transport.all_reduce_arrays(arrays, Fold(op, mine.dtype)), lambda: "between", 30.0)
     return target
 
 

@@ -96,7 +96,7 @@ def test_an_array_of_the_gpu_is_refused_where_the_process_computes_on_its_cpu(el
 
 
 @pytest.mark.parametrize("kind", [np.asarray, lambda array: SpeaksDlpack(array), lambda array: memoryview(array)])
-def test_arrays_of_the_host_are_read_but_are_no_operands(gpu, kind):
+def test_arrays_of_the_host_are_read_but_are_not_operands(gpu, kind):
     value = kind(np.arange(3.0))
     assert type(as_array(value)) is np.ndarray
     message = (

@@ -55,7 +55,7 @@ def test_operations_are_defined_as_the_table_says(op: ReduceOp, dtype: np.dtype)
 
 
 @pytest.mark.parametrize("code", ["O", "U3", "S3", "M8[s]", "m8[s]", "f4,i4", "V3", ml_dtypes.float8_e5m2])
-def test_what_is_no_number_is_refused_with_what_is_accepted(code: Any) -> None:
+def test_what_is_not_a_number_is_refused_with_what_is_accepted(code: Any) -> None:
     message = (
         "which collectives do not support; accepted are bool, integers, float16, bfloat16, float32, float64 and complex numbers"
     )

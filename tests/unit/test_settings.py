@@ -32,7 +32,7 @@ def test_sizes(text: str, expected: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "1TiB", "1.2.3MiB", "lots", "nan", "inf", "0x10", "1e400", "1 MiB 2"])
-def test_what_is_no_size_says_what_is(text: str) -> None:
+def test_what_is_not_a_size_says_what_is(text: str) -> None:
     with pytest.raises(
         ValueError, match="is not a size: a number and B, KiB, MiB, GiB, KB, MB or GB are accepted, for example 64MiB"
     ):

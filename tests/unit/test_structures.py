@@ -41,7 +41,7 @@ NEST = {"b": [1, (2, None)], "a": Pair(3, {"x": 4}), "c": []}
 nests = nests_of(st.integers() | st.none())
 
 
-def test_leaves_come_in_one_order_and_none_is_no_leaf() -> None:
+def test_leaves_come_in_one_order_and_none_is_not_a_leaf() -> None:
     leaves, structure = flatten(NEST)
     assert leaves == [3, 4, 1, 2]
     assert structure.unflatten(leaves) == NEST
@@ -180,14 +180,14 @@ def test_threads_may_meet_a_mapping_at_once() -> None:
 
 
 @given(nests)
-def test_what_is_taken_apart_is_put_together(nest: Any) -> None:
+def test_flattened_nests_are_restored(nest: Any) -> None:
     leaves, structure = flatten(nest)
     assert structure.unflatten(leaves) == nest
     assert len(leaf_names(nest)) == len(leaves)
 
 
 @given(nests_of(st.builds(lambda: np.zeros(2)) | st.none()), st.integers(0, 3))
-def test_nests_of_arrays_come_apart_alike_however_often(nest: Any, turn: int) -> None:
+def test_nests_of_arrays_flatten_the_same_each_time(nest: Any, turn: int) -> None:
     nest = reordered(nest, turn)
     expected, structure = flatten(nest)
     for _ in range(2):

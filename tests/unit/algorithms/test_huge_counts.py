@@ -32,9 +32,9 @@ def test_chunks_of_a_huge_buffer_tile_it(shape: str, algorithm: str) -> None:
 def test_a_layout_of_huge_arrays_finds_every_element() -> None:
     layout = Layout([HUGE, 7, HUGE])
     assert layout.count == 2 * HUGE + 7
-    pieces = list(layout.pieces(HUGE - 2, HUGE + 9, 2**20))
-    assert [(piece.array, piece.start, piece.stop) for piece in pieces] == [(0, HUGE - 2, HUGE), (1, 0, 7), (2, 0, 2)]
-    assert [piece.offset for piece in pieces] == [0, 2, 9]
+    segments = list(layout.segments(HUGE - 2, HUGE + 9, 2**20))
+    assert [(segment.array, segment.start, segment.stop) for segment in segments] == [(0, HUGE - 2, HUGE), (1, 0, 7), (2, 0, 2)]
+    assert [segment.offset for segment in segments] == [0, 2, 9]
 
 
 def test_huge_arrays_are_packed_and_split() -> None:

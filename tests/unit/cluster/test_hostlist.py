@@ -35,7 +35,7 @@ def test_hosts_keep_their_order_and_their_zeros(text, hosts):
 
 
 @pytest.mark.parametrize("text", ["", "  ", "a,,b", "a,", ",a", "n[1-2", "n1-2]", "n[1[2-3]]", "n[1-2]]", "a b"])
-def test_a_text_that_is_no_host_list(text):
+def test_a_text_that_is_not_a_host_list(text):
     with pytest.raises(InvalidArgumentError) as caught:
         expand_hosts(text)
     assert str(caught.value) == (

@@ -65,7 +65,7 @@ ARRAY_USES = {
 
 
 @pytest.mark.parametrize("use", [*NUMBER_USES, *ARRAY_USES])
-def test_a_per_replica_value_is_no_number_and_no_sequence_outside_run(use):
+def test_a_per_replica_value_is_neither_a_number_nor_a_sequence_outside_run(use):
     value = PerReplica(np.array(3) if use in NUMBER_USES else np.array([3, 3]))
     with pytest.raises(
         InvalidArgumentError, match=r"per-replica value was read as one array or number(.|\n)*strategy\.reduce\("

@@ -273,7 +273,7 @@ def test_destinations_are_sorted_ranks() -> None:
 
 
 @pytest.mark.parametrize("value", ["text", None, object(), {"a": 1}, [[1], [1, 2]]])
-def test_a_value_that_is_no_array(value: Any) -> None:
+def test_a_value_that_is_not_an_array(value: Any) -> None:
     for call in (
         lambda: HierarchicalAllReduce().reduce("sum", value, "/cpu:0"),
         lambda: ReductionToOneDevice().batch_reduce("mean", [(1.0, 0), (value, 0)]),

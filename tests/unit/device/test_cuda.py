@@ -138,7 +138,7 @@ def test_an_event_is_done_or_is_not(cupy, monkeypatch, status, answer):
     assert _CudaEvent(_Native()).done() is answer
 
 
-def test_a_gpu_that_has_failed_is_no_gpu_that_is_busy(cupy, monkeypatch):
+def test_a_gpu_that_has_failed_is_not_taken_for_a_busy_one(cupy, monkeypatch):
     monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: 700)
     with pytest.raises(
         TransportError, match="the GPU has failed: cudaErrorIllegalAddress.*cannot be used any more in this process"

@@ -94,7 +94,7 @@ def test_a_tensor_elsewhere_is_refused(torch: Any) -> None:
         as_array(torch.zeros(3, device="meta"), "grad")
 
 
-def test_a_tensor_that_is_no_plain_array_is_refused(torch: Any) -> None:
+def test_a_tensor_that_is_not_a_plain_array_is_refused(torch: Any) -> None:
     with pytest.raises(UnsupportedDtypeError, match="^grad cannot be read as an array: .*Sparse.*; pass an array of numbers$"):
         as_array(torch.eye(2).to_sparse(), "grad")
 

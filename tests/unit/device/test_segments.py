@@ -68,7 +68,7 @@ def test_a_table_holds_every_address():
         table.point([-8, 0], [16, 32])
 
 
-def test_a_high_array_is_read_at_its_pieces(device):
+def test_a_high_array_is_read_at_its_segments(device):
     layout = Layout([8, 8])
     buffer = device.allocate(4 * 16).view(F32)
     start = buffer.ctypes.data

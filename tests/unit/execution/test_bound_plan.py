@@ -1,4 +1,4 @@
-"""The lanes: whatever waits, each lane does its steps in one order, and no more chunks are under way than may be."""
+"""The lanes: whatever waits, each lane does its steps in one order, and at most so many chunks are in flight."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import accumulate, islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.execution.bound_plan import overlap, side_by_side
+from mpistrat.execution.bound_plan import interleave, overlap
 from mpistrat.transports.steps import WAITING, WORKED
 
 Event = tuple[str, int, str]
@@ -107,7 +107,7 @@ def test_a_step_worked_if_either_lane_did() -> None:
     assert found[0] is WORKED, "the middle has begun"
 
 
-def test_a_wait_of_one_does_not_stop_what_goes_side_by_side() -> None:
+def test_a_lane_that_waits_does_not_stop_the_others() -> None:
     met: list[str] = []
 
     def lane(name: str, peer: str) -> Iterator[bool]:
@@ -115,8 +115,8 @@ def test_a_wait_of_one_does_not_stop_what_goes_side_by_side() -> None:
         while peer not in met:
             yield WAITING
 
-    found = list(side_by_side([lane("first", "second"), iter([]), lane("second", "first")]))
+    found = list(interleave([lane("first", "second"), iter([]), lane("second", "first")]))
     assert met == ["first", "second"]
     assert found == [WAITING, WAITING], "the first learns of the second one turn later"
-    assert list(side_by_side([])) == []
-    assert list(side_by_side([iter([WAITING, WORKED]), iter([WAITING])])) == [WAITING, WORKED, WAITING]
+    assert list(interleave([])) == []
+    assert list(interleave([iter([WAITING, WORKED]), iter([WAITING])])) == [WAITING, WORKED, WAITING]

@@ -26,7 +26,7 @@ def start(carry_out):
 
 def run(program):
     """Return what a program of its own prints; it may not take long."""
-    head = "import os, sys, threading, time; from mpistrat.execution.engine import Job, rest, submit;"
+    head = "import os, sys, threading, time; from mpistrat.execution.engine import Job, back_off, submit;"
     done = subprocess.run([sys.executable, "-c", head + program], capture_output=True, text=True, timeout=60, check=False)
     return done.stdout, done.stderr, done.returncode
 
@@ -98,13 +98,13 @@ def test_what_is_dropped_is_carried_out_and_nothing_kept():
 def test_a_rest_is_longer_each_time_but_never_long(monkeypatch):
     naps, yields = [], []
     monkeypatch.setattr(engine.time, "sleep", naps.append)
-    monkeypatch.setattr(engine, "give_way", lambda: yields.append(1))
+    monkeypatch.setattr(engine, "yield_core", lambda: yields.append(1))
     for waits in range(1000):
-        engine.rest(waits)
+        engine.back_off(waits)
     assert naps == sorted(naps)
     assert (naps[0], naps[-1]) == (0, 5e-4)
     monkeypatch.setattr(engine._engine, "num_waiting", 1)
-    engine.rest(1000)
+    engine.back_off(1000)
     assert (len(naps), len(yields)) == (1000, 1), "nobody computes while the program waits"
 
 
@@ -136,7 +136,7 @@ import atexit
 # what was registered first is called last
 atexit.register(lambda: print('mpistrat engine' in [thread.name for thread in threading.enumerate()], job.failure))
 def carry_out():
-    while True: rest(3)
+    while True: back_off(3)
 job = Job(carry_out, lambda: 'the sum'); submit(job)
 1 // 0
 """
@@ -147,7 +147,7 @@ job = Job(carry_out, lambda: 'the sum'); submit(job)
 
 
 def test_who_waits_for_a_thread_that_is_gone_is_told(monkeypatch):
-    monkeypatch.setattr(engine, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(engine, "_ALIVE_CHECK_SECONDS", 0.01)
     monkeypatch.setattr(engine, "_engine", engine._Engine())
     with pytest.raises(UnavailableError, match=r"the sum will not end: .* Start and wait for it in the process"):
         Work(Job(lambda: 0, lambda: "the sum")).wait()

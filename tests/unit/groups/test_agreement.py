@@ -12,7 +12,7 @@ from mpistrat.groups.group import MOST_UNCONFIRMED, PresentCall
 TEXTS = [f"all_reduce({op}, [{dtype} ({count},)])" for op in ("SUM", "MAX") for dtype in ("f4", "f8") for count in range(200)]
 
 
-def test_words_are_equal_in_every_process_and_apart_for_other_texts():
+def test_words_are_equal_in_every_process_and_differ_for_other_texts():
     words = [word_of(text) for text in TEXTS]
     assert len(set(words)) == len(TEXTS)
     assert all(0 <= word < 2**63 and not word & COMPARED for word in words)

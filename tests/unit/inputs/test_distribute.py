@@ -477,7 +477,7 @@ def test_without_a_buffer_elements_are_made_when_they_are_asked_for():
     assert made == [threading.current_thread()]
 
 
-def test_what_is_no_dataset_is_refused():
+def test_what_is_not_a_dataset_is_refused():
     with pytest.raises(TypeError, match=r"a dataset is a mpistrat.ArrayDataset, .*; got NoneType"):
         distribute_dataset(ONE(), None)
 

@@ -158,6 +158,6 @@ def test_only_the_batch_between_two_parts_is_copied():
         (None, "an element without arrays"),
     ],
 )
-def test_what_is_no_batch_says_so(element, found):
+def test_what_is_not_a_batch_says_so(element, found):
     with pytest.raises(InvalidArgumentError, match=rf"every element of a dataset must be a batch.*; got {found}\. Batch the"):
         num_rows(element)

@@ -66,17 +66,3 @@ def test_hook_of_a_test_runner_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     abort.install(FakeJob())  # type: ignore[arg-type]
     assert threading.excepthook is collect
     assert sys.excepthook is not sys.__excepthook__
-
-
-def test_every_line_says_whose_it_is_and_causes_are_told() -> None:
-    try:
-        try:
-            raise KeyError("w")
-        except KeyError as error:
-            raise ValueError("two\nlines") from error
-    except ValueError as error:
-        text = abort.format_exception(error, "rank 3 on node1")
-    lines = text.splitlines()
-    assert all(line.startswith("[rank 3 on node1] ") for line in lines)
-    assert "[rank 3 on node1] KeyError: 'w'" in lines
-    assert lines[-2:] == ["[rank 3 on node1] ValueError: two", "[rank 3 on node1] lines"]

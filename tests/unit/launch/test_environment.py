@@ -88,7 +88,7 @@ def test_recorded_variables_give_the_place(name: str) -> None:
     assert detect(environ) == expected
 
 
-def test_variable_that_is_no_number_is_named() -> None:
+def test_variable_that_is_not_a_number_is_named() -> None:
     with pytest.raises(LaunchError) as caught:
         detect({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "four"})
     assert str(caught.value) == (

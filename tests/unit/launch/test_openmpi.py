@@ -49,7 +49,7 @@ def test_parameter_file_of_the_user_stays(tmp_path: Path) -> None:
     assert parameters({"HOME": str(tmp_path)}, oversubscribed=True) == {"OMPI_MCA_osc": "^ucx"}
 
 
-def test_library_named_by_the_user_is_no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_named_by_the_user_is_not_a_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "distribution", lambda _: object())
     assert has_wheel({})
     assert not has_wheel({"MPI4PY_LIBMPI": "/opt/mpi/lib/libmpi.so"})

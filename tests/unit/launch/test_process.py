@@ -30,7 +30,7 @@ def test_a_process_is_gone_when_it_has_exited_or_its_pid_is_another_ones() -> No
     assert found.is_gone()
 
 
-def test_too_many_open_files_are_no_sign_of_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_open_files_are_not_a_sign_of_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     own = process.find(os.getpid())
     assert own is not None
 

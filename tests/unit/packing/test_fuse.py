@@ -20,8 +20,8 @@ SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 
 
 @pytest.fixture(autouse=True)
-def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuse, "PIECE_BYTES", 64)
+def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuse, "SEGMENT_BYTES", 64)
 
 
 def finish(steps: Iterator[bool]) -> int:

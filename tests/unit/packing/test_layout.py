@@ -1,4 +1,4 @@
-"""Layout: the pieces of a range tile it, each inside one array."""
+"""Layout: the segments of a range tile it, each inside one array."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.packing.layout import Layout, Piece
+from mpistrat.device.segments import Segment
+from mpistrat.packing.layout import Layout
 
 counts = st.lists(st.integers(0, 40), max_size=10)
 
@@ -14,48 +15,49 @@ counts = st.lists(st.integers(0, 40), max_size=10)
 @pytest.mark.parametrize(
     ("start", "stop", "longest", "expected"),
     [
-        (0, 9, 100, [Piece(0, 0, 4, 0), Piece(2, 0, 3, 4), Piece(3, 0, 2, 7)]),
-        (2, 8, 100, [Piece(0, 2, 4, 0), Piece(2, 0, 3, 2), Piece(3, 0, 1, 5)]),
-        (0, 4, 3, [Piece(0, 0, 3, 0), Piece(0, 3, 4, 3)]),
-        (4, 7, 100, [Piece(2, 0, 3, 0)]),
-        (5, 6, 100, [Piece(2, 1, 2, 0)]),
+        (0, 9, 100, [Segment(0, 0, 4, 0), Segment(2, 0, 3, 4), Segment(3, 0, 2, 7)]),
+        (2, 8, 100, [Segment(0, 2, 4, 0), Segment(2, 0, 3, 2), Segment(3, 0, 1, 5)]),
+        (0, 4, 3, [Segment(0, 0, 3, 0), Segment(0, 3, 4, 3)]),
+        (4, 7, 100, [Segment(2, 0, 3, 0)]),
+        (5, 6, 100, [Segment(2, 1, 2, 0)]),
         (3, 3, 100, []),
         (9, 9, 100, []),
     ],
 )
-def test_examples(start: int, stop: int, longest: int, expected: list[Piece]) -> None:
-    assert Layout([4, 0, 3, 2]).pieces(start, stop, longest) == expected
+def test_examples(start: int, stop: int, longest: int, expected: list[Segment]) -> None:
+    assert Layout([4, 0, 3, 2]).segments(start, stop, longest) == expected
 
 
 @given(counts, st.data())
-def test_pieces_tile_the_range(counts: list[int], data: st.DataObject) -> None:
+def test_segments_tile_the_range(counts: list[int], data: st.DataObject) -> None:
     layout = Layout(counts)
     assert layout.count == sum(counts)
     start = data.draw(st.integers(0, layout.count))
     stop = data.draw(st.integers(start, layout.count))
     longest = data.draw(st.integers(1, 50))
     reached = start
-    for piece in layout.pieces(start, stop, longest):
-        assert 0 <= piece.start < piece.stop <= counts[piece.array]
-        assert piece.stop - piece.start <= longest
-        assert piece.offset == reached - start
-        assert sum(counts[: piece.array]) + piece.start == reached, "in order, and nothing left out"
-        reached += piece.stop - piece.start
+    for segment in layout.segments(start, stop, longest):
+        assert 0 <= segment.start < segment.stop <= counts[segment.array]
+        assert segment.stop - segment.start <= longest
+        assert segment.offset == reached - start
+        assert sum(counts[: segment.array]) + segment.start == reached, "in order, and nothing left out"
+        reached += segment.stop - segment.start
     assert reached == stop
 
 
 @given(counts, st.integers(1, 50))
-def test_long_enough_pieces_are_whole_arrays(counts: list[int], extra: int) -> None:
-    pieces = Layout(counts).pieces(0, sum(counts), max(counts, default=0) + extra)
-    assert [(piece.array, piece.start, piece.stop) for piece in pieces] == [(i, 0, n) for i, n in enumerate(counts) if n]
+def test_long_enough_segments_are_whole_arrays(counts: list[int], extra: int) -> None:
+    segments = Layout(counts).segments(0, sum(counts), max(counts, default=0) + extra)
+    assert [(s.array, s.start, s.stop) for s in segments] == [(i, 0, n) for i, n in enumerate(counts) if n]
 
 
 def test_a_range_of_a_layout_is_cut_at_its_ends() -> None:
     whole, part = Layout([4, 3, 5]), Layout([4, 3, 5], first=2, count=7)
     assert (part.count, part.is_one_array) == (7, False)
-    assert [(p.array, p.start, p.stop, p.offset) for p in part.pieces(0, 7, 100)] == [(0, 2, 4, 0), (1, 0, 3, 2), (2, 0, 2, 5)]
-    shifted = [(p.array, p.start, p.stop) for p in whole.pieces(2, 9, 100)]
-    assert [(p.array, p.start, p.stop) for p in part.pieces(0, 7, 100)] == shifted
+    found = [(s.array, s.start, s.stop, s.offset) for s in part.segments(0, 7, 100)]
+    assert found == [(0, 2, 4, 0), (1, 0, 3, 2), (2, 0, 2, 5)]
+    shifted = [(p.array, p.start, p.stop) for p in whole.segments(2, 9, 100)]
+    assert [(p.array, p.start, p.stop) for p in part.segments(0, 7, 100)] == shifted
 
 
 def test_one_array_is_all_of_it() -> None:

@@ -100,7 +100,7 @@ def test_what_a_result_loses_is_made_up_for_by_its_owner(dtype: np.dtype) -> Non
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan, 1e38])
-def test_what_is_no_number_is_sent_once(bad: float) -> None:
+def test_what_is_not_a_number_is_sent_once(bad: float) -> None:
     caster, sent = Cast(Wire(np.dtype(np.float16), error_feedback=True), 2), np.empty(2, np.float16)
     caster.contribute(np.array([bad, 1 + 1.5 * 2.0**-12], np.float32), sent, 0)
     assert not np.isfinite(sent[0])

@@ -18,7 +18,7 @@ def test_a_dataset_that_distributes_itself_does():
     assert mpistrat.get_strategy().experimental_distribute_dataset(dataset) is dataset
 
 
-def test_what_is_no_dataset_is_refused():
+def test_what_is_not_a_dataset_is_refused():
     with pytest.raises(TypeError):
         mpistrat.OneDeviceStrategy().experimental_distribute_dataset(3)
 

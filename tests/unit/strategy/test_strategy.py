@@ -439,7 +439,7 @@ def test_all_reduce_of_a_variable_reduces_the_array_of_this_replica():
         (object(), "value has dtype object"),
     ],
 )
-def test_all_reduce_names_the_leaf_that_is_no_array_of_numbers(value, message):
+def test_all_reduce_names_the_leaf_that_is_not_an_array_of_numbers(value, message):
     with pytest.raises(UnsupportedDtypeError, match=message):
         mpistrat.get_replica_context().all_reduce("sum", value)
 

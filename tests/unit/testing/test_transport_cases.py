@@ -27,7 +27,7 @@ def test_sums_are_the_same_in_every_order(dtype: np.dtype, op: ReduceOp) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_poison_is_no_value_that_occurs(dtype: np.dtype) -> None:
+def test_poison_is_not_a_value_that_occurs(dtype: np.dtype) -> None:
     array = np.empty(3, dtype)
     poison(array)
     if dtype.kind in "fc":

@@ -125,7 +125,7 @@ def _ways(capsys: pytest.CaptureFixture[str], shape: str) -> list[str]:
     return [" ".join(line.split()) for line in out.splitlines() if line.startswith(("inside nodes", "between nodes"))]
 
 
-def test_on_gpus_it_says_which_ways_are_taken_and_why(
+def test_on_gpus_it_says_which_transports_are_used_and_why(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -177,7 +177,7 @@ def test_a_tuning_is_what_predictions_rest_on(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("words", [(), ("--scale",)])
-def test_a_reader_that_has_gone_is_no_error(unbuffered: str, words: tuple[str, ...]) -> None:
+def test_a_reader_that_has_gone_is_not_an_error(unbuffered: str, words: tuple[str, ...]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "mpistrat", "plan", "--world", "4x8", "--bytes", "1MiB", *words]

@@ -69,7 +69,7 @@ ACCEPTED = "accepted are /cpu:0, CPU:0, /gpu:0, /device:CPU:0, /job:worker/repli
         ["cpu"],
     ],
 )
-def test_a_text_that_is_no_device_name(name):
+def test_a_text_that_is_not_a_device_name(name):
     with pytest.raises(InvalidArgumentError) as caught:
         parse_device(name)
     assert str(caught.value) == f"{name!r} is not a device name; {ACCEPTED}"
@@ -83,7 +83,7 @@ def test_a_text_that_is_no_device_name(name):
         "/job:localhost/replica:0/task:1/device:CPU:0",
     ],
 )
-def test_tasks_that_no_rank_is(name):
+def test_tasks_that_are_not_a_rank(name):
     with pytest.raises(InvalidArgumentError) as caught:
         parse_device(name)
     assert str(caught.value) == (

@@ -42,10 +42,10 @@ def test_who_drives_may_say_what_is_overdue() -> None:
 def test_who_drives_may_say_how_to_rest() -> None:
     rests: list[int] = []
     steps = [WAITING, WAITING, WORKED, WAITING, WORKED, WORKED, WAITING]
-    drive(iter(steps), lambda: "this", rest=rests.append)
+    drive(iter(steps), lambda: "this", back_off=rests.append)
     assert rests == [0, 1, 0, 0], "how often in a row there was nothing to do"
     with pytest.raises(DeadlineExceededError):  # who rests long looks at the clock each time
-        drive(iter([WAITING] * 3), lambda: "this", 0.01, rest=lambda _: time.sleep(0.02))
+        drive(iter([WAITING] * 3), lambda: "this", 0.01, back_off=lambda _: time.sleep(0.02))
 
 
 def test_what_is_at_work_is_not_late() -> None:

@@ -98,7 +98,7 @@ def test_a_call_that_raised_counts_too() -> None:
     assert BARRIER in judged(ranks(call(), call(text=BARRIER, left=1.0, has_failed=True)))
 
 
-def test_a_description_that_is_forgotten_is_no_evidence() -> None:
+def test_a_description_that_is_forgotten_is_not_evidence() -> None:
     assert judged(ranks(call(), replace(call(text=BARRIER), digest=0))) == ""
 
 

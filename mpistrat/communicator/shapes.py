@@ -1,4 +1,4 @@
-"""What replicas must know of each other's arrays before they exchange them."""
+"""Shapes and dtypes that replicas exchange before they exchange arrays."""
 
 from __future__ import annotations
 
@@ -12,27 +12,24 @@ from mpistrat.groups.agreement import word_of
 from mpistrat.groups.group import Group
 from mpistrat.reduction import HALF_DTYPES
 
-__all__ = ["require_equal", "shape_header", "shape_of", "shape_word"]
+__all__ = ["decode_shape", "encode_shape", "require_equal_shapes", "shape_word"]
 
 _MAX_NDIM, _NAME_BYTES = 64, 32
 
 
-def shape_word(array: Array, free_axis: int | None = None, landing_extent: int | None = None) -> int:
-    """Return a number that is the same for arrays of one dtype and of equal extents, but for those along `free_axis`.
-
-    There the results must have one extent, where ranks name it.
-    """
+def shape_word(array: Array, free_axis: int | None = None, out_extent: int | None = None) -> int:
+    """Return a hash of dtype and shape that ignores the extent along `free_axis`, but includes that of `out` if given."""
     extents = tuple(-1 if axis == free_axis else extent for axis, extent in enumerate(array.shape))
-    return word_of(f"{array.dtype.name} {extents} {free_axis} {landing_extent}")
+    return word_of(f"{array.dtype.name} {extents} {free_axis} {out_extent}")
 
 
-def require_equal(words: np.ndarray[Any, np.dtype[np.int64]], needed: str, group: Group, array: Array) -> None:
-    """Check that the arrays of all ranks have one `shape_word`. A collective call where they do not.
+def require_equal_shapes(words: np.ndarray[Any, np.dtype[np.int64]], needed: str, group: Group, array: Array) -> None:
+    """Check that the `shape_word` of all ranks are equal. A collective call if they are not.
 
     Raises
     ------
     InvalidArgumentError
-        On every rank, if they do not.
+        On every rank, if they differ.
     """
     if (words == words[0]).all():
         return
@@ -41,8 +38,8 @@ def require_equal(words: np.ndarray[Any, np.dtype[np.int64]], needed: str, group
     raise InvalidArgumentError(f"{needed}; got {shapes}")
 
 
-def shape_header(array: Array) -> Array:
-    """Return the shape and dtype of an array in a fixed number of bytes."""
+def encode_shape(array: Array) -> Array:
+    """Encode the shape and dtype of an array in a fixed number of bytes."""
     header = np.zeros(1 + _MAX_NDIM + _NAME_BYTES // 8, np.int64)
     header[0] = array.ndim
     header[1 : 1 + array.ndim] = array.shape
@@ -51,7 +48,7 @@ def shape_header(array: Array) -> Array:
     return header
 
 
-def shape_of(header: Array) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return the shape and dtype that a header says."""
+def decode_shape(header: Array) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return the shape and dtype that `encode_shape` encoded."""
     name = header[1 + _MAX_NDIM :].view(np.uint8).tobytes().rstrip(b"\0").decode()
     return tuple(int(extent) for extent in header[1 : 1 + header[0]]), np.dtype(name)

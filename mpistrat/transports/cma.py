@@ -1,7 +1,7 @@
-"""PeerMemory: read and write the memory of another process of this node, where the kernel lets us (cross-memory attach).
+"""CrossMemoryAttach: read and write the memory of another process of this node, by process_vm_readv and process_vm_writev.
 
-One system call copies between a peer's array and ours: nobody has to put anything into shared memory first. A kernel or a
-container may forbid it between processes that are not parent and child; so it is tried once, on all ranks together.
+One system call copies between a peer's array and ours, without a copy in shared memory. A kernel or a container may forbid it
+between processes that are not parent and child, so all ranks try it once, together.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from mpistrat.groups.group import Group
 from mpistrat.launch import launcher_process
 from mpistrat.transports.steps import address
 
-__all__ = ["PeerMemory", "Spans"]
+__all__ = ["CrossMemoryAttach", "IoVectors"]
 
-# Yama lets siblings attach only to a process that has admitted them, or one of their ancestors
+# the Yama security module lets a process attach only to descendants, and to processes that have admitted it or an ancestor
 _PR_SET_PTRACER = 0x59616D61
 _PROOF = 0x6D70697374726174
 _READ, _WRITE = 0, 1
-_MOST_SPANS, _ROW_BYTES = 1024, 16  # IOV_MAX: what one call takes
+_IOV_MAX, _IOVEC_BYTES = 1024, 16
 
 
-class Spans:
-    """Pieces of memory that are copied in one go, as the kernel wants them: rows of ``struct iovec``.
+class IoVectors:
+    """An array of ``struct iovec``: ranges of memory that are copied by one system call.
 
     Parameters
     ----------
     addresses, sizes_bytes : int or ndarray
-        Where the pieces begin, and how long they are: one of each, or as many of both.
+        The first address and the size of each range.
     """
 
     __slots__ = ("_rows", "at", "count", "nbytes")
@@ -45,22 +45,22 @@ class Spans:
         self._rows[:, 0], self._rows[:, 1] = addresses, sizes_bytes
         self._note()
 
-    def part(self, first: int, last: int) -> Spans:
-        """Return those from `first` to before `last`; they move with these."""
-        part = Spans.__new__(Spans)
+    def part(self, first: int, last: int) -> IoVectors:
+        """Return a view of elements [first, last), which moves with these."""
+        part = IoVectors.__new__(IoVectors)
         part._rows = self._rows[first:last]
         part._note()
         return part
 
     def move(self, addresses: NDArray[np.uint64]) -> None:
-        """Let the pieces begin elsewhere."""
+        """Change the addresses."""
         self._rows[:, 0] = addresses
 
     def _note(self) -> None:
         self.at, self.count, self.nbytes = address(self._rows), len(self._rows), int(self._rows[:, 1].sum())
 
 
-class PeerMemory:
+class CrossMemoryAttach:
     """Reads from and writes to the ranks of a group. Making one is a collective call.
 
     Parameters
@@ -71,7 +71,7 @@ class PeerMemory:
     Attributes
     ----------
     refusal : str
-        Why the memory of peers cannot be reached here; empty where it can.
+        Why the memory of peers cannot be accessed here; empty if it can.
     """
 
     def __init__(self, group: Group) -> None:
@@ -86,25 +86,25 @@ class PeerMemory:
             _admit_ranks(library)
         self.refusal = self._try()
 
-    def read(self, rank: int, remote: Spans, into: Spans) -> None:
-        """Copy what lies in spans of a rank of the group into as many spans of ours, each as long as that one.
+    def read(self, rank: int, remote: IoVectors, into: IoVectors) -> None:
+        """Copy from memory of a rank of the group to our own; the ranges must have equal sizes.
 
         Raises
         ------
         UnavailableError
-            If the process is gone, or its memory there cannot be read.
+            If the process is gone, or its memory cannot be read.
         """
         problem = self._copy(_READ, rank, remote, into)
         if problem:
             self._fail(f"reading {into.nbytes} bytes of", rank, problem)
 
-    def write(self, rank: int, remote: Spans, values: Spans) -> None:
-        """Copy what lies in our spans to as many spans of a rank of the group, each as long as that one.
+    def write(self, rank: int, remote: IoVectors, values: IoVectors) -> None:
+        """Copy from our own memory to that of a rank of the group; the ranges must have equal sizes.
 
         Raises
         ------
         UnavailableError
-            If the process is gone, or its memory there cannot be written.
+            If the process is gone, or its memory cannot be written.
         """
         problem = self._copy(_WRITE, rank, remote, values)
         if problem:
@@ -117,13 +117,13 @@ class PeerMemory:
             "not in ordinary memory: MPISTRAT_PEER_MEMORY=0 goes through shared memory instead"
         )
 
-    def _copy(self, way: int, rank: int, remote: Spans, local: Spans) -> str:
-        """Copy, and return what went wrong or an empty text."""
-        move = self._move[way]
+    def _copy(self, direction: int, rank: int, remote: IoVectors, local: IoVectors) -> str:
+        """Copy; return the error as text, or an empty text."""
+        move = self._move[direction]
         assert move is not None, "the C library does not have it"
         moved = 0
-        for first in range(0, local.count, _MOST_SPANS):
-            rows, skipped = min(local.count - first, _MOST_SPANS), first * _ROW_BYTES
+        for first in range(0, local.count, _IOV_MAX):
+            rows, skipped = min(local.count - first, _IOV_MAX), first * _IOVEC_BYTES
             count = move(self._pids[rank], local.at + skipped, rows, remote.at + skipped, rows, 0)
             if count < 0:
                 return os.strerror(ctypes.get_errno())
@@ -131,10 +131,10 @@ class PeerMemory:
         return "" if moved == local.nbytes else f"only {moved} bytes can be reached"
 
     def _try(self) -> str:
-        """Read a number from every peer and write it back; return, on all ranks alike, why that fails somewhere."""
+        """Read a number from every peer and write it back; return, on all ranks, why that failed on any rank."""
         proof = np.array([_PROOF], np.uint64)
         seen = np.empty_like(proof)
-        here = Spans(address(seen), seen.nbytes)
+        here = IoVectors(address(seen), seen.nbytes)
         is_wanted = settings.PEER_MEMORY.read() and None not in self._move
         facts = self._group.comm.allgather((os.getpid(), address(proof), is_wanted))
         self._pids = [pid for pid, _, _ in facts]
@@ -143,14 +143,14 @@ class PeerMemory:
         problems = []
         for rank, (_, remote, _) in enumerate(facts):
             seen[0] = 0
-            there = Spans(remote, proof.nbytes)
+            there = IoVectors(remote, proof.nbytes)
             problem = self._copy(_READ, rank, there, here)
             if not problem and seen[0] != _PROOF:
                 problem = "another process answered"
             problem = problem or self._copy(_WRITE, rank, there, here)
             if problem:
                 problems.append(f"rank {self._group.ranks[rank]}: {problem}")
-        # nobody may drop its proof before all have read it
+        # no rank may free its proof before all have read it
         found: list[list[str]] = self._group.comm.allgather(problems)
         return "; ".join(chain.from_iterable(found))
 
@@ -158,7 +158,7 @@ class PeerMemory:
 def _admit_ranks(library: Any) -> None:
     """Let the descendants of this node's launcher attach to this process, and no other processes of the user.
 
-    This takes the place of what the MPI library may have asked for, which is all processes.
+    This overrides the MPI library, which may have admitted all processes.
     """
     launcher = launcher_process.watched()
     if launcher is not None:

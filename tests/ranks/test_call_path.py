@@ -37,13 +37,13 @@ def passed(call):
     return sorted({module for module, _ in found}), sorted(found)
 
 
-def way(comm, op, value):
+def fewest_passed(comm, op, value):
     """Return what a warm call of ``ctx.all_reduce`` passes where it waits least. A collective call."""
     found = []
 
     def step():
         context = mpistrat.get_replica_context()
-        for _ in range(32):  # a rank that waits long looks whether its peers are there
+        for _ in range(32):  # a rank that waits long checks its peers
             found.append(passed(lambda: context.all_reduce(op, value)))
 
     strategy = mpistrat.MultiWorkerMirroredStrategy()
@@ -60,7 +60,7 @@ def test_one_small_array_passes_few_modules(comm, monkeypatch, num_nodes):
         pytest.skip("two ranks tell all")
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", "1x2" if num_nodes == 1 else "2x1")
-    modules, _ = way(comm, "sum", np.ones(1))
+    modules, _ = fewest_passed(comm, "sum", np.ones(1))
     assert len(modules) <= MODULES_OF_A_SMALL_ARRAY, modules
 
 
@@ -69,6 +69,6 @@ def test_a_gradient_passes_few_modules_and_functions(comm, monkeypatch):
         pytest.skip("four ranks on two nodes are meant")
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", "2x2")
-    modules, functions = way(comm, "mean", [np.ones(1 << 19, np.float32)] * 2)
+    modules, functions = fewest_passed(comm, "mean", [np.ones(1 << 19, np.float32)] * 2)
     assert len(modules) <= MODULES_OF_A_GRADIENT, modules
     assert len(functions) <= FUNCTIONS_OF_A_GRADIENT, functions

@@ -1,4 +1,4 @@
-"""Build the groups of a communicator over the ranks of an MPI communicator, after these have compared their arguments."""
+"""Build the hierarchy of groups for a communicator, after its ranks have compared their arguments."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from mpistrat.groups.rendezvous import rendezvous
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["hierarchy_over", "time_to_meet"]
+__all__ = ["build_hierarchy", "rendezvous_seconds"]
 
 
-def hierarchy_over(comm: MPI.Intracomm, options: CommunicationOptions | None, num_packs: int | None) -> Hierarchy:
-    """Return the groups of the ranks of `comm`, which is only duplicated. A collective call.
+def build_hierarchy(comm: MPI.Intracomm, options: CommunicationOptions | None, num_packs: int | None) -> Hierarchy:
+    """Return the hierarchy of groups over the ranks of `comm`, which is duplicated. A collective call.
 
     Parameters
     ----------
     comm : MPI.Intracomm
         Any ranks of the job.
     options, num_packs : CommunicationOptions, int
-        What the communicator is to be made with: the same on all ranks.
+        Arguments of the communicator: the same on all ranks.
 
     Raises
     ------
     InvalidArgumentError
         If `comm` is not an intracommunicator of this rank, or the options cannot be used.
     AgreementError
-        If ranks pass different options, and on the others where one rank is refused.
+        If ranks pass different options, or the arguments of another rank are refused.
     LaunchError, TopologyError, DeadlineExceededError
         As `groups.rendezvous`.
     """
@@ -43,19 +43,19 @@ def hierarchy_over(comm: MPI.Intracomm, options: CommunicationOptions | None, nu
             raise InvalidArgumentError(f"options must be CommunicationOptions or None; got {type(options).__name__}")
         check_num_packs(num_packs)
 
-    with rendezvous("Communicator", time_to_meet(options), comm) as job:
+    with rendezvous("Communicator", rendezvous_seconds(options), comm) as job:
         job.agree(f"Communicator(options={options}, num_packs={num_packs})", check)
         return Hierarchy(job.comm, job.world)
 
 
-def time_to_meet(options: object) -> float:
-    """Return how many seconds ranks wait for each other while a communicator is made; 0 means for ever."""
+def rendezvous_seconds(options: object) -> float:
+    """Return how many seconds ranks wait for each other while a communicator is made; 0 means forever."""
     if isinstance(options, CommunicationOptions) and options.timeout_seconds is not None:
         return options.timeout_seconds
     try:
         return settings.TIMEOUT_SECONDS.read()
     except SettingError:
-        return 0.0  # the communicator refuses it, where all ranks learn of it
+        return 0.0  # the communicator raises this error, on all ranks together
 
 
 def _check_comm(comm: object) -> None:
