@@ -37,7 +37,7 @@ CPU, CUDA, PINNED = 1, 2, 3
 def installed(name: str) -> ModuleType:
     """Return the library ``torch`` or ``jax``, or skip the test and say why."""
     if importlib.util.find_spec(name) is None:
-        pytest.skip(f"no {name}: pip install 'mpistrat[interop]'")
+        pytest.skip(f"no {name}: pip install '.[interop]'")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     return importlib.import_module(name)
 

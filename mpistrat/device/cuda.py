@@ -32,7 +32,7 @@ _EXCLUSIVE_PROCESS = 3  # of cudaComputeMode
 def count_visible() -> tuple[int, str]:
     """Return the number of GPUs that this process sees, and if none, why. CuPy is imported only if there is a driver."""
     if find_spec("cupy") is None:
-        return 0, "CuPy is not installed: pip install 'mpistrat[cuda12]', or cuda13"
+        return 0, "CuPy is not installed: pip install '.[cuda12]' in the checkout, or cuda13"
     if not _has_driver():
         return 0, "this machine has no NVIDIA driver (libcuda.so.1)"
     try:

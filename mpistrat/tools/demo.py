@@ -82,7 +82,7 @@ def _two_nodes(num_ranks: int) -> str:
 def _check_packages() -> None:
     missing = [package for module, package in NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
-        raise LaunchError(f"the demo needs {', '.join(missing)}, which is not installed: pip install 'mpistrat[demo]'")
+        raise LaunchError(f"the demo needs {', '.join(missing)}, which is not installed: pip install '.[demo]' in the checkout")
 
 
 def _make_folder(folder: Path) -> Path:

@@ -42,10 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--wire-dtype")
     parser.add_argument("--error-feedback", action="store_true")
     arguments = parser.parse_args(argv)
-    # the demo shows the phases of the hierarchical algorithm; auto might choose another one for gradients of this size
-    options = CommunicationOptions(
-        algorithm="hierarchical", wire_dtype=arguments.wire_dtype, error_feedback=arguments.error_feedback
-    )
+    options = CommunicationOptions(wire_dtype=arguments.wire_dtype, error_feedback=arguments.error_feedback)
     strategy = mpistrat.MultiWorkerMirroredStrategy(communication_options=options)
     ops, chief = strategy.extended.communicator, strategy.extended.should_save_summary
     console = Console(

@@ -96,7 +96,7 @@ def require_scipy() -> None:
         If it is not; names the extra that installs it.
     """
     if find_spec("scipy") is None:
-        raise LaunchError("tuning fits the cost model with SciPy, which is not installed: pip install 'mpistrat[tune]'")
+        raise LaunchError("tuning fits the cost model with SciPy, which is not installed: pip install scipy")
 
 
 def corrected(model: CostModel, measurements: Iterable[Measurement]) -> CostModel:

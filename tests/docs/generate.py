@@ -12,11 +12,9 @@ import io
 import re
 import shlex
 from collections.abc import Callable, Iterable
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import mpistrat
 from mpistrat import errors, settings
 from mpistrat.settings import SETTINGS, Setting
 from mpistrat.text import format_bytes
@@ -24,7 +22,7 @@ from mpistrat.tools import cli
 from tests.benchmarks.pages import with_results
 from tests.docs import gpu_page
 from tests.docs.pages import ROOT, Command, blocks, pages
-from tests.docs.surface import FACES, beyond, described, home, members, public_names
+from tests.docs.surface import api_names, beyond, described, home
 from tests.docs.tf_names import READING, SAME, SECTIONS, Row
 
 __all__ = ["generated", "stale"]
@@ -123,16 +121,16 @@ def _argument(action: argparse.Action) -> tuple[str, str]:
 
 
 def _api() -> str:
-    # in the order of the names: those of mpistrat itself, then those of its faces
-    things = {name: thing for name, thing in public_names().items() if name.rpartition(".")[0] in ("", *FACES)}
-    summary = _table(
-        ("name", "what it is"),
-        [(f"[`{name}`](#{name.lower().replace('.', '')})", described(name)) for name in things],
-    )
+    sections: dict[str, dict[str, str]] = {title: {} for title in _SECTIONS}
+    for name in api_names():
+        package = home(name).split(".")[1]
+        title = next((title for title, packages in _SECTIONS.items() if package in packages), "Other libraries")
+        sections.setdefault(title, {})[f"`{name}`"] = described(name)
+    parts = [f"## {title}\n\n{_table(('name', 'what it is'), rows.items())}" for title, rows in sections.items()]
     return (
-        "# Python API\n\n`import mpistrat` starts neither MPI nor CUDA. `mpistrat.errors` is described [here](errors.md). "
-        f"The full text of each entry is its docstring: `help(mpistrat.Strategy.run)`.\n\n{summary}\n"
-        + "\n".join(_entry(name, thing) for name, thing in things.items())
+        "# Python API\n\n`import mpistrat` starts neither MPI nor CUDA. Names are below `mpistrat`; its errors have "
+        "[a page of their own](errors.md). Parameters, defaults and what is raised are in the docstrings, "
+        "`help(mpistrat.Strategy.run)`, from which the site has a page for each name.\n\n" + "\n".join(parts)
     )
 
 
@@ -164,38 +162,6 @@ def _beyond_row(name: str, thing: Any) -> tuple[str, str]:
         return f"`{name}`", described(name)
     arguments = [parameter for parameter in inspect.signature(function).parameters if parameter not in ("self", "cls")]
     return f"`{name}({', '.join(arguments)})`", described(name)
-
-
-def _entry(name: str, thing: Any) -> str:
-    head = f"## {name}\n\n{described(name)}\n\nHome: `{home(name)}`.\n"
-    if not callable(thing):
-        return f"{head}\nValue: `{thing!r}`.\n"
-    if not inspect.isclass(thing):
-        return f"{head}\n```text\nmpistrat.{name}{_signature(thing)}\n```\n"
-    if issubclass(thing, Enum):
-        return f"{head}\nMembers: {', '.join(f'`{member.name}`' for member in thing)}.\n"
-    public = [kind for kind in public_names().values() if inspect.isclass(kind)]
-    bases = [base.__name__ for base in thing.__mro__[1:] if base.__name__ in mpistrat.__all__]
-    inherits = f"\nHas all that [`{bases[0]}`](#{bases[0].lower()}) has.\n" if bases else ""
-    rows = [_member(member, value) for member, value in members(thing, public).items() if not isinstance(value, str)]
-    table = f"\n{_table(('member', 'what it is or does'), rows)}" if rows else ""
-    return f"{head}\n```text\nmpistrat.{name}{_signature(thing)}\n```\n{inherits}{table}"
-
-
-def _member(name: str, value: Any) -> tuple[str, str]:
-    value = getattr(value, "__func__", value)
-    if not inspect.isfunction(value):
-        return f"`{name}`", _caption(value)
-    names = [parameter.name for parameter in inspect.signature(value).parameters.values()][1:]
-    return f"`{name}({', '.join(names)})`", _caption(value)
-
-
-def _signature(thing: Any) -> str:
-    """Return parameters and defaults, without types: how Python prints those differs between versions."""
-    parameters = inspect.signature(thing).parameters.values()
-    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
-    shown = str(inspect.Signature(bare))
-    return re.sub(r"<(\w+\.\w+): [^>]+>", r"\1", shown)
 
 
 def _tree() -> str:
@@ -250,6 +216,17 @@ def _reduce_ops() -> str:
     return _table(cells[0], cells[1:])
 
 
+# What the names of the API page are about, and the packages that they come from.
+_SECTIONS = {
+    "Strategies": ("strategy",),
+    "Communicators": ("communicator", "execution", "reduction"),
+    "Variables": ("state",),
+    "Datasets": ("inputs",),
+    "Contexts and distributed values": ("context",),
+    "Cross-device operations": ("cross_device",),
+    "Clusters": ("cluster",),
+    "Parameter servers": ("parameter_server",),
+}
 _PAGES: dict[str, Callable[[], str]] = {
     "settings.md": _settings,
     "errors.md": _errors,

@@ -15,7 +15,7 @@ from typing import Any
 import mpistrat
 from tests.docs.tf_names import READING, SAME, SECTIONS
 
-__all__ = ["FACES", "beyond", "described", "home", "members", "public_names", "resolve"]
+__all__ = ["api_names", "beyond", "described", "home", "members", "public_names", "resolve"]
 
 FACES = ("experimental", "experimental.coordinator", "experimental.partitioners", "cluster_resolver")
 
@@ -40,6 +40,11 @@ def resolve(path: str) -> Any:
         else:
             found = getattr(found, name)
     return found
+
+
+def api_names() -> dict[str, Any]:
+    """Return the public names of modules below ``mpistrat``: those of the package itself, then those of its faces."""
+    return {name: thing for name, thing in public_names().items() if name.rpartition(".")[0] in ("", *FACES)}
 
 
 def public_names() -> dict[str, Any]:

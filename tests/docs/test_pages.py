@@ -37,7 +37,7 @@ def test_snippets_run_and_print_what_is_shown(name, tmp_path):
     text = (ROOT / name).read_text()
     missing = [library for library in sorted(set(OPTIONAL.findall(text))) if importlib.util.find_spec(library) is None]
     if missing:
-        pytest.skip(f"no {' and '.join(missing)}: pip install 'mpistrat[interop]'")
+        pytest.skip(f"no {' and '.join(missing)}: pip install '.[interop]'")
     unused, number = set(), 0
     for block in blocks(text):
         where = f"{name}, line {block.line}"

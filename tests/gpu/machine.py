@@ -115,7 +115,7 @@ def main() -> None:
         machine.missing["compute-sanitizer"] = "compute-sanitizer is not installed: it comes with CUDA's toolkit"
     machine.libraries.update(loaded(Path("/proc/self/maps").read_text()))
     if find_spec("sklearn") is None:
-        machine.missing["scikit-learn"] = "the demo's images need scikit-learn: pip install 'mpistrat[demo]'"
+        machine.missing["scikit-learn"] = "the demo's images need scikit-learn: pip install '.[demo]'"
     print(json.dumps(asdict(machine)))
 
 

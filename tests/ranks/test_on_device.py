@@ -67,7 +67,7 @@ def test_training_on_gpus_gives_the_weights_of_the_host(comm, on_gpu, xp):
 @needs_ranks(2)
 def test_the_demo_runs_on_gpus_and_says_so(comm, gpu, tmp_path, capsys, monkeypatch):
     for package in ("rich", "matplotlib"):
-        pytest.importorskip(package, reason=f"no {package}: pip install 'mpistrat[demo]'")
+        pytest.importorskip(package, reason=f"no {package}: pip install '.[demo]'")
     # rank 0 alone needs the plot, but Hypothesis draws other examples where other modules are imported
     from mpistrat.tools import demo_plot as demo_plot
     from mpistrat.tools import demo_rank

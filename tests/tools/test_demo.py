@@ -56,9 +56,9 @@ def test_demo_as_it_comes(tmp_path):
     ]
     assert re.search(r"^computed +in host memory, with NumPy: \w", done.stdout, re.MULTILINE)
     assert re.search(r"^gradients +1\.172 MiB of float32", done.stdout, re.MULTILINE)
-    # large enough for our own hierarchical all-reduce, which is what the demo is there to show
+    # the gradients are large enough for an algorithm with these phases, whichever auto chooses
     assert re.search(r"^plan +\w+: intra reduce_scatter -> inter all_reduce -> intra all_gather ", done.stdout, re.MULTILINE)
-    assert re.search(r"^why +hierarchical was asked for by name; auto would choose ", done.stdout, re.MULTILINE)
+    assert re.search(r"^why +(\w+) is predicted fastest: .*; next: (?!\1)", done.stdout, re.MULTILINE)
     epochs = re.findall(r"^epoch (\d)/8  loss (\d\.\d+) +\d+ images/s +\d+% communicating$", done.stdout, re.MULTILINE)
     assert [int(number) for number, _ in epochs] == list(range(1, 9))
     assert float(epochs[-1][1]) < 0.1 * float(epochs[0][1])
@@ -148,6 +148,6 @@ def test_missing_packages_are_named_before_anything_starts(tmp_path, monkeypatch
     monkeypatch.setattr(demo, "NEEDED", {**demo.NEEDED, "no_such_module": "no-such-package"})
     assert cli.main(["demo", "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err == (
-        "mpistrat demo: the demo needs no-such-package, which is not installed: pip install 'mpistrat[demo]'\n"
+        "mpistrat demo: the demo needs no-such-package, which is not installed: pip install '.[demo]' in the checkout\n"
     )
     assert not (tmp_path / "out").exists()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.docs.pages import blocks
 from tests.processes import run_bounded
 
 _SLURM = Path(__file__).parents[2] / "slurm"
+_PAGE = _SLURM.parent / "docs" / "how-to" / "run-under-slurm.md"
+_EXAMPLES = [block.text for block in blocks(_PAGE.read_text()) if block.text.startswith("# site.env")]
 _LAUNCHER = '#!/bin/sh\necho "$(basename "$0") $*; cores ${SRUN_CPUS_PER_TASK-unset}"\n'
 
 
@@ -59,6 +63,22 @@ def test_a_site_may_read_what_is_unset(submit):
     done = submit('[ -z "$CONDA_SHLVL_OF_NOBODY" ]\nLAUNCH="srun"\n')
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("srun python train.py")
+
+
+@pytest.mark.parametrize("example", _EXAMPLES, ids=lambda text: text.partition(";")[0].removeprefix("# site.env "))
+def test_examples_of_sites_start_the_program(submit, tmp_path, monkeypatch, example):
+    for script in ("envs/training/bin/activate", "miniforge3/etc/profile.d/conda.sh"):
+        (tmp_path / script).parent.mkdir(parents=True)
+        (tmp_path / script).touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    done = submit(f"module() {{ :; }}\nconda() {{ :; }}\n{example}")
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"srun --mpi=\w+ -K .*python train.py --name a b; cores 4\n", done.stdout), done.stdout
+
+
+def test_there_are_examples_and_each_says_that_it_is_untested():
+    assert len(_EXAMPLES) == 5
+    assert all("; untested\n" in example for example in _EXAMPLES)
 
 
 @pytest.mark.parametrize("site", ["", "LAUNCH=\n"], ids=["unset", "empty"])

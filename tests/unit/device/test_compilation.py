@@ -21,13 +21,13 @@ KERNELS = [
 
 @pytest.fixture(scope="module")
 def nvrtc():
-    pytest.importorskip("cupy_backends", reason="missing CuPy; pip install 'mpistrat[kernels]'", exc_type=ImportError)
+    pytest.importorskip("cupy_backends", reason="missing CuPy; pip install '.[kernels]'", exc_type=ImportError)
     from cupy_backends.cuda.libs import nvrtc
 
     try:
         nvrtc.getVersion()
     except RuntimeError as error:
-        pytest.skip(f"missing NVIDIA's compiler library ({error}); pip install 'mpistrat[kernels]'")
+        pytest.skip(f"missing NVIDIA's compiler library ({error}); pip install '.[kernels]'")
     return nvrtc
 
 

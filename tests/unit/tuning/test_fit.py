@@ -47,9 +47,9 @@ def test_outliers_decide_nothing() -> None:
         assert modelled_seconds(one, model) == pytest.approx(one.seconds, rel=0.1)
 
 
-def test_without_scipy_the_error_names_the_extra(monkeypatch) -> None:
+def test_without_scipy_the_error_names_the_package(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(LaunchError, match=r"pip install 'mpistrat\[tune\]'"):
+    with pytest.raises(LaunchError, match=r"pip install scipy"):
         fit(measured("1x2"))
 
 
