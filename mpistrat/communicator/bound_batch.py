@@ -14,6 +14,7 @@ from mpistrat.arrays import Array
 from mpistrat.execution.binder import bind
 from mpistrat.execution.bound_plan import BoundPlan, DirectPlan
 from mpistrat.execution.bound_scatter import BoundScatter
+from mpistrat.execution.device_scatter import DeviceScatter
 from mpistrat.execution.executor import Executor
 from mpistrat.groups.agreement import Signature
 from mpistrat.packing.buckets import pack_by_bytes, split_evenly
@@ -29,7 +30,7 @@ class Bucket:
     """The arrays (by index) that share a buffer, and what reduces it."""
 
     indices: tuple[int, ...]
-    bound: BoundPlan | DirectPlan | BoundScatter
+    bound: BoundPlan | DirectPlan | BoundScatter | DeviceScatter
 
 
 class BoundBatch(list[Bucket]):
@@ -123,7 +124,7 @@ def bind_batch(
     dtypes = ", ".join(sorted({array.dtype.name for array in arrays}))
     batch = BoundBatch(text=text, details=(op.name, dtypes, sum(array.nbytes for array in arrays)))
     for dtype, members, layout in lay_out(op, arrays, packing):
-        given = {arrays[index].dtype for index in members}
+        given = [arrays[index].dtype for index in members]
         plan, wire = choose(layout.count, dtype)
         batch.append(Bucket(members, bind(executor, plan, layout, dtype, op, given, wire)))
     if is_current(batch, executor):

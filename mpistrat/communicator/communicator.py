@@ -116,7 +116,7 @@ class Communicator(BaseCommunicator):
         device = bound_device() if uses_gpu else None
         self._gpu = None if device is None else GpuArrays(device, self._executor, plans, self._guard, self._say)
         self._calls = CallSequence(self._guard, self._options)
-        self._movement = DataMovement(self.hierarchy.world_group, self._guard, self._calls)
+        self._movement = DataMovement(self._executor, self._guard, self._calls, self._gpu)
         self._reductions = Reductions(self._executor, self._guard, self._calls, plans, self._gpu)
         self._reductions.num_packs = num_packs
         self._plans, self._fast = self._reductions.plans, self._reductions.fast
@@ -446,9 +446,9 @@ class Communicator(BaseCommunicator):
             with self._guard:
                 self._calls.enter("close", lambda _: "()", None)  # all ranks free the memory together
             self.confirm()
-            self._plans.clear()
             if self._gpu is not None:
                 self._gpu.executor.close()
+            self._plans.clear()
             self._executor.close()
             self.hierarchy.close()
         super().close(owner)

@@ -1,48 +1,62 @@
 """DataMovement: the collectives that move arrays between ranks without reducing them.
 
-Arrays of any dtype are sent as bytes, those on a GPU through host memory. Ranks exchange shapes and dtypes first, so that a
-mismatch is an error on all of them before anything is sent.
+Arrays of any dtype are sent as bytes: between GPUs by NCCL if it joins all ranks and all of them pass arrays on GPUs, else
+through host memory. Ranks exchange shapes and dtypes first, so that a mismatch is an error on all of them before anything is
+sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
-from mpistrat.arrays import Array, like, to_host
+from mpistrat.arrays import Array, is_on_device, like
+from mpistrat.communicator.allocate import allocate
 from mpistrat.communicator.call import CollectiveCall
-from mpistrat.communicator.call_sequence import CallSequence
+from mpistrat.communicator.call_sequence import CallSequence, Facts
+from mpistrat.communicator.device_mover import DeviceMover
+from mpistrat.communicator.gpu_arrays import GpuArrays
 from mpistrat.communicator.guard import CollectiveGuard
+from mpistrat.communicator.host_mover import HostMover
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.shapes import decode_shape, encode_shape, require_equal_shapes, shape_word
 from mpistrat.communicator.validate import check_gather, check_parts, check_root, check_target
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.groups.group import Group
+from mpistrat.execution.executor import Executor
+from mpistrat.groups.agreement import Signature
 from mpistrat.reduction import ReduceOp, check_dtype
-from mpistrat.transports.mpi import MpiTransport, until_complete
-from mpistrat.transports.pairwise import Pairwise
+from mpistrat.transports.mpi import until_complete
 
 __all__ = ["DataMovement"]
 
+T = TypeVar("T")
+
+Mover = HostMover | DeviceMover
+
 
 class DataMovement:
-    """Moves arrays between the ranks of a group, one call at a time.
+    """Moves arrays between the ranks of a communicator, one call at a time.
 
     Parameters
     ----------
-    group : Group
-        All ranks of the communicator.
+    executor : Executor
+        Of its host memory.
     guard : CollectiveGuard
         Admits calls and runs their steps.
     calls : CallSequence
         Begins each call.
+    gpu : GpuArrays or None
+        For arrays on GPUs, if ranks compute there.
     """
 
-    def __init__(self, group: Group, guard: CollectiveGuard, calls: CallSequence) -> None:
-        self._group, self._rank, self._size = group, group.rank, group.size
-        self._guard, self._calls = guard, calls
-        self._bytes = MpiTransport(group)
+    def __init__(self, executor: Executor, guard: CollectiveGuard, calls: CallSequence, gpu: GpuArrays | None) -> None:
+        self._group = group = executor.hierarchy.world_group
+        self._rank, self._size, self._guard, self._calls = group.rank, group.size, guard, calls
+        nccl = None if gpu is None else gpu.executor.transports.everywhere
+        self._by_host = HostMover(group)
+        self._by_nccl = DeviceMover(group, executor.intra.window, gpu, nccl) if gpu is not None and nccl is not None else None
 
     def all_gather(self, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None) -> Array:
         """Concatenate along `axis`, in rank order: see `mpistrat.Communicator.all_gather`. A collective call."""
@@ -55,7 +69,8 @@ class DataMovement:
 
         def facts() -> tuple[int, int]:
             # ranks that pass `out` compare its extent
-            return shape_word(array, axis % array.ndim, None if out is None else out.shape[axis]), array.shape[axis]
+            word = shape_word(array, axis % array.ndim, None if out is None else out.shape[axis])
+            return word, _with_place(array.shape[axis], [array])
 
         with self._guard:
             text = lambda _: f"({array.dtype}, {array.ndim} axes, axis={axis})"  # noqa: E731 - a name would say no more
@@ -65,14 +80,16 @@ class DataMovement:
             if out is not None:
                 needed += ", and out of one shape on all ranks or on none"
             require_equal_shapes(found[:, 0], needed, self._group, array if out is None else out)
-            extents = [int(extent) for extent in found[:, 1]]
+            extents = [int(extent) >> 1 for extent in found[:, 1]]
             if out is not None and out.shape[axis] != sum(extents):
                 raise InvalidArgumentError(
                     f"out must have extent {sum(extents)} along axis {axis}, that of all arrays; got shape {out.shape}"
                 )
-            whole = self._gather_rows(call, np.moveaxis(to_host(array), axis, 0), extents, out if axis == 0 else None)
+            mover = self._mover(call, found)
+            rows = np.moveaxis(mover.fetch(array), axis, 0)
+            whole = self._gather_rows(call, mover, rows, extents, out if axis == 0 else None)
             if out is None:
-                result: Array = like(np.ascontiguousarray(np.moveaxis(whole, 0, axis)), array)
+                result: Array = like(_contiguous(np.moveaxis(whole, 0, axis)), array)
                 return result
             if whole is not out:
                 out[...] = like(np.moveaxis(whole, 0, axis), out)
@@ -87,13 +104,17 @@ class DataMovement:
 
         with self._guard:
             text = lambda _: f"({array.dtype}, root={root})"  # noqa: E731
-            call, found = self._calls.enter("gather", text, options, check, lambda: (shape_word(array), 0))
+            call, found = self._calls.enter(
+                "gather", text, options, check, lambda: (shape_word(array), _with_place(0, [array]))
+            )
             require_equal_shapes(found[:, 0], "gather needs equal shapes, one dtype and one root", self._group, array)
-            mine, nothing = np.array(to_host(array), order="C"), np.empty(0, np.uint8)
-            is_root = self._rank == root
-            received = [np.empty(mine.shape, mine.dtype) if is_root and rank != root else mine for rank in range(self._size)]
+            mover, is_root = self._mover(call, found), self._rank == root
+            mine = self._allocate(call, lambda: mover.fetch(array).copy())
+            nothing, num_others = mover.empty((0,), np.dtype(np.uint8)), self._size - 1 if is_root else 0
+            others = self._allocate(call, lambda: [mover.empty(mine.shape, mine.dtype) for _ in range(num_others)])
+            received = [*others[:root], mine, *others[root:]] if is_root else [nothing] * self._size
             sends = [mine if rank == root else nothing for rank in range(self._size)]
-            self._guard.run(call, Pairwise(self._group, sends, received if is_root else [nothing] * self._size).run())
+            self._guard.run(call, mover.exchange(sends, received))
             return [like(one, array) for one in received] if is_root else None
 
     def all_to_all(self, arrays: Sequence[Array], options: CommunicationOptions | None) -> list[Array]:
@@ -104,7 +125,7 @@ class DataMovement:
             check_dtype(ReduceOp.SUM, arrays[0].dtype)
 
         def facts() -> tuple[int, int]:
-            return shape_word(arrays[0], 0 if arrays[0].ndim else None), 0
+            return shape_word(arrays[0], 0 if arrays[0].ndim else None), _with_place(0, arrays)
 
         with self._guard:
             text = lambda _: f"({', '.join(sorted({str(array.dtype) for array in arrays}))})"  # noqa: E731
@@ -112,11 +133,13 @@ class DataMovement:
             needed = "all_to_all needs one dtype, and equal extents on all axes but the first"
             require_equal_shapes(found[:, 0], needed, self._group, arrays[self._rank])
             extents = self._exchange_extents(call, arrays)
-            sends = [np.ascontiguousarray(to_host(array)).reshape(array.shape) for array in arrays]
+            mover = self._mover(call, found)
+            sends = self._allocate(call, lambda: [_contiguous(mover.fetch(array)) for array in arrays])
             mine = sends[self._rank]
-            received = [np.empty((extent, *mine.shape[1:])[: mine.ndim], mine.dtype) for extent in extents]
+            shapes = [(extent, *mine.shape[1:])[: mine.ndim] for extent in extents]
+            received = self._allocate(call, lambda: [mover.empty(shape, mine.dtype) for shape in shapes])
             np.copyto(received[self._rank], mine)
-            self._guard.run(call, Pairwise(self._group, sends, received).run())
+            self._guard.run(call, mover.exchange(sends, received))
             return [like(one, array) for one, array in zip(received, arrays, strict=True)]
 
     def all_to_all_parts(self, array: Array, options: CommunicationOptions | None) -> Array:
@@ -126,8 +149,7 @@ class DataMovement:
         except (TypeError, ValueError) as error:
             with self._guard:
                 self._calls.refuse(self._calls.prepare_text("all_to_all", options), error)
-        host = to_host(array)
-        joined: Array = like(np.concatenate(self.all_to_all(np.array_split(host, self._size), options)), array)
+        joined: Array = np.concatenate(self.all_to_all(np.array_split(array, self._size), options))
         return joined
 
     def broadcast(self, array: Array, root: int, options: CommunicationOptions | None, out: Array | None) -> Array:
@@ -139,25 +161,27 @@ class DataMovement:
                 check_target(out, array if self._rank == root else out)
 
         def facts() -> tuple[int, int]:
-            return shape_word(array if out is None else out), out is not None
+            landing = array if out is None or self._rank == root else out
+            return shape_word(array if out is None else out), _with_place(out is not None, [landing])
 
         with self._guard:
             call, found = self._calls.enter("broadcast", lambda _: f"(root={root})", options, check, facts)
             # every `out` must have the shape of the root's array
-            is_given = found[:, 1].astype(bool)
+            is_given = found[:, 1] > 1
             if is_given.any():
                 is_given[root] = True
                 needed = "broadcast needs out of the shape and dtype of the root's array"
                 require_equal_shapes(found[is_given, 0], needed, self._group, array if out is None else out)
             header = encode_shape(array)
-            self._guard.run(call, self._bytes.broadcast(header, root).run())
+            self._guard.run(call, self._by_host.broadcast(header, root))
             shape, dtype = decode_shape(header)
             check_dtype(ReduceOp.SUM, dtype, f"the array of replica {root}")
-            result = _host_target(shape, dtype, out)
+            mover = self._mover(call, found)
+            result = self._allocate(call, lambda: mover.empty(shape, dtype, out))
             if self._rank == root:
-                np.copyto(result, to_host(array))
+                np.copyto(result, mover.fetch(array))
             if result.nbytes:
-                self._guard.run(call, self._bytes.broadcast(_bytes(result), root).run())
+                self._guard.run(call, mover.broadcast(result, root))
             if out is None:
                 received: Array = like(result, array)
                 return received
@@ -170,16 +194,26 @@ class DataMovement:
         with self._guard:
             self._calls.enter("barrier", lambda _: "()", options)
 
-    def _gather_rows(self, call: CollectiveCall, mine: Array, extents: Sequence[int], out: Array | None) -> Array:
-        """Return the arrays of all ranks concatenated along axis 0: in `out` if that is in host memory."""
-        whole = _host_target((sum(extents), *mine.shape[1:]), mine.dtype, out)
+    def _gather_rows(self, call: CollectiveCall, mover: Mover, mine: Array, extents: Sequence[int], out: Array | None) -> Array:
+        """Return the arrays of all ranks concatenated along axis 0: in `out` if they can be moved there."""
+        whole = self._allocate(call, lambda: mover.empty((sum(extents), *mine.shape[1:]), mine.dtype, out))
         starts = np.cumsum([0, *extents])
         whole[starts[self._rank] : starts[self._rank + 1]] = mine
         if whole.nbytes:
             row_bytes = whole.nbytes // whole.shape[0]
             bounds = [int(start) * row_bytes for start in starts]
-            self._guard.run(call, self._bytes.all_gather(_bytes(whole), bounds).run())
+            self._guard.run(call, mover.all_gather(whole, bounds))
         return whole
+
+    def _mover(self, call: CollectiveCall, found: Facts) -> Mover:
+        """Return what moves the arrays of a call: NCCL if all ranks have theirs on a GPU."""
+        if self._by_nccl is None or not (found[:, 1] & 1).all():
+            return self._by_host
+        self._guard.begin(call, Signature(call.describe()))  # the barrier before NCCL compares it once more
+        return self._by_nccl
+
+    def _allocate(self, call: CollectiveCall, make: Callable[[], T]) -> T:
+        return allocate(self._guard, self._rank, make, call.verb)
 
     def _exchange_extents(self, call: CollectiveCall, arrays: Sequence[Array]) -> list[int]:
         """Return the first extent of the array that each rank sends to this one; 1 for scalars."""
@@ -190,10 +224,10 @@ class DataMovement:
         return [int(extent) for extent in received]
 
 
-def _host_target(shape: tuple[int, ...], dtype: np.dtype[np.generic], out: Array | None) -> Array:
-    """Return host memory for a result: `out` if it is in host memory."""
-    return out if type(out) is np.ndarray else np.empty(shape, dtype)
+def _with_place(number: int, arrays: Sequence[Array]) -> int:
+    """Return a number of a rank that says besides, in its last bit, whether all arrays are on a GPU."""
+    return number << 1 | all(map(is_on_device, arrays))
 
 
-def _bytes(array: Array) -> Array:
-    return array.reshape(-1).view(np.uint8)
+def _contiguous(array: Array) -> Array:
+    return array if array.flags.c_contiguous else array.copy()

@@ -11,6 +11,7 @@ import numpy as np
 from mpistrat.algorithms.choose import Choice, choose
 from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
 from mpistrat.algorithms.cost import ON_DEVICE
+from mpistrat.algorithms.reduce_scatter import ScatterPlan
 from mpistrat.arrays import Array, is_on_device
 from mpistrat.communicator.bound_batch import BoundBatch, Bucket
 from mpistrat.communicator.explain import Explanation, Pack
@@ -18,6 +19,7 @@ from mpistrat.communicator.options import CommunicationImplementation, Communica
 from mpistrat.communicator.plan_cache import PlanCache
 from mpistrat.communicator.validate import describe_all_reduce
 from mpistrat.execution.device_executor import DeviceExecutor
+from mpistrat.execution.device_scatter import DeviceScatter
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.reduction import ReduceOp
 
@@ -41,8 +43,10 @@ class DevicePlanCache(PlanCache):
         self._chunk_bytes = self._chunk_bytes or DEVICE_CHUNK_BYTES
 
     def explain(self, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Explanation:
-        """Return how a sum of such arrays is computed: see `PlanCache.explain`."""
-        return replace(super().explain(arrays, options, num_packs), path=str(self._device_executor.transports))
+        """Return how a sum of such arrays is computed: see `PlanCache.explain`. What is only enqueued is not timed."""
+        found = super().explain(arrays, options, num_packs)
+        last_seconds = None if self._device_executor.enqueues else found.last_seconds
+        return replace(found, last_seconds=last_seconds, path=str(self._device_executor.transports))
 
     def memory(self) -> MemoryReport:
         """Return the memory of the executor and the plans."""
@@ -51,6 +55,15 @@ class DevicePlanCache(PlanCache):
         return replace(
             held, window_bytes=0, rail_bytes=0, device_bytes=on_device, pinned_bytes=self._device_executor.pinned_bytes
         )
+
+    def _scatter(
+        self, op: ReduceOp, dtype: np.dtype[Any], bounds: Sequence[int], options: CommunicationOptions
+    ) -> DeviceScatter | None:
+        nccl = self._device_executor.transports.everywhere
+        if nccl is None or nccl.refusal(dtype, op):
+            return None
+        plan = ScatterPlan(self._world, tuple(bounds), max(bounds[-1], 1))
+        return DeviceScatter(self._device_executor, nccl, plan, dtype, op)
 
     def _best(self, count: int, itemsize: int, algorithm: str, wire_itemsize: int) -> Choice:
         # inside a node NCCL chooses the algorithm of an all-reduce itself

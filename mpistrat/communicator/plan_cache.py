@@ -21,6 +21,7 @@ from mpistrat.communicator.options import CommunicationImplementation, Communica
 from mpistrat.communicator.validate import describe_all_reduce
 from mpistrat.errors import InvalidArgumentError, TransportError, Unsuitable
 from mpistrat.execution.bound_scatter import BoundScatter
+from mpistrat.execution.device_scatter import DeviceScatter
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.packing.wire import Wire
@@ -181,20 +182,30 @@ class PlanCache:
 
     def _bind_scatter(self, op: ReduceOp, array: Array, axis: int, options: CommunicationOptions) -> BoundBatch | None:
         """Bind the plan of a reduce-scatter; return None, on all ranks, if an all-reduce is used instead."""
-        dtype, world = accumulation_dtype(op, array.dtype), self._world
-        is_cast = _wire(op, dtype, options) is not None and world.num_nodes > 1
-        if options.deterministic or is_cast or not self._executor.scatters:
+        if options.deterministic:
             return None
         row_count = array.size // max(array.shape[axis], 1)
-        bounds = [row_count * row for row in reduce_scatter.part_bounds(array.shape[axis], world.size)]
-        try:
-            plan = reduce_scatter.plan(world, bounds, dtype.itemsize, options.algorithm, self._chunk_bytes)
-        except Unsuitable:
+        bounds = [row_count * row for row in reduce_scatter.part_bounds(array.shape[axis], self._world.size)]
+        bound = self._scatter(op, accumulation_dtype(op, array.dtype), bounds, options)
+        if bound is None:
             return None
-        self._say(f"{op.name} of {array.size} elements, divided along axis {axis}: {plan}")
-        batch = BoundBatch([Bucket((0,), BoundScatter(self._executor, plan, dtype, op))])
+        self._say(f"{op.name} of {array.size} elements, divided along axis {axis}: {bound.plan}")
+        batch = BoundBatch([Bucket((0,), bound)])
         batch.scatters = True
         return batch
+
+    def _scatter(
+        self, op: ReduceOp, dtype: np.dtype[Any], bounds: Sequence[int], options: CommunicationOptions
+    ) -> BoundScatter | DeviceScatter | None:
+        """Return what gives rank r elements ``bounds[r]:bounds[r + 1]`` of the combination, if there is something."""
+        is_cast = _wire(op, dtype, options) is not None and self._world.num_nodes > 1
+        if is_cast or not self._executor.scatters:
+            return None
+        try:
+            plan = reduce_scatter.plan(self._world, bounds, dtype.itemsize, options.algorithm, self._chunk_bytes)
+        except Unsuitable:
+            return None
+        return BoundScatter(self._executor, plan, dtype, op)
 
     def _choice(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions, wire: Wire | None) -> Choice:
         if options.deterministic:

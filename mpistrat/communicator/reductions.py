@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 
 from mpistrat.algorithms.reduce_scatter import part_bounds
 from mpistrat.arrays import Array, is_on_device
+from mpistrat.communicator.allocate import allocate
 from mpistrat.communicator.bound_batch import BoundBatch
 from mpistrat.communicator.call import CollectiveCall
 from mpistrat.communicator.call_sequence import CallSequence
@@ -22,7 +22,7 @@ from mpistrat.communicator.guard import CollectiveGuard
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.plan_cache import PlanCache
 from mpistrat.communicator.validate import check_gather, check_out, check_target, copy_overlapping, describe_all_reduce
-from mpistrat.errors import CollectiveError, TransportError
+from mpistrat.errors import CollectiveError
 from mpistrat.execution.engine import wait_for_gpu
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.work import Work
@@ -31,8 +31,6 @@ from mpistrat.reduction import ReduceOp, accumulation_dtype
 from mpistrat.transports.steps import Steps
 
 __all__ = ["Reductions"]
-
-T = TypeVar("T")
 
 
 class Reductions:
@@ -173,7 +171,7 @@ class Reductions:
     def _scatter(self, call: CollectiveCall, op: ReduceOp, batch: BoundBatch, array: Array, part: Array) -> None:
         """Reduce-scatter along the first axis; write this rank's part to `part`."""
         dtype = accumulation_dtype(op, array.dtype)
-        source: Array = self._allocated(lambda: np.ascontiguousarray(array, dtype))
+        source: Array = allocate(self._guard, self._rank, lambda: array.astype(dtype, order="C", copy=False))
         # peers may still read the source while the result is written
         is_direct = part.dtype == dtype and part.flags.c_contiguous and not np.may_share_memory(source, part)
         target = part if is_direct else self._new(source, part.shape)
@@ -215,6 +213,8 @@ class Reductions:
         is_new = not self.plans.has(op, arrays, call.options, num_packs, axis)
         if call.ends or self._calls.is_strict or (is_new and self._guard.checks):
             self._guard.agree(call)
+        if is_new and self._gpu is not None:  # binding may free memory that enqueued operations use
+            self._guard.run(call, self._gpu.executor.settle())
         before = self.plans.num_invalidated
         try:
             return self.plans.find(op, arrays, call.options, num_packs, axis)
@@ -228,23 +228,11 @@ class Reductions:
         if out is not None:
             results = list(out)
             return results, copy_overlapping(arrays, results)
-        return self._allocated(lambda: [self._empty(array, array.shape) for array in arrays]), arrays
+        return allocate(self._guard, self._rank, lambda: [self._empty(array, array.shape) for array in arrays]), arrays
 
     def _new(self, array: Array, shape: tuple[int, ...]) -> Array:
-        """Return a new array, on the GPU if `array` is; see `_allocated`."""
-        return self._allocated(lambda: self._empty(array, shape))
-
-    def _allocated(self, allocate: Callable[[], T]) -> T:
-        """Call `allocate`; if there is no memory, tell all ranks and raise TransportError."""
-        try:
-            return allocate()
-        except MemoryError as error:
-            self._guard.give_up()
-            self._guard.fail("all_reduce", error)
-            raise TransportError(
-                f"rank {self._rank}: no memory for the results ({error}); pass out=, or smaller arrays, or free some of "
-                "CuPy's: cupy.get_default_memory_pool().free_all_blocks()"
-            ) from None
+        """Return a new array, on the GPU if `array` is: see `allocate`."""
+        return allocate(self._guard, self._rank, lambda: self._empty(array, shape))
 
     def _empty(self, array: Array, shape: tuple[int, ...]) -> Array:
         if self._gpu is not None and is_on_device(array):

@@ -95,9 +95,12 @@ class Device(ABC):
     ----------
     index : int
         CUDA's index in this process.
+    last_call : Event or None
+        The end of what NCCL was given last on this GPU, by whichever communicator.
     """
 
     index: int
+    last_call: Event | None = None
 
     @property
     @abstractmethod
@@ -149,6 +152,13 @@ class Device(ABC):
     @abstractmethod
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
         """Return pinned host memory, which the device can copy to and from asynchronously."""
+
+    @abstractmethod
+    def prepare(self, kernel: str) -> None:
+        """Compile a kernel of `kernels.cu` and load it, unless that has been done: before it is launched for the first time.
+
+        Both take their time, and to load it may wait for the device.
+        """
 
     @abstractmethod
     def put(self, target: DeviceArray, values: NDArray[Any]) -> None:

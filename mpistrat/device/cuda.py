@@ -161,6 +161,11 @@ class CudaDevice(Device):
             memory: NDArray[np.uint8] = cupyx.empty_pinned(max(nbytes, 1), np.uint8)
         return memory[:nbytes]
 
+    def prepare(self, kernel: str) -> None:
+        """Compile a kernel for this GPU and load it, unless that has been done."""
+        with self.activate():
+            _kernel(kernel)
+
     def put(self, target: DeviceArray, values: NDArray[Any]) -> None:
         """Copy a host array to the device, on CuPy's current stream."""
         target.set(values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ def bind(
     layout: Layout,
     dtype: np.dtype[Any],
     op: ReduceOp,
-    given: Collection[np.dtype[Any]],
+    given: Sequence[np.dtype[Any]],
     wire: Wire | None = None,
 ) -> BoundPlan | DirectPlan:
     """Prepare `plan` for buckets of `layout`. A collective call.
@@ -44,15 +44,15 @@ def bind(
         The dtype in which the bucket is summed and sent.
     op : ReduceOp
         How to combine.
-    given : collection of dtype
-        The dtypes of the arrays of the bucket.
+    given : sequence of dtype
+        The dtype of each array of the bucket.
     wire : Wire, optional
         Between nodes, send in its dtype and add in the order of the ranks; by default in whatever order is fastest.
     """
     executor.largest_pack_bytes = max(executor.largest_pack_bytes, layout.count * dtype.itemsize)
     all_reduce = None if plan.in_order or wire is not None else executor.bind_direct(plan, layout, dtype, op, given)
     if all_reduce is not None:
-        direct = DirectPlan(executor, plan, all_reduce, layout, next(iter(given)), op)
+        direct = DirectPlan(executor, plan, all_reduce, layout, given[0], op)
         if _is_one_array_in_the_window(executor, plan, layout, dtype, given):
             is_small = executor.intra.group.size == 2 and plan.num_bytes <= BLOCK_SLOT_BYTES
             direct.blocking = executor.blocking_pair(dtype, plan.count, direct.fold) if is_small else direct.run_blocking
@@ -61,13 +61,13 @@ def bind(
     slots = 1 if plan.num_chunks == 1 and padded >= LONE_SLOT_BYTES else plan.depth + 1
     slot_bytes = -(-padded // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
     executor.reserve(slots * slot_bytes)
-    bound = BoundPlan(executor, plan, layout, dtype, op, slots, slot_bytes, wire)
+    bound = BoundPlan(executor, plan, layout, dtype, op, slots, slot_bytes, wire, given)
     executor.bound_plans.add(bound)
     return bound
 
 
 def _is_one_array_in_the_window(
-    executor: Executor, plan: Plan, layout: Layout, dtype: np.dtype[Any], given: Collection[np.dtype[Any]]
+    executor: Executor, plan: Plan, layout: Layout, dtype: np.dtype[Any], given: Sequence[np.dtype[Any]]
 ) -> bool:
     if {phase.scope for phase in plan.phases} != {Scope.INTRA} or executor.intra.window is None:
         return False

@@ -62,11 +62,12 @@ class BoundPlan:
         slots: int,
         slot_bytes: int,
         wire: Wire | None,
+        dtypes: Sequence[np.dtype[Any]],
     ) -> None:
         self.plan = plan
         self.generation = executor.generation
         self._executor = executor
-        self._dtype, self._op, self._layout = dtype, op, layout
+        self._dtype, self._op, self._layout, self._dtypes = dtype, op, layout, dtypes
         self._partition, self._slot_bytes, self._wire = (slots, slot_bytes), slot_bytes, wire
         is_one_call = executor.device is None and not plan.in_order and plan.num_chunks == 1 and _is_flat(plan)
         self.flat_count = plan.padded(plan.count) if is_one_call else 0
@@ -104,7 +105,8 @@ class BoundPlan:
     def is_compared(self) -> bool:
         """Whether ranks that run another plan cannot take part in this one: see `Executor.is_compared`."""
         count = self.plan.padded(min(self.plan.chunk_count, self.plan.count)) // max(self.plan.world.num_shards, 1)
-        return self._executor.is_compared(self.plan, count * self._dtype.itemsize, self.plan.in_order or self._wire is not None)
+        is_ordered = self.plan.in_order or self._wire is not None
+        return self._executor.is_compared(self.plan.phases, count * self._dtype.itemsize, is_ordered)
 
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
         """Return the steps that reduce `sources` into C-contiguous `targets`. A collective call."""
@@ -163,8 +165,8 @@ class BoundPlan:
         chunk = _Chunk(
             slot,
             padded * self._dtype.itemsize,
-            self._executor.copy_in(self._layout, start, start + count, buffer),
-            self._executor.copy_out(self._layout, start, start + count, parts, buffer, self._op, divisor),
+            self._executor.copy_in(self._layout, start, start + count, buffer, self._dtypes),
+            self._executor.copy_out(self._layout, start, start + count, parts, buffer, self._op, divisor, self._dtypes),
         )
         # the middle is the phase between nodes; on one node it is all phases, which overlap with the copies
         crossing = [phase.scope is not Scope.INTRA for phase in self.plan.phases]
@@ -266,12 +268,13 @@ class DirectPlan:
     @property
     def begins_with_barrier(self) -> bool:
         """Whether its first step is a barrier of the node in shared memory, if ranks share some."""
-        return self.plan.count > 0
+        phases = self.plan.phases
+        return self.plan.count > 0 and not (phases and not self._executor.begins_with_barrier(phases[0].scope, in_order=False))
 
     @property
     def is_compared(self) -> bool:
-        """True: transports that work on the caller's arrays compare calls themselves."""
-        return True
+        """Whether ranks that run another plan cannot take part in this one: see `Executor.is_compared`."""
+        return self._executor.is_compared(self.plan.phases)
 
     @property
     def generation(self) -> int:

@@ -6,7 +6,7 @@ work is ordered on that stream; the host does not wait for the GPU, unless peers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,11 @@ class DeviceExecutor(Executor):
     device : Device
         The GPU of this rank.
 
+    Attributes
+    ----------
+    enqueues : bool
+        Whether plans end when their work has been enqueued, unless their call has a deadline, was started, or is timed.
+
     Raises
     ------
     TransportError
@@ -56,6 +61,11 @@ class DeviceExecutor(Executor):
         self.device, self._device, self.timeline = device, device, host.timeline
         self._shares_memory = host._shares_memory  # ranks compare calls in host memory
         self._copied_out: Event | None = None
+        self._window = host.intra.window if host.hierarchy.world.num_nodes == 1 else None
+        nccl, call, timeline = self.transports.everywhere, host.hierarchy.call, host.timeline
+        self.enqueues = nccl is not None and self._window is not None
+        if nccl is not None and self._window is not None:
+            nccl.watch(lambda: call.must_poll or timeline.enabled, self._window.has_given_up)
 
     def max_in_flight(self, depth: int) -> int:
         """Return how many of `depth` chunks may be in flight between nodes: one if rails have no channels.
@@ -64,17 +74,25 @@ class DeviceExecutor(Executor):
         """
         return depth if self.transports.has_channels else 1
 
-    def copy_in(self, layout: Layout, start: int, stop: int, buffer: Array) -> CopySteps:
-        """Return what copies arrays into a range of a bucket, after earlier copies out of it."""
-        return _Before(self._follow, DeviceCopyIn(self._device, layout, start, stop, buffer))
+    def copy_in(self, layout: Layout, start: int, stop: int, buffer: Array, dtypes: Sequence[np.dtype[Any]]) -> CopySteps:
+        """Return what copies arrays of these dtypes into a range of a bucket, after earlier copies out of it."""
+        return _Before(self._follow, DeviceCopyIn(self._device, layout, start, stop, buffer, dtypes))
 
     def copy_out(
-        self, layout: Layout, start: int, stop: int, parts: Sequence[Part], buffer: Array, op: ReduceOp, divisor: int
+        self,
+        layout: Layout,
+        start: int,
+        stop: int,
+        parts: Sequence[Part],
+        buffer: Array,
+        op: ReduceOp,
+        divisor: int,
+        dtypes: Sequence[np.dtype[Any]],
     ) -> CopySteps:
         """Return what copies a range of a bucket out to arrays, and waits for it if peers read memory by themselves."""
         assert all(len(part.addends) == 1 for part in parts), "transports of device memory leave no addends to fold"
         sources = [(part.start, part.stop, part.addends[0]) for part in parts] or [(0, buffer.size, buffer)]
-        return _After(DeviceCopyOut(self._device, layout, start, stop, sources, divisor), self._note_copied)
+        return _After(DeviceCopyOut(self._device, layout, start, stop, sources, divisor, dtypes), self._note_copied)
 
     def shares_memory(self, array: Array, buffer: Array) -> bool:
         """Return whether an array lies in a buffer."""
@@ -93,16 +111,25 @@ class DeviceExecutor(Executor):
 
     def abort(self, reason: str) -> None:
         """Abort NCCL's operations, whose kernels would wait forever for peers. The peers must abort theirs too."""
+        if self._window is not None:
+            self._window.give_up()
         self.intra.abort(reason)
 
+    def settle(self) -> Steps:
+        """Wait until all that was enqueued has ended."""
+        yield from self.intra.settle()
+        while not self._has_copied_out():
+            yield WAITING
+
     def close(self) -> None:
-        """Free the scratch memory and the transports. A collective call."""
+        """Free the scratch memory and the transports, once all that was enqueued has ended. A collective call."""
+        self.hierarchy.call.drive(self.settle())
         for bound in self.bound_plans:
             bound.unbind()  # memory of peers must not be mapped any more when they free it
         self.intra.dispose()
 
     def bind_direct(
-        self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Collection[np.dtype[Any]]
+        self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Sequence[np.dtype[Any]]
     ) -> Callable[[FlatArrays, Fold], Steps] | None:
         """Return the direct all-reduce of one array, or of a few large ones, on one node: see `Executor.bind_direct`."""
         is_large = layout.count * dtype.itemsize >= DIRECT_FROM_BYTES * (len(layout.offsets) - 1)
@@ -123,6 +150,10 @@ class DeviceExecutor(Executor):
         return self.transports.world.around(
             buffer, lambda whole: ordered_all_reduce(group, [whole], order, whole, op, channel, caster)
         )
+
+    def _has_copied_out(self) -> bool:
+        with self._device.activate():  # the engine asks too, where it combines arrays of the host
+            return self._copied_out is None or self._copied_out.done()
 
     def _follow(self) -> None:
         """Make the current stream wait for the last copies out; that costs nothing on the stream that made them."""

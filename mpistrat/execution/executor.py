@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -116,12 +116,20 @@ class Executor:
         """Return how many of `depth` chunks may be in flight between nodes."""
         return depth
 
-    def copy_in(self, layout: Layout, start: int, stop: int, buffer: Array) -> CopySteps:
-        """Return what copies arrays into a range of a bucket."""
+    def copy_in(self, layout: Layout, start: int, stop: int, buffer: Array, dtypes: Sequence[np.dtype[Any]]) -> CopySteps:
+        """Return what copies arrays of these dtypes into a range of a bucket."""
         return CopyIn(layout, start, stop, buffer)
 
     def copy_out(
-        self, layout: Layout, start: int, stop: int, parts: Sequence[Part], buffer: Array, op: ReduceOp, divisor: int
+        self,
+        layout: Layout,
+        start: int,
+        stop: int,
+        parts: Sequence[Part],
+        buffer: Array,
+        op: ReduceOp,
+        divisor: int,
+        dtypes: Sequence[np.dtype[Any]],
     ) -> CopySteps:
         """Return what copies a range of a bucket out to arrays: from the result of its last operation, or from the buffer."""
         addends = [(part.start, part.stop, part.addends) for part in parts] or [(0, buffer.size, (buffer,))]
@@ -176,13 +184,13 @@ class Executor:
             return self.intra.window is not None
         return scope is Scope.WORLD and not in_order and self.device is None
 
-    def is_compared(self, plan: Plan, shard_bytes: int, is_ordered: bool) -> bool:
-        """Return whether ranks that run another plan cannot take part in this one: the same on all ranks.
+    def is_compared(self, phases: Sequence[Phase], shard_bytes: int = 0, is_ordered: bool = False) -> bool:
+        """Return whether ranks that run another plan cannot take part in one of these phases: the same on all ranks.
 
         Barriers in shared memory compare calls, and messages carry the word of the call in their tag. MPI's collectives do
         neither; the transport over all ranks compares calls itself.
         """
-        for phase in plan.phases:
+        for phase in phases:
             if phase.scope is Scope.INTRA and not self._shares_memory:
                 return False
             if phase.scope is Scope.LEADERS and not is_ordered:
@@ -209,7 +217,7 @@ class Executor:
         return sum(rail.scratch_bytes for rail in self.rails.values())
 
     def bind_direct(
-        self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Collection[np.dtype[Any]]
+        self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Sequence[np.dtype[Any]]
     ) -> Callable[[FlatArrays, Fold], Steps] | None:
         """Return an all-reduce that works on the caller's arrays, or None if they must be copied to a bucket.
 
@@ -217,10 +225,10 @@ class Executor:
 
         Parameters
         ----------
-        plan, layout, dtype, op, given : Plan, Layout, dtype, ReduceOp, collection of dtype
+        plan, layout, dtype, op, given : Plan, Layout, dtype, ReduceOp, sequence of dtype
             As for `binder.bind`.
         """
-        held, scopes = next(iter(given)), {phase.scope for phase in plan.phases}
+        held, scopes = given[0], {phase.scope for phase in plan.phases}
         if len(set(given)) > 1:
             return None
         if scopes <= {Scope.WORLD} and layout.is_one_array and held == dtype:

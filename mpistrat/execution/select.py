@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 from mpistrat import settings
 from mpistrat.device.abstract import Device
@@ -88,6 +88,8 @@ class DeviceTransports(Transports):
         Which nodes of several ranks do not use NCCL, and why; empty if all do. The same on all ranks.
     has_channels : bool
         Whether several operations of a rail may be in flight.
+    everywhere : NcclTransport or None
+        NCCL over all ranks: on one node that uses it.
     """
 
     world: StagedTransport
@@ -96,6 +98,7 @@ class DeviceTransports(Transports):
     why: str = ""
     lacks_nccl: str = ""
     has_channels: bool = True
+    everywhere: NcclTransport | None = None
 
     def __str__(self) -> str:
         return f"{self.path} ({self.why})" if self.why else self.path
@@ -169,6 +172,7 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
             if transport != NcclTransport.name
         ),
         all(rail.name != StagedTransport.name or host.rails[shard].name != MpiTransport.name for shard, rail in rails.items()),
+        cast("NcclTransport", intra) if hierarchy.world.num_nodes == 1 and intra.name == NcclTransport.name else None,
     )
 
 

@@ -12,6 +12,7 @@ from mpistrat import settings
 from mpistrat.device import binding, cuda
 from mpistrat.errors import SettingError
 from mpistrat.launch.environment import LauncherView
+from mpistrat.launch.kernel_cache import cache_on_node
 
 __all__ = ["Bound", "bind_again", "bind_device", "choose_device", "what_is_bound"]
 
@@ -105,4 +106,5 @@ def _bind(view: LauncherView | None) -> Bound:
     except RuntimeError as error:
         return Bound(why, problem=f"device {index} ({why}) cannot be used: {error}")
     binding.bind(device)
+    cache_on_node()
     return Bound(why, place, told_by, num_visible)

@@ -1,7 +1,7 @@
 """Copy GPU arrays into a bucket's buffer and out of it: one launch for all arrays of a dtype, which casts and divides for MEAN.
 
 The kernel reads the addresses of the arrays from a table, which is sent to the device only if they have changed since the last
-call.
+call. Tables are allocated, and kernels compiled, when a copy is made: nothing is while ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -32,20 +32,29 @@ class DeviceCopyIn:
         The range, in elements of the bucket.
     buffer : device array
         The memory for the range; elements beyond it are padding, and set to zero.
+    dtypes : sequence of dtype
+        Those of the arrays.
     """
 
-    def __init__(self, device: Device, layout: Layout, start: int, stop: int, buffer: DeviceArray) -> None:
+    def __init__(
+        self,
+        device: Device,
+        layout: Layout,
+        start: int,
+        stop: int,
+        buffer: DeviceArray,
+        dtypes: Sequence[np.dtype[Any]],
+    ) -> None:
         self._device = device
         segments = [(segment, buffer[segment.offset :]) for segment in layout.segments(start, stop, stop - start)]
-        self._mover = _Mover(device, segments, buffer.dtype, inwards=True, divisor=1)
+        self._mover = _Mover(device, segments, buffer.dtype, dtypes, inwards=True, divisor=1)
         self._padding = buffer[stop - start :]
 
     def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
         """Copy from flat `arrays`, casting where the buffer has another dtype."""
-        self._mover.run(arrays)
+        yield from self._mover.run(arrays)
         if self._padding.size:
             self._device.current_stream().clear(address(self._padding), self._padding.nbytes)
-        return iter(())
 
 
 class DeviceCopyOut:
@@ -63,6 +72,8 @@ class DeviceCopyOut:
         `source` holds elements [first, last) of the range: memory of this GPU, or mapped memory of another one.
     divisor : int
         Divides the elements; 1 for every operation but MEAN.
+    dtypes : sequence of dtype
+        Those of the arrays.
     """
 
     def __init__(
@@ -73,19 +84,19 @@ class DeviceCopyOut:
         stop: int,
         parts: Sequence[tuple[int, int, DeviceArray]],
         divisor: int,
+        dtypes: Sequence[np.dtype[Any]],
     ) -> None:
         segments = [
             (segment, source[segment.offset :])
             for first, last, source in parts
             for segment in layout.segments(start + first, min(start + last, stop), stop - start)
         ]
-        self._mover = _Mover(device, segments, parts[0][2].dtype, inwards=False, divisor=divisor) if parts else None
+        self._mover = _Mover(device, segments, parts[0][2].dtype, dtypes, inwards=False, divisor=divisor) if parts else None
 
     def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
         """Copy to flat `arrays`, casting where they have another dtype than the buffer."""
         if self._mover is not None:
-            self._mover.run(arrays)
-        return iter(())
+            yield from self._mover.run(arrays)
 
 
 class _Mover:
@@ -96,29 +107,27 @@ class _Mover:
         device: Device,
         segments: Sequence[tuple[Segment, DeviceArray]],
         dtype: np.dtype[Any],
+        dtypes: Sequence[np.dtype[Any]],
         inwards: bool,
         divisor: int,
     ) -> None:
-        self._device, self._dtype, self._inwards, self._divisor = device, dtype, inwards, divisor
-        self._segments = [(segment, address(place)) for segment, place in segments]
+        self._are_flat = False
+        # each launch, with the array and the first byte of each of its segments
         self._launches: list[tuple[_Launch, list[tuple[int, int]]]] = []
-
-    def run(self, arrays: Sequence[DeviceArray]) -> None:
-        if not self._launches:
-            assert all(array.ndim == 1 and array.strides == (array.itemsize,) for array in arrays if array.size), "not flat"
-            self._bind([array.dtype for array in arrays])
-        for launch, spots in self._launches:
-            launch.run([address(arrays[index]) + start_bytes for index, start_bytes in spots])
-
-    def _bind(self, dtypes: Sequence[np.dtype[Any]]) -> None:
-        """Prepare a launch for each dtype, with the array and the first byte of each of its segments."""
         members: dict[np.dtype[Any], list[tuple[Segment, int]]] = {}
-        for segment, place in self._segments:
-            members.setdefault(dtypes[segment.array], []).append((segment, place))
-        for kind, segments in members.items():
-            counts, inside = [segment.stop - segment.start for segment, _ in segments], [place for _, place in segments]
-            launch = _Launch(self._device, counts, inside, kind, self._dtype, self._inwards, self._divisor)
-            self._launches.append((launch, [(segment.array, segment.start * kind.itemsize) for segment, _ in segments]))
+        for segment, place in segments:
+            members.setdefault(dtypes[segment.array], []).append((segment, address(place)))
+        for kind, alike in members.items():
+            counts, inside = [segment.stop - segment.start for segment, _ in alike], [place for _, place in alike]
+            launch = _Launch(device, counts, inside, kind, dtype, inwards, divisor)
+            self._launches.append((launch, [(segment.array, segment.start * kind.itemsize) for segment, _ in alike]))
+
+    def run(self, arrays: Sequence[DeviceArray]) -> Iterator[bool]:
+        if not self._are_flat:
+            assert all(array.ndim == 1 and array.strides == (array.itemsize,) for array in arrays if array.size), "not flat"
+            self._are_flat = True
+        for launch, spots in self._launches:
+            yield from launch.run([address(arrays[index]) + start_bytes for index, start_bytes in spots])
 
 
 class _Launch:
@@ -149,18 +158,19 @@ class _Launch:
         self._arguments = start, start + self._rows_bytes, np.int32(len(self._table.rows)), wide.type(divisor)
         self._outside: list[int] = []
         self._used: Event | None = None
+        device.prepare(self._kernel)
 
-    def run(self, outside: list[int]) -> None:
+    def run(self, outside: list[int]) -> Iterator[bool]:
         """Copy between the arrays that begin at these addresses and the buffer."""
         stream = self._device.current_stream()
         if outside != self._outside:
+            while self._used is not None and not self._used.done():
+                yield False  # the launch before still reads the table
             self._send(stream, outside)
         stream.launch(self._kernel, self._table.num_tiles, self._arguments)
         self._used = stream.record()
 
     def _send(self, stream: Stream, outside: list[int]) -> None:
-        while self._used is not None and not self._used.done():
-            pass  # the launch before still reads the table; it was enqueued a whole step ago, so this hardly ever waits
         self._table.point(*((outside, self._inside) if self._inwards else (self._inside, outside)))
         self._host[: self._rows_bytes] = self._table.rows.reshape(-1).view(np.uint8)
         stream.copy(self._arguments[0], int(self._host.__array_interface__["data"][0]), self._host.nbytes)

@@ -13,6 +13,7 @@ from mpistrat.arrays import Array
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices
+from mpistrat.communicator.validate import check_out
 from mpistrat.context.stack import (
     current,
     default_mode,
@@ -193,8 +194,14 @@ class StrategyExtended:
         with self.in_scope("broadcast_to"):
             return self._cross_device_ops.broadcast(tensor, destinations)
 
-    def all_reduce(self, op: ReduceOp, arrays: list[Any], options: CommunicationOptions | None = None) -> list[Any]:
-        """Reduce arrays and IndexedSlices over all replicas, in either context. A collective call.
+    def all_reduce(
+        self,
+        op: ReduceOp,
+        arrays: list[Any],
+        options: CommunicationOptions | None = None,
+        out: list[Array] | None = None,
+    ) -> list[Any]:
+        """Reduce arrays and IndexedSlices over all replicas, in either context; into `out`, if given. A collective call.
 
         Raises
         ------
@@ -204,9 +211,14 @@ class StrategyExtended:
         if op is ReduceOp.SUM and _BOOL in map(_DTYPE, arrays):
             self._refuse_booleans(op, arrays, options)
         if self.uses_default_ops and not any(isinstance(array, IndexedSlices) for array in arrays):
-            return self.communicator.all_reduce(op, arrays, options)
+            return self.communicator.all_reduce(op, arrays, options, out)
         with enter_or_assert_strategy(self._strategy):
-            return self._cross_device_ops.all_reduce_in_replica(op, arrays, options)
+            results = self._cross_device_ops.all_reduce_in_replica(op, arrays, options)
+        if out is None:
+            return results
+        for target, result in zip(check_out(out, results), results, strict=True):
+            target[...] = result
+        return out
 
     def start_all_reduce(
         self, op: ReduceOp, arrays: list[Any], options: CommunicationOptions | None = None, structure: object = None

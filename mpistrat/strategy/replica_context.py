@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -25,7 +24,9 @@ from mpistrat.strategy.advice import ADVICE
 from mpistrat.strategy.call_words import OF_NESTS, OF_ONE_ARRAY, all_reduce_text, word_of_nest
 from mpistrat.strategy.deprecated import merge_hints
 from mpistrat.strategy.extended import StrategyExtended
+from mpistrat.strategy.landings import read_landings
 from mpistrat.strategy.leaves import check_dtypes, read_leaves
+from mpistrat.strategy.replica_id import checked_id
 from mpistrat.strategy.weighting import weighted_part
 from mpistrat.structures import flatten, flatten_arrays
 
@@ -69,7 +70,7 @@ class ReplicaContext:
         self._has_fast_path = self._extended.uses_default_ops and bound_device() is None
         if replica_id_in_sync_group is None:
             replica_id_in_sync_group = self._communicator.rank
-        self._replica_id = _checked_id(replica_id_in_sync_group, self._communicator.size)
+        self._replica_id = checked_id(replica_id_in_sync_group, self._communicator.size)
         self.mode = Mode(strategy, self)
 
     @property
@@ -106,6 +107,7 @@ class ReplicaContext:
         options: CommunicationOptions | None = None,
         *,
         weight: Any = None,
+        out: Any = None,
         experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
         """Reduce a value over all replicas; every replica receives the result.
@@ -124,13 +126,16 @@ class ReplicaContext:
             For the MEAN of floats or complex numbers: the weight of this replica, for example the number of its examples. The
             result is the sum of ``weight * value`` over all replicas, divided by the sum of the weights; NaN if all weights are
             0. A replica with weight 0 contributes nothing, even if its value is NaN. Not in TensorFlow.
+        out : nest of array, optional
+            C-contiguous arrays of NumPy, CuPy or PyTorch to write to, in the structure, shapes and dtypes of the value; it may
+            be `value` itself, so that gradients exist once. Not together with a `weight`. Not in TensorFlow.
         experimental_hints : CommunicationOptions, optional
             The old name of `options`; deprecated.
 
         Returns
         -------
         nest of array
-            New arrays of the same shapes and dtypes, in the same structure.
+            `out`, or new arrays of the same shapes and dtypes, in the same structure.
 
         Raises
         ------
@@ -139,8 +144,8 @@ class ReplicaContext:
         TypeError
             If `reduce_op` is neither ReduceOp nor str.
         InvalidArgumentError
-            If the operation is unknown, `options` have another type, or `weight` is negative, not a number, out of range for
-            the dtype of a leaf, or passed with another operation than MEAN.
+            If the operation is unknown, `options` have another type, `out` does not fit, or `weight` is negative, not a
+            number, out of range for the dtype of a leaf, or passed with another operation than MEAN.
         UnsupportedDtypeError
             If a leaf is not an array, or the operation is not defined for its dtype, such as SUM for booleans.
         NotImplementedError
@@ -150,7 +155,7 @@ class ReplicaContext:
             between nodes, a later call raises it; with MPISTRAT_STRICT this one does.
         """
         self._require_current("all_reduce")
-        is_plain = options is None and weight is None and experimental_hints is None
+        is_plain = options is None and weight is None and experimental_hints is None and out is None
         if is_plain and (reduced := self._fast_all_reduce(reduce_op, value)) is not None:
             return reduced
         leaves, structure = flatten(value)
@@ -162,7 +167,8 @@ class ReplicaContext:
             op = ReduceOp.parse(reduce_op)
             arrays = read_leaves(value, leaves)
             if weight is not None:
-                sent, finish = weighted_part(op, arrays, weight)
+                sent, finish = weighted_part(op, arrays, weight, out)
+            landings, arrays = (None, arrays) if out is None else read_landings(out, structure, leaves, arrays)
         except Exception as error:  # the other replicas must be told, whatever reading the user's arrays raises
             self._communicator.refuse("all_reduce", error, options)
         call = all_reduce_text(op, structure) if weight is None else f"all_reduce({op.name}, weighted) of {structure}"
@@ -171,11 +177,14 @@ class ReplicaContext:
             results = finish(self._extended.all_reduce(ReduceOp.SUM, sent, options))
         else:
             try:
-                results = self._extended.all_reduce(op, arrays, options)
+                results = self._extended.all_reduce(op, arrays, options, landings)
             except UnsupportedDtypeError:
                 check_dtypes(op, value, arrays)
                 raise
-        return structure.unflatten(list(map(like, results, leaves)))
+        if out is None:
+            return structure.unflatten(list(map(like, results, leaves)))
+        list(map(like, results, flatten(out)[0]))  # the streams of a tensor's own library wait for what was written
+        return out
 
     def start_all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Work[Any]:
         """Start an `all_reduce`, and return a handle to wait for it. Not in TensorFlow.
@@ -486,15 +495,3 @@ class ReplicaContext:
         modes = entered.modes
         if not (modes and modes[-1] is self.mode) and current().replica_context is not self:
             raise misplaced(f"ReplicaContext.{method}", "in the replica context it belongs to", *ADVICE[f"ctx.{method}"])
-
-
-def _checked_id(replica_id: Any, num_replicas: int) -> int:
-    try:
-        index = operator.index(replica_id)
-    except TypeError:
-        index = -1
-    if not 0 <= index < num_replicas:
-        raise InvalidArgumentError(
-            f"replica_id_in_sync_group must be None or an integer from 0 to {num_replicas - 1}; got {replica_id!r}"
-        )
-    return index

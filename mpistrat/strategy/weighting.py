@@ -15,7 +15,9 @@ from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_
 __all__ = ["weighted_part"]
 
 
-def weighted_part(op: ReduceOp, arrays: Sequence[Any], weight: Any) -> tuple[list[Array], Callable[[list[Array]], list[Array]]]:
+def weighted_part(
+    op: ReduceOp, arrays: Sequence[Any], weight: Any, out: Any = None
+) -> tuple[list[Array], Callable[[list[Array]], list[Array]]]:
     """Return the arrays to sum across replicas for a weighted mean, and a function that computes the means from the sums.
 
     The weight is summed in the same batch as the weighted arrays. 16-bit floats are summed in float32.
@@ -28,11 +30,14 @@ def weighted_part(op: ReduceOp, arrays: Sequence[Any], weight: Any) -> tuple[lis
         Floats or complex numbers.
     weight : float
         The weight of this replica. With weight 0 its arrays are ignored, even if they are NaN.
+    out : nest or None
+        Where the caller wants the results: not supported.
 
     Raises
     ------
     InvalidArgumentError
-        If `op` is not MEAN, or `weight` is not a finite number, negative, or out of the range of the dtype of an array.
+        If `op` is not MEAN, there is an `out`, or `weight` is not a finite number, negative, or out of the range of the dtype
+        of an array.
     UnsupportedDtypeError
         If an array has integers or booleans.
     NotImplementedError
@@ -40,6 +45,8 @@ def weighted_part(op: ReduceOp, arrays: Sequence[Any], weight: Any) -> tuple[lis
     """
     if op is not ReduceOp.MEAN:
         raise InvalidArgumentError(f"weight= is for MEAN, got {op.name}: use MEAN, or multiply the value by the weight")
+    if out is not None:
+        raise InvalidArgumentError("out= is for reductions without a weight; copy the result there")
     number = _checked_weight(weight)
     for array in arrays:
         _check_dtype(array)

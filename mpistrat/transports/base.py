@@ -158,6 +158,10 @@ class Transport(ABC):
         """Wait until all peers have called `release` as often as this rank had for `mark`: then memory can be written again."""
         return iter(())
 
+    def settle(self) -> Steps:
+        """Wait until all that was enqueued on a device has ended, if operations end before that."""
+        return iter(())
+
     def abort(self, reason: str) -> None:  # noqa: B027 - most transports have no kernels that wait for peers
         """Abort operations that would wait forever for peers. The peers must abort theirs too."""
 

@@ -165,6 +165,8 @@ class _DeviceRing:
         self._receives: list[list[Any]] = []
         self._folds: list[tuple[str, int, tuple[Any, ...]] | None] = []
         kernel = fold_into_kernel(buffer.dtype, op) if any(ring.reduces) else ""
+        if kernel:
+            device.prepare(kernel)
         for index, (target, reduces) in enumerate(zip(ring.targets, ring.reduces, strict=True)):
             if not reduces:
                 self._receives.append(_message(start, target, itemsize))

@@ -176,6 +176,8 @@ class CudaIpcTransport(Transport):
             count,
         )
 
+        self._device.prepare(kernel)
+
         def run() -> Steps:
             if not count:
                 return

@@ -1,10 +1,11 @@
 """nccl: NVIDIA's collectives on a stream, over `cupy.cuda.nccl`.
 
 Parts of equal size use NCCL's own reduce-scatter and all-gather; unequal ones a group of reduces or broadcasts, which NCCL
-carries out together. What moves without being combined moves as bytes.
+carries out together, as it does the sends and receives of an exchange. What moves without being combined moves as bytes.
 
-File law: one thread issues all calls, in an order that is the same on all ranks. A communicator that failed, or that somebody
-stopped waiting for, is aborted: its kernels would wait for the peers for ever.
+File law: one thread issues all calls, in an order that is the same on all ranks, and kernels begin in that order, also those of
+other communicators on the GPU. A communicator that failed, or that somebody stopped waiting for, is aborted: its kernels would
+wait for the peers for ever.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from mpistrat.groups.group import Group, ranks_text
 from mpistrat.reduction import Fold, ReduceOp, divide
 from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.flat_arrays import FlatArrays
+from mpistrat.transports.nccl_watcher import NcclWatcher
 from mpistrat.transports.steps import WAITING, Steps
 
 __all__ = ["NcclTransport", "native_type", "nccl_refusal"]
@@ -100,6 +102,9 @@ class NcclTransport(Transport):
         self._nccl = library or _cupy_nccl()
         self._stream = self._device.stream()
         self._failure = ""
+        self._connected: set[tuple[str, int]] = set()  # by point-to-point calls
+        self._lock = threading.Lock()
+        self._watcher: NcclWatcher | None = None
         self._comm = self._join()
 
     @classmethod
@@ -141,20 +146,25 @@ class NcclTransport(Transport):
 
     def reduce_scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind ncclReduceScatter in place, or one ncclReduce per part where parts differ."""
-        kind, width, native = self._native(buffer, op)
-        starts = [address(buffer) + bound * buffer.dtype.itemsize for bound in bounds]
-        counts = [(stop - start) * width for start, stop in pairwise(bounds)]
         own = slice(bounds[self.group.rank], bounds[self.group.rank + 1])
-        calls: list[_Call] = [
-            lambda comm, stream, start=start, count=count, root=root: comm.reduce(
-                start, start, count, kind, native, root, stream
-            )
-            for root, (start, count) in enumerate(zip(starts, counts, strict=False))
-        ]
-        if _are_equal(bounds, buffer.size):
-            target, count = starts[self.group.rank], counts[0]
-            calls = [lambda comm, stream: comm.reduceScatter(starts[0], target, count, kind, native, stream)]
+        calls = self._scatter_calls(buffer, bounds, address(buffer) + own.start * buffer.dtype.itemsize, op)
         return self._operation(calls, [Part(own.start, own.stop, (buffer[own],))])
+
+    def scatter_between(self, source: DeviceArray, bounds: Sequence[int], target: DeviceArray, fold: Fold) -> Steps:
+        """Combine arrays of the caller; rank r gets elements ``bounds[r]:bounds[r + 1]``. A collective call.
+
+        Parameters
+        ----------
+        source, target : device array
+            One-dimensional and contiguous; they share no memory.
+        bounds : sequence of int
+            Where the parts of the source begin, and where the last one ends.
+        fold : Fold
+            How to combine.
+        """
+        yield from self._operation(self._scatter_calls(source, bounds, address(target), fold.op), []).run()
+        if fold.divisor > 1:
+            divide(target, fold.divisor, out=target)
 
     def all_gather(self, buffer: DeviceArray, bounds: Sequence[int]) -> Operation:
         """Bind ncclAllGather in place, or one ncclBroadcast per part where parts differ."""
@@ -183,17 +193,58 @@ class NcclTransport(Transport):
         call = lambda comm, stream: comm.broadcast(start, start, nbytes, kind, root, stream)  # noqa: E731
         return self._operation([call], [Part(0, buffer.size, (buffer,))])
 
+    def exchange(self, sends: Sequence[DeviceArray], landings: Sequence[DeviceArray]) -> Steps:
+        """Send an array of the caller to each peer, and receive one from each, all together. A collective call.
+
+        Parameters
+        ----------
+        sends, landings : sequence of device array
+            What goes to and what comes from each rank, contiguous; the place of this rank is not looked at. Peers expect as
+            many bytes as are sent to them.
+        """
+        kind, rank, size = self._nccl.NCCL_UINT8, self.group.rank, self.group.size
+        calls: list[_Call] = []
+        pairs: set[tuple[str, int]] = set()
+        for distance in range(1, size):  # each rank begins with the next one, so that not all send to one rank at first
+            for verb, peer, array in (
+                ("send", (rank + distance) % size, sends[(rank + distance) % size]),
+                ("recv", (rank - distance) % size, landings[(rank - distance) % size]),
+            ):
+                if array.nbytes:
+                    calls.append(_point_to_point(verb, address(array), array.nbytes, kind, peer))
+                    pairs.add((verb, peer))
+        if calls:
+            yield from self._operation(calls, [], connects=not pairs <= self._connected).run()
+            self._connected |= pairs
+
+    def watch(self, must_wait: Callable[[], bool], has_given_up: Callable[[], bool]) -> None:
+        """Let operations end, from now on, when they are enqueued: the caller's stream waits for them, and not the host.
+
+        Parameters
+        ----------
+        must_wait : callable
+            Whether the present one is to end when it is done all the same.
+        has_given_up : callable
+            Whether a peer has, so that what is under way will not end. A thread asks this, and NCCL, as long as something is.
+        """
+        self._watcher = NcclWatcher(f"nccl watcher {self.group.name}", self._device, self._check, must_wait, has_given_up)
+
+    def settle(self) -> Steps:
+        """Wait until all that was enqueued has ended, well or not."""
+        return iter(()) if self._watcher is None else self._watcher.settle()
+
     def abort(self, reason: str) -> None:
         """Give the communicator up, with whatever is under way; every later use raises `reason`. The peers must do likewise."""
-        if not self._failure:
-            self._failure = reason
-            self._comm.abort()
+        with self._lock:
+            self._abort(reason)
 
     def close(self) -> None:
         """Keep the communicator: other memory will be used with it."""
 
     def dispose(self) -> None:
         """Destroy the communicator, here and now: CuPy would do it when its object is collected, on whichever thread."""
+        if self._watcher is not None:
+            self._watcher.stop()
         if not self._failure:
             self._failure = "it was closed"
             self._comm.destroy()
@@ -205,13 +256,40 @@ class NcclTransport(Transport):
             raise TransportError(f"{self.group.name}: {self.refusal(buffer.dtype, op)}; the transport cuda_ipc can")
         return getattr(self._nccl, f"NCCL_{native[0]}"), native[1], getattr(self._nccl, f"NCCL_{native[2]}")
 
-    def _operation(self, calls: Sequence[_Call], parts: list[Part]) -> Operation:
+    def _scatter_calls(self, source: DeviceArray, bounds: Sequence[int], target: int, op: ReduceOp) -> list[_Call]:
+        """Return what combines sources, and writes this rank's part to an address: that of the part in the source, or apart."""
+        kind, width, native = self._native(source, op)
+        starts = [address(source) + bound * source.dtype.itemsize for bound in bounds]
+        counts = [(stop - start) * width for start, stop in pairwise(bounds)]
+        if _are_equal(bounds, source.size):
+            return [lambda comm, stream: comm.reduceScatter(starts[0], target, counts[0], kind, native, stream)]
+        return [
+            lambda comm, stream, start=start, count=count, root=root: comm.reduce(
+                start, target, count, kind, native, root, stream
+            )
+            for root, (start, count) in enumerate(zip(starts, counts, strict=False))
+        ]
+
+    def _operation(self, calls: Sequence[_Call], parts: list[Part], connects: bool = False) -> Operation:
+        """Return what makes calls, after what the caller's stream was given so far; some may connect ranks first."""
+
         def run() -> Steps:
             self._check()
-            self._stream.wait(self._device.current_stream().record())
-            self._issue(calls)
-            event, polls = self._stream.record(), 0
+            current = self._device.current_stream()
+            self._stream.wait(current.record())
+            if self._device.last_call is not None:
+                self._stream.wait(self._device.last_call)
             try:
+                if connects:
+                    yield from self._issue_apart(calls)
+                else:
+                    self._issue(calls)
+                event, polls = self._stream.record(), 0
+                self._device.last_call = event
+                if self._watcher is not None and not self._watcher.must_wait():
+                    current.wait(event)
+                    self._watcher.add(event)
+                    return
                 while not event.done():
                     polls += 1
                     if polls % POLLS_PER_CHECK == 0:
@@ -234,15 +312,42 @@ class NcclTransport(Transport):
         finally:
             self._nccl.groupEnd()
 
-    def _check(self) -> None:
-        """Raise what NCCL has found out by itself, such as a broken link to a peer."""
-        if not self._failure:
+    def _issue_apart(self, calls: Sequence[_Call]) -> Steps:
+        """Make calls on a thread of their own: NCCL connects ranks there, by a wait on the host that nothing ends."""
+        failures: list[Exception] = []
+
+        def issue() -> None:
             try:
-                self._comm.check_async_error()
-            except Exception as error:  # CuPy raises KeyError for results that it has no name for
-                self.abort(f"{error}")
+                with self._device.activate():  # a new thread computes on GPU 0
+                    self._issue(calls)
+            except Exception as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=issue, name=f"nccl {self.group.name}", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            yield WAITING
+        if failures:
+            self.abort(f"{failures[0]}" or type(failures[0]).__name__)
+            self._check()
+
+    def _check(self) -> None:
+        """Raise what NCCL has found out by itself, such as a broken link to a peer, or that a peer has given up."""
+        with self._lock:
+            if not self._failure:
+                try:
+                    self._comm.check_async_error()
+                except Exception as error:  # CuPy raises KeyError for results that it has no name for
+                    self._abort(f"{error}")
+            if not self._failure and self._watcher is not None and self._watcher.has_given_up():
+                self._abort("a rank of this node has given up")
         if self._failure:
             raise TransportError(f"{self.group.name}: NCCL has failed: {self._failure}; make a new strategy to go on")
+
+    def _abort(self, reason: str) -> None:
+        if not self._failure:
+            self._failure = reason
+            self._comm.abort()
 
     def _join(self) -> Any:
         """Make the communicator, on a thread of its own: NCCL waits for peers without an end."""
@@ -349,6 +454,11 @@ class NcclTransport(Transport):
 
 
 _Call = Callable[..., None]
+
+
+def _point_to_point(verb: str, start: int, nbytes: int, kind: int, peer: int) -> _Call:
+    """Return the call that sends bytes to a peer, or receives them from it."""
+    return lambda comm, stream: getattr(comm, verb)(start, nbytes, kind, peer, stream)
 
 
 def _cupy_nccl() -> Any:

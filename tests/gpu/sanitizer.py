@@ -148,12 +148,12 @@ def _moved(
     device: Device, arrays: Sequence[NDArray[Any]], wide: np.dtype[Any]
 ) -> Iterator[tuple[str, NDArray[Any], NDArray[Any]]]:
     """Pack arrays into a bucket and take it apart again."""
-    layout = Layout([array.size for array in arrays])
+    layout, dtypes = Layout([array.size for array in arrays]), [array.dtype for array in arrays]
     sources, targets = [_odd(device, array) for array in arrays], [_odd(device, np.zeros_like(array)) for array in arrays]
     bucket = _odd(device, np.zeros(layout.count, wide))
-    for _ in DeviceCopyIn(device, layout, 0, layout.count, bucket).run(sources):
+    for _ in DeviceCopyIn(device, layout, 0, layout.count, bucket, dtypes).run(sources):
         pass
-    for _ in DeviceCopyOut(device, layout, 0, layout.count, [(0, layout.count, bucket)], 1).run(targets):
+    for _ in DeviceCopyOut(device, layout, 0, layout.count, [(0, layout.count, bucket)], 1, dtypes).run(targets):
         pass
     yield "a bucket", device.get(bucket), np.concatenate(arrays).astype(wide)
     for target, array in zip(targets, arrays, strict=True):
@@ -162,7 +162,9 @@ def _moved(
 
 def _folded(device: Device, dtype: np.dtype[Any], op: ReduceOp) -> Iterator[tuple[str, NDArray[Any], NDArray[Any]]]:
     """Fold the arenas of peers, and one array into another."""
-    stream = device.current_stream()
+    stream, fold, fold_into = device.current_stream(), fold_kernel(dtype, op), fold_into_kernel(dtype, op)
+    for kernel in (fold, fold_into):
+        device.prepare(kernel)
     for count in COUNTS:
         rows = [_values(dtype, count, seed) for seed in range(PEERS)]
         arenas = [_odd(device, row) for row in rows]
@@ -170,9 +172,9 @@ def _folded(device: Device, dtype: np.dtype[Any], op: ReduceOp) -> Iterator[tupl
         device.put(table, np.array([address(arena) - dtype.itemsize for arena in arenas], np.uint64).view(np.uint8))
         target = _odd(device, np.zeros(count, dtype))
         folded = address(table), np.int32(PEERS), dtype.itemsize, address(target), count
-        stream.launch(fold_kernel(dtype, op), BLOCKS, folded)
+        stream.launch(fold, BLOCKS, folded)
         yield "what peers hold", device.get(target), reduce(combine(op), rows)
-        stream.launch(fold_into_kernel(dtype, op), BLOCKS, (address(arenas[0]), address(arenas[1]), count))
+        stream.launch(fold_into, BLOCKS, (address(arenas[0]), address(arenas[1]), count))
         yield "what arrived", device.get(arenas[0]), combine(op)(rows[0], rows[1])
 
 
@@ -192,7 +194,9 @@ def _write_beyond(device: Device) -> None:
     one, other = device.allocate(4096), device.allocate(4096 + 4 * PLANTED)
     for memory in (one, other):
         device.put(memory, np.zeros(memory.nbytes, np.uint8))
-    device.current_stream().launch(fold_into_kernel(F32, ReduceOp.SUM), BLOCKS, (address(one), address(other), 1024 + PLANTED))
+    kernel = fold_into_kernel(F32, ReduceOp.SUM)
+    device.prepare(kernel)
+    device.current_stream().launch(kernel, BLOCKS, (address(one), address(other), 1024 + PLANTED))
     device.get(other)
 
 

@@ -99,6 +99,7 @@ class _Stream(Stream):
 
     def launch(self, kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
         assert self._device.kernels is not None, "this device was given no kernels"
+        assert kernel in self._device.prepared, f"{kernel} would be compiled while ranks wait"
         assert self._device.is_active(), "a launch by a thread that computes on another GPU"
         self.put(lambda: self._device.kernels.launch(kernel, num_blocks, arguments))
 
@@ -143,6 +144,7 @@ class StandInDevice(Device):
         self._current: dict[int, Stream] = {threading.get_ident(): self._computing}
         self._paths: dict[int, str] = {}
         self.kernels: HostKernels | None = None
+        self.prepared: set[str] = set()
         self.is_isolated = False
         self.most_bytes = 1 << 40
         self.held: Stream | None = None  # gets on no further
@@ -222,6 +224,10 @@ class StandInDevice(Device):
             if not any(stream.waiting for stream in self.streams):
                 self._kept.clear()
             self._kept.append(memory)
+
+    def prepare(self, kernel: str) -> None:
+        assert self.is_active(), "a kernel is compiled by a thread that computes on another GPU"
+        self.prepared.add(kernel)
 
     def put(self, target: StandInArray, values: np.ndarray) -> None:
         """Let the current stream write values, some time."""

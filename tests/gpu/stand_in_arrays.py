@@ -25,6 +25,8 @@ __all__ = ["Namespace", "ndarray", "stand_in_gpu"]
 _SCALARS = (bool, int, float, complex, np.generic)
 _VIEWS = (int, np.integer, slice, type(None), type(Ellipsis))
 _RUBBISH = 0xA5
+_LOOKS = {np.moveaxis, np.array_split, np.may_share_memory}
+"""Functions that read no element."""
 
 
 @contextmanager
@@ -239,9 +241,10 @@ class Namespace(ModuleType):
 def _compute(device: StandInDevice, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a function of NumPy with the memory of arrays, and return its arrays as arrays on the device."""
     _check(optree.tree_leaves((list(args), kwargs)))
-    event = device.current_stream().record()
-    while not event.done():
-        pass
+    if function not in _LOOKS:
+        event = device.current_stream().record()
+        while not event.done():
+            pass
     with np.errstate(all="ignore"):  # nobody warns on a GPU
         result = function(*optree.tree_map(_raw, list(args)), **optree.tree_map(_raw, kwargs))
     if function is np.copyto or result is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +18,7 @@ from tests.gpu.stand_in import UNFINISHED, StandInDevice
 __all__ = ["StandInNccl"]
 
 CONNECT_SECONDS = 10.0
+_CONNECT_TAG = 1
 
 _TYPES = {"INT8": "i1", "UINT8": "u1", "INT32": "i4", "UINT32": "u4", "INT64": "i8", "UINT64": "u8", "FLOAT32": "f4"}
 _TYPES |= {"FLOAT64": "f8"}
@@ -42,8 +43,10 @@ class StandInNccl:
     def __init__(self, device: StandInDevice, comm: MPI.Intracomm, version: int = 23203) -> None:
         self.device, self.comm, self.version = device, comm.Dup(), version
         self.grouped: list[tuple[int, Callable[[], MPI.Request]]] | None = None
+        self.unconnected: list[MPI.Request] = []
         self.error = ""
         self.aborted = self.destroyed = 0
+        self.calls: Counter[str] = Counter()
         for name, code in _TYPES.items():
             setattr(self, f"NCCL_{name}", np.dtype(code))
 
@@ -60,11 +63,13 @@ class StandInNccl:
     def groupEnd(self) -> None:  # noqa: N802
         calls, self.grouped = self.grouped, None
         assert calls, "an empty group"
+        _await_peers(self.unconnected, "exchange")
         assert len({stream for stream, _ in calls}) == 1
         self._put(calls[0][0], [start for _, start in calls])
 
     def issue(self, stream: int, start: Callable[[], MPI.Request]) -> None:
         if self.grouped is None:
+            _await_peers(self.unconnected, "call")
             self._put(stream, [start])
         else:
             self.grouped.append((stream, start))
@@ -103,10 +108,9 @@ class _Communicator:
 
     def _connect(self, verb: str) -> None:
         """Wait on the host for all ranks at the first call of a verb, as NCCL does."""
+        self._library.calls[verb] += 1
         if verb not in self._connected:
-            request, ends = self._comm.Ibarrier(), time.monotonic() + CONNECT_SECONDS
-            while not request.Test():
-                assert time.monotonic() < ends, f"NCCL blocks in the first {verb}: not all ranks have come"
+            _await_peers([self._comm.Ibarrier()], verb)
             self._connected.add(verb)
 
     def allReduce(self, send: int, receive: int, count: int, kind: Any, op: Any, stream: int) -> None:  # noqa: N802
@@ -140,6 +144,21 @@ class _Communicator:
         whole = count * self._comm.size
         self._issue(stream, lambda: self._comm.Iallgather(self._copy(send, count, kind), _at(receive, whole, kind)))
 
+    def send(self, send: int, count: int, kind: Any, peer: int, stream: int) -> None:
+        self._pair(self._comm.Issend, "send", peer)
+        self._issue(stream, lambda: self._comm.Isend(self._copy(send, count, kind), peer))
+
+    def recv(self, receive: int, count: int, kind: Any, peer: int, stream: int) -> None:
+        self._pair(self._comm.Irecv, "recv", peer)
+        self._issue(stream, lambda: self._comm.Irecv(_at(receive, count, kind), peer))
+
+    def _pair(self, start: Callable[..., MPI.Request], verb: str, peer: int) -> None:
+        """Have the call, or its group, wait on the host for a peer that nothing was sent to, or received from, before."""
+        self._library.calls[verb] += 1
+        if f"{verb} {peer}" not in self._connected:
+            self._library.unconnected.append(start(np.empty(0, np.uint8), peer, _CONNECT_TAG))
+            self._connected.add(f"{verb} {peer}")
+
     def _copy(self, address: int, count: int, kind: np.dtype) -> np.ndarray:
         """Return what is there now; mpi4py keeps no hold of what it sends."""
         self._sent.append(_at(address, count, kind).copy())
@@ -147,6 +166,14 @@ class _Communicator:
 
     def _issue(self, stream: int, start: Callable[[], MPI.Request]) -> None:
         self._library.issue(stream, start)
+
+
+def _await_peers(requests: list[MPI.Request], verb: str) -> None:
+    """Wait on the host, and forget the requests."""
+    ends = time.monotonic() + CONNECT_SECONDS
+    while not MPI.Request.Testall(requests):
+        assert time.monotonic() < ends, f"NCCL blocks in the first {verb}: not all ranks have come"
+    requests.clear()
 
 
 def _at(address: int, count: int, kind: np.dtype) -> np.ndarray:

@@ -87,8 +87,23 @@ def _results(strategy: mpistrat.Strategy) -> Iterator[tuple[str, Sequence[Any], 
         last = size - 1
         yield f"broadcast({dtype})", [context.broadcast(mine[4], last)], [every[4][last]]
         yield f"all_gather({dtype})", [context.all_gather(mine[2], 0)], [np.concatenate(list(every[2]))]
-        part = np.array_split(OPS["sum"](every[4]), size)[me]
-        yield f"reduce_scatter({dtype})", [context.reduce_scatter("sum", mine[4])], [part]
+        for op, rows in (("sum", every[4]), ("mean", every[2])):
+            part = np.array_split(OPS[op](rows), size)[me]
+            yield f"reduce_scatter({op}, {dtype})", [context.reduce_scatter(op, module.asarray(rows[me]))], [part]
+        # rank r sends r + i rows to rank i
+        sends = [module.asarray(every[4][me][: me + peer]) for peer in range(size)]
+        yield f"all_to_all({dtype})", context.all_to_all(sends), [every[4][peer][: me + peer] for peer in range(size)]
+        uneven = [every[4][peer][: peer + 1] for peer in range(size)]
+        yield (
+            f"all_gather({dtype}) of unequal arrays",
+            [context.all_gather(module.asarray(uneven[me]), 0)],
+            [np.concatenate(uneven)],
+        )
+        gathered = strategy.communicator.gather(mine[2], last)
+        yield f"gather({dtype})", gathered or [], list(every[2]) if me == last else []
+        targets = [module.asarray(array) for array in (every[4][me], every[5][me])]
+        expected = [OPS["sum"](every[4]), OPS["sum"](every[5])]
+        yield f"all_reduce({dtype}) in place", context.all_reduce("sum", targets, out=targets), expected
     options = CommunicationOptions(deterministic=True)
     rows = _rows(np.dtype(np.float32), (1001,), size, 99)
     found = context.all_reduce("sum", module.asarray(rows[me]), options)

@@ -29,46 +29,11 @@ from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.tools import bench, bench_memory
 from mpistrat.topology.world import World
 from tests.gpu.bound import stand_in
+from tests.gpu.pair import Pair, values
 from tests.launches import needs_ranks
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 BF16 = np.dtype(ml_dtypes.bfloat16)
-
-
-class Pair:
-    """The same collectives on a device and in host memory."""
-
-    def __init__(self, comm, world, has_nccl=True):
-        self.comm, self.world, self.has_nccl = comm, world, has_nccl
-
-    def __enter__(self):
-        self.bound = stand_in(self.comm, self.world, self.has_nccl)
-        self.device = self.bound.__enter__()
-        self.gpu = Communicator(Hierarchy(self.comm, self.world))
-        self.host = Communicator(Hierarchy(self.comm, self.world), uses_gpu=False)
-        self.rank, self.size = self.gpu.rank, self.gpu.size
-        self.library = getattr(self.gpu._gpu.executor.intra, "_nccl", None)
-        return self
-
-    def __exit__(self, *error):
-        if error[0] is None:
-            self.gpu.close()
-            self.host.close()
-        self.bound.__exit__(*error)
-
-    def up(self, array):
-        return self.device.array_module.asarray(array)
-
-    def reduce(self, op, arrays, *options, **out):
-        """Reduce copies on the device, and return what came of it in host memory."""
-        found = self.gpu.all_reduce(op, [self.up(array) for array in arrays], *options, **out)
-        return [self.device.get(array) for array in found]
-
-    def compare(self, op, arrays, *options):
-        """Reduce on the device and in host memory; the values are such that every order of combining gives the same bits."""
-        for found, expected in zip(self.reduce(op, arrays, *options), self.host.all_reduce(op, arrays, *options), strict=True):
-            assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-            np.testing.assert_array_equal(found, expected)
 
 
 @pytest.fixture(autouse=True)
@@ -96,11 +61,6 @@ def uneven(comm):
     """Give collectives on two uneven nodes, for what does not depend on the shape."""
     with Pair(comm, World.from_shape(f"{comm.size - 1}+1" if comm.size > 1 else "1x1")) as pair:
         yield pair
-
-
-def values(shape, dtype, seed, op=SUM):
-    small = np.random.default_rng(seed).integers(1 if op is ReduceOp.PROD else -4, 3, shape)
-    return (np.abs(small) if np.dtype(dtype).kind == "u" else small).astype(dtype)
 
 
 def all_cases():
@@ -503,6 +463,20 @@ def test_nccl_works_on_the_arrays_themselves(comm, counts):
             np.testing.assert_array_equal(pair.device.get(array), wanted)
 
 
+@needs_ranks(2)
+def test_known_calls_are_compared_before_nccl_works_on_the_arrays(comm, monkeypatch):
+    """NCCL would add what the others multiply, and tell nobody."""
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    ops = SUM, ReduceOp.PROD
+    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
+        array = pair.up(values(100, np.float32, comm.rank))
+        for op in ops * 2:
+            pair.gpu.all_reduce(op, array)
+        with pytest.raises(AgreementError, match=r"ranks? 0.*: all_reduce\(SUM, .*\n.*ranks? 1.*: all_reduce\(PROD, "):
+            pair.gpu.all_reduce(ops[comm.rank % 2], array)
+        comm.Barrier()
+
+
 @pytest.mark.parametrize("count", [30, 300_000])
 @pytest.mark.parametrize("others", [0, 3], ids=["alone", "beside others"])
 def test_arrays_with_gaps_between_their_elements(comm, world, monkeypatch, count, others):
@@ -558,8 +532,10 @@ def test_no_rank_is_left_waiting_for_one_that_has_failed(comm):
         pair.gpu.all_reduce(SUM, [given])
         if pair.rank == 0:
             pair.library.error = "planted: a GPU fell off the bus"
-        with pytest.raises((TransportError, CollectiveError), match=r"planted|cannot complete|given up by rank"):
-            pair.gpu.all_reduce(SUM, [given])
+        # who has enqueued its part hears of it in a later call
+        calls = (pair.gpu.all_reduce(SUM, [given]) for _ in range(1000))
+        with pytest.raises((TransportError, CollectiveError), match=r"planted|cannot complete|given up|gave up"):
+            list(calls)
         pair.gpu.close()
         assert pair.library.aborted == 1
         comm.Barrier()

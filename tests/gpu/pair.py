@@ -1,0 +1,53 @@
+"""The same collectives on a stand-in device and in host memory, which is the oracle."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpistrat.communicator.communicator import Communicator
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.reduction import ReduceOp
+from tests.gpu.bound import stand_in
+
+__all__ = ["Pair", "values"]
+
+
+class Pair:
+    """The same collectives on a device and in host memory."""
+
+    def __init__(self, comm, world, has_nccl=True):
+        self.comm, self.world, self.has_nccl = comm, world, has_nccl
+
+    def __enter__(self):
+        self.bound = stand_in(self.comm, self.world, self.has_nccl)
+        self.device = self.bound.__enter__()
+        self.gpu = Communicator(Hierarchy(self.comm, self.world))
+        self.host = Communicator(Hierarchy(self.comm, self.world), uses_gpu=False)
+        self.rank, self.size = self.gpu.rank, self.gpu.size
+        self.library = getattr(self.gpu._gpu.executor.intra, "_nccl", None)
+        return self
+
+    def __exit__(self, *error):
+        if error[0] is None:
+            self.gpu.close()
+            self.host.close()
+        self.bound.__exit__(*error)
+
+    def up(self, array):
+        return self.device.array_module.asarray(array)
+
+    def reduce(self, op, arrays, *options, **out):
+        """Reduce copies on the device, and return what came of it in host memory."""
+        found = self.gpu.all_reduce(op, [self.up(array) for array in arrays], *options, **out)
+        return [self.device.get(array) for array in found]
+
+    def compare(self, op, arrays, *options):
+        """Reduce on the device and in host memory; the values are such that every order of combining gives the same bits."""
+        for found, expected in zip(self.reduce(op, arrays, *options), self.host.all_reduce(op, arrays, *options), strict=True):
+            assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+            np.testing.assert_array_equal(found, expected)
+
+
+def values(shape, dtype, seed, op=ReduceOp.SUM):
+    small = np.random.default_rng(seed).integers(1 if op is ReduceOp.PROD else -4, 3, shape)
+    return (np.abs(small) if np.dtype(dtype).kind == "u" else small).astype(dtype)

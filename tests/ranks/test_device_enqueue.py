@@ -1,0 +1,169 @@
+"""On one node a call on arrays of GPUs ends when NCCL has been given its work: nothing waits on the host that need not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from mpistrat.communicator.communicator import Communicator
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.errors import TransportError, UnavailableError
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.reduction import ReduceOp
+from mpistrat.topology.world import World
+from tests.gpu.pair import Pair, values
+from tests.launches import needs_ranks, up_to_ranks
+
+pytestmark = [up_to_ranks(4), needs_ranks(2)]
+
+SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
+SOON_SECONDS = 5.0
+
+
+@pytest.fixture
+def node(comm, monkeypatch):
+    """Give collectives on one node, whose plans have several chunks."""
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "4096")
+    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
+        pair.of_nccl = pair.gpu._gpu.executor.intra._stream
+        yield pair
+
+
+def wait_until(condition):
+    ends = time.monotonic() + SOON_SECONDS
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.001)
+
+
+def held_call(pair, call):
+    """Make a call while NCCL's stream gets on no further; it gets on when the call has ended, or some time after."""
+    before = pair.device.current_stream().record()
+    wait_until(before.done)
+    pair.device.held = pair.of_nccl
+    release = threading.Timer(SOON_SECONDS, lambda: setattr(pair.device, "held", None))
+    release.start()
+    results = call()
+    assert pair.device.held is pair.of_nccl, "the call has waited for NCCL"
+    release.cancel()
+    pair.device.held = None
+    return results
+
+
+def test_every_verb_ends_when_nccl_has_been_given_its_work(node):
+    gpu, host, up, rank, size = node.gpu, node.host, node.up, node.rank, node.size
+    small = [values(3000, np.float32, rank + seed) for seed in range(3)]
+    large, rows = values(9000, np.float32, rank), values((4 * size, 2), np.float32, rank)
+    calls = (
+        (lambda put, to: to.all_reduce(SUM, put(large))),
+        (lambda put, to: to.all_reduce(MEAN, [put(array) for array in small])),
+        (lambda put, to: to.reduce_scatter(SUM, put(rows))),
+        (lambda put, to: to.all_gather(put(rows))),
+        (lambda put, to: to.broadcast(put(rows), size - 1)),
+        (lambda put, to: to.all_to_all([put(rows)] * size)),
+    )
+    for call in calls:
+        expected = call(np.copy, host)
+        call(up, gpu)  # the first time a plan is bound, or ranks are connected
+        for _ in range(2):
+            found = held_call(node, lambda call=call: call(up, gpu))
+            for one, wanted in zip(*([x] if type(x) is not list else x for x in (found, expected)), strict=True):
+                np.testing.assert_array_equal(node.device.get(one), wanted)
+
+
+def test_a_call_with_a_deadline_and_one_whose_time_is_taken_wait_for_their_end(node):
+    gpu, given = node.gpu, node.up(values(100, np.float32, node.rank))
+
+    def ends_late(**options):
+        gpu.all_reduce(SUM, given, **options)
+        node.device.held = node.of_nccl
+        release = threading.Timer(0.1, lambda: setattr(node.device, "held", None))
+        release.start()
+        gpu.all_reduce(SUM, given, **options)
+        has_waited = node.device.held is None
+        release.join()
+        return has_waited
+
+    assert not ends_late()
+    assert ends_late(options=CommunicationOptions(timeout_seconds=60.0))
+    gpu.timeline.enabled = True
+    assert ends_late()
+
+
+def test_what_nccl_finds_out_later_is_raised_by_the_next_call(node):
+    given = node.up(values(100, np.float32, node.rank))
+    node.gpu.all_reduce(SUM, given)
+    node.device.held = node.of_nccl
+    node.gpu.all_reduce(SUM, given)
+    node.library.error = "planted: a GPU fell off the bus"
+    wait_until(lambda: node.library.aborted)
+    node.comm.Barrier()
+    with pytest.raises((TransportError, UnavailableError), match=r"planted: a GPU fell off the bus|given up|gave up"):
+        node.gpu.all_reduce(SUM, given)
+    assert node.library.aborted == 1
+    node.comm.Barrier()
+    node.device.held = None
+
+
+def test_a_rank_that_fails_when_all_have_met_leaves_no_kernel_waiting(node, monkeypatch):
+    """The others have gone on by then, and their kernels wait for one that never comes."""
+    given = node.up(values(100, np.float32, node.rank))
+    node.gpu.all_reduce(SUM, given)
+    if node.rank == 0:
+
+        def fail(*_):
+            time.sleep(0.2)
+            raise RuntimeError("planted: no kernel can be launched")
+
+        monkeypatch.setattr(node.gpu._gpu.executor.intra, "_issue", fail)
+        with pytest.raises(RuntimeError, match="planted"):
+            node.gpu.all_reduce(SUM, given)
+    else:
+        with suppress(TransportError):  # where it is late, and rank 0 has failed before
+            node.gpu.all_reduce(SUM, given)
+    wait_until(lambda: node.library.aborted)
+    with pytest.raises((TransportError, UnavailableError), match=r"a rank of this node has given up|gave up|did not end"):
+        node.gpu.all_reduce(SUM, given)
+    node.comm.Barrier()
+
+
+def test_kernels_of_two_communicators_begin_in_the_order_of_the_program(node):
+    """On whichever streams the program calls them: those of one GPU would wait for those of another for ever."""
+    given = values(100, np.float32, node.rank)
+    with Communicator(Hierarchy(node.comm, node.world)) as other:
+        of_other = other._gpu.executor.intra._stream
+        first, second = node.up(given), node.up(given)
+        for communicator in (node.gpu, other):
+            communicator.all_reduce(SUM, first)
+        node.device.get(first)
+        node.device.held = node.of_nccl
+        node.gpu.all_reduce(SUM, first)
+        with node.device.activate(node.device.stream()):
+            found = other.all_reduce(SUM, second)
+            ends = time.monotonic() + 0.5
+            while time.monotonic() < ends:
+                node.device.progress()
+            has_waited = bool(of_other.waiting)
+            node.device.held = None
+            assert has_waited, "it began before what was called first has ended"
+            np.testing.assert_array_equal(node.device.get(found), node.host.all_reduce(SUM, given))
+
+
+def test_closing_waits_for_what_was_enqueued(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
+        communicator = Communicator(Hierarchy(comm, pair.world))
+        stream, given = communicator._gpu.executor.intra._stream, pair.up(values(100, np.float32, pair.rank))
+        communicator.all_reduce(SUM, given)
+        pair.device.held = stream
+        communicator.all_reduce(SUM, given)
+        release = threading.Timer(0.1, lambda: setattr(pair.device, "held", None))
+        release.start()
+        communicator.close()
+        release.join()
+        assert not stream.waiting

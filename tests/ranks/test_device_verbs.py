@@ -1,0 +1,205 @@
+"""The verbs beside all_reduce on arrays of GPUs: on one node NCCL carries them out, on a stand-in whose streams dawdle."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.device.kernels import TYPES
+from mpistrat.errors import AgreementError, DeadlineExceededError, InvalidArgumentError, TransportError, UnavailableError
+from mpistrat.groups.group import Group
+from mpistrat.reduction import ReduceOp, accumulation_dtype
+from mpistrat.testing.transport_cases import operations
+from mpistrat.topology.world import World
+from mpistrat.transports.nccl import NcclTransport, nccl_refusal
+from mpistrat.transports.steps import drive
+from tests.gpu import stand_in_arrays
+from tests.gpu.pair import Pair, values
+from tests.gpu.stand_in import StandInDevice
+from tests.gpu.stand_in_nccl import StandInNccl
+from tests.launches import needs_ranks, up_to_ranks
+
+pytestmark = up_to_ranks(4)
+
+SUM = ReduceOp.SUM
+
+
+@pytest.fixture
+def node(comm):
+    """Give collectives on one node."""
+    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
+        yield pair
+
+
+@pytest.fixture
+def on_device(node, monkeypatch):
+    """Give the same, and have what copies an array to the host fail, unless the test asks for it."""
+    node.download = node.device.get
+
+    def fail(array):
+        raise AssertionError("an array was copied to the host")
+
+    if node.size > 1:
+        get = stand_in_arrays.ndarray.get
+        node.download = get
+        monkeypatch.setattr(stand_in_arrays.ndarray, "get", fail)
+    return node
+
+
+def same(pair, found, expected):
+    got = pair.download(found)
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_arrays_of_every_dtype_are_moved(on_device):
+    for dtype in TYPES:
+        check_that_arrays_are_moved(on_device, on_device.gpu, dtype)
+
+
+def check_that_arrays_are_moved(pair, gpu, dtype):
+    rank, size = pair.rank, pair.size
+    of_rank = [values((2 + peer, 3), dtype, peer) for peer in range(size)]
+    for axis in (0, 1):
+        rows = [array if axis == 0 else array.T for array in of_rank]
+        whole = np.concatenate(rows, axis)
+        same(pair, gpu.all_gather(pair.up(rows[rank]), axis), whole)
+        target = pair.up(np.zeros(whole.shape, dtype))
+        assert gpu.all_gather(pair.up(rows[rank]), axis, out=target) is target
+        same(pair, target, whole)
+    equal = [values((4, 3), dtype, peer) for peer in range(size)]
+    same(pair, gpu.all_gather(pair.up(equal[rank])), np.concatenate(equal))
+    for root in range(size):
+        same(pair, gpu.broadcast(pair.up(of_rank[rank]), root), of_rank[root])
+        target = pair.up(equal[rank])
+        assert gpu.broadcast(target, root, out=target) is target
+        same(pair, target, equal[root])
+        gathered = gpu.gather(pair.up(equal[rank]), root)
+        assert (gathered is None) == (rank != root)
+        for found, wanted in zip(gathered or [], equal, strict=rank == root):
+            same(pair, found, wanted)
+    # what goes from rank r to rank i has r + i rows, so some have none
+    arrived = gpu.all_to_all([pair.up(values((rank + peer, 2), dtype, 10 * rank + peer)) for peer in range(size)])
+    for peer, found in enumerate(arrived):
+        same(pair, found, values((rank + peer, 2), dtype, 10 * peer + rank))
+    parts = [np.array_split(values((2 * size + 1, 2), dtype, peer), size)[rank] for peer in range(size)]
+    same(pair, gpu.all_to_all(pair.up(values((2 * size + 1, 2), dtype, rank))), np.concatenate(parts))
+
+
+def test_reduce_scatter_is_nccls_own_where_it_combines_such_values(node):
+    pair, size = node, node.size
+    cases = [(dtype, op) for dtype in TYPES for op in ReduceOp if op in operations(dtype)]
+    for index, (dtype, op) in enumerate(cases):
+        # equal parts, unequal ones, and some that are empty
+        given = values([(2 * size, 3), (2 * size + 1, 2), (max(size - 1, 1), 2)][index % 3], dtype, pair.rank, op)
+        axis, before = index // 3 % 2, pair.library.calls.total() if size > 1 else 0
+        expected = pair.host.reduce_scatter(op, given, axis)
+        target = pair.up(np.empty(expected.shape, dtype)) if index // 2 % 2 else None
+        for _ in range(2):
+            found = pair.gpu.reduce_scatter(op, pair.up(given), axis, out=target)
+            assert target is None or found is target
+            assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+            np.testing.assert_array_equal(pair.device.get(found), expected)
+        if size > 1:
+            assert nccl_refusal(accumulation_dtype(op, dtype), op) or pair.library.calls.total() > before
+
+
+def test_a_reduce_scatter_of_equal_parts_is_one_call_of_nccl(on_device):
+    pair = on_device
+    array = values((5 * pair.size, 3), np.float32, pair.rank)
+    whole = pair.host.all_reduce(SUM, array)
+    for _ in range(2):
+        before = pair.library.calls.copy() if pair.size > 1 else None
+        found = pair.gpu.reduce_scatter(SUM, pair.up(array))
+        same(pair, found, whole[5 * pair.rank : 5 * pair.rank + 5])
+        if before is not None:
+            assert pair.library.calls - before == {"reduceScatter": 1}
+
+
+def test_a_reduce_scatter_in_the_order_of_the_replicas_is_no_call_of_nccl(node):
+    array = np.random.default_rng(node.rank).standard_normal((4 * node.size, 2)).astype(np.float32)
+    options = CommunicationOptions(deterministic=True)
+    found = node.gpu.reduce_scatter(SUM, node.up(array), options=options)
+    np.testing.assert_array_equal(node.device.get(found), node.host.reduce_scatter(SUM, array, options=options))
+
+
+@needs_ranks(2)
+def test_arrays_of_which_some_are_in_host_memory_go_by_way_of_it(node):
+    mine = values((3, 2), np.float32, node.rank)
+    given = mine if node.rank == 0 else node.up(mine)
+    calls = node.library.calls.copy()
+    results = [node.gpu.all_gather(given), node.gpu.broadcast(given, 1), node.gpu.all_to_all([given] * node.size)]
+    expected = [node.host.all_gather(mine), node.host.broadcast(mine, 1), node.host.all_to_all([mine] * node.size)]
+    for found, wanted in zip([*results[:2], *results[2]], [*expected[:2], *expected[2]], strict=True):
+        assert type(found) is (np.ndarray if node.rank == 0 else stand_in_arrays.ndarray)
+        np.testing.assert_array_equal(found if node.rank == 0 else node.device.get(found), wanted)
+    assert node.library.calls == calls
+
+
+@needs_ranks(2)
+def test_calls_that_differ_do_not_reach_nccl(comm):
+    first, last = comm.rank == 0, comm.size - 1
+    wrong = (
+        (AgreementError, lambda gpu, up: gpu.broadcast(up(np.ones(3)), 0 if first else 1)),
+        (AgreementError, lambda gpu, up: gpu.all_gather(up(np.ones(3))) if first else gpu.all_to_all(up(np.ones(3)))),
+        (AgreementError, lambda gpu, up: gpu.reduce_scatter(SUM if first else "max", up(np.ones(8, np.int32)))),
+        (InvalidArgumentError, lambda gpu, up: gpu.all_gather(up(np.ones((2, 2 + first))))),
+        (InvalidArgumentError, lambda gpu, up: gpu.gather(up(np.ones(2 + first)), last)),
+        (InvalidArgumentError, lambda gpu, up: gpu.all_to_all([up(np.ones((2, 2 + first)))] * comm.size)),
+    )
+    for error, make in wrong:
+        with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
+            calls = pair.library.calls.copy()
+            with pytest.raises(error):
+                make(pair.gpu, pair.up)
+            assert pair.library.calls == calls
+            comm.Barrier()
+
+
+@needs_ranks(2)
+def test_known_reduce_scatters_are_compared_before_nccl_is_called(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    ops = SUM, ReduceOp.PROD
+    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
+        array = pair.up(values(4 * comm.size, np.float32, comm.rank))
+        for op in ops * 2:
+            pair.gpu.reduce_scatter(op, array)
+        calls = pair.library.calls.copy()
+        with pytest.raises(AgreementError, match=r"reduce_scatter\(SUM, .*\n.*reduce_scatter\(PROD, "):
+            pair.gpu.reduce_scatter(ops[comm.rank % 2], array)
+        assert pair.library.calls == calls
+        comm.Barrier()
+
+
+@needs_ranks(2)
+def test_a_rank_without_memory_keeps_the_others_from_waiting_in_nccl(comm, monkeypatch):
+    def full(*_):
+        raise MemoryError("planted")
+
+    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
+        given, calls = pair.up(values(10, np.float32, 0)), pair.library.calls.copy()
+        if pair.rank == 0:
+            monkeypatch.setattr(pair.device.array_module, "empty", full)
+        with pytest.raises(
+            (TransportError, UnavailableError), match=r"no memory for the results \(planted\)|gave up because it failed there"
+        ):
+            pair.gpu.all_gather(given)
+        assert pair.library.calls == calls
+        with pytest.raises(UnavailableError, match="an earlier all_gather did not end"):
+            pair.gpu.all_gather(given)
+
+
+@needs_ranks(2)
+def test_a_deadline_ends_a_first_exchange_while_nccl_connects(comm):
+    """It waits on the host for its peers then, on a thread of its own."""
+    group, device = Group(comm.Dup(), "world", tuple(range(comm.size))), StandInDevice(comm.rank)
+    library = StandInNccl(device, comm)
+    transport = NcclTransport(group, device, library)
+    sends, landings = ([device.allocate(64) for _ in range(comm.size)] for _ in range(2))
+    if comm.rank == 0:
+        with pytest.raises(DeadlineExceededError, match=r"an exchange did not end within 0\.05 s"):
+            drive(transport.exchange(sends, landings), lambda: "an exchange", 0.05)
+        assert library.aborted == 1
+    comm.Barrier()
+    device.close()
