@@ -8,7 +8,7 @@ from typing import TypeVar
 from mpistrat.communicator.guard import CollectiveGuard
 from mpistrat.errors import TransportError
 
-__all__ = ["allocate"]
+__all__ = ["allocate", "no_memory"]
 
 T = TypeVar("T")
 
@@ -24,9 +24,14 @@ def allocate(guard: CollectiveGuard, rank: int, make: Callable[[], T], verb: str
     try:
         return make()
     except MemoryError as error:
-        guard.give_up()
-        guard.fail(verb, error)
-        raise TransportError(
-            f"rank {rank}: no memory for the results ({error}); pass out=, or smaller arrays, or free some of "
-            "CuPy's: cupy.get_default_memory_pool().free_all_blocks()"
-        ) from None
+        raise no_memory(guard, rank, error, verb) from None
+
+
+def no_memory(guard: CollectiveGuard, rank: int, error: MemoryError, verb: str = "all_reduce") -> TransportError:
+    """Tell the other ranks that this one has no memory for a call, and return the error to raise."""
+    guard.give_up()
+    guard.fail(verb, error)
+    return TransportError(
+        f"rank {rank}: no memory for the results ({error}); pass out=, or smaller arrays, or free some of "
+        "CuPy's: cupy.get_default_memory_pool().free_all_blocks()"
+    )

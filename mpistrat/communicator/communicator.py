@@ -206,11 +206,9 @@ class Communicator(BaseCommunicator):
         """Combine arrays by their fast path, if they have one: see `BaseCommunicator.all_reduce_again`. A collective call."""
         guard = self._guard
         path: OneArray | SmallBatch | KnownBatch | None
-        into = None
         try:
             if out is not None:
                 path = self._fast.find_with_out(op, arrays, out)
-                into = path if isinstance(path, OneArray) else None
             elif len(arrays) == 1:
                 [array] = arrays
                 path = self._fast_paths.get((op._value_, (array.shape, array.dtype, type(array))))
@@ -226,7 +224,9 @@ class Communicator(BaseCommunicator):
             self._present.word = word = path.word ^ (guard.take_noted_word(noted) if guard.noted else noted)
             index = guard.indexes.get(word) or guard.index(word, "all_reduce", call.text_after(word ^ call.word), call.details)
             slot = self._recorder.enter(guard.communicator, number, index, frames + 1)
-            results = path.run(arrays) if into is None or out is None else [into.combine(arrays[0], out[0])]
+            if self._present.unconfirmed:
+                self._present.count()
+            results = path.run(arrays) if out is None or not isinstance(path, OneArray) else [path.combine(arrays[0], out[0])]
             self._recorder.leave(slot)
             return results
         except BaseException as error:
@@ -400,7 +400,7 @@ class Communicator(BaseCommunicator):
 
     def confirm(self) -> None:
         """Compare the calls that were not compared when they were made: see `BaseCommunicator.confirm`. A collective call."""
-        if self._present.is_unconfirmed:
+        if self._present.unconfirmed:
             with self._guard:
                 self._present.settle()
 

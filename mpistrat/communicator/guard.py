@@ -302,6 +302,7 @@ class CollectiveGuard:
         self._present.word = word = signature.word ^ call.noted
         self.enter(call, word)
         self._present.must_poll = bool(call.seconds) or self._any_deadline or call.is_started
+        self._present.count()
 
     def run(self, call: CollectiveCall, steps: Steps) -> None:
         """Run the steps of a call within the rest of its time. After a failure no other collective can be made.
@@ -354,7 +355,7 @@ class CollectiveGuard:
 
     def confirm_at_exit(self) -> None:
         """Compare the calls that have not been compared yet, at the end of the program. A collective call if there are any."""
-        if self._failure or not self._present.is_unconfirmed:
+        if self._failure or not self._present.unconfirmed:
             return
         try:
             with self:

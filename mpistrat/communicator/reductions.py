@@ -11,7 +11,7 @@ import numpy as np
 
 from mpistrat.algorithms.reduce_scatter import part_bounds
 from mpistrat.arrays import Array, is_on_device
-from mpistrat.communicator.allocate import allocate
+from mpistrat.communicator.allocate import allocate, no_memory
 from mpistrat.communicator.bound_batch import BoundBatch
 from mpistrat.communicator.call import CollectiveCall
 from mpistrat.communicator.call_sequence import CallSequence
@@ -228,7 +228,10 @@ class Reductions:
         if out is not None:
             results = list(out)
             return results, copy_overlapping(arrays, results)
-        return allocate(self._guard, self._rank, lambda: [self._empty(array, array.shape) for array in arrays]), arrays
+        try:
+            return [self._empty(array, array.shape) for array in arrays], arrays
+        except MemoryError as error:
+            raise no_memory(self._guard, self._rank, error) from None
 
     def _new(self, array: Array, shape: tuple[int, ...]) -> Array:
         """Return a new array, on the GPU if `array` is: see `allocate`."""

@@ -34,14 +34,16 @@ class PresentCall:
         Runs the steps of a wait to the end, under the deadline of the call.
     confirm : callable
         Compares the words of calls that ran as MPI collectives without a comparison, on all ranks. A collective call.
+    unconfirmed : int
+        Calls since the first one that has not been confirmed; a large one counts as several. 0 if all are confirmed.
     """
 
-    __slots__ = ("_history", "_span", "_unconfirmed", "confirm", "drive", "must_poll", "word")
+    __slots__ = ("_history", "_span", "confirm", "drive", "must_poll", "unconfirmed", "word")
 
     def __init__(self) -> None:
         from mpi4py import MPI
 
-        self.word = self._history = self._unconfirmed = 0
+        self.word = self._history = self.unconfirmed = 0
         self.must_poll = False
         self.confirm: Callable[[int], None] = _confirm_nothing
         self.drive: Callable[[Iterator[bool]], None] = _run_to_end
@@ -60,19 +62,21 @@ class PresentCall:
         A comparison takes as long as a small call. One for 64 small calls, or for fewer large ones, adds 2 % at most.
         """
         self._history = (self._history * _MULTIPLIER + self.word) & _MASK
-        self._unconfirmed += 1 + nbytes // _BYTES_PER_CALL
-        if self._unconfirmed >= MOST_UNCONFIRMED:
+        self.unconfirmed += nbytes // _BYTES_PER_CALL + (not self.unconfirmed)
+        if self.unconfirmed >= MOST_UNCONFIRMED:
             self.settle()
 
-    @property
-    def is_unconfirmed(self) -> bool:
-        """Whether there are calls that have not been confirmed."""
-        return self._unconfirmed > 0
+    def count(self) -> None:
+        """Count a call that begins while earlier ones are unconfirmed; confirm them if it is the last that may be."""
+        if self.unconfirmed:
+            self.unconfirmed += 1
+            if self.unconfirmed >= MOST_UNCONFIRMED:
+                self.settle()
 
     def settle(self) -> None:
         """Confirm the calls that have not been confirmed yet. A collective call if there are any."""
-        if self._unconfirmed:
-            self._unconfirmed = 0
+        if self.unconfirmed:
+            self.unconfirmed = 0
             self.confirm(self._history)
 
 

@@ -124,8 +124,7 @@ def _own(comm: MPI.Intracomm, call: str, timeout_seconds: float) -> MPI.Intracom
     """Return a duplicate of a communicator, which completes when all ranks have called this."""
     from mpi4py import MPI
 
-    # a duplicate of a subclass, such as those of `mpistrat.mpi4py`, would be one too
-    own, request = MPI.Intracomm(comm).Idup()
+    own, request = comm.Idup()
     began = time.monotonic()
     deadline = began + (timeout_seconds or float("inf"))
     watching = watcher.watcher()
@@ -139,4 +138,4 @@ def _own(comm: MPI.Intracomm, call: str, timeout_seconds: float) -> MPI.Intracom
                 "increase CommunicationOptions(timeout_seconds=…) or MPISTRAT_TIMEOUT_SECONDS"
             )
         pause(began)
-    return own
+    return MPI.Intracomm(own)  # the duplicate of a subclass, such as those of `mpistrat.mpi4py`, is one too

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["format_exception"]
 
 _PACKAGE = Path(__file__).parents[1]
-_HINT = "(frames inside mpistrat are left out; MPISTRAT_TRACEBACK=full shows them)"
+_HINT = "  (frames inside mpistrat are left out; MPISTRAT_TRACEBACK=full shows them)\n"
 
 
 def format_exception(error: BaseException, label: str) -> str:
@@ -27,8 +27,10 @@ def format_exception(error: BaseException, label: str) -> str:
     """
     text = traceback.TracebackException(type(error), error, _without_runner(error.__traceback__))
     is_folded = False if _wants_all() or _may_be_defect(error, text) else _fold(text)
-    lines = "".join(text.format()).splitlines() + [_HINT] * is_folded
-    return "".join(f"[{label}] {line}\n" for line in lines)
+    chunks, last = list(text.format()), len(list(text.format_exception_only()))
+    if is_folded:  # the error stays the last thing to read
+        chunks.insert(len(chunks) - last, _HINT)
+    return "".join(f"[{label}] {line}\n" for line in "".join(chunks).splitlines())
 
 
 def _without_runner(trace: TracebackType | None) -> TracebackType | None:

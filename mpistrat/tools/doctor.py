@@ -51,7 +51,7 @@ def execute(arguments: argparse.Namespace) -> int:
     InvalidArgumentError
         If the job that was asked for does not exist.
     """
-    jobs = sorted(_all_jobs(), key=lambda job: (not job.is_running, -job.path.stat().st_mtime))
+    jobs = [job for _, job in sorted(_all_jobs(), key=lambda found: (not found[1].is_running, -found[0]))]
     chosen = _chosen(jobs, arguments.job)
     if arguments.json:
         print(json.dumps([job.document() for job in chosen], indent=1))
@@ -66,12 +66,13 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0 if chosen else 1
 
 
-def _all_jobs() -> Iterator[Examined]:
+def _all_jobs() -> Iterator[tuple[float, Examined]]:
+    """Return jobs, each with the time at which a rank last began to record."""
     for path in folder.jobs():
         with suppress(OSError):  # it has just ended
             found = examine(path)
             if found is not None:
-                yield found
+                yield path.stat().st_mtime, found
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ def test_frames_of_the_library_are_left_out() -> None:
     places = [line for line in lines if "  File " in line]
     assert "test_exception_text.py" in places[-1]
     assert not [line for line in places if "mpistrat/communicator" in line]
-    assert _HINT in lines[-1]
+    assert _HINT in lines[-2]
+    assert "bytes_per_pack" in lines[-1]
 
 
 def test_they_are_shown_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
