@@ -102,4 +102,4 @@ class DeadlineExceededError(CollectiveError, TimeoutError):
 
 
 class UnavailableError(CollectiveError):
-    """A rank that takes part in a collective has exited."""
+    """A rank has exited that takes part in a collective; or a server, the chief, or all workers are lost."""

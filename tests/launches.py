@@ -56,6 +56,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N,N,…",
         help="launch tests/ranks with these numbers of ranks (default: %(default)s)",
     )
+    parser.addoption(
+        "--kills",
+        type=int,
+        default=1,
+        metavar="N",
+        help="in tests/faults/test_lost_tasks.py, kill workers in N jobs, and a server in N/5 (default: %(default)s)",
+    )
     parser.addoption("--rank-report", metavar="FILE", help="as a rank: let rank 0 write every test's outcome to this JSON file")
 
 

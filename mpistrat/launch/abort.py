@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from mpistrat.launch import exit_code
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI
 
-__all__ = ["end", "install"]
+__all__ = ["before_end", "end", "install"]
 
 # If several ranks raise, the traceback of rank 0 is the one to read: the others give it time to print and to end the job, and
 # print theirs if it did not, so that no job ends silently. If a rank raises because another one has failed, the traceback of
@@ -35,6 +36,8 @@ HEAD_START_SECONDS_RAISED_EVERYWHERE = 2.0
 RELAY_SECONDS = 0.2
 
 INTERRUPTED = 128 + signal.SIGINT
+
+_before_end: list[Callable[[], None]] = []
 
 
 def install(comm: MPI.Intracomm) -> None:
@@ -72,6 +75,11 @@ def end(error: BaseException) -> NoReturn:
     sys.excepthook(type(error), error, error.__traceback__)
     exit_code.flush_output()
     os._exit(1)
+
+
+def before_end(call: Callable[[], None]) -> None:
+    """Have a function called when this rank is about to end the job by itself, because of an exception."""
+    _before_end.append(call)
 
 
 class _Hooks:
@@ -127,6 +135,8 @@ class _Hooks:
             sys.stderr.write(text)
             sys.stderr.flush()
             time.sleep(RELAY_SECONDS)
+            for call in _before_end:
+                call()
         finally:  # even after Ctrl-C or with a closed stderr
             self._comm.Abort(code)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mpistrat import settings
 from mpistrat.errors import LaunchError
-from mpistrat.launch import abort, environment, exit_code, forks, gpu_binding, launcher_process, nested, openmpi
+from mpistrat.launch import abort, environment, exit_code, forks, gpu_binding, launcher_process, nested, openmpi, survival
 from mpistrat.launch.process import Process
 
 if TYPE_CHECKING:
@@ -115,6 +115,10 @@ def _start() -> MPI.Intracomm:
         oversubscribed = view is not None and (view.local_size or 1) > openmpi.num_cores()
         os.environ.update(openmpi.parameters(os.environ, oversubscribed, alone=view is None))
     try:
+        import mpi4py
+
+        if survival.is_on(os.environ):
+            mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py raises either, depending on where its search ends
         raise LaunchError(no_library(str(error))) from error

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mpistrat import settings
 from mpistrat.errors import InvalidArgumentError, LaunchError
-from mpistrat.launch import openmpi
+from mpistrat.launch import openmpi, survival
 from mpistrat.launch.bootstrap import CRAY_MPICH, no_library
 from mpistrat.launch.environment import in_slurm_allocation
 
@@ -145,6 +145,7 @@ def command(
     argv: Sequence[str],
     virtual_nodes: str = "",
     *,
+    survive: bool = False,
     mpi: Mpi | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
@@ -160,6 +161,8 @@ def command(
         The program with its arguments, such as ``[sys.executable, "train.py"]``.
     virtual_nodes : str
         The shape of virtual nodes, such as ``2x2``; the real nodes by default.
+    survive : bool
+        Whether the other ranks go on when one is lost.
     mpi : Mpi, optional
         The MPI to use; the result of `find_mpi` by default.
     environ : mapping, optional
@@ -170,23 +173,26 @@ def command(
     InvalidArgumentError
         If `num_ranks` is less than 1.
     LaunchError
-        If there is no MPI to start it with.
+        If there is no MPI to start it with, or it cannot `survive`.
     """
     if num_ranks < 1:
         raise InvalidArgumentError(f"a job needs at least 1 rank; {num_ranks} were asked for")
     environ = os.environ if environ is None else environ
     mpi = find_mpi() if mpi is None else mpi
+    if survive:
+        survival.check_supported(mpi.flavour.name, mpi.version, mpi.mpiexec)
     in_slurm = in_slurm_allocation(environ)
     oversubscribed = not in_slurm and num_ranks > openmpi.num_cores()
     wanted = {
         **dict(mpi.flavour.root_environ if os.geteuid() == 0 else ()),
         **dict(mpi.flavour.slurm_environ if in_slurm else ()),
         **(openmpi.parameters(environ, oversubscribed) if mpi.flavour.name == "Open MPI" else {}),
+        **(survival.ENVIRON if survive else {}),
     }
     extra = {name: value for name, value in wanted.items() if name not in environ}
     if virtual_nodes:
         extra[settings.VIRTUAL_NODES.name] = virtual_nodes
-    options = mpi.flavour.oversubscribe_options if oversubscribed else ()
+    options = (*(survival.OPTIONS if survive else ()), *(mpi.flavour.oversubscribe_options if oversubscribed else ()))
     return [mpi.mpiexec, "-n", str(num_ranks), *options, *argv], extra
 
 

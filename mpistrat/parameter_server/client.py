@@ -11,12 +11,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from mpistrat import settings
 from mpistrat.arrays import Array
+from mpistrat.errors import UnavailableError
 from mpistrat.parameter_server.frames import REPLY, REQUEST, Channel, Frame, FrameReceiver, Op
 from mpistrat.parameter_server.functions import FunctionTable, dumps, loads, loads_error
 from mpistrat.parameter_server.shared_arrays import AttachedArray, attach
@@ -31,6 +32,8 @@ __all__ = ["Client", "Placed", "here", "install"]
 _MOST_WRITES = 64
 
 _client: Client | None = None
+
+T = TypeVar("T")
 
 
 class Placed(NamedTuple):
@@ -93,7 +96,7 @@ class Client:
         with self._lock:
             data = dumps((name, array.dtype.str if array.dtype.kind != "V" else array.dtype, array.shape), name)
             requests = self.channel.send(self._ranks[server], REQUEST, Op.CREATE, data)
-            self._finish(requests, server, f"{name}, which is new")
+            self._finish(server, f"{name}, which is new", requests)
             placed = Placed(server, self._created[server], name)
             self._created[server] += 1
             self.write(Op.ASSIGN, [(placed, 0, array)])
@@ -109,17 +112,14 @@ class Client:
         """
         with self._lock:
             under_way = []
-            for placed, start, target in parts:
-                if self._reads_shared(placed, start, target):
-                    continue
+            for placed, start, target in [part for part in parts if not self._reads_shared(*part)]:
                 rank = self._ranks[placed.server]
                 requests = self.channel.start_receiving(target, rank, REPLY)
                 if requests:
                     stop = start + len(target) if target.ndim else 0
                     requests += self.channel.send(rank, REQUEST, Op.READ, variable=placed.number, first=start, second=stop)
-                under_way.append((placed, requests))
-            for placed, requests in under_way:
-                self._finish(requests, placed.server, f"read of {placed.name}")
+                under_way.append((placed.server, f"read of {placed.name}", requests))
+            self._for_each(under_way, self._finish)
 
     def read_bounded(self, parts: Sequence[tuple[Placed, Array]], max_staleness: int) -> None:
         """Read whole variables, each of which may lack as many updates; count how many it lacks.
@@ -137,18 +137,16 @@ class Client:
             under_way = []
             for placed, target in by_message:
                 version, _ = self._copies.get(placed, (-1, target))
-                under_way.append(
-                    self.channel.send(
-                        self._ranks[placed.server],
-                        REQUEST,
-                        Op.READ_NEWER,
-                        variable=placed.number,
-                        first=version,
-                        second=max_staleness,
-                    )
+                requests = self.channel.send(
+                    self._ranks[placed.server],
+                    REQUEST,
+                    Op.READ_NEWER,
+                    variable=placed.number,
+                    first=version,
+                    second=max_staleness,
                 )
-            for (placed, target), requests in zip(by_message, under_way, strict=True):
-                self.staleness[self._take_newer(placed, target, self._reply(placed, "read", requests))] += 1
+                under_way.append((placed, target, requests))
+            self._for_each(under_way, self._take_newer)
 
     def read_rows(self, parts: Sequence[tuple[Placed, Array]], target: Array) -> None:
         """Read single rows; each server is asked once, and for a row once.
@@ -161,17 +159,16 @@ class Client:
             C-contiguous; takes the rows of all parts, one behind the other.
         """
         with self._lock:
-            asked, start = [], 0
+            by_message, start = [], 0
             for server, group in groupby(parts, lambda part: part[0].server):
                 shards = list(group)
                 stop = start + sum(len(rows) for _, rows in shards)
                 wanted = target[start:stop]
                 if wanted.nbytes and not self._takes_shared(shards, wanted):
-                    asked.append((server, wanted, *self._ask_rows(server, shards, wanted)))
+                    by_message.append((server, shards, wanted))
                 start = stop
-            for server, wanted, arrived, position, requests in asked:
-                self._finish(requests, server, "read of rows")
-                arrived.take(position, 0, wanted, "clip")
+            under_way = [(server, wanted, *self._ask_rows(server, shards, wanted)) for server, shards, wanted in by_message]
+            self._for_each(under_way, self._take_rows)
 
     def write(self, op: int, parts: Sequence[tuple[Placed, int, Array]]) -> None:
         """Assign, add or subtract arrays; it is done before anything that this rank asks for later.
@@ -191,8 +188,8 @@ class Client:
                     requests = self.channel.send(
                         self._ranks[placed.server], REQUEST, op, array, variable=placed.number, first=start, second=stop
                     )
-                    under_way.append((placed, requests))
-            self._finish_writes(under_way)
+                    under_way.append((placed.server, f"update of {placed.name}", requests))
+            self._for_each(under_way, self._finish_write)
 
     def scatter(self, method: int, parts: Sequence[tuple[Placed, Array, Array]]) -> None:
         """Apply rows to variables by a method of `SCATTER_METHODS`, given as its index there; as `write` otherwise."""
@@ -210,8 +207,8 @@ class Client:
                         variable=placed.number,
                         first=len(indices),
                     )
-                    under_way.append((placed, requests))
-            self._finish_writes(under_way)
+                    under_way.append((placed.server, f"update of {placed.name}", requests))
+            self._for_each(under_way, self._finish_write)
 
     def update(
         self, fn: Callable[..., Any], parts: Sequence[tuple[Placed, tuple[Any, ...], dict[str, Any]]], wants_results: bool
@@ -240,8 +237,8 @@ class Client:
                 rank = self._ranks[placed.server]
                 requests = self.functions.send(function, rank)
                 requests += self.channel.send(rank, REQUEST, Op.UPDATE, payload, variable=placed.number, first=function.number)
-                under_way.append((placed, requests))
-            answers = [self._answer(placed, f"call of {function.name}", requests) for placed, requests in under_way]
+                under_way.append((placed, f"call of {function.name}", requests))
+            answers = self._for_each(under_way, self._answer)
         for failed, answer in answers:
             if failed:
                 raise loads_error(answer)
@@ -250,8 +247,7 @@ class Client:
     def flush(self) -> None:
         """Wait until the servers have done all that this rank has asked them for."""
         with self._lock:
-            for server in [server for server, writes in enumerate(self._writes) if writes]:
-                self._flush(server)
+            self._for_each([(server,) for server, writes in enumerate(self._writes) if writes], self._flush)
 
     def close(self) -> None:
         """Give up what this rank still waits for."""
@@ -274,8 +270,8 @@ class Client:
         return True
 
     def _shared(self, placed: Placed) -> AttachedArray | None:
-        """Return a variable in memory that its server shares, if it does, and has made all updates of this rank."""
-        if not self._is_near[placed.server]:
+        """Return a variable in memory that its server shares, if it does, lives, and has made all updates of this rank."""
+        if not self._is_near[placed.server] or self.channel.has_lost(self._ranks[placed.server]):
             return None
         if placed not in self._attached:
             self._attached[placed] = self._attach(placed)
@@ -287,15 +283,17 @@ class Client:
         address = loads(self._answer(placed, "place", requests)[1])
         return None if address is None else attach(address, self.channel.comm.Get_size())
 
-    def _take_newer(self, placed: Placed, target: Array, frame: Frame) -> int:
-        """Take a variable that has come, or the copy of it that is new enough; return how many updates that lacks."""
+    def _take_newer(self, placed: Placed, target: Array, requests: list[Any]) -> None:
+        """Take a variable that has come, or the copy of it that is new enough; count how many updates that lacks."""
+        frame = self._reply(placed, "read", requests)
         version, has_come = frame.first, frame.second
         if has_come:
             self.channel.receive_payload(frame, REPLY, target)
             self._copies[placed] = version, target.copy()
-            return 0
-        kept, target[...] = self._copies[placed]
-        return version - kept
+            self.staleness[0] += 1
+        else:
+            kept, target[...] = self._copies[placed]
+            self.staleness[version - kept] += 1
 
     def _ask_rows(
         self, server: int, shards: Sequence[tuple[Placed, Array]], like: Array
@@ -312,12 +310,16 @@ class Client:
         requests += self.channel.send(self._ranks[server], REQUEST, Op.READ_ROWS, asked, *different, first=len(shards))
         return arrived, position, requests
 
+    def _take_rows(self, server: int, target: Array, arrived: Array, position: Array, requests: list[Any]) -> None:
+        self._finish(server, "read of rows", requests)
+        arrived.take(position, 0, target, "clip")
+
     def _answer(self, placed: Placed, what: str, requests: list[Any]) -> tuple[bool, bytes]:
         frame = self._reply(placed, what, requests)
         return frame.op == Op.FAILED, bytes(self.channel.payload(frame, REPLY))
 
     def _reply(self, placed: Placed, what: str, requests: list[Any]) -> Frame:
-        self._finish(requests, placed.server, what)
+        self._finish(placed.server, what, requests)
         receiver, found = self._replies[placed.server], list[Frame]()
 
         def has_come() -> bool:
@@ -329,22 +331,32 @@ class Client:
         self.channel.wait_until(has_come, lambda: self._waits_for(placed.server, f"{what} of {placed.name}"))
         return found[0]
 
-    def _finish_writes(self, under_way: Sequence[tuple[Placed, list[Any]]]) -> None:
-        for placed, requests in under_way:
-            server = placed.server
-            self._finish(requests, server, f"update of {placed.name}")
-            self._updates[server] += 1
-            self._writes[server] += 1
-            if self._writes[server] >= _MOST_WRITES:
-                self._flush(server)
+    def _finish_write(self, server: int, what: str, requests: list[Any]) -> None:
+        self._finish(server, what, requests)
+        self._updates[server] += 1
+        self._writes[server] += 1
+        if self._writes[server] >= _MOST_WRITES:
+            self._flush(server)
 
     def _flush(self, server: int) -> None:
         answer, rank = np.empty(1, np.uint8), self._ranks[server]
         requests = self.channel.start_receiving(answer, rank, REPLY)
-        self._finish([*requests, *self.channel.send(rank, REQUEST, Op.FLUSH)], server, "updates before")
+        self._finish(server, "updates before", [*requests, *self.channel.send(rank, REQUEST, Op.FLUSH)])
         self._writes[server] = 0
 
-    def _finish(self, requests: Sequence[Any], server: int, what: str) -> None:
+    def _for_each(self, under_way: Sequence[tuple[Any, ...]], finish: Callable[..., T]) -> list[T]:
+        """Finish requests to several servers; all of them where one is lost, too: the others still answer."""
+        found, lost = list[T](), None
+        for one in under_way:
+            try:
+                found.append(finish(*one))
+            except UnavailableError as error:
+                lost = error
+        if lost is not None:
+            raise lost
+        return found
+
+    def _finish(self, server: int, what: str, requests: Sequence[Any]) -> None:
         self.channel.wait(requests, lambda: self._waits_for(server, what))
 
     def _waits_for(self, server: int, what: str) -> str:

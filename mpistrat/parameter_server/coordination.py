@@ -192,7 +192,8 @@ class ClusterCoordinator:
         self._check_open("staleness_report")
         group = self._strategy.client.channel.group
         calls = self._submit_to_each(staleness_here, [(group.number,)] * len(group.workers), is_kept=False)
-        return StalenessReport(self._strategy.max_staleness, tuple(call.value.fetch() for call in calls))
+        by_task = dict(call.value.fetch() for call in calls)  # of one that does the work of others several times
+        return StalenessReport(self._strategy.max_staleness, tuple(by_task.get(task, {}) for task in range(len(group.workers))))
 
     def make_iterator(self, dataset: PerWorkerDataset) -> PerWorkerIterator:
         """Return an iterator of each worker's dataset; what ``iter`` of the dataset calls."""
@@ -202,8 +203,8 @@ class ClusterCoordinator:
     def _make(self, fn: Callable[..., Any], args: Sequence[tuple[Any, ...]]) -> list[WorkerResource]:
         """Have each worker call a function, and keep what it returns."""
         resources = []
-        for call in self._submit_to_each(fn, args, is_kept=True):
-            resource = WorkerResource(self._strategy.client.channel.group.number, call.number)
+        for call, given in zip(self._submit_to_each(fn, args, is_kept=True), args, strict=True):
+            resource = WorkerResource(self._strategy.client.channel.group.number, call.number, given)
             weakref.finalize(resource, self._dispatcher.release, call.number).atexit = False
             resources.append(resource)
         return resources

@@ -1,5 +1,8 @@
 """Dispatcher: deals scheduled functions to the workers, takes their results, and ends workers and servers.
 
+Where the job survives the loss of ranks, another worker takes the place of one that is lost: what that one was to do, and the
+datasets that it had, are sent there again.
+
 While something is under way, a thread beside the program takes results and sends what is queued; whoever waits does so itself.
 """
 
@@ -8,12 +11,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from mpistrat.errors import CancelledError
+from mpistrat.errors import CancelledError, UnavailableError
+from mpistrat.logger import logger
 from mpistrat.parameter_server.client import Client
 from mpistrat.parameter_server.frames import REQUEST, RESULT, Frame, FrameReceiver, Op
 from mpistrat.parameter_server.functions import SentFunction, loads_error
@@ -66,25 +70,35 @@ class Dispatcher:
 
     def __init__(self, client: Client) -> None:
         self._client, self._channel = client, client.channel
-        self._workers = self._channel.group.workers
+        # which rank does the work of each worker
+        self._ranks = list(self._channel.group.workers)
         self._queue: deque[ScheduledCall] = deque()
         self._in_flight: dict[int, tuple[ScheduledCall, int]] = {}
         # of each worker: how many functions it has, and the number of the last one that it was given
-        self._load, self._last = [0] * len(self._workers), [-1] * len(self._workers)
+        self._load, self._last = [0] * len(self._ranks), [-1] * len(self._ranks)
+        self._made: dict[int, tuple[ScheduledCall, int]] = {}  # what workers keep, to make it again
         self._sends: list[Any] = []
         self._receiver = FrameReceiver(self._channel, RESULT)
         self._error: BaseException | None = None
         self._epoch = self._taken = 0
-        self._stopped = 0
+        self._stopped: set[int] = set()
+        self._lost: frozenset[int] = frozenset()
+        self._unavailable = ""
         self._released: deque[int] = deque()
-        self.is_closed = False
+        self._is_ending = self.is_closed = False
         self._lock = threading.RLock()
         self._num_waiting = 0
         self._is_busy = threading.Event()
         self._beside = threading.Thread(target=self._run_beside, name="mpistrat dispatcher", daemon=True)
 
     def submit(self, call: ScheduledCall) -> None:
-        """Send a function to a worker that is free, or queue it; where the queue is full, wait for room."""
+        """Send a function to a worker that is free, or queue it; where the queue is full, wait for room.
+
+        Raises
+        ------
+        UnavailableError
+            If a server, or all workers, are lost.
+        """
         self._client.flush()  # what this rank has written the function reads
         if len(self._queue) >= MOST_QUEUED:
             self.wait(lambda: len(self._queue) < MOST_QUEUED, "room in the queue of scheduled functions")
@@ -94,6 +108,7 @@ class Dispatcher:
             else:
                 self._send(call, call.worker)
             self._pump()
+        self._check_available()
         if not self._beside.is_alive():
             self._beside.start()
         self._is_busy.set()
@@ -131,10 +146,18 @@ class Dispatcher:
             self.wait(lambda: value.status is not RemoteValueStatus.NOT_READY, "the result of a scheduled function")
 
     def raise_error(self) -> None:
-        """Raise the first error of a function, unless it has been raised, once nothing else runs."""
+        """Raise the first error of a function, unless it has been raised, once nothing else runs.
+
+        Raises
+        ------
+        UnavailableError
+            Each time, if a server, or all workers, are lost.
+        """
+        self._check_available()
         if self._error is None:
             return
         self.wait(self.is_idle, "functions that run while another one has failed")
+        self._check_available()
         error, self._error = self._error, None
         raise error
 
@@ -143,19 +166,23 @@ class Dispatcher:
         if self.is_closed:
             return
         with self._lock:
+            self._is_ending = True
             self._cancel_queued()
-            self._stop(self._workers)
-        self.wait(lambda: self._stopped == len(self._workers), "the workers to end")
-        with self._lock:
-            self._stop(self._channel.group.servers)
-        everybody = len(self._workers) + len(self._channel.group.servers)
-        self.wait(lambda: self._stopped == everybody, "the servers to end")
+        self._stop(self._channel.group.workers, "the workers to end")
+        self._stop(self._channel.group.servers, "the servers to end")
         self.is_closed = True
         self._is_busy.set()
         if self._beside.is_alive():
             self._beside.join()
         self._receiver.close()
         self._client.close()
+
+    def dismiss(self) -> None:
+        """Tell workers and servers to end, and wait for none: after a loss the end of this rank may not end them."""
+        if self._channel.survives and not self.is_closed:
+            with self._lock:
+                for rank in (*self._channel.group.workers, *self._channel.group.servers):
+                    self._tell(rank, Op.STOP, first=self._epoch)
 
     def _pump_and(self, has_come: Callable[[], bool]) -> bool:
         self.pump()
@@ -164,12 +191,15 @@ class Dispatcher:
     def _pump(self) -> None:
         while (frame := self._receiver.poll()) is not None:
             self._take(frame)
+        if self._channel.lost != self._lost:
+            self._do_without(self._channel.lost)
         if self._sends:
-            self._sends = [request for request in self._sends if not request.Test()]
+            self._sends = self._channel.left(self._sends)
         while self._released:
             number = self._released.popleft()
-            for rank in self._workers:
-                self._sends += self._channel.send(rank, REQUEST, Op.FORGET, method=1, first=number)
+            self._made.pop(number, None)
+            for rank in set(self._ranks):
+                self._tell(rank, Op.FORGET, method=1, first=number)
         while self._queue:
             # of workers that have equally few, the one that has waited longest: short functions would all go to the first one
             load, _, worker = min(zip(self._load, self._last, range(len(self._load)), strict=True))
@@ -178,14 +208,15 @@ class Dispatcher:
             self._send(self._queue.popleft(), worker)
 
     def _send(self, call: ScheduledCall, worker: int) -> None:
-        rank = self._workers[worker]
+        rank = self._ranks[worker]
         self._in_flight[call.number] = call, worker
+        if call.is_kept and self._channel.survives:
+            self._made[call.number] = call, worker
         self._load[worker] += 1
         self._last[worker] = call.number
         self._sends += self._client.functions.send(call.function, rank)
-        self._sends += self._channel.send(
+        self._tell(
             rank,
-            REQUEST,
             Op.MAKE if call.is_kept else Op.RUN,
             call.arguments(worker),
             variable=self._epoch,
@@ -193,14 +224,23 @@ class Dispatcher:
             second=call.function.number,
         )
 
+    def _tell(self, rank: int, op: int, *payload: bytes, **numbers: int) -> None:
+        """Start to send a frame to a worker or server."""
+        self._sends += self._channel.send(rank, REQUEST, op, *payload, **numbers)
+
     def _take(self, frame: Frame) -> None:
         self._taken += 1
         if frame.op == Op.STOPPED:
-            self._stopped += 1
+            self._stopped.add(frame.source)
             return
+        try:
+            data = bytes(self._channel.payload(frame, RESULT))
+        except UnavailableError:
+            return
+        if frame.source in self._channel.lost or frame.first not in self._in_flight:
+            return  # another worker runs it, or nobody wants it any more
         call, worker = self._in_flight.pop(frame.first)
         self._load[worker] -= 1
-        data = bytes(self._channel.payload(frame, RESULT))
         if frame.op == Op.DONE:
             call.value.set_data(data)
         elif frame.op == Op.CANCELLED:
@@ -214,11 +254,58 @@ class Dispatcher:
             self._error = error
         self._cancel_queued()
         for worker in {worker for _, worker in self._in_flight.values()}:
-            self._sends += self._channel.send(self._workers[worker], REQUEST, Op.CANCEL, first=self._epoch)
+            self._tell(self._ranks[worker], Op.CANCEL, first=self._epoch)
         self._epoch += 1
 
+    def _do_without(self, lost: frozenset[int]) -> None:
+        """Have other workers do what lost ones did; without a server, or without any worker, cancel everything."""
+        news, self._lost = lost - self._lost, lost
+        if self._unavailable:
+            return
+        left = [rank for rank in self._channel.group.workers if rank not in lost]
+        if self._is_ending or not left or news.intersection(self._channel.group.servers):
+            self._give_up(news)
+            return
+        for worker, rank in enumerate(self._ranks):
+            if rank in news:
+                self._ranks[worker] = min(left, key=self._ranks.count)
+                self._send_again(worker)
+                other = self._channel.group.names[self._ranks[worker]]
+                logger.warning(f"{self._channel.lost_error([rank])}; {other} does its work from now on")
+
+    def _send_again(self, worker: int) -> None:
+        """Send to the rank that now does the work of a worker what it had, and what it was to run."""
+        had = [call for call, one in self._made.values() if one == worker]
+        was_to_run = [call for call, one in self._in_flight.values() if one == worker and not call.is_kept]
+        for call in was_to_run:
+            del self._in_flight[call.number]
+        self._load[worker] = 0
+        for call in had:
+            self._send(call, worker)
+        for call in was_to_run:
+            if self._error is None:
+                self._send(call, worker)
+            else:
+                call.value.abort(self._cancelled_error(call))
+
+    def _give_up(self, news: Collection[int]) -> None:
+        """Cancel everything, since nothing can run any more."""
+        if not self._is_ending:
+            self._unavailable = str(self._channel.lost_error(sorted(news)))
+        self._cancel_queued()
+        for call, _ in self._in_flight.values():
+            call.value.abort(self._cancelled_error(call))
+        self._in_flight.clear()
+        self._load = [0] * len(self._ranks)
+
+    def _check_available(self) -> None:
+        if self._unavailable:
+            raise UnavailableError(self._unavailable)
+
     def _cancelled_error(self, call: ScheduledCall) -> CancelledError:
-        why = "the strategy was closed" if self._error is None else "another one had failed; schedule it again, if it is to run"
+        why = self._unavailable or "the strategy was closed"
+        if self._error is not None:
+            why = "another one had failed; schedule it again, if it is to run"
         error = CancelledError(f"{self._channel.name}: function {call.function.name} was cancelled before it ran: {why}")
         error.__cause__ = self._error
         return error
@@ -228,13 +315,15 @@ class Dispatcher:
             queued.value.abort(self._cancelled_error(queued))
         self._queue.clear()
 
-    def _stop(self, ranks: tuple[int, ...]) -> None:
-        for rank in ranks:
-            self._sends += self._channel.send(rank, REQUEST, Op.STOP, first=self._epoch)
+    def _stop(self, ranks: Sequence[int], what: str) -> None:
+        with self._lock:
+            for rank in ranks:
+                self._tell(rank, Op.STOP, first=self._epoch)
+        self.wait(lambda: self._stopped | self._channel.lost >= set(ranks), what)
 
     def _waiting_for(self, what: str) -> str:
         running = sorted({worker for _, worker in list(self._in_flight.values())})
-        names = ", ".join(self._channel.group.names[self._workers[worker]] for worker in running)
+        names = ", ".join(self._channel.group.names[self._ranks[worker]] for worker in running)
         return what + (f"; {len(self._in_flight)} are at {names}" if running else "")
 
     def _run_beside(self) -> None:

@@ -107,10 +107,12 @@ class WorkerResource:
         The number of the group of tasks.
     number : int
         The number of the call that made it.
+    made_of : sequence
+        What it was made of. Workers keep that as long as it: one that takes the place of a lost one makes it again.
     """
 
-    def __init__(self, group: int, number: int) -> None:
-        self._group, self.number = group, number
+    def __init__(self, group: int, number: int, made_of: Sequence[Any] = ()) -> None:
+        self._group, self.number, self._made_of = group, number, made_of
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpacked, (self._group, self.number)

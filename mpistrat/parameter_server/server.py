@@ -12,6 +12,7 @@ from mpistrat.parameter_server.client import Client, install
 from mpistrat.parameter_server.frames import Channel
 from mpistrat.parameter_server.server_extended import ParameterServerExtended
 from mpistrat.parameter_server.tasks import CHIEF, PS, WORKER, TaskGroup, join_cluster
+from mpistrat.parameter_server.termination import names_the_killed
 from mpistrat.parameter_server.variable_server import VariableServer
 from mpistrat.parameter_server.worker import Worker
 from mpistrat.strategy.strategy import Strategy
@@ -100,26 +101,33 @@ class Server:
         ------
         RuntimeError
             If the server was not started.
+        UnavailableError
+            If the chief is lost, where the job survives the loss of ranks.
         """
         if self._group is None:
             raise RuntimeError("the server was made with start=False: call start() on all ranks before join()")
         if self._group.comm is None:
             return
         channel = Channel(self._group)
-        if self._job == PS:
-            VariableServer(channel).serve()
-            return
-        client = Client(channel)
-        client.strategy = Strategy(ParameterServerExtended(client))
-        install(client)
-        try:
-            Worker(client, client.strategy).serve()
-        finally:
-            install(None)
-            client.close()
+        with names_the_killed(self._group):
+            if self._job == PS:
+                VariableServer(channel).serve()
+            else:
+                _work(channel)
 
     def __repr__(self) -> str:
         return f"Server({self._job} {self._index})"
+
+
+def _work(channel: Channel) -> None:
+    client = Client(channel)
+    client.strategy = Strategy(ParameterServerExtended(client))
+    install(client)
+    try:
+        Worker(client, client.strategy).serve()
+    finally:
+        install(None)
+        client.close()
 
 
 def _inferred(cluster: ClusterSpec, job: str | None, index: int | None) -> tuple[str, int]:

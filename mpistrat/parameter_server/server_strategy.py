@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 from mpistrat import settings
@@ -12,7 +13,7 @@ from mpistrat.cluster.mpi_resolver import MPIClusterResolver
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.tf_config import TFConfigClusterResolver
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.launch import exit_code
+from mpistrat.launch import abort, exit_code
 from mpistrat.parameter_server.client import Client, here, install
 from mpistrat.parameter_server.coordination import ClusterCoordinator
 from mpistrat.parameter_server.dispatcher import Dispatcher
@@ -20,6 +21,7 @@ from mpistrat.parameter_server.frames import Channel
 from mpistrat.parameter_server.server import Server
 from mpistrat.parameter_server.server_extended import PLACEMENTS, ParameterServerExtended
 from mpistrat.parameter_server.tasks import CHIEF, join_cluster, task_of
+from mpistrat.parameter_server.termination import names_the_killed
 from mpistrat.strategy.strategy import Strategy
 
 __all__ = ["ParameterServerStrategy"]
@@ -93,7 +95,10 @@ class ParameterServerStrategy(Strategy):
         self.client.strategy = self
         install(self.client)
         super().__init__(ParameterServerExtended(self.client, variable_partitioner, placement, max_staleness))
+        self._until_closed = ExitStack()
+        self._until_closed.enter_context(names_the_killed(self.client.channel.group))
         atexit.register(self._end)
+        abort.before_end(self.dispatcher.dismiss)
 
     @classmethod
     def main(
@@ -153,6 +158,7 @@ class ParameterServerStrategy(Strategy):
         if not self.dispatcher.is_closed:
             self.dispatcher.stop()
             install(None)
+            self._until_closed.close()
         atexit.unregister(self._end)
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
@@ -191,7 +197,9 @@ class ParameterServerStrategy(Strategy):
 
     def _end(self) -> None:
         """Close where the program ends; but not where it ends the job by itself, with an error."""
-        if not (exit_code.ending_code() and settings.ABORT.read()):
+        if exit_code.ending_code() and settings.ABORT.read():
+            self.dispatcher.dismiss()
+        else:
             self.close()
 
 

@@ -22,7 +22,7 @@ class StalenessReport:
     max_staleness : int or None
         The bound.
     by_worker : tuple of dict
-        For each worker, from a number of updates to that of the reads which have lacked so many.
+        For each worker, from a number of updates to that of the reads which have lacked so many; empty for one that is lost.
     """
 
     max_staleness: int | None
@@ -43,6 +43,7 @@ class StalenessReport:
         return f"max_staleness={self.max_staleness}\n" + format_table([("updates lacked", "reads"), *rows], right=(0, 1))
 
 
-def staleness_here(group: int) -> dict[int, int]:
-    """Return what the reads of this worker have lacked, in a group of tasks given by its number."""
-    return dict(here(group).staleness)
+def staleness_here(group: int) -> tuple[int, dict[int, int]]:
+    """Return the task id of this worker, and what its reads have lacked, in a group of tasks given by its number."""
+    client = here(group)
+    return client.channel.group.task_id, dict(client.staleness)

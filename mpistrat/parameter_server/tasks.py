@@ -42,12 +42,12 @@ class TaskGroup:
         The rank of the chief in `comm`.
     workers, servers : tuple of int
         The ranks of the workers and of the servers, in the order of their task ids.
-    job_rank : int
-        This rank, among all of the job.
     names : tuple of str
         What each rank is called in errors: its task, rank and node.
     nodes : tuple of int
         The index of each rank's node.
+    job_ranks : tuple of int
+        Each rank's number among all of the job.
     number : int
         How many such groups this process was in before: the same on all ranks.
     """
@@ -58,10 +58,21 @@ class TaskGroup:
     chief: int
     workers: tuple[int, ...]
     servers: tuple[int, ...]
-    job_rank: int
     names: tuple[str, ...]
     nodes: tuple[int, ...]
+    job_ranks: tuple[int, ...]
     number: int
+
+    @property
+    def rank(self) -> int:
+        """The rank of this task in `comm`."""
+        assert self.comm is not None, "an evaluator is none of the tasks"
+        return self.comm.Get_rank()
+
+    @property
+    def job_rank(self) -> int:
+        """The rank of this task among all of the job."""
+        return self.job_ranks[self.rank]
 
 
 def check_tasks(cluster: ClusterSpec) -> None:
@@ -143,9 +154,9 @@ def join_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | Non
         by_task[CHIEF, cluster.task_indices(CHIEF)[0]],
         tuple(by_task[WORKER, index] for index in cluster.task_indices(WORKER)),
         tuple(by_task[PS, index] for index in cluster.task_indices(PS)),
-        job.rank,
         tuple(f"{kind} {index} (rank {rank} on {node_names[rank]})" for rank, (kind, index) in inside),
         tuple(nodes[rank] for rank, _ in inside),
+        tuple(rank for rank, _ in inside),
         next(_numbers),
     )
 

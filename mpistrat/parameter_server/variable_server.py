@@ -1,18 +1,20 @@
 """VariableServer: answers requests for the variables of one server, one after the other, until the chief ends it.
 
 File law: a request changes a variable only when no answer is being sent from its array, and under its sequence lock, so nobody
-reads half an update.
+reads half an update; and where the job survives the loss of ranks, only when all of it has arrived.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrat.arrays import Array
+from mpistrat.errors import UnavailableError
 from mpistrat.groups.agreement import pause
 from mpistrat.parameter_server.frames import REPLY, REQUEST, RESULT, Channel, Frame, FrameReceiver, Op
 from mpistrat.parameter_server.functions import dumps, dumps_error, loads
@@ -63,18 +65,26 @@ class VariableServer:
         }
 
     def serve(self) -> None:
-        """Answer requests until the chief says that the job is done."""
+        """Answer requests until the chief says that the job is done.
+
+        Raises
+        ------
+        UnavailableError
+            If the chief is lost.
+        """
         receiver, began = FrameReceiver(self._channel, REQUEST), time.monotonic()
         self._channel.activity.set(_IDLE)
         while True:
             frame = receiver.poll()
             if frame is None:
-                self._forget_sends()
+                self._sends = self._left()
+                self._channel.check(self._channel.group.chief)
                 pause(began)
                 continue
             if frame.op == Op.STOP:
                 break
-            self._handlers[frame.op](frame)
+            with suppress(UnavailableError):  # whoever has asked is lost
+                self._handlers[frame.op](frame)
             began = time.monotonic()
         self._finish_sends(None)
         self._answer(self._channel.send(frame.source, RESULT, Op.STOPPED))
@@ -122,13 +132,16 @@ class VariableServer:
         self._finish_sends(frame.variable)
         array = self._variables[frame.variable].value
         target = array[frame.first : frame.second] if array.ndim else array
-        if frame.op == Op.ASSIGN:
+        if frame.op == Op.ASSIGN and not self._channel.survives:
             with self._locks[frame.variable]:
                 self._channel.receive_payload(frame, REQUEST, target)
         else:
-            delta = self._received(frame, target)
+            value = self._received(frame, target)
             with self._locks[frame.variable]:
-                (np.add if frame.op == Op.ASSIGN_ADD else np.subtract)(target, delta, out=target)
+                if frame.op == Op.ASSIGN:
+                    target[...] = value
+                else:
+                    (np.add if frame.op == Op.ASSIGN_ADD else np.subtract)(target, value, out=target)
         self._shared.done[frame.source] += 1
 
     def _scatter(self, frame: Frame) -> None:
@@ -171,29 +184,27 @@ class VariableServer:
         """Return the payload as an array of a shape: where it is inline, without a copy."""
         if frame.inline is not None:
             return np.frombuffer(frame.inline, like.dtype).reshape(like.shape)
-        delta = np.empty_like(like)
-        self._channel.receive_payload(frame, REQUEST, delta)
-        return delta
+        value = np.empty_like(like)
+        self._channel.receive_payload(frame, REQUEST, value)
+        return value
 
     def _answer(self, requests: list[MPI.Request], variable: int = -1) -> None:
-        if _have_ended(requests):
+        if not self._channel.left(requests):
             return
         if len(self._sends) >= _MOST_SENDS:
-            self._forget_sends()
+            self._sends = self._left()
         self._sends.append((variable, requests))
 
-    def _forget_sends(self) -> None:
-        self._sends = [(number, requests) for number, requests in self._sends if not _have_ended(requests)]
+    def _left(self) -> list[tuple[int, list[MPI.Request]]]:
+        """Return the answers that are being sent."""
+        return [(number, requests) for number, requests in self._sends if self._channel.left(requests)]
 
     def _finish_sends(self, variable: int | None) -> None:
         """Wait until nothing is being sent from the array of a variable; with None, until nothing is being sent at all."""
         if self._sends:
             waiting = [one for number, requests in self._sends if variable in (None, number) for one in requests]
-            self._channel.wait(waiting, lambda: "a rank that takes what it has asked for", has_deadline=False)
-
-
-def _have_ended(requests: list[MPI.Request]) -> bool:
-    return all(request.Test() for request in requests)
+            with suppress(UnavailableError):  # it takes nothing any more
+                self._channel.wait(waiting, lambda: "a rank that takes what it has asked for", has_deadline=False)
 
 
 def _loaded(data: bytes) -> Callable[..., Any]:

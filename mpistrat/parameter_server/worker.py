@@ -53,7 +53,13 @@ class Worker:
         self._is_stopped = False
 
     def serve(self) -> None:
-        """Run functions until the chief says that the job is done."""
+        """Run functions until the chief says that the job is done.
+
+        Raises
+        ------
+        UnavailableError
+            If the chief is lost.
+        """
         receiver, began = FrameReceiver(self._channel, REQUEST), time.monotonic()
         self._channel.activity.set(_IDLE)
         while True:
@@ -67,7 +73,8 @@ class Worker:
             elif self._is_stopped:
                 break
             else:
-                self._sends = [request for request in self._sends if not request.Test()]
+                self._sends = self._channel.left(self._sends)
+                self._channel.check(self._channel.group.chief)
                 pause(began)
         self._answer(Op.STOPPED, 0)
         self._channel.wait(self._sends, lambda: "the chief, to take results", has_deadline=False)
@@ -98,10 +105,12 @@ class Worker:
             return
         op = Op.DONE
         try:
-            answer = self._result(task)
+            try:
+                answer = self._result(task)
+            finally:
+                self._client.flush()
         except Exception as error:
             op, answer = Op.FAILED, dumps_error(_of_function(error), self._channel.name)
-        self._client.flush()
         self._channel.activity.set(_IDLE)
         self._answer(op, task.call, answer)
 

@@ -19,10 +19,11 @@ __all__ = ["add_arguments", "execute", "start"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``mpistrat run``."""
-    parser.usage = "mpistrat run [-n N] [--nodes SHAPE] [--dry-run] (script.py | -m module) [argument ...]"
+    parser.usage = "mpistrat run [-n N] [--nodes SHAPE] [--survive] [--dry-run] (script.py | -m module) [argument ...]"
     # -np as in mpiexec
     parser.add_argument("-n", "-np", "--ranks", type=int, metavar="N", help="number of ranks (default: as many as --nodes has)")
     parser.add_argument("--nodes", default="", metavar="SHAPE", help="treat the ranks as virtual nodes: 2x2, 3+1, 2x2:cyclic")
+    parser.add_argument("--survive", action="store_true", help="go on without workers that are lost, with parameter servers")
     parser.add_argument("--dry-run", action="store_true", help="print the command and start nothing")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="run a module instead of a script")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="the script and its arguments")
@@ -38,15 +39,16 @@ def execute(arguments: argparse.Namespace) -> int:
     TopologyError
         If the node shape is malformed or does not have N ranks.
     LaunchError
-        If there is no MPI, or this process is one of several ranks itself.
+        If there is no MPI, it cannot survive the loss of a rank and is to, or this process is one of several ranks itself.
     """
     program = ["-m", *arguments.module] if arguments.module else arguments.program
     program = program[1:] if program[:1] == ["--"] else program  # the usual end of the options
     _check_program(program)
-    return start(program, _num_ranks(arguments.ranks, arguments.nodes), arguments.nodes, arguments.dry_run)
+    num_ranks = _num_ranks(arguments.ranks, arguments.nodes)
+    return start(program, num_ranks, arguments.nodes, arguments.dry_run, arguments.survive)
 
 
-def start(program: Sequence[str], num_ranks: int, nodes: str = "", dry_run: bool = False) -> int:
+def start(program: Sequence[str], num_ranks: int, nodes: str = "", dry_run: bool = False, survive: bool = False) -> int:
     """Start a job, and wait for its end. Signals are forwarded to mpiexec, whose exit code is returned.
 
     Parameters
@@ -59,6 +61,8 @@ def start(program: Sequence[str], num_ranks: int, nodes: str = "", dry_run: bool
         The shape of virtual nodes; the real nodes by default.
     dry_run : bool
         Whether to print the command instead.
+    survive : bool
+        Whether the other ranks go on when one is lost.
 
     Returns
     -------
@@ -68,12 +72,12 @@ def start(program: Sequence[str], num_ranks: int, nodes: str = "", dry_run: bool
     Raises
     ------
     LaunchError
-        If there is no MPI, or this process is one of several ranks itself.
+        If there is no MPI, it cannot survive the loss of a rank and is to, or this process is one of several ranks itself.
     """
     _check_alone()
     # with python -m mpi4py, a rank that fails before it has made a strategy ends the job, too (afterwards `launch.abort` does)
     python = [sys.executable, "-m", "mpi4py", *program]
-    command, extra_environ = mpiexec.command(num_ranks, python, nodes)
+    command, extra_environ = mpiexec.command(num_ranks, python, nodes, survive=survive)
     if not dry_run:
         return follow(command, {**os.environ, **extra_environ})
     print(_as_shell_line(command, extra_environ))

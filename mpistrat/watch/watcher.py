@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from mpistrat import settings, timeline
 from mpistrat.errors import AgreementError, CollectiveError, LaunchError, SettingError
-from mpistrat.launch import environment, exit_code
+from mpistrat.launch import abort, environment, exit_code, survival
 from mpistrat.logger import logger
 from mpistrat.watch import takeover, trace, users
 from mpistrat.watch.file_layout import State
@@ -106,6 +106,7 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="mpistrat watcher", daemon=True)
         self._thread.start()
         atexit.register(self.end)
+        abort.before_end(lambda: self._recorder.set_state(State.FAILED))
 
     def raise_verdict(self) -> None:
         """Raise the verdict, if there is one."""
@@ -131,11 +132,13 @@ class Watcher:
         Parameters
         ----------
         comm : Intracomm
-            All ranks of the job; the watcher keeps it.
+            All ranks of the job; the watcher keeps it. Unused where the job survives the loss of ranks.
         """
         own = self._recorder
         own.set_place(comm.Get_rank(), comm.Get_size())
         self._size = comm.Get_size()
+        if survival.is_on(os.environ):  # messages to all, and the barrier at the end, fail with the first rank that is lost
+            return
         place = ""
         if own.path is not None:
             found = own.path.parent.stat()

@@ -18,11 +18,17 @@ from tests.processes import run_bounded
 JOB_SECONDS = 120.0  # for one that hangs
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for name, share in (("worker_kill", 1), ("server_kill", 5)):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, range(max(1, metafunc.config.getoption("--kills") // share)))
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> Callable[..., Ended]:
     """Run a program text on some ranks and say how it ended; `python` is what stands before the script.
 
-    With `enough` the job is ended as soon as that is true of what stands on its stderr.
+    With `enough` the job is ended as soon as that is true of what stands on its stderr; with `survive` it survives lost ranks.
     """
 
     def run(
@@ -30,11 +36,12 @@ def job(tmp_path: Path) -> Callable[..., Ended]:
         text: str,
         python: Sequence[str] = (sys.executable,),
         enough: Callable[[str], bool] | None = None,
+        survive: bool = False,
         **environ: str,
     ) -> Ended:
         (tmp_path / "pid").mkdir()
         (tmp_path / "job.py").write_text(PROLOGUE + textwrap.dedent(text))
-        argv, extra = command(num_ranks, [*python, "job.py"])
+        argv, extra = command(num_ranks, [*python, "job.py"], survive=survive)
         execute = partial(run_until, enough) if enough else run_bounded
         return ended(execute(argv, JOB_SECONDS, {**os.environ, **extra, **environ}, tmp_path), tmp_path)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults.jobs import LIMIT_SECONDS, Ended
+from tests.processes import patient
 
 Job = Callable[..., Ended]
 
@@ -67,6 +68,7 @@ def test_what_goes_wrong_ends_the_job(job: Job, chief: str, code: int, said: str
     ended = job(3, program(chief))
     assert ended.code == code, ended.stderr
     assert said in ended.stderr
+    assert "was killed" not in ended.stderr
     assert ended.seconds < LIMIT_SECONDS
     assert not ended.leftovers()
 
@@ -78,12 +80,25 @@ def test_a_chief_that_raises_without_the_hooks_ends_the_servers(job: Job) -> Non
     assert not ended.leftovers()
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_task_that_is_killed_ends_the_job(job: Job, victim: int) -> None:
+@pytest.mark.parametrize(("victim", "name"), [(0, "chief 0 (rank 0 on "), (1, "ps 0 (rank 1 on "), (2, "worker 0 (rank 2 on ")])
+def test_a_task_that_is_killed_ends_the_job_and_is_named(job: Job, victim: int, name: str) -> None:
+    limit = patient(5.0)
     chief = f"coordinator.schedule(time.sleep, (1000,)); note_fault(); os.kill(pids[{victim}], 9)\ncoordinator.join()"
     ended = job(3, program(chief))
     assert ended.code != 0
-    assert ended.seconds < LIMIT_SECONDS
+    assert ended.seconds < limit
+    assert f"mpistrat: {name}" in ended.stderr
+    assert ended.stderr.count("was killed, and the launcher ends the job") == 1
+    assert not ended.leftovers()
+
+
+def test_a_huge_result_arrives_and_one_that_fits_no_memory_raises(job: Job) -> None:
+    chief = "print(len(coordinator.schedule(bytes, (100_000_000,)).fetch()), flush=True)\n"
+    chief += "note_fault(); coordinator.schedule(bytes, (1 << 60,))\ncoordinator.join()"
+    ended = job(3, program(chief), MPISTRAT_MAX_MESSAGE_BYTES="1048576")
+    assert (ended.code, ended.stdout) == (1, "100000000\n")
+    assert "[worker 0 (rank 2 on " in ended.stderr
+    assert "MemoryError" in ended.stderr
     assert not ended.leftovers()
 
 

@@ -1,0 +1,212 @@
+"""Jobs with parameter servers that survive the loss of ranks: workers, servers and chiefs that are killed at random instants.
+
+``pytest tests/faults/test_lost_tasks.py --kills 50`` kills workers in 50 jobs, and a server in 10.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from mpistrat.launch.mpiexec import find_mpi
+from tests.faults.jobs import Ended
+from tests.processes import patient
+
+Job = Callable[..., Ended]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def needs_ulfm() -> None:
+    if find_mpi().flavour.name != "Open MPI":
+        pytest.skip("of the MPI libraries that are supported only Open MPI survives the loss of ranks")
+
+
+SERVED = """
+    import itertools
+    import numpy as np
+    import mpistrat
+    from mpistrat.errors import CancelledError, UnavailableError
+    from mpistrat.experimental import ParameterServerStrategy
+
+    resolver = mpistrat.cluster_resolver.MPIClusterResolver(chief=1, ps=NUM_SERVERS)
+    if resolver.task_type in ("worker", "ps"):
+        mpistrat.Server(resolver.cluster_spec(), job_name=resolver.task_type, task_index=resolver.task_id).join()
+        print("served", resolver.task_type, resolver.task_id, flush=True)
+        sys.exit()
+    strategy = ParameterServerStrategy(resolver, max_staleness=0)
+    coordinator = mpistrat.experimental.coordinator.ClusterCoordinator(strategy)
+    pids = [int(Path("pid", str(rank)).read_text()) for rank in range(comm.size)]
+
+    def kill_after(seconds, rank):
+        def kill():
+            note_fault()
+            os.kill(pids[rank], signal.SIGKILL)
+
+        killing = threading.Timer(seconds, kill)
+        killing.start()
+        return killing
+"""
+
+# A step reads and writes a vector that is sent in pieces, counts that it has run, and which example it has seen.
+TRAINING = """
+    STEPS, EXAMPLES = 200, 60
+    with strategy.scope():
+        weights, stamps = mpistrat.Variable(np.zeros(20_000)), mpistrat.Variable(np.zeros(20_000))
+        runs, seen = mpistrat.Variable(np.zeros(100 * STEPS)), mpistrat.Variable(np.zeros(EXAMPLES))
+    wanted = np.arange(20_000.0) % 7
+
+    def examples(context):
+        return itertools.cycle(range(context.input_pipeline_id, EXAMPLES, context.num_input_pipelines))
+
+    def step(number, examples):
+        found = stamps.numpy()
+        assert (found == found[0]).all(), "half of an assignment was seen"
+        stamps.assign(np.full(20_000, number))
+        weights.assign_sub(0.2 * (weights.numpy() - wanted))
+        seen.scatter_add(mpistrat.IndexedSlices(np.ones(1), [next(examples)]))
+        runs.scatter_add(mpistrat.IndexedSlices(np.ones(1), [number]))
+        return number
+
+    data = iter(coordinator.create_per_worker_dataset(examples))
+    killings = [kill_after(seconds, rank) for seconds, rank in KILLS]
+    values = []
+    while len(values) < STEPS or any(killing.is_alive() for killing in killings):
+        values.append(coordinator.schedule(step, (len(values), data)))
+    values += [coordinator.schedule(step, (len(values) + more, data)) for more in range(STEPS)]
+    coordinator.join()
+    assert coordinator.fetch(values) == list(range(len(values)))
+    assert np.allclose(weights, wanted), np.abs(weights - wanted).max()
+    assert (stamps.numpy() == stamps.numpy()[0]).all()
+    count = runs.numpy()[: len(values)]
+    assert count.min() >= 1, "a function has not run"
+    assert count.sum() - len(values) <= 8 * len(killings), "more ran twice than lost workers had"
+    assert seen.numpy().min() >= 1, "an example was not seen"
+    assert seen.numpy().sum() >= count.sum()
+    reads = coordinator.staleness_report().by_worker
+    assert sum(not counts for counts in reads) == len(killings), "the reads of a worker are counted as those of a lost one"
+    print("trained", len(values), int(count.sum()), flush=True)
+"""
+
+WITHOUT_A_SERVER = """
+    with strategy.scope():
+        lost, kept = mpistrat.Variable(np.zeros(20_000)), mpistrat.Variable(np.arange(20_000))
+
+    def step():
+        lost.assign_add(np.ones(20_000))
+
+    def wait_for_the_end():
+        try:
+            while lost.numpy()[0] >= 0:  # where the server shares its memory, no message goes to it
+                pass
+        except UnavailableError as error:
+            print("the reader was told:", error, flush=True)
+            raise
+
+    assert not lost.numpy().any()
+    values = [coordinator.schedule(wait_for_the_end)]
+    killing = kill_after(SECONDS, 1)
+    try:
+        while True:
+            values.append(coordinator.schedule(step))
+    except UnavailableError as error:
+        seconds = time.time() - float(Path("fault").read_text())
+        print("unavailable", f"{seconds:.3f}", error, flush=True)
+    assert {value.status.name for value in values} <= {"READY", "ABORTED"}
+    try:
+        values[-1].fetch()
+    except (CancelledError, UnavailableError):
+        pass
+    fetch, schedule = (lambda: coordinator.fetch(values)), (lambda: coordinator.schedule(abs, (1,)))
+    for call in (coordinator.join, coordinator.done, fetch, schedule, lost.numpy):
+        try:
+            call()
+        except UnavailableError as error:
+            assert "lost ps 0 (rank 1 on " in str(error), error
+        else:
+            raise AssertionError(f"{call} does not raise")
+    assert (kept.numpy() == np.arange(20_000)).all(), "what the other server has can be read"
+    strategy.close()
+    print("closed", flush=True)
+"""
+
+
+# The only worker sends the first half of an assignment, and is gone.
+HALF_OF_AN_ASSIGNMENT = """
+    from mpistrat.parameter_server.client import here
+
+    with strategy.scope():
+        weights = mpistrat.Variable(np.zeros(20_000))
+
+    def assign_half():
+        channel = here(0).channel
+        started = channel._started
+        channel._started = lambda start, messages: started(start, messages[:2])
+        weights.assign(np.ones(20_000))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert not weights.numpy().any()
+    note_fault()
+    coordinator.schedule(assign_half)
+    try:
+        coordinator.join()
+    finally:
+        print("left are", set(weights.numpy().tolist()), flush=True)
+"""
+
+
+def program(text: str, **constants: object) -> str:
+    """Return the program of a job, of which the chief does what is passed, with constants."""
+    return "".join(f"    {name} = {value!r}\n" for name, value in {"NUM_SERVERS": 1, **constants}.items()) + SERVED + text
+
+
+def test_training_goes_on_without_workers_that_are_killed(job: Job, worker_kill: int) -> None:
+    instants = random.Random(worker_kill)
+    kills = [(instants.uniform(0, 2), rank) for rank in instants.sample([2, 3, 4], 2 - worker_kill % 2)]
+    way = ("auto", "mpi")[worker_kill // 2 % 2]  # variables are read in memory that the server shares, or by message
+    ended = job(5, program(TRAINING, KILLS=kills), survive=True, MPISTRAT_INTRA_TRANSPORT=way)
+    assert ended.code == 0, (kills, ended.stderr)
+    assert "trained" in ended.stdout, (kills, ended.stderr)
+    assert ended.stdout.count("served worker") == 3 - len(kills)
+    for _, rank in kills:
+        assert f"lost worker {rank - 2} (rank {rank} on " in ended.stderr
+    assert not ended.leftovers()
+
+
+def test_a_server_that_is_killed_makes_the_rest_unavailable(job: Job, server_kill: int) -> None:
+    limit = patient(1.0)
+    seconds = random.Random(server_kill).uniform(0, 1)
+    way = ("auto", "mpi")[server_kill % 2]
+    ended = job(5, program(WITHOUT_A_SERVER, NUM_SERVERS=2, SECONDS=seconds), survive=True, MPISTRAT_INTRA_TRANSPORT=way)
+    assert ended.code == 0, (seconds, ended.stderr)
+    assert "closed" in ended.stdout
+    [told] = [line.split() for line in ended.stdout.splitlines() if line.startswith("unavailable")]
+    assert float(told[1]) < limit
+    assert " ".join(told).split("lost ")[1].startswith("ps 0 (rank 1 on ")
+    assert "the reader was told: worker " in ended.stdout
+    assert (ended.stdout.count("served ps 1"), ended.stdout.count("served worker")) == (1, 2)
+    assert not ended.leftovers()
+
+
+def test_a_chief_that_is_killed_ends_the_job_and_is_named(job: Job) -> None:
+    limit = patient(5.0)
+    ended = job(
+        4,
+        program("    coordinator.schedule(time.sleep, (1000,))\n    kill_after(0.5, 0)\n    coordinator.join()\n"),
+        survive=True,
+    )
+    assert ended.code == 1
+    assert ended.seconds < limit
+    assert "UnavailableError: ps 0 (rank 1 on " in ended.stderr
+    assert ended.stderr.count("lost chief 0 (rank 0 on ") == 1
+    assert not ended.leftovers()
+
+
+def test_without_workers_the_rest_is_unavailable_and_no_variable_has_half_a_change(job: Job) -> None:
+    ended = job(3, program(HALF_OF_AN_ASSIGNMENT), survive=True, MPISTRAT_MAX_MESSAGE_BYTES="80000")
+    assert ended.code == 1
+    assert "left are {0.0}\n" in ended.stdout
+    assert "UnavailableError: chief 0 (rank 0 on " in ended.stderr
+    assert "lost worker 0 (rank 2 on " in ended.stderr
+    assert not ended.leftovers()
