@@ -11,7 +11,7 @@ from mpistrat.arrays import Array, as_array, as_operand, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.of_job import job_communicator
 from mpistrat.communicator.small_batch import SMALL_BATCH_BYTES
-from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
+from mpistrat.errors import InvalidArgumentError, MpistratError, UnavailableError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
 from mpistrat.structures import map_leaves
 
@@ -124,9 +124,7 @@ class _AveragedGradients:
             hook.remove()
         if kind is not None:
             return
-        for bucket in self._buckets[: self._num_started]:
-            assert bucket.work is not None, "buckets are started in order"
-            bucket.work.wait()
+        self._wait()
         for bucket in self._buckets[self._num_started :]:
             arrays = self._gradients(bucket)
             if sum(array.nbytes for array in arrays) <= SMALL_BATCH_BYTES:
@@ -159,8 +157,18 @@ class _AveragedGradients:
             if following.num_ready < len(following.named):
                 return
             arrays = self._gradients(following)
-            following.work = self._communicator.start_all_reduce("mean", arrays, out=arrays)
+            try:
+                following.work = self._communicator.start_all_reduce("mean", arrays, out=arrays)
+            except UnavailableError:
+                self._wait()  # an earlier bucket has failed already: its error says why
+                raise
             self._num_started += 1
+
+    def _wait(self) -> None:
+        """Wait for the buckets that have been started."""
+        for bucket in self._buckets[: self._num_started]:
+            assert bucket.work is not None, "buckets are started in order"
+            bucket.work.wait()
 
     def _gradients(self, bucket: _Bucket) -> list[Array]:
         """Return the gradients of a bucket that are there; ranks compare which are not."""

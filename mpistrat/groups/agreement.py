@@ -5,6 +5,7 @@ A call is described by a text. Ranks compare a 64-bit hash of it, the word; text
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -198,7 +199,7 @@ class Agreement:
             The number of the collective in error messages; by default it is counted here.
         """
         mine = call if error is None else f"{call}, which failed: {type(error).__name__}: {error}"
-        told: list[tuple[str, bool]] = self._group.comm.allgather((mine, error is not None))
+        told = self._exchange(mine, error is not None)
         if error is not None:
             raise error
         texts = {rank: text for rank, (text, _) in zip(self._group.ranks, told, strict=True)}
@@ -207,6 +208,18 @@ class Agreement:
             rank for rank, (_, has_failed) in zip(self._group.ranks, told, strict=True) if has_failed
         )
         raise disagreement
+
+    def _exchange(self, text: str, has_failed: bool) -> list[tuple[str, bool]]:
+        """Return the text of every rank, and whether it has failed.
+
+        A rank that the watcher has told already does not take part, so this polls, and the watcher tells the others as well.
+        """
+        mine = np.frombuffer(json.dumps([text, has_failed]).encode(), np.uint8)
+        size, sizes = np.array([mine.size]), np.empty(self._group.size, np.int64)
+        _poll(lambda: self._group.comm.Iallgather(size, sizes))
+        whole = np.empty(sizes.sum(), np.uint8)
+        _poll(lambda: self._group.comm.Iallgatherv(mine, [whole, sizes.tolist()]))
+        return [tuple(json.loads(part.tobytes())) for part in np.split(whole, sizes.cumsum()[:-1])]
 
 
 def calls_differ(number: int, texts: Mapping[int, str], group: str = "world") -> AgreementError:

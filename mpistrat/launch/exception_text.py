@@ -62,8 +62,9 @@ def _fold(text: traceback.TracebackException | None) -> bool:
     if text is None:
         return False
     others = [frame for frame, next_frame in pairwise([*text.stack, None]) if frame and not _is_ours(frame, next_frame)]
-    is_folded = len(others) < len(text.stack)
-    text.stack[:] = others
+    is_folded = 0 < len(others) < len(text.stack)
+    if is_folded:
+        text.stack[:] = others
     causes = [_fold(text.__cause__), _fold(text.__context__)]
     return is_folded or any(causes)
 
