@@ -19,6 +19,7 @@ __all__ = [
     "Readable",
     "array_module",
     "as_array",
+    "as_bytes",
     "as_operand",
     "flat",
     "in_dtype",
@@ -87,6 +88,11 @@ def to_device(array: Array) -> Array:
     with device.activate():
         copied: Array = device.array_module.asarray(array)
         return copied
+
+
+def as_bytes(array: Array) -> Array:
+    """Return the memory of a C-contiguous array as uint8, with one axis. Nothing is copied."""
+    return array.reshape(-1).view(np.uint8)
 
 
 def flat(array: Array) -> Array:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, as_bytes
 from mpistrat.communicator.gpu_arrays import GpuArrays
 from mpistrat.groups.group import Group
 from mpistrat.transports.mpi import until_complete
@@ -50,11 +50,11 @@ class DeviceMover:
 
     def all_gather(self, whole: Array, bounds: Sequence[int]) -> Steps:
         """Return the steps that give every rank bytes ``bounds[r]:bounds[r + 1]`` of each rank r."""
-        return self._together(self._nccl.all_gather(_bytes(whole), bounds).run())
+        return self._together(self._nccl.all_gather(as_bytes(whole), bounds).run())
 
     def broadcast(self, array: Array, root: int) -> Steps:
         """Return the steps that give every rank the array of `root`."""
-        return self._together(self._nccl.broadcast(_bytes(array), root).run())
+        return self._together(self._nccl.broadcast(as_bytes(array), root).run())
 
     def exchange(self, sends: Sequence[Array], landings: Sequence[Array]) -> Steps:
         """Return the steps that send an array to each peer, and receive one from each; empty ones are not sent."""
@@ -69,7 +69,3 @@ class DeviceMover:
         else:
             yield from until_complete(self._comm.Ibarrier(), None)
         yield from steps
-
-
-def _bytes(array: Array) -> Array:
-    return array.reshape(-1).view(np.uint8)

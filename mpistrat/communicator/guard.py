@@ -34,6 +34,7 @@ from mpistrat.groups.agreement import (
     COMPARED,
     Agreement,
     CallsDifferError,
+    Meet,
     Signature,
     calls_differ,
     chained,
@@ -109,7 +110,7 @@ class CollectiveGuard:
         world = hierarchy.world
         nodes = [world.nodes[world.place(rank).node_index].name for rank in range(world.size)]
         self._deadline_barrier = DeadlineBarrier(hierarchy.world_group, nodes)
-        self._agreement, self._comm, self._memory, self._rank = agreement, hierarchy.world_group.comm, memory, hierarchy.rank
+        self._agreement, self._memory, self._rank = agreement, memory, hierarchy.rank
         self._present, self._one_node = hierarchy.call, world.num_nodes == 1
         self._window = window if hierarchy.intra.size > 1 else None
         self._options, self.checks, self.number = options, settings.CHECK.read(), 0
@@ -276,16 +277,8 @@ class CollectiveGuard:
                     raise self._failed(call, self._mismatch(text)) from None
                 must_tell = self._one_node
             if must_tell:
-                self._agreement.tell(text, error, call.number)
-        found = self._agreement.check(
-            text,
-            error,
-            lambda enter: self._drive(
-                call, self._deadline_barrier.steps(enter, lambda: str(call), call.seconds, self._absent), is_arriving=True
-            ),
-            facts,
-            call.number,
-        )
+                self._agreement.tell(text, error, call.number, self._meet(call))
+        found = self._agreement.check(text, error, self._meet(call), facts, call.number)
         # MPI's blocking and nonblocking collectives do not match: if one rank has a deadline, all use nonblocking ones
         self._any_deadline = bool(found[:, 2].any())
         return found[:, :2]
@@ -366,21 +359,22 @@ class CollectiveGuard:
     def _confirm(self, history: int) -> None:
         """Compare the calls that MPI has reduced since the last comparison; name the first that differs. A collective call."""
         call = CollectiveCall(self.number, "all_reduce", lambda: "the calls that MPI combined last", self._options)
-        found = self._agreement.check(
-            call.text,
-            None,
-            lambda enter: self._drive(call, self._deadline_barrier.steps(enter, call.describe, call.seconds), is_arriving=True),
-            (history, 0, 0),
-        )
+        found = self._agreement.check(call.text, None, self._meet(call), (history, 0, 0))
         if (found[:, 0] == history).all():
             return
         records = RankFile(self._recorder.memory).records()
         mine = {record.number: record.call.text for record in records if record.communicator == self.communicator}
         recent = sorted(mine)[-MOST_UNCONFIRMED - 1 :]
-        every: list[dict[int, str]] = self._comm.allgather({number: mine[number] for number in recent})
+        sent = self._agreement.exchange([(number, mine[number]) for number in recent], self._meet(call))
+        every: list[dict[int, str]] = [dict(pairs) for pairs in sent]
         number = next((n for n in recent if len({texts.get(n) for texts in every}) > 1), self.number)
         error = calls_differ(number, {rank: texts.get(number, "another") for rank, texts in enumerate(every)})
         raise self._failed(call, error)
+
+    def _meet(self, call: CollectiveCall) -> Meet:
+        """Return what completes an exchange of all ranks before the deadline of a call, or fails the communicator."""
+        steps, absent = self._deadline_barrier.steps, self._absent
+        return lambda enter: self._drive(call, steps(enter, lambda: str(call), call.seconds, absent), is_arriving=True)
 
     def _drive(self, call: CollectiveCall, steps: Steps, timeout_seconds: float = 0.0, is_arriving: bool = False) -> None:
         """Run steps; those of a deadline barrier (`is_arriving`) watch the deadline and the peers' messages themselves."""

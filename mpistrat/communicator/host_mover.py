@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpistrat.arrays import Array, to_host
+from mpistrat.arrays import Array, as_bytes, to_host
 from mpistrat.groups.group import Group
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.pairwise import Pairwise
@@ -37,16 +37,12 @@ class HostMover:
 
     def all_gather(self, whole: Array, bounds: Sequence[int]) -> Steps:
         """Return the steps that give every rank bytes ``bounds[r]:bounds[r + 1]`` of each rank r."""
-        return self._mpi.all_gather(_bytes(whole), bounds).run()
+        return self._mpi.all_gather(as_bytes(whole), bounds).run()
 
     def broadcast(self, array: Array, root: int) -> Steps:
         """Return the steps that give every rank the array of `root`."""
-        return self._mpi.broadcast(_bytes(array), root).run()
+        return self._mpi.broadcast(as_bytes(array), root).run()
 
     def exchange(self, sends: Sequence[Array], landings: Sequence[Array]) -> Steps:
         """Return the steps that send an array to each peer, and receive one from each; empty ones are not sent."""
         return Pairwise(self._group, sends, landings).run()
-
-
-def _bytes(array: Array) -> Array:
-    return array.reshape(-1).view(np.uint8)

@@ -101,7 +101,7 @@ def check_root(root: int, num_replicas: int) -> None:
 
 
 def check_parts(arrays: Sequence[Array], num_replicas: int) -> None:
-    """Check that there is one array for each replica, of equal dtypes and of equal shapes but for the first axis.
+    """Check that there is one array for each replica, and that dtypes and all extents but the first are equal.
 
     Raises
     ------

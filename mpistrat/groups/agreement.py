@@ -27,6 +27,7 @@ __all__ = [
     "COMPARED",
     "Agreement",
     "CallsDifferError",
+    "Meet",
     "Signature",
     "after",
     "calls_differ",
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 Meet = Callable[[Callable[[], "MPI.Request"]], None]
+"""Completes an exchange, which it is given a function to start."""
 
 COMPARED = 1
 """The bit of a word that is set if its rank compares calls before it does anything else, and exchanges texts if they differ."""
@@ -183,23 +185,21 @@ class Agreement:
         self._row[:] = word, *facts
         (meet or _poll)(lambda: self._group.comm.Iallgather(self._row, self._rows))
         if (self._rows[:, 0] != word).any():
-            self.tell(call, error, number)
+            self.tell(call, error, number, meet)
         if error is not None:
             raise error
         return self._rows[:, 1:]
 
-    def tell(self, call: str, error: Exception | None = None, number: int = 0) -> NoReturn:
+    def tell(self, call: str, error: Exception | None = None, number: int = 0, meet: Meet | None = None) -> NoReturn:
         """Exchange the texts of all ranks and raise on all. A collective call, made when calls are known to differ.
 
         Parameters
         ----------
-        call, error : str, Exception
+        call, error, number, meet : str, Exception, int, callable
             As for `check`.
-        number : int
-            The number of the collective in error messages; by default it is counted here.
         """
         mine = call if error is None else f"{call}, which failed: {type(error).__name__}: {error}"
-        told = self._exchange(mine, error is not None)
+        told: list[tuple[str, bool]] = self.exchange((mine, error is not None), meet)
         if error is not None:
             raise error
         texts = {rank: text for rank, (text, _) in zip(self._group.ranks, told, strict=True)}
@@ -209,17 +209,18 @@ class Agreement:
         )
         raise disagreement
 
-    def _exchange(self, text: str, has_failed: bool) -> list[tuple[str, bool]]:
-        """Return the text of every rank, and whether it has failed.
+    def exchange(self, value: object, meet: Meet | None = None) -> list[Any]:
+        """Return the values of all ranks, of what JSON can hold. A collective call.
 
-        A rank that the watcher has told already does not take part, so this polls, and the watcher tells the others as well.
+        It does not block inside MPI: a rank that the watcher has told already does not take part, and the others must be told
+        as well.
         """
-        mine = np.frombuffer(json.dumps([text, has_failed]).encode(), np.uint8)
+        mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
         size, sizes = np.array([mine.size]), np.empty(self._group.size, np.int64)
-        _poll(lambda: self._group.comm.Iallgather(size, sizes))
+        (meet or _poll)(lambda: self._group.comm.Iallgather(size, sizes))
         whole = np.empty(sizes.sum(), np.uint8)
-        _poll(lambda: self._group.comm.Iallgatherv(mine, [whole, sizes.tolist()]))
-        return [tuple(json.loads(part.tobytes())) for part in np.split(whole, sizes.cumsum()[:-1])]
+        (meet or _poll)(lambda: self._group.comm.Iallgatherv(mine, [whole, sizes.tolist()]))
+        return [json.loads(part.tobytes()) for part in np.split(whole, sizes.cumsum()[:-1])]
 
 
 def calls_differ(number: int, texts: Mapping[int, str], group: str = "world") -> AgreementError:

@@ -22,11 +22,11 @@ _HINT = "  (frames inside mpistrat are left out; MPISTRAT_TRACEBACK=full shows t
 def format_exception(error: BaseException, label: str) -> str:
     """Return the traceback of an exception, beginning with the user's script, each line prefixed by ``[label]``.
 
-    Frames of this library are left out, unless MPISTRAT_TRACEBACK is ``full``, or the error arose in one of them without a
-    ``raise``: that may be a defect of ours.
+    Frames of this library are left out, unless MPISTRAT_TRACEBACK is ``full``. An error that the library did not raise by a
+    ``raise`` statement, a TypeError for example, may be a bug in it: then all frames are shown.
     """
     text = traceback.TracebackException(type(error), error, _without_runner(error.__traceback__))
-    is_folded = False if _wants_all() or _may_be_defect(error, text) else _fold(text)
+    is_folded = False if _wants_all() or _may_be_bug(error, text) else _fold(text)
     chunks, last = list(text.format()), len(list(text.format_exception_only()))
     if is_folded:  # the error stays the last thing to read
         chunks.insert(len(chunks) - last, _HINT)
@@ -50,7 +50,7 @@ def _wants_all() -> bool:
         return True
 
 
-def _may_be_defect(error: BaseException, text: traceback.TracebackException) -> bool:
+def _may_be_bug(error: BaseException, text: traceback.TracebackException) -> bool:
     if isinstance(error, MpistratError) or not text.stack:
         return False
     innermost = text.stack[-1]

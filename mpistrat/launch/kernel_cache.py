@@ -30,7 +30,7 @@ def cache_on_node(mounts: Path = Path("/proc/mounts")) -> None:
     try:
         if file_system_of(Path.home().resolve(), mounts.read_text()) in _NETWORK:
             os.environ[_VARIABLE] = str(_own_folder())
-    except (OSError, RuntimeError):  # no home, or no folder of ours: CuPy caches where it always does
+    except (OSError, RuntimeError):  # no home directory, or the folder cannot be made: CuPy's default stays
         return
 
 

@@ -22,7 +22,7 @@ class Activity:
         self._task, self._text, self._recorder = task, "", recorder()
 
     def set(self, text: str) -> None:
-        """Record what the task does; an empty text says that there is nothing to tell."""
+        """Record what the task does; an empty text clears it."""
         self._text = text
         self._recorder.set_activity(_encoded(self._task, text))
 

@@ -15,6 +15,7 @@ import mmap
 import os
 import platform
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,27 +144,27 @@ class AttachedArray:
         first = start * (target.nbytes // len(target)) if target.ndim else 0
         source = self._elements[first : first + target.nbytes]
         into = target.reshape(-1).view(np.uint8).data
-        word = self._word
-        for _ in range(_ATTEMPTS):
-            before = word[0]
-            if before & 1:
-                os.sched_yield()
-                continue
+
+        def copy() -> None:
             into[:] = source
-            if word[0] == before:
-                return True
-        return False
+
+        return self._copies_whole(copy)
 
     def take(self, indices: Array, target: Array) -> bool:
         """Copy single rows into a C-contiguous array, as `read` does."""
         rows: Array = np.ndarray((len(self._elements) // target[0].nbytes, *target.shape[1:]), target.dtype, self._elements)
+        # the indices are known to fit; "raise" would copy once more
+        return self._copies_whole(lambda: rows.take(indices, 0, target, "clip"))
+
+    def _copies_whole(self, copy: Callable[[], object]) -> bool:
+        """Copy between two updates; return False if there was one during each attempt."""
         word = self._word
         for _ in range(_ATTEMPTS):
             before = word[0]
             if before & 1:
                 os.sched_yield()
                 continue
-            rows.take(indices, 0, target, "clip")  # the indices are known to fit; "raise" would copy once more
+            copy()
             if word[0] == before:
                 return True
         return False

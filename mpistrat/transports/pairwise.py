@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from mpistrat import settings
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, as_bytes
 from mpistrat.groups.group import Group
 from mpistrat.transports.steps import WAITING, Steps, leave_to_peers
 
@@ -54,6 +52,6 @@ def _messages(array: Array, limit_bytes: int) -> list[list[Any]]:
     """Return the messages that carry an array, each of at most `limit_bytes`."""
     from mpi4py import MPI
 
-    flat = array.reshape(-1).view(np.uint8)
+    flat = as_bytes(array)
     starts = range(0, flat.size, limit_bytes)
     return [[flat[start : start + limit_bytes], min(limit_bytes, flat.size - start), MPI.BYTE] for start in starts]

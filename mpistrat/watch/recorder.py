@@ -275,7 +275,7 @@ def _end_of(text: str, room: int) -> str:
 
 
 def encoded_activity(text: str) -> bytes:
-    """Return a text as `FlightRecorder.set_activity` takes it; an empty one says that there is nothing to tell."""
+    """Return the bytes that `FlightRecorder.set_activity` writes; an empty text clears the activity."""
     return _encoded("activity", text)
 
 

@@ -1,5 +1,8 @@
 """Agreement: equal calls pass, different ones raise on every rank and say who passed what."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from mpistrat.errors import AgreementError, InvalidArgumentError, UnsupportedDtypeError
@@ -90,3 +93,17 @@ def test_groups_check_for_themselves(comm):
         with pytest.raises(AgreementError, match=rf"collective 1 of group half {colour}\):\n  rank {ranks[0]}: 0\n"):
             Agreement(group).check(str(min(group.rank, 1)))
     group.close()
+
+
+@needs_ranks(2)
+def test_a_rank_that_waits_for_texts_can_be_told_by_the_watcher(comm, group, monkeypatch):
+    def tell():
+        raise AgreementError("planted")
+
+    if group.rank:
+        monkeypatch.setattr("mpistrat.groups.agreement.watcher", lambda: SimpleNamespace(raise_verdict=tell))
+        with pytest.raises(AgreementError, match="planted"):
+            Agreement(group).exchange(["a text"])
+    comm.Barrier()
+    if group.rank == 0:  # completes what the others have started
+        group.comm.Iallgather(np.zeros(1, np.int64), np.empty(group.size, np.int64)).Wait()
