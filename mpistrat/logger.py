@@ -8,17 +8,30 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO
 
-__all__ = ["logger"]
+__all__ = ["StderrHandler", "logger"]
 
 
-class _StderrHandler(logging.Handler):
-    """Writes a record to what ``sys.stderr`` is at that time, in one call: lines of several ranks do not interleave."""
+class StderrHandler(logging.Handler):
+    """Writes a record in one call, so that lines of several ranks do not interleave.
+
+    Parameters
+    ----------
+    stream : TextIO, optional
+        Where to; by default what ``sys.stderr`` is at that time.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        super().__init__()
+        self._stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        stream = self._stream or sys.stderr
         try:
-            sys.stderr.write("".join(f"mpistrat: {line}\n" for line in self.format(record).splitlines()))
-            sys.stderr.flush()
+            stream.write("".join(f"mpistrat: {line}\n" for line in self.format(record).splitlines()))
+            stream.flush()
         except Exception:
             self.handleError(record)
 
@@ -26,7 +39,7 @@ class _StderrHandler(logging.Handler):
 logger = logging.getLogger("mpistrat")
 # what the program has configured before it imported this library holds
 if not logger.handlers:
-    logger.addHandler(_StderrHandler())
+    logger.addHandler(StderrHandler())
     logger.propagate = False
 if logger.level == logging.NOTSET:
     logger.setLevel(logging.INFO)

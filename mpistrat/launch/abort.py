@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from mpistrat.launch import exit_code
 from mpistrat.launch.exception_text import format_exception
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI
 
-__all__ = ["before_end", "end", "install"]
+__all__ = ["before_end", "end", "install", "say", "say_on"]
 
 # If several ranks raise, the traceback of rank 0 is the one to read: the others give it time to print and to end the job, and
 # print theirs if it did not, so that no job ends silently. If a rank raises because another one has failed, the traceback of
@@ -38,6 +38,7 @@ RELAY_SECONDS = 0.2
 INTERRUPTED = 128 + signal.SIGINT
 
 _before_end: list[Callable[[], None]] = []
+_stream: TextIO | None = None
 
 
 def install(comm: MPI.Intracomm) -> None:
@@ -80,6 +81,19 @@ def end(error: BaseException) -> NoReturn:
 def before_end(call: Callable[[], None]) -> None:
     """Have a function called when this rank is about to end the job by itself, because of an exception."""
     _before_end.append(call)
+
+
+def say_on(stream: TextIO) -> None:
+    """Have this rank say why it ends the job on a stream instead of ``sys.stderr``, which may be captured, and lost with it."""
+    global _stream
+    _stream = stream
+
+
+def say(text: str) -> None:
+    """Write why this rank ends the job, in one call, so that lines of several ranks do not interleave."""
+    stream = _stream or sys.stderr
+    stream.write(text)
+    stream.flush()
 
 
 class _Hooks:
@@ -131,9 +145,7 @@ class _Hooks:
             # The lock is never released: if two threads raise, the first one ends the job and the other stops here.
             self._lock.acquire()
             time.sleep(head_start_seconds)
-            # a single write, so that lines of several ranks do not interleave
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            say(text)
             time.sleep(RELAY_SECONDS)
             for call in _before_end:
                 call()

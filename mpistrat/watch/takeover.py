@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from types import FrameType, TracebackType
 
 from mpistrat import settings
 from mpistrat.errors import CollectiveError
+from mpistrat.launch import abort
 from mpistrat.launch.exception_text import format_exception
 from mpistrat.watch.reader import RankFile
 
@@ -20,8 +20,7 @@ OTHERS_SECONDS = 1.0
 def end_job(error: CollectiveError, frame: FrameType | None, own: RankFile) -> None:
     """Print an error with the traceback of the program, and end the job, unless MPISTRAT_ABORT is off."""
     label = f"rank {own.rank} on {own.text('host')}"
-    sys.stderr.write(format_exception(error.with_traceback(traceback_of(frame)), label))
-    sys.stderr.flush()
+    abort.say(format_exception(error.with_traceback(traceback_of(frame)), label))
     if settings.ABORT.read():
         from mpi4py import MPI
 

@@ -1,0 +1,199 @@
+"""A pytest session that is one rank of a job: all ranks run the same tests, and agree on the outcome of each.
+
+A test that fails on one rank fails on all, with the message of that rank: otherwise that rank would begin the next test, and
+its collectives would meet those of ranks still in this one. A rank that has failed while others do not leave the test waits
+a moment, prints its message, and ends the job.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+from mpistrat import settings
+from mpistrat.errors import CollectiveError
+from mpistrat.groups.rendezvous import rendezvous
+from mpistrat.launch import abort
+from mpistrat.pytest.rank_shapes import shape_of
+from mpistrat.watch.watched import watched
+from mpistrat.watch.watcher import watcher
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["HAS_FAILED", "RankSession"]
+
+HAS_FAILED = pytest.StashKey[bool]()
+"""Whether a test has failed on some rank."""
+
+# How long a rank that has failed waits for the others: longer than watchers need to find that those can never leave the test.
+STUCK_SECONDS = 10.0
+_PAUSE_SECONDS = 0.0002
+
+
+class _Outcome(NamedTuple):
+    test: str
+    when: str
+    outcome: str
+    headline: str
+    text: str
+
+
+class RankSession:
+    """The plugin of a session that is one rank. Creating it starts MPI, and is a collective call.
+
+    Parameters
+    ----------
+    config : pytest.Config
+        Of this session.
+    wanted : sequence of str, optional
+        The tests to run, in this order; by default all that are collected.
+    send : callable, optional
+        Takes documents for the session that has started this job: the number of tests, and then each report of rank 0.
+    """
+
+    NAME = "mpistrat-rank-session"
+
+    def __init__(
+        self,
+        config: pytest.Config,
+        wanted: Sequence[str] | None = None,
+        send: Callable[[object], None] | None = None,
+    ) -> None:
+        with rendezvous("pytest") as found:
+            self._comm = found.comm.Dup()
+        self._config, self._wanted = config, wanted
+        self._send = send if self._comm.rank == 0 else None
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Select the tests, and check that all ranks have the same."""
+        if self._wanted is not None:
+            items[:] = _selected(items, self._wanted)
+        theirs = self._comm.allgather([item.nodeid for item in items])
+        if any(other != theirs[0] for other in theirs):
+            raise pytest.UsageError(
+                f"ranks collected different tests, or in another order: {[len(other) for other in theirs]} by rank"
+            )
+        for item in items:
+            shape = shape_of(item)
+            if shape and shape.num_ranks != self._comm.size:
+                item.add_marker(pytest.mark.skip(reason=f"{shape.num_ranks} ranks are wanted, and there are {self._comm.size}"))
+        _draw_equal_examples()
+        if self._send:
+            self._send(len(items))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Have the node shape of a test in force during its set-up, too."""
+        shape, name = shape_of(item), settings.VIRTUAL_NODES.name
+        before = os.environ.get(name)
+        if shape is not None:
+            os.environ[name] = shape.nodes
+        try:
+            return (yield)
+        finally:
+            if shape is not None:
+                os.environ.pop(name)
+            if before is not None:
+                os.environ[name] = before
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Wait for the other ranks at the end of each phase, and agree on its outcome."""
+        report = yield
+        if shape_of(item) is None:
+            return report
+        mine = _Outcome(report.nodeid, str(report.when), report.outcome, _headline(report), _text(report))
+        self._meet(mine)
+        verdict = _verdict(self._comm.allgather(mine))
+        if verdict:
+            item.stash[HAS_FAILED] = True
+            report.outcome, report.longrepr, report.sections = "failed", verdict, []
+            if hasattr(report, "wasxfail"):
+                del report.wasxfail
+        watching = watcher()
+        if report.when == "teardown" and watching is not None and item.stash.get(HAS_FAILED, False):
+            watching.begin()  # which calls of this test did not match concerns no other test
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Send rank 0's report to the session that shows the results."""
+        if self._send:
+            self._send(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
+
+    def _meet(self, mine: _Outcome) -> None:
+        """Wait until every rank has come here; a rank that has failed does not wait for ever.
+
+        Watchers take it for a collective: ranks that wait for this one in another collective are told that it does not come.
+        """
+        everybody = self._comm.Ibarrier()
+        deadline = time.monotonic() + (STUCK_SECONDS if mine.outcome == "failed" else math.inf)
+        watching = watcher()
+        with suppress(CollectiveError), watched(f"the end of {mine.test} ({mine.when})"):
+            while not self._have_come(everybody, deadline, mine):
+                if watching is not None:
+                    watching.raise_verdict()  # those that it is true of raise it, too, and come here
+        while not self._have_come(everybody, deadline, mine):
+            pass
+
+    def _have_come(self, everybody: MPI.Request, deadline: float, mine: _Outcome) -> bool:
+        """Return whether all ranks have come, or wait a moment for them; end the job after the deadline."""
+        if everybody.Test():
+            return True
+        if time.monotonic() > deadline:
+            message = f"{mine.test} ({mine.when}) failed here, and other ranks did not leave it\n{mine.text}"
+            lines = [f"[rank {self._comm.rank}] {line}" for line in message.splitlines()]
+            abort.say("\n".join(["", *lines, ""]))
+            self._comm.Abort(1)
+        time.sleep(_PAUSE_SECONDS)
+        return False
+
+
+def _selected(items: Sequence[pytest.Item], wanted: Sequence[str]) -> list[pytest.Item]:
+    found = {item.nodeid: item for item in items}
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise pytest.UsageError(f"the session that started this one has collected {missing[0]}, and this one has not")
+    return [found[name] for name in wanted]
+
+
+def _draw_equal_examples() -> None:
+    """Let Hypothesis, if it is used, draw the same examples on every rank, and keep none in a file that all would write."""
+    hypothesis = sys.modules.get("hypothesis")
+    if hypothesis is not None:
+        hypothesis.settings.register_profile("mpistrat-ranks", derandomize=True, database=None, deadline=None)
+        hypothesis.settings.load_profile("mpistrat-ranks")
+
+
+def _headline(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return crash.message.partition("\n")[0] if crash else ""
+
+
+def _text(report: pytest.TestReport) -> str:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2]).removeprefix("Skipped: ")
+    sections = [f"---- {title} ----\n{text}" for title, text in report.sections] if report.failed else []
+    return "\n".join([report.longreprtext, *sections])
+
+
+def _verdict(outcomes: Sequence[_Outcome]) -> str:
+    """Return the message of a test that fails on every rank, or nothing if all agree that it does not."""
+    if len({(one.test, one.when) for one in outcomes}) > 1:
+        return f"ranks are in different tests: {[(one.test, one.when) for one in outcomes]}"
+    failed = [rank for rank, one in enumerate(outcomes) if one.outcome == "failed"]
+    if failed:
+        others = f" (ranks {', '.join(map(str, failed))} failed)" if len(failed) > 1 else ""
+        first = outcomes[failed[0]]
+        return f"rank {failed[0]} of {len(outcomes)}{others}: {first.headline}\n{first.text}"
+    if len({one.outcome for one in outcomes}) > 1:
+        return f"ranks disagree: {[one.outcome for one in outcomes]}"
+    return ""

@@ -1,0 +1,153 @@
+"""The plugin, as a user's tests see it: one session with tests that pass, fail, disagree, die and hang."""
+
+from __future__ import annotations
+
+import os
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from mpistrat.launch.mpiexec import command
+from tests.processes import run_bounded
+
+_TESTS = """
+import os, time
+import numpy as np
+import pytest
+import mpistrat
+
+
+@pytest.mark.ranks(2, nodes="2x1")
+def test_passes(communicator):
+    assert communicator.size == 2
+    assert communicator.all_reduce("sum", np.ones(3))[0] == 2
+    print(os.environ.get("MPISTRAT_VIRTUAL_NODES"))
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_wrong_on_one_rank(strategy, wrong):
+    assert strategy.rank != 1 or not wrong, "planted"
+
+@pytest.mark.ranks(2)
+def test_skipped_on_one_rank(communicator):
+    if communicator.rank:
+        pytest.skip("planted")
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(strict=True)
+def test_fails_as_expected(strategy):
+    assert strategy.rank < 0
+
+@pytest.mark.ranks(2)
+def test_left_by_one_rank(communicator):
+    if communicator.rank == 0:
+        communicator.all_reduce("sum", np.ones(3))
+
+@pytest.mark.ranks(2)
+def test_kills_one_rank(communicator):
+    if communicator.rank == 1:
+        os._exit(3)
+    communicator.barrier()
+
+@pytest.mark.ranks(2)
+def test_sleeps_on_one_rank(communicator):
+    if communicator.rank == 1:
+        time.sleep(1000)
+    communicator.barrier()
+
+@pytest.mark.ranks(2)
+def test_after_all_that(communicator, tmp_path, request):
+    assert request.config.getoption("--greeting") == "hello"
+    (tmp_path / "mine").write_text(str(communicator.rank))
+    communicator.barrier()
+    assert (tmp_path / "mine").read_text() == str(communicator.rank)
+
+@pytest.mark.ranks(8)
+def test_not_selected():
+    assert False
+
+def test_in_this_process(strategy):
+    assert strategy.num_replicas_in_sync == 1
+"""
+_CONFTEST = """
+def pytest_addoption(parser):
+    parser.addoption("--greeting")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "test_planted.py").write_text(_TESTS)
+    (tmp_path / "conftest.py").write_text(_CONFTEST)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    return tmp_path
+
+
+def _results(path) -> dict[str, tuple[str, str]]:
+    """Return, for each test, its outcome and text."""
+    found = {}
+    for case in ET.parse(path).getroot().iter("testcase"):
+        children = [child for child in case if child.tag in ("failure", "error", "skipped")]
+        assert case.get("name") not in found, "each test is reported once"
+        found[case.get("name")] = (children[0].tag, "".join(children[0].itertext())) if children else ("passed", "")
+    return found
+
+
+def test_each_test_of_several_ranks_is_one_test_here(folder):
+    quick = {**os.environ, "MPISTRAT_STALL_SECONDS": "2"}
+    options = ["--greeting=hello", "-k", "not selected", "--junitxml=results.xml", "-o", "ranks_timeout=8"]
+    done = run_bounded([sys.executable, "-m", "pytest", *options], 300, quick, folder)
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    results = _results(folder / "results.xml")
+    passed = {name for name, (outcome, _) in results.items() if outcome == "passed"}
+    assert passed == {
+        "test_in_this_process",
+        "test_passes[2-ranks]",
+        "test_passes[2x1]",
+        "test_wrong_on_one_rank[2-ranks-0]",
+        "test_after_all_that[2-ranks]",
+    }
+    assert results["test_fails_as_expected[2-ranks]"][0] == "skipped"
+    failures = {name: text for name, (outcome, text) in results.items() if outcome == "failure"}
+    assert failures.keys() == results.keys() - passed - {"test_fails_as_expected[2-ranks]"}
+    assert failures["test_wrong_on_one_rank[2-ranks-1]"].startswith("rank 1 of 2: AssertionError: planted")
+    assert failures["test_skipped_on_one_rank[2-ranks]"] == "ranks disagree: ['passed', 'skipped']"
+    assert "all_reduce(SUM, [float64 (3,)]" in failures["test_left_by_one_rank[2-ranks]"]
+    assert "the end of test_planted.py::test_left_by_one_rank" in failures["test_left_by_one_rank[2-ranks]"]
+    assert failures["test_kills_one_rank[2-ranks]"].startswith("the job of 2 ranks ended with 3")
+    slept = failures["test_sleeps_on_one_rank[2-ranks]"]
+    assert slept.startswith("not done after 8 s on 2 ranks")
+    assert "barrier()" in slept
+    assert f"test_planted.py:{_line('time.sleep')} (test_sleeps_on_one_rank)" in slept, "the report names the line"
+
+
+def test_a_job_that_cannot_begin_fails_each_of_its_tests_without_another_start(folder):
+    (folder / "test_planted.py").write_text(
+        "import os, pytest\n"
+        "if 'OMPI_COMM_WORLD_RANK' in os.environ or 'PMI_RANK' in os.environ:\n"
+        "    raise ImportError('planted')\n"
+        "@pytest.mark.ranks(2)\n@pytest.mark.parametrize('x', range(2))\ndef test_any(x): pass\n"
+    )
+    done = run_bounded([sys.executable, "-m", "pytest", "--junitxml=results.xml"], 120, None, folder)
+    results = _results(folder / "results.xml")
+    assert [outcome for outcome, _ in results.values()] == ["failure", "failure"], done.stdout
+    assert all("planted" in text for _, text in results.values())
+
+
+def test_a_session_started_on_ranks_runs_what_fits_it_and_agrees_on_it(folder):
+    selected = [sys.executable, "-m", "pytest", "--color=no", "-rs", "-k", "passes or wrong or not_selected"]
+    argv, environ = command(2, selected)
+    done = run_bounded(argv, 120, {**os.environ, **environ}, folder)
+    assert done.stdout.count("1 failed, 3 passed, 1 skipped") == 2, done.stdout
+    assert "8 ranks are wanted, and there are 2" in done.stdout
+
+
+def test_a_malformed_mark_is_an_error_of_collection(folder):
+    (folder / "test_planted.py").write_text("import pytest\n@pytest.mark.ranks(0)\ndef test_any(): pass\n")
+    done = run_bounded([sys.executable, "-m", "pytest"], 60, None, folder)
+    assert "test_planted.py::test_any: pytest.mark.ranks(0): 0 is no number of ranks" in done.stdout
+
+
+def _line(text: str) -> int:
+    return next(number for number, line in enumerate(_TESTS.splitlines(), 1) if text in line)
