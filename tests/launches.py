@@ -22,6 +22,7 @@ import pytest
 from mpistrat.launch.environment import detect
 from mpistrat.launch.mpiexec import command
 from tests.processes import run_bounded
+from tests.rank_report import RankReport
 
 __all__ = ["Launch", "needs_ranks", "up_to_ranks"]
 
@@ -73,8 +74,11 @@ def pytest_configure(config: pytest.Config) -> None:
         # a directory of its own: ranks that tidy up the one they would share trip over each other
         config.option.basetemp = tempfile.mkdtemp(prefix="pytest-rank-", dir=config.option.basetemp)
         config.add_cleanup(partial(shutil.rmtree, config.option.basetemp, ignore_errors=True))
-        # Not before: it starts MPI, which the session that launches others must not.
-        config.pluginmanager.import_plugin("tests.rank_agreement")
+        view = detect()
+        if view is not None and view.rank:
+            config.pluginmanager.set_blocked("terminalreporter")
+        elif config.getoption("--rank-report"):
+            config.pluginmanager.register(RankReport(config.getoption("--rank-report")))
         return
     # Open MPI names session directories by process number: killed jobs of other test runs must not have left one of ours.
     sessions = tempfile.TemporaryDirectory(prefix="mpistrat-tests-")
@@ -101,7 +105,9 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    if is_one_rank(config):
+        _skip_larger_launches(items)
     # -k and -m select among the tests that a launch runs, not among launches.
     launches = [item for item in items if isinstance(item, Launch)]
     items[:] = [item for item in items if not isinstance(item, Launch)]
@@ -191,6 +197,20 @@ class Launch(pytest.Item):
 
 class RanksFailedError(Exception):
     """A launch, or tests in it, failed; the message says which and how."""
+
+
+def _skip_larger_launches(items: list[pytest.Item]) -> None:
+    """Skip tests of up to so many ranks on more; pytest-mpi skips those of at least so many on fewer."""
+    view = detect()
+    size = view.size or 1 if view else 1
+    for item in items:
+        for mark in item.iter_markers("mpi"):
+            unknown = set(mark.kwargs) - {"min_size", "max_size"}
+            if unknown:
+                raise pytest.UsageError(f"{item.nodeid}: unknown {sorted(unknown)} in its mpi mark; see tests/launches.py")
+            maximum = mark.kwargs.get("max_size", size)
+            if size > maximum:
+                item.add_marker(pytest.mark.skip(reason=f"up to {maximum} ranks have all of it"))
 
 
 def _is_in_lane(argument: str, config: pytest.Config) -> bool:

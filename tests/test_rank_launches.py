@@ -19,6 +19,7 @@ from mpi4py import MPI
 from tests.launches import up_to_ranks
 
 world = MPI.COMM_WORLD
+pytestmark = pytest.mark.mpi
 """
 
 

@@ -1,4 +1,4 @@
-"""A pytest session that is one rank of a job: all ranks run the same tests, and agree on the outcome of each.
+"""A pytest session that is one rank of a job: all ranks run the same tests, and agree on the outcome of each of several ranks.
 
 A test that fails on one rank fails on all, with the message of that rank: otherwise that rank would begin the next test, and
 its collectives would meet those of ranks still in this one. A rank that has failed while others do not leave the test waits
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
@@ -73,6 +72,11 @@ class RankSession:
         self._send = send if self._comm.rank == 0 else None
 
     @pytest.hookimpl(trylast=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Prepare Hypothesis, before tests with settings of their own are collected."""
+        _draw_equal_examples(config)
+
+    @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Select the tests, and check that all ranks have the same."""
         if self._wanted is not None:
@@ -86,7 +90,6 @@ class RankSession:
             shape = shape_of(item)
             if shape and shape.num_ranks != self._comm.size:
                 item.add_marker(pytest.mark.skip(reason=f"{shape.num_ranks} ranks are wanted, and there are {self._comm.size}"))
-        _draw_equal_examples()
         if self._send:
             self._send(len(items))
 
@@ -109,7 +112,7 @@ class RankSession:
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Wait for the other ranks at the end of each phase, and agree on its outcome."""
         report = yield
-        if shape_of(item) is None:
+        if shape_of(item) is None and item.get_closest_marker("mpi") is None:
             return report
         mine = _Outcome(report.nodeid, str(report.when), report.outcome, _headline(report), _text(report))
         self._meet(mine)
@@ -128,6 +131,14 @@ class RankSession:
         """Send rank 0's report to the session that shows the results."""
         if self._send:
             self._send(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        """Wait until all ranks have printed their results: the first one that exits after a failure ends the job."""
+        everybody = self._comm.Ibarrier()
+        deadline = time.monotonic() + STUCK_SECONDS
+        while not everybody.Test() and time.monotonic() < deadline:
+            time.sleep(_PAUSE_SECONDS)
 
     def _meet(self, mine: _Outcome) -> None:
         """Wait until every rank has come here; a rank that has failed does not wait for ever.
@@ -165,11 +176,15 @@ def _selected(items: Sequence[pytest.Item], wanted: Sequence[str]) -> list[pytes
     return [found[name] for name in wanted]
 
 
-def _draw_equal_examples() -> None:
-    """Let Hypothesis, if it is used, draw the same examples on every rank, and keep none in a file that all would write."""
-    hypothesis = sys.modules.get("hypothesis")
-    if hypothesis is not None:
-        hypothesis.settings.register_profile("mpistrat-ranks", derandomize=True, database=None, deadline=None)
+def _draw_equal_examples(config: pytest.Config) -> None:
+    """Let Hypothesis, if it is used, draw the same examples on every rank, and replay none that one rank has kept."""
+    if config.pluginmanager.has_plugin("hypothesispytest"):
+        import hypothesis
+
+        if config.getoption("--hypothesis-seed") is None:
+            hypothesis.core.global_force_seed = 0  # type: ignore[assignment]
+        # an example takes longer on ranks that wait for each other
+        hypothesis.settings.register_profile("mpistrat-ranks", deadline=None)
         hypothesis.settings.load_profile("mpistrat-ranks")
 
 

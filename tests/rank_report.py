@@ -1,0 +1,35 @@
+"""The report of a launch of tests/ranks: rank 0 writes the outcome of every test, which all ranks have agreed on, to a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+__all__ = ["RankReport"]
+
+
+class RankReport:
+    """The plugin of rank 0's session.
+
+    Parameters
+    ----------
+    path : str
+        The JSON file to write.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._results: list[dict[str, str]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            text = (
+                str(report.longrepr[2]).removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else report.longreprtext
+            )
+            outcome = {"test": report.nodeid, "when": str(report.when), "outcome": report.outcome, "text": text}
+            self._results.append(outcome)
+
+    def pytest_sessionfinish(self) -> None:
+        self._path.write_text(json.dumps(self._results))
