@@ -8,6 +8,7 @@ While something is under way, a thread beside the program takes results and send
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -81,7 +82,7 @@ class Dispatcher:
         self._receiver = FrameReceiver(self._channel, RESULT)
         self._error: BaseException | None = None
         self._epoch = self._taken = 0
-        self._stopped: set[int] = set()
+        self._told_to_stop, self._stopped = set[int](), set[int]()
         self._lost: frozenset[int] = frozenset()
         self._unavailable = ""
         self._released: deque[int] = deque()
@@ -161,14 +162,21 @@ class Dispatcher:
         error, self._error = self._error, None
         raise error
 
-    def stop(self) -> None:
-        """Cancel what has not begun, and have first the workers end and then the servers."""
+    def stop(self, patience: float = math.inf) -> None:
+        """Cancel what has not begun, and have first the workers end and then the servers.
+
+        Parameters
+        ----------
+        patience : float
+            Seconds to wait for functions that run; where they take longer, nothing is closed, and this can be called again.
+        """
         if self.is_closed:
             return
         with self._lock:
             self._is_ending = True
             self._cancel_queued()
-        self._stop(self._channel.group.workers, "the workers to end")
+        if not self._stop(self._channel.group.workers, "the workers to end", time.monotonic() + patience):
+            return
         self._stop(self._channel.group.servers, "the servers to end")
         self.is_closed = True
         self._is_busy.set()
@@ -315,11 +323,18 @@ class Dispatcher:
             queued.value.abort(self._cancelled_error(queued))
         self._queue.clear()
 
-    def _stop(self, ranks: Sequence[int], what: str) -> None:
+    def _stop(self, ranks: Sequence[int], what: str, deadline: float = math.inf) -> bool:
+        """Have ranks end, and return whether they have before the deadline."""
+
+        def have_ended() -> bool:
+            return self._stopped | self._channel.lost >= set(ranks)
+
         with self._lock:
-            for rank in ranks:
+            for rank in set(ranks) - self._told_to_stop:
                 self._tell(rank, Op.STOP, first=self._epoch)
-        self.wait(lambda: self._stopped | self._channel.lost >= set(ranks), what)
+            self._told_to_stop |= set(ranks)
+        self.wait(lambda: have_ended() or time.monotonic() > deadline, what)
+        return have_ended()
 
     def _waiting_for(self, what: str) -> str:
         running = sorted({worker for _, worker in list(self._in_flight.values())})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -25,6 +26,9 @@ from mpistrat.parameter_server.termination import names_the_killed
 from mpistrat.strategy.strategy import Strategy
 
 __all__ = ["ParameterServerStrategy"]
+
+# how long an error of the chief waits for functions that workers run, before it is raised
+_PATIENCE_AFTER_AN_ERROR_SECONDS = 1.0
 
 
 class ParameterServerStrategy(Strategy):
@@ -118,6 +122,7 @@ class ParameterServerStrategy(Strategy):
         ----------
         fn : callable
             The program of the chief; ``coordinator.strategy`` is the strategy, which is closed when it returns or raises.
+            An error does not wait for functions that still run: where it ends the program, it ends the job.
         cluster_resolver : ClusterResolver, optional
             Says which rank plays which task; by default ``TF_CONFIG`` where that is set, else rank 0 is the chief, rank 1
             the ps, and the others are workers.
@@ -141,9 +146,12 @@ class ParameterServerStrategy(Strategy):
             return None
         strategy = cls(resolver, variable_partitioner, placement=placement, max_staleness=max_staleness)
         try:
-            return fn(ClusterCoordinator(strategy))
-        finally:
-            strategy.close()
+            result = fn(ClusterCoordinator(strategy))
+        except BaseException:
+            strategy._close(_PATIENCE_AFTER_AN_ERROR_SECONDS)
+            raise
+        strategy.close()
+        return result
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
@@ -155,11 +163,16 @@ class ParameterServerStrategy(Strategy):
 
         Not a collective call: `Server.join` returns on the other ranks. Closing again does nothing.
         """
-        if not self.dispatcher.is_closed:
-            self.dispatcher.stop()
+        self._close()
+
+    def _close(self, patience: float = math.inf) -> None:
+        """Close, unless functions run for so many seconds; then the end of the program closes, or ends the job."""
+        was_open = not self.dispatcher.is_closed
+        self.dispatcher.stop(patience)
+        if was_open and self.dispatcher.is_closed:
             install(None)
             self._until_closed.close()
-        atexit.unregister(self._end)
+            atexit.unregister(self._end)
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: the chief computes nothing. In a scheduled function ``strategy.run`` calls the function on that worker.

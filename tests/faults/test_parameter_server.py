@@ -73,6 +73,27 @@ def test_what_goes_wrong_ends_the_job(job: Job, chief: str, code: int, said: str
     assert not ended.leftovers()
 
 
+def test_an_error_of_the_chief_does_not_wait_for_a_function_that_runs(job: Job) -> None:
+    ended = job(
+        3,
+        """
+        import mpistrat
+
+        def main(coordinator):
+            coordinator.schedule(time.sleep, (1000,))
+            time.sleep(0.5)
+            note_fault()
+            raise KeyError('of the chief')
+
+        mpistrat.experimental.ParameterServerStrategy.main(main)
+        """,
+    )
+    assert ended.code == 1, ended.stderr
+    assert "KeyError: 'of the chief'" in ended.stderr
+    assert ended.seconds < LIMIT_SECONDS
+    assert not ended.leftovers()
+
+
 def test_a_chief_that_raises_without_the_hooks_ends_the_servers(job: Job) -> None:
     ended = job(3, program("note_fault(); raise KeyError('of the chief')"), MPISTRAT_ABORT="0")
     assert "KeyError: 'of the chief'" in ended.stderr
