@@ -19,10 +19,10 @@ COMMANDS = {
     "run": ("mpistrat.tools.run", "start a script on several ranks, with the right mpiexec for this machine"),
     "demo": ("mpistrat.tools.demo", "train a small network on four ranks, and show topology, plan and throughput"),
     "plan": ("mpistrat.tools.plan_command", "show how an all-reduce would run on any number of nodes and ranks; needs no MPI"),
-    "bench": ("mpistrat.tools.bench", "benchmark collectives against plain MPI, under any launcher"),
+    "bench": ("mpistrat.tools.bench", "benchmark collectives against plain MPI, on ranks of its own or of a job"),
     "doctor": ("mpistrat.tools.doctor", "show what each rank of a job on this host is doing, and which rank waits for which"),
     "info": ("mpistrat.tools.info", "show versions, the MPI library that is found, GPUs and settings; does not start MPI"),
-    "tune": ("mpistrat.tools.tune", "benchmark this cluster and cache the results for auto, under any launcher"),
+    "tune": ("mpistrat.tools.tune", "benchmark this cluster and cache the results for auto, on ranks of its own or of a job"),
 }
 
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser(words[0] if words else "")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(words, argparse.Namespace(words=words))
     try:
         code: int = importlib.import_module(COMMANDS[arguments.command][0]).execute(arguments)
         sys.stdout.flush()  # so that a closed pipe is noticed here, not when the interpreter exits

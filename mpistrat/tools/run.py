@@ -17,7 +17,7 @@ from mpistrat.launch.job import Limit, follow
 from mpistrat.text import format_elapsed
 from mpistrat.topology.world import World
 
-__all__ = ["add_arguments", "execute", "start"]
+__all__ = ["add_arguments", "add_rank_options", "count_ranks", "execute", "start"]
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -25,9 +25,11 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``mpistrat run``."""
     parser.usage = "mpistrat run [-n N] [option ...] (script.py | -m module) [argument ...]"
-    # -np as in mpiexec
-    parser.add_argument("-n", "-np", "--ranks", type=int, metavar="N", help="number of ranks (default: as many as --nodes has)")
-    parser.add_argument("--nodes", default="", metavar="SHAPE", help="treat the ranks as virtual nodes: 2x2, 3+1, 2x2:cyclic")
+    add_rank_options(
+        parser,
+        ranks="number of ranks (default: as many as --nodes has)",
+        nodes="treat the ranks as virtual nodes: 2x2, 3+1, 2x2:cyclic",
+    )
     parser.add_argument(
         "--hostfile", type=Path, metavar="FILE", help="start ranks on the hosts in FILE, as its mpiexec reads it"
     )
@@ -37,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the command and start nothing")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="run a module instead of a script")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="the script and its arguments")
+
+
+def add_rank_options(parser: argparse.ArgumentParser, ranks: str, nodes: str) -> None:
+    """Declare -n, which mpiexec also spells -np, and --nodes, with what they mean for a command."""
+    parser.add_argument("-n", "-np", "--ranks", type=int, metavar="N", help=ranks)
+    parser.add_argument("--nodes", default="", metavar="SHAPE", help=nodes)
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -54,7 +62,7 @@ def execute(arguments: argparse.Namespace) -> int:
     program = ["-m", *arguments.module] if arguments.module else arguments.program
     program = program[1:] if program[:1] == ["--"] else program  # the usual end of the options
     _check_program(program)
-    num_ranks = _num_ranks(arguments.ranks, arguments.nodes)
+    num_ranks = count_ranks(arguments.ranks, arguments.nodes)
     return start(
         program,
         num_ranks,
@@ -124,6 +132,26 @@ def start(
     return 0
 
 
+def count_ranks(ranks: int | None, nodes: str) -> int:
+    """Return the number of ranks that -n and --nodes ask for.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If neither is given, or the number is less than 1.
+    TopologyError
+        If the node shape is malformed or has another number of ranks.
+    """
+    if ranks is None and not nodes:
+        raise InvalidArgumentError("the number of ranks is missing: -n N, or --nodes SHAPE for virtual nodes")
+    if ranks is not None and ranks < 1:
+        raise InvalidArgumentError(f"-n {ranks}: a job needs at least 1 rank")
+    if not nodes:
+        assert ranks is not None, "either is given"
+        return ranks
+    return World.from_shape(nodes, ranks).size
+
+
 def _seconds(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
@@ -140,17 +168,6 @@ def _report_timeout(seconds: float, mpiexec_pid: int) -> None:
     )
     nothing = "What its ranks were doing is not known: none on this host has made a strategy."
     print(doctor.describe(mpiexec_pid) or nothing, file=sys.stderr, flush=True)
-
-
-def _num_ranks(ranks: int | None, nodes: str) -> int:
-    if ranks is None and not nodes:
-        raise InvalidArgumentError("the number of ranks is missing: -n N, or --nodes SHAPE for virtual nodes")
-    if ranks is not None and ranks < 1:
-        raise InvalidArgumentError(f"-n {ranks}: a job needs at least 1 rank")
-    if not nodes:
-        assert ranks is not None, "either is given"
-        return ranks
-    return World.from_shape(nodes, ranks).size
 
 
 def _check_program(program: list[str]) -> None:
