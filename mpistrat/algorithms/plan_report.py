@@ -1,13 +1,15 @@
-"""Plans as text: phases with their bytes and predicted times, and the predicted time of every algorithm."""
+"""Plans as text, and for JSON: phases with their bytes and predicted times, and the predicted time of every algorithm."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from mpistrat.algorithms.choose import Candidate, Choice
 from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel, link_bytes, phase_bytes, phase_seconds, predict_seconds
 from mpistrat.algorithms.plan import Plan, Scope
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 
-__all__ = ["alternatives_text", "basis_text", "chunks_text", "phases_text"]
+__all__ = ["alternatives_text", "basis_text", "choice_document", "chunks_text", "phases_text"]
 
 
 def chunks_text(plan: Plan) -> str:
@@ -49,6 +51,31 @@ def basis_text(model: CostModel = DEFAULT) -> str:
     if model.source == ON_DEVICE.source:
         return f"Predicted for {rates}: default constants for GPUs; mpistrat tune measures host memory only."
     return f"Predicted for {rates}, fitted to measurements and corrected by them: {model.source}."
+
+
+def choice_document(choice: Choice, model: CostModel = DEFAULT) -> dict[str, Any]:
+    """Return what these texts say as a JSON document: sizes in bytes, times in seconds."""
+    plan = choice.plan
+    return {
+        "algorithm": plan.algorithm,
+        "why": choice.reason,
+        "seconds": predict_seconds(plan, model),
+        "chunks": {"count": plan.num_chunks, "bytes": plan.chunk_count * plan.itemsize, "at_a_time": plan.depth},
+        "phases": [
+            {
+                "phase": str(phase),
+                "bytes_per_rank": phase_bytes(plan, phase),
+                "bytes_per_link": link_bytes(plan, phase),
+                "seconds": phase_seconds(plan, phase, model),
+            }
+            for phase in plan.phases
+        ],
+        "alternatives": [
+            {"algorithm": each.algorithm, **({"seconds": each.seconds} if each.plan else {"declines": each.declined})}
+            for each in choice.considered
+        ],
+        "basis": basis_text(model),
+    }
 
 
 def _alternative(candidate: Candidate, chosen: Plan) -> tuple[str, str, str]:

@@ -1,31 +1,59 @@
-"""Run mpiexec and wait for it: signals are forwarded to it, and its exit code is made reliable."""
+"""Run mpiexec and wait for it: signals are forwarded to it, it may have a time limit, and its exit code is made reliable."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from mpistrat.launch import openmpi
+from mpistrat.launch import banners, openmpi
 
-__all__ = ["follow"]
+__all__ = ["TIMED_OUT", "Limit", "follow"]
 
 INTERRUPTED = 128 + signal.SIGINT
+TIMED_OUT = 124
+"""The exit code of a job that has reached its limit, as timeout(1) returns it."""
 
 # signals to forward to mpiexec; the terminal sends some of them to both processes
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 # how long to wait for mpiexec to end by itself before a signal is forwarded: the terminal may have sent it to mpiexec too
 _FORWARD_SECONDS = 1.0
+# how long mpiexec may take to end the ranks of a job that has reached its limit, before it is killed
+_END_SECONDS = 10.0
+# how long what mpiexec has printed may take to arrive after its end: what it has started may keep the pipe open
+_RELAY_SECONDS = 2.0
+_LONGEST_WAIT_SECONDS = 3600.0
 _PR_SET_PDEATHSIG = 1
 
 
-def follow(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run a command, forward signals to it, and return its exit code, or 130 after Ctrl-C, whatever code it exits with.
+@dataclass(frozen=True)
+class Limit:
+    """How long a job may take.
 
-    If this process is killed, the command gets SIGTERM.
+    Attributes
+    ----------
+    seconds : float
+        After so long it is ended.
+    before_end : callable
+        Called with the pid of mpiexec before that.
+    """
+
+    seconds: float
+    before_end: Callable[[int], None]
+
+
+def follow(argv: Sequence[str], environ: Mapping[str, str], limit: Limit | None = None) -> int:
+    """Run a command, forward signals to it, and return its exit code, whichever it is.
+
+    After Ctrl-C that is 130, and TIMED_OUT after the limit. What the command prints to stderr goes through `banners`. If this
+    process is killed, the command gets SIGTERM.
 
     Parameters
     ----------
@@ -33,6 +61,8 @@ def follow(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         The command.
     environ : mapping
         Its whole environment.
+    limit : Limit, optional
+        How long it may take; for ever by default.
     """
     # under nohup, or in the background of a shell, some of them are ignored
     signals = [signal.SIGCHLD, *(number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN)]
@@ -44,20 +74,58 @@ def follow(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         openmpi.remove_rendezvous_files(os.getpid(), environ)  # this process will become mpiexec
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    process = subprocess.Popen(list(argv), env=dict(environ), preexec_fn=begin)
-    waiting: list[int] = []
-    was_interrupted = False
-    while process.poll() is None:
-        received = signal.sigtimedwait(signals, _FORWARD_SECONDS) if waiting else signal.sigwaitinfo(signals)
-        if received is None:  # the signal was sent to this process alone
-            for number in waiting:
-                process.send_signal(number)
-            waiting.clear()
-        elif received.si_signo != signal.SIGCHLD:
-            waiting.append(received.si_signo)
-            was_interrupted |= received.si_signo == signal.SIGINT
+    source, stderr = os.pipe()
+    process = subprocess.Popen(list(argv), env=dict(environ), stderr=stderr, preexec_fn=begin)
+    os.close(stderr)
+    relay = threading.Thread(target=banners.relay, args=(source, 2), name="mpistrat stderr", daemon=True)
+    relay.start()
+    job = _Followed(process, limit)
+    job.wait(signals)
+    relay.join(_RELAY_SECONDS)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if was_interrupted and process.returncode != 0:
+    if job.timed_out:
+        return TIMED_OUT
+    if job.was_interrupted and process.returncode != 0:
         print("mpistrat run: interrupted", file=sys.stderr, flush=True)
         return INTERRUPTED
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+class _Followed:
+    def __init__(self, process: subprocess.Popen[bytes], limit: Limit | None) -> None:
+        self._process, self._limit = process, limit
+        self._forward: list[int] = []
+        self._forward_at = math.inf
+        self._end_at = time.monotonic() + limit.seconds if limit else math.inf
+        self.was_interrupted = self.timed_out = False
+
+    def wait(self, signals: Sequence[int]) -> None:
+        """Wait until mpiexec has exited; `signals`, of which SIGCHLD is one, are blocked."""
+        while self._process.poll() is None:
+            seconds = min(self._forward_at, self._end_at) - time.monotonic()
+            received = signal.sigtimedwait(signals, min(max(seconds, 0.0), _LONGEST_WAIT_SECONDS))
+            if received is not None and received.si_signo != signal.SIGCHLD:
+                self._forward.append(received.si_signo)
+                self._forward_at = time.monotonic() + _FORWARD_SECONDS
+                self.was_interrupted |= received.si_signo == signal.SIGINT
+            if time.monotonic() >= self._forward_at:  # the signal was sent to this process alone
+                self._forward_signals()
+            if time.monotonic() >= self._end_at:
+                self._end()
+
+    def _forward_signals(self) -> None:
+        for number in self._forward:
+            self._process.send_signal(number)
+        self._forward.clear()
+        self._forward_at = math.inf
+
+    def _end(self) -> None:
+        if self.timed_out:
+            self._process.kill()
+            self._end_at = math.inf
+            return
+        assert self._limit is not None, "there is an end"
+        self.timed_out = True
+        self._limit.before_end(self._process.pid)
+        self._process.terminate()
+        self._end_at = time.monotonic() + _END_SECONDS

@@ -17,6 +17,7 @@ from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch import openmpi, survival
 from mpistrat.launch.bootstrap import CRAY_MPICH, no_library
 from mpistrat.launch.environment import in_slurm_allocation
+from mpistrat.launch.hostfile import check_hostfile
 
 __all__ = ["FLAVOURS", "Mpi", "MpiFlavour", "belongs", "command", "find_mpi", "recognise"]
 
@@ -41,6 +42,10 @@ class MpiFlavour:
         Options that allow more ranks than cores.
     root_environ : tuple of (str, str)
         Variables without which it refuses to run as root, in a container for example.
+    tag_options : tuple of str
+        Options that put the rank before each line that it prints.
+    slots : str
+        How a line of a hostfile says that a host has 4 slots.
     slurm_environ : tuple of (str, str)
         Variables that it needs inside a SLURM allocation, where it starts its daemons with srun.
     instead : str
@@ -54,6 +59,8 @@ class MpiFlavour:
     same_major: bool = False
     oversubscribe_options: tuple[str, ...] = ()
     root_environ: tuple[tuple[str, str], ...] = ()
+    tag_options: tuple[str, ...] = ("-l",)
+    slots: str = "node1:4"
     slurm_environ: tuple[tuple[str, str], ...] = ()
     instead: str = ""
 
@@ -67,6 +74,8 @@ FLAVOURS: tuple[MpiFlavour, ...] = (
         same_major=True,
         oversubscribe_options=("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"),
         root_environ=(("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")),
+        tag_options=("--output", "rank"),
+        slots="node1 slots=4",
     ),
     MpiFlavour(
         "Intel MPI",
@@ -146,12 +155,14 @@ def command(
     virtual_nodes: str = "",
     *,
     survive: bool = False,
+    tag_output: bool = False,
+    hostfile: Path | None = None,
     mpi: Mpi | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """Return the mpiexec command that runs a program on a number of ranks, and the variables to add to its environment.
 
-    Inside a SLURM allocation mpiexec gets the hosts, and the number of slots on each, from SLURM.
+    Inside a SLURM allocation mpiexec gets the hosts, and the number of slots on each, from SLURM, unless there is a hostfile.
 
     Parameters
     ----------
@@ -163,6 +174,10 @@ def command(
         The shape of virtual nodes, such as ``2x2``; the real nodes by default.
     survive : bool
         Whether the other ranks go on when one is lost.
+    tag_output : bool
+        Whether mpiexec puts the rank before each line that it prints.
+    hostfile : Path, optional
+        The hosts to start ranks on, and the number of slots on each, as this mpiexec reads them.
     mpi : Mpi, optional
         The MPI to use; the result of `find_mpi` by default.
     environ : mapping, optional
@@ -171,7 +186,7 @@ def command(
     Raises
     ------
     InvalidArgumentError
-        If `num_ranks` is less than 1.
+        If `num_ranks` is less than 1, or the hostfile cannot be read, names no host, or is for another mpiexec.
     LaunchError
         If there is no MPI to start it with, or it cannot `survive`.
     """
@@ -182,7 +197,7 @@ def command(
     if survive:
         survival.check_supported(mpi.flavour.name, mpi.version, mpi.mpiexec)
     in_slurm = in_slurm_allocation(environ)
-    oversubscribed = not in_slurm and num_ranks > openmpi.num_cores()
+    oversubscribed = not in_slurm and hostfile is None and num_ranks > openmpi.num_cores()
     wanted = {
         **dict(mpi.flavour.root_environ if os.geteuid() == 0 else ()),
         **dict(mpi.flavour.slurm_environ if in_slurm else ()),
@@ -192,8 +207,27 @@ def command(
     extra = {name: value for name, value in wanted.items() if name not in environ}
     if virtual_nodes:
         extra[settings.VIRTUAL_NODES.name] = virtual_nodes
-    options = (*(survival.OPTIONS if survive else ()), *(mpi.flavour.oversubscribe_options if oversubscribed else ()))
+    options = [
+        *(survival.OPTIONS if survive else ()),
+        *(mpi.flavour.oversubscribe_options if oversubscribed else ()),
+        *(_tag_options(mpi) if tag_output else ()),
+        *(_host_options(mpi, hostfile, {**environ, **extra}) if hostfile else ()),
+    ]
     return [mpi.mpiexec, "-n", str(num_ranks), *options, *argv], extra
+
+
+def _tag_options(mpi: Mpi) -> tuple[str, ...]:
+    # Open MPI 4 puts the number of the job before that of the rank, and knows no other option
+    return ("--tag-output",) if mpi.flavour.name == "Open MPI" and mpi.version.startswith("4.") else mpi.flavour.tag_options
+
+
+def _host_options(mpi: Mpi, hostfile: Path, environ: Mapping[str, str]) -> list[str]:
+    check_hostfile(hostfile, mpi.flavour.name, mpi.flavour.slots)
+    options = ["--hostfile", str(hostfile)]
+    if mpi.flavour.name == "Open MPI":  # which hands only its own variables on to other hosts, where hydra hands on all
+        forwarded = [name for name in sorted(environ) if name.startswith(("MPISTRAT_", "MPI4PY_"))]
+        options += [word for name in forwarded for word in ("-x", name)]
+    return options
 
 
 def recognise(text: str, library: str) -> tuple[MpiFlavour, str]:

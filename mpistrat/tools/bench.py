@@ -27,6 +27,7 @@ from mpistrat.launch.bootstrap import library_version, start
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes
+from mpistrat.tools import own_ranks
 from mpistrat.tools.bench_memory import DEVICES, communicator, filled, place_text, prefer, timed
 from mpistrat.tools.compare import COMPARED_BYTES, compare
 from mpistrat.tools.turns import check_sum, take_turns
@@ -70,10 +71,11 @@ class Row:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``mpistrat bench``."""
     parser.description = (
-        "Benchmark a collective against plain MPI. Start it on all ranks: "
-        "mpistrat run -n 4 -m mpistrat bench all_reduce, or with mpiexec or srun."
+        "Benchmark a collective against plain MPI. mpistrat bench all_reduce -n 4 starts four ranks; or start it on all ranks "
+        "of a job: srun python -m mpistrat bench all_reduce."
     )
     parser.add_argument("collective", choices=("all_reduce",), help="the collective to benchmark")
+    own_ranks.add_arguments(parser)
     parser.add_argument("--min-bytes", default="8", metavar="SIZE", help="smallest array (default: 8)")
     parser.add_argument("--max-bytes", default="64MiB", metavar="SIZE", help="largest array (default: 64MiB)")
     parser.add_argument("--step-factor", type=int, default=4, metavar="N", help="factor from one size to the next (default: 4)")
@@ -91,15 +93,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Check all arguments, then start MPI, measure, print and write; return the exit code. A collective call.
 
+    With -n, outside of a job, the ranks of a job of its own do that.
+
     Raises
     ------
     InvalidArgumentError
-        If the sizes cannot be measured, or a file cannot be written.
+        If the sizes cannot be measured, a file cannot be written, or -n is not the number of ranks of this job.
     LaunchError
         If there is no MPI, or no matplotlib for a plot.
     """
     sizes = _compared_sizes(arguments) if arguments.compare else _sizes(arguments)
     _check_files(arguments)
+    code = own_ranks.start_own_ranks(arguments)
+    if code is not None:
+        return code
     prefer(arguments.device)
     ops = communicator(start())
     if ops.rank == 0:

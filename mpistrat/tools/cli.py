@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import mpistrat
 from mpistrat.errors import MpistratError
@@ -19,10 +20,11 @@ COMMANDS = {
     "run": ("mpistrat.tools.run", "start a script on several ranks, with the right mpiexec for this machine"),
     "demo": ("mpistrat.tools.demo", "train a small network on four ranks, and show topology, plan and throughput"),
     "plan": ("mpistrat.tools.plan_command", "show how an all-reduce would run on any number of nodes and ranks; needs no MPI"),
-    "bench": ("mpistrat.tools.bench", "benchmark collectives against plain MPI, under any launcher"),
+    "bench": ("mpistrat.tools.bench", "benchmark collectives against plain MPI, on ranks of its own or of a job"),
     "doctor": ("mpistrat.tools.doctor", "show what each rank of a job on this host is doing, and which rank waits for which"),
     "info": ("mpistrat.tools.info", "show versions, the MPI library that is found, GPUs and settings; does not start MPI"),
-    "tune": ("mpistrat.tools.tune", "benchmark this cluster and cache the results for auto, under any launcher"),
+    "tune": ("mpistrat.tools.tune", "benchmark this cluster and cache the results for auto, on ranks of its own or of a job"),
+    "completion": ("mpistrat.tools.completion", "print a script that completes commands and options in bash, zsh or fish"),
 }
 
 
@@ -36,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser(words[0] if words else "")
-    arguments = parser.parse_args(words)
+    # what few commands ask for: the words that were typed, and the parser of all commands
+    arguments = parser.parse_args(words, argparse.Namespace(words=words, make_parser=partial(make_parser, "*")))
     try:
         code: int = importlib.import_module(COMMANDS[arguments.command][0]).execute(arguments)
         sys.stdout.flush()  # so that a closed pipe is noticed here, not when the interpreter exits

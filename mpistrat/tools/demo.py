@@ -22,9 +22,10 @@ NEEDED = {"rich": "rich", "sklearn": "scikit-learn", "matplotlib": "matplotlib"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``mpistrat demo``."""
-    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (default: as many as --nodes has, or 4)")
-    parser.add_argument(
-        "--nodes", default="", metavar="SHAPE", help="shape of the virtual nodes: 2x2, 3+1 (default: two equal ones)"
+    run.add_rank_options(
+        parser,
+        ranks="number of ranks (default: as many as --nodes has, or 4)",
+        nodes="shape of the virtual nodes: 2x2, 3+1 (default: two equal ones)",
     )
     parser.add_argument("--epochs", type=int, default=8, metavar="N", help="passes over the training images (default: 8)")
     parser.add_argument(

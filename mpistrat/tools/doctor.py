@@ -20,7 +20,7 @@ from mpistrat.watch.states import RankState, encode
 from mpistrat.watch.survey import here
 from mpistrat.watch.verdict import judge, waits_for
 
-__all__ = ["Examined", "add_arguments", "examine", "execute"]
+__all__ = ["Examined", "add_arguments", "describe", "examine", "execute"]
 
 # a finding must be confirmed by a second look, because ranks go on while their records are read
 _AGAIN_SECONDS = 0.3
@@ -64,6 +64,12 @@ def execute(arguments: argparse.Namespace) -> int:
         more = f" of {len(chosen)}" if len(chosen) > _MOST_SHOWN else ""
         print(f"{format_table(rows)}\n\nmpistrat doctor JOB shows one of them{more}")
     return 0 if chosen else 1
+
+
+def describe(pid: int) -> str:
+    """Return what the ranks of this host are doing that a process has started, an mpiexec; empty if none keeps a record."""
+    started = [path for path in folder.jobs() if any(_descends_from(rank, pid) for rank in _recorded(path))]
+    return "\n\n".join(_report(job) for path in started if (job := examine(path)) is not None)
 
 
 def _all_jobs() -> Iterator[tuple[float, Examined]]:
@@ -167,12 +173,15 @@ def _of_process(jobs: Sequence[Examined], pid: int) -> list[Examined]:
 
 def _processes(job: Examined) -> Iterator[process.Process | None]:
     """Yield the processes of a job's ranks that exist: those with a record, and others that were seen."""
-    files = Neighbours(job.path).files()
-    for file in files:
+    yield from _recorded(job.path)
+    recorded = {file.rank for file in Neighbours(job.path).files()}
+    yield from (process.find(state.pid) for state in job.states if state.rank not in recorded)
+
+
+def _recorded(job: Path) -> Iterator[process.Process | None]:
+    for file in Neighbours(job).files():
         with suppress(LookupError):  # it is another container's
             yield file.process()
-    recorded = {file.rank for file in files}
-    yield from (process.find(state.pid) for state in job.states if state.rank not in recorded)
 
 
 def _descends_from(found: process.Process | None, pid: int) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,12 +16,12 @@ from mpistrat import cache
 from mpistrat.algorithms.choose import PLANNERS, Choice, choose
 from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
 from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel
-from mpistrat.algorithms.plan_report import alternatives_text, basis_text, chunks_text, phases_text
+from mpistrat.algorithms.plan_report import alternatives_text, basis_text, choice_document, chunks_text, phases_text
 from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_table
 from mpistrat.tools.gpu_paths import paths_text
-from mpistrat.tools.plan_at_scale import scale_report
+from mpistrat.tools.plan_at_scale import AtScale
 from mpistrat.topology.world import World
 from mpistrat.tuning.model import Tuning
 
@@ -51,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tuning", type=Path, metavar="FILE", help="predict by the measurements of mpistrat tune in FILE")
     parser.add_argument("--scale", action="store_true", help="predict the time on 1 to 10 000 such nodes instead")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="with --scale: plot it to FILE (needs matplotlib)")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -68,14 +71,15 @@ def execute(arguments: argparse.Namespace) -> int:
             raise InvalidArgumentError("--device gpu cannot be combined with --tuning or --scale, which are for host memory")
         model = ON_DEVICE if on_gpu else _model(arguments.tuning, world)
         if arguments.scale or arguments.plot:
-            text = scale_report(world, num_bytes, model, arguments.plot)
+            text = _at_scale(AtScale.predict(world, num_bytes, model), arguments.plot, arguments.json)
         else:
             chunk_bytes = chunk_bytes or DEVICE_CHUNK_BYTES * on_gpu
             choice = choose(
                 world, num_bytes // itemsize, itemsize, arguments.algorithm, chunk_bytes, model, one_intra_phase=on_gpu
             )
-            paths = [paths_text(world)] if on_gpu else []
-            text = "\n\n".join([_report(choice, arguments.world, arguments.dtype, model), *paths])
+            paths = paths_text(world) if on_gpu else ""
+            report = _document if arguments.json else _report
+            text = report(choice, arguments.world, arguments.dtype, model, paths)
     except (MpistratError, ValueError, OSError) as error:
         print(f"mpistrat plan: {error}", file=sys.stderr)
         return 2
@@ -102,14 +106,35 @@ def _model(path: Path | None, world: World) -> CostModel:
     return replace(tuning.constants, source=f"constants of {path}, measured {tuning.date} on {tuning.conditions.world}")
 
 
-def _report(choice: Choice, shape: str, dtype: str, model: CostModel) -> str:
+def _at_scale(found: AtScale, plot: Path | None, as_json: bool) -> str:
+    if plot is not None:
+        found.draw(plot)
+    return json.dumps(found.document(), indent=1) if as_json else found.text()
+
+
+def _report(choice: Choice, shape: str, dtype: str, model: CostModel, paths: str) -> str:
     heading = [
         ("world", f"{shape}: {_size(choice.plan.world)}"),
         ("buffer", f"{format_bytes(choice.plan.num_bytes)} of {dtype}: {chunks_text(choice.plan)}"),
         ("algorithm", choice.plan.algorithm),
         ("why", choice.reason),
     ]
-    return "\n\n".join([format_table(heading), phases_text(choice.plan, model), alternatives_text(choice), basis_text(model)])
+    parts = [format_table(heading), phases_text(choice.plan, model), alternatives_text(choice), basis_text(model)]
+    return "\n\n".join([*parts, paths] if paths else parts)
+
+
+def _document(choice: Choice, shape: str, dtype: str, model: CostModel, paths: str) -> str:
+    world = choice.plan.world
+    document: dict[str, Any] = {
+        "world": shape,
+        "ranks": world.size,
+        "nodes": world.num_nodes,
+        "shards": world.num_shards,
+        "bytes": choice.plan.num_bytes,
+        "dtype": dtype,
+        **choice_document(choice, model),
+    }
+    return json.dumps(document | {"ways": paths.splitlines()} if paths else document, indent=1)
 
 
 def _size(world: World) -> str:

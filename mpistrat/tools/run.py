@@ -4,29 +4,47 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch import environment, mpiexec
-from mpistrat.launch.job import follow
+from mpistrat.launch.job import Limit, follow
+from mpistrat.text import format_elapsed
 from mpistrat.topology.world import World
 
-__all__ = ["add_arguments", "execute", "start"]
+__all__ = ["add_arguments", "add_rank_options", "count_ranks", "execute", "start"]
+
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``mpistrat run``."""
-    parser.usage = "mpistrat run [-n N] [--nodes SHAPE] [--survive] [--dry-run] (script.py | -m module) [argument ...]"
-    # -np as in mpiexec
-    parser.add_argument("-n", "-np", "--ranks", type=int, metavar="N", help="number of ranks (default: as many as --nodes has)")
-    parser.add_argument("--nodes", default="", metavar="SHAPE", help="treat the ranks as virtual nodes: 2x2, 3+1, 2x2:cyclic")
+    parser.usage = "mpistrat run [-n N] [option ...] (script.py | -m module) [argument ...]"
+    add_rank_options(
+        parser,
+        ranks="number of ranks (default: as many as --nodes has)",
+        nodes="treat the ranks as virtual nodes: 2x2, 3+1, 2x2:cyclic",
+    )
+    parser.add_argument(
+        "--hostfile", type=Path, metavar="FILE", help="start ranks on the hosts in FILE, as its mpiexec reads it"
+    )
+    parser.add_argument("--tag-output", action="store_true", help="put the rank before each line that it prints")
+    parser.add_argument("--timeout", default="", metavar="TIME", help="end the job, with code 124, after so long: 90, 10m, 2h")
     parser.add_argument("--survive", action="store_true", help="go on without workers that are lost, with parameter servers")
     parser.add_argument("--dry-run", action="store_true", help="print the command and start nothing")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, default=[], help="run a module instead of a script")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="the script and its arguments")
+
+
+def add_rank_options(parser: argparse.ArgumentParser, ranks: str, nodes: str) -> None:
+    """Declare -n, which mpiexec also spells -np, and --nodes, with what they mean for a command."""
+    parser.add_argument("-n", "-np", "--ranks", type=int, metavar="N", help=ranks)
+    parser.add_argument("--nodes", default="", metavar="SHAPE", help=nodes)
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -35,7 +53,7 @@ def execute(arguments: argparse.Namespace) -> int:
     Raises
     ------
     InvalidArgumentError
-        If there is no script, or no number of ranks.
+        If there is no script, no number of ranks, no such hostfile, or the timeout is not a time.
     TopologyError
         If the node shape is malformed or does not have N ranks.
     LaunchError
@@ -44,11 +62,30 @@ def execute(arguments: argparse.Namespace) -> int:
     program = ["-m", *arguments.module] if arguments.module else arguments.program
     program = program[1:] if program[:1] == ["--"] else program  # the usual end of the options
     _check_program(program)
-    num_ranks = _num_ranks(arguments.ranks, arguments.nodes)
-    return start(program, num_ranks, arguments.nodes, arguments.dry_run, arguments.survive)
+    num_ranks = count_ranks(arguments.ranks, arguments.nodes)
+    return start(
+        program,
+        num_ranks,
+        arguments.nodes,
+        survive=arguments.survive,
+        tag_output=arguments.tag_output,
+        hostfile=arguments.hostfile,
+        timeout=_seconds(arguments.timeout) if arguments.timeout else 0.0,
+        dry_run=arguments.dry_run,
+    )
 
 
-def start(program: Sequence[str], num_ranks: int, nodes: str = "", dry_run: bool = False, survive: bool = False) -> int:
+def start(
+    program: Sequence[str],
+    num_ranks: int,
+    nodes: str = "",
+    *,
+    survive: bool = False,
+    tag_output: bool = False,
+    hostfile: Path | None = None,
+    timeout: float = 0.0,
+    dry_run: bool = False,
+) -> int:
     """Start a job, and wait for its end. Signals are forwarded to mpiexec, whose exit code is returned.
 
     Parameters
@@ -59,32 +96,52 @@ def start(program: Sequence[str], num_ranks: int, nodes: str = "", dry_run: bool
         How many ranks to start.
     nodes : str
         The shape of virtual nodes; the real nodes by default.
-    dry_run : bool
-        Whether to print the command instead.
     survive : bool
         Whether the other ranks go on when one is lost.
+    tag_output : bool
+        Whether each line that a rank prints begins with the rank.
+    hostfile : Path, optional
+        The hosts to start ranks on; this one by default, or those of SLURM.
+    timeout : float
+        Seconds after which the job is ended, after a report of what its ranks are doing; 0: none.
+    dry_run : bool
+        Whether to print the command instead.
 
     Returns
     -------
     int
-        0 after a dry run; 130 if Ctrl-C ended the job; otherwise the exit code of mpiexec.
+        0 after a dry run; 130 if Ctrl-C ended the job, and 124 if the timeout did; otherwise the exit code of mpiexec.
 
     Raises
     ------
+    InvalidArgumentError
+        If the hostfile cannot be read or names no host.
     LaunchError
         If there is no MPI, it cannot survive the loss of a rank and is to, or this process is one of several ranks itself.
     """
     _check_alone()
     # with python -m mpi4py, a rank that fails before it has made a strategy ends the job, too (afterwards `launch.abort` does)
     python = [sys.executable, "-m", "mpi4py", *program]
-    command, extra_environ = mpiexec.command(num_ranks, python, nodes, survive=survive)
+    command, extra_environ = mpiexec.command(
+        num_ranks, python, nodes, survive=survive, tag_output=tag_output, hostfile=hostfile
+    )
     if not dry_run:
-        return follow(command, {**os.environ, **extra_environ})
+        limit = Limit(timeout, partial(_report_timeout, timeout)) if timeout else None
+        return follow(command, {**os.environ, **extra_environ}, limit)
     print(_as_shell_line(command, extra_environ))
     return 0
 
 
-def _num_ranks(ranks: int | None, nodes: str) -> int:
+def count_ranks(ranks: int | None, nodes: str) -> int:
+    """Return the number of ranks that -n and --nodes ask for.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If neither is given, or the number is less than 1.
+    TopologyError
+        If the node shape is malformed or has another number of ranks.
+    """
     if ranks is None and not nodes:
         raise InvalidArgumentError("the number of ranks is missing: -n N, or --nodes SHAPE for virtual nodes")
     if ranks is not None and ranks < 1:
@@ -93,6 +150,24 @@ def _num_ranks(ranks: int | None, nodes: str) -> int:
         assert ranks is not None, "either is given"
         return ranks
     return World.from_shape(nodes, ranks).size
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip())
+    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if not seconds:
+        raise InvalidArgumentError(f"--timeout {text!r} is not a time: a number above 0, with s, m, h or d behind it (90, 10m)")
+    return seconds
+
+
+def _report_timeout(seconds: float, mpiexec_pid: int) -> None:
+    from mpistrat.tools import doctor  # takes 60 ms, and few jobs need it
+
+    print(
+        f"mpistrat run: the job has taken {format_elapsed(seconds)}, its --timeout, and is ended", file=sys.stderr, flush=True
+    )
+    nothing = "What its ranks were doing is not known: none on this host has made a strategy."
+    print(doctor.describe(mpiexec_pid) or nothing, file=sys.stderr, flush=True)
 
 
 def _check_program(program: list[str]) -> None:

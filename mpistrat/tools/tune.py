@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mpistrat import cache, settings
 from mpistrat.algorithms.choose import PLANNERS, choose
@@ -15,6 +18,7 @@ from mpistrat.launch.bootstrap import start
 from mpistrat.launch.environment import detect
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
+from mpistrat.tools import own_ranks
 from mpistrat.topology.discover import discover
 from mpistrat.tuning.file import tuning_path
 from mpistrat.tuning.fit import ITEM_BYTES, Measurement, modelled_seconds, require_scipy
@@ -30,39 +34,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``mpistrat tune``."""
     parser.description = (
         "Benchmark every all-reduce algorithm for some seconds, fit the constants of the cost model, and cache both in a file "
-        "for this cluster, this MPI and this rank placement; auto chooses algorithms by it from then on. Start it on all "
-        "ranks: mpistrat run -n 4 -m mpistrat tune, or with mpiexec or srun."
+        "for this cluster, this MPI and this rank placement; auto chooses algorithms by it from then on. mpistrat tune -n 4 "
+        "starts four ranks; or start it on all ranks of a job: srun python -m mpistrat tune."
     )
+    own_ranks.add_arguments(parser)
     parser.add_argument("--max-bytes", default=str(MAX_BYTES), metavar="SIZE", help="largest array (default: 16MiB)")
     parser.add_argument("--show", action="store_true", help="show the cached files, and measure nothing")
+    parser.add_argument("--json", action="store_true", help="print what was measured, or with --show the files, as JSON")
     parser.add_argument("--delete", action="store_true", help="delete the cached files, and measure nothing")
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Measure, print and write, or show or delete; return the exit code. Measuring is a collective call.
 
+    With -n, outside of a job, the ranks of a job of its own measure.
+
     Raises
     ------
     InvalidArgumentError
-        If the size is invalid, or too small for a measurement.
+        If the size is invalid or too small for a measurement, --json comes with --delete, or -n is not the number of ranks
+        of this job.
     LaunchError
         If there is no MPI, no SciPy, or only one rank; or the file cannot be written.
     """
+    if arguments.json and arguments.delete:
+        raise InvalidArgumentError("--json shows what was measured, and --delete prints what it deletes: leave out one of them")
     if arguments.show or arguments.delete:
         view = detect()
         if view is None or not view.rank:  # if several ranks run this, the first one does it
-            _for_each_file(delete=arguments.delete)
+            _delete() if arguments.delete else _show(arguments.json)
         return 0
     max_bytes = _size(arguments.max_bytes)
     require_scipy()
+    code = own_ranks.start_own_ranks(arguments)
+    if code is not None:
+        return code
     comm = start()
     world = discover(comm)
     if world.size == 1:
-        raise LaunchError("a single rank has no other to communicate with; start more: mpistrat run -n 4 -m mpistrat tune")
+        raise LaunchError("a single rank has no other to communicate with; start more: mpistrat tune -n 4")
     is_chief = comm.Get_rank() == 0
 
     def report(num_bytes: int, times: dict[str, float]) -> None:
-        if is_chief:
+        if is_chief and not arguments.json:
             figures = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in times.items())
             print(f"{format_bytes(num_bytes)}: {figures}", flush=True)
 
@@ -74,6 +88,9 @@ def execute(arguments: argparse.Namespace) -> int:
             cache.write(tuning.document(), path)
         except OSError as error:
             raise LaunchError(f"{path} cannot be written: {error}; set MPISTRAT_TUNING or XDG_CACHE_HOME") from None
+        if arguments.json:
+            print(json.dumps(_document(tuning, path), indent=1))
+            return 0
         print(f"\n{describe(tuning, path)}\n\nWrote {path}. {_ADVICE}")
         if bound_device() is not None:
             print("It is used for arrays in host memory; for arrays on GPUs auto chooses by built-in constants.")
@@ -93,6 +110,17 @@ def describe(tuning: Tuning, path: Path) -> str:
     return "\n\n".join([format_table(heading), _choices(tuning.measurements, model), _constants(tuning)])
 
 
+def _document(tuning: Tuning, path: Path) -> dict[str, Any]:
+    """Return the same as a JSON document: what the file holds, and what follows from it."""
+    median, most = _errors(tuning)
+    return {
+        "path": str(path),
+        **tuning.document(),
+        "auto_chooses": _chosen(tuning.measurements, tuning.model(str(path))),
+        "errors_of_constants": {"median": median, "most": most},
+    }
+
+
 def _choices(measurements: tuple[Measurement, ...], model: CostModel) -> str:
     """Return a table with the measurements and the choice of auto for each size."""
     found: dict[int, dict[str, float]] = {}
@@ -100,16 +128,23 @@ def _choices(measurements: tuple[Measurement, ...], model: CostModel) -> str:
         found.setdefault(measurement.num_bytes, {})[measurement.algorithm] = measurement.seconds
     names = [name for name in PLANNERS if any(name in times for times in found.values())]
     rows = [("size", *names, "auto chooses")]
-    for num_bytes, times in sorted(found.items()):
-        chosen = choose(measurements[0].world, num_bytes // ITEM_BYTES, ITEM_BYTES, model=model).plan.algorithm
+    for num_bytes, chosen in _chosen(measurements, model).items():
+        times = found[num_bytes]
         cells = [format_seconds(times[name]) if name in times else "-" for name in names]
         rows.append((format_bytes(num_bytes), *cells, chosen))
     return format_table(rows, right=range(1, len(names) + 1))
 
 
+def _chosen(measurements: tuple[Measurement, ...], model: CostModel) -> dict[int, str]:
+    """Return the algorithm that auto chooses for each size that was measured, in the order of sizes."""
+    sizes = sorted({measurement.num_bytes for measurement in measurements})
+    choices = [choose(measurements[0].world, num_bytes // ITEM_BYTES, ITEM_BYTES, model=model) for num_bytes in sizes]
+    return {num_bytes: choice.plan.algorithm for num_bytes, choice in zip(sizes, choices, strict=True)}
+
+
 def _constants(tuning: Tuning) -> str:
     constants = tuning.constants
-    errors = sorted(abs(modelled_seconds(each, constants) / each.seconds - 1) for each in tuning.measurements)
+    median, most = _errors(tuning)
     rows = [
         ("overhead of a phase of a chunk", format_seconds(constants.call_seconds)),
         ("synchronisation of two ranks of a node", format_seconds(constants.intra_step_seconds)),
@@ -121,33 +156,59 @@ def _constants(tuning: Tuning) -> str:
     if len(tuning.measurements[0].world.nodes) == 1:
         rows = [row for row in rows if "between nodes" not in row[0] and "link" not in row[0]]
     return (
-        f"{format_table(rows)}\n\nPredictions by these constants alone are off by {errors[len(errors) // 2]:.0%} in the median "
-        f"and by {errors[-1]:.0%} at most; the measured times correct them for each algorithm and size."
+        f"{format_table(rows)}\n\nPredictions by these constants alone are off by {median:.0%} in the median "
+        f"and by {most:.0%} at most; the measured times correct them for each algorithm and size."
     )
+
+
+def _errors(tuning: Tuning) -> tuple[float, float]:
+    """Return by how much predictions of the constants alone are off, as a share of the time: in the median, and at most."""
+    errors = sorted(abs(modelled_seconds(each, tuning.constants) / each.seconds - 1) for each in tuning.measurements)
+    return errors[len(errors) // 2], errors[-1]
 
 
 def _rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:.3g} GB/s"
 
 
-def _for_each_file(delete: bool) -> None:
+def _show(as_json: bool) -> None:
+    found = [(path, *_read(path)) for path in _files()]
+    if as_json:
+        documents = [
+            _document(tuning, path) if tuning else {"path": str(path), "problem": text} for path, tuning, text in found
+        ]
+        print(json.dumps(documents, indent=1))
+        return
+    for path, tuning, problem in found:
+        print(f"{path}\n\n{describe(tuning, path)}\n" if tuning else f"{path}\nignored: {problem}\n")
+    print(_number_of(found))
+
+
+def _read(path: Path) -> tuple[Tuning | None, str]:
+    try:
+        return Tuning.from_document(cache.read(path)), ""
+    except (OSError, ValueError) as error:
+        return None, str(error)
+
+
+def _delete() -> None:
+    paths = _files()
+    for path in paths:
+        path.unlink()
+        print(f"deleted {path}")
+    if not paths:
+        print(_number_of(paths))
+
+
+def _files() -> list[Path]:
     named = settings.TUNING.read()
     if named.lower() in ("auto", "off", "measure"):
-        paths = sorted(cache.folder().glob("*.json"))
-    else:
-        paths = [path for path in [Path(named).expanduser()] if path.exists()]
-    for path in paths:
-        if delete:
-            path.unlink()
-            print(f"deleted {path}")
-            continue
-        print(path)
-        try:
-            print(f"\n{describe(Tuning.from_document(cache.read(path)), path)}\n")
-        except (OSError, ValueError) as error:
-            print(f"ignored: {error}\n")
-    if not delete or not paths:
-        print(f"{format_count(len(paths), 'file')} of mpistrat tune in {cache.folder()}")
+        return sorted(cache.folder().glob("*.json"))
+    return [path for path in [Path(named).expanduser()] if path.exists()]
+
+
+def _number_of(files: Sequence[object]) -> str:
+    return f"{format_count(len(files), 'file')} of mpistrat tune in {cache.folder()}"
 
 
 def _size(text: str) -> int:

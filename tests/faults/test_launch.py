@@ -1,6 +1,7 @@
 """`mpistrat run` from start to end, and launches that fit no MPI."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from mpistrat.launch.mpiexec import find_mpi
 from tests.faults.jobs import LIMIT_SECONDS, PROLOGUE, ended
-from tests.processes import kill_session, run_bounded
+from tests.processes import kill_session, patient, run_bounded
 
 SECONDS = 120.0
 MPISTRAT_RUN = [sys.executable, "-m", "mpistrat", "run"]
@@ -40,6 +42,44 @@ def test_run_takes_a_module(folder: Path) -> None:
     (folder / "package/job.py").write_text("import sys; print(__name__, sys.argv[1:])")
     done = run_bounded([*MPISTRAT_RUN, "-n", "2", "-m", "package.job", "--rate", "1"], SECONDS)
     assert done.stdout.split("\n") == ["__main__ ['--rate', '1']", "__main__ ['--rate', '1']", ""], done.stderr
+
+
+def test_a_banner_of_open_mpi_comes_after_the_traceback_and_has_no_nul(folder: Path) -> None:
+    (folder / "job.py").write_text(PROLOGUE + "if comm.rank == 1: raise ValueError('planted')\nmine.Barrier()")
+    done = run_bounded([*MPISTRAT_RUN, "-n", "2", "job.py"], SECONDS)
+    assert done.returncode == 1
+    assert "\0" not in done.stderr
+    if find_mpi().flavour.name == "Open MPI":
+        traceback, banner, rest = done.stderr.partition("-" * 74 + "\nMPI_ABORT was invoked on rank 1")
+        assert traceback.endswith("ValueError: planted\n")
+        assert banner
+        assert "[rank " not in rest
+        assert "MPI_ABORT was invoked" not in rest
+        assert rest.endswith("-" * 74 + "\n")
+
+
+def test_a_timeout_says_what_the_ranks_did_with_lines_tagged_and_hosts_named(folder: Path) -> None:
+    name, separator = os.uname().nodename, " slots=" if find_mpi().flavour.name == "Open MPI" else ":"
+    (folder / "hosts").write_text(f"{name}{separator}2\n")
+    program = """
+import mpistrat
+strategy = mpistrat.MultiWorkerMirroredStrategy()
+print("first line", flush=True)
+if strategy.rank == 1:
+    time.sleep(1000)
+strategy.communicator.barrier()
+"""
+    (folder / "job.py").write_text(PROLOGUE + program)
+    options = ["--tag-output", "--timeout", str(patient(3.0)), "--hostfile", "hosts"]
+    started = time.monotonic()
+    done = run_bounded([*MPISTRAT_RUN, "-n", "2", *options, "job.py"], SECONDS)
+    assert time.monotonic() - started < patient(3.0) + LIMIT_SECONDS
+    assert done.returncode == 124, done.stderr
+    assert {line[:3] for line in done.stdout.splitlines() if "first line" in line} == {"[0]", "[1]"}
+    assert re.search(r"^mpistrat run: the job has taken .*, its --timeout, and is ended$", done.stderr, re.MULTILINE)
+    assert re.search(r"^job .*: 2 ranks, 2 of them on this host; it runs\n", done.stderr, re.MULTILINE)
+    assert "\nrank 0 waits for rank 1\n" in done.stderr
+    assert not ended(done, folder).leftovers()
 
 
 @pytest.mark.parametrize("kill", [os.killpg, os.kill], ids=["the group", "one process"])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.lab import Lab, LabError, parse_bytes_sent
-from tests.processes import until
+from tests.processes import run_bounded, until
 
 _PROGRAM = Path(__file__).parent / "programs" / "all_reduce.py"
 _ROOT = Path(__file__).parents[2]
@@ -75,6 +75,19 @@ def test_what_a_host_sends_is_counted(lab):
     sent = {host: count - before[host] for host, count in lab.bytes_sent().items()}
     assert 1000 <= sent["node1"] < 2000
     assert sent["node3"] < 1000
+
+
+def test_a_hostfile_of_mpistrat_run_takes_settings_to_every_host(lab, tmp_path):
+    agent, hosts = tmp_path / "agent", tmp_path / "hosts"
+    agent.write_text(f'#!/bin/bash\nunset MPISTRAT_CHUNK_BYTES\nexec {lab.agent} "$@"\n')  # as ssh would
+    agent.chmod(0o755)
+    hosts.write_text("node0 slots=1\nnode1 slots=1\n")
+    (tmp_path / "job.py").write_text("import os; print(os.uname().nodename, os.environ.get('MPISTRAT_CHUNK_BYTES'))")
+    job = [sys.executable, "-m", "mpistrat", "run", "-n", "2", "--hostfile", str(hosts), str(tmp_path / "job.py")]
+    _, variables = lab.mpirun(2, "1+1+0+0", job)
+    own = {"PYTHONPATH": str(_ROOT), "MPISTRAT_CHUNK_BYTES": "4096", "PRTE_MCA_plm_ssh_agent": str(agent)}
+    done = run_bounded(lab.on("node0", job), 60, lab.environment(**{**variables, **own}))
+    assert sorted(done.stdout.splitlines()) == ["node0 4096", "node1 4096"], done.stderr
 
 
 def test_a_program_that_fails_or_hangs_is_reported(lab):

@@ -23,8 +23,8 @@ SECONDS = 120.0  # it needs a few; this is for a machine that has much else to d
 
 def start_bench(*options: str, ranks: int = 2, nodes: str = "") -> subprocess.CompletedProcess[str]:
     shape = ["--nodes", nodes] if nodes else []
-    job = [sys.executable, "-m", "mpistrat", "run", "-n", str(ranks), *shape, "-m", "mpistrat", "bench", "all_reduce"]
-    return run_bounded([*job, *options], SECONDS)
+    command = [sys.executable, "-m", "mpistrat", "bench", "all_reduce", "-n", str(ranks), *shape]
+    return run_bounded([*command, *options], SECONDS)
 
 
 @pytest.fixture
@@ -192,7 +192,8 @@ def test_unknown_algorithm_lists_the_known(capsys):
 
 
 def test_refusal_on_several_ranks_ends_the_job(tmp_path):
-    done = start_bench("--json", str(tmp_path / "none" / "x.json"))
+    job = [sys.executable, "-m", "mpistrat", "run", "-n", "2", "-m", "mpistrat", "bench", "all_reduce"]
+    done = run_bounded([*job, "--json", str(tmp_path / "none" / "x.json")], SECONDS)
     assert done.returncode == 2, done.stderr
     assert f"there is no folder {tmp_path / 'none'}" in done.stderr
     assert "size" not in done.stdout, "nothing was measured"

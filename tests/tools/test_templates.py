@@ -22,7 +22,7 @@ _LAUNCHER = '#!/bin/sh\necho "$(basename "$0") $*; cores ${SRUN_CPUS_PER_TASK-un
 @pytest.fixture(params=sorted(_SLURM.glob("*.sbatch")), ids=lambda path: path.name)
 def submit(request, tmp_path):
     """Give a function that runs a template as a job would, with this site.env, and launchers that tell what they got."""
-    for name in ("srun", "mpirun", "mpiexec"):
+    for name in ("srun", "mpirun", "mpiexec", "python"):
         launcher = tmp_path / "bin" / name
         launcher.parent.mkdir(exist_ok=True)
         launcher.write_text(_LAUNCHER)
@@ -30,13 +30,15 @@ def submit(request, tmp_path):
     (tmp_path / "slurm").mkdir()
     script = shutil.copy(request.param, tmp_path / "slurm_script")
 
-    def run(site: str) -> subprocess.CompletedProcess[str]:
-        (tmp_path / "slurm" / "site.env").write_text(site)
+    def run(site: str | None) -> subprocess.CompletedProcess[str]:
+        if site is not None:
+            (tmp_path / "slurm" / "site.env").write_text(site)
         environ = {name: value for name, value in os.environ.items() if name not in ("LAUNCH", "SRUN_CPUS_PER_TASK")}
         environ |= {
             "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "SLURM_SUBMIT_DIR": str(tmp_path),
             "SLURM_CPUS_PER_TASK": "4",
+            "SLURM_NTASKS": "8",
         }
         return run_bounded(["bash", str(script), "train.py", "--name", "a b"], 30, environ)
 
@@ -81,12 +83,11 @@ def test_there_are_examples_and_each_says_that_it_is_untested():
     assert all("; untested\n" in example for example in _EXAMPLES)
 
 
-@pytest.mark.parametrize("site", ["", "LAUNCH=\n"], ids=["unset", "empty"])
-def test_a_missing_launcher_is_asked_for_where_it_belongs(submit, site):
+@pytest.mark.parametrize("site", [None, "", "LAUNCH=\n"], ids=["no file", "unset", "empty"])
+def test_without_a_launcher_mpistrat_finds_one(submit, site):
     done = submit(site)
-    assert done.returncode != 0
-    assert "LAUNCH: is not set; slurm/site.env says how ranks are started" in done.stderr
-    assert done.stdout == ""
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "python -m mpistrat run -n 8 train.py --name a b; cores unset\n"
 
 
 def test_a_command_of_the_site_that_fails_ends_the_job(submit):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 
@@ -22,8 +23,7 @@ def kept(monkeypatch, tmp_path):
 
 
 def start_tune(*options: str, ranks: int = 2):
-    job = [sys.executable, "-m", "mpistrat", "run", "-n", str(ranks), "-m", "mpistrat", "tune", *options]
-    return run_bounded(job, SECONDS, {**os.environ})
+    return run_bounded([sys.executable, "-m", "mpistrat", "tune", "-n", str(ranks), *options], SECONDS, {**os.environ})
 
 
 def test_it_measures_and_keeps_and_shows_and_deletes(kept, capsys):
@@ -41,6 +41,14 @@ def test_it_measures_and_keeps_and_shows_and_deletes(kept, capsys):
     assert "Predictions by these constants alone are off by " in done.stdout
 
     (kept / "other.json").write_text("{}")
+    assert cli.main(["tune", "--show", "--json"]) == 0
+    mine, other = sorted(json.loads(capsys.readouterr().out), key=len, reverse=True)
+    assert mine["path"] == str(path)
+    assert mine["conditions"]["world"] == "1x2 block"
+    assert [*mine["auto_chooses"]] == ["16", "64", "256", "1024"] or len(mine["auto_chooses"]) > 4, "sizes between, too"
+    assert mine["seconds"].items() <= json.loads(path.read_text())["seconds"].items()
+    assert 0 <= mine["errors_of_constants"]["median"] <= mine["errors_of_constants"]["most"]
+    assert other == {"path": str(kept / "other.json"), "problem": "it is not a file of mpistrat tune (KeyError: 'format')"}
     assert cli.main(["tune", "--show"]) == 0
     shown = capsys.readouterr().out
     assert f"{path}\n\ncluster " in shown
@@ -74,10 +82,28 @@ def test_files_that_are_not_ours_are_shown_as_such(kept, capsys):
     assert "ignored: it is not a regular file" in said
 
 
+def test_what_was_measured_as_json(kept):
+    done = start_tune("--max-bytes", "1KiB", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    [path] = kept.iterdir()
+    assert found["path"] == str(path)
+    assert found.items() >= json.loads(path.read_text()).items()
+    assert {"16", "1024"} <= set(found["auto_chooses"])
+
+
+def test_json_of_what_is_deleted_is_refused(kept, capsys):
+    kept.mkdir()
+    (kept / "mine.json").write_text("{}")
+    assert cli.main(["tune", "--delete", "--json"]) == 2
+    assert "--json shows what was measured, and --delete prints what it deletes" in capsys.readouterr().err
+    assert (kept / "mine.json").exists()
+
+
 def test_one_rank_has_nothing_to_tune(kept):
     done = start_tune(ranks=1)
     assert done.returncode == 2
-    assert "a single rank has no other to communicate with; start more: mpistrat run -n 4 -m mpistrat tune" in done.stderr
+    assert "a single rank has no other to communicate with; start more: mpistrat tune -n 4" in done.stderr
     assert not kept.exists()
 
 

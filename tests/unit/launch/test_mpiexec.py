@@ -214,6 +214,38 @@ def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert extra == {"OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_osc": "^ucx", "MPISTRAT_VIRTUAL_NODES": "2x1"}
 
 
+@pytest.mark.parametrize(
+    ("flavour", "version", "options"),
+    [
+        (OPEN_MPI, "5.0.11", ["--output", "rank"]),
+        (OPEN_MPI, "4.1.4", ["--tag-output"]),
+        (MPICH, "5.0.2", ["-l"]),
+        (INTEL_MPI, "2021.13", ["-l"]),
+    ],
+)
+def test_lines_begin_with_the_rank_as_each_mpiexec_does_it(
+    flavour: mpiexec.MpiFlavour, version: str, options: list[str]
+) -> None:
+    found = Mpi(flavour, "mpiexec", version, "libmpi.so")
+    argv, _ = command(2, ["prog"], tag_output=True, mpi=found, environ={})
+    assert argv == ["mpiexec", "-n", "2", *options, "prog"]
+
+
+def test_a_hostfile_names_the_hosts_and_their_slots(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("node1\nnode2\n")
+    environ = {"MPISTRAT_STRICT": "1", "PATH": "/bin", "MPI4PY_RC_THREADS": "1"}
+    argv, extra = command(9, ["prog"], "3x3", hostfile=path, mpi=mpi(OPEN_MPI), environ=environ)
+    forwarded = ["-x", "MPI4PY_RC_THREADS", "-x", "MPISTRAT_STRICT", "-x", "MPISTRAT_VIRTUAL_NODES"]
+    assert argv == ["/opt/bin/mpiexec", "-n", "9", "--hostfile", str(path), *forwarded, "prog"]
+    assert "OMPI_MCA_mpi_yield_when_idle" not in extra, "how many cores those hosts have is not known"
+    argv, _ = command(9, ["prog"], hostfile=path, mpi=mpi(MPICH), environ=environ)
+    assert argv == ["/opt/bin/mpiexec", "-n", "9", "--hostfile", str(path), "prog"]
+    path.write_text("node1:4\n")
+    with pytest.raises(InvalidArgumentError, match=r"line 1: 'node1:4' is not how Open MPI counts slots"):
+        command(9, ["prog"], hostfile=path, mpi=mpi(OPEN_MPI), environ=environ)
+
+
 def test_job_without_ranks_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"^a job needs at least 1 rank; 0 were asked for$"):
         command(0, ["prog"], mpi=mpi(OPEN_MPI), environ={})

@@ -57,3 +57,10 @@ def test_where_none_runs_the_last_one_with_such_a_rank_is_meant(record: Record, 
     assert jobs_of(capsys, "first") == ["first"]
     with pytest.raises(InvalidArgumentError, match="has the name or a process"):
         jobs_of(capsys, str(os.getppid()))
+
+
+def test_what_a_process_has_started_is_described(record: Record) -> None:
+    record("killed", killed=60)
+    assert doctor.describe(os.getppid()) == ""
+    record("running")
+    assert doctor.describe(os.getppid()).startswith("job running: 1 rank, 1 of them on this host; it runs\n")

@@ -102,6 +102,45 @@ def test_bad_input_is_explained(capsys: pytest.CaptureFixture[str], changed: dic
     assert message in err
 
 
+def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "--world", "4x8", "--bytes", "64MiB", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    _, report, _ = run(capsys, "--world", "4x8", "--bytes", "64MiB")
+    assert [found[name] for name in ("world", "ranks", "nodes", "shards", "bytes", "dtype")] == [
+        "4x8",
+        32,
+        4,
+        8,
+        2**26,
+        "float32",
+    ]
+    assert f"\nwhy        {found['why']}\n" in report
+    assert (
+        f"{found['chunks']['count']} chunks of {format_bytes(found['chunks']['bytes'])}, {found['chunks']['at_a_time']} at"
+        in report
+    )
+    for phase in found["phases"]:
+        cells = [format_bytes(phase["bytes_per_rank"]), format_bytes(phase["bytes_per_link"]), format_seconds(phase["seconds"])]
+        assert " ".join([phase["phase"], *cells]) in [" ".join(line.split()) for line in report.splitlines()]
+    [chosen] = [row["seconds"] for row in found["alternatives"] if row["algorithm"] == found["algorithm"]]
+    assert (found["seconds"], len(found["alternatives"])) == (chosen, 4)
+    assert report.rstrip().endswith(found["basis"])
+    code, out, _ = run(capsys, "--world", "1x4", "--bytes", "8", "--device", "gpu", "--json")
+    found = json.loads(out)
+    [declined] = [row["declines"] for row in found["alternatives"] if row["algorithm"] == "leader"]
+    assert declined.startswith("because all ranks are on one node")
+    assert [way.split()[0] for way in found["ways"]] == ["inside", "between"]
+
+
+def test_scale_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--world", "3x8", "--bytes", "1MiB", "--scale", "--json")
+    found = json.loads(out)
+    assert (code, found["ranks_per_node"], found["bytes"]) == (0, 8, 2**20)
+    assert [*found["seconds"]] == ["1", "2", "3", "4", "8", "16", "64", "256", "1024", "4096", "10000"]
+    assert all(seconds > 0 for seconds in found["seconds"]["3"].values())
+
+
 def test_scale_is_tabulated_and_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     figure = tmp_path / "scale.png"
     code, out, err = run(capsys, "--world", "1024x8", "--bytes", "1MiB", "--scale", "--plot", str(figure))

@@ -9,7 +9,7 @@ import pytest
 
 from mpistrat.errors import InvalidArgumentError, LaunchError, MpistratError, TopologyError
 from mpistrat.launch import environment, mpiexec, openmpi
-from mpistrat.tools import cli, run
+from mpistrat.tools import cli, doctor, run
 
 EXTRA = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
 
@@ -49,7 +49,8 @@ def test_job_is_started_and_its_code_is_ours(monkeypatch: pytest.MonkeyPatch) ->
     started = []
     monkeypatch.setattr(run, "follow", lambda *arguments: started.append(arguments) or 7)
     assert execute("-n", "2", "train.py") == 7
-    [(argv, environ)] = started
+    [(argv, environ, limit)] = started
+    assert limit is None
     assert argv == ["/opt/my mpi/mpiexec", "-n", "2", sys.executable, "-m", "mpi4py", "train.py"]
     assert environ == {**os.environ, **EXTRA}
 
@@ -60,6 +61,34 @@ def test_the_number_of_ranks_is_taken_as_mpiexec_spells_it_too(
 ) -> None:
     assert execute(*words, "--dry-run", "train.py", "-np", "7") == 0
     assert capsys.readouterr().out.endswith(f"mpiexec' -n 2 {sys.executable} -m mpi4py train.py -np 7\n")
+
+
+def test_options_of_mpiexec_are_made_for_the_mpi(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hosts").write_text("node1 slots=2\n")
+    assert execute("-n", "2", "--tag-output", "--hostfile", "hosts", "--timeout", "10m", "--dry-run", "train.py") == 0
+    assert "/mpiexec' -n 2 --output rank --hostfile hosts " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90.0), ("1.5s", 1.5), ("10m", 600.0), ("2h", 7200.0), (" 1d ", 86400.0)])
+def test_a_timeout_is_a_limit(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> None:
+    limits = []
+    monkeypatch.setattr(run, "follow", lambda _argv, _environ, limit: limits.append(limit) or 0)
+    execute("-n", "2", "--timeout", text, "train.py")
+    assert [limit.seconds for limit in limits] == [seconds]
+
+
+def test_a_timeout_is_reported_with_what_the_ranks_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "follow", lambda _argv, _environ, limit: limit.before_end(7) or 124)
+    monkeypatch.setattr(doctor, "describe", lambda pid: f"ranks of {pid}" if pid else "")
+    assert execute("-n", "2", "--timeout", "2m", "train.py") == 124
+    said = "mpistrat run: the job has taken 2 min 0 s, its --timeout, and is ended\n"
+    assert capsys.readouterr().err == f"{said}ranks of 7\n"
+    monkeypatch.setattr(doctor, "describe", lambda _: "")
+    execute("-n", "2", "--timeout", "2m", "train.py")
+    nothing = "What its ranks were doing is not known: none on this host has made a strategy.\n"
+    assert capsys.readouterr().err == f"{said}{nothing}"
 
 
 def test_options_behind_the_script_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,6 +122,21 @@ def test_nodes_alone_tell_the_number_of_ranks(capsys: pytest.CaptureFixture[str]
             ["train.py"],
             InvalidArgumentError,
             "the number of ranks is missing: -n N, or --nodes SHAPE for virtual nodes",
+        ),
+        (
+            ["-n", "2", "--timeout", "10 minutes", "train.py"],
+            InvalidArgumentError,
+            "--timeout '10 minutes' is not a time: a number above 0, with s, m, h or d behind it (90, 10m)",
+        ),
+        (
+            ["-n", "2", "--timeout", "0", "train.py"],
+            InvalidArgumentError,
+            "--timeout '0' is not a time: a number above 0, with s, m, h or d behind it (90, 10m)",
+        ),
+        (
+            ["-n", "2", "--hostfile", "none", "train.py"],
+            InvalidArgumentError,
+            "--hostfile none cannot be read: No such file or directory",
         ),
         (["-n", "0", "train.py"], InvalidArgumentError, "-n 0: a job needs at least 1 rank"),
         (["-n", "2"], InvalidArgumentError, "the program is missing: a script, or -m and a module, after the options"),
