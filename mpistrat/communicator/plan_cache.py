@@ -152,7 +152,7 @@ class PlanCache:
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
         """Return the plan for a sum of `count` elements, and why it was chosen."""
         dtype = accumulation_dtype(ReduceOp.SUM, dtype)
-        return self._choice(count, dtype, options, _wire(ReduceOp.SUM, dtype, options))
+        return self._choice(ReduceOp.SUM, count, dtype, options, _wire(ReduceOp.SUM, dtype, options))
 
     def memory(self) -> MemoryReport:
         """Return the memory of the executor and the plans."""
@@ -175,7 +175,7 @@ class PlanCache:
     ) -> tuple[Plan, Wire | None]:
         """Return the plan for a bucket, and its wire dtype between nodes."""
         wire = _wire(op, dtype, options)
-        choice = self._choice(count, dtype, options, wire)
+        choice = self._choice(op, count, dtype, options, wire)
         self._say(f"{op.name} of {count} elements: {choice.plan}; {choice.reason}")
         crosses_nodes = any(phase.scope in (Scope.INTER, Scope.LEADERS) for phase in choice.plan.phases)
         return choice.plan, wire if crosses_nodes else None
@@ -207,7 +207,10 @@ class PlanCache:
             return None
         return BoundScatter(self._executor, plan, dtype, op)
 
-    def _choice(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions, wire: Wire | None) -> Choice:
+    def _choice(
+        self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions, wire: Wire | None
+    ) -> Choice:
+        """Return the plan for a bucket, and why it was chosen."""
         if options.deterministic:
             return Choice(
                 self._plan_in_order(count, dtype.itemsize), "deterministic=True adds in the order of the replicas", ()
