@@ -23,7 +23,7 @@ class Pair:
         self.device = self.bound.__enter__()
         self.gpu = Communicator(Hierarchy(self.comm, self.world))
         self.host = Communicator(Hierarchy(self.comm, self.world), uses_gpu=False)
-        self.rank, self.size = self.gpu.rank, self.gpu.size
+        self.rank, self.size, self.download = self.gpu.rank, self.gpu.size, self.device.get
         executor = self.gpu._gpu.executor
         self.nccl = executor.transports.everywhere or executor.intra
         self.library = getattr(self.nccl, "_nccl", None)

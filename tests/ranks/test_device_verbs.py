@@ -52,7 +52,6 @@ def node(comm, joined):
 @pytest.fixture
 def on_device(node, monkeypatch):
     """Give the same, and have what copies an array to the host fail, unless the test asks for it."""
-    node.download = node.device.get
 
     def fail(array):
         raise AssertionError("an array was copied to the host")
@@ -172,6 +171,23 @@ def test_calls_that_differ_do_not_reach_nccl(comm, joined):
                 make(pair.gpu, pair.up)
             assert pair.library.calls == calls
             comm.Barrier()
+
+
+@needs_ranks(2)
+def test_ranks_of_a_node_that_share_no_memory_meet_by_messages(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    monkeypatch.setattr("mpistrat.transports.shared_memory.SharedMemoryTransport.probe", lambda group: "planted: no memory")
+    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
+        array = values((4, 3), np.float32, pair.rank)
+        for _ in range(2):
+            same(pair, pair.gpu.all_reduce(SUM, pair.up(array)), pair.host.all_reduce(SUM, array))
+            same(pair, pair.gpu.all_gather(pair.up(array)), pair.host.all_gather(array))
+        assert pair.gpu._gpu.executor.must_meet
+        calls = pair.library.calls.copy()
+        with pytest.raises(AgreementError, match="ranks made different calls"):
+            pair.gpu.all_reduce(SUM, pair.up(array if comm.rank else array[:2]))
+        assert pair.library.calls == calls
+        comm.Barrier()
 
 
 @needs_ranks(2)

@@ -83,6 +83,7 @@ def test_every_algorithm_in_many_chunks_again_and_again(comm, nodes, monkeypatch
             pair.compare(SUM, [values(9000, np.float32, 5 * turn + pair.rank), values(77, BF16, turn)], options)
             pair.compare(MEAN, [values(500, np.int32, turn + pair.rank)], options)
             pair.compare(SUM, [values(300, np.float32, turn)])  # on the communicator of all ranks, in turn with the others
+        assert not pair.gpu.hierarchy.call.unconfirmed, "all ranks have compared their calls before"
 
 
 def test_calls_with_a_deadline_started_ones_and_those_in_order(pair):
