@@ -182,11 +182,12 @@ class PlanCache:
 
     def _bind_scatter(self, op: ReduceOp, array: Array, axis: int, options: CommunicationOptions) -> BoundBatch | None:
         """Bind the plan of a reduce-scatter; return None, on all ranks, if an all-reduce is used instead."""
-        if options.deterministic:
+        dtype = accumulation_dtype(op, array.dtype)
+        if options.deterministic or (_wire(op, dtype, options) is not None and self._world.num_nodes > 1):
             return None
         row_count = array.size // max(array.shape[axis], 1)
         bounds = [row_count * row for row in reduce_scatter.part_bounds(array.shape[axis], self._world.size)]
-        bound = self._scatter(op, accumulation_dtype(op, array.dtype), bounds, options)
+        bound = self._scatter(op, dtype, bounds, options)
         if bound is None:
             return None
         self._say(f"{op.name} of {array.size} elements, divided along axis {axis}: {bound.plan}")
@@ -198,8 +199,7 @@ class PlanCache:
         self, op: ReduceOp, dtype: np.dtype[Any], bounds: Sequence[int], options: CommunicationOptions
     ) -> BoundScatter | DeviceScatter | None:
         """Return what gives rank r elements ``bounds[r]:bounds[r + 1]`` of the combination, if there is something."""
-        is_cast = _wire(op, dtype, options) is not None and self._world.num_nodes > 1
-        if is_cast or not self._executor.scatters:
+        if not self._executor.scatters:
             return None
         try:
             plan = reduce_scatter.plan(self._world, bounds, dtype.itemsize, options.algorithm, self._chunk_bytes)

@@ -96,6 +96,34 @@ def test_calls_with_a_deadline_started_ones_and_those_in_order(pair):
             np.testing.assert_array_equal(pair.device.get(work.wait()), pair.host.all_reduce(SUM, array))
 
 
+def test_casts_between_nodes_stay(pair):
+    options = CommunicationOptions(wire_dtype="bfloat16", algorithm="hierarchical")
+    array = np.full((8, 3), 1 + 2**-10, np.float32)  # which bfloat16 rounds to 1
+    for verb in ("all_reduce", "reduce_scatter"):
+        found, expected = getattr(pair.gpu, verb)(SUM, pair.up(array), options=options), np.full((8, 3), 4.0)
+        np.testing.assert_array_equal(pair.device.get(found), expected[: found.shape[0]])
+
+
+def test_ranks_of_which_one_cannot_join_its_rail_raise_together(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "nccl")
+    monkeypatch.setattr(stand_in_nccl, "CONNECT_SECONDS", 0.5)
+    with Pair(comm, World.from_shape("2x2")) as pair:
+        join, given = pair.library.NcclCommunicator, [values(100, np.float32, pair.rank)]
+
+        def fail(*arguments):
+            raise RuntimeError("planted: no memory of the GPU is left")
+
+        options = CommunicationOptions(algorithm="hierarchical")
+        with monkeypatch.context() as patch:
+            if pair.rank == 3:
+                patch.setattr(pair.library, "NcclCommunicator", fail)
+            with pytest.raises(TransportError, match=r"cannot move memory of GPUs here: rail 1: NCCL could not join.*Accepted"):
+                pair.gpu.all_reduce(SUM, list(map(pair.up, given)), options)
+        assert pair.library.NcclCommunicator == join
+        pair.compare(SUM, given)  # nothing is out of step
+        pair.compare(SUM, given, options)
+
+
 def test_the_plan_says_why(pair):
     explained = str(pair.gpu.explain(pair.up(np.ones(1000, np.float32))))
     assert "MPISTRAT_INTER_TRANSPORT=nccl joins all ranks, and NCCL chooses how" in explained
