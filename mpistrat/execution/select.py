@@ -164,12 +164,10 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
         )
     assert intra is not None, "a refusal on this node has raised on all ranks"
     taken = {name: transport for name, transport, alone, _ in answers if not alone}
-    everywhere = _over_all(hierarchy, device, intra)
+    everywhere = _join_all(hierarchy, device, intra)
     rails, between = device_rails(hierarchy, device, host.rails)
-    if between and everywhere is not None:
-        between = "nccl between nodes"
-    elif between and settings.INTER_TRANSPORT.read() == "auto" and NcclTransport.name in taken.values():
-        between += f"; NCCL was not measured there, and auto does not take it: {settings.INTER_TRANSPORT.name}=nccl does"
+    if between:
+        between = _between_nodes(between, hierarchy, everywhere is not None)
     return DeviceTransports(
         intra,
         StagedTransport(hierarchy.world_group, device, lambda _: host.world),
@@ -189,7 +187,7 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
     )
 
 
-def _over_all(hierarchy: Hierarchy, device: Device, intra: Transport) -> NcclTransport | None:
+def _join_all(hierarchy: Hierarchy, device: Device, intra: Transport) -> NcclTransport | None:
     """Return NCCL over all ranks: that of their node, or if it is asked for between nodes one of its own."""
     if hierarchy.world.num_nodes == 1:
         return cast("NcclTransport", intra) if intra.name == NcclTransport.name else None
@@ -230,6 +228,15 @@ def nccl_rails(hierarchy: Hierarchy, device: Device, everywhere: NcclTransport) 
             rail.abort("another rail cannot be joined")
         raise _refused_between(next(filter(None, reasons)))
     return rails
+
+
+def _between_nodes(by_mpi: str, hierarchy: Hierarchy, by_nccl: bool) -> str:
+    """Return what is between nodes, as text, and what else could be. A collective call."""
+    if by_nccl:
+        return f"{NcclTransport.name} between nodes"
+    if settings.INTER_TRANSPORT.read() == "auto" and hierarchy.all_agree(not NcclTransport.probe(hierarchy.world_group)):
+        return f"{by_mpi}; NCCL was not measured there, and auto does not take it: {settings.INTER_TRANSPORT.name}=nccl does"
+    return by_mpi
 
 
 def _refused_between(reason: str) -> TransportError:

