@@ -214,10 +214,10 @@ INTRA_TRANSPORT = Setting(
 )
 INTER_TRANSPORT = Setting(
     "MPISTRAT_INTER_TRANSPORT",
-    _one_of("auto", "mpi_ring", "mpi"),
+    _one_of("auto", "mpi_ring", "mpi", "nccl"),
     "auto",
-    "The transport between nodes. If it is named, arrays on GPUs are staged through host memory; with auto, MPISTRAT_MPI_GPU "
-    "decides.",
+    "The transport between nodes: mpi_ring or mpi, over which arrays on GPUs are staged through host memory; nccl for arrays "
+    "on GPUs. With auto, MPISTRAT_MPI_GPU decides.",
 )
 MPI_GPU = Setting(
     "MPISTRAT_MPI_GPU",

@@ -56,7 +56,9 @@ class DataMovement:
         self._rank, self._size, self._guard, self._calls = group.rank, group.size, guard, calls
         nccl = None if gpu is None else gpu.executor.transports.everywhere
         self._by_host = HostMover(group)
-        self._by_nccl = DeviceMover(group, executor.intra.window, gpu, nccl) if gpu is not None and nccl is not None else None
+        self._by_nccl: DeviceMover | None = None
+        if gpu is not None and nccl is not None:
+            self._by_nccl = DeviceMover(None if gpu.executor.must_meet else executor.intra.window, gpu, nccl)
 
     def all_gather(self, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None) -> Array:
         """Concatenate along `axis`, in rank order: see `mpistrat.Communicator.all_gather`. A collective call."""

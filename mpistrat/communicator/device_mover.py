@@ -8,8 +8,6 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_bytes
 from mpistrat.communicator.gpu_arrays import GpuArrays
-from mpistrat.groups.group import Group
-from mpistrat.transports.mpi import until_complete
 from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.steps import Steps
 from mpistrat.transports.window import NodeWindow
@@ -24,18 +22,16 @@ class DeviceMover:
 
     Parameters
     ----------
-    group : Group
-        The ranks.
     window : NodeWindow or None
-        Of the node, if they share memory: for the barrier.
+        Of the node, for the barrier; None: ranks meet by messages.
     gpu : GpuArrays
         Makes the memory.
     nccl : NcclTransport
         Joins the ranks.
     """
 
-    def __init__(self, group: Group, window: NodeWindow | None, gpu: GpuArrays, nccl: NcclTransport) -> None:
-        self._comm, self._window, self._gpu, self._nccl = group.comm, window, gpu, nccl
+    def __init__(self, window: NodeWindow | None, gpu: GpuArrays, nccl: NcclTransport) -> None:
+        self._window, self._gpu, self._nccl = window, gpu, nccl
 
     def fetch(self, array: Array) -> Array:
         """Return an array where it can be moved: where it is."""
@@ -64,8 +60,5 @@ class DeviceMover:
         return self._gpu.abort_on_error(self._after_barrier(steps))
 
     def _after_barrier(self, steps: Steps) -> Steps:
-        if self._window is not None:
-            yield from self._window.barrier()
-        else:
-            yield from until_complete(self._comm.Ibarrier(), None)
+        yield from self._gpu.meet() if self._window is None else self._window.barrier()
         yield from steps

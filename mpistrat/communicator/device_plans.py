@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from mpistrat import settings
+from mpistrat.algorithms import flat
 from mpistrat.algorithms.choose import Choice, choose
 from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
 from mpistrat.algorithms.cost import ON_DEVICE
@@ -21,6 +23,7 @@ from mpistrat.communicator.validate import describe_all_reduce
 from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.device_scatter import DeviceScatter
 from mpistrat.execution.memory import MemoryReport
+from mpistrat.packing.wire import Wire
 from mpistrat.reduction import ReduceOp
 
 __all__ = ["DevicePlanCache", "MixedPlanCache"]
@@ -64,6 +67,19 @@ class DevicePlanCache(PlanCache):
             return None
         plan = ScatterPlan(self._world, tuple(bounds), max(bounds[-1], 1))
         return DeviceScatter(self._device_executor, nccl, plan, dtype, op)
+
+    def _choice(
+        self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions, wire: Wire | None
+    ) -> Choice:
+        nccl, is_summed = self._device_executor.transports.everywhere, wire is None and not options.deterministic
+        if self._world.num_nodes == 1 or nccl is None or not is_summed or nccl.refusal(dtype, op):
+            return super()._choice(op, count, dtype, options, wire)
+        if options.algorithm == "auto":
+            plan = flat.plan(self._world, count, dtype.itemsize)
+            return Choice(plan, f"{settings.INTER_TRANSPORT.name}=nccl joins all ranks, and NCCL chooses how", ())
+        choice = super()._choice(op, count, dtype, options, wire)
+        # kernels of several communicators run one after the other, in an order that depends on nothing else
+        return replace(choice, plan=replace(choice.plan, depth=1))
 
     def _best(self, count: int, itemsize: int, algorithm: str, wire_itemsize: int) -> Choice:
         # inside a node NCCL chooses the algorithm of an all-reduce itself

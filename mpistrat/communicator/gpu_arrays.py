@@ -14,6 +14,7 @@ from mpistrat.communicator.plan_cache import PlanCache
 from mpistrat.device.abstract import Device, Event
 from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.executor import Executor
+from mpistrat.groups.agreement import Agreement, CallsDifferError
 from mpistrat.transports.steps import WAITING, Steps
 
 __all__ = ["GpuArrays", "has_arrays"]
@@ -59,6 +60,14 @@ class GpuArrays:
         self.executor = DeviceExecutor(host, device)
         self.plans = MixedPlanCache(plans, DevicePlanCache(self.executor, say))
         self.stream = device.stream()
+        self._agreement, self._call = Agreement(host.hierarchy.world_group), host.hierarchy.call
+
+    def meet(self) -> Steps:
+        """Return the steps that wait until all ranks have come and have their memory, and compare their calls.
+
+        NCCL is called afterwards: it compares nothing, and its kernels wait for all ranks. A collective call.
+        """
+        return self._agreement.meet(self._call.word if self._guard.checks else 0)
 
     def abort_on_error(self, steps: Steps) -> Steps:
         """Run steps on GPUs; if they fail, abort, so that no kernel waits forever for a rank that has failed."""
@@ -66,6 +75,8 @@ class GpuArrays:
             yield from steps
         except GeneratorExit:  # a rank has given up, and has told the others
             self.executor.abort("the collective was given up")
+            raise
+        except CallsDifferError:  # found by all ranks when they met, before one of them enqueued anything
             raise
         except Exception as error:
             self.executor.abort(f"{type(error).__name__}: {error}")

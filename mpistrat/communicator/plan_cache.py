@@ -152,7 +152,7 @@ class PlanCache:
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
         """Return the plan for a sum of `count` elements, and why it was chosen."""
         dtype = accumulation_dtype(ReduceOp.SUM, dtype)
-        return self._choice(count, dtype, options, _wire(ReduceOp.SUM, dtype, options))
+        return self._choice(ReduceOp.SUM, count, dtype, options, _wire(ReduceOp.SUM, dtype, options))
 
     def memory(self) -> MemoryReport:
         """Return the memory of the executor and the plans."""
@@ -175,18 +175,19 @@ class PlanCache:
     ) -> tuple[Plan, Wire | None]:
         """Return the plan for a bucket, and its wire dtype between nodes."""
         wire = _wire(op, dtype, options)
-        choice = self._choice(count, dtype, options, wire)
+        choice = self._choice(op, count, dtype, options, wire)
         self._say(f"{op.name} of {count} elements: {choice.plan}; {choice.reason}")
         crosses_nodes = any(phase.scope in (Scope.INTER, Scope.LEADERS) for phase in choice.plan.phases)
         return choice.plan, wire if crosses_nodes else None
 
     def _bind_scatter(self, op: ReduceOp, array: Array, axis: int, options: CommunicationOptions) -> BoundBatch | None:
         """Bind the plan of a reduce-scatter; return None, on all ranks, if an all-reduce is used instead."""
-        if options.deterministic:
+        dtype = accumulation_dtype(op, array.dtype)
+        if options.deterministic or (_wire(op, dtype, options) is not None and self._world.num_nodes > 1):
             return None
         row_count = array.size // max(array.shape[axis], 1)
         bounds = [row_count * row for row in reduce_scatter.part_bounds(array.shape[axis], self._world.size)]
-        bound = self._scatter(op, accumulation_dtype(op, array.dtype), bounds, options)
+        bound = self._scatter(op, dtype, bounds, options)
         if bound is None:
             return None
         self._say(f"{op.name} of {array.size} elements, divided along axis {axis}: {bound.plan}")
@@ -198,8 +199,7 @@ class PlanCache:
         self, op: ReduceOp, dtype: np.dtype[Any], bounds: Sequence[int], options: CommunicationOptions
     ) -> BoundScatter | DeviceScatter | None:
         """Return what gives rank r elements ``bounds[r]:bounds[r + 1]`` of the combination, if there is something."""
-        is_cast = _wire(op, dtype, options) is not None and self._world.num_nodes > 1
-        if is_cast or not self._executor.scatters:
+        if not self._executor.scatters:
             return None
         try:
             plan = reduce_scatter.plan(self._world, bounds, dtype.itemsize, options.algorithm, self._chunk_bytes)
@@ -207,7 +207,10 @@ class PlanCache:
             return None
         return BoundScatter(self._executor, plan, dtype, op)
 
-    def _choice(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions, wire: Wire | None) -> Choice:
+    def _choice(
+        self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions, wire: Wire | None
+    ) -> Choice:
+        """Return the plan for a bucket, and why it was chosen."""
         if options.deterministic:
             return Choice(
                 self._plan_in_order(count, dtype.itemsize), "deterministic=True adds in the order of the replicas", ()

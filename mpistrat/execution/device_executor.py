@@ -6,23 +6,24 @@ work is ordered on that stream; the host does not wait for the GPU, unless peers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from mpistrat.algorithms.plan import Plan, Scope, Verb
+from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
 from mpistrat.device.abstract import Device, Event, address
 from mpistrat.execution.executor import CopySteps, Executor
-from mpistrat.execution.select import DeviceTransports, device_transports
+from mpistrat.execution.select import DeviceTransports, device_transports, nccl_rails
+from mpistrat.groups.abort_notice import AbortNotice
 from mpistrat.groups.group import Group
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.flat_arrays import FlatArrays
-from mpistrat.transports.nccl import nccl_refusal
+from mpistrat.transports.nccl import NcclTransport, nccl_refusal
 from mpistrat.transports.ordered import Caster, ordered_all_reduce
 from mpistrat.transports.steps import WAITING, Steps
 
@@ -36,6 +37,8 @@ _REDUCING = (Verb.ALL_REDUCE, Verb.REDUCE_SCATTER, Verb.REDUCE)
 class DeviceExecutor(Executor):
     """Binds plans to transports of device memory. Making one is a collective call.
 
+    A plan that uses NCCL begins when ranks have met: in a barrier of the node, or where `must_meet` by messages.
+
     Parameters
     ----------
     host : Executor
@@ -47,6 +50,8 @@ class DeviceExecutor(Executor):
     ----------
     enqueues : bool
         Whether plans end when their work has been enqueued, unless their call has a deadline, was started, or is timed.
+    must_meet : bool
+        Whether ranks that NCCL joins have no barrier in shared memory, and so must compare their calls before each plan.
 
     Raises
     ------
@@ -61,11 +66,11 @@ class DeviceExecutor(Executor):
         self.device, self._device, self.timeline = device, device, host.timeline
         self._shares_memory = host._shares_memory  # ranks compare calls in host memory
         self._copied_out: Event | None = None
-        self._window = host.intra.window if host.hierarchy.world.num_nodes == 1 else None
-        nccl, call, timeline = self.transports.everywhere, host.hierarchy.call, host.timeline
-        self.enqueues = nccl is not None and self._window is not None
-        if nccl is not None and self._window is not None:
-            nccl.watch(lambda: call.must_poll or timeline.enabled, self._window.has_given_up)
+        self._notice = AbortNotice(host.hierarchy.world_group)
+        self._nccl_rails: Mapping[int, NcclTransport] = {}
+        self.enqueues = self.transports.everywhere is not None
+        self.must_meet = self.enqueues and (host.hierarchy.world.num_nodes > 1 or host.intra.window is None)
+        self._watch()
 
     def max_in_flight(self, depth: int) -> int:
         """Return how many of `depth` chunks may be in flight between nodes: one if rails have no channels.
@@ -111,13 +116,20 @@ class DeviceExecutor(Executor):
 
     def abort(self, reason: str) -> None:
         """Abort NCCL's operations, whose kernels would wait forever for peers. The peers must abort theirs too."""
-        if self._window is not None:
-            self._window.give_up()
-        self.intra.abort(reason)
+        self._notice.send()
+        for transport in self._on_gpus:
+            transport.abort(reason)
+
+    @property
+    def _on_gpus(self) -> Sequence[Transport]:
+        """The transports that enqueue kernels which wait for peers, in the order in which they are disposed of."""
+        every = (self.transports.everywhere, *self._nccl_rails.values(), self.intra)
+        return tuple(dict.fromkeys(filter(None, every)))
 
     def settle(self) -> Steps:
         """Wait until all that was enqueued has ended."""
-        yield from self.intra.settle()
+        for transport in self._on_gpus:
+            yield from transport.settle()
         while not self._has_copied_out():
             yield WAITING
 
@@ -126,23 +138,51 @@ class DeviceExecutor(Executor):
         self.hierarchy.call.drive(self.settle())
         for bound in self.bound_plans:
             bound.unbind()  # memory of peers must not be mapped any more when they free it
-        self.intra.dispose()
+        for transport in self._on_gpus:
+            transport.dispose()
 
     def bind_direct(
         self, plan: Plan, layout: Layout, dtype: np.dtype[Any], op: ReduceOp, given: Sequence[np.dtype[Any]]
     ) -> Callable[[FlatArrays, Fold], Steps] | None:
-        """Return the direct all-reduce of one array, or of a few large ones, on one node: see `Executor.bind_direct`."""
+        """Return NCCL's all-reduce of one array, or of a few large ones: see `Executor.bind_direct`."""
         is_large = layout.count * dtype.itemsize >= DIRECT_FROM_BYTES * (len(layout.offsets) - 1)
-        if not self.intra.combines_arrays or {phase.scope for phase in plan.phases} != {Scope.INTRA}:
+        scopes = {phase.scope for phase in plan.phases}
+        transport = self.intra if scopes == {Scope.INTRA} else self._over_all(dtype, op)
+        if len(scopes) != 1 or not scopes <= {Scope.INTRA, Scope.WORLD} or not transport.combines_arrays:
             return None
         if set(given) != {dtype} or not layout.has_whole_arrays or not (layout.is_one_array or is_large):
             return None
-        return None if self.intra.refusal(dtype, op) else self.intra.all_reduce_arrays
+        return None if transport.refusal(dtype, op) else transport.all_reduce_arrays
+
+    def is_compared(self, phases: Sequence[Phase], shard_bytes: int = 0, is_ordered: bool = False) -> bool:
+        """Return whether ranks that run another plan cannot take part: see `Executor.is_compared`."""
+        return self.must_meet or super().is_compared(phases, shard_bytes, is_ordered)
 
     def _inside(self, verb: Verb, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
         """Return the transport inside the node, or one through the host if that does not combine such values."""
         by_host = self.transports.intra_by_host
         return by_host if by_host and verb in _REDUCING and self.intra.refusal(dtype, op) else self.intra
+
+    def _over_all(self, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
+        """Return the transport over all ranks: NCCL, or one through the host if that does not combine such values."""
+        nccl = self.transports.everywhere
+        return self.world if nccl is None or nccl.refusal(dtype, op) else nccl
+
+    def _rail(self, shard: int, part: Array, op: ReduceOp) -> Transport:
+        """Return the transport along a rail: NCCL, if it joins all ranks and combines such values."""
+        nccl = self.transports.everywhere
+        if nccl is None or nccl.refusal(part.dtype, op):
+            return super()._rail(shard, part, op)
+        if not self._nccl_rails:  # made when all ranks bind the first plan along rails
+            self._nccl_rails = nccl_rails(self.hierarchy, self._device, nccl)
+            self._watch()
+        return self._nccl_rails[shard]
+
+    def _watch(self) -> None:
+        """Let the host wait for no kernel that it need not wait for."""
+        call, timeline = self.hierarchy.call, self.timeline
+        for transport in self._on_gpus if self.enqueues else ():
+            transport.watch(lambda: call.must_poll or timeline.enabled, self._notice.has_come)
 
     def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> Operation:
         """Bind an ordered all-reduce in host memory, between copies of the whole buffer."""

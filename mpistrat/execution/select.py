@@ -25,7 +25,15 @@ from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 from mpistrat.transports.staged import StagedTransport
 
-__all__ = ["DEVICE_TRANSPORTS", "TRANSPORTS", "DeviceTransports", "Transports", "device_transports", "host_transports"]
+__all__ = [
+    "DEVICE_TRANSPORTS",
+    "TRANSPORTS",
+    "DeviceTransports",
+    "Transports",
+    "device_transports",
+    "host_transports",
+    "nccl_rails",
+]
 
 TRANSPORTS: dict[str, type[Transport]] = {
     transport.name: transport for transport in (MpiTransport, MpiRingTransport, SharedMemoryTransport)
@@ -89,7 +97,7 @@ class DeviceTransports(Transports):
     has_channels : bool
         Whether several operations of a rail may be in flight.
     everywhere : NcclTransport or None
-        NCCL over all ranks: on one node that uses it.
+        NCCL over all ranks: on one node that uses it, and on several if it is asked for between them.
     """
 
     world: StagedTransport
@@ -155,8 +163,11 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
             f"Accepted are {accepted}"
         )
     assert intra is not None, "a refusal on this node has raised on all ranks"
-    rails, between = device_rails(hierarchy, device, host.rails)
     taken = {name: transport for name, transport, alone, _ in answers if not alone}
+    everywhere = _join_all(hierarchy, device, intra)
+    rails, between = device_rails(hierarchy, device, host.rails)
+    if between:
+        between = _between_nodes(between, hierarchy, everywhere is not None)
     return DeviceTransports(
         intra,
         StagedTransport(hierarchy.world_group, device, lambda _: host.world),
@@ -172,7 +183,66 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
             if transport != NcclTransport.name
         ),
         all(rail.name != StagedTransport.name or host.rails[shard].name != MpiTransport.name for shard, rail in rails.items()),
-        cast("NcclTransport", intra) if hierarchy.world.num_nodes == 1 and intra.name == NcclTransport.name else None,
+        everywhere,
+    )
+
+
+def _join_all(hierarchy: Hierarchy, device: Device, intra: Transport) -> NcclTransport | None:
+    """Return NCCL over all ranks: that of their node, or if it is asked for between nodes one of its own."""
+    if hierarchy.world.num_nodes == 1:
+        return cast("NcclTransport", intra) if intra.name == NcclTransport.name else None
+    if settings.INTER_TRANSPORT.read() != NcclTransport.name:
+        return None
+    transport, reason = _try(NcclTransport.name, hierarchy.world_group, device)
+    if transport is None:
+        intra.abort(reason)
+        raise _refused_between(reason)
+    return cast("NcclTransport", transport)
+
+
+def nccl_rails(hierarchy: Hierarchy, device: Device, everywhere: NcclTransport) -> Mapping[int, NcclTransport]:
+    """Return NCCL along each rail of this rank. A collective call.
+
+    Parameters
+    ----------
+    hierarchy : Hierarchy
+        The groups, on several nodes.
+    device : Device
+        The GPU of this rank.
+    everywhere : NcclTransport
+        NCCL over all ranks: the one rail, where each node has one.
+
+    Raises
+    ------
+    TransportError
+        On all ranks, if those of one rail cannot join.
+    """
+    if hierarchy.world.num_shards == 1:
+        return {0: everywhere}
+    # each rank joins its rails in increasing order, so that they cannot deadlock
+    found = {shard: _try(NcclTransport.name, rail, device) for shard, rail in hierarchy.rails.items()}
+    reasons = hierarchy.world_group.comm.allgather(next(filter(None, (reason for _, reason in found.values())), ""))
+    rails = {shard: cast("NcclTransport", transport) for shard, (transport, _) in found.items() if transport is not None}
+    if any(reasons):
+        for rail in rails.values():
+            rail.abort("another rail cannot be joined")
+        raise _refused_between(next(filter(None, reasons)))
+    return rails
+
+
+def _between_nodes(by_mpi: str, hierarchy: Hierarchy, by_nccl: bool) -> str:
+    """Return what is between nodes, as text, and what else could be. A collective call."""
+    if by_nccl:
+        return f"{NcclTransport.name} between nodes"
+    if settings.INTER_TRANSPORT.read() == "auto" and hierarchy.all_agree(not NcclTransport.probe(hierarchy.world_group)):
+        return f"{by_mpi}; NCCL was not measured there, and auto does not take it: {settings.INTER_TRANSPORT.name}=nccl does"
+    return by_mpi
+
+
+def _refused_between(reason: str) -> TransportError:
+    accepted = ", ".join(("auto", *_INTER))
+    return TransportError(
+        f"{settings.INTER_TRANSPORT.name}=nccl cannot move memory of GPUs here: {reason}. Accepted are {accepted}"
     )
 
 

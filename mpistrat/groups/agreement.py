@@ -9,7 +9,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -189,6 +189,23 @@ class Agreement:
         if error is not None:
             raise error
         return self._rows[:, 1:]
+
+    def meet(self, word: int) -> Iterator[bool]:
+        """Yield (False) until all ranks have come, and compare the words of their calls. A collective call.
+
+        It makes the same call of MPI as `check`, so that they are compared with those of ranks that are there.
+
+        Raises
+        ------
+        CallsDifferError
+            On all ranks, if they differ.
+        """
+        self._row[:] = ~word, 0, 0, 0  # no rank passes such a word to `check`
+        request = self._group.comm.Iallgather(self._row, self._rows)
+        while not request.Test():
+            yield False
+        if (self._rows[:, 0] != ~word).any():
+            raise CallsDifferError([~int(row) for row in self._rows[:, 0]])
 
     def tell(self, call: str, error: Exception | None = None, number: int = 0, meet: Meet | None = None) -> NoReturn:
         """Exchange the texts of all ranks and raise on all. A collective call, made when calls are known to differ.

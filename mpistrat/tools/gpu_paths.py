@@ -34,6 +34,10 @@ def _between(world: World) -> list[str]:
     inter, mpi_gpu = settings.INTER_TRANSPORT.read(), settings.MPI_GPU.read()
     if world.num_nodes == 1:
         return ["nothing: there is one node"]
+    if inter == "nccl":
+        return [
+            f"nccl: set by {settings.INTER_TRANSPORT.name}; auto is one call of NCCL for all ranks, whose time is not predicted"
+        ]
     if inter != "auto":
         return [f"staged over {inter}: set by {settings.INTER_TRANSPORT.name}"]
     if mpi_gpu != "auto":

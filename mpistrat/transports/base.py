@@ -80,7 +80,7 @@ class Transport(ABC):
     """The shared memory of the ranks of a node; None if they share none."""
     combines_arrays: ClassVar[bool] = False
     """Whether `all_reduce_arrays` is implemented."""
-    peers_read: ClassVar[bool] = False
+    peers_read: bool = False
     """Whether peers read this rank's memory by themselves, so that copies must have completed before they are told to."""
 
     def __init__(self, group: Group) -> None:
@@ -157,6 +157,17 @@ class Transport(ABC):
     def fence(self, mark: int) -> Steps:
         """Wait until all peers have called `release` as often as this rank had for `mark`: then memory can be written again."""
         return iter(())
+
+    def watch(self, must_wait: Callable[[], bool], peer_has_aborted: Callable[[], bool]) -> None:  # noqa: B027
+        """Let operations on a device end, from now on, when they are enqueued, if they can.
+
+        Parameters
+        ----------
+        must_wait : callable
+            Whether the present one is to end when it is done all the same.
+        peer_has_aborted : callable
+            Whether what is under way will not end; asked by a thread as long as something is.
+        """
 
     def settle(self) -> Steps:
         """Wait until all that was enqueued on a device has ended, if operations end before that."""

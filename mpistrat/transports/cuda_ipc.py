@@ -44,11 +44,11 @@ class CudaIpcTransport(Transport):
     """
 
     name = "cuda_ipc"
-    peers_read = True
 
     def __init__(self, group: Group, device: Device | None = None) -> None:
         super().__init__(group)
         self.device = self._device = device or CudaDevice()
+        self.peers_read = group.size > 1
         self._stream = self._device.stream()
         self._meeting = NodeWindow(group)
         self._arenas: list[DeviceArray] = []

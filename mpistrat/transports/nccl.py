@@ -217,17 +217,12 @@ class NcclTransport(Transport):
             yield from self._operation(calls, [], connects=not pairs <= self._connected).run()
             self._connected |= pairs
 
-    def watch(self, must_wait: Callable[[], bool], has_given_up: Callable[[], bool]) -> None:
-        """Let operations end, from now on, when they are enqueued: the caller's stream waits for them, and not the host.
-
-        Parameters
-        ----------
-        must_wait : callable
-            Whether the present one is to end when it is done all the same.
-        has_given_up : callable
-            Whether a peer has, so that what is under way will not end. A thread asks this, and NCCL, as long as something is.
-        """
-        self._watcher = NcclWatcher(f"nccl watcher {self.group.name}", self._device, self._check, must_wait, has_given_up)
+    def watch(self, must_wait: Callable[[], bool], peer_has_aborted: Callable[[], bool]) -> None:
+        """Let operations end, from now on, when they are enqueued: the caller's stream waits for them, and not the host."""
+        if self._watcher is None:
+            self._watcher = NcclWatcher(
+                f"nccl watcher {self.group.name}", self._device, self._check, must_wait, peer_has_aborted
+            )
 
     def settle(self) -> Steps:
         """Wait until all that was enqueued has ended, well or not."""
@@ -332,15 +327,15 @@ class NcclTransport(Transport):
             self._check()
 
     def _check(self) -> None:
-        """Raise what NCCL has found out by itself, such as a broken link to a peer, or that a peer has given up."""
+        """Raise what NCCL has found out by itself, such as a broken link to a peer, or that a peer has aborted."""
         with self._lock:
             if not self._failure:
                 try:
                     self._comm.check_async_error()
                 except Exception as error:  # CuPy raises KeyError for results that it has no name for
                     self._abort(f"{error}")
-            if not self._failure and self._watcher is not None and self._watcher.has_given_up():
-                self._abort("a rank of this node has given up")
+            if not self._failure and self._watcher is not None and self._watcher.peer_has_aborted():
+                self._abort("another rank has given up")
         if self._failure:
             raise TransportError(f"{self.group.name}: NCCL has failed: {self._failure}; make a new strategy to go on")
 
@@ -385,8 +380,7 @@ class NcclTransport(Transport):
                 found[0].abort()
             text = next(filter(None, problems))
             raise TransportError(
-                f"{self.group.name}: NCCL could not join {ranks_text(failed)}: {text}. NCCL_DEBUG=WARN shows more; "
-                "MPISTRAT_INTRA_TRANSPORT=cuda_ipc works without NCCL"
+                f"{self.group.name}: NCCL could not join {ranks_text(failed)}: {text}. NCCL_DEBUG=WARN shows more"
             )
         return found[0]
 
@@ -441,7 +435,7 @@ class NcclTransport(Transport):
         if problem:
             raise TransportError(
                 f"{self.group.name}: NCCL could not begin on rank {self.group.ranks[0]}: {problem}. NCCL_DEBUG=WARN shows "
-                "more, NCCL_SOCKET_IFNAME names the network interface; MPISTRAT_INTRA_TRANSPORT=cuda_ipc works without NCCL"
+                "more, NCCL_SOCKET_IFNAME names the network interface"
             )
         return identifier
 

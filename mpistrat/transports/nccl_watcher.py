@@ -27,8 +27,8 @@ class NcclWatcher:
         On which it was enqueued.
     check : callable
         Raises TransportError where it will not end, after it has been aborted.
-    must_wait, has_given_up : callable
-        Kept for whoever enqueues it: whether the host is to wait for the present operation, and whether a peer has given up.
+    must_wait, peer_has_aborted : callable
+        Kept for whoever enqueues it: whether the host is to wait for the present operation, and whether a peer has aborted.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class NcclWatcher:
         device: Device,
         check: Callable[[], None],
         must_wait: Callable[[], bool],
-        has_given_up: Callable[[], bool],
+        peer_has_aborted: Callable[[], bool],
     ) -> None:
         self._device, self._check = device, check
-        self.must_wait, self.has_given_up = must_wait, has_given_up
+        self.must_wait, self.peer_has_aborted = must_wait, peer_has_aborted
         self._under_way: deque[Event] = deque()
         self._has_work, self._is_stopped = threading.Event(), False
         # a daemon: a program that ends waits for nothing that was only enqueued

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 __all__ = ["CALL", "ENTERED", "LEAST_SMALL_BYTES", "RESULT", "NodeWindow", "window_refusal"]
 
 HEADER_BYTES = 256
-ENTERED, CALL, FACTS, RELEASED, GIVEN_UP, RESULT = 0, 1, 4, 16, 17, 24
+ENTERED, CALL, FACTS, RELEASED, RESULT = 0, 1, 4, 16, 24
 """Offsets of a rank's control words, in units of 8 bytes: barriers entered; in the same cache line the words of the last two
-calls, and three facts of each; results released; whether it has given up; small results published."""
+calls, and three facts of each; results released; small results published."""
 LEAST_SMALL_BYTES, MOST_SMALL_BYTES, ALL_SMALL_BYTES = 1 << 15, 1 << 18, 1 << 20
 """Bounds of the size of a slot for small arrays, and of the slots of all ranks together: every rank reads those of all."""
 SMALL_SLOTS = 4
@@ -124,14 +124,6 @@ class NodeWindow:
             self.fence_memory()
         self.own[RELEASED] = self._released
         return self._released
-
-    def give_up(self) -> None:
-        """Publish that this rank has left a call before its end, and enters no other one."""
-        self.own[GIVEN_UP] = 1
-
-    def has_given_up(self) -> bool:
-        """Return whether a rank has."""
-        return any(words[GIVEN_UP] for words in self.words)
 
     def fence(self, mark: int) -> Steps:
         """Wait until every peer has called `release` as often as this rank had for `mark`."""

@@ -16,7 +16,6 @@ from mpistrat.device import binding
 from mpistrat.device.kernels import TYPES, fold_into_kernel, fold_kernel, move_kernel
 from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
-from mpistrat.topology.world import World
 from tests.gpu import on_host
 from tests.gpu.stand_in import StandInDevice
 from tests.gpu.stand_in_arrays import Namespace
@@ -29,15 +28,14 @@ __all__ = ["all_kernels", "stand_in"]
 
 
 @contextmanager
-def stand_in(comm: MPI.Intracomm, world: World, has_nccl: bool = True) -> Iterator[StandInDevice]:
-    """Bind a stand-in device, each rank of a node to its own; NCCL joins those of a node. A collective call."""
+def stand_in(comm: MPI.Intracomm, has_nccl: bool = True) -> Iterator[StandInDevice]:
+    """Bind a stand-in device, each rank to its own; NCCL may join any ranks. A collective call."""
     if on_host.missing():
         pytest.skip(on_host.missing())
     device = StandInDevice(comm.rank)
     device.kernels = all_kernels(comm)
     device.namespace = Namespace(device)
-    node = comm.Split(world.place(comm.rank).node_index, comm.rank)
-    library = StandInNccl(device, node)
+    library = StandInNccl(device, comm)
     library.available = has_nccl
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mpistrat.transports.nccl._cupy_nccl", lambda: library)
@@ -47,7 +45,6 @@ def stand_in(comm: MPI.Intracomm, world: World, has_nccl: bool = True) -> Iterat
         finally:
             binding.bind(None)
             device.close()
-            node.Free()
 
 
 def all_kernels(comm: MPI.Intracomm) -> on_host.HostKernels:

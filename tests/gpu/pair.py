@@ -19,12 +19,14 @@ class Pair:
         self.comm, self.world, self.has_nccl = comm, world, has_nccl
 
     def __enter__(self):
-        self.bound = stand_in(self.comm, self.world, self.has_nccl)
+        self.bound = stand_in(self.comm, self.has_nccl)
         self.device = self.bound.__enter__()
         self.gpu = Communicator(Hierarchy(self.comm, self.world))
         self.host = Communicator(Hierarchy(self.comm, self.world), uses_gpu=False)
-        self.rank, self.size = self.gpu.rank, self.gpu.size
-        self.library = getattr(self.gpu._gpu.executor.intra, "_nccl", None)
+        self.rank, self.size, self.download = self.gpu.rank, self.gpu.size, self.device.get
+        executor = self.gpu._gpu.executor
+        self.nccl = executor.transports.everywhere or executor.intra
+        self.library = getattr(self.nccl, "_nccl", None)
         return self
 
     def __exit__(self, *error):

@@ -156,9 +156,9 @@ def _seconds(transport: str, num_ranks: int) -> float:
     return 120.0 if transport == "nccl" and num_ranks > 2 else 60.0
 
 
-def _strategy(shape: str, transport: str = "auto", needs: Sequence[Need] = ()) -> Probe:
-    by = "" if transport == "auto" else f", by {transport} inside nodes"
-    environ = {**_ON_GPU, "MPISTRAT_VIRTUAL_NODES": shape, "MPISTRAT_INTRA_TRANSPORT": transport}
+def _strategy(shape: str, transport: str = "auto", needs: Sequence[Need] = (), **environ_between: str) -> Probe:
+    by = "" if transport == "auto" else f", by {transport} inside nodes{' and between them' if environ_between else ''}"
+    environ = {**_ON_GPU, "MPISTRAT_VIRTUAL_NODES": shape, "MPISTRAT_INTRA_TRANSPORT": transport, **environ_between}
     return Probe(
         f"strategy {shape}{by}",
         "every verb of a strategy on device arrays, through all layers, against NumPy",
@@ -331,6 +331,7 @@ PROBES: tuple[Probe, ...] = (
         "with several ranks on a GPU",
     ),
     _strategy("2x2", "nccl", (_nccl, _several_ranks_per_gpu)),
+    _strategy("2x2", "nccl", (_nccl, _several_ranks_per_gpu), MPISTRAT_INTER_TRANSPORT="nccl"),
     Probe(
         "nccl deadline",
         "a collective of NCCL that one rank alone enters is ended by its deadline, and the GPU is free again",

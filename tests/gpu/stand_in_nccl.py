@@ -6,6 +6,7 @@ import ctypes
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -18,21 +19,21 @@ from tests.gpu.stand_in import UNFINISHED, StandInDevice
 __all__ = ["StandInNccl"]
 
 CONNECT_SECONDS = 10.0
-_CONNECT_TAG = 1
+_CONNECT_TAG, _JOIN_TAG = 1, 2
 
 _TYPES = {"INT8": "i1", "UINT8": "u1", "INT32": "i4", "UINT32": "u4", "INT64": "i8", "UINT64": "u8", "FLOAT32": "f4"}
 _TYPES |= {"FLOAT64": "f8"}
 
 
 class StandInNccl:
-    """What `cupy.cuda.nccl` offers, for one group of ranks.
+    """What `cupy.cuda.nccl` offers.
 
     Parameters
     ----------
     device : StandInDevice
         Whose streams are meant.
     comm : MPI.Intracomm
-        Joins the ranks; all of them make this object together.
+        Has all ranks that may join; they make this object together.
     version : int
         What to report.
     """
@@ -47,14 +48,16 @@ class StandInNccl:
         self.error = ""
         self.aborted = self.destroyed = 0
         self.calls: Counter[str] = Counter()
+        self.communicators: list[_Communicator] = []
+        self._numbers = count()
         for name, code in _TYPES.items():
             setattr(self, f"NCCL_{name}", np.dtype(code))
 
     def get_version(self) -> int:
         return self.version
 
-    def get_unique_id(self) -> bytes:
-        return b"stand-in"
+    def get_unique_id(self) -> tuple[int, int]:
+        return self.comm.rank, next(self._numbers)
 
     def groupStart(self) -> None:  # noqa: N802 - NCCL's names
         assert self.grouped is None
@@ -84,15 +87,31 @@ class StandInNccl:
 
         self.device.streams[stream].put(work)
 
-    def NcclCommunicator(self, size: int, identifier: bytes, rank: int) -> _Communicator:  # noqa: N802
+    def NcclCommunicator(self, size: int, identifier: tuple[int, int], rank: int) -> _Communicator:  # noqa: N802
         assert self.device.is_active(), "the communicator would join with GPU 0"
-        assert (size, identifier, rank) == (self.comm.size, b"stand-in", self.comm.rank)
-        return _Communicator(self)
+        members = self.comm.group.Incl(self._meet(size, *identifier, rank))
+        self.communicators.append(_Communicator(self, self.comm.Create_group(members)))
+        assert self.communicators[-1].comm.rank == rank
+        return self.communicators[-1]
+
+    def _meet(self, size: int, root: int, number: int, rank: int) -> np.ndarray:
+        """Return which ranks join, in their order: they tell the one that made the identifier, and that one tells all."""
+        ranks, tag = np.full(size, self.comm.rank), _JOIN_TAG + number
+        if self.comm.rank != root:
+            told = np.array([rank, self.comm.rank])
+            _await_peers([self.comm.Isend(told, root, tag), self.comm.Irecv(ranks, root, tag)], "communicator")
+            return ranks
+        for _ in range(size - 1):
+            told = np.empty(2, np.int64)
+            _await_peers([self.comm.Irecv(told, MPI.ANY_SOURCE, tag)], "communicator")
+            ranks[told[0]] = told[1]
+        _await_peers([self.comm.Isend(ranks, peer, tag) for peer in ranks if peer != root], "communicator")
+        return ranks
 
 
 class _Communicator:
-    def __init__(self, library: StandInNccl) -> None:
-        self._library, self._comm = library, library.comm
+    def __init__(self, library: StandInNccl, comm: MPI.Intracomm) -> None:
+        self._library, self.comm = library, comm
         self._sent: deque[np.ndarray] = deque(maxlen=1000)
         self._connected: set[str] = set()
 
@@ -110,47 +129,45 @@ class _Communicator:
         """Wait on the host for all ranks at the first call of a verb, as NCCL does."""
         self._library.calls[verb] += 1
         if verb not in self._connected:
-            _await_peers([self._comm.Ibarrier()], verb)
+            _await_peers([self.comm.Ibarrier()], verb)
             self._connected.add(verb)
 
     def allReduce(self, send: int, receive: int, count: int, kind: Any, op: Any, stream: int) -> None:  # noqa: N802
         self._connect("allReduce")
         self._issue(
-            stream, lambda: self._comm.Iallreduce(self._copy(send, count, kind), _at(receive, count, kind), mpi_op(op, kind))
+            stream, lambda: self.comm.Iallreduce(self._copy(send, count, kind), _at(receive, count, kind), mpi_op(op, kind))
         )
 
     def reduce(self, send: int, receive: int, count: int, kind: Any, op: Any, root: int, stream: int) -> None:
         self._connect("reduce")
-        target = lambda: _at(receive, count, kind) if self._comm.rank == root else None  # noqa: E731
-        self._issue(stream, lambda: self._comm.Ireduce(self._copy(send, count, kind), target(), mpi_op(op, kind), root))
+        target = lambda: _at(receive, count, kind) if self.comm.rank == root else None  # noqa: E731
+        self._issue(stream, lambda: self.comm.Ireduce(self._copy(send, count, kind), target(), mpi_op(op, kind), root))
 
     def broadcast(self, send: int, receive: int, count: int, kind: Any, root: int, stream: int) -> None:
         self._connect("broadcast")
         assert send == receive
-        self._issue(stream, lambda: self._comm.Ibcast(_at(receive, count, kind), root))
+        self._issue(stream, lambda: self.comm.Ibcast(_at(receive, count, kind), root))
 
     def reduceScatter(self, send: int, receive: int, count: int, kind: Any, op: Any, stream: int) -> None:  # noqa: N802
         self._connect("reduceScatter")
-        whole = count * self._comm.size
+        whole = count * self.comm.size
         self._issue(
             stream,
-            lambda: self._comm.Ireduce_scatter_block(
-                self._copy(send, whole, kind), _at(receive, count, kind), mpi_op(op, kind)
-            ),
+            lambda: self.comm.Ireduce_scatter_block(self._copy(send, whole, kind), _at(receive, count, kind), mpi_op(op, kind)),
         )
 
     def allGather(self, send: int, receive: int, count: int, kind: Any, stream: int) -> None:  # noqa: N802
         self._connect("allGather")
-        whole = count * self._comm.size
-        self._issue(stream, lambda: self._comm.Iallgather(self._copy(send, count, kind), _at(receive, whole, kind)))
+        whole = count * self.comm.size
+        self._issue(stream, lambda: self.comm.Iallgather(self._copy(send, count, kind), _at(receive, whole, kind)))
 
     def send(self, send: int, count: int, kind: Any, peer: int, stream: int) -> None:
-        self._pair(self._comm.Issend, "send", peer)
-        self._issue(stream, lambda: self._comm.Isend(self._copy(send, count, kind), peer))
+        self._pair(self.comm.Issend, "send", peer)
+        self._issue(stream, lambda: self.comm.Isend(self._copy(send, count, kind), peer))
 
     def recv(self, receive: int, count: int, kind: Any, peer: int, stream: int) -> None:
-        self._pair(self._comm.Irecv, "recv", peer)
-        self._issue(stream, lambda: self._comm.Irecv(_at(receive, count, kind), peer))
+        self._pair(self.comm.Irecv, "recv", peer)
+        self._issue(stream, lambda: self.comm.Irecv(_at(receive, count, kind), peer))
 
     def _pair(self, start: Callable[..., MPI.Request], verb: str, peer: int) -> None:
         """Have the call, or its group, wait on the host for a peer that nothing was sent to, or received from, before."""

@@ -252,7 +252,7 @@ def test_what_goes_by_way_of_the_host_is_said_once(comm, world, monkeypatch, tmp
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "auto")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("mpistrat.execution.device_rails._said", set())
-    with stand_in(comm, world):
+    with stand_in(comm):
         for _ in range(2):
             communicator = Communicator(Hierarchy(comm, world))
             communicator.close()
@@ -271,7 +271,7 @@ def test_wrong_values_from_an_mpi_that_was_named_are_raised_on_all(comm, world, 
     monkeypatch.setattr("mpistrat.transports.cuda_aware.CudaAwareRing.first_exchange", lambda self: wrong)
     hierarchy = Hierarchy(comm, world)
     with (
-        stand_in(comm, world),
+        stand_in(comm),
         pytest.raises(TransportError, match="planted: wrong values, and MPISTRAT_MPI_GPU=on was set"),
     ):
         Communicator(hierarchy)
@@ -290,7 +290,7 @@ def test_a_rail_that_delivers_nothing_is_raised_on_all(comm, world, monkeypatch)
 
     monkeypatch.setattr("mpistrat.transports.cuda_aware.CudaAwareRing.first_exchange", first_exchange)
     hierarchy = Hierarchy(comm, world)
-    with stand_in(comm, world), pytest.raises(TransportError, match="planted: rail 0 is late"):
+    with stand_in(comm), pytest.raises(TransportError, match="planted: rail 0 is late"):
         Communicator(hierarchy)
     hierarchy.close()
 
@@ -332,7 +332,7 @@ def test_nccl_is_refused_where_a_node_has_none(comm):
 @needs_ranks(2)
 def test_a_transport_that_one_rank_cannot_make_nobody_takes(comm, monkeypatch):
     world = World.from_shape(f"1x{comm.size}")
-    with stand_in(comm, world) as device:
+    with stand_in(comm) as device:
         allocate, failed = device.allocate, []
 
         def fail_once(nbytes):
@@ -355,7 +355,7 @@ def test_a_transport_that_is_named_and_does_not_serve_is_refused_on_all(comm, mo
     hierarchy = Hierarchy(comm, world)
     reason = {"nccl": "nccl: CuPy finds no libnccl", "shared_memory": "shared_memory moves memory of the host"}[named]
     with (
-        stand_in(comm, world, has_nccl=False),
+        stand_in(comm, has_nccl=False),
         pytest.raises(TransportError, match=f"={named} cannot move memory of GPUs here: node0: {reason}.*Accepted are auto"),
     ):
         Communicator(hierarchy)

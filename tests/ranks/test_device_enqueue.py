@@ -1,4 +1,4 @@
-"""On one node a call on arrays of GPUs ends when NCCL has been given its work: nothing waits on the host that need not."""
+"""Where NCCL joins all ranks a call ends when it has been given its work: nothing waits on the host that need not."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import TransportError, UnavailableError
 from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
 from tests.gpu.pair import Pair, values
@@ -24,13 +25,20 @@ SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 SOON_SECONDS = 5.0
 
 
+def pytest_generate_tests(metafunc):
+    if "node" in metafunc.fixturenames:
+        size = start().size
+        metafunc.parametrize("node", {2: ["1x2", "2x1"], 4: ["1x4", "2x2"]}.get(size, [f"1x{size}"]), indirect=True)
+
+
 @pytest.fixture
-def node(comm, monkeypatch):
-    """Give collectives on one node, whose plans have several chunks."""
+def node(comm, request, monkeypatch):
+    """Give collectives on one node, whose plans have several chunks; or on several that NCCL joins."""
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "4096")
-    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
-        pair.of_nccl = pair.gpu._gpu.executor.intra._stream
+    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "nccl")
+    with Pair(comm, World.from_shape(request.param)) as pair:
+        pair.of_nccl = pair.nccl._stream
         yield pair
 
 
@@ -41,15 +49,15 @@ def wait_until(condition):
         time.sleep(0.001)
 
 
-def held_call(pair, call):
+def held_call(pair, call, stream=None):
     """Make a call while NCCL's stream gets on no further; it gets on when the call has ended, or some time after."""
-    before = pair.device.current_stream().record()
+    before, held = pair.device.current_stream().record(), stream or pair.of_nccl
     wait_until(before.done)
-    pair.device.held = pair.of_nccl
+    pair.device.held = held
     release = threading.Timer(SOON_SECONDS, lambda: setattr(pair.device, "held", None))
     release.start()
     results = call()
-    assert pair.device.held is pair.of_nccl, "the call has waited for NCCL"
+    assert pair.device.held is held, "the call has waited for NCCL"
     release.cancel()
     pair.device.held = None
     return results
@@ -74,6 +82,20 @@ def test_every_verb_ends_when_nccl_has_been_given_its_work(node):
             found = held_call(node, lambda call=call: call(up, gpu))
             for one, wanted in zip(*([x] if type(x) is not list else x for x in (found, expected)), strict=True):
                 np.testing.assert_array_equal(node.device.get(one), wanted)
+
+
+def test_so_does_a_plan_in_phases(node):
+    """NCCL combines inside nodes, along the rails, and inside again: each in a communicator of its own."""
+    options, given = CommunicationOptions(algorithm="hierarchical"), values(9000, np.float32, node.rank)
+    inside = node.gpu._gpu.executor.intra
+    if inside.name == "nccl":
+        node.gpu.all_reduce(SUM, node.up(given), options)
+        calls = node.library.calls.copy()
+        found = held_call(node, lambda: node.gpu.all_reduce(SUM, node.up(given), options), inside._stream)
+        np.testing.assert_array_equal(node.device.get(found), node.host.all_reduce(SUM, given, options))
+        phases = {"reduceScatter": 1, "allReduce": 1, "allGather": 1} if node.world.num_nodes > 1 else {"allReduce": 1}
+        assert node.library.calls - calls == phases
+        assert len(node.library.communicators) == (3 if node.world.num_nodes > 1 else 1)
 
 
 def test_a_call_with_a_deadline_and_one_whose_time_is_taken_wait_for_their_end(node):
@@ -105,7 +127,7 @@ def test_what_nccl_finds_out_later_is_raised_by_the_next_call(node):
     node.comm.Barrier()
     with pytest.raises((TransportError, UnavailableError), match=r"planted: a GPU fell off the bus|given up|gave up"):
         node.gpu.all_reduce(SUM, given)
-    assert node.library.aborted == 1
+    assert node.library.aborted == len(node.library.communicators)
     node.comm.Barrier()
     node.device.held = None
 
@@ -120,14 +142,14 @@ def test_a_rank_that_fails_when_all_have_met_leaves_no_kernel_waiting(node, monk
             time.sleep(0.2)
             raise RuntimeError("planted: no kernel can be launched")
 
-        monkeypatch.setattr(node.gpu._gpu.executor.intra, "_issue", fail)
+        monkeypatch.setattr(node.nccl, "_issue", fail)
         with pytest.raises(RuntimeError, match="planted"):
             node.gpu.all_reduce(SUM, given)
     else:
         with suppress(TransportError):  # where it is late, and rank 0 has failed before
             node.gpu.all_reduce(SUM, given)
     wait_until(lambda: node.library.aborted)
-    with pytest.raises((TransportError, UnavailableError), match=r"a rank of this node has given up|gave up|did not end"):
+    with pytest.raises((TransportError, UnavailableError), match=r"another rank has given up|gave up|did not end"):
         node.gpu.all_reduce(SUM, given)
     node.comm.Barrier()
 
@@ -136,7 +158,7 @@ def test_kernels_of_two_communicators_begin_in_the_order_of_the_program(node):
     """On whichever streams the program calls them: those of one GPU would wait for those of another for ever."""
     given = values(100, np.float32, node.rank)
     with Communicator(Hierarchy(node.comm, node.world)) as other:
-        of_other = other._gpu.executor.intra._stream
+        of_other = other._gpu.executor.transports.everywhere._stream
         first, second = node.up(given), node.up(given)
         for communicator in (node.gpu, other):
             communicator.all_reduce(SUM, first)

@@ -27,7 +27,7 @@ def on_nodes(comm, shape, monkeypatch) -> Iterator[tuple]:
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
     monkeypatch.setenv("MPISTRAT_ALLOW_SHARED_GPU", "1")
     monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "4KiB")
-    with stand_in(comm, World.from_shape(shape)) as device:
+    with stand_in(comm) as device:
         strategy = mpistrat.MultiWorkerMirroredStrategy()
         yield strategy, device
         strategy.close()
@@ -40,7 +40,7 @@ def test_every_verb_on_device_arrays(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_ALLOW_SHARED_GPU", "1")
     monkeypatch.setattr(verbs_rank, "SHAPES", ((), (1,), (3, 5), (0, 4), (33, 17), (5001,)))
     monkeypatch.setattr(verbs_rank, "DTYPES", ("float32", "int16", ml_dtypes.bfloat16))
-    with stand_in(comm, World.from_shape("2x2")):
+    with stand_in(comm):
         strategy = mpistrat.MultiWorkerMirroredStrategy()
         assert "staged" in verbs_rank._path(strategy)
         [compared] = strategy.experimental_local_results(strategy.run(verbs_rank._try_all, args=(strategy,)))
@@ -52,7 +52,7 @@ def test_a_call_of_a_rank_alone_is_timed(comm):
     if comm.size > 1:
         pytest.skip("one rank is meant")
     world = World.from_shape("1x1")
-    with stand_in(comm, world) as device:
+    with stand_in(comm) as device:
         communicator = Communicator(Hierarchy(comm, world))
         figures = call_time.measure(communicator, device, calls=1)
         communicator.close()
@@ -64,7 +64,7 @@ def test_a_rank_alone_is_compared_with_a_copy(comm):
     if comm.size > 1:
         pytest.skip("one rank is meant")
     world = World.from_shape("1x1")
-    with stand_in(comm, world) as device:
+    with stand_in(comm) as device:
         communicator = Communicator(Hierarchy(comm, world))
 
         def raw(source, target, count, stream):
@@ -85,7 +85,7 @@ def test_a_rank_alone_is_compared_with_a_copy(comm):
 def test_every_kernel_at_odd_offsets(comm):
     if comm.size > 1:
         pytest.skip("one rank is meant")
-    with stand_in(comm, World.from_shape("1x1")) as device:
+    with stand_in(comm) as device:
         assert sanitizer.try_all(device) > 600
         assert {*sanitizer.kernels()} == {*device.kernels._moves, *device.kernels._folds}
 
@@ -129,7 +129,7 @@ def test_strategies_are_opened_and_closed(comm, monkeypatch):
         pytest.skip("two ranks are meant")
     monkeypatch.setenv("MPISTRAT_ALLOW_SHARED_GPU", "1")
     held = iter([{"threads": 3, "files": 7}, {"threads": 5, "files": 7}])
-    with stand_in(comm, World.from_shape("1x2")):
+    with stand_in(comm):
         figures = open_close.open_and_close(6, 3, (1 << 10, 1 << 14), lambda barrier: next(held))
     assert figures == {"rounds": 6, "threads_growth": 2, "files_growth": 0}
 

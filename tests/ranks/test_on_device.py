@@ -13,7 +13,6 @@ from mpistrat.context.values import PerReplica
 from mpistrat.device import binding
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.tools.train_digits import train
-from mpistrat.topology.world import World
 from tests.gpu.bound import stand_in
 from tests.launches import needs_ranks
 from tests.variable_matrix import CELLS, check_cell
@@ -26,7 +25,7 @@ def bound(comm, shape):
     """Bind stand-in devices of ranks on virtual nodes of a shape."""
     if comm.size not in SHAPES:
         pytest.skip("devices that dawdle take many cores; four of them show all there is")
-    with pytest.MonkeyPatch.context() as patch, stand_in(comm, World.from_shape(shape)) as device:
+    with pytest.MonkeyPatch.context() as patch, stand_in(comm) as device:
         patch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
         yield device
 

@@ -95,7 +95,7 @@ def test_a_setting_reads_its_type(setting: Setting[object], text: str, expected:
         (settings.STRICT, "2", "1, true, yes, on, 0, false, no and off are accepted"),
         (settings.ALGORITHM, "best", "auto, flat, leader, hierarchical, pipelined are accepted"),
         (settings.INTRA_TRANSPORT, "gloo", "auto, shared_memory, mpi, nccl, cuda_ipc, staged are accepted"),
-        (settings.INTER_TRANSPORT, "tcp", "auto, mpi_ring, mpi are accepted"),
+        (settings.INTER_TRANSPORT, "tcp", "auto, mpi_ring, mpi, nccl are accepted"),
         (settings.CHUNK_BYTES, "much", "a number and B, KiB"),
         (settings.TIMEOUT_SECONDS, "-1", "a number of seconds >= 0 is accepted"),
         (settings.TIMEOUT_SECONDS, "soon", "a number of seconds >= 0 is accepted"),

@@ -23,6 +23,7 @@ H200 = Machine(["NVIDIA H200"], {"CuPy": "14.2.0", "NCCL": "2.32.3", "Open MPI":
 SEVERAL, HOST_IDS = "with several ranks on a GPU", "with a host id for every rank"
 BY_NCCL = (
     "strategy 2x2, by nccl inside nodes",
+    "strategy 2x2, by nccl inside nodes and between them",
     "first fault, by nccl",
     "streams 2x2, by nccl",
     "open and close 1x2, by nccl",
@@ -60,7 +61,7 @@ def test_without_a_gpu_everything_says_why_it_is_left_out(tmp_path):
     assert min(ran.values()) > 1000
     # whoever adds a probe counts here: one that is lost is not missed by itself
     reasons = Counter(case["reason"] for case in evidence["cases"] if case["outcome"] == "skipped")
-    assert reasons == {why: 45}
+    assert reasons == {why: 46}
     assert not changed_since(evidence)
     assert evidence["environment"]["MPISTRAT_STRICT"] == "1"
 
@@ -149,7 +150,7 @@ def test_the_libraries_that_are_loaded_are_found():
 
 def test_four_ranks_of_nccl_have_more_time():
     longer = {probe.name for probe in PROBES if probe.num_ranks == 4 and "nccl" in probe.name}
-    assert len(longer) == 8
+    assert len(longer) == 9
     assert min(probe.seconds for probe in PROBES if probe.name in longer) >= 120
     assert max(probe.seconds for probe in PROBES) < gpu_evidence.BUDGET_SECONDS
 

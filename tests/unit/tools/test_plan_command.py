@@ -193,6 +193,8 @@ def test_on_gpus_it_says_which_transports_are_used_and_why(
         "inside nodes cuda_ipc: set by MPISTRAT_INTRA_TRANSPORT",
         "between nodes staged over mpi: set by MPISTRAT_INTER_TRANSPORT",
     ]
+    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "nccl")
+    assert _ways(capsys, "2x4")[1].startswith("between nodes nccl: set by MPISTRAT_INTER_TRANSPORT; auto is one call of NCCL")
     code, _, err = run(capsys, "--world", "2x4", "--bytes", "64", "--device", "gpu", "--scale")
     assert (code, err) == (
         2,

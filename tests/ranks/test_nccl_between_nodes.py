@@ -1,0 +1,227 @@
+"""NCCL between nodes, where it is asked for: one communicator joins all ranks. The stand-in's streams dawdle."""
+
+from __future__ import annotations
+
+from itertools import repeat
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mpistrat.communicator.communicator import Communicator
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.device.kernels import TYPES
+from mpistrat.errors import AgreementError, DeadlineExceededError, TransportError, UnavailableError
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.reduction import ReduceOp, accumulation_dtype
+from mpistrat.testing.transport_cases import operations
+from mpistrat.topology.world import World
+from mpistrat.transports.nccl import nccl_refusal
+from tests.gpu import stand_in_nccl
+from tests.gpu.bound import stand_in
+from tests.gpu.pair import Pair, values
+from tests.launches import needs_ranks, up_to_ranks
+
+pytestmark = [needs_ranks(4), up_to_ranks(4)]
+
+SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.fixture(params=["2x2", "3+1"])
+def nodes(request, monkeypatch):
+    """Give a world of several nodes, with NCCL asked for between them."""
+    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "nccl")
+    return World.from_shape(request.param)
+
+
+@pytest.fixture
+def pair(comm, nodes):
+    with Pair(comm, nodes) as pair:
+        yield pair
+
+
+def test_every_operation_on_every_dtype_in_and_out_of_place(pair):
+    for op in ReduceOp:
+        for is_refused in (False, True):
+            dtypes = [one for one in TYPES if op in operations(one) and is_refused == bool(refusal(one, op))]
+            arrays = [
+                values(shape, dtype, pair.rank, op) * np.array(pair.size if op is MEAN else 1).astype(dtype)
+                for dtype in dtypes
+                for shape in ((5, 3), (0,), (257,))
+            ]
+            calls = pair.library.calls.copy()
+            expected, given = pair.host.all_reduce(op, arrays), list(map(pair.up, arrays))
+            for out in (None, given):
+                for found, wanted in zip(pair.gpu.all_reduce(op, given, out=out), expected, strict=True):
+                    np.testing.assert_array_equal(pair.device.get(found), wanted)
+            assert dtypes or is_refused
+            assert is_refused == (pair.library.calls == calls), f"{op} of {dtypes}"
+
+
+def refusal(dtype, op):
+    return nccl_refusal(accumulation_dtype(op, dtype), op)
+
+
+def test_one_array_and_a_few_large_ones_are_not_copied(pair):
+    for counts in ([7], [1 << 18, 1 << 18]):
+        given = [values(count, np.float32, seed + pair.rank) for seed, count in enumerate(counts)]
+        pair.compare(SUM, given)
+        pair.compare(MEAN, given)
+    assert pair.gpu.memory_report().device_bytes == 0
+
+
+@pytest.mark.parametrize("algorithm", ["flat", "leader", "hierarchical", "pipelined"])
+def test_every_algorithm_in_many_chunks_again_and_again(comm, nodes, monkeypatch, algorithm):
+    """Also where one rank waits for each kernel and the others for none: all must give them to their GPUs in one order."""
+    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "4096")
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    options = CommunicationOptions(algorithm=algorithm)
+    with Pair(comm, nodes) as pair:
+        for turn in range(4):
+            pair.gpu.timeline.enabled = turn > 1 and pair.rank == turn
+            pair.compare(SUM, [values(9000, np.float32, 5 * turn + pair.rank), values(77, BF16, turn)], options)
+            pair.compare(MEAN, [values(500, np.int32, turn + pair.rank)], options)
+            pair.compare(SUM, [values(300, np.float32, turn)])  # on the communicator of all ranks, in turn with the others
+        assert not pair.gpu.hierarchy.call.unconfirmed, "all ranks have compared their calls before"
+
+
+def test_calls_with_a_deadline_started_ones_and_those_in_order(pair):
+    given = [values(3000, np.float32, pair.rank), values(7, np.float64, pair.rank)]
+    for options in (CommunicationOptions(timeout_seconds=60.0), CommunicationOptions(deterministic=True)):
+        pair.compare(SUM, given, options)
+    for _ in range(2):
+        works = [pair.gpu.start_all_reduce(SUM, pair.up(array)) for array in given]
+        for work, array in zip(works, given, strict=True):
+            np.testing.assert_array_equal(pair.device.get(work.wait()), pair.host.all_reduce(SUM, array))
+
+
+def test_casts_between_nodes_stay(pair):
+    options = CommunicationOptions(wire_dtype="bfloat16", algorithm="hierarchical")
+    array = np.full((8, 3), 1 + 2**-10, np.float32)  # which bfloat16 rounds to 1
+    for verb in ("all_reduce", "reduce_scatter"):
+        found, expected = getattr(pair.gpu, verb)(SUM, pair.up(array), options=options), np.full((8, 3), 4.0)
+        np.testing.assert_array_equal(pair.device.get(found), expected[: found.shape[0]])
+
+
+def test_ranks_of_which_one_cannot_join_its_rail_raise_together(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "nccl")
+    monkeypatch.setattr(stand_in_nccl, "CONNECT_SECONDS", 0.5)
+    with Pair(comm, World.from_shape("2x2")) as pair:
+        join, given = pair.library.NcclCommunicator, [values(100, np.float32, pair.rank)]
+
+        def fail(*arguments):
+            raise RuntimeError("planted: no memory of the GPU is left")
+
+        options = CommunicationOptions(algorithm="hierarchical")
+        with monkeypatch.context() as patch:
+            if pair.rank == 3:
+                patch.setattr(pair.library, "NcclCommunicator", fail)
+            with pytest.raises(TransportError, match=r"cannot move memory of GPUs here: rail 1: NCCL could not join.*Accepted"):
+                pair.gpu.all_reduce(SUM, list(map(pair.up, given)), options)
+        assert pair.library.NcclCommunicator == join
+        pair.compare(SUM, given)  # nothing is out of step
+        pair.compare(SUM, given, options)
+
+
+def test_the_plan_says_why(pair):
+    explained = str(pair.gpu.explain(pair.up(np.ones(1000, np.float32))))
+    assert "MPISTRAT_INTER_TRANSPORT=nccl joins all ranks, and NCCL chooses how" in explained
+    assert "nccl inside nodes, nccl between nodes" in explained
+
+
+def test_without_being_asked_it_is_not_taken_and_the_plan_says_so(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_MPI_GPU", "off")
+    hint = "NCCL was not measured there, and auto does not take it: MPISTRAT_INTER_TRANSPORT=nccl does"
+    with Pair(comm, World.from_shape("2x2")) as pair:
+        calls = pair.library.calls["allReduce"]
+        pair.compare(SUM, [values(1000, np.float32, pair.rank)], CommunicationOptions(algorithm="flat"))
+        assert pair.library.calls["allReduce"] == calls
+        assert hint in str(pair.gpu.explain(pair.up(np.ones(1000, np.float32))))
+    for has_nccl in (True, False):
+        with Pair(comm, World.from_shape("4x1"), has_nccl=has_nccl) as pair:
+            assert (hint in pair.gpu.path) == has_nccl
+
+
+@pytest.mark.parametrize("who", [0, 3])
+def test_ranks_of_which_one_cannot_join_raise_together(comm, nodes, monkeypatch, who):
+    monkeypatch.setattr(stand_in_nccl, "CONNECT_SECONDS", 0.5)
+    hierarchy = Hierarchy(comm, nodes)
+    with stand_in(comm):
+        from mpistrat.transports import nccl
+
+        library = nccl._cupy_nccl()
+        join = library.NcclCommunicator
+
+        def fail(size, identifier, rank):
+            if size == comm.size and comm.rank == who:
+                raise RuntimeError("planted: no network adapter")
+            return join(size, identifier, rank)
+
+        library.NcclCommunicator = fail
+        with pytest.raises(
+            TransportError, match=r"MPISTRAT_INTER_TRANSPORT=nccl cannot move memory of GPUs here: world: NCCL could not join"
+        ) as raised:
+            Communicator(hierarchy)
+        assert "Accepted are auto, mpi_ring, mpi" in str(raised.value)
+        assert library.aborted == len(library.communicators), "no rank keeps a communicator"
+    hierarchy.close()
+
+
+def test_ranks_without_nccl_are_told_what_is_accepted(comm, nodes):
+    hierarchy = Hierarchy(comm, nodes)
+    with stand_in(comm, has_nccl=False), pytest.raises(TransportError, match=r"here: CuPy finds no libnccl.*Accepted are auto"):
+        Communicator(hierarchy)
+    hierarchy.close()
+
+
+def test_communicators_are_destroyed_in_one_order(comm, nodes, monkeypatch):
+    sizes, num_inside = [], nodes.place(comm.rank).local_size
+    monkeypatch.setattr(stand_in_nccl._Communicator, "destroy", lambda self: sizes.append(self.comm.size))
+    with Pair(comm, nodes):
+        pass
+    assert sizes == [comm.size, *([num_inside] if num_inside > 1 else [])]
+
+
+def test_ranks_that_make_other_calls_are_told_before_nccl_is_called(comm, nodes, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    ops = SUM, ReduceOp.PROD
+    for ranks in ((0,), (0, 1, 2)):
+        with Pair(comm, nodes) as pair:
+            array = pair.up(values(100, np.float32, comm.rank))
+            for op in ops * 2:
+                pair.gpu.all_reduce(op, array)
+            calls = pair.library.calls.copy()
+            with pytest.raises(AgreementError, match=r"all_reduce\(SUM, .*\n.*all_reduce\(PROD, |all_reduce\(PROD, .*\n.*SUM"):
+                pair.gpu.all_reduce(ops[comm.rank in ranks], array)
+            assert pair.library.calls == calls
+            comm.Barrier()
+
+
+def test_a_known_call_and_a_new_one_are_told_apart(comm, nodes, monkeypatch):
+    """The ranks of one compare words, those of the other texts."""
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    with Pair(comm, nodes) as pair:
+        array = pair.up(values(100, np.float32, comm.rank))
+        for _ in range(2):
+            pair.gpu.all_reduce(SUM, array)
+        calls = pair.library.calls.copy()
+        with pytest.raises(AgreementError, match=r"ranks made different calls"):
+            pair.gpu.all_reduce(SUM, array) if comm.rank != 3 else pair.gpu.broadcast(array)
+        assert pair.library.calls == calls
+        comm.Barrier()
+
+
+def test_a_deadline_ends_a_call_on_all_nodes(comm, nodes):
+    with Pair(comm, nodes) as pair:
+        given, late = pair.up(values(3000, np.float32, pair.rank)), pair.size - 1
+        options = CommunicationOptions(timeout_seconds=0.3)
+        pair.gpu.all_reduce(SUM, given, options)
+        if pair.rank == late:  # it has come, and then goes no further
+            pair.gpu._reductions._steps = lambda *_: repeat(False)
+        with pytest.raises(DeadlineExceededError, match=r"did not end within 0\.3 s|was given up by rank"):
+            pair.gpu.all_reduce(SUM, given, options)
+        comm.Barrier()
+        with pytest.raises(UnavailableError):
+            pair.gpu.all_reduce(SUM, given)
+        assert pair.rank == late or pair.library.aborted == len(pair.library.communicators)
