@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpistrat.arrays import Array, as_array
+from mpistrat.arrays import Array, as_array, is_on_device
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, check_dtype
 
@@ -123,7 +123,11 @@ def _shared(obj: Any) -> Array:
     if isinstance(obj, np.ndarray):
         return obj
     if hasattr(obj, "__cuda_array_interface__") or hasattr(obj, "__dlpack__"):
-        return as_array(obj, "the buffer")
+        array = as_array(obj, "the buffer")
+        if is_on_device(array) or array.flags.writeable or hasattr(obj, "__array__"):
+            return array
+        # DLPack before 1.0 does not tell whether memory may be written: NumPy says no, mpi4py yes
+        return np.asarray(MPI.buffer(obj)).view(array.dtype)
     shared: Array = np.asarray(memoryview(obj))  # what has no buffer, such as a number, raises
     return shared
 

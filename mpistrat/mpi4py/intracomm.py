@@ -63,6 +63,10 @@ class WrappedIntracomm(MPI.Intracomm):
     _options: CommunicationOptions | None = None
     _communicator: Communicator | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what it is restored from, if mpi4py restores what it wraps; its collectives are prepared anew then."""
+        return wrapped, (_kind(self)(self), self._options)
+
     def open(self) -> Communicator:
         """Return what makes the collectives; the first call makes that, and is a collective one."""
         if self._communicator is None:
@@ -185,10 +189,14 @@ class WrappedIntracomm(MPI.Intracomm):
 
 def wrapped(comm: MPI.Intracomm, options: CommunicationOptions | None) -> WrappedIntracomm:
     """Return an intracommunicator as one that is wrapped, and has not made a collective yet."""
-    kind: Any = next(kind for kind in type(comm).__mro__ if not issubclass(kind, WrappedIntracomm))
-    found = _wrapping(kind)(comm)
+    found = _wrapping(_kind(comm))(comm)
     found._options = options
     return found
+
+
+def _kind(comm: MPI.Intracomm) -> Any:
+    """Return the class of mpi4py's that a communicator is of, wrapped or not."""
+    return next(kind for kind in type(comm).__mro__ if not issubclass(kind, WrappedIntracomm))
 
 
 @cache

@@ -12,7 +12,8 @@ import re
 import subprocess
 import sys
 import tarfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 from tests.processes import run_bounded
@@ -27,21 +28,37 @@ class Suite:
 
     Attributes
     ----------
-    packages : tuple of str
-        The library, with its version, and what it needs beside the packages of this environment.
+    archive : str
+        The library, with its version.
     tests : tuple of str
-        Files or folders, from the top of the source archive.
+        Files or folders, from the top of its source archive; ``*`` stands for any characters.
+    packages : tuple of str
+        What is installed beside the packages of this environment.
     environ : dict
         Variables that tell it to compute on the CPU.
+    plugins : tuple of str
+        Plugins of pytest that its tests need here, wrapped or not.
     """
 
-    packages: tuple[str, ...]
+    archive: str
     tests: tuple[str, ...]
-    environ: dict[str, str]
+    packages: tuple[str, ...] = ()
+    environ: dict[str, str] = field(default_factory=dict)
+    plugins: tuple[str, ...] = ()
 
 
-_ON_CPU = {"CUPY_PYLOPS": "0", "NCCL_PYLOPS_MPI": "0"}
-SUITES = {"pylops-mpi": Suite(("pylops-mpi==0.8.0", "pylops>=2.8", "pyproximal"), ("tests",), _ON_CPU)}
+_MPI4PY = ("test/test_cco_*.py", "test/test_comm*.py", "test/test_op.py", "test/test_p2p_*.py")
+SUITES = {
+    "mpi4py": Suite(f"mpi4py=={version('mpi4py')}", _MPI4PY, plugins=("tests.interop.host_arrays",)),
+    # building it takes a C compiler and the headers of FFTW
+    "mpi4py-fft": Suite("mpi4py-fft==2.0.6", ("tests",), ("mpi4py-fft==2.0.6", "pyfftw")),
+    "pylops-mpi": Suite(
+        "pylops-mpi==0.8.0",
+        ("tests",),
+        ("pylops-mpi==0.8.0", "pylops>=2.8", "pyproximal"),
+        {"CUPY_PYLOPS": "0", "NCCL_PYLOPS_MPI": "0"},
+    ),
+}
 
 
 def main() -> None:
@@ -62,25 +79,29 @@ def main() -> None:
 
 
 def _install(suite: Suite, folder: Path) -> Path:
-    """Install a library below a folder, and return the folder of its source archive."""
+    """Install what a suite needs below a folder, and return the folder of its tests, where the library itself is not."""
     pip = [sys.executable, "-m", "pip", "--quiet"]
-    if not (folder / "site").exists():
+    if suite.packages and not (folder / "site").exists():
         subprocess.run([*pip, "install", "--no-deps", "--target", str(folder / "site"), *suite.packages], check=True)
-    archive = ["--no-deps", "--no-binary", ":all:", "--dest", str(folder / "archives"), suite.packages[0]]
+    name = suite.archive.partition("==")[0]
+    archive = ["--no-deps", "--no-binary", name, "--dest", str(folder / "archives"), suite.archive]
     subprocess.run([*pip, "download", *archive], check=True)
     [found] = (folder / "archives").glob("*.tar.gz")
-    with tarfile.open(found) as members:
-        members.extractall(folder / "source", filter="data")
-    return folder / "source" / found.name.removesuffix(".tar.gz")
+    source, folders = found.name.removesuffix(".tar.gz"), {tests.partition("/")[0] for tests in suite.tests}
+    with tarfile.open(found) as archived:
+        members = [member for member in archived if Path(member.name).parts[:2] in {(source, tests) for tests in folders}]
+        archived.extractall(folder / "source", members, filter="data")
+    return folder / "source" / source
 
 
 def _run(suite: Suite, folder: Path, source: Path, ranks: int, wrapped: bool, selection: str) -> str:
     """Return how the tests ended, as rank 0 says it."""
-    plugins = ["-p", "tests.interop.wrapped_world"] if wrapped else []
+    tests = [str(found) for pattern in suite.tests for found in sorted(source.glob(pattern))]
+    plugins = [f"-p{plugin}" for plugin in (*suite.plugins, *(["tests.interop.wrapped_world"] if wrapped else []))]
     line = [sys.executable, "-m", "mpistrat", "run", "-n", str(ranks), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     # its conftest.py adds ranks to the names of tests, by an attribute that today's pytest has not
     line += ["--noconftest", "--continue-on-collection-errors", "--color=no"]
-    line += ["--with-mpi", *plugins, *suite.tests, *(["-k", selection] if selection else [])]
+    line += ["--with-mpi", *plugins, *tests, *(["-k", selection] if selection else [])]
     # the library last: what both have is that of this environment
     environ = dict(os.environ) | suite.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder / 'site'}"}
     done = run_bounded(line, SECONDS, environ, source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import pickle
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrat.mpi4py
+from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, CollectiveError, InvalidArgumentError
 from tests.launches import needs_ranks
 
@@ -36,6 +38,19 @@ def test_it_is_the_communicator_that_it_wraps(comm):
     mpistrat.Communicator(wrapped).close()  # and it can be wrapped again
     wrapped._communicator.close()
     assert comm.allreduce(1) == comm.size, "the communicator that was wrapped goes on"
+
+
+def test_it_is_pickled_where_the_one_that_it_wraps_is():
+    wrapped = mpistrat.mpi4py.wrap(MPI.COMM_WORLD, CommunicationOptions(timeout_seconds=77.0))
+    restored = pickle.loads(pickle.dumps(wrapped))
+    assert restored == MPI.COMM_WORLD
+    assert isinstance(restored, mpistrat.mpi4py.intracomm.WrappedIntracomm)
+    assert restored._options == wrapped._options
+    wrapped._communicator.close()
+    twice = wrapped.Dup()
+    with pytest.raises(ValueError, match="cannot serialize 'mpi4py.MPI.Intracomm'"):
+        pickle.dumps(twice)
+    twice.Free()
 
 
 @pytest.mark.parametrize("dtype", ["f8", "f4", "i4", "u1", "i8", "c16", "g", "f2", ml_dtypes.bfloat16])
@@ -95,6 +110,7 @@ def _specifications(length):
         "bytes": ([raw, MPI.DOUBLE], np.frombuffer(raw)),
         "memoryview": (memoryview(doubles[5]), doubles[5]),
         "dlpack": (SimpleDlpack(doubles[6]), doubles[6]),
+        "dlpack before 1.0": (OldDlpack(doubles[7]), doubles[7]),
     }
 
 
@@ -107,6 +123,11 @@ class SimpleDlpack:
 
     def __dlpack_device__(self):
         return self.held.__dlpack_device__()
+
+
+class OldDlpack(SimpleDlpack):
+    def __dlpack__(self, stream=None):  # whose capsules do not tell whether memory may be written
+        return self.held.__dlpack__()
 
 
 @pytest.mark.parametrize("name", list(_specifications(2)))
