@@ -15,7 +15,7 @@ __all__ = ["Banners", "relay"]
 
 # what mpiexec puts before each line of a rank when it is told to
 _TAG = rb"(?:\[[\d,]+\]<stderr>: ?)?"
-_LINE = rb"-{74}\n"
+_LINE = b"-" * 74 + b"\n"
 _KIND = rb"(?P<kind>MPI_ABORT was invoked|\w+ has exited due to process rank)"
 _BANNER = re.compile(_TAG + _LINE + _TAG + _KIND + rb".*?\n" + _TAG + _LINE, re.DOTALL)
 # what may become a banner when more arrives: dashes; or a line of them, and the beginning of the next line, or of the text
@@ -43,6 +43,9 @@ class Banners:
     def feed(self, data: bytes) -> bytes:
         """Return what is to be printed after these bytes have arrived."""
         data = self._undecided + data
+        if not data.endswith(b"-") and _LINE not in data:  # nearly always, and much faster than what follows
+            self._undecided = b""
+            return self._without_nul(data)
         # MPI_ABORT's own is printed once for each rank that calls it: the first is the one to read
         for banner in _BANNER.finditer(data):
             self._held.setdefault(banner["kind"], banner[0])
@@ -63,8 +66,8 @@ class Banners:
 
     def _without_nul(self, data: bytes) -> bytes:
         # only messages of mpiexec have a line of dashes before; what a program prints otherwise stays as it is
-        self._has_message |= bool(self._held) or re.search(_LINE, data) is not None
-        return _NUL.sub(b"", data) if self._has_message else data
+        self._has_message |= bool(self._held) or _LINE in data
+        return _NUL.sub(b"", data) if self._has_message and b"\0" in data else data
 
 
 def relay(source: int, target: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -61,6 +62,14 @@ def test_what_can_be_no_banner_is_printed_at_once() -> None:
 def test_messages_of_mpiexec_lose_their_nul() -> None:
     message = LINE + b"There are not enough slots available in the system\n" + LINE
     assert through(message + b"\0", b"a\0b") == message + b"ab"
+
+
+def test_a_long_log_costs_little() -> None:
+    chunk, held = (b"x" * 99 + b"\n") * 655, Banners()
+    started = time.process_time()
+    for _ in range(128):  # 8 MB, for which a pattern at every byte takes seconds
+        assert held.feed(chunk) == chunk
+    assert time.process_time() - started < 0.3
 
 
 @pytest.fixture
