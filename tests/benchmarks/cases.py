@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.text import format_bytes, format_seconds
-from tests.benchmarks.contenders import NAMES, OURS, contenders
+from tests.benchmarks.contenders import KINDS, NAMES, OURS, contenders
 from tests.benchmarks.contest import Contest
 from tests.benchmarks.pages import markdown_table
 from tests.benchmarks.session import Session
@@ -65,7 +65,7 @@ def best_peer(row: dict[str, Any]) -> str:
 def programs_of(rows: Iterable[dict[str, Any]]) -> list[str]:
     """Return who took part in any of the rows, in the order of tables."""
     there = {name for row in rows for name in row["programs"]}
-    return [name for name in NAMES if name in there]
+    return [name for name in KINDS if name in there]
 
 
 def table_of_cases(rows: Sequence[dict[str, Any]]) -> str:

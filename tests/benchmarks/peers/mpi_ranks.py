@@ -14,7 +14,7 @@ def all_reduce(request):
     """Sum one array of float32."""
     source = np.full(request["nbytes"] // 4, comm.rank + 1, np.float32)
     target = np.empty_like(source)
-    return Task(lambda: comm.Allreduce(source, target), lambda: is_right([target]), comm.Barrier)
+    return Task(lambda: comm.Allreduce(source, target), lambda: is_right([target]), MPI.COMM_WORLD.Barrier)
 
 
 def reduce_scatter(request):
@@ -22,7 +22,7 @@ def reduce_scatter(request):
     source = np.full(request["nbytes"] // 4, comm.rank + 1, np.float32)
     target = np.empty(source.size // comm.size, np.float32)
     counts = [target.size] * comm.size
-    return Task(lambda: comm.Reduce_scatter(source, target, counts), lambda: is_right([target]), comm.Barrier)
+    return Task(lambda: comm.Reduce_scatter(source, target, counts), lambda: is_right([target]), MPI.COMM_WORLD.Barrier)
 
 
 def many(request):
@@ -34,7 +34,7 @@ def many(request):
         for source, target in zip(sources, targets):  # noqa: B905 - equally many
             comm.Allreduce(source, target)
 
-    return Task(run, lambda: is_right(targets), comm.Barrier)
+    return Task(run, lambda: is_right(targets), MPI.COMM_WORLD.Barrier)
 
 
 def is_right(targets):
@@ -45,8 +45,13 @@ def is_right(targets):
     return right
 
 
-if __name__ == "__main__":
+def main():
+    """Answer requests, and say which MPI this is."""
     library = MPI.Get_library_version().split("\n")[0].split(",")[0].replace("Version", "").replace(":", " ")
     name, _, version = " ".join(library.replace("\0", "").split()).rpartition(" ")
     versions = {name: version.lstrip("v"), "mpi4py": importlib.metadata.version("mpi4py")}
     serve(comm.rank, versions, {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "many": many})
+
+
+if __name__ == "__main__":
+    main()
