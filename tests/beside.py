@@ -28,6 +28,7 @@ from tests.launches import Launch, is_one_rank
 __all__: list[str] = []
 
 BESIDE = ("quality", "unit", "docs", "tools")
+MOST_RANKS_BESIDE = 2
 _END_SECONDS = 60.0  # what the second process may take to end what it has started
 
 Reports = list[pytest.TestReport]
@@ -77,7 +78,8 @@ class _Beside:
         if not files:
             return (yield)
         with tempfile.TemporaryFile("w+") as self._output:
-            process = self._start([*files, *(["--num-ranks=1"] if any(map(_is_of_one_rank, session.items)) else [])])
+            numbers = sorted({item.num_ranks for item in session.items if isinstance(item, Launch) and _is_small(item)})
+            process = self._start([*files, *([f"--num-ranks={','.join(map(str, numbers))}"] if numbers else [])])
             try:
                 return (yield)
             finally:
@@ -141,8 +143,8 @@ class _Beside:
 
 
 def _is_beside(item: pytest.Item) -> bool:
-    return lane_of(item.nodeid) in BESIDE or _is_of_one_rank(item)
+    return lane_of(item.nodeid) in BESIDE or _is_small(item)
 
 
-def _is_of_one_rank(item: pytest.Item) -> bool:
-    return isinstance(item, Launch) and item.num_ranks == 1
+def _is_small(item: pytest.Item) -> bool:
+    return isinstance(item, Launch) and item.num_ranks <= MOST_RANKS_BESIDE

@@ -11,6 +11,10 @@ from mpistrat.launch import job
 from mpistrat.launch.job import TIMED_OUT, Limit, follow
 
 
+# other tests of this process may have imported JAX, which warns of every fork
+pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")
+
+
 def shell(text: str) -> list[str]:
     return ["sh", "-c", text]
 
