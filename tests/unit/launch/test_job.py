@@ -10,7 +10,6 @@ import pytest
 from mpistrat.launch import job
 from mpistrat.launch.job import TIMED_OUT, Limit, follow
 
-
 # other tests of this process may have imported JAX, which warns of every fork
 pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")
 
