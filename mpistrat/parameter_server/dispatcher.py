@@ -30,6 +30,7 @@ MOST_QUEUED = 1024
 """How many functions may be scheduled that no worker has yet: `schedule` waits for room."""
 _IN_FLIGHT = 4  # functions that a worker has: one that runs, and some that it begins without asking
 _BESIDE_SECONDS = 0.001
+_NOTICE_SECONDS = 5.0  # in which all ranks that are left notice the loss of one
 
 
 @dataclass
@@ -158,6 +159,9 @@ class Dispatcher:
         if self._error is None:
             return
         self.wait(self.is_idle, "functions that run while another one has failed")
+        if isinstance(self._error, UnavailableError):  # a worker may notice a loss before this rank does
+            deadline = time.monotonic() + _NOTICE_SECONDS
+            self.wait(lambda: bool(self._unavailable) or time.monotonic() > deadline, "news of what a worker has lost")
         self._check_available()
         error, self._error = self._error, None
         raise error
