@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from operator import index
 from typing import Any
 
@@ -12,7 +13,7 @@ from mpistrat.arrays import Array, as_array, is_on_device
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, check_dtype
 
-__all__ = ["Buffer", "is_in_place"]
+__all__ = ["Buffer", "is_in_place", "numbers_of"]
 
 
 class Buffer:
@@ -54,12 +55,7 @@ class Buffer:
 
     def numbers(self, op: ReduceOp) -> Array | None:
         """Return the elements, without a copy; None if `op` is not defined for them here: on all ranks or on none."""
-        # of booleans MPI and NumPy have sums of their own
-        if self._dtype is None or self._dtype.kind == "b":
-            return None
-        try:
-            check_dtype(op, self._dtype)
-        except UnsupportedDtypeError:
+        if self._dtype is None or not _is_combined(op, self._dtype):
             return None
         return self._memory.view(self._dtype)
 
@@ -82,6 +78,13 @@ class Buffer:
             _check_packed(self._gapped.Unpack(landing, 0, self._memory, comm), landing)
 
 
+def numbers_of(given: Any, op: ReduceOp, blocks: int = 1) -> Array | None:
+    """Return what ``Buffer(given, blocks).numbers(op)`` does; of a contiguous array of NumPy sooner."""
+    if type(given) is np.ndarray and given.flags.c_contiguous and not given.size % blocks:
+        return given.reshape(-1) if _is_combined(op, given.dtype) else None
+    return Buffer(given, blocks).numbers(op)
+
+
 def is_in_place(given: object) -> bool:
     """Return whether an argument means MPI's in-place option."""
     return given is None or given is MPI.IN_PLACE
@@ -102,6 +105,16 @@ def _parts(given: Any) -> tuple[Any, int | None, int, MPI.Datatype | None]:
         raise ValueError(f"a buffer is given as an array, or a list of 2 to 4 items; got {len(given)}")
     count, displacement = [None if other is None else index(other) for other in (*others, None, None)[:2]]
     return obj, count, displacement or 0, datatype
+
+
+@cache
+def _is_combined(op: ReduceOp, dtype: np.dtype[Any]) -> bool:
+    """Return whether elements are numbers that `op` combines; of booleans MPI and NumPy have sums of their own."""
+    try:
+        check_dtype(op, dtype)
+    except UnsupportedDtypeError:
+        return False
+    return dtype.kind != "b"
 
 
 def _flat(obj: Any, count: int | None) -> Array:

@@ -7,10 +7,9 @@ ranks are on different sides unnoticed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, wraps
-from typing import Any
+from typing import Any, cast
 
 from mpi4py import MPI
 
@@ -19,7 +18,7 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import CollectiveError, MpistratError
-from mpistrat.mpi4py.buffers import Buffer, is_in_place
+from mpistrat.mpi4py.buffers import Buffer, is_in_place, numbers_of
 from mpistrat.mpi4py.request import WorkRequest
 from mpistrat.reduction import ReduceOp
 
@@ -76,7 +75,7 @@ class WrappedIntracomm(MPI.Intracomm):
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:  # noqa: N802 - MPI's name
         """Combine arrays of all ranks; each gets the result in `recvbuf`. A collective call."""
         communicator = self.open()
-        with self._telling("Allreduce"):
+        with _Telling(communicator, "Allreduce"):
             operands = self._operands(sendbuf, recvbuf, op)
         if operands is None:
             communicator.agree("Allreduce by MPI")
@@ -92,7 +91,7 @@ class WrappedIntracomm(MPI.Intracomm):
         communicator = self._communicator
         if communicator is None:
             return super().Iallreduce(sendbuf, recvbuf, op)
-        with self._telling("Iallreduce"):
+        with _Telling(communicator, "Iallreduce"):
             operands = self._operands(sendbuf, recvbuf, op)
         if operands is None:
             communicator.note("Iallreduce by MPI")  # compared with the next collective: to compare it now would wait
@@ -103,7 +102,7 @@ class WrappedIntracomm(MPI.Intracomm):
     def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:  # noqa: N802
         """Combine arrays of all ranks; each gets its part, of equal lengths, in `recvbuf`. A collective call."""
         communicator = self.open()
-        with self._telling("Reduce_scatter_block"):
+        with _Telling(communicator, "Reduce_scatter_block"):
             operands = self._operands(sendbuf, recvbuf, op, self.size)
         if operands is None:
             communicator.agree("Reduce_scatter_block by MPI")
@@ -116,7 +115,7 @@ class WrappedIntracomm(MPI.Intracomm):
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:  # noqa: N802
         """Gather the elements of all ranks, in rank order, in `recvbuf` of each. A collective call."""
         communicator = self.open()
-        with self._telling("Allgather"):
+        with _Telling(communicator, "Allgather"):
             target = Buffer(recvbuf, self.size)
             landing = target.landing()
             share = len(landing) // self.size
@@ -134,7 +133,7 @@ class WrappedIntracomm(MPI.Intracomm):
     def Bcast(self, buf: Any, root: int = 0) -> None:  # noqa: N802
         """Send the elements of rank `root` to `buf` of all. A collective call."""
         communicator = self.open()
-        with self._telling("Bcast"):
+        with _Telling(communicator, "Bcast"):
             buffer = Buffer(buf)
             landing = buffer.contents(self) if self.rank == root else buffer.landing()
         communicator.broadcast(landing, root, out=None if self.rank == root else landing)
@@ -165,9 +164,9 @@ class WrappedIntracomm(MPI.Intracomm):
         if reduce_op is None:
             return None
         if is_in_place(sendbuf):
-            source = Buffer(recvbuf, blocks).numbers(reduce_op)
+            source = numbers_of(recvbuf, reduce_op, blocks)
             return None if source is None else (reduce_op, source, source[: len(source) // blocks])
-        source, target = Buffer(sendbuf, blocks).numbers(reduce_op), Buffer(recvbuf).numbers(reduce_op)
+        source, target = numbers_of(sendbuf, reduce_op, blocks), numbers_of(recvbuf, reduce_op)
         if source is None and target is None:
             return None
         if source is None or target is None or source.dtype != target.dtype:
@@ -176,15 +175,28 @@ class WrappedIntracomm(MPI.Intracomm):
             raise ValueError(f"mismatch in send count {len(source) // blocks} and receive count {len(target)}")
         return reduce_op, source, target
 
-    @contextmanager
-    def _telling(self, verb: str) -> Iterator[None]:
-        """Let the other ranks know of what this one raises before a call."""
-        try:
-            yield
-        except CollectiveError:
-            raise
-        except (MpistratError, ValueError, TypeError, KeyError, BufferError) as error:
-            self.open().refuse(verb, error)
+
+class _Telling:
+    """A context that lets the other ranks know of what this one raises before a call; a generator would be slower.
+
+    Parameters
+    ----------
+    communicator : Communicator
+        Makes the call.
+    verb : str
+        The call.
+    """
+
+    def __init__(self, communicator: Communicator, verb: str) -> None:
+        self._communicator, self._verb = communicator, verb
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        is_own = isinstance(error, (MpistratError, ValueError, TypeError, KeyError, BufferError))
+        if is_own and not isinstance(error, CollectiveError):
+            self._communicator.refuse(self._verb, cast("Exception", error))
 
 
 def wrapped(comm: MPI.Intracomm, options: CommunicationOptions | None) -> WrappedIntracomm:

@@ -22,6 +22,7 @@ EXPERIMENTS = (
     "overlap",
     "overhead",
     "from_mpi4py",
+    "data_parallel",
     "memory",
     "choosing",
     "parameter_server",

@@ -48,13 +48,15 @@ def main() -> None:
 
 
 def _join_gloo(comm: MPI.Intracomm) -> None:
+    hosts = comm.allgather(socket.gethostname())
+    host = "127.0.0.1" if len(set(hosts)) == 1 else socket.gethostbyname(hosts[0])
     port = None
     if comm.rank == 0:
         with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
+            free.bind((host, 0))
             port = free.getsockname()[1]
     port = comm.bcast(port)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=comm.rank, world_size=comm.size)
+    dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=comm.rank, world_size=comm.size)
 
 
 def _seconds(comm: MPI.Intracomm, step: Callable[[], object], times: int) -> float:

@@ -1,0 +1,96 @@
+"""Data parallel: steps of a PyTorch module with `average_gradients`, beside DistributedDataParallel on gloo."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from mpistrat.launch.mpiexec import command
+from mpistrat.text import format_seconds
+from tests.benchmarks.cases import verdict
+from tests.benchmarks.pages import markdown_table
+from tests.benchmarks.session import Session
+from tests.hosts.lab import Lab
+from tests.processes import run_bounded
+
+__all__ = ["draw", "run", "table"]
+
+COUNTS = (10_000, 100_000, 1_000_000, 5_000_000, 25_000_000)
+QUICK = COUNTS[:2]
+NOISE = 0.05
+_RANK = Path(__file__).parent / "peers" / "data_parallel_ranks.py"
+_LIMIT_SECONDS = 600.0
+
+
+def run(session: Session) -> dict[str, Any]:
+    """Measure every number of parameters on one host of two ranks and of four, and on two hosts of two."""
+    session.versions["PyTorch"] = importlib.metadata.version("torch")
+    program = [sys.executable, str(_RANK), *map(str, QUICK if session.quick else COUNTS)]
+    rows = []
+    for shape in ("1x2",) if session.quick else ("1x2", "1x4", "2x2"):
+        found = _in_lab(program) if shape == "2x2" else _here(int(shape[-1]), program)
+        rows += [{"shape": shape, **row} for row in found]
+        session.say(", ".join(f"{shape} {row['parameters']} parameters {row['ratio']:.2f}" for row in found))
+    return {"rows": rows}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the verdict, and the times."""
+    rows = result["rows"]
+    misses = [f"{row['shape']} {row['parameters']} parameters {row['ratio']:.2f}" for row in rows if row["ratio"] > 1 + NOISE]
+    lines = [
+        [
+            row["shape"],
+            f"{row['parameters']:_}".replace("_", " "),
+            format_seconds(row["ours"]),
+            format_seconds(row["ddp"]),
+            f"{row['ddp'] / row['ours']:.2f}",
+        ]
+        for row in rows
+    ]
+    heads = ["hosts x ranks on each", "parameters", "mpistrat", "DistributedDataParallel", "times as fast"]
+    goal = f"a step is at least as fast as with DistributedDataParallel on gloo (noise: {NOISE:.0%})"
+    return f"{verdict(goal, len(rows) - len(misses), misses)}\n{markdown_table(heads, lines)}"
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw the times of a step over the number of parameters."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shapes = list(dict.fromkeys(row["shape"] for row in result["rows"]))
+    figure, panels = plt.subplots(1, len(shapes), figsize=(3.4 * len(shapes), 3.4), layout="constrained", squeeze=False)
+    for shape, axes in zip(shapes, panels[0], strict=True):
+        rows = [row for row in result["rows"] if row["shape"] == shape]
+        for name, key in (("mpistrat", "ours"), ("DistributedDataParallel", "ddp")):
+            axes.loglog([row["parameters"] for row in rows], [row[key] for row in rows], marker="o", label=name)
+        axes.set_title(f"{shape} ranks")
+        axes.set_xlabel("parameters")
+    panels[0][0].set_ylabel("seconds of a step")
+    panels[0][0].legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _here(num_ranks: int, program: list[str]) -> list[dict[str, Any]]:
+    argv, extra = command(num_ranks, program)
+    done = run_bounded(argv, _LIMIT_SECONDS, {**os.environ, **extra})
+    return _rows(done.returncode, done.stdout, done.stderr)
+
+
+def _in_lab(program: list[str]) -> list[dict[str, Any]]:
+    with Lab(2, "1gbit") as lab:
+        done = lab.run(4, "block", program, timeout=_LIMIT_SECONDS, env={"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"})
+    return _rows(done.returncode, done.stdout, done.stderr)
+
+
+def _rows(code: int, output: str, errors: str) -> list[dict[str, Any]]:
+    if code:
+        raise RuntimeError(f"the program failed: {errors}")
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
