@@ -12,13 +12,20 @@ from mpistrat.errors import CollectiveError
 from mpistrat.launch.environment import detect
 from mpistrat.pytest.rank_jobs import RankJobs
 from mpistrat.pytest.rank_session import HAS_FAILED, RankSession
-from mpistrat.pytest.rank_shapes import PARAMETER, shapes_of
+from mpistrat.pytest.rank_shapes import PARAMETER, shape_of, shapes_of
 
 if TYPE_CHECKING:
     from mpistrat.communicator.communicator import Communicator
     from mpistrat.strategy.multi_worker import MultiWorkerMirroredStrategy
 
-__all__ = ["communicator", "pytest_addoption", "pytest_configure", "pytest_generate_tests", "strategy"]
+__all__ = [
+    "communicator",
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_generate_tests",
+    "strategy",
+]
 
 TIMEOUT_SECONDS = 300.0
 
@@ -65,13 +72,28 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "ranks(*numbers, nodes=()): run the test once on each number of ranks, and on each shape of virtual nodes"
     )
-    if config.pluginmanager.has_plugin(RankSession.NAME):  # of a job that `RankJobs` has started
+    plugins = config.pluginmanager
+    if plugins.has_plugin(RankSession.NAME):  # of a job that `RankJobs` has started
         return
+    if not _is_rank():
+        plugins.register(RankJobs(config))
+    elif config.getoption("--with-mpi", False):
+        plugins.register(RankSession(config), RankSession.NAME)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Join the other ranks, if there are tests of ranks: a launcher may start sessions that need no MPI, too."""
+    plugins = config.pluginmanager
+    if _is_rank() and not plugins.has_plugin(RankSession.NAME) and any(map(shape_of, items)):
+        session = RankSession(config)
+        plugins.register(session, RankSession.NAME)
+        session.pytest_collection_modifyitems(items)
+
+
+def _is_rank() -> bool:
     view = detect()
-    if view is not None and view.rank is not None:
-        config.pluginmanager.register(RankSession(config), RankSession.NAME)
-    else:
-        config.pluginmanager.register(RankJobs(config), "mpistrat-rank-jobs")
+    return view is not None and view.rank is not None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -29,7 +29,7 @@ class RankJobs:
         self._config = config
         self._left: list[pytest.Item] = []
         self._job: RankJob | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="mpistrat-pytest-")
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -51,7 +51,8 @@ class RankJobs:
     def pytest_sessionfinish(self) -> None:
         """End the job, which still runs if the session was stopped."""
         self._end_job()
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _reports(self, item: pytest.Item) -> Iterator[pytest.TestReport]:
         job = self._job_of(item)
@@ -67,6 +68,7 @@ class RankJobs:
         number = _num_ranks(item)
         if self._job is None or self._job.num_ranks != number:
             self._end_job()
+            self._folder = self._folder or tempfile.TemporaryDirectory(prefix="mpistrat-pytest-")
             self._job = RankJob(self._config, number, _together(self._left, number), self._folder.name)
         return self._job
 

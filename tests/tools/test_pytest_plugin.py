@@ -143,6 +143,13 @@ def test_a_session_started_on_ranks_runs_what_fits_it_and_agrees_on_it(folder):
     assert "8 ranks are wanted, and there are 2" in done.stdout
 
 
+def test_a_session_started_on_ranks_for_other_tests_starts_no_mpi(folder):
+    (folder / "test_planted.py").write_text("import sys\ndef test_any(): assert 'mpi4py.MPI' not in sys.modules\n")
+    argv, environ = command(2, [sys.executable, "-m", "pytest", "--color=no"])
+    done = run_bounded(argv, 60, {**os.environ, **environ}, folder)
+    assert done.stdout.count("1 passed") == 2, done.stdout
+
+
 def test_a_malformed_mark_is_an_error_of_collection(folder):
     (folder / "test_planted.py").write_text("import pytest\n@pytest.mark.ranks(0)\ndef test_any(): pass\n")
     done = run_bounded([sys.executable, "-m", "pytest"], 60, None, folder)
