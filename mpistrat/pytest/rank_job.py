@@ -57,6 +57,8 @@ class RankJob:
         The tests, in the order in which their reports will be asked for.
     folder : str
         Where to put its files.
+    timeout : float
+        Seconds that a test may take; then the job is ended.
 
     Attributes
     ----------
@@ -66,11 +68,12 @@ class RankJob:
         Whether it has collected the tests.
     """
 
-    def __init__(self, config: pytest.Config, num_ranks: int, items: Sequence[pytest.Item], folder: str) -> None:
+    def __init__(
+        self, config: pytest.Config, num_ranks: int, items: Sequence[pytest.Item], folder: str, timeout: float
+    ) -> None:
         self.num_ranks = num_ranks
         self.has_begun = False
-        self._config = config
-        self._timeout = float(config.getini("ranks_timeout"))
+        self._config, self._timeout = config, timeout
         here = Path(tempfile.mkdtemp(prefix=f"{num_ranks}-ranks-", dir=folder))
         reports = here / "reports"
         reports.touch()

@@ -23,10 +23,15 @@ class RankJobs:
     ----------
     config : pytest.Config
         Of this session.
+
+    Raises
+    ------
+    UsageError
+        If the setting ``ranks_timeout`` is no number of seconds.
     """
 
     def __init__(self, config: pytest.Config) -> None:
-        self._config = config
+        self._config, self._timeout = config, _timeout(config)
         self._left: list[pytest.Item] = []
         self._job: RankJob | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -69,13 +74,21 @@ class RankJobs:
         if self._job is None or self._job.num_ranks != number:
             self._end_job()
             self._folder = self._folder or tempfile.TemporaryDirectory(prefix="mpistrat-pytest-")
-            self._job = RankJob(self._config, number, _together(self._left, number), self._folder.name)
+            self._job = RankJob(self._config, number, _together(self._left, number), self._folder.name, self._timeout)
         return self._job
 
     def _end_job(self) -> None:
         if self._job is not None:
             self._job.end()
         self._job = None
+
+
+def _timeout(config: pytest.Config) -> float:
+    text = str(config.getini("ranks_timeout"))
+    try:
+        return float(text)
+    except ValueError:
+        raise pytest.UsageError(f"ranks_timeout = {text}: a number of seconds was expected") from None
 
 
 def _together(items: Sequence[pytest.Item], num_ranks: int) -> list[pytest.Item]:
