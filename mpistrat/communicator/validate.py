@@ -101,7 +101,7 @@ def check_root(root: int, num_replicas: int) -> None:
 
 
 def check_parts(arrays: Sequence[Array], num_replicas: int) -> None:
-    """Check that there is one array for each replica, and that dtypes and all extents but the first are equal.
+    """Check that there are as many arrays as replicas, of the same dtype and, except for the first axis, the same shape.
 
     Raises
     ------

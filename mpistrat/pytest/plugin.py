@@ -1,4 +1,4 @@
-"""The hooks and fixtures that a pytest session gets: the ``ranks`` mark, ``strategy`` and ``communicator``."""
+"""The hooks and fixtures that pytest gets: the ``ranks`` mark, ``strategy`` and ``communicator``."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the mark, and find out whether this session is a rank or starts them."""
+    """Declare the mark, and find out whether this pytest process is a rank, or starts the ranks."""
     config.addinivalue_line(
         "markers", "ranks(*numbers, nodes=()): run the test once on each number of ranks, and on each shape of virtual nodes"
     )

@@ -20,7 +20,7 @@ __all__ = ["JobError", "RankJob"]
 TERMINATE_SECONDS = 10.0
 _POLL_SECONDS = 0.01
 
-# Options that concern the session that shows the results, or choose the tests, which it has done.
+# Options that concern the pytest process that shows the results, or choose the tests, which it has done.
 _NOT_ON_RANKS: dict[str, Any] = {
     "keyword": "",
     "markexpr": "",
@@ -50,7 +50,7 @@ class RankJob:
     Parameters
     ----------
     config : pytest.Config
-        Of the session that starts it; its options hold for the ranks, too.
+        The configuration of the pytest process that starts it; its options hold for the ranks, too.
     num_ranks : int
         How many ranks to start.
     items : sequence of pytest.Item
@@ -121,7 +121,7 @@ class RankJob:
 
     def _start(self, description: Path) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "mpistrat", "run", "-n", str(self.num_ranks), "-m", "mpistrat.pytest.rank_main"]
-        # os.environ, because a test of this session may have started MPI, which then has left variables for C programs only
+        # os.environ, because an earlier test may have started MPI here, which sets variables that only C programs see
         if self._config.option.capture == "no":
             return subprocess.Popen([*argv, str(description)], stdin=subprocess.DEVNULL, env=dict(os.environ))
         with self._output.open("wb") as output:

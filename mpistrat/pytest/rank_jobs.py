@@ -14,7 +14,7 @@ __all__ = ["RankJobs"]
 
 
 class RankJobs:
-    """The plugin of a session that is no rank itself.
+    """The plugin of a pytest process that is not a rank itself.
 
     All tests of one number of ranks share a job, which is started when the first of them is due. If a test ends the job, the
     next one starts another for those that are left.
@@ -22,12 +22,12 @@ class RankJobs:
     Parameters
     ----------
     config : pytest.Config
-        Of this session.
+        The configuration of this pytest process.
 
     Raises
     ------
     UsageError
-        If the setting ``ranks_timeout`` is no number of seconds.
+        If the setting ``ranks_timeout`` is not a number of seconds.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -38,13 +38,13 @@ class RankJobs:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Have the tests of ranks run last, and those of one number of ranks together."""
+        """Have the tests with the mark run last, and those of one number of ranks together."""
         items.sort(key=_num_ranks)
         self._left = [item for item in items if _num_ranks(item)]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        """Report what a job says of a test of ranks; other tests run in this session."""
+        """Report the results that a job sends of a test with the mark; other tests run in this process."""
         if not _num_ranks(item):
             return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
@@ -54,7 +54,7 @@ class RankJobs:
         return True
 
     def pytest_sessionfinish(self) -> None:
-        """End the job, which still runs if the session was stopped."""
+        """End the job, which still runs if pytest was stopped."""
         self._end_job()
         if self._folder is not None:
             self._folder.cleanup()

@@ -29,7 +29,7 @@ def main() -> int:
     logger.handlers[:] = [StderrHandler(stderr)]
     own = tempfile.mkdtemp(prefix="pytest-rank-", dir=job["folder"])
     config = pytest.Config.fromdictargs({**job["options"], "basetemp": own}, job["files"])
-    # As in workers of pytest-xdist, plugins that write files leave that to the session that has started this one.
+    # As in workers of pytest-xdist, plugins that write files leave that to the process that has started the job.
     config.workerinput = {"workerid": "rank"}  # type: ignore[attr-defined]
     with Path(job["reports"]).open("a") as reports:
         send = partial(_send, reports)

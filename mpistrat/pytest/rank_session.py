@@ -51,11 +51,11 @@ class RankSession:
     Parameters
     ----------
     config : pytest.Config
-        Of this session.
+        The configuration of this pytest process.
     wanted : sequence of str, optional
         The tests to run, in this order; by default all that are collected.
     send : callable, optional
-        Takes documents for the session that has started this job: the number of tests, and then each report of rank 0.
+        Takes documents for the pytest process that has started this job: the number of tests, and then each report of rank 0.
     """
 
     NAME = "mpistrat-rank-session"
@@ -128,7 +128,7 @@ class RankSession:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Send rank 0's report to the session that shows the results."""
+        """Send rank 0's report to the pytest process that shows the results."""
         if self._send:
             self._send(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
 
@@ -172,7 +172,7 @@ def _selected(items: Sequence[pytest.Item], wanted: Sequence[str]) -> list[pytes
     found = {item.nodeid: item for item in items}
     missing = [name for name in wanted if name not in found]
     if missing:
-        raise pytest.UsageError(f"the session that started this one has collected {missing[0]}, and this one has not")
+        raise pytest.UsageError(f"the pytest process that started this job has collected {missing[0]}, and this rank has not")
     return [found[name] for name in wanted]
 
 

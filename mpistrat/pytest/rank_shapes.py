@@ -65,7 +65,7 @@ _ACCEPTED = (
 
 def _plain(mark: pytest.Mark, number: object) -> Shape:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(f"{_text(mark)}: {number!r} is no number of ranks; {_ACCEPTED}")
+        raise ValueError(f"{_text(mark)}: {number!r} is not a number of ranks; {_ACCEPTED}")
     return Shape(number)
 
 

@@ -1,4 +1,4 @@
-"""Parameter servers: pulls, pushes and scheduled functions, beside TensorFlow's and beside synchronous steps of ours."""
+"""Parameter servers: pulls, pushes and scheduled functions, compared with TensorFlow and with synchronous training."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_a_session_started_on_ranks_for_other_tests_starts_no_mpi(folder):
 def test_a_malformed_mark_or_setting_is_refused(folder):
     (folder / "test_planted.py").write_text("import pytest\n@pytest.mark.ranks(0)\ndef test_any(): pass\n")
     done = run_bounded([sys.executable, "-m", "pytest"], 60, None, folder)
-    assert "test_planted.py::test_any: pytest.mark.ranks(0): 0 is no number of ranks" in done.stdout
+    assert "test_planted.py::test_any: pytest.mark.ranks(0): 0 is not a number of ranks" in done.stdout
     done = run_bounded([sys.executable, "-m", "pytest", "-o", "ranks_timeout=5m"], 60, None, folder)
     assert "ranks_timeout = 5m: a number of seconds was expected" in done.stderr
 

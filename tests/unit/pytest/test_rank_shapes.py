@@ -23,9 +23,9 @@ def test_numbers_and_node_shapes_are_shapes(arguments, keywords, shapes):
     ("arguments", "keywords", "named"),
     [
         ((), {}, "numbers of ranks"),
-        ((0,), {}, "0 is no number of ranks"),
-        ((True,), {}, "True is no number of ranks"),
-        (("2",), {}, "'2' is no number of ranks"),
+        ((0,), {}, "0 is not a number of ranks"),
+        ((True,), {}, "True is not a number of ranks"),
+        (("2",), {}, "'2' is not a number of ranks"),
         ((2,), {"shape": "2x2"}, "shape='2x2'"),
         ((), {"nodes": "2y2"}, "2y2"),
     ],
