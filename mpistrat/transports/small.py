@@ -65,9 +65,9 @@ class SmallExchange:
             if has_arrived():
                 return
         for _ in range(_YIELDS):
+            os.sched_yield()
             if has_arrived():
                 return
-            os.sched_yield()
         self.call.drive(_until(has_arrived))
 
     def barrier(self, window: NodeWindow) -> None:
@@ -81,8 +81,19 @@ class SmallExchange:
         entered = window.announce(self.call.word)
         for words in window.others:
             if words[ENTERED] < entered:
-                self.wait(partial(_has_reached, words, ENTERED, entered))
+                self.wait_for_entry(words, entered)
         window.compare(entered)
+
+    def wait_for_entry(self, words: memoryview, entered: int) -> None:
+        """Wait until a rank of this node, whose words these are, has entered a barrier."""
+        for _ in range(self.polls):
+            if words[ENTERED] >= entered:
+                return
+        for _ in range(_YIELDS):
+            os.sched_yield()
+            if words[ENTERED] >= entered:
+                return
+        self.call.drive(_until(partial(_has_reached, words, ENTERED, entered)))
 
     def wait_for_result(self, window: NodeWindow, entered: int) -> None:
         """Wait until the leader of this node has published the result of the current call.
@@ -97,9 +108,9 @@ class SmallExchange:
             if words[RESULT] >= count:
                 return
         for _ in range(_YIELDS):
+            os.sched_yield()
             if words[RESULT] >= count:
                 return
-            os.sched_yield()
         self.call.drive(_until_result(window, entered, count))
 
     def serves(self, nbytes: int) -> bool:
@@ -187,21 +198,19 @@ class SmallAllReduce:
         np.copyto(target, self._results[exchange.turn])
 
     def _on_one_node(self) -> Callable[[Array, Array | None], Array]:
-        fold, slots, shape, dtype = self._fold, self._slots, self._shape, self._dtype
+        fold, shape, dtype = self._fold, self._shape, self._dtype
         assert self._exchange.window is not None, "ranks of a node share memory"
         barrier = self._node_barrier(self._exchange.window)
-        is_pair = len(slots[0]) == 2 and bool(shape)
+        slots = [(first, second, others) for first, second, *others in self._slots]
 
         def run(source: Array, target: Array | None = None) -> Array:
-            turn = barrier(source)
-            if is_pair:
-                first, second = slots[turn]
-                total: Array = fold(first, second, out=target)
-                return total
-            if target is None:
+            first, second, others = slots[barrier(source)]
+            if target is None and not shape:  # NumPy would return a scalar
                 target = np.empty(shape, dtype)
-            self._sum(slots[turn], target)
-            return target
+            total: Array = fold(first, second, out=target)
+            for slot in others:
+                fold(total, slot, out=total)
+            return total
 
         return run
 
@@ -289,7 +298,7 @@ class SmallAllReduce:
         exchange = self._exchange
         own_slots = [slots[exchange.rank] for slots in self._slots]
         call, own, others, compared, fence = exchange.call, window.own, window.others, window.compared, window.fence_memory
-        is_fenced = window.is_fenced
+        is_fenced, wait = window.is_fenced, exchange.wait_for_entry
 
         def barrier(source: Array) -> int:
             exchange.turn = turn = 1 - exchange.turn
@@ -302,7 +311,7 @@ class SmallAllReduce:
             own[ENTERED] = entered
             for words in others:
                 if words[ENTERED] < entered:
-                    exchange.wait(partial(_has_reached, words, ENTERED, entered))
+                    wait(words, entered)
             if is_fenced:
                 fence()
             for words in compared:
