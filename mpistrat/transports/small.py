@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from math import prod
 from typing import Any
 
@@ -154,6 +155,8 @@ class SmallAllReduce:
         leaders = exchange.leaders
         # the sum of each node, if this rank is a leader
         self._sums = [np.empty(shape, dtype) for _ in range(leaders.size)] if leaders else []
+        # two, used alternately: NumPy combines single elements in place three times as slowly
+        self._partials = [np.empty(shape, dtype) for _ in range(2)]
         self._messages: LeaderMessages | None = None
         self._one_node = exchange.is_one_node
 
@@ -201,16 +204,17 @@ class SmallAllReduce:
         fold, shape, dtype = self._fold, self._shape, self._dtype
         assert self._exchange.window is not None, "ranks of a node share memory"
         barrier = self._node_barrier(self._exchange.window)
-        slots = [(first, second, others) for first, second, *others in self._slots]
+        partials = self._partials
+        slots = [(first, [*zip(others, cycle(partials))], last) for first, *others, last in self._slots]
 
         def run(source: Array, target: Array | None = None) -> Array:
-            first, second, others = slots[barrier(source)]
+            total, others, last = slots[barrier(source)]
+            for slot, partial_sum in others:
+                total = fold(total, slot, out=partial_sum)
             if target is None and not shape:  # NumPy would return a scalar
                 target = np.empty(shape, dtype)
-            total: Array = fold(first, second, out=target)
-            for slot in others:
-                fold(total, slot, out=total)
-            return total
+            result: Array = fold(total, last, out=target)
+            return result
 
         return run
 
@@ -333,10 +337,10 @@ class SmallAllReduce:
         if len(slots) == 1:
             target[...] = slots[0]
             return
-        fold = self._fold
-        fold(slots[0], slots[1], out=target)
-        for slot in slots[2:]:
-            fold(target, slot, out=target)
+        total, *others, last = slots
+        for slot, partial_sum in zip(others, cycle(self._partials)):
+            total = self._fold(total, slot, out=partial_sum)
+        self._fold(total, last, out=target)
 
     def _sum_for_others(self, slots: list[Array], target: Array) -> None:
         """Sum without raising, even if NumPy's warnings are errors: other ranks wait for the sum."""

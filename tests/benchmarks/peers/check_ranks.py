@@ -25,7 +25,7 @@ def bind_to_core() -> None:
     """
     cores = sorted(os.sched_getaffinity(0))
     if comm.size > len(cores):
-        os.sched_setaffinity(0, {cores[comm.rank % len(cores)]})
+        os.sched_setaffinity(0, {cores[comm.rank * len(cores) // comm.size]})
 
 
 def seconds_of_a_call(nbytes: int) -> float:
