@@ -82,14 +82,16 @@ class SmallBatch:
         self._is_cast = self._sent_dtype != self._dtype
         self._divisor = num_replicas if op is ReduceOp.MEAN else 1
         self._combine, self.signature, self.word = combine, signature, signature.word
-        self._padding = bytes((bucket.bound.flat_count - sum(array.size for array in arrays)) * self._dtype.itemsize)
+        # what is sent: the arrays, then padding
+        self._given = np.zeros(bucket.bound.flat_count, self._dtype)
+        self._bytes = self._given.view(np.uint8).data[: sum(array.nbytes for array in arrays)]
         self._record = _record([array.shape for array in arrays], self._dtype)
         self._scalars = [index for index, array in enumerate(arrays) if not array.ndim]
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
         """All-reduce the arrays; results are disjoint views of one new array. A collective call."""
-        given = np.frombuffer(_joined(arrays[::-1], self._padding), self._dtype)
-        total = self._combine(given.astype(self._sent_dtype) if self._is_cast else given, None)
+        self._bytes[:] = _joined(arrays[::-1])
+        total = self._combine(self._given.astype(self._sent_dtype) if self._is_cast else self._given, None)
         if self._divisor > 1:
             divide(total, self._divisor, out=total)
         # item() returns the fields of a record as views, all in one call
@@ -99,12 +101,12 @@ class SmallBatch:
         return results
 
 
-def _joined(arrays: Sequence[Any], padding: bytes) -> bytes:
+def _joined(arrays: Sequence[Any]) -> bytes:
     """Return the bytes of arrays in C order; several times as fast as `numpy.concatenate` for many tiny arrays."""
     try:
-        return b"".join([*arrays, padding])
+        return b"".join(arrays)
     except TypeError:  # one of them is not contiguous
-        return b"".join([*map(np.ndarray.tobytes, arrays), padding])
+        return b"".join(map(np.ndarray.tobytes, arrays))
 
 
 def _record(shapes: Sequence[tuple[int, ...]], dtype: np.dtype[Any]) -> np.dtype[Any]:
