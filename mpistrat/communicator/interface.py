@@ -13,7 +13,7 @@ import numpy as np
 from mpistrat.algorithms.choose import Choice
 from mpistrat.arrays import Array
 from mpistrat.communicator.explain import Explanation
-from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.validate import check_root
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.memory import MemoryReport
@@ -250,6 +250,7 @@ class BaseCommunicator(ABC):
     def explain(self, arrays: Array | Sequence[Array], options: CommunicationOptions | None = None) -> Explanation:
         """Return how a sum or mean of such arrays is computed, and how long the last one took. Sends nothing."""
         self._require_open()
+        check_options(options)
         for index, array in enumerate(arrays if isinstance(arrays, (list, tuple)) else [arrays]):
             check_dtype(ReduceOp.SUM, array.dtype, f"array {index}")
         return Explanation(self.world)

@@ -110,7 +110,14 @@ class CommunicationOptions:
         object.__setattr__(self, "implementation", member)
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
-        """Return these options, overridden by the fields of `other` that are not at their default."""
+        """Return these options, overridden by the fields of `other` that are not at their default.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If `other` is neither communication options nor None.
+        """
+        check_options(other)
         if other is None or other == CommunicationOptions():
             return self
         chosen = {

@@ -224,6 +224,8 @@ def test_it_explains_what_it_does(whole):
     whole.all_reduce("sum", given)
     assert "of float32 from 1 array" in str(whole.explain(given))
     assert whole.memory_report().rank == whole.rank
+    with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got 'sum'"):
+        whole.explain(given, "sum")
 
 
 def test_a_strategy_hands_its_communicator_out(strategy, comm):

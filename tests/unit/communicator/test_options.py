@@ -82,6 +82,11 @@ def test_what_excludes_each_other_is_not_merged() -> None:
     assert cast.merge(CommunicationOptions(wire_dtype="float16", error_feedback=True)).error_feedback
 
 
+def test_only_options_are_merged() -> None:
+    with pytest.raises(InvalidArgumentError, match="options must be CommunicationOptions or None; got \\['sum'\\]"):
+        CommunicationOptions().merge(["sum"])  # type: ignore[arg-type]
+
+
 def test_hints_are_options_by_their_old_name() -> None:
     with pytest.warns(DeprecationWarning, match="CollectiveHints is deprecated; use CommunicationOptions") as warned:
         hints = CollectiveHints(50, timeout_seconds=3)
