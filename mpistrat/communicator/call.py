@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.groups.agreement import after
@@ -48,12 +49,17 @@ class CollectiveCall:
     notes: tuple[str, ...] = field(default=())
 
     def __str__(self) -> str:
-        return f"collective {self.number}, {self.describe()}"
+        return f"collective {self.number}, {self.arguments}"
+
+    @cached_property
+    def arguments(self) -> str:
+        """The call with its arguments."""
+        return self.describe()
 
     @property
     def text(self) -> str:
         """The call with its arguments, and with the notes before it that tell something."""
-        return f"{self.describe()}{after(self.notes)}"
+        return f"{self.arguments}{after(self.notes)}"
 
     @property
     def seconds(self) -> float:

@@ -211,7 +211,7 @@ class DataMovement:
         """Return what moves the arrays of a call: NCCL if all ranks have theirs on a GPU."""
         if self._by_nccl is None or not (found[:, 1] & 1).all():
             return self._by_host
-        self._guard.begin(call, Signature(call.describe()))  # the barrier before NCCL compares it once more
+        self._guard.begin(call, Signature(call.arguments))  # the barrier before NCCL compares it once more
         return self._by_nccl
 
     def _allocate(self, call: CollectiveCall, make: Callable[[], T]) -> T:

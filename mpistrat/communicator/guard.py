@@ -258,7 +258,7 @@ class CollectiveGuard:
             On every rank, if the calls differ; a rank that passes an `error` raises that error.
         """
         text, facts = call.text, (*facts, bool(call.ends))
-        self.signature = Signature(call.describe())
+        self.signature = Signature(call.arguments)
         self.enter(call, self.signature.word ^ call.noted)
         if self._watcher is not None and call.ends:
             self._watcher.limit = call.ends, lambda: self._blocked_in_mpi(call)

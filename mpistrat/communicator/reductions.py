@@ -157,7 +157,7 @@ class Reductions:
             call, refused = self._calls.prepare("reduce_scatter", arguments, options, check)
             self._begin(call, refused)
             batch = self._batch(call, op, [array], self.num_packs, axis % array.ndim)
-            self._guard.begin(call, Signature(call.describe()))
+            self._guard.begin(call, Signature(call.arguments))
             result = self._new(array, self._own_part(array, axis).shape) if out is None else out
             if batch.scatters:
                 self._scatter(call, op, batch, np.moveaxis(array, axis, 0), np.moveaxis(result, axis, 0))

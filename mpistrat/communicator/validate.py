@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -190,7 +191,7 @@ def can_write_directly(target: Array, source: Array) -> bool:
 
 def describe(arrays: Sequence[Array]) -> str:
     """Return the dtypes and shapes of arrays, and which of them are on a GPU."""
-    return ", ".join(f"{array.dtype} {array.shape}{' on a GPU' if is_on_device(array) else ''}" for array in arrays)
+    return ", ".join(f"{_text(array.dtype)} {array.shape}{' on a GPU' if is_on_device(array) else ''}" for array in arrays)
 
 
 def describe_all_reduce(
@@ -203,6 +204,11 @@ def describe_all_reduce(
     always = f"algorithm={options.algorithm}, bytes_per_pack={options.bytes_per_pack}"
     along = "" if axis is None else f"axis={axis}, "
     return f"({op.name}, [{describe(arrays)}], {along}{always}{others})"
+
+
+@cache
+def _text(dtype: np.dtype[Any]) -> str:
+    return str(dtype)
 
 
 def _has_shape(array: Array, wanted: tuple[int, ...]) -> bool:
