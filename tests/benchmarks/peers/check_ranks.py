@@ -48,6 +48,8 @@ def seconds_of_a_nest(leaves: int) -> float:
 
 def _seconds(value: Any) -> float:
     each = comm.allreduce(_block(value, 2), max)
+    if each > _LEAST_SECONDS:
+        return float(each)
     calls = min(max(int(_LEAST_SECONDS / each), 1), _MOST_CALLS)
     _block(value, min(calls, 50))
     return float(comm.allreduce(_block(value, calls), max))
