@@ -11,6 +11,7 @@ a bfloat16.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,9 +33,13 @@ from mpistrat.transports.steps import WAITING, WORKED, Steps, drive, leave_to_pe
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["CudaAwareRing"]
+__all__ = ["CudaAwareRing", "segment_bytes"]
 
-SEGMENT_BYTES = 1 << 20
+SEGMENT_BYTES = (
+    1 << 22
+)  # the fragments in which UCX pipelines memory of NVIDIA GPUs; each message of MPI is matched and registered
+SMALL_SEGMENT_BYTES = 1 << 20
+SEGMENTS_OF_A_PART = 4  # if they are not too small: one is summed while others are sent
 RECEIVES_AHEAD = 4
 
 _FIRST_COUNT = 1 << 12
@@ -93,17 +98,18 @@ class CudaAwareRing(Transport):
 
     def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind a ring reduce-scatter followed, without a pause, by a ring all-gather."""
-        ring = Ring.all_reduce(self.group.rank, self.group.size, buffer.size, self._limit(buffer))
+        size = self.group.size
+        ring = Ring.all_reduce(self.group.rank, size, buffer.size, self._limit(buffer, -(-buffer.size // size)))
         return self._operation(buffer, ring, op, channel)
 
     def reduce_scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind the first half of the ring, shifted so that rank r ends with part r."""
-        ring = Ring.reduce_scatter(self.group.rank, self.group.size, bounds, self._limit(buffer))
+        ring = Ring.reduce_scatter(self.group.rank, self.group.size, bounds, self._limit(buffer, _longest(bounds)))
         return self._operation(buffer, ring, op)
 
     def all_gather(self, buffer: DeviceArray, bounds: Sequence[int]) -> Operation:
         """Bind the second half of the ring."""
-        ring = Ring.all_gather(self.group.rank, self.group.size, bounds, self._limit(buffer))
+        ring = Ring.all_gather(self.group.rank, self.group.size, bounds, self._limit(buffer, _longest(bounds)))
         return self._operation(buffer, ring, ReduceOp.SUM)
 
     def reduce(self, buffer: DeviceArray, op: ReduceOp, root: int = 0) -> Operation:
@@ -131,14 +137,22 @@ class CudaAwareRing(Transport):
     def _all_of(self, root: int, buffer: DeviceArray) -> list[int]:
         return [0 if rank <= root else buffer.size for rank in range(self.group.size + 1)]
 
-    def _limit(self, buffer: DeviceArray) -> int:
-        return min(self._segment_bytes, settings.MAX_MESSAGE_BYTES.read()) // int(buffer.dtype.itemsize)
+    def _limit(self, buffer: DeviceArray, longest_part: int) -> int:
+        """Return the elements of the longest segment, if a part has up to `longest_part` of them."""
+        itemsize = int(buffer.dtype.itemsize)
+        longest = segment_bytes(longest_part * itemsize, self._segment_bytes)
+        return min(longest, settings.MAX_MESSAGE_BYTES.read()) // itemsize
 
     def _operation(self, buffer: DeviceArray, ring: Ring, op: ReduceOp, channel: int = 0) -> Operation:
         if channel not in self._landings:
             self._landings[channel] = self._device.allocate(RECEIVES_AHEAD * self._segment_bytes)
         bound = _DeviceRing(self.group, self._device, self._stream, buffer, ring, op, self._landings[channel], channel)
         return Operation(bound.run, [Part(0, buffer.size, (buffer,))])
+
+
+def segment_bytes(part_bytes: int, longest: int = SEGMENT_BYTES) -> int:
+    """Return the bytes of the segments that a part is sent in: large ones of a large part, several of a part of middle size."""
+    return min(longest, max(SMALL_SEGMENT_BYTES, -(-part_bytes // SEGMENTS_OF_A_PART)))
 
 
 class _DeviceRing:
@@ -228,6 +242,10 @@ class _DeviceRing:
         kernel, num_blocks, arguments = fold
         self._stream.launch(kernel, num_blocks, arguments)
         return self._stream.record()
+
+
+def _longest(bounds: Sequence[int]) -> int:
+    return max(stop - start for start, stop in pairwise(bounds))
 
 
 def _is_over(event: Event | None) -> bool:

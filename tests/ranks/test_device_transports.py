@@ -221,6 +221,15 @@ def test_cuda_aware_passes_the_kit(group, device, kernels):
     assert check_transport(partial(_Aware, device=device, segment_bytes=1 << 14), group) > 500
 
 
+def test_where_segments_land_is_held_once_for_each_channel_and_told(group, device, kernels):
+    device.kernels = kernels
+    transport = _Aware(group, device)
+    buffer = transport.allocate(4096).view(np.float32)
+    for channel in (0, 1, 0):
+        transport.all_reduce(buffer, ReduceOp.SUM, channel)
+    assert transport.scratch_bytes == 2 * cuda_aware.RECEIVES_AHEAD * cuda_aware.SEGMENT_BYTES
+
+
 @pytest.fixture
 def bound(device, kernels, monkeypatch):
     """Let this process compute on the stand-in, and MPI be taken for CUDA-aware."""
