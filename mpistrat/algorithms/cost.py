@@ -18,7 +18,17 @@ from dataclasses import dataclass
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.topology.world import World
 
-__all__ = ["DEFAULT", "ON_DEVICE", "Correction", "CostModel", "link_bytes", "phase_bytes", "phase_seconds", "predict_seconds"]
+__all__ = [
+    "DEFAULT",
+    "ON_DEVICE",
+    "Correction",
+    "CostModel",
+    "link_bytes",
+    "phase_bytes",
+    "phase_seconds",
+    "predict_seconds",
+    "rail_schedule",
+]
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,8 @@ class CostModel:
     staging_bytes_per_second : float
         Bytes that one rank reads and writes per second in host memory, to stage GPU memory for other nodes; 0: nothing is
         staged.
+    direct_rails : bool
+        Whether rails move GPU memory by CUDA-aware MPI: it is not staged there, and `rail_schedule` says in which order.
     corrections : tuple of Correction
         For algorithms that were measured on this world.
     source : str
@@ -95,6 +107,7 @@ class CostModel:
     flat_cache_efficiency: float = 2.0
     flat_memory_efficiency: float = 0.9
     staging_bytes_per_second: float = 0.0
+    direct_rails: bool = False
     corrections: tuple[Correction, ...] = ()
     source: str = "defaults"
 
@@ -148,6 +161,8 @@ def phase_seconds(plan: Plan, phase: Phase, model: CostModel = DEFAULT) -> float
     if plan.count == 0:
         return 0.0
     load, chunk_bytes = _load(plan.world, phase), plan.num_bytes / plan.num_chunks
+    if phase.scope is Scope.INTER and model.direct_rails and not (plan.in_order or plan.wire_itemsize):
+        return plan.num_chunks * (model.call_seconds + min(_direct_seconds(plan.world, chunk_bytes, model).values()))
     link_rate, memory_rate = _rates(plan.world, phase, chunk_bytes, model)
     steps = load.intra_steps * model.intra_step_seconds + load.inter_steps * model.inter_step_seconds
     moving = max(load.link * chunk_bytes * _wire_ratio(plan, phase) / link_rate, load.memory * chunk_bytes / memory_rate)
@@ -166,6 +181,40 @@ def predict_seconds(plan: Plan, model: CostModel = DEFAULT) -> float:
         lanes[phase.scope is Scope.INTRA] += phase_seconds(plan, phase, model)
     busier, other = max(lanes.values()), min(lanes.values())
     return busier + (other if plan.depth == 1 else other / max(plan.num_chunks, 1))
+
+
+def rail_schedule(world: World, shard_bytes: int, model: CostModel) -> str:
+    """Return the schedule with the shortest predicted time for the sum of a shard of GPU memory along its rail.
+
+    Parameters
+    ----------
+    world : World
+        The nodes: at least two.
+    shard_bytes : int
+        The bytes that one rank sums with those of the other nodes, while all rails are busy.
+    model : CostModel
+        The constants.
+
+    Returns
+    -------
+    str
+        ``ring``; ``halving``: recursive halving and doubling; or ``gather``: every rank gathers and sums the shards of all.
+    """
+    seconds = _direct_seconds(world, shard_bytes * world.num_shards, model)
+    return min(seconds, key=seconds.__getitem__)
+
+
+def _direct_seconds(world: World, num_bytes: float, model: CostModel) -> dict[str, float]:
+    """Return the time of each schedule along all rails, by the bytes of the whole buffer; only a ring overlaps sums."""
+    nodes, share = world.num_nodes, _most_shards(world) / world.num_shards
+    sending = num_bytes / (model.link_bytes_per_second * model.link_efficiency)
+    moving = num_bytes * share / model.memory_bytes_per_second
+    ring, rounds = _ring(nodes), _doublings(nodes)
+    return {
+        "ring": 2 * (nodes - 1) * model.inter_step_seconds + ring * max(sending, moving * 3 / 2),
+        "halving": 2 * rounds * model.inter_step_seconds + ring * (sending + moving * 3 / 2),
+        "gather": rounds * model.inter_step_seconds + (nodes - 1) * sending + (nodes + 1) * moving,
+    }
 
 
 def _wire_ratio(plan: Plan, phase: Phase) -> float:
@@ -231,9 +280,7 @@ def _intra_broadcast(world: World) -> _Load:
 
 
 def _inter_all_reduce(world: World) -> _Load:
-    # the ranks of the smallest node own the most shards
-    most = -(-world.num_shards // min(world.local_sizes))
-    return _rail(world.num_nodes, most / world.num_shards)
+    return _rail(world.num_nodes, _most_shards(world) / world.num_shards)
 
 
 def _leaders_all_reduce(world: World) -> _Load:
@@ -243,6 +290,11 @@ def _leaders_all_reduce(world: World) -> _Load:
 def _rail(nodes: int, share: float) -> _Load:
     """Return the load of the rings between nodes; the busiest rank works on this share of the buffer."""
     return _Load(_ring(nodes) * share, _ring(nodes), memory=_ring(nodes) * share * 3 / 2, inter_steps=2 * (nodes - 1))
+
+
+def _most_shards(world: World) -> int:
+    """Return the shards that a rank owns at most: one of the smallest node."""
+    return -(-world.num_shards // min(world.local_sizes))
 
 
 def _ring(members: int) -> float:

@@ -12,7 +12,6 @@ from mpistrat import settings
 from mpistrat.algorithms import flat
 from mpistrat.algorithms.choose import Choice, choose
 from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
-from mpistrat.algorithms.cost import ON_DEVICE
 from mpistrat.algorithms.reduce_scatter import ScatterPlan
 from mpistrat.arrays import Array, is_on_device
 from mpistrat.communicator.bound_batch import BoundBatch, Bucket
@@ -41,7 +40,7 @@ class DevicePlanCache(PlanCache):
     """
 
     def __init__(self, executor: DeviceExecutor, say: Callable[[str], None]) -> None:
-        super().__init__(executor, say, ON_DEVICE)
+        super().__init__(executor, say, executor.model)
         self._device_executor = executor
         self._chunk_bytes = self._chunk_bytes or DEVICE_CHUNK_BYTES
 

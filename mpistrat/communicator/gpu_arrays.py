@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from mpistrat.algorithms.cost import ON_DEVICE
 from mpistrat.arrays import Array, is_on_device
 from mpistrat.communicator.device_plans import DevicePlanCache, MixedPlanCache
 from mpistrat.communicator.guard import CollectiveGuard
@@ -57,7 +58,7 @@ class GpuArrays:
         self, device: Device, host: Executor, plans: PlanCache, guard: CollectiveGuard, say: Callable[[str], None]
     ) -> None:
         self.device, self._guard, guard.is_on_gpu = device, guard, True
-        self.executor = DeviceExecutor(host, device)
+        self.executor = DeviceExecutor(host, device, ON_DEVICE)
         self.plans = MixedPlanCache(plans, DevicePlanCache(self.executor, say))
         self.stream = device.stream()
         self._agreement, self._call = Agreement(host.hierarchy.world_group), host.hierarchy.call

@@ -7,10 +7,12 @@ work is ordered on that stream; the host does not wait for the GPU, unless peers
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from mpistrat.algorithms.cost import CostModel
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
 from mpistrat.device.abstract import Device, Event, address
@@ -22,6 +24,7 @@ from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.transports.base import Operation, Part, Transport
+from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.flat_arrays import FlatArrays
 from mpistrat.transports.nccl import NcclTransport, nccl_refusal
 from mpistrat.transports.ordered import Caster, ordered_all_reduce
@@ -45,9 +48,13 @@ class DeviceExecutor(Executor):
         For host memory of the same hierarchy: device memory may be staged through its transports, and its timeline is used.
     device : Device
         The GPU of this rank.
+    model : CostModel
+        Predicts times on GPUs.
 
     Attributes
     ----------
+    model : CostModel
+        The same, for the rails that were selected.
     enqueues : bool
         Whether plans end when their work has been enqueued, unless their call has a deadline, was started, or is timed.
     must_meet : bool
@@ -61,10 +68,12 @@ class DeviceExecutor(Executor):
 
     transports: DeviceTransports
 
-    def __init__(self, host: Executor, device: Device) -> None:
-        super().__init__(host.hierarchy, device_transports(host.hierarchy, device, host.transports))
+    def __init__(self, host: Executor, device: Device, model: CostModel) -> None:
+        super().__init__(host.hierarchy, device_transports(host.hierarchy, device, host.transports, model))
         self.device, self._device, self.timeline = device, device, host.timeline
         self._shares_memory = host._shares_memory  # ranks compare calls in host memory
+        is_direct = any(rail.name == CudaAwareTransport.name for rail in self.rails.values())
+        self.model = replace(model, direct_rails=is_direct)
         self._copied_out: Event | None = None
         self._notice = AbortNotice(host.hierarchy.world_group)
         self._nccl_rails: Mapping[int, NcclTransport] = {}

@@ -6,9 +6,11 @@ File law: all rails of a job use the same transport; if one of them cannot use i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from itertools import chain
 
 from mpistrat import settings
+from mpistrat.algorithms.cost import CostModel, rail_schedule
 from mpistrat.device.abstract import Device
 from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group
@@ -16,7 +18,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.cuda_awareness import agreed_verdict
 from mpistrat.logger import logger
 from mpistrat.transports.base import Transport
-from mpistrat.transports.cuda_aware import CudaAwareRing
+from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.staged import StagedTransport
 
 __all__ = ["device_rails", "staged"]
@@ -24,7 +26,9 @@ __all__ = ["device_rails", "staged"]
 _said: set[str] = set()
 
 
-def device_rails(hierarchy: Hierarchy, device: Device, host: Mapping[int, Transport]) -> tuple[Mapping[int, Transport], str]:
+def device_rails(
+    hierarchy: Hierarchy, device: Device, host: Mapping[int, Transport], model: CostModel
+) -> tuple[Mapping[int, Transport], str]:
     """Return the transport of each rail for large buffers in GPU memory, and a description of them. A collective call.
 
     If MPI turns out not to be CUDA-aware, rank 0 prints a warning, once.
@@ -37,6 +41,8 @@ def device_rails(hierarchy: Hierarchy, device: Device, host: Mapping[int, Transp
         The GPU of this rank.
     host : mapping of int to Transport
         The transport of each rail for host memory.
+    model : CostModel
+        Predicts the times of the schedules of rails that need no staging.
 
     Raises
     ------
@@ -45,9 +51,9 @@ def device_rails(hierarchy: Hierarchy, device: Device, host: Mapping[int, Transp
     """
     if not host:
         return {}, ""
-    rails, refusal = _cuda_aware(hierarchy, device)
+    rails, refusal = _cuda_aware(hierarchy, device, model)
     if rails:
-        return rails, f"{CudaAwareRing.name} between nodes"
+        return rails, f"{CudaAwareTransport.name} between nodes"
     by_host = {shard: staged(hierarchy.rails[shard], device, rail) for shard, rail in host.items()}
     return by_host, f"staged over {next(iter(host.values())).name} between nodes ({refusal})"
 
@@ -57,7 +63,7 @@ def staged(group: Group, device: Device, host: Transport) -> Transport:
     return StagedTransport(group, device, lambda _: host)
 
 
-def _cuda_aware(hierarchy: Hierarchy, device: Device) -> tuple[Mapping[int, Transport], str]:
+def _cuda_aware(hierarchy: Hierarchy, device: Device, model: CostModel) -> tuple[Mapping[int, Transport], str]:
     """Return rails that pass GPU memory to MPI, or the reason why there are none."""
     inter = settings.INTER_TRANSPORT.read()
     if inter != "auto":
@@ -68,7 +74,8 @@ def _cuda_aware(hierarchy: Hierarchy, device: Device) -> tuple[Mapping[int, Tran
         if not verdict.is_setting:
             _say(hierarchy, verdict.reason)
         return {}, verdict.reason
-    rails = {shard: CudaAwareRing(rail, device) for shard, rail in hierarchy.rails.items()}
+    schedule = partial(rail_schedule, hierarchy.world, model=model)
+    rails = {shard: CudaAwareTransport(rail, device, schedule=schedule) for shard, rail in hierarchy.rails.items()}
     # each rank goes through its rails in increasing order, so that they cannot deadlock
     found = [_first_exchange(rail) for rail in rails.values()]
     wrong, failed = (next(filter(None, texts), "") for texts in zip(*chain.from_iterable(comm.allgather(found)), strict=True))
@@ -82,7 +89,7 @@ def _cuda_aware(hierarchy: Hierarchy, device: Device) -> tuple[Mapping[int, Tran
     return {}, wrong
 
 
-def _first_exchange(rail: CudaAwareRing) -> tuple[str, str]:
+def _first_exchange(rail: CudaAwareTransport) -> tuple[str, str]:
     """Return a reason why values were wrong, and one why the exchange failed: empty texts on success."""
     try:
         return rail.first_exchange(), ""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from mpistrat import settings
+from mpistrat.algorithms.cost import CostModel
 from mpistrat.device.abstract import Device
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import TransportError
@@ -132,7 +133,7 @@ def host_transports(hierarchy: Hierarchy) -> Transports:
     )
 
 
-def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) -> DeviceTransports:
+def device_transports(hierarchy: Hierarchy, device: Device, host: Transports, model: CostModel) -> DeviceTransports:
     """Return the transports of device memory. A collective call.
 
     Parameters
@@ -143,6 +144,8 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
         The GPU of this rank.
     host : Transports
         The transports of host memory, through which device memory may be staged.
+    model : CostModel
+        Predicts times on GPUs.
 
     Raises
     ------
@@ -165,7 +168,7 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
     assert intra is not None, "a refusal on this node has raised on all ranks"
     taken = {name: transport for name, transport, alone, _ in answers if not alone}
     everywhere = _join_all(hierarchy, device, intra)
-    rails, between = device_rails(hierarchy, device, host.rails)
+    rails, between = device_rails(hierarchy, device, host.rails, model)
     if between:
         between = _between_nodes(between, hierarchy, everywhere is not None)
     return DeviceTransports(

@@ -1,4 +1,6 @@
-"""cuda_aware: a segmented ring over Isend and Irecv of device memory, summed by the device. See `ring` for its order.
+"""cuda_aware: a ring, or fewer and longer steps, over Isend and Irecv of device memory, summed by the device.
+
+`ring` and `halving` have the schedules. Small arrays are gathered and summed by every rank, in the order of the ranks.
 
 MPI moves bytes between GPUs and does nothing else: its own reductions of device memory take the way through the host's
 processor, where they work at all.
@@ -10,8 +12,9 @@ a bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,24 +23,24 @@ from mpistrat import settings
 from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
 from mpistrat.device.binding import bound_device
 from mpistrat.device.cuda import CudaDevice
-from mpistrat.device.kernels import fold_into_kernel
+from mpistrat.device.kernels import fold_into_kernel, fold_kernel
 from mpistrat.device.segments import PACKET_BYTES, THREADS
 from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups.group import Group
 from mpistrat.launch.cuda_awareness import agreed_verdict
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import Operation, Part, Transport
+from mpistrat.transports.halving import Halving, Round
 from mpistrat.transports.ring import Ring
 from mpistrat.transports.steps import WAITING, WORKED, Steps, drive, leave_to_peers
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["CudaAwareRing", "segment_bytes"]
+__all__ = ["CudaAwareTransport", "segment_bytes"]
 
-SEGMENT_BYTES = (
-    1 << 22
-)  # the fragments in which UCX pipelines memory of NVIDIA GPUs; each message of MPI is matched and registered
+# MPI matches each message, and registers its memory where it must; UCX pipelines memory of NVIDIA GPUs in fragments of 4 MiB
+SEGMENT_BYTES = 1 << 22
 SMALL_SEGMENT_BYTES = 1 << 20
 SEGMENTS_OF_A_PART = 4  # if they are not too small: one is summed while others are sent
 RECEIVES_AHEAD = 4
@@ -46,8 +49,8 @@ _FIRST_COUNT = 1 << 12
 _FIRST_SECONDS = 60.0
 
 
-class CudaAwareRing(Transport):
-    """The ring verbs on device memory, for an MPI that takes it.
+class CudaAwareTransport(Transport):
+    """All verbs on device memory, for an MPI that takes it.
 
     Parameters
     ----------
@@ -56,16 +59,25 @@ class CudaAwareRing(Transport):
     device : Device, optional
         This rank's GPU.
     segment_bytes : int
-        The longest message; a multiple of 16.
+        The longest message of a ring; a multiple of 16.
+    schedule : callable
+        Returns the schedule of an all-reduce of so many bytes, ``ring``, ``halving`` or ``gather``: the same on all ranks. What
+        does not fit in the memory of the ring's segments goes by the ring.
     """
 
     name = "cuda_aware"
 
-    def __init__(self, group: Group, device: Device | None = None, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self,
+        group: Group,
+        device: Device | None = None,
+        segment_bytes: int = SEGMENT_BYTES,
+        schedule: Callable[[int], str] = lambda num_bytes: "ring",
+    ) -> None:
         super().__init__(group)
         self.device = self._device = device or CudaDevice()
         self._stream = self._device.stream()
-        self._segment_bytes = segment_bytes
+        self._segment_bytes, self._schedule = segment_bytes, schedule
         self._landings: dict[int, DeviceArray] = {}
 
     @classmethod
@@ -97,8 +109,13 @@ class CudaAwareRing(Transport):
         return self._device.allocate(nbytes)
 
     def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
-        """Bind a ring reduce-scatter followed, without a pause, by a ring all-gather."""
-        size = self.group.size
+        """Bind a ring, recursive halving and doubling, or a sum of what is gathered, by the number of bytes."""
+        size, landing_bytes = self.group.size, RECEIVES_AHEAD * self._segment_bytes
+        schedule = self._schedule(buffer.nbytes) if buffer.size else "ring"
+        if schedule == "halving" and 2 * buffer.nbytes <= landing_bytes:
+            return self._halving(buffer, op, channel)
+        if schedule == "gather" and size * _stride(buffer) <= landing_bytes:
+            return self._gathered(buffer, op, channel)
         ring = Ring.all_reduce(self.group.rank, size, buffer.size, self._limit(buffer, -(-buffer.size // size)))
         return self._operation(buffer, ring, op, channel)
 
@@ -143,10 +160,40 @@ class CudaAwareRing(Transport):
         longest = segment_bytes(longest_part * itemsize, self._segment_bytes)
         return min(longest, settings.MAX_MESSAGE_BYTES.read()) // itemsize
 
-    def _operation(self, buffer: DeviceArray, ring: Ring, op: ReduceOp, channel: int = 0) -> Operation:
+    def _halving(self, buffer: DeviceArray, op: ReduceOp, channel: int) -> Operation:
+        limit = settings.MAX_MESSAGE_BYTES.read() // int(buffer.dtype.itemsize)
+        halving = Halving.all_reduce(self.group.rank, self.group.size, buffer.size, limit)
+        kernel, landing = fold_into_kernel(buffer.dtype, op), self._landing(channel)
+        bound = _DeviceRounds(self.group, self._device, self._stream, buffer, halving.rounds, kernel, landing, channel)
+        return Operation(bound.run, [Part(0, buffer.size, (buffer,))])
+
+    def _gathered(self, buffer: DeviceArray, op: ReduceOp, channel: int) -> Operation:
+        """Bind: gather the buffers of all ranks, and fold them in the order of the ranks: all get the same bits."""
+        rank, size, stride, landing = self.group.rank, self.group.size, _stride(buffer), self._landing(channel)
+        halving = Halving.all_gather(rank, size, range(0, (size + 1) * stride, stride), settings.MAX_MESSAGE_BYTES.read())
+        bound = _DeviceRounds(self.group, self._device, self._stream, landing, halving.rounds, "", landing, channel)
+        kernel, table = fold_kernel(buffer.dtype, op), self._device.allocate(8 * size)
+        self._device.prepare(kernel)
+        self._device.put(table, np.array([address(landing) + peer * stride for peer in range(size)], np.uint64).view(np.uint8))
+        num_blocks = _num_blocks(buffer.size, int(buffer.dtype.itemsize))
+        arguments = (address(table), np.int32(size), 0, address(buffer), buffer.size)
+
+        def run() -> Steps:
+            self._device.current_stream().copy(address(landing) + rank * stride, address(buffer), buffer.nbytes)
+            yield from bound.run()
+            self._stream.launch(kernel, num_blocks, arguments)
+            yield from _until(self._stream.record())
+
+        return Operation(run, [Part(0, buffer.size, (buffer,))], table.nbytes)
+
+    def _landing(self, channel: int) -> DeviceArray:
+        """Return where the messages of a channel land, whose operations run one after the other."""
         if channel not in self._landings:
             self._landings[channel] = self._device.allocate(RECEIVES_AHEAD * self._segment_bytes)
-        bound = _DeviceRing(self.group, self._device, self._stream, buffer, ring, op, self._landings[channel], channel)
+        return self._landings[channel]
+
+    def _operation(self, buffer: DeviceArray, ring: Ring, op: ReduceOp, channel: int = 0) -> Operation:
+        bound = _DeviceRing(self.group, self._device, self._stream, buffer, ring, op, self._landing(channel), channel)
         return Operation(bound.run, [Part(0, buffer.size, (buffer,))])
 
 
@@ -188,16 +235,15 @@ class _DeviceRing:
                 continue
             count, slot = target.stop - target.start, address(landing) + index % RECEIVES_AHEAD * slot_bytes
             self._receives.append(_message(slot, slice(0, count), itemsize))
-            num_blocks = -(-count * itemsize // (THREADS * PACKET_BYTES))
+            num_blocks = _num_blocks(count, itemsize)
             self._folds.append((kernel, num_blocks, (start + target.start * itemsize, slot, count)) if count else None)
 
     def run(self) -> Steps:
         count = len(self._sends)
         if not count:
             return
-        before = self._device.current_stream().record()
-        while not before.done():  # the buffer is written, and nobody reads what will be overwritten
-            yield WAITING
+        # the buffer is written, and nobody reads what will be overwritten
+        yield from _until(self._device.current_stream().record())
         self._tag = self._call.tag(self._channel)
         sent = [self._comm.Isend(message, self._right, self._tag) for message in self._sends[: self._segments]]
         arriving: list[MPI.Request] = []
@@ -242,6 +288,91 @@ class _DeviceRing:
         kernel, num_blocks, arguments = fold
         self._stream.launch(kernel, num_blocks, arguments)
         return self._stream.record()
+
+
+class _DeviceRounds:
+    """Rounds of messages bound to memory; what is summed lands elsewhere, each message at a place of its own."""
+
+    def __init__(
+        self,
+        group: Group,
+        device: Device,
+        stream: Stream,
+        memory: DeviceArray,
+        rounds: Sequence[Round],
+        kernel: str,
+        landing: DeviceArray,
+        channel: int,
+    ) -> None:
+        self._comm, self._call, self._channel, self._device, self._stream = group.comm, group.call, channel, device, stream
+        self._memory, self._kernel = (memory, landing), kernel  # held as long as MPI may write there
+        if kernel:
+            device.prepare(kernel)
+        self._rounds: list[_BoundRound] = []
+        itemsize, start, free = int(memory.dtype.itemsize), address(memory), address(landing)
+        for each in rounds:
+            bound = _BoundRound(each, [_message(start, part, itemsize) for part in each.sends], [], [])
+            for target in each.targets:
+                if not each.reduces:
+                    bound.receives.append(_message(start, target, itemsize))
+                    continue
+                count = target.stop - target.start
+                bound.receives.append(_message(free, slice(0, count), itemsize))
+                bound.folds.append((_num_blocks(count, itemsize), (start + target.start * itemsize, free, count)))
+                free += count * itemsize
+            free = -(-free // PACKET_BYTES) * PACKET_BYTES
+            self._rounds.append(bound)
+
+    def run(self) -> Steps:
+        yield from _until(self._device.current_stream().record())  # as for the ring
+        tag = self._call.tag(self._channel)
+        requests: list[MPI.Request] = []
+        try:
+            for _, rounds in groupby(self._rounds, key=lambda each: each.round.reduces):
+                # received ahead: rounds that gather overwrite what earlier ones have sent, and no other memory
+                arriving = [
+                    (each, [self._comm.Irecv(message, each.round.source, tag) for message in each.receives]) for each in rounds
+                ]
+                requests += chain.from_iterable(received for _, received in arriving)
+                for each, received in arriving:
+                    sent = [self._comm.Isend(message, each.round.to, tag) for message in each.sends]
+                    requests += sent
+                    for request in (*received, *sent):
+                        while not request.Test():
+                            yield WAITING
+                    yield from self._fold(each)
+        except GeneratorExit:
+            leave_to_peers((self, requests))
+            raise
+
+    def _fold(self, each: _BoundRound) -> Steps:
+        for num_blocks, arguments in each.folds:
+            self._stream.launch(self._kernel, num_blocks, arguments)
+        yield WORKED
+        if each.folds:
+            yield from _until(self._stream.record())
+
+
+@dataclass(frozen=True)
+class _BoundRound:
+    round: Round
+    sends: list[list[Any]]
+    receives: list[list[Any]]
+    folds: list[tuple[int, tuple[Any, ...]]]
+
+
+def _stride(buffer: DeviceArray) -> int:
+    """Return the distance of gathered buffers in bytes, so that all are aligned."""
+    return -(-int(buffer.nbytes) // PACKET_BYTES) * PACKET_BYTES
+
+
+def _num_blocks(count: int, itemsize: int) -> int:
+    return -(-count * itemsize // (THREADS * PACKET_BYTES))
+
+
+def _until(event: Event) -> Steps:
+    while not event.done():
+        yield WAITING
 
 
 def _longest(bounds: Sequence[int]) -> int:

@@ -17,12 +17,13 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.testing.transport_cases import DTYPES, operations
 from mpistrat.testing.transport_suite import check_transport
 from mpistrat.transports import cuda_aware, steps
-from mpistrat.transports.cuda_aware import CudaAwareRing
+from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.staged import StagedTransport
 from mpistrat.transports.steps import WAITING, drive
 from tests.gpu import deadline, on_host
+from tests.gpu.conformance import every_schedule
 from tests.gpu.stand_in import StandInDevice
 from tests.gpu.stand_in_nccl import StandInNccl
 from tests.launches import needs_ranks, up_to_ranks
@@ -207,7 +208,7 @@ def test_memory_that_one_rank_cannot_show_is_refused_on_all(group, device, monke
         CudaIpcTransport(group, device).allocate(64)
 
 
-class _Aware(CudaAwareRing):
+class _Aware(CudaAwareTransport):
     @classmethod
     def probe(cls, group):
         return ""  # the class asks the MPI library, which may not be
@@ -218,7 +219,8 @@ def test_cuda_aware_passes_the_kit(group, device, kernels):
         pytest.skip("a ring of four ranks is a ring of eight; its order is tested by itself")
     device.kernels = kernels
     # the largest buffers of the kit are cut into many segments, the others into one
-    assert check_transport(partial(_Aware, device=device, segment_bytes=1 << 14), group) > 500
+    make = partial(_Aware, device=device, segment_bytes=1 << 14, schedule=every_schedule)
+    assert check_transport(make, group) > 500
 
 
 def test_where_segments_land_is_held_once_for_each_channel_and_told(group, device, kernels):
@@ -241,9 +243,9 @@ def bound(device, kernels, monkeypatch):
 
 
 def test_an_mpi_that_is_cuda_aware_is_used_once_a_first_sum_was_right(group, bound, monkeypatch):
-    assert CudaAwareRing.probe(group) == ""
+    assert CudaAwareTransport.probe(group) == ""
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "off")
-    assert CudaAwareRing.probe(group) == "MPISTRAT_MPI_GPU=off"
+    assert CudaAwareTransport.probe(group) == "MPISTRAT_MPI_GPU=off"
 
 
 @needs_ranks(2)
@@ -252,7 +254,7 @@ def test_an_mpi_that_delivers_wrong_values_is_not_used_by_anybody(group, bound, 
         elsewhere = np.zeros(1 << 16, np.uint8)
         message = partial(cuda_aware._message, elsewhere.ctypes.data)
         monkeypatch.setattr(cuda_aware, "_message", lambda _, part, itemsize: message(part, itemsize))
-    assert CudaAwareRing.probe(group) == "a first sum of device memory gave wrong values"
+    assert CudaAwareTransport.probe(group) == "a first sum of device memory gave wrong values"
 
 
 @needs_ranks(2)
@@ -262,12 +264,12 @@ def test_an_mpi_that_delivers_nothing_is_told_to_all(group, bound, monkeypatch):
         monkeypatch.setattr(cuda_aware._DeviceRing, "run", lambda self: repeat(WAITING))
     late = "world: the first exchange of device memory did not end within 0.05 s; .*MPISTRAT_MPI_GPU=off goes through memory"
     with pytest.raises(TransportError, match=late):
-        CudaAwareRing(group, bound).first_exchange()
+        CudaAwareTransport(group, bound).first_exchange()
 
 
 @needs_ranks(2)
 def test_a_deadline_ends_the_ring_and_leaves_its_memory_to_the_peers(group, bound, comm):
-    transport = CudaAwareRing(group, bound)
+    transport = CudaAwareTransport(group, bound)
     operation = transport.all_reduce(transport.allocate(64).view(np.float32), ReduceOp.SUM)
     before = len(steps._left_to_peers)
     if comm.rank == 0:
