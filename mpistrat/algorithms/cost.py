@@ -1,6 +1,6 @@
 """The α-β-γ cost model: predicts the time of a plan from latency, bytes over links and bytes read and written in memory.
 
-A phase costs its call, its steps (α), and the longer of two times that overlap: its bytes over the link of the node (β), which
+A phase costs its call, its steps (α), and the longer of two times that overlap: its bytes over the links of the node (β), which
 all ranks of the node share, and the bytes that the busiest rank reads and writes in memory, sums included (γ). In a plan with
 depth > 1 the phases inside a node overlap those between nodes.
 
@@ -68,7 +68,10 @@ class CostModel:
     intra_step_seconds, inter_step_seconds : float
         α: one synchronisation of two ranks inside a node, and one message between nodes.
     link_bytes_per_second : float
-        1/β: bandwidth of the link of a node, in each direction.
+        1/β: bandwidth of a link of a node, in each direction.
+    links : int
+        Links of a node that its rails use at the same time, if the smallest node has as many ranks: 1 for an adapter that all
+        ranks share, as many as GPUs if each has one. A phase in which one rank of a node sends at a time uses one.
     link_efficiency : float
         The fraction of it that a ring along a rail reaches.
     memory_bytes_per_second, cache_bytes_per_second : float
@@ -98,6 +101,7 @@ class CostModel:
     intra_step_seconds: float = 1e-6
     inter_step_seconds: float = 20e-6
     link_bytes_per_second: float = 1.2e9
+    links: int = 1
     link_efficiency: float = 0.95
     memory_bytes_per_second: float = 20e9
     cache_bytes_per_second: float = 30e9
@@ -152,7 +156,7 @@ def phase_bytes(plan: Plan, phase: Phase) -> int:
 
 
 def link_bytes(plan: Plan, phase: Phase) -> int:
-    """Return the bytes that a phase sends over the link of each node, over the whole buffer; for a flat phase the minimum."""
+    """Return the bytes that leave each node in a phase, over the whole buffer; for a flat phase the minimum."""
     return round(_load(plan.world, phase).link * plan.num_bytes * _wire_ratio(plan, phase))
 
 
@@ -207,7 +211,7 @@ def rail_schedule(world: World, shard_bytes: int, model: CostModel) -> str:
 def _direct_seconds(world: World, num_bytes: float, model: CostModel) -> dict[str, float]:
     """Return the time of each schedule along all rails, by the bytes of the whole buffer; only a ring overlaps sums."""
     nodes, share = world.num_nodes, _most_shards(world) / world.num_shards
-    sending = num_bytes / (model.link_bytes_per_second * model.link_efficiency)
+    sending = num_bytes / (_links(world, model) * model.link_bytes_per_second * model.link_efficiency)
     moving = num_bytes * share / model.memory_bytes_per_second
     ring, rounds = _ring(nodes), _doublings(nodes)
     return {
@@ -224,7 +228,7 @@ def _wire_ratio(plan: Plan, phase: Phase) -> float:
 
 
 def _rates(world: World, phase: Phase, chunk_bytes: float, model: CostModel) -> tuple[float, float]:
-    """Return the bytes per second of the link of a node and of the memory of a rank."""
+    """Return the bytes per second of the links of a node and of the memory of a rank."""
     is_cached = chunk_bytes <= model.cache_bytes
     memory = model.cache_bytes_per_second if is_cached else model.memory_bytes_per_second
     if phase.scope is not Scope.INTRA and model.staging_bytes_per_second:
@@ -232,7 +236,7 @@ def _rates(world: World, phase: Phase, chunk_bytes: float, model: CostModel) -> 
     if phase.scope is Scope.LEADERS:  # left to MPI, with one rank per node
         return model.link_bytes_per_second * model.flat_link_efficiency, memory
     if phase.scope is not Scope.WORLD:
-        return model.link_bytes_per_second * model.link_efficiency, memory
+        return _links(world, model) * model.link_bytes_per_second * model.link_efficiency, memory
     crowded = world.num_nodes > 2 or world.num_shards > 1
     efficiency = model.flat_crowded_link_efficiency if crowded else model.flat_link_efficiency
     share = model.flat_cache_efficiency if is_cached else model.flat_memory_efficiency
@@ -290,6 +294,11 @@ def _leaders_all_reduce(world: World) -> _Load:
 def _rail(nodes: int, share: float) -> _Load:
     """Return the load of the rings between nodes; the busiest rank works on this share of the buffer."""
     return _Load(_ring(nodes) * share, _ring(nodes), memory=_ring(nodes) * share * 3 / 2, inter_steps=2 * (nodes - 1))
+
+
+def _links(world: World, model: CostModel) -> int:
+    """Return the links that the rails of a node use: on the smallest node, which sends as many bytes as the others."""
+    return min(model.links, *world.local_sizes)
 
 
 def _most_shards(world: World) -> int:

@@ -2,7 +2,7 @@
 
 n nodes of r ranks, placed in blocks; p = n·r; S bytes on each rank; α: a message between nodes; 1/β: the bandwidth of a node's
 link; 1/γ: what a rank reads and writes per second. All algorithms get the same constants, full bisection bandwidth, and no
-contention but that of a node's ranks for its link.
+contention but that of a node's ranks for its links. If a node has several, a ring over all ranks uses one of them.
 
 ================================  ===================  =======================  ==========================================
 algorithm                         messages in a row    bytes over a link        also
@@ -53,8 +53,13 @@ class _Job:
 
     @property
     def link_seconds(self) -> float:
-        """Time to send the buffer over the link of a node once."""
+        """Time to send the buffer over one link of a node once."""
         return self.num_bytes / (self.model.link_bytes_per_second * self.model.link_efficiency)
+
+    @property
+    def links_seconds(self) -> float:
+        """Time to send the buffer over the links of a node once, all of its ranks together."""
+        return self.link_seconds / min(self.model.links, self.ranks)
 
     @property
     def memory_seconds(self) -> float:
@@ -84,13 +89,13 @@ def _flat_ring(job: _Job, overlapped: bool) -> float:
 def _halving(job: _Job) -> float:
     inside = (job.ranks - 1).bit_length()
     steps = 2 * (job.rounds * job.model.inter_step_seconds + inside * job.model.intra_step_seconds)
-    return steps + job.share * job.link_seconds + 3 * job.memory_seconds
+    return steps + job.share * job.links_seconds + 3 * job.memory_seconds
 
 
 def _doubling(job: _Job) -> float:
     inside = (job.ranks - 1).bit_length()
     steps = job.rounds * job.model.inter_step_seconds + inside * job.model.intra_step_seconds
-    return steps + job.rounds * job.ranks * job.link_seconds + 3 * (job.rounds + inside) * job.memory_seconds
+    return steps + job.rounds * job.ranks * job.links_seconds + 3 * (job.rounds + inside) * job.memory_seconds
 
 
 def _rails(job: _Job) -> float:
@@ -101,7 +106,7 @@ def _rails(job: _Job) -> float:
         calls = 3
     sums = 3 / 2 * job.share / job.ranks * job.memory_seconds
     steps = 2 * job.rounds * job.model.inter_step_seconds
-    return calls * job.model.call_seconds + inside + steps + max(job.share * job.link_seconds, sums)
+    return calls * job.model.call_seconds + inside + steps + max(job.share * job.links_seconds, sums)
 
 
 def _planned(job: _Job, planner: Callable[[World, int, int, int], Plan]) -> float:
@@ -150,6 +155,7 @@ def predict_scale(nodes: int, ranks_per_node: int, num_bytes: int, model: CostMo
 def assumptions_text(model: CostModel = DEFAULT) -> str:
     """Return the assumptions of the predictions, one on each line."""
     alpha = f"α {model.inter_step_seconds * 1e6:.3g} µs between nodes, {model.intra_step_seconds * 1e6:.3g} µs inside"
-    beta = f"1/β {model.link_bytes_per_second * model.link_efficiency / 1e9:.3g} GB/s per node link"
+    rate = f"{model.link_bytes_per_second * model.link_efficiency / 1e9:.3g} GB/s"
+    beta = f"1/β {rate} per node link" if model.links == 1 else f"1/β {rate} on each of {model.links} links of a node"
     gamma = f"1/γ {model.memory_bytes_per_second / 1e9:.3g} GB/s per rank"
     return "\n".join([f"{alpha}; {beta}; {gamma} ({model.source})", *ASSUMPTIONS])

@@ -6,6 +6,7 @@ Arrays in host memory are reduced in host memory, even in one call with arrays o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from mpistrat.algorithms.cost import ON_DEVICE
 from mpistrat.arrays import Array, is_on_device
@@ -58,7 +59,7 @@ class GpuArrays:
         self, device: Device, host: Executor, plans: PlanCache, guard: CollectiveGuard, say: Callable[[str], None]
     ) -> None:
         self.device, self._guard, guard.is_on_gpu = device, guard, True
-        self.executor = DeviceExecutor(host, device, ON_DEVICE)
+        self.executor = DeviceExecutor(host, device, replace(ON_DEVICE, links=plans.model.links))
         self.plans = MixedPlanCache(plans, DevicePlanCache(self.executor, say))
         self.stream = device.stream()
         self._agreement, self._call = Agreement(host.hierarchy.world_group), host.hierarchy.call

@@ -50,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("cpu", "gpu"),
         help="memory of the buffer (default: cpu); with gpu the transports are shown too",
     )
+    parser.add_argument(
+        "--links", type=int, metavar="N", help="network links of a node, used at the same time (default: 1, or as measured)"
+    )
     parser.add_argument("--tuning", type=Path, metavar="FILE", help="predict by the measurements of mpistrat tune in FILE")
     parser.add_argument("--scale", action="store_true", help="predict the time on 1 to 10 000 such nodes instead")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="with --scale: plot it to FILE (needs matplotlib)")
@@ -70,6 +73,8 @@ def execute(arguments: argparse.Namespace) -> int:
         if on_gpu and (arguments.tuning or arguments.scale or arguments.plot):
             raise InvalidArgumentError("--device gpu cannot be combined with --tuning or --scale, which are for host memory")
         model = ON_DEVICE if on_gpu else _model(arguments.tuning, world)
+        if arguments.links is not None:
+            model = _with_links(model, arguments.links)
         if arguments.scale or arguments.plot:
             text = _at_scale(AtScale.predict(world, num_bytes, model), arguments.plot, arguments.json)
         else:
@@ -104,6 +109,12 @@ def _model(path: Path | None, world: World) -> CostModel:
     if tuning.conditions.world == f"{world.shape} {world.placement}":
         return tuning.model(str(path))
     return replace(tuning.constants, source=f"constants of {path}, measured {tuning.date} on {tuning.conditions.world}")
+
+
+def _with_links(model: CostModel, links: int) -> CostModel:
+    if links < 1:
+        raise InvalidArgumentError(f"--links must be at least 1; got {links}")
+    return replace(model, links=links)
 
 
 def _at_scale(found: AtScale, plot: Path | None, as_json: bool) -> str:

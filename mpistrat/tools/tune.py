@@ -22,6 +22,7 @@ from mpistrat.tools import own_ranks
 from mpistrat.topology.discover import discover
 from mpistrat.tuning.file import tuning_path
 from mpistrat.tuning.fit import ITEM_BYTES, Measurement, modelled_seconds, require_scipy
+from mpistrat.tuning.links import measure_links
 from mpistrat.tuning.measure import MAX_BYTES, measure
 from mpistrat.tuning.model import Tuning, present_conditions
 
@@ -80,9 +81,10 @@ def execute(arguments: argparse.Namespace) -> int:
             figures = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in times.items())
             print(f"{format_bytes(num_bytes)}: {figures}", flush=True)
 
+    links = measure_links(comm, world)
     measurements = measure(comm, world, by_algorithm, max_bytes, report)
     if is_chief:
-        tuning = Tuning.of(present_conditions(world), measurements)
+        tuning = Tuning.of(present_conditions(world), measurements, links)
         path = tuning_path(tuning.conditions)
         try:
             cache.write(tuning.document(), path)
@@ -93,7 +95,9 @@ def execute(arguments: argparse.Namespace) -> int:
             return 0
         print(f"\n{describe(tuning, path)}\n\nWrote {path}. {_ADVICE}")
         if bound_device() is not None:
-            print("It is used for arrays in host memory; for arrays on GPUs auto chooses by built-in constants.")
+            print(
+                "It is used for arrays in host memory. For arrays on GPUs auto uses built-in constants and the number of links."
+            )
     return 0
 
 
@@ -149,7 +153,8 @@ def _constants(tuning: Tuning) -> str:
         ("overhead of a phase of a chunk", format_seconds(constants.call_seconds)),
         ("synchronisation of two ranks of a node", format_seconds(constants.intra_step_seconds)),
         ("latency of a message between nodes", format_seconds(constants.inter_step_seconds)),
-        ("link bandwidth of a node, each way", _rate(constants.link_bytes_per_second * constants.link_efficiency)),
+        ("links of a node, used by its rails together", str(constants.links)),
+        ("link bandwidth of a node, each way, per link", _rate(constants.link_bytes_per_second * constants.link_efficiency)),
         ("memory bandwidth of a rank, chunks in the cache", _rate(constants.cache_bytes_per_second)),
         ("memory bandwidth of a rank, larger chunks", _rate(constants.memory_bytes_per_second)),
     ]

@@ -16,6 +16,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.logger import logger
 from mpistrat.topology.world import World
 from mpistrat.tuning.fit import Measurement, require_scipy
+from mpistrat.tuning.links import measure_links
 from mpistrat.tuning.measure import Make, measure
 from mpistrat.tuning.model import Conditions, Tuning, present_conditions
 
@@ -70,8 +71,8 @@ def shared_model(hierarchy: Hierarchy, make: Make) -> CostModel:
         raise found
     if found is not None:
         return found
-    measurements = measure(comm, hierarchy.world, make)
-    tuned: CostModel = comm.bcast(_keep(hierarchy.world, measurements) if hierarchy.rank == 0 else None)
+    links, measurements = measure_links(comm, hierarchy.world), measure(comm, hierarchy.world, make)
+    tuned: CostModel = comm.bcast(_keep(hierarchy.world, measurements, links) if hierarchy.rank == 0 else None)
     return tuned
 
 
@@ -95,9 +96,9 @@ def _find(world: World) -> CostModel | LaunchError | None:
     return None
 
 
-def _keep(world: World, measurements: Sequence[Measurement]) -> CostModel:
+def _keep(world: World, measurements: Sequence[Measurement], links: int) -> CostModel:
     """Cache the measurements, and return their model."""
-    tuning = Tuning.of(present_conditions(world), measurements)
+    tuning = Tuning.of(present_conditions(world), measurements, links)
     source = "this run"
     try:
         path = tuning_path(tuning.conditions)

@@ -81,9 +81,10 @@ class Tuning:
     measurements: tuple[Measurement, ...]
 
     @classmethod
-    def of(cls, conditions: Conditions, measurements: Sequence[Measurement]) -> Tuning:
-        """Return the tuning of measurements made just now."""
-        return cls(conditions, datetime.date.today().isoformat(), fit(measurements), tuple(measurements))
+    def of(cls, conditions: Conditions, measurements: Sequence[Measurement], links: int = 1) -> Tuning:
+        """Return the tuning of measurements made just now, on nodes with so many links."""
+        constants = fit(measurements, replace(DEFAULT, links=links))
+        return cls(conditions, datetime.date.today().isoformat(), constants, tuple(measurements))
 
     def model(self, source: str) -> CostModel:
         """Return the model for the measured world; `source` says where the measurements come from."""
@@ -99,6 +100,7 @@ class Tuning:
             "date": self.date,
             "conditions": asdict(self.conditions),
             "constants": {name: getattr(self.constants, name) for name in CONSTANTS},
+            "links": self.constants.links,
             "seconds": seconds,
         }
 
@@ -123,6 +125,7 @@ class Tuning:
                 raise ValueError(f"it has format {document['format']!r}, and this version of mpistrat reads format {FORMAT}")
             conditions = cache.record(Conditions, document["conditions"])
             constants: dict[str, Any] = {name: _positive(document["constants"][name]) for name in CONSTANTS}
+            constants["links"] = _links(document.get("links", 1))  # older files have none
             world = world or _world(conditions)
             unknown = sorted(set(document["seconds"]) - set(PLANNERS))
             if unknown:
@@ -157,6 +160,12 @@ def _positive(number: Any) -> float:
     if not (type(number) in (int, float) and 0 < number < float("inf")):
         raise ValueError(f"it is not a file of mpistrat tune ({number!r} is not a positive number)")
     return float(number)
+
+
+def _links(number: Any) -> int:
+    if type(number) is not int or number < 1:
+        raise ValueError(f"it is not a file of mpistrat tune ({number!r} is not a number of links)")
+    return number
 
 
 def _world(conditions: Conditions) -> World:

@@ -43,6 +43,14 @@ def test_bytes_over_a_link() -> None:
         assert found[name] == pytest.approx(2 * 3 / 4)
 
 
+def test_several_links_of_a_node() -> None:
+    one, four = (by_start(predict_scale(4, 8, 1_000_000, dataclasses.replace(WIRE, links=links))) for links in (1, 4))
+    ring = [name for name in one if name.startswith("flat ring")]
+    for name in one:
+        assert four[name] == pytest.approx(one[name] if name in ring else one[name] / 4), name
+    assert "on each of 4 links of a node" in assumptions_text(dataclasses.replace(WIRE, links=4))
+
+
 def test_ours_are_what_the_plans_cost() -> None:
     plan = hierarchical.plan(World.from_shape("8x4"), MIB, 4)
     corrected = dataclasses.replace(DEFAULT, corrections=(Correction("hierarchical", ((16, 9.0),)),))

@@ -31,6 +31,15 @@ def test_the_document_comes_back_as_it_went() -> None:
     assert Tuning.from_document(document) == TUNING, "the world follows from its shape"
 
 
+def test_the_number_of_links_is_kept_and_a_file_without_one_has_one() -> None:
+    tuning = Tuning.of(HERE, TUNING.measurements, links=2)
+    document = tuning.document()
+    assert Tuning.from_document(document, WORLD) == tuning
+    assert Tuning.from_document(document).model("a file").links == 2
+    del document["links"]
+    assert Tuning.from_document(document).constants.links == 1
+
+
 def test_the_model_says_where_it_comes_from() -> None:
     model = TUNING.model("a file")
     assert model.source == f"a file, measured {TUNING.date}"
@@ -56,6 +65,8 @@ def test_the_model_says_where_it_comes_from() -> None:
         (changed(constants=dict.fromkeys(CONSTANTS, 10**400)), "it is not a file of mpistrat tune (OverflowError"),
         (changed(constants=dict.fromkeys(CONSTANTS, 5e-324)), "float division by zero"),
         (changed(seconds={"flat": {"16": "soon"}}), "'soon' is not a positive number"),
+        (changed(links=0), "0 is not a number of links"),
+        (changed(links=1.5), "1.5 is not a number of links"),
         (changed(seconds=3), "it is not a file of mpistrat tune (TypeError"),
         (
             changed(conditions={**dataclasses.asdict(HERE), "mpi": "MPICH 5"}),
