@@ -112,7 +112,8 @@ class CudaAwareTransport(Transport):
         """Bind a ring, recursive halving and doubling, or a sum of what is gathered, by the number of bytes."""
         size, landing_bytes = self.group.size, RECEIVES_AHEAD * self._segment_bytes
         schedule = self._schedule(buffer.nbytes) if buffer.size else "ring"
-        if schedule == "halving" and 2 * buffer.nbytes <= landing_bytes:
+        # what lands in a round is aligned
+        if schedule == "halving" and buffer.nbytes + size.bit_length() * PACKET_BYTES <= landing_bytes:
             return self._halving(buffer, op, channel)
         if schedule == "gather" and size * _stride(buffer) <= landing_bytes:
             return self._gathered(buffer, op, channel)

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from mpistrat.device.segments import PACKET_BYTES
 from mpistrat.transports.halving import Halving
 
 SIZES = range(1, 18)
@@ -80,6 +81,16 @@ def test_what_is_gathered_was_sent_before_and_is_summed_no_more(size):
                 gathered.update(place for part in each.targets for place in range(part.start, part.stop))
         assert sent == gathered
         assert set(sent.values()) <= {1}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_summed_fits_in_the_length_of_the_buffer_and_a_packet_for_each_round(size):
+    for rank in range(size):
+        for count in (1, 17 * size, 1000):
+            rounds = Halving.all_reduce(rank, size, count, 5).rounds
+            landed = [sum(part.stop - part.start for part in each.targets) for each in rounds if each.reduces]
+            aligned = sum(-(-num_bytes // PACKET_BYTES) * PACKET_BYTES for num_bytes in landed)
+            assert aligned <= count + size.bit_length() * PACKET_BYTES
 
 
 def test_two_ranks_exchange_halves():
