@@ -223,6 +223,18 @@ def test_cuda_aware_passes_the_kit(group, device, kernels):
     assert check_transport(make, group) > 500
 
 
+@pytest.mark.parametrize("schedule", ["ring", "halving", "gather"])
+def test_zeros_of_either_sign_have_the_same_bits_on_all_ranks(group, device, kernels, schedule):
+    device.kernels = kernels
+    transport = _Aware(group, device, schedule=lambda num_bytes: schedule)
+    buffer = transport.allocate(4 * 2**group.size).view(np.float32)
+    signs = np.arange(buffer.size) >> group.rank & 1  # every order of signs over the ranks
+    for op in (ReduceOp.MIN, ReduceOp.MAX):
+        device.put(buffer, np.where(signs, np.float32(-0.0), np.float32(0.0)))
+        drive(transport.all_reduce(buffer, op).run(), lambda: "zeros", 60.0)
+        assert len(set(group.comm.allgather(device.get(buffer).tobytes()))) == 1
+
+
 def test_where_segments_land_is_held_once_for_each_channel_and_told(group, device, kernels):
     device.kernels = kernels
     transport = _Aware(group, device)
