@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,7 +69,7 @@ class FastPaths:
         self._executor, self._run = executor, run
         self.paths: dict[tuple[Any, ...], OneArray | SmallBatch | KnownBatch] = {}
         # source, target, op and path of the last call with `out`; the same objects need not be checked again
-        self._last: tuple[Array, Array, ReduceOp, OneArray] | None = None
+        self._last: tuple[weakref.ref[Array], weakref.ref[Array], ReduceOp, OneArray] | None = None
 
     def add(self, op: ReduceOp, arrays: Sequence[Array], batch: BoundBatch, *, may_skip_checks: bool) -> None:
         """Add the fast path of such arrays, if they have one; that of a plan only if checks may be skipped."""
@@ -112,16 +113,14 @@ class FastPaths:
         if len(arrays) != 1 or len(out) != 1 or op is ReduceOp.MEAN:
             return self._known_batch(op, arrays, out)
         source, target, last = arrays[0], out[0], self._last
-        if last is not None and source is last[0] and target is last[1] and op is last[2]:
+        if last is not None and source is last[0]() and target is last[1]() and op is last[2]:
             return last[3]
         path = self.paths.get((op._value_, SIGNATURE(source)))
         if isinstance(path, KnownBatch):
             return self._known_batch(op, arrays, out)
         if not isinstance(path, OneArray) or not source.flags.c_contiguous or not can_write_directly(target, source):
             return None
-        # large arrays are not kept alive: checking them again costs little in comparison
-        if source.nbytes <= SMALL_BATCH_BYTES:
-            self._last = source, target, op, path
+        self._last = weakref.ref(source), weakref.ref(target), op, path
         return path
 
     def _known_batch(self, op: ReduceOp, arrays: Sequence[Array], out: Sequence[Array]) -> KnownBatch | None:

@@ -30,16 +30,32 @@ from mpistrat.transports.steps import WAITING, Steps, address
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["CALL", "ENTERED", "LEAST_SMALL_BYTES", "RESULT", "NodeWindow", "window_refusal"]
+__all__ = [
+    "ALL_SMALL_BYTES",
+    "CALL",
+    "ENTERED",
+    "LEAST_SMALL_BYTES",
+    "RESULT",
+    "NodeWindow",
+    "small_slot_bytes",
+    "window_refusal",
+]
 
 HEADER_BYTES = 256
 ENTERED, CALL, FACTS, RELEASED, RESULT = 0, 1, 4, 16, 24
 """Offsets of a rank's control words, in units of 8 bytes: barriers entered; in the same cache line the words of the last two
 calls, and three facts of each; results released; small results published."""
-LEAST_SMALL_BYTES, MOST_SMALL_BYTES, ALL_SMALL_BYTES = 1 << 15, 1 << 18, 1 << 20
+LEAST_SMALL_BYTES, MOST_SMALL_BYTES, ALL_SMALL_BYTES = 1 << 15, 1 << 18, 3 << 18
 """Bounds of the size of a slot for small arrays, and of the slots of all ranks together: every rank reads those of all."""
 SMALL_SLOTS = 4
 """Slots of each rank: two for its addends and two for the results it publishes, used alternately."""
+_CACHE_LINE_BYTES = 64
+
+
+def small_slot_bytes(num_ranks: int) -> int:
+    """Return the bytes of a slot for small arrays, on a node of so many ranks: whole cache lines, so they are aligned."""
+    share = ALL_SMALL_BYTES // num_ranks // _CACHE_LINE_BYTES * _CACHE_LINE_BYTES
+    return min(MOST_SMALL_BYTES, max(LEAST_SMALL_BYTES, share))
 
 
 def window_refusal(group: Group) -> str:
@@ -91,7 +107,7 @@ class NodeWindow:
         self._turn = 0
         self.entered = 0
         self._released = 0
-        self.small_bytes = nbytes = min(MOST_SMALL_BYTES, max(LEAST_SMALL_BYTES, ALL_SMALL_BYTES // group.size))
+        self.small_bytes = nbytes = small_slot_bytes(group.size)
         self._control, memory = self._shared(HEADER_BYTES + SMALL_SLOTS * nbytes)
         memory[group.rank][:HEADER_BYTES] = bytes(HEADER_BYTES)
         self._control.Sync()

@@ -1,0 +1,14 @@
+"""The slots of the control window."""
+
+from __future__ import annotations
+
+from mpistrat.transports.window import ALL_SMALL_BYTES, LEAST_SMALL_BYTES, small_slot_bytes
+
+
+def test_slots_are_whole_cache_lines_on_any_number_of_ranks() -> None:
+    assert [ranks for ranks in range(1, 100) if small_slot_bytes(ranks) % 64] == []
+
+
+def test_many_ranks_share_the_room_down_to_a_least() -> None:
+    assert small_slot_bytes(8) == ALL_SMALL_BYTES // 8
+    assert small_slot_bytes(1000) == LEAST_SMALL_BYTES
