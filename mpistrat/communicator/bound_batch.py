@@ -20,9 +20,13 @@ from mpistrat.groups.agreement import Signature
 from mpistrat.packing.buckets import pack_by_bytes, split_evenly
 from mpistrat.packing.layout import Layout
 from mpistrat.packing.wire import Wire
-from mpistrat.reduction import ReduceOp, accumulation_dtype
+from mpistrat.reduction import ReduceOp
 
-__all__ = ["BoundBatch", "Bucket", "Packing", "bind_batch", "is_current", "lay_out"]
+__all__ = ["BoundBatch", "Bucket", "LaidOut", "Packing", "bind_batch", "is_current", "lay_out"]
+
+
+LaidOut = tuple[np.dtype[Any], tuple[int, ...], Layout]
+"""Arrays that share a bucket: the dtype that they are combined in, their indices, and their layout."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,12 @@ class BoundBatch(list[Bucket]):
     ----------
     seconds : float or None
         Duration of the last reduction on this rank; None if there was none.
-    scatters : bool
-        Whether each rank gets only its part.
+    scattered_dtype : dtype or None
+        The dtype that a reduce-scatter is bound to, of which each rank gets only its part; None: an all-reduce.
     """
 
     seconds: float | None = None
-    scatters = False
+    scattered_dtype: np.dtype[Any] | None = None
 
     def __init__(self, buckets: Iterable[Bucket] = (), text: str = "", details: tuple[str, str, int] = ("", "", 0)) -> None:
         super().__init__(buckets)
@@ -100,11 +104,11 @@ def bind_batch(
     executor: Executor,
     op: ReduceOp,
     arrays: Sequence[Array],
-    packing: Packing,
-    choose: Callable[[int, np.dtype[Any]], tuple[Plan, Wire | None]],
+    packs: Sequence[LaidOut],
+    choose: Callable[[int, np.dtype[Any]], tuple[Plan, np.dtype[Any], Wire | None]],
     text: str = "",
 ) -> BoundBatch:
-    """Pack arrays of these shapes and dtypes, choose a plan for each bucket, and bind it. A collective call.
+    """Choose a plan for each pack of arrays of these shapes and dtypes, and bind it. A collective call.
 
     Parameters
     ----------
@@ -114,31 +118,36 @@ def bind_batch(
         How to combine.
     arrays : sequence of ndarray
         Only their shapes and dtypes are used.
-    packing : Packing
-        How arrays share buckets.
+    packs : sequence of LaidOut
+        What `lay_out` returns.
     choose : callable
-        Returns the plan for a number of elements of a dtype, and the wire dtype between nodes.
+        Returns the plan for a number of elements of a dtype, the dtype of its buckets, and the wire dtype between nodes.
     text : str
         Arguments of the calls that use the batch.
     """
     dtypes = ", ".join(sorted({array.dtype.name for array in arrays}))
     batch = BoundBatch(text=text, details=(op.name, dtypes, sum(array.nbytes for array in arrays)))
-    for dtype, members, layout in lay_out(op, arrays, packing):
+    for combined, members, layout in packs:
         given = [arrays[index].dtype for index in members]
-        plan, wire = choose(layout.count, dtype)
+        plan, dtype, wire = choose(layout.count, combined)
         batch.append(Bucket(members, bind(executor, plan, layout, dtype, op, given, wire)))
     if is_current(batch, executor):
         return batch
     # enlarging the scratch memory for a later bucket unbound the earlier ones; now it is large enough for all
-    return bind_batch(executor, op, arrays, packing, choose, text)
+    return bind_batch(executor, op, arrays, packs, choose, text)
 
 
-def lay_out(op: ReduceOp, arrays: Sequence[Array], packing: Packing) -> Iterator[tuple[np.dtype[Any], tuple[int, ...], Layout]]:
-    """Yield for each bucket its accumulation dtype, the indices of its arrays, and their layout."""
-    for dtype, indices in _by_accumulation_dtype(op, arrays).items():
+def lay_out(counts: Sequence[int], dtypes: Sequence[np.dtype[Any]], packing: Packing) -> list[LaidOut]:
+    """Return the packs of arrays, given the elements of each array, and the dtype that it is combined in."""
+    by_dtype: dict[np.dtype[Any], list[int]] = {}
+    for index, dtype in enumerate(dtypes):
+        by_dtype.setdefault(dtype, []).append(index)
+    return [
+        (dtype, members, layout)
+        for dtype, indices in by_dtype.items()
         # backpropagation computes the last gradients first, so they are packed first
-        for members, layout in _pack(indices[::-1], [array.size for array in arrays], dtype.itemsize, packing):
-            yield dtype, members, layout
+        for members, layout in _pack(indices[::-1], counts, dtype.itemsize, packing)
+    ]
 
 
 def is_current(batch: BoundBatch, executor: Executor) -> bool:
@@ -146,7 +155,9 @@ def is_current(batch: BoundBatch, executor: Executor) -> bool:
     return all(bucket.bound.generation == executor.generation for bucket in batch)
 
 
-def _pack(indices: list[int], counts: list[int], itemsize: int, packing: Packing) -> Iterator[tuple[tuple[int, ...], Layout]]:
+def _pack(
+    indices: list[int], counts: Sequence[int], itemsize: int, packing: Packing
+) -> Iterator[tuple[tuple[int, ...], Layout]]:
     """Yield the indices of the arrays of each bucket, and their layout."""
     if packing.num_packs:
         sizes = [counts[index] for index in indices]
@@ -164,11 +175,3 @@ def _pack(indices: list[int], counts: list[int], itemsize: int, packing: Packing
     for pack in packs:
         members = tuple(indices[position] for position in pack)
         yield members, Layout([counts[index] for index in members])
-
-
-def _by_accumulation_dtype(op: ReduceOp, arrays: Sequence[Array]) -> dict[np.dtype[Any], list[int]]:
-    """Group the indices of arrays by the dtype in which they are combined."""
-    groups: dict[np.dtype[Any], list[int]] = {}
-    for index, array in enumerate(arrays):
-        groups.setdefault(accumulation_dtype(op, array.dtype), []).append(index)
-    return groups

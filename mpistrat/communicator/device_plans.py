@@ -12,20 +12,25 @@ from mpistrat import settings
 from mpistrat.algorithms import flat
 from mpistrat.algorithms.choose import Choice, choose
 from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
+from mpistrat.algorithms.plan import Scope
 from mpistrat.algorithms.reduce_scatter import ScatterPlan
 from mpistrat.arrays import Array, is_on_device
 from mpistrat.communicator.bound_batch import BoundBatch, Bucket
 from mpistrat.communicator.explain import Explanation, Pack
-from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.communicator.options import NATIVE, CommunicationImplementation, CommunicationOptions
 from mpistrat.communicator.plan_cache import PlanCache
 from mpistrat.communicator.validate import describe_all_reduce
 from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.device_scatter import DeviceScatter
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.packing.wire import Wire
-from mpistrat.reduction import ReduceOp
+from mpistrat.reduction import HALF_DTYPES, ReduceOp
 
 __all__ = ["DevicePlanCache", "MixedPlanCache"]
+
+_LEADERS = frozenset({Scope.LEADERS})
+_BETWEEN = frozenset({Scope.WORLD, Scope.INTER, Scope.LEADERS})
+_ROUNDING_OPS = (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PROD)
 
 
 class DevicePlanCache(PlanCache):
@@ -67,16 +72,25 @@ class DevicePlanCache(PlanCache):
         plan = ScatterPlan(self._world, tuple(bounds), max(bounds[-1], 1))
         return DeviceScatter(self._device_executor, nccl, plan, dtype, op)
 
+    def _combined_in(self, op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> np.dtype[Any]:
+        is_native = options.intra_dtype == NATIVE and op in _ROUNDING_OPS and dtype in HALF_DTYPES
+        if is_native and self._device_executor.transports.combine_halves:
+            return dtype
+        return super()._combined_in(op, dtype, options)
+
     def _choice(
         self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions, wire: Wire | None
     ) -> Choice:
         nccl, is_summed = self._device_executor.transports.everywhere, wire is None and not options.deterministic
-        if self._world.num_nodes == 1 or nccl is None or not is_summed or nccl.refusal(dtype, op):
-            return super()._choice(op, count, dtype, options, wire)
-        if options.algorithm == "auto":
+        by_nccl = nccl is not None and is_summed and not nccl.refusal(dtype, op)
+        if by_nccl and self._world.num_nodes > 1 and options.algorithm == "auto":
             plan = flat.plan(self._world, count, dtype.itemsize)
             return Choice(plan, f"{settings.INTER_TRANSPORT.name}=nccl joins all ranks, and NCCL chooses how", ())
         choice = super()._choice(op, count, dtype, options, wire)
+        if dtype in HALF_DTYPES:
+            choice = _without_halves_in_mpi(choice, _LEADERS if by_nccl else _BETWEEN)
+        if not by_nccl or self._world.num_nodes == 1:
+            return choice
         # kernels of several communicators run one after the other, in an order that depends on nothing else
         return replace(choice, plan=replace(choice.plan, depth=1))
 
@@ -85,6 +99,18 @@ class DevicePlanCache(PlanCache):
         return choose(
             self._world, count, itemsize, algorithm, self._chunk_bytes, self.model, wire_itemsize, one_intra_phase=True
         )
+
+
+def _without_halves_in_mpi(choice: Choice, by_mpi: frozenset[Scope]) -> Choice:
+    """Return a plan in which MPI reduces no 16-bit floats, which it does not know.
+
+    In the scopes that MPI joins they are exchanged, and added in float32. A plan without a phase inside nodes gains nothing by
+    them: its buckets have float32.
+    """
+    plan, scopes = choice.plan, {phase.scope for phase in choice.plan.phases} & by_mpi
+    if Scope.WORLD in scopes:
+        return replace(choice, plan=flat.plan(plan.world, plan.count, np.dtype(np.float32).itemsize))
+    return replace(choice, plan=replace(plan, in_order=True)) if scopes else choice
 
 
 class MixedPlanCache:

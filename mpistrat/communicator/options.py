@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 WIRE_DTYPES = ("bfloat16", "float16")
+NATIVE = "native"
 
 
 class CommunicationImplementation(str, Enum):
@@ -65,12 +66,20 @@ class CommunicationOptions:
         such as those of an optimiser, stay as close as with float32. Errors are kept per bucket of arrays, so give unrelated
         calls different shapes, or make them one call. They are lost when new shapes need more scratch memory, and after 64
         other kinds of calls. Costs four bytes per element that a replica sends. Not in TensorFlow.
+    intra_dtype : str or None
+        ``native``: SUM, MEAN and PROD of float16 and bfloat16 arrays on GPUs are computed in the dtype of the arrays inside a
+        node, which halves the bytes that GPUs exchange; by default in float32. NCCL rounds after each addition, so the error
+        of a sum over p replicas is at most ``(p - 1) * u * sum|x_i|`` to first order, with the u of `wire_dtype`; sums of
+        float16 overflow at 65504, also for MEAN. Between nodes MPI sends these 16 bits, which are added in float32, and
+        `wire_dtype` does not apply; NCCL between nodes adds as inside them. No effect on other arrays, in host memory, where
+        arrays are staged through host memory inside a node, or where ``flat`` is used with MPI. Excludes `deterministic`.
+        Not in TensorFlow.
 
     Raises
     ------
     InvalidArgumentError
-        If a field does not accept its value, `deterministic` is combined with `wire_dtype`, or `error_feedback` is set without
-        `wire_dtype`.
+        If a field does not accept its value, `deterministic` is combined with `wire_dtype` or `intra_dtype`, or
+        `error_feedback` is set without `wire_dtype`.
     """
 
     bytes_per_pack: int = 0
@@ -80,6 +89,7 @@ class CommunicationOptions:
     wire_dtype: str | None = None
     deterministic: bool = False
     error_feedback: bool = False
+    intra_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.bytes_per_pack, int) or self.bytes_per_pack < 0:
@@ -91,12 +101,18 @@ class CommunicationOptions:
             raise InvalidArgumentError(f"algorithm must be auto or one of {', '.join(PLANNERS)}; got {self.algorithm!r}")
         if self.wire_dtype not in (None, *WIRE_DTYPES):
             raise InvalidArgumentError(f"wire_dtype must be None, {' or '.join(WIRE_DTYPES)}; got {self.wire_dtype!r}")
+        if self.intra_dtype not in (None, NATIVE):
+            raise InvalidArgumentError(f"intra_dtype must be None or {NATIVE}; got {self.intra_dtype!r}")
         for name in ("deterministic", "error_feedback"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgumentError(f"{name} must be True or False; got {getattr(self, name)!r}")
         if self.deterministic and self.wire_dtype:
             raise InvalidArgumentError(
                 f"deterministic=True excludes wire_dtype={self.wire_dtype!r}: what is cast depends on who shares a node"
+            )
+        if self.deterministic and self.intra_dtype:
+            raise InvalidArgumentError(
+                f"deterministic=True excludes intra_dtype={self.intra_dtype!r}: how often sums are rounded depends on the nodes"
             )
         if self.error_feedback and not self.wire_dtype:
             raise InvalidArgumentError(

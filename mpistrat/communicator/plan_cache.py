@@ -15,7 +15,7 @@ from mpistrat.algorithms.choose import Choice, choose
 from mpistrat.algorithms.cost import DEFAULT, CostModel
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
-from mpistrat.communicator.bound_batch import BoundBatch, Bucket, Packing, bind_batch, is_current, lay_out
+from mpistrat.communicator.bound_batch import BoundBatch, Bucket, LaidOut, Packing, bind_batch, is_current, lay_out
 from mpistrat.communicator.explain import Explanation, Pack
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
 from mpistrat.communicator.validate import describe_all_reduce
@@ -69,7 +69,7 @@ class PlanCache:
             As for `Communicator.all_reduce`.
         axis : int or None
             None: an all-reduce. Else a reduce-scatter of one array along this axis, or an all-reduce where a reduce-scatter is
-            not possible or not faster: `BoundBatch.scatters` tells which.
+            not possible or not faster: `BoundBatch.scattered_dtype` tells which.
 
         Raises
         ------
@@ -86,9 +86,9 @@ class PlanCache:
             self.check(op, arrays, options)
             batch = None if axis is None else self._bind_scatter(op, arrays[0], axis, options)
             if batch is None:
-                packing = Packing(options.bytes_per_pack, num_packs)
+                packs = self._lay_out(op, arrays, options, num_packs)
                 text = describe_all_reduce(op, arrays, options, num_packs)
-                batch = bind_batch(self._executor, op, arrays, packing, lambda n, t: self._choose_one(op, n, t, options), text)
+                batch = bind_batch(self._executor, op, arrays, packs, lambda n, t: self._choose_one(op, n, t, options), text)
             self._plans[signature] = batch
             if len(self._plans) > BATCHES_KEPT:
                 # the oldest, not the least recently used: all ranks must evict the same plan, and ranks on a fast path do not
@@ -116,11 +116,10 @@ class PlanCache:
 
     def explain(self, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Explanation:
         """Return how a sum of such arrays is computed, and how long the last sum or mean took."""
-        packing = Packing(options.bytes_per_pack, num_packs)
-        packs = [
-            Pack(members, dtype.name, self.choose(layout.count, dtype, options), self.model)
-            for dtype, members, layout in lay_out(ReduceOp.SUM, arrays, packing)
-        ]
+        packs = []
+        for dtype, members, layout in self._lay_out(ReduceOp.SUM, arrays, options, num_packs):
+            choice = self.choose(layout.count, dtype, options)
+            packs.append(Pack(members, _bucket_dtype(choice.plan, dtype).name, choice, self.model))
         batches = [self._plans.get(_signature(op, arrays, options, num_packs)) for op in _WIRE_OPS]
         seconds = [batch.seconds for batch in batches if batch and not _is_one_call(batch)]
         return Explanation(self._world, tuple(packs), self.model, next(filter(None, seconds), None))
@@ -140,7 +139,7 @@ class PlanCache:
         for index, array in enumerate(arrays):
             check_dtype(op, array.dtype, f"array {index}")
             if options.implementation is CommunicationImplementation.NCCL:
-                refusal = self._executor.nccl_refusal(accumulation_dtype(op, array.dtype), op)
+                refusal = self._executor.nccl_refusal(self._combined_in(op, array.dtype, options), op)
                 if refusal:
                     raise TransportError(f"NCCL was asked for, but {refusal}; implementation AUTO or RING is accepted")
         if options.wire_dtype and options.algorithm == "flat" and self._world.num_nodes > 1:
@@ -151,7 +150,7 @@ class PlanCache:
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
         """Return the plan for a sum of `count` elements, and why it was chosen."""
-        dtype = accumulation_dtype(ReduceOp.SUM, dtype)
+        dtype = self._combined_in(ReduceOp.SUM, dtype, options)
         return self._choice(ReduceOp.SUM, count, dtype, options, _wire(ReduceOp.SUM, dtype, options))
 
     def memory(self) -> MemoryReport:
@@ -170,19 +169,30 @@ class PlanCache:
         """Forget all plans."""
         self._plans.clear()
 
+    def _combined_in(self, op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> np.dtype[Any]:
+        """Return the dtype in which arrays of a dtype are combined."""
+        return accumulation_dtype(op, dtype)
+
+    def _lay_out(
+        self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None
+    ) -> list[LaidOut]:
+        """Return which arrays share a bucket."""
+        dtypes = [self._combined_in(op, array.dtype, options) for array in arrays]
+        return lay_out([array.size for array in arrays], dtypes, Packing(options.bytes_per_pack, num_packs))
+
     def _choose_one(
         self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions
-    ) -> tuple[Plan, Wire | None]:
-        """Return the plan for a bucket, and its wire dtype between nodes."""
+    ) -> tuple[Plan, np.dtype[Any], Wire | None]:
+        """Return the plan for a bucket, its dtype, and its wire dtype between nodes."""
         wire = _wire(op, dtype, options)
         choice = self._choice(op, count, dtype, options, wire)
         self._say(f"{op.name} of {count} elements: {choice.plan}; {choice.reason}")
         crosses_nodes = any(phase.scope in (Scope.INTER, Scope.LEADERS) for phase in choice.plan.phases)
-        return choice.plan, wire if crosses_nodes else None
+        return choice.plan, _bucket_dtype(choice.plan, dtype), wire if crosses_nodes else None
 
     def _bind_scatter(self, op: ReduceOp, array: Array, axis: int, options: CommunicationOptions) -> BoundBatch | None:
         """Bind the plan of a reduce-scatter; return None, on all ranks, if an all-reduce is used instead."""
-        dtype = accumulation_dtype(op, array.dtype)
+        dtype = self._combined_in(op, array.dtype, options)
         if options.deterministic or (_wire(op, dtype, options) is not None and self._world.num_nodes > 1):
             return None
         row_count = array.size // max(array.shape[axis], 1)
@@ -192,7 +202,7 @@ class PlanCache:
             return None
         self._say(f"{op.name} of {array.size} elements, divided along axis {axis}: {bound.plan}")
         batch = BoundBatch([Bucket((0,), bound)])
-        batch.scatters = True
+        batch.scattered_dtype = dtype
         return batch
 
     def _scatter(
@@ -230,6 +240,11 @@ class PlanCache:
         return replace(pipelined.plan(self._world, count, itemsize, self._chunk_bytes), phases=phases, in_order=True)
 
 
+def _bucket_dtype(plan: Plan, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of a plan's buckets: float32 if its elements have four bytes, although arrays of two were given."""
+    return dtype if dtype.itemsize == plan.itemsize else np.dtype(np.float32)
+
+
 def _wire(op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> Wire | None:
     """Return the wire dtype for values that are summed in `dtype`, if any."""
     if options.wire_dtype and op in _WIRE_OPS and dtype == np.float32:
@@ -242,7 +257,7 @@ def _signature(
 ) -> tuple[Any, ...]:
     # only the options that determine a plan: ranks may differ in the others
     shaping = options.algorithm, options.bytes_per_pack, options.wire_dtype, options.error_feedback, options.deterministic
-    return (op, *shaping, num_packs, axis, *[(array.shape, array.dtype) for array in arrays])
+    return (op, *shaping, options.intra_dtype, num_packs, axis, *[(array.shape, array.dtype) for array in arrays])
 
 
 def _is_one_call(batch: BoundBatch) -> bool:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from mpistrat.execution.engine import wait_for_gpu
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Signature
-from mpistrat.reduction import ReduceOp, accumulation_dtype
+from mpistrat.reduction import ReduceOp
 from mpistrat.transports.steps import Steps
 
 __all__ = ["Reductions"]
@@ -159,8 +160,8 @@ class Reductions:
             batch = self._batch(call, op, [array], self.num_packs, axis % array.ndim)
             self._guard.begin(call, Signature(call.arguments))
             result = self._new(array, self._own_part(array, axis).shape) if out is None else out
-            if batch.scatters:
-                self._scatter(call, op, batch, np.moveaxis(array, axis, 0), np.moveaxis(result, axis, 0))
+            if batch.scattered_dtype is not None:
+                self._scatter(call, batch, batch.scattered_dtype, np.moveaxis(array, axis, 0), np.moveaxis(result, axis, 0))
             else:
                 total = self._new(array, array.shape)
                 self._guard.run(call, self._steps(batch, [array], [total]))
@@ -168,9 +169,8 @@ class Reductions:
             self._settle()
             return result
 
-    def _scatter(self, call: CollectiveCall, op: ReduceOp, batch: BoundBatch, array: Array, part: Array) -> None:
-        """Reduce-scatter along the first axis; write this rank's part to `part`."""
-        dtype = accumulation_dtype(op, array.dtype)
+    def _scatter(self, call: CollectiveCall, batch: BoundBatch, dtype: np.dtype[Any], array: Array, part: Array) -> None:
+        """Reduce-scatter along the first axis, in a dtype; write this rank's part to `part`."""
         source: Array = allocate(self._guard, self._rank, lambda: array.astype(dtype, order="C", copy=False))
         # peers may still read the source while the result is written
         is_direct = part.dtype == dtype and part.flags.c_contiguous and not np.may_share_memory(source, part)

@@ -198,7 +198,7 @@ def describe_all_reduce(
     op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None, axis: int | None = None
 ) -> str:
     """Return the arguments of an all-reduce or reduce-scatter that must be the same on all replicas."""
-    shaping = {name: getattr(options, name) for name in ("wire_dtype", "error_feedback", "deterministic")}
+    shaping = {name: getattr(options, name) for name in ("wire_dtype", "error_feedback", "deterministic", "intra_dtype")}
     shaping["num_packs"] = num_packs
     others = "".join(f", {name}={value}" for name, value in shaping.items() if value not in (None, False))
     always = f"algorithm={options.algorithm}, bytes_per_pack={options.bytes_per_pack}"

@@ -1,4 +1,4 @@
-// CUDA kernels: pack arrays into buckets and unpack them, and sum the buffers of several ranks.
+// CUDA kernels: pack arrays into buckets and unpack them, sum the buffers of several ranks, and divide sums.
 //
 // File law: no barrier, no shared memory, no header. Every thread works independently, so that the same source compiles as C++
 // and runs thread after thread on a host, where the tests compare it with NumPy.
@@ -217,6 +217,22 @@ __global__ void fold_peers(const uint64* peers, int num_peers, uint64 first_byte
             total = Op::fold(total, widen<T>(reinterpret_cast<const T*>(peers[peer] + first_byte)[item]));
         target[item] = narrow<T>(total);
     }
+}
+
+// Divide values in place, once, at the end of a mean.
+template <class T> __global__ void divide_values(T* values, uint64 count, typename Wide<T>::type divisor) {
+    constexpr int PER_PACKET = sizeof(T) < 16 ? 16 / int(sizeof(T)) : 1;
+    typedef Packet<T, PER_PACKET> Few;
+    const uint64 stride = uint64(gridDim.x) * THREADS, thread = uint64(blockIdx.x) * THREADS + threadIdx.x;
+    const uint64 packets = is_aligned(values) ? count / PER_PACKET : 0;
+    for (uint64 packet = thread; packet < packets; packet += stride) {
+        Few held = reinterpret_cast<Few*>(values)[packet];
+#pragma unroll
+        for (int item = 0; item < PER_PACKET; ++item) held.items[item] = converted<T, T>(held.items[item], divisor);
+        reinterpret_cast<Few*>(values)[packet] = held;
+    }
+    for (uint64 item = packets * PER_PACKET + thread; item < count; item += stride)
+        values[item] = converted<T, T>(values[item], divisor);
 }
 
 // Combine the array that another rank has sent with `target`, in place.

@@ -7,9 +7,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mpistrat.reduction import ReduceOp
+from mpistrat.reduction import HALF_DTYPES, ReduceOp
 
-__all__ = ["TYPES", "fold_into_kernel", "fold_kernel", "move_kernel"]
+__all__ = ["TYPES", "computed_in", "divide_kernel", "fold_into_kernel", "fold_kernel", "move_kernel", "real_dtype"]
 
 TYPES: dict[np.dtype[Any], str] = {
     np.dtype(kind): name
@@ -49,6 +49,21 @@ def fold_kernel(dtype: np.dtype[Any], op: ReduceOp) -> str:
 def fold_into_kernel(dtype: np.dtype[Any], op: ReduceOp) -> str:
     """Return the kernel that combines a received array with another one, in place."""
     return f"fold_into<{TYPES[dtype]}, {_fold(dtype, op)}>"
+
+
+def divide_kernel(dtype: np.dtype[Any]) -> str:
+    """Return the kernel that divides values in place, complex ones as twice as many real ones."""
+    return f"divide_values<{TYPES[real_dtype(dtype)]}>"
+
+
+def real_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of the two parts of a complex number; that of other values is their own."""
+    return np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
+
+
+def computed_in(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which kernels compute with values: float32 for 16-bit floats."""
+    return np.dtype(np.float32) if dtype in HALF_DTYPES else dtype
 
 
 def _fold(dtype: np.dtype[Any], op: ReduceOp) -> str:

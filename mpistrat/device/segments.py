@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BYTES_UNDER_WAY", "THREADS", "Segment", "SegmentTable"]
+__all__ = ["BYTES_UNDER_WAY", "MAX_BLOCKS", "THREADS", "Segment", "SegmentTable", "num_blocks"]
 
 THREADS = 256
 """Threads per block."""
@@ -18,6 +18,9 @@ BYTES_UNDER_WAY = 64
 """Bytes that a thread reads at a time."""
 
 PACKET_BYTES = 16
+
+MAX_BLOCKS = 1056
+"""Of a kernel that works through one range: eight for each of the 132 multiprocessors of the largest GPUs there are."""
 
 
 @dataclass(frozen=True)
@@ -73,3 +76,9 @@ class SegmentTable:
         """Set the addresses of all arrays; those of empty arrays are ignored."""
         if self._kept:
             self.rows[:, :2] = np.array([(sources[index], targets[index]) for index in self._kept], np.uint64)
+
+
+def num_blocks(count: int, itemsize: int) -> int:
+    """Return the blocks of a kernel that works through one range: a packet for each thread, unless there are too many."""
+    per_block = THREADS * max(1, PACKET_BYTES // itemsize)
+    return min(-(-count // per_block), MAX_BLOCKS)

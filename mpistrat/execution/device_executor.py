@@ -16,6 +16,7 @@ from mpistrat.algorithms.cost import CostModel
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
 from mpistrat.device.abstract import Device, Event, address
+from mpistrat.device.kernels import divide_kernel
 from mpistrat.execution.executor import CopySteps, Executor
 from mpistrat.execution.select import DeviceTransports, device_transports, nccl_rails
 from mpistrat.groups.abort_notice import AbortNotice
@@ -66,6 +67,7 @@ class DeviceExecutor(Executor):
         On all ranks, if the settings name a transport that a node does not support.
     """
 
+    device: Device
     transports: DeviceTransports
 
     def __init__(self, host: Executor, device: Device, model: CostModel) -> None:
@@ -161,7 +163,11 @@ class DeviceExecutor(Executor):
             return None
         if set(given) != {dtype} or not layout.has_whole_arrays or not (layout.is_one_array or is_large):
             return None
-        return None if transport.refusal(dtype, op) else transport.all_reduce_arrays
+        if transport.refusal(dtype, op):
+            return None
+        if op is ReduceOp.MEAN:
+            self._device.prepare(divide_kernel(dtype))
+        return transport.all_reduce_arrays
 
     def is_compared(self, phases: Sequence[Phase], shard_bytes: int = 0, is_ordered: bool = False) -> bool:
         """Return whether ranks that run another plan cannot take part: see `Executor.is_compared`."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpistrat.algorithms.reduce_scatter import ScatterPlan
 from mpistrat.arrays import Array
+from mpistrat.device.kernels import divide_kernel
 from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.reduction import Fold, ReduceOp
 from mpistrat.transports.nccl import NcclTransport
@@ -48,6 +49,8 @@ class DeviceScatter:
     ) -> None:
         self.plan, self._executor, self._nccl = plan, executor, nccl
         self._fold = Fold(op, dtype, plan.world.size if op is ReduceOp.MEAN else 1)
+        if op is ReduceOp.MEAN:
+            executor.device.prepare(divide_kernel(dtype))
 
     @property
     def generation(self) -> int:

@@ -55,6 +55,7 @@ DEVICE_TRANSPORTS: dict[str, _DeviceTransportType] = {
 
 _INTRA, _INTER = ("shared_memory", "mpi"), ("mpi_ring", "mpi")
 _INTRA_ON_DEVICE = ("nccl", "cuda_ipc", "staged")
+_COMBINE_HALVES = ("nccl", "cuda_ipc")
 _TRIAL_BYTES = 4096
 
 
@@ -99,6 +100,8 @@ class DeviceTransports(Transports):
         Whether several operations of a rail may be in flight.
     everywhere : NcclTransport or None
         NCCL over all ranks: on one node that uses it, and on several if it is asked for between them.
+    combine_halves : bool
+        Whether 16-bit floats can be combined in their own dtype inside all nodes. The same on all ranks.
     """
 
     world: StagedTransport
@@ -108,6 +111,7 @@ class DeviceTransports(Transports):
     lacks_nccl: str = ""
     has_channels: bool = True
     everywhere: NcclTransport | None = None
+    combine_halves: bool = False
 
     def __str__(self) -> str:
         return f"{self.path} ({self.why})" if self.why else self.path
@@ -187,6 +191,7 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports, mo
         ),
         all(rail.name != StagedTransport.name or host.rails[shard].name != MpiTransport.name for shard, rail in rails.items()),
         everywhere,
+        all(transport in _COMBINE_HALVES for _, transport, _, _ in answers),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
-from mpistrat.device.kernels import move_kernel
+from mpistrat.device.kernels import computed_in, move_kernel, real_dtype
 from mpistrat.device.segments import Segment, SegmentTable
 from mpistrat.packing.layout import Layout
 
@@ -146,8 +146,7 @@ class _Launch:
         source, target = (kind, dtype) if inwards else (dtype, kind)
         if source.kind == "c":  # a complex number is copied, and divided, as two real ones
             counts = [2 * count for count in counts]
-            source = target = np.dtype(f"f{source.itemsize // 2}")
-        wide = np.dtype(np.float32) if source.itemsize == 2 and source.kind not in "iu" else source
+            source = target = real_dtype(source)
         self._device, self._kernel, self._inside, self._inwards = device, move_kernel(source, target), inside, inwards
         self._table = SegmentTable(counts, source, target)
         self._rows_bytes = self._table.rows.nbytes
@@ -155,7 +154,7 @@ class _Launch:
         self._host, self._memory = device.pinned(nbytes), device.allocate(nbytes)
         self._host[self._rows_bytes :] = self._table.first_tile.view(np.uint8)
         start = address(self._memory)
-        self._arguments = start, start + self._rows_bytes, np.int32(len(self._table.rows)), wide.type(divisor)
+        self._arguments = start, start + self._rows_bytes, np.int32(len(self._table.rows)), computed_in(source).type(divisor)
         self._outside: list[int] = []
         self._used: Event | None = None
         device.prepare(self._kernel)

@@ -18,7 +18,7 @@ import numpy as np
 from mpistrat.device.abstract import Device, DeviceArray, address
 from mpistrat.device.cuda import CudaDevice
 from mpistrat.device.kernels import fold_kernel
-from mpistrat.device.segments import THREADS
+from mpistrat.device.segments import num_blocks
 from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
@@ -27,9 +27,6 @@ from mpistrat.transports.steps import WAITING, Steps
 from mpistrat.transports.window import NodeWindow, window_refusal
 
 __all__ = ["CudaIpcTransport"]
-
-MAX_BLOCKS = 1056  # eight for each of the 132 multiprocessors of the largest GPUs there are
-BYTES_PER_THREAD = 16
 
 
 class CudaIpcTransport(Transport):
@@ -166,8 +163,6 @@ class CudaIpcTransport(Transport):
         """Return steps that fold [start, stop) of all peers into this rank's memory, in rank order."""
         kernel, count, itemsize = fold_kernel(buffer.dtype, op), stop - start, buffer.dtype.itemsize
         first_byte = self._offset(buffer) + start * itemsize
-        per_block = THREADS * max(1, BYTES_PER_THREAD // itemsize)
-        num_blocks = min(-(-count // per_block), MAX_BLOCKS)
         arguments: tuple[Any, ...] = (
             address(self._table),
             np.int32(self.group.size),
@@ -182,7 +177,7 @@ class CudaIpcTransport(Transport):
             if not count:
                 return
             self._stream.wait(self._device.current_stream().record())
-            self._stream.launch(kernel, num_blocks, arguments)
+            self._stream.launch(kernel, num_blocks(count, itemsize), arguments)
             event = self._stream.record()
             while not event.done():
                 yield WAITING

@@ -22,9 +22,11 @@ import numpy as np
 
 from mpistrat.device.abstract import Device, DeviceArray, address
 from mpistrat.device.cuda import CudaDevice
+from mpistrat.device.kernels import computed_in, divide_kernel, real_dtype
+from mpistrat.device.segments import num_blocks
 from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group, ranks_text
-from mpistrat.reduction import Fold, ReduceOp, divide
+from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
 from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.flat_arrays import FlatArrays
 from mpistrat.transports.nccl_watcher import NcclWatcher
@@ -43,6 +45,8 @@ _TYPES = {
     "uint32": "UINT32",
     "int64": "INT64",
     "uint64": "UINT64",
+    "float16": "FLOAT16",
+    "bfloat16": "BFLOAT16",
     "float32": "FLOAT32",
     "float64": "FLOAT64",
 }
@@ -56,7 +60,7 @@ def native_type(dtype: np.dtype[Any], op: ReduceOp) -> tuple[str, int, str] | No
     Parameters
     ----------
     dtype : dtype
-        Of the values; 16-bit floats do not come here, they are combined as float32.
+        Of the values.
     op : ReduceOp
         How they are combined.
     """
@@ -65,7 +69,7 @@ def native_type(dtype: np.dtype[Any], op: ReduceOp) -> tuple[str, int, str] | No
     if dtype.kind == "c" and op in (ReduceOp.SUM, ReduceOp.MEAN):
         return _TYPES[f"float{4 * dtype.itemsize}"], 2, "SUM"
     # NCCL's minimum and maximum pass NaN over
-    loses_nan = dtype.kind == "f" and op in (ReduceOp.MIN, ReduceOp.MAX)
+    loses_nan = (dtype.kind == "f" or dtype in HALF_DTYPES) and op in (ReduceOp.MIN, ReduceOp.MAX)
     return None if loses_nan or dtype.name not in _TYPES else (_TYPES[dtype.name], 1, _OPS[op])
 
 
@@ -140,9 +144,8 @@ class NcclTransport(Transport):
             return lambda comm, stream: comm.allReduce(start, end, count, kind, native, stream)
 
         yield from self._operation(list(map(bind, arrays.sources, arrays.targets)), []).run()
-        if fold.divisor > 1:
-            for target in arrays.targets:
-                divide(target, fold.divisor, out=target)
+        for target in arrays.targets:
+            self._divide(target, fold.divisor)
 
     def reduce_scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind ncclReduceScatter in place, or one ncclReduce per part where parts differ."""
@@ -163,8 +166,7 @@ class NcclTransport(Transport):
             How to combine.
         """
         yield from self._operation(self._scatter_calls(source, bounds, address(target), fold.op), []).run()
-        if fold.divisor > 1:
-            divide(target, fold.divisor, out=target)
+        self._divide(target, fold.divisor)
 
     def all_gather(self, buffer: DeviceArray, bounds: Sequence[int]) -> Operation:
         """Bind ncclAllGather in place, or one ncclBroadcast per part where parts differ."""
@@ -244,6 +246,14 @@ class NcclTransport(Transport):
             self._failure = "it was closed"
             self._comm.destroy()
         self._comm = None
+
+    def _divide(self, values: DeviceArray, divisor: int) -> None:
+        """Divide a mean; its kernel was prepared when the plan was bound."""
+        if divisor > 1 and values.size:
+            real = real_dtype(values.dtype)
+            count = values.nbytes // real.itemsize
+            arguments = address(values), count, computed_in(real).type(divisor)
+            self._device.current_stream().launch(divide_kernel(real), num_blocks(count, real.itemsize), arguments)
 
     def _native(self, buffer: DeviceArray, op: ReduceOp) -> tuple[int, int, int]:
         native = native_type(buffer.dtype, op)

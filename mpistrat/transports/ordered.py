@@ -18,7 +18,7 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.groups.group import Group
-from mpistrat.reduction import ReduceOp, combine
+from mpistrat.reduction import HALF_DTYPES, ReduceOp, combine
 from mpistrat.transports.base import Operation, Part
 from mpistrat.transports.mpi_ring import SEGMENT_BYTES
 from mpistrat.transports.steps import WAITING, WORKED, Steps, leave_to_peers
@@ -64,7 +64,7 @@ def ordered_all_reduce(
     order : sequence of (int, int)
         The rank in the group, and the index there, of each addend in turn; the same on all ranks.
     target : ndarray
-        For the result; may be one of the addends.
+        For the result; may be one of the addends. 16-bit floats are folded in float32, and rounded once.
     op : ReduceOp
         How to combine; MEAN combines as SUM.
     channel : int
@@ -101,7 +101,8 @@ class _Ordered:
         self.peers = [(group.rank + distance) % group.size for distance in range(1, group.size)]
         self.sent = addends if caster is None else [np.empty(target.size, dtype)]
         self.published = np.empty(target.size, dtype)
-        self.total, self.wide = np.empty((2, min(step, target.size)), target.dtype)
+        folded = np.dtype(np.float32) if target.dtype in HALF_DTYPES else target.dtype
+        self.total, self.wide = np.empty((2, min(step, target.size)), folded)
         own = self.segments[group.rank]
         part = slice(own[0][0], own[-1][1]) if own else slice(0)
         received = [np.empty(0 if rank == group.rank else self.published[part].size, dtype) for rank, _ in order]

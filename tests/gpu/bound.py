@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from zlib import crc32
 
-import numpy as np
 import pytest
 
 from mpistrat.device import binding
-from mpistrat.device.kernels import TYPES, fold_into_kernel, fold_kernel, move_kernel
+from mpistrat.device.kernels import TYPES, divide_kernel, fold_into_kernel, fold_kernel, move_kernel, real_dtype
 from mpistrat.errors import UnsupportedDtypeError
-from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
+from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_dtype
 from tests.gpu import on_host
 from tests.gpu.stand_in import StandInDevice
 from tests.gpu.stand_in_arrays import Namespace
@@ -73,8 +72,10 @@ def _names() -> tuple[list[str], list[str]]:
                 check_dtype(op, dtype)
             except UnsupportedDtypeError:
                 continue
-            wide = accumulation_dtype(op, dtype)
-            folds |= {fold_kernel(wide, op), fold_into_kernel(wide, op)}
-            pair = [np.dtype(f"f{dtype.itemsize // 2}")] * 2 if dtype.kind == "c" else [dtype, wide]
-            moves |= {move_kernel(*pair), move_kernel(*reversed(pair))}
+            for held in {accumulation_dtype(op, dtype), *({dtype} & {*HALF_DTYPES})}:
+                folds |= {fold_kernel(held, op), fold_into_kernel(held, op)}
+                pair = [real_dtype(dtype), real_dtype(held)]
+                moves |= {move_kernel(*pair), move_kernel(*reversed(pair))}
+            if op is ReduceOp.MEAN:
+                folds.add(divide_kernel(dtype))
     return sorted(moves), sorted(folds)

@@ -42,6 +42,15 @@ extern "C" void fold_{name}(unsigned blocks, void* target, const void* arrived, 
             {kernel}(({dtype}*)target, (const {dtype}*)arrived, count);
 }}
 """
+_DIVIDE = """
+extern "C" void fold_{name}(unsigned blocks, void* values, uint64 count, long long divisor) {{
+    gridDim.x = blocks;
+    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
+        for (threadIdx.x = 0; threadIdx.x < THREADS; ++threadIdx.x)
+            {kernel}(({dtype}*)values, count, Wide<{dtype}>::type(divisor));
+}}
+"""
+_TEMPLATES = {"fold_peers": _FOLD, "fold_into": _FOLD_INTO, "divide_values": _DIVIDE}
 
 
 def missing() -> str:
@@ -55,7 +64,7 @@ def text() -> str:
 
 
 class HostKernels:
-    """The kernels as `build` has left them in a folder: instances of `move_segments`, `fold_peers` and `fold_into`, by name."""
+    """The kernels as `build` has left them in a folder, by name; `folds` are of `fold_peers`, `fold_into`, `divide_values`."""
 
     def __init__(self, folder: Path, moves: Sequence[str], folds: Sequence[str]) -> None:
         self._moves = {kernel: f"move_{index}" for index, kernel in enumerate(moves)}
@@ -70,9 +79,8 @@ class HostKernels:
             source, _, _ = kernel.removeprefix("move_segments<").partition(", ")
             source_text += _MOVE.format(name=index, source=source, kernel=kernel)
         for index, kernel in enumerate(folds):
-            name, _, arguments = kernel.partition("<")
-            dtype, _, _ = arguments.rpartition(", ")
-            source_text += (_FOLD_INTO if name == "fold_into" else _FOLD).format(name=index, dtype=dtype, kernel=kernel)
+            name, _, arguments = kernel.removesuffix(">").partition("<")
+            source_text += _TEMPLATES[name].format(name=index, dtype=arguments.split(", ")[0], kernel=kernel)
         (folder / "kernels.cpp").write_text(source_text)
         command = ["g++", "-O0", "-std=c++17", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
         subprocess.run([*command, "kernels.cpp", "-o", "kernels.so"], check=True, cwd=folder)
@@ -88,6 +96,10 @@ class HostKernels:
         if kernel.startswith("fold_into<"):
             target, arrived, count = map(int, arguments)
             run(blocks, ctypes.c_void_p(target), ctypes.c_void_p(arrived), ctypes.c_uint64(count))
+            return
+        if kernel.startswith("divide_values<"):
+            values, count, divisor = map(int, arguments)
+            run(blocks, ctypes.c_void_p(values), ctypes.c_uint64(count), ctypes.c_longlong(divisor))
             return
         peers, num_peers, first_byte, target, count = map(int, arguments)
         start, elements = ctypes.c_uint64(first_byte), ctypes.c_uint64(count)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mpistrat.device import cuda
 from mpistrat.device.abstract import Device, DeviceArray, address
-from mpistrat.device.kernels import TYPES, fold_into_kernel, fold_kernel, move_kernel
+from mpistrat.device.kernels import TYPES, computed_in, divide_kernel, fold_into_kernel, fold_kernel, move_kernel, real_dtype
 from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def try_all(device: Device) -> int:
-    """Pack, unpack and fold arrays of every dtype that begin at odd elements, and return how many results were compared.
+    """Pack, unpack, fold and divide arrays of every dtype that begin at odd elements; return how many results were compared.
 
     Raises
     ------
@@ -74,7 +74,8 @@ def try_all(device: Device) -> int:
     for dtype, op in _pairs():
         wide = accumulation_dtype(op, dtype)
         arrays = [_values(dtype, count, index) for index, count in enumerate(COUNTS)]
-        for what, found, expected in (*_moved(device, arrays, wide), *_folded(device, wide, op)):
+        divided = _divided(device, wide) if op is ReduceOp.MEAN else ()
+        for what, found, expected in (*_moved(device, arrays, wide), *_folded(device, wide, op), *divided):
             compared += 1
             if found.dtype != expected.dtype or found.tobytes() != expected.tobytes():
                 raise AssertionError(f"{what} of {dtype} by {op.name} is not what NumPy makes of it")
@@ -86,8 +87,9 @@ def kernels() -> list[str]:
     names = set()
     for dtype, op in _pairs():
         wide = accumulation_dtype(op, dtype)
-        pair = [np.dtype(f"f{dtype.itemsize // 2}")] * 2 if dtype.kind == "c" else [dtype, wide]
+        pair = [real_dtype(dtype), real_dtype(wide)]
         names |= {move_kernel(*pair), move_kernel(*reversed(pair)), fold_kernel(wide, op), fold_into_kernel(wide, op)}
+        names |= {divide_kernel(wide)} if op is ReduceOp.MEAN else set()
     return sorted(names)
 
 
@@ -176,6 +178,18 @@ def _folded(device: Device, dtype: np.dtype[Any], op: ReduceOp) -> Iterator[tupl
         yield "what peers hold", device.get(target), reduce(combine(op), rows)
         stream.launch(fold_into, BLOCKS, (address(arenas[0]), address(arenas[1]), count))
         yield "what arrived", device.get(arenas[0]), combine(op)(rows[0], rows[1])
+
+
+def _divided(device: Device, dtype: np.dtype[Any]) -> Iterator[tuple[str, NDArray[Any], NDArray[Any]]]:
+    """Divide values in place."""
+    real, kernel = real_dtype(dtype), divide_kernel(dtype)
+    device.prepare(kernel)
+    for count in COUNTS:
+        values = _values(dtype, count, 0)
+        target = _odd(device, (PEERS * values).astype(dtype))
+        arguments = address(target), target.nbytes // real.itemsize, computed_in(real).type(PEERS)
+        device.current_stream().launch(kernel, BLOCKS, arguments)
+        yield "what was divided", device.get(target), values
 
 
 def _values(dtype: np.dtype[Any], count: int, seed: int) -> NDArray[Any]:

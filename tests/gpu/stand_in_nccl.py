@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpistrat.reduction import ReduceOp
-from mpistrat.transports.mpi import mpi_op
+from mpistrat.reduction import HALF_DTYPES, ReduceOp, combine
+from mpistrat.transports.mpi import _ufunc_op, mpi_op
 from tests.gpu.stand_in import UNFINISHED, StandInDevice
 
 __all__ = ["StandInNccl"]
@@ -22,7 +22,7 @@ CONNECT_SECONDS = 10.0
 _CONNECT_TAG, _JOIN_TAG = 1, 2
 
 _TYPES = {"INT8": "i1", "UINT8": "u1", "INT32": "i4", "UINT32": "u4", "INT64": "i8", "UINT64": "u8", "FLOAT32": "f4"}
-_TYPES |= {"FLOAT64": "f8"}
+_TYPES |= {"FLOAT64": "f8", "FLOAT16": "f2", "BFLOAT16": "bfloat16"}
 
 
 class StandInNccl:
@@ -48,6 +48,7 @@ class StandInNccl:
         self.error = ""
         self.aborted = self.destroyed = 0
         self.calls: Counter[str] = Counter()
+        self.nbytes = 0  # that reductions were given
         self.communicators: list[_Communicator] = []
         self._numbers = count()
         for name, code in _TYPES.items():
@@ -134,14 +135,16 @@ class _Communicator:
 
     def allReduce(self, send: int, receive: int, count: int, kind: Any, op: Any, stream: int) -> None:  # noqa: N802
         self._connect("allReduce")
+        self._count(count, kind)
         self._issue(
-            stream, lambda: self.comm.Iallreduce(self._copy(send, count, kind), _at(receive, count, kind), mpi_op(op, kind))
+            stream, lambda: self.comm.Iallreduce(self._copy(send, count, kind), _at(receive, count, kind), _op(op, kind))
         )
 
     def reduce(self, send: int, receive: int, count: int, kind: Any, op: Any, root: int, stream: int) -> None:
         self._connect("reduce")
+        self._count(count, kind)
         target = lambda: _at(receive, count, kind) if self.comm.rank == root else None  # noqa: E731
-        self._issue(stream, lambda: self.comm.Ireduce(self._copy(send, count, kind), target(), mpi_op(op, kind), root))
+        self._issue(stream, lambda: self.comm.Ireduce(self._copy(send, count, kind), target(), _op(op, kind), root))
 
     def broadcast(self, send: int, receive: int, count: int, kind: Any, root: int, stream: int) -> None:
         self._connect("broadcast")
@@ -151,9 +154,10 @@ class _Communicator:
     def reduceScatter(self, send: int, receive: int, count: int, kind: Any, op: Any, stream: int) -> None:  # noqa: N802
         self._connect("reduceScatter")
         whole = count * self.comm.size
+        self._count(whole, kind)
         self._issue(
             stream,
-            lambda: self.comm.Ireduce_scatter_block(self._copy(send, whole, kind), _at(receive, count, kind), mpi_op(op, kind)),
+            lambda: self.comm.Ireduce_scatter_block(self._copy(send, whole, kind), _at(receive, count, kind), _op(op, kind)),
         )
 
     def allGather(self, send: int, receive: int, count: int, kind: Any, stream: int) -> None:  # noqa: N802
@@ -176,6 +180,9 @@ class _Communicator:
             self._library.unconnected.append(start(np.empty(0, np.uint8), peer, _CONNECT_TAG))
             self._connected.add(f"{verb} {peer}")
 
+    def _count(self, count: int, kind: np.dtype) -> None:
+        self._library.nbytes += count * kind.itemsize
+
     def _copy(self, address: int, count: int, kind: np.dtype) -> np.ndarray:
         """Return what is there now; mpi4py keeps no hold of what it sends."""
         self._sent.append(_at(address, count, kind).copy())
@@ -194,6 +201,13 @@ def _await_peers(requests: list[MPI.Request], verb: str) -> None:
 
 
 def _at(address: int, count: int, kind: np.dtype) -> np.ndarray:
+    """Return memory, 16-bit floats as integers: MPI has no such type."""
+    kind = np.dtype(np.uint16) if kind in HALF_DTYPES else kind
     if not count:
         return np.empty(0, kind)
     return np.frombuffer((ctypes.c_char * (count * kind.itemsize)).from_address(address), kind)
+
+
+def _op(op: ReduceOp, kind: np.dtype) -> MPI.Op:
+    """Return MPI's operation; 16-bit floats are rounded after each, as by NCCL."""
+    return _ufunc_op(combine(op), kind) if kind in HALF_DTYPES else mpi_op(op, kind)

@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 from mpistrat.device.abstract import Device, DeviceArray, address
 from mpistrat.device.cuda import CudaDevice
 from mpistrat.device.kernels import fold_kernel
+from mpistrat.device.segments import MAX_BLOCKS
 from mpistrat.groups.group import Group
 from mpistrat.launch.bootstrap import start
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp
-from mpistrat.transports.cuda_ipc import MAX_BLOCKS
 from mpistrat.transports.staged import StagedTransport
 from mpistrat.transports.steps import drive
 from tests.gradients import resnet50

@@ -20,6 +20,7 @@ options = st.builds(
     implementation=st.sampled_from(CommunicationImplementation),
     algorithm=st.sampled_from(["auto", "flat", "pipelined"]),
     wire_dtype=st.sampled_from([None, "bfloat16", "float16"]),
+    intra_dtype=st.sampled_from([None, "native"]),
 )
 
 
@@ -52,6 +53,11 @@ def test_an_implementation_is_known_by_name(name: str) -> None:
         ({"timeout_seconds": -0.5}, "timeout_seconds must be None or a number of seconds >= 0; got -0.5"),
         ({"implementation": "foo"}, "implementation must be one of AUTO, RING, NCCL; got 'foo'"),
         ({"wire_dtype": "int8"}, "wire_dtype must be None, bfloat16 or float16; got 'int8'"),
+        ({"intra_dtype": "bfloat16"}, "intra_dtype must be None or native; got 'bfloat16'"),
+        (
+            {"deterministic": True, "intra_dtype": "native"},
+            "deterministic=True excludes intra_dtype='native': how often sums are rounded depends on the nodes",
+        ),
         ({"deterministic": "no"}, "deterministic must be True or False; got 'no'"),
         ({"error_feedback": 1}, "error_feedback must be True or False; got 1"),
         ({"error_feedback": True}, "error_feedback=True needs a wire_dtype: bfloat16 or float16"),

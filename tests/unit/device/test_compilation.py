@@ -11,6 +11,9 @@ ARCHITECTURES = (70, 75, 80, 86, 89, 90, 100)
 KERNELS = [
     "move_segments<float, bfloat16>",
     "move_segments<float16, float>",
+    "move_segments<bfloat16, bfloat16>",
+    "divide_values<float16>",
+    "divide_values<long long>",
     "fold_peers<float, Sum>",
     "fold_peers<bfloat16, Max>",
     "fold_into<float, Sum>",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mpistrat.device import segments
-from mpistrat.device.kernels import fold_into_kernel, fold_kernel, move_kernel
+from mpistrat.device.kernels import computed_in, divide_kernel, fold_into_kernel, fold_kernel, move_kernel
 from mpistrat.device.segments import SegmentTable
 from mpistrat.reduction import ReduceOp, combine
 from tests.gpu import on_host
@@ -20,6 +20,7 @@ I32, I64, C64 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.complex64)
 MOVES = [(F32, F32), (F32, BF16), (BF16, F32), (F32, F16), (F16, F32), (F64, F64), (I32, I64), (I64, I32)]
 SUM, MIN, MAX, PROD = ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD
 FOLDS = [(F32, SUM), (F32, MIN), (F32, MAX), (F32, PROD), (BF16, SUM), (F16, SUM), (I64, SUM), (I32, MAX), (C64, PROD)]
+DIVIDED = [BF16, F16, F32, I64]
 TILE = {dtypes: segments.THREADS * segments.BYTES_UNDER_WAY // dtypes[0].itemsize for dtypes in MOVES}
 
 
@@ -29,6 +30,7 @@ def kernels(tmp_path_factory):
         pytest.skip(on_host.missing())
     folder = tmp_path_factory.mktemp("kernels")
     folds = [make(dtype, op) for dtype, op in FOLDS for make in (fold_kernel, fold_into_kernel)]
+    folds += [divide_kernel(dtype) for dtype in DIVIDED]
     moves = [move_kernel(*dtypes) for dtypes in MOVES]
     on_host.HostKernels.build(folder, moves, folds)
     return on_host.HostKernels(folder, moves, folds)
@@ -171,6 +173,22 @@ def test_what_arrived_is_folded_into_what_is_there(kernels, dtype, op):
         expected = combine(op)(mine.astype(wide), arrived.astype(wide)).astype(dtype)
         kernels.launch(fold_into_kernel(dtype, op), blocks, (mine.ctypes.data, arrived.ctypes.data, count))
         np.testing.assert_array_equal(mine, expected)
+        assert (memory[shift + count :] == 99).all()
+        assert (memory[:shift] == 99).all()
+
+
+@pytest.mark.parametrize("dtype", DIVIDED, ids=str)
+def test_values_are_divided_where_they_are(kernels, dtype):
+    for count, shift in [(1, 0), (4099, 0), (517, 1)]:
+        memory = _aligned(dtype, count + 2)
+        memory[:] = 99
+        values = memory[shift : shift + count]
+        values[:] = _values(dtype, count)
+        wide = values.astype(computed_in(dtype))
+        # 257 is no bfloat16; integers are truncated towards zero
+        expected = (np.trunc(wide / 257) if dtype is I64 else wide / F32.type(257)).astype(dtype)
+        kernels.launch(divide_kernel(dtype), 2, (values.ctypes.data, count, 257))
+        np.testing.assert_array_equal(values, expected)
         assert (memory[shift + count :] == 99).all()
         assert (memory[:shift] == 99).all()
 
