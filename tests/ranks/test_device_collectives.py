@@ -26,9 +26,11 @@ from mpistrat.errors import (
     UnsupportedDtypeError,
 )
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.reduction import ReduceOp, check_dtype
+from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_dtype
+from mpistrat.testing.transport_cases import operations
 from mpistrat.tools import bench, bench_memory
 from mpistrat.topology.world import World
+from mpistrat.transports.nccl import nccl_refusal
 from tests.gpu.bound import stand_in
 from tests.gpu.pair import Pair, values
 from tests.launches import needs_ranks
@@ -476,6 +478,30 @@ def test_nccl_works_on_the_arrays_themselves(comm, counts):
         assert pair.gpu.all_reduce(SUM, arrays, out=arrays)[0] is arrays[0]
         for array, wanted in zip(arrays, expected, strict=True):
             np.testing.assert_array_equal(pair.device.get(array), wanted)
+
+
+@needs_ranks(2)
+def test_min_max_and_prod_of_what_nccl_has_are_its_own(comm):
+    """Of one array, which is not copied; NCCL has no int16, and its minimum and maximum of floats pass NaN over."""
+    whole = {np.dtype(code) for code in "?bBiIlL"}
+    own = {ReduceOp.MIN: whole, ReduceOp.MAX: whole, ReduceOp.PROD: whole | {np.dtype("f"), np.dtype("d")}}
+    with Pair(comm, World.from_shape(f"1x{comm.size}")) as pair:
+        for op, dtypes in own.items():
+            for dtype in filter(dtypes.__contains__, TYPES):
+                array = values(257, dtype, pair.rank, op)
+                [expected] = pair.host.all_reduce(op, [array])
+                for is_in_place in (False, True):
+                    given, calls = [pair.up(array)], pair.library.calls.copy()
+                    [found] = pair.gpu.all_reduce(op, given, out=given if is_in_place else None)
+                    assert pair.library.calls - calls == {"allReduce": 1}, f"{op} of {dtype}"
+                    np.testing.assert_array_equal(pair.device.get(found), expected)
+        assert pair.gpu.memory_report().device_bytes == 0
+        for op, dtype in ((op, dtype) for op in own for dtype in TYPES if op in operations(dtype) and dtype not in own[op]):
+            refused = op is not ReduceOp.PROD or dtype not in HALF_DTYPES  # which are multiplied in float32
+            assert bool(nccl_refusal(accumulation_dtype(op, dtype), op)) == refused
+            calls = pair.library.calls.copy()
+            pair.compare(op, [values(257, dtype, pair.rank, op)])
+            assert (pair.library.calls == calls) == refused, f"{op} of {dtype}"
 
 
 @needs_ranks(2)
