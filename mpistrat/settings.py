@@ -24,6 +24,7 @@ __all__ = [
     "INTRA_TRANSPORT",
     "MAX_MESSAGE_BYTES",
     "MPI_GPU",
+    "ONE_SHOT_BYTES",
     "PEER_MEMORY",
     "SETTINGS",
     "SHARED",
@@ -226,6 +227,13 @@ MPI_GPU = Setting(
     "Whether GPU memory is passed to MPI directly: on, off (staged through host memory) or auto (on if the MPI library is "
     "CUDA-aware, which is tested once and cached). Rank 0 reads it for all ranks.",
 )
+ONE_SHOT_BYTES = Setting(
+    "MPISTRAT_ONE_SHOT_BYTES",
+    parse_bytes,
+    1 << 18,
+    "The largest buffer of which cuda_ipc lets each GPU of a node read and sum everything, after one meeting of the ranks; in "
+    "larger ones each sums a part, and they meet twice.",
+)
 PEER_MEMORY = Setting(
     "MPISTRAT_PEER_MEMORY",
     _parse_bool,
@@ -275,6 +283,7 @@ SETTINGS: tuple[Setting[Any], ...] = (
     INTRA_TRANSPORT,
     INTER_TRANSPORT,
     MPI_GPU,
+    ONE_SHOT_BYTES,
     PEER_MEMORY,
     TUNING,
     TIMEOUT_SECONDS,
@@ -284,4 +293,13 @@ SETTINGS: tuple[Setting[Any], ...] = (
 )
 
 # must have the same value on all ranks, or they would plan and send differently
-SHARED: tuple[Setting[Any], ...] = (CHECK, STRICT, ALGORITHM, CHUNK_BYTES, MAX_MESSAGE_BYTES, INTRA_TRANSPORT, INTER_TRANSPORT)
+SHARED: tuple[Setting[Any], ...] = (
+    CHECK,
+    STRICT,
+    ALGORITHM,
+    CHUNK_BYTES,
+    MAX_MESSAGE_BYTES,
+    INTRA_TRANSPORT,
+    INTER_TRANSPORT,
+    ONE_SHOT_BYTES,
+)

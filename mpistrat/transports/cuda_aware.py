@@ -177,7 +177,8 @@ class CudaAwareTransport(Transport):
         self._device.prepare(kernel)
         self._device.put(table, np.array([address(landing) + peer * stride for peer in range(size)], np.uint64).view(np.uint8))
         num_blocks = _num_blocks(buffer.size, int(buffer.dtype.itemsize))
-        arguments = (address(table), np.int32(size), 0, address(buffer), buffer.size)
+        in_order = np.int32(0), max(buffer.size, 1), 0  # from rank 0 on, in one part
+        arguments = (address(table), np.int32(size), 0, address(buffer), buffer.size, *in_order)
 
         def run() -> Steps:
             self._device.current_stream().copy(address(landing) + rank * stride, address(buffer), buffer.nbytes)

@@ -4,6 +4,12 @@ As `shared_memory`, in GPU memory: every rank has one arena, buffers lie at equa
 reduce-scatter lets one kernel of each rank sum its part over the arenas of all, and the parts of an all-gather or broadcast
 are the owners' memory. It works without NCCL, also where several ranks share a GPU.
 
+An all-reduce of a large buffer takes two shots: each rank sums its part, and reads those of the others when all have. A small
+one takes one shot: each rank sums everything. It reads more, and meets the others once instead of twice.
+
+A sum in part k begins with the arena of rank k + 1, then that of rank k + 2, and so on round, whoever computes it: all ranks,
+and both ways, get the same bits, and ranks read different GPUs at a time.
+
 File law: no kernel waits for another process. A rank tells its peers that its memory is ready after the host has seen the
 event of what wrote it, so that neither time slicing nor a peer that died holds up a GPU.
 """
@@ -11,14 +17,15 @@ event of what wrote it, so that neither time slicing nor a peer that died holds 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
+from mpistrat import settings
 from mpistrat.device.abstract import Device, DeviceArray, address
 from mpistrat.device.cuda import CudaDevice
 from mpistrat.device.kernels import fold_kernel
-from mpistrat.device.segments import num_blocks
+from mpistrat.device.segments import PACKET_BYTES, num_blocks
 from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
@@ -48,6 +55,7 @@ class CudaIpcTransport(Transport):
         self.peers_read = group.size > 1
         self._stream = self._device.stream()
         self._meeting = NodeWindow(group)
+        self._one_shot_bytes = settings.ONE_SHOT_BYTES.read()
         self._arenas: list[DeviceArray] = []
         self._table: DeviceArray = None
 
@@ -90,8 +98,13 @@ class CudaIpcTransport(Transport):
         return arena
 
     def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
-        """Bind a reduce-scatter into even parts; once all have summed theirs, the parts are the owners' memory."""
-        bounds = [rank * buffer.size // self.group.size for rank in range(self.group.size + 1)]
+        """Bind a sum of all by each rank if the buffer is small, else a reduce-scatter; its parts are the owners' memory."""
+        bounds = _even_bounds(buffer, self.group.size)
+        if buffer.nbytes <= self._one_shot_bytes:
+            total = self._device.allocate(buffer.nbytes).view(buffer.dtype)  # not in the arena, where peers still read
+            order = _Order(1 % self.group.size, max(bounds[1], 1), bounds[self.group.rank])
+            fold = self._fold(buffer, 0, buffer.size, op, order, address(total))
+            return self._after_all(fold, [Part(0, buffer.size, (total,))], total.nbytes)
         summed, gathered = self.reduce_scatter(buffer, bounds, op), self.all_gather(buffer, bounds)
 
         def run() -> Steps:
@@ -103,7 +116,7 @@ class CudaIpcTransport(Transport):
     def reduce_scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind: wait for all, then sum this rank's part over all arenas in one pass."""
         start, stop = bounds[self.group.rank], bounds[self.group.rank + 1]
-        return self._after_all(self._fold(buffer, start, stop, op), [Part(start, stop, (buffer[start:stop],))])
+        return self._after_all(self._fold_here(buffer, start, stop, op), [Part(start, stop, (buffer[start:stop],))])
 
     def all_gather(self, buffer: DeviceArray, bounds: Sequence[int]) -> Operation:
         """Bind: wait for all; the parts are the owners' memory."""
@@ -119,7 +132,7 @@ class CudaIpcTransport(Transport):
         """Bind: wait for all; the root sums all arenas."""
         if self.group.rank != root:
             return self._after_all(None, [])
-        return self._after_all(self._fold(buffer, 0, buffer.size, op), [Part(0, buffer.size, (buffer,))])
+        return self._after_all(self._fold_here(buffer, 0, buffer.size, op), [Part(0, buffer.size, (buffer,))])
 
     def broadcast(self, buffer: DeviceArray, root: int = 0) -> Operation:
         """Bind: wait for all; the one part is the root's memory."""
@@ -159,18 +172,20 @@ class CudaIpcTransport(Transport):
         offset = self._offset(buffer)
         return [peer[offset : offset + buffer.nbytes].view(buffer.dtype) for peer in self._arenas]
 
-    def _fold(self, buffer: DeviceArray, start: int, stop: int, op: ReduceOp) -> Callable[[], Steps]:
-        """Return steps that fold [start, stop) of all peers into this rank's memory, in rank order."""
+    def _fold_here(self, buffer: DeviceArray, start: int, stop: int, op: ReduceOp) -> Callable[[], Steps]:
+        """Return steps that fold [start, stop) of all peers into this rank's buffer."""
+        target = address(buffer) + start * buffer.dtype.itemsize
+        order = _Order((self.group.rank + 1) % self.group.size, max(stop - start, 1))
+        return self._fold(buffer, start, stop, op, order, target)
+
+    def _fold(
+        self, buffer: DeviceArray, start: int, stop: int, op: ReduceOp, order: _Order, target: int
+    ) -> Callable[[], Steps]:
+        """Return steps that fold [start, stop) of all peers into the memory at an address."""
         kernel, count, itemsize = fold_kernel(buffer.dtype, op), stop - start, buffer.dtype.itemsize
         first_byte = self._offset(buffer) + start * itemsize
-        arguments: tuple[Any, ...] = (
-            address(self._table),
-            np.int32(self.group.size),
-            first_byte,
-            address(self._arenas[self.group.rank]) + first_byte,
-            count,
-        )
-
+        peers = address(self._table), np.int32(self.group.size), first_byte
+        arguments = *peers, target, count, np.int32(order.first_peer), order.part_count, order.start
         self._device.prepare(kernel)
 
         def run() -> Steps:
@@ -184,7 +199,7 @@ class CudaIpcTransport(Transport):
 
         return run
 
-    def _after_all(self, act: Callable[[], Steps] | None, parts: list[Part]) -> Operation:
+    def _after_all(self, act: Callable[[], Steps] | None, parts: list[Part], scratch_bytes: int = 0) -> Operation:
         """Return the operation that waits until the memory of all ranks is ready, then acts."""
 
         def run() -> Steps:
@@ -195,4 +210,20 @@ class CudaIpcTransport(Transport):
             if act is not None:
                 yield from act()
 
-        return Operation(run, parts)
+        return Operation(run, parts, scratch_bytes)
+
+
+@dataclass(frozen=True)
+class _Order:
+    """In which order a kernel goes round the arenas, and where it begins: see `fold_peers` in `kernels.cu`."""
+
+    first_peer: int
+    part_count: int
+    start: int = 0
+
+
+def _even_bounds(buffer: DeviceArray, parts: int) -> list[int]:
+    """Return bounds of equal parts that begin where packets do; the last ones may be shorter, or empty."""
+    per_packet = max(1, PACKET_BYTES // buffer.dtype.itemsize)
+    length = -(-buffer.size // (parts * per_packet)) * per_packet
+    return [min(index * length, buffer.size) for index in range(parts + 1)]

@@ -27,11 +27,11 @@ extern "C" void move_{name}(unsigned blocks, const Segment* segments, const uint
 """
 _FOLD = """
 extern "C" void fold_{name}(unsigned blocks, const uint64* peers, int num_peers, uint64 first_byte, void* target,
-                            uint64 count) {{
+                            uint64 count, int first_peer, uint64 part_count, uint64 start) {{
     gridDim.x = blocks;
     for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
         for (threadIdx.x = 0; threadIdx.x < THREADS; ++threadIdx.x)
-            {kernel}(peers, num_peers, first_byte, ({dtype}*)target, count);
+            {kernel}(peers, num_peers, first_byte, ({dtype}*)target, count, first_peer, part_count, start);
 }}
 """
 _FOLD_INTO = """
@@ -101,6 +101,6 @@ class HostKernels:
             values, count, divisor = map(int, arguments)
             run(blocks, ctypes.c_void_p(values), ctypes.c_uint64(count), ctypes.c_longlong(divisor))
             return
-        peers, num_peers, first_byte, target, count = map(int, arguments)
-        start, elements = ctypes.c_uint64(first_byte), ctypes.c_uint64(count)
-        run(blocks, ctypes.c_void_p(peers), num_peers, start, ctypes.c_void_p(target), elements)
+        peers, num_peers, first_byte, target, count, first_peer, part_count, start = map(int, arguments)
+        where = ctypes.c_void_p(peers), num_peers, ctypes.c_uint64(first_byte), ctypes.c_void_p(target), ctypes.c_uint64(count)
+        run(blocks, *where, first_peer, ctypes.c_uint64(part_count), ctypes.c_uint64(start))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from itertools import repeat
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -185,9 +186,49 @@ def test_nccl_that_does_not_block_is_refused(group, device, comm, monkeypatch):
         NcclTransport(group, device, StandInNccl(device, comm))
 
 
-def test_cuda_ipc_passes_the_kit(group, device, kernels):
+def test_cuda_ipc_passes_the_kit(group, device, kernels, monkeypatch):
     device.kernels = kernels
+    monkeypatch.setenv("MPISTRAT_ONE_SHOT_BYTES", "256B")  # some buffers of the kit are summed in one shot, others in two
     assert check_transport(partial(CudaIpcTransport, device=device), group) > 500
+
+
+def test_one_shot_and_two_add_in_one_order_and_begin_with_different_gpus(group, device, kernels, monkeypatch):
+    device.kernels = kernels
+    for count, dtype in ((3, np.float64), (1003, np.float32), (5000, np.float64)):
+        rows = np.random.default_rng(count).standard_normal((group.size, count)).astype(dtype)
+        expected = in_the_order_of_cuda_ipc(rows)
+        for limit, num_meetings in (("1MiB", 1), ("0", 2)):
+            monkeypatch.setenv("MPISTRAT_ONE_SHOT_BYTES", limit)
+            transport = CudaIpcTransport(group, device)
+            buffer = transport.allocate(rows[0].nbytes).view(dtype)
+            operation = transport.all_reduce(buffer, ReduceOp.SUM)
+            stream, meeting = transport._stream, transport._meeting
+            with (
+                patch.object(stream, "launch", wraps=stream.launch) as launch,
+                patch.object(meeting, "barrier", wraps=meeting.barrier) as barrier,
+            ):
+                for _ in range(2):
+                    device.put(buffer, rows[group.rank])
+                    drive(operation.run(), lambda: "a sum", 60.0)
+                    found = [device.get(part.addends[0]) for part in operation.parts]
+                    np.testing.assert_array_equal(np.concatenate(found), expected)
+                    drive(transport.fence(transport.release()), lambda: "a fence", 60.0)
+            assert barrier.call_count == 2 * num_meetings
+            assert operation.scratch_bytes == (rows[0].nbytes if num_meetings == 1 else 0)
+            for (_, _, (*_, first_peer, part_count, start)), _ in launch.call_args_list if count > 1000 else ():
+                assert (first_peer + start // part_count) % group.size == (group.rank + 1) % group.size
+            transport.dispose()
+
+
+def in_the_order_of_cuda_ipc(rows):
+    """Add rows: what is in part k, of as many as there are rows, from row k + 1 on, and round."""
+    size, (_, count) = len(rows), rows.shape
+    length = -(-count * rows.itemsize // (size * 16)) * 16 // rows.itemsize  # packets of 16 bytes are not cut
+    total = np.empty(count, rows.dtype)
+    for part in range(size):
+        span = slice(part * length, (part + 1) * length)
+        total[span] = reduce(np.add, [rows[(part + 1 + turn) % size][span] for turn in range(size)])
+    return total
 
 
 @needs_ranks(2)

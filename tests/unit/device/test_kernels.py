@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import reduce
 from importlib.resources import files
 
 import ml_dtypes
@@ -19,7 +20,8 @@ BF16, F16, F32, F64 = (np.dtype(kind) for kind in (ml_dtypes.bfloat16, np.float1
 I32, I64, C64 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.complex64)
 MOVES = [(F32, F32), (F32, BF16), (BF16, F32), (F32, F16), (F16, F32), (F64, F64), (I32, I64), (I64, I32)]
 SUM, MIN, MAX, PROD = ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD
-FOLDS = [(F32, SUM), (F32, MIN), (F32, MAX), (F32, PROD), (BF16, SUM), (F16, SUM), (I64, SUM), (I32, MAX), (C64, PROD)]
+FOLDS = [(F32, SUM), (F64, SUM), (BF16, SUM), (F16, SUM), (I64, SUM), (C64, PROD)]
+FOLDS += [(F32, MIN), (F32, MAX), (F32, PROD), (I32, MAX)]
 DIVIDED = [BF16, F16, F32, I64]
 TILE = {dtypes: segments.THREADS * segments.BYTES_UNDER_WAY // dtypes[0].itemsize for dtypes in MOVES}
 
@@ -62,10 +64,10 @@ def _move(kernels, sources, targets, divisor=1):
     kernels.launch(move_kernel(*dtypes), table.num_tiles, arguments)
 
 
-def _fold(kernels, buffers, start, target, op):
+def _fold(kernels, buffers, start, target, op, first_peer=0, part_count=1 << 40, first_item=0):
     peers = np.array([buffer.ctypes.data for buffer in buffers], np.uint64)
     arguments = peers.ctypes.data, peers.size, start * target.itemsize, target.ctypes.data, target.size
-    kernels.launch(fold_kernel(target.dtype, op), 3, arguments)
+    kernels.launch(fold_kernel(target.dtype, op), 3, (*arguments, first_peer, part_count, first_item))
 
 
 def test_the_constants_of_both_languages_agree():
@@ -160,6 +162,27 @@ def test_a_shard_of_all_peers_is_folded_in_rank_order(kernels, dtype, op, num_pe
         np.testing.assert_array_equal(memory[shift : shift + count], total.astype(dtype))
         assert (memory[shift + count :] == 99).all()
         assert (memory[:shift] == 99).all()
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, F64], ids=str)
+@pytest.mark.parametrize("num_peers", [2, 5])
+def test_each_part_begins_with_another_peer_wherever_threads_begin(kernels, dtype, num_peers):
+    count, part_count, num_items = 5003, 1008, 5003
+    buffers = [_aligned(dtype, count + 1) for _ in range(num_peers)]
+    for rank, buffer in enumerate(buffers):
+        buffer[:] = _values(dtype, buffer.size, seed=rank)
+    wide = F32 if dtype is F16 else dtype
+    for shift in (0, 1):  # aligned to packets, and not
+        expected = np.empty(num_items, dtype)
+        for first in range(0, num_items, part_count):
+            part = slice(first, min(first + part_count, num_items))
+            order = [(1 + first // part_count + turn) % num_peers for turn in range(num_peers)]
+            rows = [buffers[peer][shift:][:num_items][part].astype(wide) for peer in order]
+            expected[part] = reduce(np.add, rows).astype(dtype)
+        for first_item in (0, part_count, 4 * part_count):
+            target = _aligned(dtype, num_items)
+            _fold(kernels, buffers, shift, target, SUM, 1, part_count, first_item)
+            np.testing.assert_array_equal(target, expected)
 
 
 @pytest.mark.parametrize(("dtype", "op"), FOLDS, ids=lambda value: str(value))
