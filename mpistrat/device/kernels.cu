@@ -196,7 +196,7 @@ struct Order {
 };
 
 // `peers` holds the address of each rank's arena; the range begins `first_byte` bytes behind it. The result is written to
-// `target`, which may be this rank's own range. Threads begin at element `start`, a multiple of those in a packet.
+// `target`, which may be this rank's own range. Threads begin at element `start`, a multiple of those in a packet, or `count`.
 template <class T, class Op>
 __global__ void fold_peers(const uint64* peers, int num_peers, uint64 first_byte, T* target, uint64 count, int first_peer,
                            uint64 part_count, uint64 start) {

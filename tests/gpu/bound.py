@@ -76,6 +76,5 @@ def _names() -> tuple[list[str], list[str]]:
                 folds |= {fold_kernel(held, op), fold_into_kernel(held, op)}
                 pair = [real_dtype(dtype), real_dtype(held)]
                 moves |= {move_kernel(*pair), move_kernel(*reversed(pair))}
-            if op is ReduceOp.MEAN:
-                folds.add(divide_kernel(dtype))
+                folds |= {divide_kernel(held)} if op is ReduceOp.MEAN else set()
     return sorted(moves), sorted(folds)

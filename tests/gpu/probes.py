@@ -278,6 +278,21 @@ PROBES: tuple[Probe, ...] = (
             Goal(f"{ratio}_{size}", 1.05, is_upper=True) for size in ("16MiB", "256MiB") for ratio in ("ratio", "ratio_out")
         ),
     ),
+    *(
+        Probe(
+            f"sums of 2 ranks {where}",
+            "small sums in one shot, in two, and by NCCL; and bfloat16 by NCCL, in float32 and in its own dtype",
+            ("tests.gpu.sums",),
+            (_mpi, _gpu, _nccl, need),
+            2,
+            {**_ON_GPU, **environ},
+            seconds=120.0,
+        )
+        for where, need, environ in (
+            ("on 2 GPUs", _gpus(2), {}),
+            ("on a GPU that they share", _several_ranks_per_gpu, _SHARED_BY_RANKS),
+        )
+    ),
     *chain.from_iterable(
         _conformance(transport, {"1x2": 2}, (), _ON_CPU) for transport in ("shared_memory", "mpi", "mpi_ring")
     ),

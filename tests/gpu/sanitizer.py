@@ -27,7 +27,7 @@ from mpistrat.device.kernels import TYPES, computed_in, divide_kernel, fold_into
 from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
-from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, combine
+from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_dtype, combine
 from tests.gpu.machine import find_sanitizer
 from tests.processes import run_bounded
 
@@ -71,8 +71,7 @@ def try_all(device: Device) -> int:
         If one of them is not what NumPy makes of it.
     """
     compared = 0
-    for dtype, op in _pairs():
-        wide = accumulation_dtype(op, dtype)
+    for dtype, wide, op in _cases():
         arrays = [_values(dtype, count, index) for index, count in enumerate(COUNTS)]
         divided = _divided(device, wide) if op is ReduceOp.MEAN else ()
         for what, found, expected in (*_moved(device, arrays, wide), *_folded(device, wide, op), *divided):
@@ -85,8 +84,7 @@ def try_all(device: Device) -> int:
 def kernels() -> list[str]:
     """Return the names of all kernels that `try_all` launches."""
     names = set()
-    for dtype, op in _pairs():
-        wide = accumulation_dtype(op, dtype)
+    for dtype, wide, op in _cases():
         pair = [real_dtype(dtype), real_dtype(wide)]
         names |= {move_kernel(*pair), move_kernel(*reversed(pair)), fold_kernel(wide, op), fold_into_kernel(wide, op)}
         names |= {divide_kernel(wide)} if op is ReduceOp.MEAN else set()
@@ -135,15 +133,16 @@ def _watched(tool: str, *more: str) -> int:
     return found
 
 
-def _pairs() -> Iterator[tuple[np.dtype[Any], ReduceOp]]:
-    """Return each dtype with each operation that is defined for it."""
+def _cases() -> Iterator[tuple[np.dtype[Any], np.dtype[Any], ReduceOp]]:
+    """Return each dtype with those it is combined in, and each operation that is defined for it."""
     for dtype in TYPES:
         for op in ReduceOp:
             try:
                 check_dtype(op, dtype)
             except UnsupportedDtypeError:
                 continue
-            yield dtype, op
+            wide = accumulation_dtype(op, dtype)
+            yield from ((dtype, held, op) for held in ((wide, dtype) if dtype in HALF_DTYPES else (wide,)))
 
 
 def _moved(
@@ -173,7 +172,7 @@ def _folded(device: Device, dtype: np.dtype[Any], op: ReduceOp) -> Iterator[tupl
         table = device.allocate(8 * PEERS)
         device.put(table, np.array([address(arena) - dtype.itemsize for arena in arenas], np.uint64).view(np.uint8))
         target = _odd(device, np.zeros(count, dtype))
-        folded = address(table), np.int32(PEERS), dtype.itemsize, address(target), count, np.int32(1), 16, 16
+        folded = address(table), np.int32(PEERS), dtype.itemsize, address(target), count, np.int32(1), 16, min(16, count)
         stream.launch(fold, BLOCKS, folded)
         yield "what peers hold", device.get(target), reduce(combine(op), rows)
         stream.launch(fold_into, BLOCKS, (address(arenas[0]), address(arenas[1]), count))

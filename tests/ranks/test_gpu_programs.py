@@ -13,7 +13,7 @@ import mpistrat
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
-from tests.gpu import call_time, interop, open_close, overhead, sanitizer, soak, streams, verbs_rank
+from tests.gpu import call_time, interop, open_close, overhead, sanitizer, soak, streams, sums, verbs_rank
 from tests.gpu.bound import stand_in
 from tests.gpu.stand_in import UNFINISHED
 from tests.launches import needs_ranks
@@ -80,6 +80,21 @@ def test_a_rank_alone_is_compared_with_a_copy(comm):
         with pytest.raises(AssertionError, match="nccl of 1024 floats"):
             overhead.measure(communicator, device, lambda *_: None, {"4KiB": 4096}, rounds=1)
         communicator.close()
+
+
+@needs_ranks(2)
+def test_ways_to_sum_are_timed(comm, monkeypatch):
+    if comm.size != 2:
+        pytest.skip("two ranks are meant")
+    small, large = {"4KiB": 4096}, {"64KiB": 1 << 16}
+    with stand_in(comm) as device:
+        figures = sums.measure(comm, device, small, large, rounds=1)
+        ways = [f"{way}_us_4KiB" for way in ("one_shot", "two_shots", "nccl")]
+        assert [*figures] == [*ways, "bfloat16_in_float32_us_64KiB", "bfloat16_native_us_64KiB"]
+        assert min(figures.values()) > 0
+        monkeypatch.setattr(Communicator, "all_reduce", lambda *_, **__: None)  # fast, and wrong
+        with pytest.raises(AssertionError, match=r"one_shot of float32, 4096 bytes, gave a wrong result"):
+            sums.measure(comm, device, small, large, rounds=1)
 
 
 def test_every_kernel_at_odd_offsets(comm):

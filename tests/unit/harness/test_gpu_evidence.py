@@ -22,6 +22,7 @@ from tests.processes import run_bounded
 H200 = Machine(["NVIDIA H200"], {"CuPy": "14.2.0", "NCCL": "2.32.3", "Open MPI": "5.0.11"})
 SEVERAL, HOST_IDS = "with several ranks on a GPU", "with a host id for every rank"
 BY_NCCL = (
+    "sums of 2 ranks on a GPU that they share",
     "strategy 2x2, by nccl inside nodes",
     "strategy 2x2, by nccl inside nodes and between them",
     "first fault, by nccl",
@@ -29,6 +30,7 @@ BY_NCCL = (
     "open and close 1x2, by nccl",
     "soak 2x2, by nccl",
 )
+ON_TWO = "sums of 2 ranks on 2 GPUs"
 ON_HOST = ["shared_memory 1x2", "mpi 1x2", "mpi_ring 1x2"]
 
 
@@ -61,7 +63,7 @@ def test_without_a_gpu_everything_says_why_it_is_left_out(tmp_path):
     assert min(ran.values()) > 1000
     # whoever adds a probe counts here: one that is lost is not missed by itself
     reasons = Counter(case["reason"] for case in evidence["cases"] if case["outcome"] == "skipped")
-    assert reasons == {why: 46}
+    assert reasons == {why: 48}
     assert not changed_since(evidence)
     assert evidence["environment"]["MPISTRAT_STRICT"] == "1"
 
@@ -78,7 +80,11 @@ def test_every_transport_of_a_gpu_is_tried_in_every_shape():
 @pytest.mark.parametrize(
     ("machine", "expected"),
     [
-        (H200, {"nccl 1x2": "2 ranks with a GPU each need 2 GPUs; there is 1", "nccl 1x4": "4 ranks with a GPU each need "}),
+        (
+            H200,
+            dict.fromkeys(("nccl 1x2", ON_TWO), "2 ranks with a GPU each need 2 GPUs; there is 1")
+            | {"nccl 1x4": "4 ranks with a GPU each need "},
+        ),
         (
             Machine(["NVIDIA H200"] * 4, H200.versions | {"NCCL": "2.28.9"}),
             dict.fromkeys(
@@ -91,7 +97,7 @@ def test_every_transport_of_a_gpu_is_tried_in_every_shape():
             {
                 probe.name: "no libnccl"
                 for probe in PROBES
-                if probe.name.startswith("nccl") or probe.name in (*BY_NCCL, "overhead")
+                if probe.name.startswith("nccl") or probe.name in (*BY_NCCL, ON_TWO, "overhead")
             },
         ),
         (
