@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
@@ -35,6 +36,7 @@ HAS_FAILED = pytest.StashKey[bool]()
 # How long a rank that has failed waits for the others: longer than watchers need to find that those can never leave the test.
 STUCK_SECONDS = 10.0
 _PAUSE_SECONDS = 0.0002
+_DIGEST_BYTES = 16
 
 
 class _Outcome(NamedTuple):
@@ -43,6 +45,11 @@ class _Outcome(NamedTuple):
     outcome: str
     headline: str
     text: str
+
+    @property
+    def digest(self) -> bytes:
+        """Bytes that are equal where test, phase and outcome are."""
+        return blake2b("\n".join(self[:3]).encode(), digest_size=_DIGEST_BYTES).digest()
 
 
 class RankSession:
@@ -115,8 +122,9 @@ class RankSession:
         if shape_of(item) is None and item.get_closest_marker("mpi") is None:
             return report
         mine = _Outcome(report.nodeid, str(report.when), report.outcome, _headline(report), _text(report))
-        self._meet(mine)
-        verdict = _verdict(self._comm.allgather(mine))
+        is_equal = self._meet(mine)
+        # whoever waits in this call keeps a core busy: only where there is something to tell
+        verdict = "" if is_equal and not report.failed else _verdict(self._comm.allgather(mine))
         if verdict:
             item.stash[HAS_FAILED] = True
             report.outcome, report.longrepr, report.sections = "failed", verdict, []
@@ -140,12 +148,14 @@ class RankSession:
         while not everybody.Test() and time.monotonic() < deadline:
             time.sleep(_PAUSE_SECONDS)
 
-    def _meet(self, mine: _Outcome) -> None:
-        """Wait until every rank has come here; a rank that has failed does not wait for ever.
+    def _meet(self, mine: _Outcome) -> bool:
+        """Wait until every rank has come here, and return whether all have the same outcome of the same test.
 
-        Watchers take it for a collective: ranks that wait for this one in another collective are told that it does not come.
+        A rank that has failed does not wait for ever. Watchers take it for a collective: ranks that wait for this one in
+        another collective are told that it does not come.
         """
-        everybody = self._comm.Ibarrier()
+        digests = bytearray(self._comm.size * _DIGEST_BYTES)
+        everybody = self._comm.Iallgather(mine.digest, digests)
         deadline = time.monotonic() + (STUCK_SECONDS if mine.outcome == "failed" else math.inf)
         watching = watcher()
         with suppress(CollectiveError), watched(f"the end of {mine.test} ({mine.when})"):
@@ -154,6 +164,7 @@ class RankSession:
                     watching.raise_verdict()  # those that it is true of raise it, too, and come here
         while not self._have_come(everybody, deadline, mine):
             pass
+        return digests == mine.digest * self._comm.size
 
     def _have_come(self, everybody: MPI.Request, deadline: float, mine: _Outcome) -> bool:
         """Return whether all ranks have come, or wait a moment for them; end the job after the deadline."""
