@@ -22,7 +22,7 @@ import pytest
 from mpistrat.launch.environment import detect
 from mpistrat.launch.mpiexec import command
 from tests.processes import run_bounded
-from tests.rank_report import RankReport
+from tests.rank_report import LEFT_OUT, RankReport
 
 __all__ = ["Launch", "needs_ranks", "up_to_ranks"]
 
@@ -35,12 +35,12 @@ _SELECTED = pytest.StashKey[list[str]]()
 
 
 def needs_ranks(minimum: int) -> pytest.MarkDecorator:
-    """Mark a test that makes sense from this many ranks on; launches of fewer skip it."""
+    """Mark a test that makes sense from this many ranks on; launches of fewer leave it out."""
     return pytest.mark.mpi(min_size=minimum)
 
 
 def up_to_ranks(maximum: int) -> pytest.MarkDecorator:
-    """Mark tests of what is the same on more ranks, and on nodes of other shapes: larger launches skip them."""
+    """Mark tests of what is the same on more ranks, and on nodes of other shapes: larger launches leave them out."""
     return pytest.mark.mpi(max_size=maximum)
 
 
@@ -106,12 +106,12 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Col
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    if is_one_rank(config):
-        _skip_larger_launches(items)
     # -k and -m select among the tests that a launch runs, not among launches.
     launches = [item for item in items if isinstance(item, Launch)]
     items[:] = [item for item in items if not isinstance(item, Launch)]
     yield
+    if is_one_rank(config):
+        _leave_out_those_of_other_launches(config, items)
     items.extend(launches)
 
 
@@ -199,18 +199,28 @@ class RanksFailedError(Exception):
     """A launch, or tests in it, failed; the message says which and how."""
 
 
-def _skip_larger_launches(items: list[pytest.Item]) -> None:
-    """Skip tests of up to so many ranks on more; pytest-mpi skips those of at least so many on fewer."""
+def _leave_out_those_of_other_launches(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests of fewer or more ranks than these; skipped, each would begin and end on all ranks."""
     view = detect()
     size = view.size or 1 if view else 1
-    for item in items:
-        for mark in item.iter_markers("mpi"):
-            unknown = set(mark.kwargs) - {"min_size", "max_size"}
-            if unknown:
-                raise pytest.UsageError(f"{item.nodeid}: unknown {sorted(unknown)} in its mpi mark; see tests/launches.py")
-            maximum = mark.kwargs.get("max_size", size)
-            if size > maximum:
-                item.add_marker(pytest.mark.skip(reason=f"up to {maximum} ranks have all of it"))
+    reasons = {item: reason for item in items if (reason := _other_launches(item, size))}
+    config.stash[LEFT_OUT] = {item.nodeid: reason for item, reason in reasons.items()}
+    config.hook.pytest_deselected(items=list(reasons))
+    items[:] = [item for item in items if item not in reasons]
+
+
+def _other_launches(item: pytest.Item, size: int) -> str:
+    """Return which launches run a test, if one of so many ranks does not."""
+    for mark in item.iter_markers("mpi"):
+        unknown = set(mark.kwargs) - {"min_size", "max_size"}
+        if unknown:
+            raise pytest.UsageError(f"{item.nodeid}: unknown {sorted(unknown)} in its mpi mark; see tests/launches.py")
+        minimum, maximum = mark.kwargs.get("min_size", size), mark.kwargs.get("max_size", size)
+        if size < minimum:
+            return f"needs {minimum} ranks"
+        if size > maximum:
+            return f"up to {maximum} ranks have all of it"
+    return ""
 
 
 def _is_in_lane(argument: str, config: pytest.Config) -> bool:

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["RankReport"]
+__all__ = ["LEFT_OUT", "RankReport"]
+
+LEFT_OUT = pytest.StashKey[dict[str, str]]()
+"""The tests that other launches run, and why this one does not."""
 
 
 class RankReport:
@@ -31,5 +34,7 @@ class RankReport:
             outcome = {"test": report.nodeid, "when": str(report.when), "outcome": report.outcome, "text": text}
             self._results.append(outcome)
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        for test, reason in session.config.stash.get(LEFT_OUT, {}).items():
+            self._results.append({"test": test, "when": "collection", "outcome": "skipped", "text": reason})
         self._path.write_text(json.dumps(self._results))

@@ -67,7 +67,7 @@ def test_of_these_ranks():
     assert tests["test_the_next_one_is_not_touched"]["outcome"] == "passed"
     skipped = tests["test_of_fewer_ranks"]
     assert (skipped["outcome"], skipped["text"]) == ("skipped", "up to 2 ranks have all of it")
-    assert done.stdout.count("1 failed, 2 passed, 1 skipped") == 1, "only rank 0 prints"
+    assert done.stdout.count("1 failed, 2 passed, 1 deselected") == 1, "only rank 0 prints"
 
 
 def test_a_skip_on_one_rank_only_is_a_failure(launch):

@@ -15,7 +15,9 @@ from mpistrat.launch import cuda_awareness, environment
 from mpistrat.launch.cuda_awareness import agreed_verdict, find_verdict, present_library, probe
 from mpistrat.launch.cuda_verdicts import Verdict, kept_verdicts
 from tests.gpu.stand_in import StandInDevice
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
+
+pytestmark = up_to_ranks(2)  # one rank asks, for however many
 
 FAKE_CUPY = Path(__file__).parents[1] / "gpu" / "fake_cupy"
 YES, NO = Verdict(True, "says yes (a query)"), Verdict(False, "says no (a query)")
@@ -24,8 +26,6 @@ YES, NO = Verdict(True, "says yes (a query)"), Verdict(False, "says no (a query)
 @pytest.fixture(autouse=True)
 def folder(comm, tmp_path, monkeypatch):
     """Give the folder in which verdicts are kept, to a process with a GPU."""
-    if comm.size > 2:
-        pytest.skip("one rank asks, for however many")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("MPISTRAT_MPI_GPU", raising=False)
     bind(StandInDevice())

@@ -20,7 +20,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
 
 SUM = ReduceOp.SUM
 SECONDS = 0.3
@@ -29,7 +29,7 @@ PATIENCE_SECONDS = SECONDS + LONGEST_GRACE_SECONDS + 3
 
 SHAPES = {2: "2x1", 4: "2x2"}
 # these tests wait, for most of their time
-pytestmark = pytest.mark.skipif(start().size not in (1, *SHAPES), reason="deadlines are tried on 2 and 4 ranks")
+pytestmark = [up_to_ranks(4), pytest.mark.skipif(start().size == 3, reason="deadlines are tried on 2 and 4 ranks")]
 ONES = np.ones(10, np.float32)
 
 

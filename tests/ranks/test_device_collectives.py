@@ -33,17 +33,12 @@ from mpistrat.topology.world import World
 from mpistrat.transports.nccl import nccl_refusal
 from tests.gpu.bound import stand_in
 from tests.gpu.pair import Pair, values
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
+
+pytestmark = up_to_ranks(4)
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 BF16 = np.dtype(ml_dtypes.bfloat16)
-
-
-@pytest.fixture(autouse=True)
-def few(comm):
-    """Leave out what takes long where many ranks share few cores: four have every kind of node."""
-    if comm.size > 4:
-        pytest.skip("four ranks have every kind of node")
 
 
 @pytest.fixture

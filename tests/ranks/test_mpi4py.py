@@ -13,13 +13,13 @@ from mpi4py import MPI
 import mpistrat.mpi4py
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, CollectiveError, InvalidArgumentError
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
+
+pytestmark = up_to_ranks(4)
 
 
 @pytest.fixture
 def wrapped(comm):
-    if comm.size > 4:
-        pytest.skip("more than 4 ranks would tell nothing new")
     communicator = mpistrat.mpi4py.wrap(comm.Dup())
     yield communicator
     communicator.Free()

@@ -14,8 +14,10 @@ from mpistrat.device import binding
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.tools.train_digits import train
 from tests.gpu.bound import stand_in
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
 from tests.variable_matrix import CELLS, check_cell
+
+pytestmark = up_to_ranks(4)  # devices that dawdle take many cores
 
 SHAPES = {1: "1x1", 2: "1x2", 3: "2+1", 4: "2x2"}
 
@@ -23,8 +25,6 @@ SHAPES = {1: "1x1", 2: "1x2", 3: "2+1", 4: "2x2"}
 @contextmanager
 def bound(comm, shape):
     """Bind stand-in devices of ranks on virtual nodes of a shape."""
-    if comm.size not in SHAPES:
-        pytest.skip("devices that dawdle take many cores; four of them show all there is")
     with pytest.MonkeyPatch.context() as patch, stand_in(comm) as device:
         patch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
         yield device
