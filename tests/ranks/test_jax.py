@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from mpistrat.errors import AgreementError, UnsupportedDtypeError
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
 from tests.other_arrays import installed
 
-_MAX_RANKS = 3
+pytestmark = up_to_ranks(2)  # the library is heavy to start, and more ranks would tell nothing new
 
 
 class Layer(NamedTuple):
@@ -20,9 +20,7 @@ class Layer(NamedTuple):
 
 
 @pytest.fixture
-def jax(comm):
-    if comm.size > _MAX_RANKS:
-        pytest.skip(f"JAX is started on up to {_MAX_RANKS} ranks only")
+def jax():
     return installed("jax")
 
 

@@ -18,7 +18,7 @@ from mpistrat.topology.world import World
 from mpistrat.transports.exchange import exchange_bytes
 from mpistrat.transports.mpi_ring import RECEIVES_AHEAD, SEGMENT_BYTES
 from mpistrat.transports.window import NodeWindow
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
 
 SUM = ReduceOp.SUM
 CHANNELS = 4  # a slot more than chunks under way
@@ -29,6 +29,7 @@ def reduce(ops, sizes, **options):
     return ops.all_reduce(SUM, arrays, CommunicationOptions(**options), out=arrays)
 
 
+@up_to_ranks(4)
 def test_the_workspace_is_at_most_twice_the_largest_pack(ops, world):
     algorithms = ["auto", "hierarchical", "pipelined"] if world.size > 1 else ["auto"]
     for size in (1000, 700_000, 1_500_000, 300_000):
@@ -73,6 +74,7 @@ def test_what_error_feedback_keeps_is_told(ops, world):
     assert 0 <= kept - 4 * 50_000 * shards // world.num_shards <= 1024, "four bytes for each element that is sent, and padding"
 
 
+@up_to_ranks(4)
 @pytest.mark.parametrize("algorithm", ["auto", "hierarchical", "pipelined"])
 def test_repeated_calls_allocate_nothing(ops, world, algorithm):
     if world.size == 1 and algorithm == "pipelined":

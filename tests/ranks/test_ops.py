@@ -26,7 +26,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, combine
 from mpistrat.testing.transport_cases import DTYPES, inputs, operations
 from mpistrat.topology.world import World
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ALL_DTYPES = (*DTYPES, *HALF_DTYPES)
@@ -123,7 +123,7 @@ def test_one_node_works_between_the_arrays_of_the_caller(comm, monkeypatch, read
     monkeypatch.setenv("MPISTRAT_PEER_MEMORY", reads)
     ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
     for algorithm in ["hierarchical"] if comm.size == 1 else ["hierarchical", "pipelined"]:
-        for count in (1, 0, 1000, 300_001, 1_000_003, 1000):
+        for count in (1, 0, 1000, 300_001, *([1_000_003] if comm.size <= 4 else []), 1000):
             given = rows(np.dtype(np.float64), MEAN, count, comm.size, count)
             for turn in range(3):
                 array = given[comm.rank].copy()
@@ -137,6 +137,7 @@ def test_one_node_works_between_the_arrays_of_the_caller(comm, monkeypatch, read
     ops.close()
 
 
+@up_to_ranks(4)
 @pytest.mark.parametrize("reads", ["0", "1"])
 @pytest.mark.parametrize("dtype", [np.dtype(np.float64), np.dtype(np.float16), BFLOAT16], ids=str)
 def test_one_node_works_between_lists_of_arrays(comm, monkeypatch, reads, dtype):
@@ -579,6 +580,7 @@ def test_foreign_bytes_are_refused_without_strict_mode(unchecked):
             unchecked.all_reduce(SUM, [np.ones(5, ">f4")])
 
 
+@up_to_ranks(4)
 @pytest.mark.parametrize("num_packs", [0, 1, 3, 7])
 def test_num_packs_cut_the_elements_and_not_the_result(comm, world, num_packs):
     ops = Communicator(Hierarchy(comm, world), num_packs=num_packs)
@@ -591,6 +593,7 @@ def test_num_packs_cut_the_elements_and_not_the_result(comm, world, num_packs):
     ops.close()
 
 
+@up_to_ranks(4)
 def test_a_negative_num_packs_says_what_is_accepted(comm, world):
     hierarchy = Hierarchy(comm, world)
     with pytest.raises(InvalidArgumentError, match=r"num_packs must be None, 0 \(each array by itself\) or positive; got -1"):
@@ -598,6 +601,7 @@ def test_a_negative_num_packs_says_what_is_accepted(comm, world):
     hierarchy.close()
 
 
+@up_to_ranks(4)
 def test_the_arrays_of_the_last_call_are_told_from_others(comm, world, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     ops = Communicator(Hierarchy(comm, world))

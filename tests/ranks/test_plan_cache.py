@@ -10,7 +10,9 @@ from mpistrat.communicator.reductions import Reductions
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
+
+pytestmark = up_to_ranks(4)
 
 
 def test_all_ranks_forget_the_same_plan_whichever_of_them_use_it(comm, world, monkeypatch):

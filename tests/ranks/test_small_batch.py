@@ -18,7 +18,9 @@ from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
 from mpistrat.testing.transport_cases import DTYPES, operations
 from mpistrat.topology.world import World
 from mpistrat.transports.window import NodeWindow
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
+
+pytestmark = up_to_ranks(4)
 
 SHAPES = [(3,), (), (2, 2), (0,), (5, 1)]
 

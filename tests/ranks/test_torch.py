@@ -9,16 +9,14 @@ import pytest
 
 import mpistrat
 from mpistrat.errors import AgreementError, CollectiveError, UnsupportedDtypeError
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
 from tests.other_arrays import installed
 
-_MAX_RANKS = 3
+pytestmark = up_to_ranks(2)  # the library is heavy to start, and more ranks would tell nothing new
 
 
 @pytest.fixture
-def torch(comm):
-    if comm.size > _MAX_RANKS:
-        pytest.skip(f"PyTorch is started on up to {_MAX_RANKS} ranks only")
+def torch():
     return installed("torch")
 
 
