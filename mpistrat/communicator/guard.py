@@ -44,8 +44,9 @@ from mpistrat.groups.agreement import (
 from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, DeadlineBarrier
 from mpistrat.groups.group import MOST_UNCONFIRMED
 from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.groups.left_memory import leave_to_peers
 from mpistrat.launch import abort, exit_code
-from mpistrat.transports.steps import Steps, drive, leave_to_peers
+from mpistrat.transports.steps import Steps, drive
 from mpistrat.transports.window import NodeWindow
 from mpistrat.watch.reader import RankFile
 from mpistrat.watch.recorder import recorder

@@ -18,6 +18,7 @@ import numpy as np
 
 from mpistrat.errors import AgreementError
 from mpistrat.groups.group import Group, ranks_text
+from mpistrat.groups.left_memory import leave_to_peers
 from mpistrat.watch.watcher import watcher
 
 if TYPE_CHECKING:
@@ -202,8 +203,12 @@ class Agreement:
         """
         self._row[:] = ~word, 0, 0, 0  # no rank passes such a word to `check`
         request = self._group.comm.Iallgather(self._row, self._rows)
-        while not request.Test():
-            yield False
+        try:
+            while not request.Test():
+                yield False
+        except BaseException:
+            leave_to_peers(request)
+            raise
         if (self._rows[:, 0] != ~word).any():
             raise CallsDifferError([~int(row) for row in self._rows[:, 0]])
 
@@ -270,7 +275,11 @@ def pause(began: float) -> None:
 
 def _poll(enter: Callable[[], MPI.Request]) -> None:
     request, watching, began = enter(), watcher(), time.monotonic()
-    while not request.Test():
-        if watching is not None:
-            watching.raise_verdict()
-        pause(began)
+    try:
+        while not request.Test():
+            if watching is not None:
+                watching.raise_verdict()
+            pause(began)
+    except BaseException:
+        leave_to_peers(request)
+        raise

@@ -20,6 +20,7 @@ import numpy as np
 
 from mpistrat.errors import CollectiveError, DeadlineExceededError, UnavailableError
 from mpistrat.groups.group import Group, ranks_text
+from mpistrat.groups.left_memory import leave_to_peers
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -96,6 +97,16 @@ class DeadlineBarrier:
             self._tell(_GONE, entered=False)
             raise self._too_late(what)
         request = enter()
+        try:
+            yield from self._wait(request, what, seconds, absent)
+        except BaseException:
+            leave_to_peers(request)  # MPI may still write to its buffers
+            raise
+
+    def _wait(
+        self, request: MPI.Request, what: Callable[[], str], seconds: float, absent: Callable[[], Collection[int]]
+    ) -> Iterator[bool]:
+        """Yield until all ranks have entered, or one has left."""
         deadline, grace_ends = time.monotonic() + seconds if seconds else math.inf, math.inf
         while not request.Test():
             self._listen()

@@ -80,6 +80,8 @@ class Transport(ABC):
     """The shared memory of the ranks of a node; None if they share none."""
     combines_arrays: ClassVar[bool] = False
     """Whether `all_reduce_arrays` is implemented."""
+    adds_in_order: ClassVar[bool] = False
+    """Whether `all_reduce_in_order` adds in the order of the ranks."""
     peers_read: bool = False
     """Whether peers read this rank's memory by themselves, so that copies must have completed before they are told to."""
 
@@ -108,6 +110,10 @@ class Transport(ABC):
         channel : int
             Operations between nodes on different channels may be in flight at the same time.
         """
+
+    def all_reduce_in_order(self, buffer: Array, op: ReduceOp) -> Operation:
+        """Bind the same, if `adds_in_order` is true: the bits of the result depend on the values and the ranks' order alone."""
+        return self.all_reduce(buffer, op)
 
     @abstractmethod
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:

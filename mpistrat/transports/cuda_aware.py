@@ -27,12 +27,13 @@ from mpistrat.device.kernels import fold_into_kernel, fold_kernel
 from mpistrat.device.segments import PACKET_BYTES, THREADS
 from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups.group import Group
+from mpistrat.groups.left_memory import leave_to_peers
 from mpistrat.launch.cuda_awareness import agreed_verdict
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.halving import Halving, Round
 from mpistrat.transports.ring import Ring
-from mpistrat.transports.steps import WAITING, WORKED, Steps, drive, leave_to_peers
+from mpistrat.transports.steps import WAITING, WORKED, Steps, drive
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -48,6 +48,7 @@ class CudaIpcTransport(Transport):
     """
 
     name = "cuda_ipc"
+    adds_in_order = True
 
     def __init__(self, group: Group, device: Device | None = None) -> None:
         super().__init__(group)
@@ -105,18 +106,16 @@ class CudaIpcTransport(Transport):
             order = _Order(1 % self.group.size, max(bounds[1], 1), bounds[self.group.rank])
             fold = self._fold(buffer, 0, buffer.size, op, order, address(total))
             return self._after_all(fold, [Part(0, buffer.size, (total,))], total.nbytes)
-        summed, gathered = self.reduce_scatter(buffer, bounds, op), self.all_gather(buffer, bounds)
+        return self._in_two_shots(buffer, bounds, self.reduce_scatter(buffer, bounds, op))
 
-        def run() -> Steps:
-            yield from summed.run()
-            yield from gathered.run()
-
-        return Operation(run, gathered.parts)
+    def all_reduce_in_order(self, buffer: DeviceArray, op: ReduceOp) -> Operation:
+        """Bind the same in two shots, in which all sums begin with the arena of rank 0."""
+        bounds = _even_bounds(buffer, self.group.size)
+        return self._in_two_shots(buffer, bounds, self._scatter(buffer, bounds, op, 0))
 
     def reduce_scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind: wait for all, then sum this rank's part over all arenas in one pass."""
-        start, stop = bounds[self.group.rank], bounds[self.group.rank + 1]
-        return self._after_all(self._fold_here(buffer, start, stop, op), [Part(start, stop, (buffer[start:stop],))])
+        return self._scatter(buffer, bounds, op, (self.group.rank + 1) % self.group.size)
 
     def all_gather(self, buffer: DeviceArray, bounds: Sequence[int]) -> Operation:
         """Bind: wait for all; the parts are the owners' memory."""
@@ -132,7 +131,8 @@ class CudaIpcTransport(Transport):
         """Bind: wait for all; the root sums all arenas."""
         if self.group.rank != root:
             return self._after_all(None, [])
-        return self._after_all(self._fold_here(buffer, 0, buffer.size, op), [Part(0, buffer.size, (buffer,))])
+        fold = self._fold_here(buffer, 0, buffer.size, op, (root + 1) % self.group.size)
+        return self._after_all(fold, [Part(0, buffer.size, (buffer,))])
 
     def broadcast(self, buffer: DeviceArray, root: int = 0) -> Operation:
         """Bind: wait for all; the one part is the root's memory."""
@@ -172,11 +172,25 @@ class CudaIpcTransport(Transport):
         offset = self._offset(buffer)
         return [peer[offset : offset + buffer.nbytes].view(buffer.dtype) for peer in self._arenas]
 
-    def _fold_here(self, buffer: DeviceArray, start: int, stop: int, op: ReduceOp) -> Callable[[], Steps]:
-        """Return steps that fold [start, stop) of all peers into this rank's buffer."""
+    def _scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp, first_peer: int) -> Operation:
+        start, stop = bounds[self.group.rank], bounds[self.group.rank + 1]
+        fold = self._fold_here(buffer, start, stop, op, first_peer)
+        return self._after_all(fold, [Part(start, stop, (buffer[start:stop],))])
+
+    def _in_two_shots(self, buffer: DeviceArray, bounds: Sequence[int], summed: Operation) -> Operation:
+        """Return a reduce-scatter, followed by an all-gather."""
+        gathered = self.all_gather(buffer, bounds)
+
+        def run() -> Steps:
+            yield from summed.run()
+            yield from gathered.run()
+
+        return Operation(run, gathered.parts)
+
+    def _fold_here(self, buffer: DeviceArray, start: int, stop: int, op: ReduceOp, first_peer: int) -> Callable[[], Steps]:
+        """Return steps that fold [start, stop) of all peers into this rank's buffer, from one peer on."""
         target = address(buffer) + start * buffer.dtype.itemsize
-        order = _Order((self.group.rank + 1) % self.group.size, max(stop - start, 1))
-        return self._fold(buffer, start, stop, op, order, target)
+        return self._fold(buffer, start, stop, op, _Order(first_peer, max(stop - start, 1)), target)
 
     def _fold(
         self, buffer: DeviceArray, start: int, stop: int, op: ReduceOp, order: _Order, target: int

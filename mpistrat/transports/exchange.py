@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 
 from mpistrat.arrays import Array
 from mpistrat.device.segments import Segment
+from mpistrat.groups.left_memory import leave_to_peers
 from mpistrat.reduction import Fold
 from mpistrat.transports.cma import IoVectors
 from mpistrat.transports.flat_arrays import FlatArrays
-from mpistrat.transports.steps import WORKED, Steps, address, leave_to_peers
+from mpistrat.transports.steps import WORKED, Steps, address
 from mpistrat.transports.window import NodeWindow
 
 __all__ = ["BLOCK_SLOT_BYTES", "OneBlock", "exchange", "exchange_bytes"]

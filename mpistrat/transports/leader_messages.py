@@ -7,7 +7,7 @@ from typing import Any
 
 from mpistrat.arrays import Array
 from mpistrat.groups.group import Group, PresentCall
-from mpistrat.transports.steps import leave_to_peers
+from mpistrat.groups.left_memory import leave_to_peers
 
 __all__ = ["LeaderMessages"]
 

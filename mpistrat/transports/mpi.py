@@ -14,9 +14,10 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.groups.group import Group
+from mpistrat.groups.left_memory import leave_to_peers
 from mpistrat.reduction import ReduceOp, combine
 from mpistrat.transports.base import Operation, Part, Transport
-from mpistrat.transports.steps import WAITING, Steps, leave_to_peers
+from mpistrat.transports.steps import WAITING, Steps
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -30,6 +30,7 @@ from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
 from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.flat_arrays import FlatArrays
 from mpistrat.transports.nccl_watcher import NcclWatcher
+from mpistrat.transports.ordered_device import ordered_on_device
 from mpistrat.transports.steps import WAITING, Steps
 
 __all__ = ["NcclTransport", "native_type", "nccl_refusal"]
@@ -99,6 +100,7 @@ class NcclTransport(Transport):
 
     name = "nccl"
     combines_arrays = True
+    adds_in_order = True
 
     def __init__(self, group: Group, device: Device | None = None, library: Any = None) -> None:
         super().__init__(group)
@@ -146,6 +148,12 @@ class NcclTransport(Transport):
         yield from self._operation(list(map(bind, arrays.sources, arrays.targets)), []).run()
         for target in arrays.targets:
             self._divide(target, fold.divisor)
+
+    def all_reduce_in_order(self, buffer: DeviceArray, op: ReduceOp) -> Operation:
+        """Bind a group of ncclSend and ncclRecv, a kernel that adds, and an all-gather."""
+        bounds = [rank * buffer.size // self.group.size for rank in range(self.group.size + 1)]
+        gather = self.all_gather(buffer, bounds)
+        return ordered_on_device(self._device, self.group.rank, buffer, bounds, op, self.exchange, gather)
 
     def reduce_scatter(self, buffer: DeviceArray, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind ncclReduceScatter in place, or one ncclReduce per part where parts differ."""

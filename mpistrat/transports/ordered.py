@@ -18,10 +18,11 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.groups.group import Group
+from mpistrat.groups.left_memory import leave_to_peers
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, combine
 from mpistrat.transports.base import Operation, Part
 from mpistrat.transports.mpi_ring import SEGMENT_BYTES
-from mpistrat.transports.steps import WAITING, WORKED, Steps, leave_to_peers
+from mpistrat.transports.steps import WAITING, WORKED, Steps
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -33,6 +34,8 @@ class Caster(Protocol):
     """The interface of a cast to a narrower dtype; `packing.wire.Cast` implements it."""
 
     dtype: np.dtype[Any]
+    keeps_errors: bool
+    """Whether rounding errors are kept, and added to what is cast next."""
 
     def contribute(self, values: Array, sent: Array, first: int) -> None:
         """Cast this rank's `values`, which begin at element `first`, to `sent`."""

@@ -8,7 +8,8 @@ from typing import Any
 from mpistrat import settings
 from mpistrat.arrays import Array, as_bytes
 from mpistrat.groups.group import Group
-from mpistrat.transports.steps import WAITING, Steps, leave_to_peers
+from mpistrat.groups.left_memory import leave_to_peers
+from mpistrat.transports.steps import WAITING, Steps
 
 __all__ = ["Pairwise"]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 from mpistrat.arrays import Array
 from mpistrat.errors import DeadlineExceededError
 
-__all__ = ["WAITING", "WORKED", "Steps", "address", "drive", "leave_to_peers", "yield_core"]
+__all__ = ["WAITING", "WORKED", "Steps", "address", "drive", "yield_core"]
 
 Steps = Iterator[bool]
 WAITING, WORKED = False, True
@@ -22,8 +22,6 @@ WAITING, WORKED = False, True
 _SHARED_CORE_SECONDS = 20e-6
 _SLEEP_SECONDS = 1e-6
 _POLLS_PER_CLOCK = 256
-
-_left_to_peers: list[object] = []
 
 
 def drive(
@@ -95,8 +93,3 @@ def yield_core(waits: int = 0) -> None:
 def address(array: Array) -> int:
     """Return the address of an array's first element."""
     return int(array.__array_interface__["data"][0])
-
-
-def leave_to_peers(memory: object) -> None:
-    """Keep memory of a failed collective alive forever: a late peer may still read and write it."""
-    _left_to_peers.append(memory)

@@ -13,11 +13,12 @@ import pytest
 from mpistrat.device.binding import bind
 from mpistrat.device.kernels import fold_into_kernel, fold_kernel
 from mpistrat.errors import DeadlineExceededError, TransportError
+from mpistrat.groups import left_memory
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
 from mpistrat.testing.transport_cases import DTYPES, operations
 from mpistrat.testing.transport_suite import check_transport
-from mpistrat.transports import cuda_aware, steps
+from mpistrat.transports import cuda_aware
 from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.nccl import NcclTransport
@@ -324,9 +325,9 @@ def test_an_mpi_that_delivers_nothing_is_told_to_all(group, bound, monkeypatch):
 def test_a_deadline_ends_the_ring_and_leaves_its_memory_to_the_peers(group, bound, comm):
     transport = CudaAwareTransport(group, bound)
     operation = transport.all_reduce(transport.allocate(64).view(np.float32), ReduceOp.SUM)
-    before = len(steps._left_to_peers)
+    before = len(left_memory._left)
     if comm.rank == 0:
         with pytest.raises(DeadlineExceededError, match="a sum did not end within 0.05 s"):
             drive(operation.run(), lambda: "a sum", 0.05)
-        assert len(steps._left_to_peers) == before + 1
+        assert len(left_memory._left) == before + 1
     comm.Barrier()

@@ -1,0 +1,78 @@
+"""An all-reduce of GPU memory that adds in the order of the ranks, of an exchange and an all-gather.
+
+As `ordered` on the host: each rank gets its part of the buffers of all others, one kernel adds them in the order of the ranks,
+and all gather the sums. So the bits depend on the values and on the number of ranks alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from mpistrat.device.abstract import Device, DeviceArray, address
+from mpistrat.device.kernels import fold_kernel
+from mpistrat.device.segments import PACKET_BYTES, num_blocks
+from mpistrat.reduction import ReduceOp
+from mpistrat.transports.base import Operation
+from mpistrat.transports.steps import Steps
+
+__all__ = ["ordered_on_device"]
+
+Exchange = Callable[[Sequence[DeviceArray], Sequence[DeviceArray]], Steps]
+
+
+def ordered_on_device(
+    device: Device,
+    rank: int,
+    buffer: DeviceArray,
+    bounds: Sequence[int],
+    op: ReduceOp,
+    exchange: Exchange,
+    gather: Operation,
+) -> Operation:
+    """Bind: fold the buffers of all ranks in the order of the ranks; every rank gets the same bits.
+
+    Parameters
+    ----------
+    device : Device
+        This rank's GPU.
+    rank : int
+        This rank.
+    buffer : device array
+        One-dimensional and contiguous, of one dtype and length on all ranks; worked on in place.
+    bounds : sequence of int
+        Rank r adds elements ``bounds[r]:bounds[r + 1]``.
+    op : ReduceOp
+        How to combine; MEAN combines as SUM.
+    exchange : callable
+        Sends an array to each rank, and receives one from each: ``exchange(sends, landings)``.
+    gather : Operation
+        The all-gather of the buffer with these bounds.
+    """
+    size, itemsize = len(bounds) - 1, int(buffer.dtype.itemsize)
+    parts = [buffer[start:stop] for start, stop in pairwise(bounds)]
+    own = parts[rank]
+    stride = -(-own.nbytes // PACKET_BYTES) * PACKET_BYTES
+    landing = device.allocate(max((size - 1) * stride, 1))
+    places = iter(range(size - 1))
+    # the addends of all ranks, in their order: this rank's own one lies in the buffer
+    addends = [own if peer == rank else _at(landing, next(places) * stride, own) for peer in range(size)]
+    kernel, table = fold_kernel(buffer.dtype, op), device.allocate(8 * size)
+    device.prepare(kernel)
+    device.put(table, np.array([address(addend) for addend in addends], np.uint64).view(np.uint8))
+    in_order = np.int32(0), max(own.size, 1), 0  # from rank 0 on, in one part
+    arguments = address(table), np.int32(size), 0, address(own), own.size, *in_order
+
+    def run() -> Steps:
+        yield from exchange(parts, addends)
+        if own.size:
+            device.current_stream().launch(kernel, num_blocks(own.size, itemsize), arguments)
+        yield from gather.run()
+
+    return Operation(run, gather.parts, landing.nbytes + table.nbytes)
+
+
+def _at(memory: DeviceArray, offset: int, like: DeviceArray) -> DeviceArray:
+    return memory[offset : offset + like.nbytes].view(like.dtype)
