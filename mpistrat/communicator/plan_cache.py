@@ -222,9 +222,7 @@ class PlanCache:
     ) -> Choice:
         """Return the plan for a bucket, and why it was chosen."""
         if options.deterministic:
-            return Choice(
-                self._plan_in_order(count, dtype.itemsize), "deterministic=True adds in the order of the replicas", ()
-            )
+            return Choice(self._plan_in_order(op, count, dtype), "deterministic=True adds in the order of the replicas", ())
         wire_itemsize = wire.dtype.itemsize if wire else 0
         return self._best(count, dtype.itemsize, options.algorithm, wire_itemsize)
 
@@ -232,12 +230,12 @@ class PlanCache:
         """Return the best plan for this memory, where addends may be summed in any order."""
         return choose(self._world, count, itemsize, algorithm, self._chunk_bytes, self.model, wire_itemsize)
 
-    def _plan_in_order(self, count: int, itemsize: int) -> Plan:
-        """Return a plan that adds in the order of the replicas: in the window of one node, or by an exchange between all."""
-        if self._world.num_nodes > 1 or self._executor.intra.name != "shared_memory":
-            return replace(flat.plan(self._world, count, itemsize), in_order=True)
-        phases = (Phase(Verb.ALL_REDUCE, Scope.INTRA),)  # each rank folds the slots of all as it copies the result out
-        return replace(pipelined.plan(self._world, count, itemsize, self._chunk_bytes), phases=phases, in_order=True)
+    def _plan_in_order(self, op: ReduceOp, count: int, dtype: np.dtype[Any]) -> Plan:
+        """Return a plan that adds in the order of the replicas: inside one node, or by an exchange between all."""
+        if self._world.num_nodes > 1 or not self._executor.adds_in_order(dtype, op):
+            return replace(flat.plan(self._world, count, dtype.itemsize), in_order=True)
+        phases = (Phase(Verb.ALL_REDUCE, Scope.INTRA),)
+        return replace(pipelined.plan(self._world, count, dtype.itemsize, self._chunk_bytes), phases=phases, in_order=True)
 
 
 def _bucket_dtype(plan: Plan, dtype: np.dtype[Any]) -> np.dtype[Any]:

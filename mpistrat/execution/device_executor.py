@@ -17,6 +17,7 @@ from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
 from mpistrat.device.abstract import Device, Event, address
 from mpistrat.device.kernels import divide_kernel
+from mpistrat.execution.device_cast import cast_on_device
 from mpistrat.execution.executor import CopySteps, Executor
 from mpistrat.execution.select import DeviceTransports, device_transports, nccl_rails
 from mpistrat.groups.abort_notice import AbortNotice
@@ -114,6 +115,11 @@ class DeviceExecutor(Executor):
         """Return whether an array lies in a buffer."""
         return address(buffer) <= address(array) < address(buffer) + buffer.nbytes
 
+    def adds_in_order(self, dtype: np.dtype[Any], op: ReduceOp) -> bool:
+        """Return whether the transport inside the node does: see `Executor.adds_in_order`."""
+        # a product of complex numbers may be rounded once on a GPU where NumPy rounds twice
+        return self.intra.adds_in_order and not (dtype.kind == "c" and op is ReduceOp.PROD)
+
     def nccl_refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
         """Return why NCCL is not used on some nodes or cannot combine these values, or an empty text: the same on all ranks."""
         return self.transports.lacks_nccl or nccl_refusal(dtype, op)
@@ -200,11 +206,20 @@ class DeviceExecutor(Executor):
             transport.watch(lambda: call.must_poll or timeline.enabled, self._notice.has_come)
 
     def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> Operation:
-        """Bind an ordered all-reduce in host memory, between copies of the whole buffer."""
+        """Bind an ordered all-reduce in host memory, between copies of the whole buffer; casts are made on the GPU.
+
+        Those with error feedback are made on the host, which keeps the errors.
+        """
         order = [(rank, 0) for rank in range(group.size)]
-        return self.transports.world.around(
-            buffer, lambda whole: ordered_all_reduce(group, [whole], order, whole, op, channel, caster)
-        )
+
+        def through_host(whole: Array, cast: Caster | None) -> Operation:
+            return self.transports.world.around(
+                whole, lambda copy: ordered_all_reduce(group, [copy], order, copy, op, channel, cast)
+            )
+
+        if caster is None or caster.keeps_errors:
+            return through_host(buffer, caster)
+        return cast_on_device(self._device, buffer, caster.dtype, lambda narrow: through_host(narrow, None))
 
     def _has_copied_out(self) -> bool:
         with self._device.activate():  # the engine asks too, where it combines arrays of the host

@@ -149,6 +149,8 @@ class Executor:
         """Bind one phase on one chunk; return no operation if this rank does not take part in it."""
         world, rank = self.hierarchy.world, self.hierarchy.rank
         shard_count = buffer.size // world.num_shards
+        if phase.scope is Scope.INTRA and phase.verb is Verb.ALL_REDUCE and plan.in_order:
+            return [(str(phase), self.intra.all_reduce_in_order(buffer, op))]
         if phase.scope is Scope.INTRA:
             ranks = self.hierarchy.intra.ranks
             bounds = [world.shards_of(member).start * shard_count for member in ranks] + [buffer.size]
@@ -200,6 +202,10 @@ class Executor:
 
     def _rails_by_mpi(self, shard_bytes: int) -> bool:
         return shard_bytes < RING_FROM_BYTES or settings.INTER_TRANSPORT.read() == "mpi"
+
+    def adds_in_order(self, dtype: np.dtype[Any], op: ReduceOp) -> bool:
+        """Return whether the transport inside the node adds such values in the order of the ranks, as NumPy does."""
+        return self.intra.adds_in_order
 
     def nccl_refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
         """Return why NCCL cannot combine such values here, or an empty text."""

@@ -53,7 +53,7 @@ class Cast:
     """
 
     def __init__(self, wire: Wire, count: int) -> None:
-        self.dtype = wire.dtype
+        self.dtype, self.keeps_errors = wire.dtype, wire.error_feedback
         # the rounding error that has not been sent yet, for each position
         self._lost = np.zeros(count, np.float32) if wire.error_feedback else None
         self._scratch = np.empty((2, min(count, _BLOCK)), np.uint32) if wire.dtype == _FLOAT16 else None

@@ -208,10 +208,24 @@ def check_that_streams_follow_each_other(pair):
             np.testing.assert_array_equal(device.get(one), pair.host.all_reduce(SUM, [array])[0])
 
 
-def test_in_the_order_of_the_replicas_bits_are_those_of_the_host(pair):
-    arrays = [np.random.default_rng(pair.rank).standard_normal(count).astype(np.float32) for count in (1000, 1)]
-    pair.compare(SUM, arrays, CommunicationOptions(deterministic=True))
-    pair.compare(MEAN, arrays, CommunicationOptions(deterministic=True, algorithm="flat"))
+@pytest.mark.parametrize("transport", ["nccl", "cuda_ipc"])
+def test_in_the_order_of_the_replicas_bits_are_those_of_the_host(comm, world, monkeypatch, transport):
+    if world.num_shards == 1 and transport != "nccl":
+        pytest.skip("nothing is combined inside nodes")
+    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", transport)
+    monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "4096")
+    options, random = CommunicationOptions(deterministic=True), np.random.default_rng(comm.rank)
+    arrays = [
+        random.standard_normal(count).astype(dtype)
+        for dtype in (np.float32, np.float64, BF16, np.complex64, np.int16)
+        for count in (3001, 1)
+    ]
+    with Pair(comm, world) as pair:
+        for op in (SUM, MEAN, ReduceOp.PROD):
+            for _ in range(2):
+                pair.compare(op, arrays, options)
+        floats = str(pair.gpu.explain(list(map(pair.up, arrays[:2])), options))
+        assert ("intra all_reduce" in floats) == (world.num_nodes == 1), "several nodes are staged through host memory"
 
 
 def test_values_are_cast_between_nodes(pair):
@@ -220,6 +234,23 @@ def test_values_are_cast_between_nodes(pair):
         options = CommunicationOptions(wire_dtype="bfloat16", error_feedback=feedback, algorithm="hierarchical")
         for _ in range(2):
             pair.compare(SUM, [values(5000, np.float32, pair.rank)], options)
+
+
+def test_the_gpu_casts_what_goes_through_host_memory(pair, world, monkeypatch):
+    asked, pinned = [0], pair.device.pinned
+    monkeypatch.setattr(pair.device, "pinned", lambda nbytes: asked.append(nbytes) or pinned(nbytes))
+    totals = []
+    for feedback in (True, False):  # with error feedback the host casts
+        options = CommunicationOptions(wire_dtype="bfloat16", error_feedback=feedback, algorithm="hierarchical")
+        before = sum(asked)
+        pair.reduce(SUM, [values(5000, np.float32, pair.rank)], options)
+        totals.append(sum(asked) - before)
+    assert (totals[0] > 0) == (world.num_nodes > 1)
+    assert totals[1] <= 0.55 * totals[0]  # half of the values, and the tables of the kernels that cast
+    # what comes out of a single rank of each node is rounded once, and the sum once more
+    narrow = [np.random.default_rng(pair.rank).standard_normal(1000).astype(np.float32)]
+    if world.num_shards == 1:
+        pair.compare(SUM, narrow, CommunicationOptions(wire_dtype="bfloat16", algorithm="hierarchical"))
 
 
 def test_verbs_that_only_move_arrays(uneven):
