@@ -232,7 +232,7 @@ class PlanCache:
 
     def _plan_in_order(self, op: ReduceOp, count: int, dtype: np.dtype[Any]) -> Plan:
         """Return a plan that adds in the order of the replicas: inside one node, or by an exchange between all."""
-        if self._world.num_nodes > 1 or not self._executor.adds_in_order(dtype, op):
+        if self._world.num_nodes > 1 or self._world.size == 1 or not self._executor.adds_in_order(dtype, op):
             return replace(flat.plan(self._world, count, dtype.itemsize), in_order=True)
         phases = (Phase(Verb.ALL_REDUCE, Scope.INTRA),)
         return replace(pipelined.plan(self._world, count, dtype.itemsize, self._chunk_bytes), phases=phases, in_order=True)

@@ -220,12 +220,14 @@ def test_in_the_order_of_the_replicas_bits_are_those_of_the_host(comm, world, mo
         for dtype in (np.float32, np.float64, BF16, np.complex64, np.int16)
         for count in (3001, 1)
     ]
+    real = [array for array in arrays if array.dtype.kind != "c"]  # NumPy divides complex numbers by a reciprocal
     with Pair(comm, world) as pair:
         for op in (SUM, MEAN, ReduceOp.PROD):
             for _ in range(2):
-                pair.compare(op, arrays, options)
+                pair.compare(op, real if op is MEAN else arrays, options)
         floats = str(pair.gpu.explain(list(map(pair.up, arrays[:2])), options))
-        assert ("intra all_reduce" in floats) == (world.num_nodes == 1), "several nodes are staged through host memory"
+        is_inside = world.num_nodes == 1 < pair.size  # several nodes are staged through host memory
+        assert ("intra all_reduce" in floats) == is_inside
 
 
 def test_values_are_cast_between_nodes(pair):
@@ -237,6 +239,8 @@ def test_values_are_cast_between_nodes(pair):
 
 
 def test_the_gpu_casts_what_goes_through_host_memory(pair, world, monkeypatch):
+    if world.num_nodes == 1:
+        return  # nothing is cast
     asked, pinned = [0], pair.device.pinned
     monkeypatch.setattr(pair.device, "pinned", lambda nbytes: asked.append(nbytes) or pinned(nbytes))
     totals = []
@@ -245,8 +249,7 @@ def test_the_gpu_casts_what_goes_through_host_memory(pair, world, monkeypatch):
         before = sum(asked)
         pair.reduce(SUM, [values(5000, np.float32, pair.rank)], options)
         totals.append(sum(asked) - before)
-    assert (totals[0] > 0) == (world.num_nodes > 1)
-    assert totals[1] <= 0.55 * totals[0]  # half of the values, and the tables of the kernels that cast
+    assert 0 < totals[1] <= 0.55 * totals[0]  # half of the values, and the tables of the kernels that cast
     # what comes out of a single rank of each node is rounded once, and the sum once more
     narrow = [np.random.default_rng(pair.rank).standard_normal(1000).astype(np.float32)]
     if world.num_shards == 1:

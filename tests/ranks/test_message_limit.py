@@ -10,6 +10,9 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports import mpi, mpi_ring
+from tests.launches import up_to_ranks
+
+pytestmark = up_to_ranks(4)
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 LIMIT_BYTES = 300
