@@ -102,7 +102,7 @@ def check_root(root: int, num_replicas: int) -> None:
 
 
 def check_parts(arrays: Sequence[Array], num_replicas: int) -> None:
-    """Check that there are as many arrays as replicas, of the same dtype and, except for the first axis, the same shape.
+    """Check the arrays of an all-to-all: one for each replica, all of one dtype, and of one shape but for the first axis.
 
     Raises
     ------

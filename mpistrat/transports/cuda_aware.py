@@ -268,7 +268,7 @@ class _DeviceRing:
             for request in sent:
                 while not request.Test():
                     yield WAITING
-        except GeneratorExit:
+        except BaseException:
             leave_to_peers((self, sent, arriving))  # MPI may still write there
             raise
 
@@ -344,7 +344,7 @@ class _DeviceRounds:
                         while not request.Test():
                             yield WAITING
                     yield from self._fold(each)
-        except GeneratorExit:
+        except BaseException:
             leave_to_peers((self, requests))
             raise
 
