@@ -9,7 +9,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +20,8 @@ __all__ = ["bases", "has_owner", "job_name", "jobs", "make_job", "remove", "remo
 
 # records of killed jobs are kept for this long, up to this size, and up to this share of the file system
 KEEP_SECONDS, KEEP_BYTES, KEEP_SHARE = 24 * 3600.0, 32 << 20, 1 / 16
+# how the names of records begin; other files of a job are notices, and what is being written
+_RECORDS = ("rank-", "process-")
 
 
 def bases() -> list[Path]:
@@ -52,11 +54,15 @@ def jobs() -> Iterator[Path]:
 
 
 def remove(file: Path) -> None:
-    """Remove the file of a rank, and the folder with the last one."""
+    """Remove the record of a rank; with the last one the notices, and the folder unless a rank that starts writes to it."""
     with suppress(OSError):
         file.unlink()
-    with suppress(OSError):
-        file.parent.rmdir()
+        left = list(file.parent.iterdir())
+        if not _records(left):
+            for path in left:
+                if not path.name.startswith("."):
+                    path.unlink()
+            file.parent.rmdir()
 
 
 def remove_old_jobs(base: Path) -> None:
@@ -66,11 +72,11 @@ def remove_old_jobs(base: Path) -> None:
         for job in base.iterdir():
             with suppress(OSError):
                 files = list(job.iterdir())
-                if not any(has_owner(path) for path in files):
+                if not any(has_owner(path) for path in _records(files)):
                     left.append((job.stat().st_mtime, job, files))
     total, oldest, most = 0, time.time() - KEEP_SECONDS, min(KEEP_BYTES, KEEP_SHARE * shutil.disk_usage(base).total)
     for changed, job, files in sorted(left, reverse=True):
-        total += FILE_BYTES * len(files)
+        total += FILE_BYTES * len(_records(files))
         if changed < oldest or total > most:
             with suppress(OSError):
                 for path in files:
@@ -85,7 +91,8 @@ def has_owner(path: Path) -> bool:
             words = memoryview(file.read(8 * len(Field))).cast("Q")
         owner = process.find(words[Field.PID])
         if words[Field.NAMESPACE] != process.pid_namespace():
-            return time.monotonic_ns() - words[Field.LOOKED] < KEEP_SECONDS * 1e9
+            # one from before a boot has looked in the future
+            return 0 <= time.monotonic_ns() - words[Field.LOOKED] < KEEP_SECONDS * 1e9
         return owner is not None and owner.started == words[Field.STARTED]
     except (OSError, ValueError, TypeError, IndexError):
         return False
@@ -123,6 +130,10 @@ def _started_by(pid: int, rank: str) -> process.Process | None:
         if rank not in variables:
             return found
     return None
+
+
+def _records(files: Sequence[Path]) -> list[Path]:
+    return [path for path in files if path.name.startswith(_RECORDS)]
 
 
 def _safe(name: str) -> str:

@@ -18,6 +18,7 @@ import pytest
 from mpistrat.launch import process
 from mpistrat.watch import file_layout, folder
 from mpistrat.watch.file_layout import State
+from mpistrat.watch.notices import Notice, Notices
 from mpistrat.watch.reader import OVERWRITTEN, RankFile
 from mpistrat.watch.recorder import FlightRecorder, digest
 
@@ -313,6 +314,33 @@ def test_what_jobs_left_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         left_behind(tmp_path / "base", f"{hours} hours ago", hours)
     folder.remove_old_jobs(tmp_path / "base")
     assert sorted(path.name for path in (tmp_path / "base").iterdir()) == ["1 hours ago", "2 hours ago"]
+
+
+def test_notices_keep_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = FlightRecorder(folder.make_job(tmp_path / "base", "ended") / "rank-0")
+    assert ended.path is not None
+    Notices(ended.path.parent).post(Notice(0, 7, "they wait for each other", True))
+    ended.close()
+    assert list((tmp_path / "base").iterdir()) == []
+    monkeypatch.setattr(folder, "KEEP_BYTES", file_layout.FILE_BYTES)
+    for hours in (1, 2, 25):
+        killed = left_behind(tmp_path / "base", f"{hours} hours ago", hours)
+        Notices(killed).post(Notice(0, 7, "they wait for each other", True))
+        os.utime(killed, (time.time() - hours * 3600,) * 2)
+    folder.remove_old_jobs(tmp_path / "base")
+    assert [path.name for path in (tmp_path / "base").iterdir()] == ["1 hours ago"]
+
+
+@pytest.mark.parametrize(("hours", "is_running"), [(0, True), (23, True), (25, False), (-1, False)])
+def test_a_record_of_another_container_is_kept_for_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int, is_running: bool
+) -> None:
+    own = FlightRecorder(tmp_path / "rank-0")
+    own._put(file_layout.Field.NAMESPACE, 1)
+    own._put(file_layout.Field.LOOKED, 10**15)
+    monkeypatch.setattr(time, "monotonic_ns", lambda: 10**15 + hours * 3600 * 10**9)
+    assert folder.has_owner(tmp_path / "rank-0") is is_running
+    own.close()
 
 
 def test_without_room_for_the_file_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
