@@ -11,15 +11,16 @@ call in their tags. So no rank reads data of another call, and every wait can be
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import cycle
+from itertools import cycle, islice
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from mpistrat.arrays import Array
+from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.openmpi import num_cores, yields_when_idle
 from mpistrat.reduction import ReduceOp, combine
@@ -152,13 +153,12 @@ class SmallAllReduce:
         self._results = (
             [window.small[0][_RESULT_SLOTS + turn][:nbytes].view(dtype).reshape(shape) for turn in range(2)] if window else []
         )
-        leaders = exchange.leaders
-        # the sum of each node, if this rank is a leader
-        self._sums = [np.empty(shape, dtype) for _ in range(leaders.size)] if leaders else []
         # two, used alternately: NumPy combines single elements in place three times as slowly
         self._partials = [np.empty(shape, dtype) for _ in range(2)]
         self._messages: LeaderMessages | None = None
         self._one_node = exchange.is_one_node
+        if exchange.leaders:
+            self._prepare_leader(exchange.leaders)
 
     def blocking(self) -> Callable[[Array, Array | None], Array]:
         """Return a blocking call, ``all_reduce(source, target)``, with little Python: see `Transport.blocking_all_reduce`."""
@@ -186,7 +186,8 @@ class SmallAllReduce:
             return
         exchange.count += 1
         if exchange.is_leader:
-            messages = self._send(slots)
+            self._add_ranks[exchange.turn]()
+            messages = self._start_messages()
             try:
                 for test in messages.tests:
                     yield from _until(test)
@@ -220,17 +221,14 @@ class SmallAllReduce:
 
     def _on_single_rank_node(self) -> Callable[[Array, Array | None], Array]:
         exchange, fold, shape, dtype = self._exchange, self._fold, self._shape, self._dtype
-        call, wait, sums = exchange.call, exchange.wait, self._sums
+        wait, sums = exchange.wait, self._sums
         assert exchange.leaders is not None, "this rank is a leader"
         own = sums[exchange.leaders.rank]
         is_pair = len(sums) == 2 and bool(shape) and exchange.are_all_leaders
 
         def run(source: Array, target: Array | None = None) -> Array:
             own[...] = source
-            messages = self._messages
-            if messages is None or messages.word != call.word:
-                messages = self._bind()
-            messages.start()
+            messages = self._start_messages()
             try:
                 for has_arrived in messages.tests:
                     if not has_arrived():
@@ -255,15 +253,17 @@ class SmallAllReduce:
         return self._on_leader(window) if self._exchange.is_leader else self._on_follower(window)
 
     def _on_leader(self, window: NodeWindow) -> Callable[[Array, Array | None], Array]:
-        exchange, slots, shape, dtype = self._exchange, self._slots, self._shape, self._dtype
-        barrier, wait = self._node_barrier(window), exchange.wait
+        exchange, shape, dtype, results = self._exchange, self._shape, self._dtype, self._results
+        add_ranks, add_nodes, start_messages = self._add_ranks, self._add_nodes, self._start_messages
+        barrier, wait, own, fence = self._node_barrier(window), exchange.wait, window.own, window.fence_memory
 
         def run(source: Array, target: Array | None = None) -> Array:
             if target is None:
                 target = np.empty(shape, dtype)
             turn = barrier(source)
-            exchange.count += 1
-            messages = self._send(slots[turn])
+            exchange.count = count = exchange.count + 1
+            add_ranks[turn]()
+            messages = start_messages()
             try:
                 for has_arrived in messages.tests:
                     if not has_arrived():
@@ -271,7 +271,10 @@ class SmallAllReduce:
             except BaseException:
                 messages.give_up()
                 raise
-            self._publish(target)
+            add_nodes[turn]()
+            fence()
+            own[RESULT] = count
+            target[...] = results[turn]
             return target
 
         return run
@@ -281,11 +284,12 @@ class SmallAllReduce:
         exchange, shape, dtype, results = self._exchange, self._shape, self._dtype, self._results
         own_slots = [slots[exchange.rank] for slots in self._slots]
         call, words, fence, wait = exchange.call, window.words[0], window.fence_memory, exchange.wait_for_result
+        announce = window.announce
 
         def run(source: Array, target: Array | None = None) -> Array:
             exchange.turn = turn = 1 - exchange.turn
             own_slots[turn][...] = source
-            entered = window.announce(call.word)
+            entered = announce(call.word)
             exchange.count = count = exchange.count + 1
             if target is None:
                 target = np.empty(shape, dtype)
@@ -342,48 +346,52 @@ class SmallAllReduce:
             total = self._fold(total, slot, out=partial_sum)
         self._fold(total, last, out=target)
 
-    def _sum_for_others(self, slots: list[Array], target: Array) -> None:
-        """Sum without raising, even if NumPy's warnings are errors: other ranks wait for the sum."""
-        try:
-            self._sum(slots, target)
-        except Exception:
-            with np.errstate(all="ignore"):
-                self._sum(slots, target)
+    def _prepare_leader(self, leaders: Group) -> None:
+        """Make what a leader sums: of each turn the slots of its node, and then the sums of all nodes, in their order."""
+        self._sums = [np.empty(self._shape, self._dtype) for _ in range(leaders.size)]
+        self._add_ranks = [self._sum_for_others(slots, self._sums[leaders.rank]) for slots in self._slots]
+        self._add_nodes = [self._sum_for_others(self._sums, result) for result in self._results]
 
-    def _send(self, slots: list[Array]) -> LeaderMessages:
-        """Sum the slots of this node, and start the exchange of the sums of all nodes."""
-        exchange, group = self._exchange, self._exchange.leaders
-        assert group is not None, "this rank is a leader"
-        messages = self._messages
+    def _sum_for_others(self, arrays: Sequence[Array], target: Array) -> Callable[[], None]:
+        """Return what sums arrays without raising, even if NumPy's warnings are errors: other ranks wait for the sum."""
+        fold, (first, *others) = self._fold, arrays
+        if not others:
+            return partial(np.copyto, target, first)
+        steps = list(zip(others, [*islice(cycle(self._partials), len(others) - 1), target], strict=True))
+
+        def add() -> None:
+            total = first
+            for array, out in steps:
+                total = fold(total, array, out=out)
+
+        def add_for_others() -> None:
+            try:
+                add()
+            except Exception:
+                with np.errstate(all="ignore"):
+                    add()
+
+        return add_for_others
+
+    def _start_messages(self) -> LeaderMessages:
+        """Start the exchange of the sums of all nodes, with the tag of the current call."""
+        exchange, messages = self._exchange, self._messages
         if messages is None or messages.word != exchange.call.word:
-            messages = self._bind()
-        own = self._sums[group.rank]
-        if len(slots) == 1:
-            own[...] = slots[0]
-        else:
-            self._sum_for_others(slots, own)
+            assert exchange.leaders is not None, "this rank is a leader"
+            self._messages = messages = LeaderMessages(exchange.leaders, exchange.call, self._sums)
         messages.start()
         return messages
-
-    def _bind(self) -> LeaderMessages:
-        """Return the leaders' messages with the tag of the current call."""
-        exchange = self._exchange
-        assert exchange.leaders is not None, "this rank is a leader"
-        self._messages = LeaderMessages(exchange.leaders, exchange.call, self._sums)
-        return self._messages
 
     def _publish(self, target: Array) -> None:
         """Sum the sums of all nodes, in the order of the nodes, and publish the total to the ranks of this node."""
         exchange, window = self._exchange, self._exchange.window
-        if exchange.are_all_leaders:
+        if window is None:
             self._sum(self._sums, target)
             return
-        self._sum_for_others(self._sums, target)
-        if window is None:
-            return
-        self._results[exchange.turn][...] = target
+        self._add_nodes[exchange.turn]()
         window.fence_memory()
         window.own[RESULT] = exchange.count
+        np.copyto(target, self._results[exchange.turn])
 
 
 def _until(has_arrived: Callable[[], bool]) -> Steps:
