@@ -8,6 +8,7 @@ sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
@@ -21,7 +22,7 @@ from mpistrat.communicator.gpu_arrays import GpuArrays
 from mpistrat.communicator.guard import CollectiveGuard
 from mpistrat.communicator.host_mover import HostMover
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.communicator.shapes import decode_shape, encode_shape, require_equal_shapes, shape_word
+from mpistrat.communicator.shapes import decode_shape, encode_shape, name_of, require_equal_shapes, shape_word
 from mpistrat.communicator.validate import check_gather, check_parts, check_root, check_target
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.executor import Executor
@@ -75,7 +76,7 @@ class DataMovement:
             return word, _with_place(array.shape[axis], [array])
 
         with self._guard:
-            text = lambda _: f"({array.dtype}, {array.ndim} axes, axis={axis})"  # noqa: E731 - a name would say no more
+            text = lambda _: f"({name_of(array.dtype)}, {array.ndim} axes, axis={axis})"  # noqa: E731 - a name would say no more
             call, found = self._calls.enter("all_gather", text, options, check, facts)
             axis %= array.ndim
             needed = f"all_gather along axis {axis} needs one axis, one dtype and equal extents on all other axes"
@@ -88,13 +89,13 @@ class DataMovement:
                     f"out must have extent {sum(extents)} along axis {axis}, that of all arrays; got shape {out.shape}"
                 )
             mover = self._mover(call, found)
-            rows = np.moveaxis(mover.fetch(array), axis, 0)
+            rows = _moved(mover.fetch(array), axis, 0)
             whole = self._gather_rows(call, mover, rows, extents, out if axis == 0 else None)
             if out is None:
-                result: Array = like(_contiguous(np.moveaxis(whole, 0, axis)), array)
+                result: Array = like(_contiguous(_moved(whole, 0, axis)), array)
                 return result
             if whole is not out:
-                out[...] = like(np.moveaxis(whole, 0, axis), out)
+                out[...] = like(_moved(whole, 0, axis), out)
             return out
 
     def gather(self, array: Array, root: int, options: CommunicationOptions | None) -> list[Array] | None:
@@ -105,7 +106,7 @@ class DataMovement:
             check_dtype(ReduceOp.SUM, array.dtype)
 
         with self._guard:
-            text = lambda _: f"({array.dtype}, root={root})"  # noqa: E731
+            text = lambda _: f"({name_of(array.dtype)}, root={root})"  # noqa: E731
             call, found = self._calls.enter(
                 "gather", text, options, check, lambda: (shape_word(array), _with_place(0, [array]))
             )
@@ -130,7 +131,7 @@ class DataMovement:
             return shape_word(arrays[0], 0 if arrays[0].ndim else None), _with_place(0, arrays)
 
         with self._guard:
-            text = lambda _: f"({', '.join(sorted({str(array.dtype) for array in arrays}))})"  # noqa: E731
+            text = lambda _: f"({', '.join(sorted({name_of(array.dtype) for array in arrays}))})"  # noqa: E731
             call, found = self._calls.enter("all_to_all", text, options, check, facts)
             needed = "all_to_all needs one dtype, and equal extents on all axes but the first"
             require_equal_shapes(found[:, 0], needed, self._group, arrays[self._rank])
@@ -162,9 +163,11 @@ class DataMovement:
             if out is not None:
                 check_target(out, array if self._rank == root else out)
 
+        known = array if out is None else out
+
         def facts() -> tuple[int, int]:
             landing = array if out is None or self._rank == root else out
-            return shape_word(array if out is None else out), _with_place(out is not None, [landing])
+            return shape_word(known), _with_place(out is not None, [landing])
 
         with self._guard:
             call, found = self._calls.enter("broadcast", lambda _: f"(root={root})", options, check, facts)
@@ -173,10 +176,13 @@ class DataMovement:
             if is_given.any():
                 is_given[root] = True
                 needed = "broadcast needs out of the shape and dtype of the root's array"
-                require_equal_shapes(found[is_given, 0], needed, self._group, array if out is None else out)
-            header = encode_shape(array)
-            self._guard.run(call, self._by_host.broadcast(header, root))
-            shape, dtype = decode_shape(header)
+                require_equal_shapes(found[is_given, 0], needed, self._group, known)
+            if (found[:, 0] == found[0, 0]).all():
+                shape, dtype = known.shape, known.dtype
+            else:
+                header = encode_shape(array)
+                self._guard.run(call, self._by_host.broadcast(header, root))
+                shape, dtype = decode_shape(header)
             check_dtype(ReduceOp.SUM, dtype, f"the array of replica {root}")
             mover = self._mover(call, found)
             result = self._allocate(call, lambda: mover.empty(shape, dtype, out))
@@ -199,11 +205,11 @@ class DataMovement:
     def _gather_rows(self, call: CollectiveCall, mover: Mover, mine: Array, extents: Sequence[int], out: Array | None) -> Array:
         """Return the arrays of all ranks concatenated along axis 0: in `out` if they can be moved there."""
         whole = self._allocate(call, lambda: mover.empty((sum(extents), *mine.shape[1:]), mine.dtype, out))
-        starts = np.cumsum([0, *extents])
+        starts = list(accumulate(extents, initial=0))
         whole[starts[self._rank] : starts[self._rank + 1]] = mine
         if whole.nbytes:
             row_bytes = whole.nbytes // whole.shape[0]
-            bounds = [int(start) * row_bytes for start in starts]
+            bounds = [start * row_bytes for start in starts]
             self._guard.run(call, mover.all_gather(whole, bounds))
         return whole
 
@@ -229,6 +235,11 @@ class DataMovement:
 def _with_place(number: int, arrays: Sequence[Array]) -> int:
     """Return a number of a rank that says besides, in its last bit, whether all arrays are on a GPU."""
     return number << 1 | all(map(is_on_device, arrays))
+
+
+def _moved(array: Array, source: int, target: int) -> Array:
+    """Return an array with one axis elsewhere, without NumPy's function where that does nothing."""
+    return array if source == target else np.moveaxis(array, source, target)
 
 
 def _contiguous(array: Array) -> Array:

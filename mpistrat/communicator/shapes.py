@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,28 @@ from mpistrat.groups.agreement import word_of
 from mpistrat.groups.group import Group
 from mpistrat.reduction import HALF_DTYPES
 
-__all__ = ["decode_shape", "encode_shape", "require_equal_shapes", "shape_word"]
+__all__ = ["decode_shape", "encode_shape", "name_of", "require_equal_shapes", "shape_word"]
 
 _MAX_NDIM, _NAME_BYTES = 64, 32
+_WORDS_KEPT = 1024
 
 
 def shape_word(array: Array, free_axis: int | None = None, out_extent: int | None = None) -> int:
     """Return a hash of dtype and shape that ignores the extent along `free_axis`, but includes that of `out` if given."""
-    extents = tuple(-1 if axis == free_axis else extent for axis, extent in enumerate(array.shape))
-    return word_of(f"{array.dtype.name} {extents} {free_axis} {out_extent}")
+    return _word(array.dtype, array.shape, free_axis, out_extent)
+
+
+@lru_cache(_WORDS_KEPT)
+def _word(dtype: np.dtype[Any], shape: tuple[int, ...], free_axis: int | None, out_extent: int | None) -> int:
+    extents = tuple(-1 if axis == free_axis else extent for axis, extent in enumerate(shape))
+    # the name of a dtype says nothing of its byte order, and its code does not tell bfloat16 from another void
+    return word_of(f"{dtype.name} {dtype.str} {extents} {free_axis} {out_extent}")
+
+
+@lru_cache(_WORDS_KEPT)
+def name_of(dtype: np.dtype[Any]) -> str:
+    """Return the name of a dtype, which NumPy composes anew each time."""
+    return str(dtype)
 
 
 def require_equal_shapes(words: np.ndarray[Any, np.dtype[np.int64]], needed: str, group: Group, array: Array) -> None:

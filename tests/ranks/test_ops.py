@@ -580,6 +580,14 @@ def test_foreign_bytes_are_refused_without_strict_mode(unchecked):
             unchecked.all_reduce(SUM, [np.ones(5, ">f4")])
 
 
+def test_foreign_bytes_of_the_root_are_refused_on_all_ranks(unchecked):
+    for _ in range(2):
+        given = np.ones(5, ">f8" if unchecked.rank == 0 else "<f8")
+        with pytest.raises(UnsupportedDtypeError, match="the array of replica 0 has non-native byte order"):
+            unchecked.broadcast(given)
+        assert unchecked.broadcast(np.full(5, unchecked.rank), root=unchecked.size - 1)[0] == unchecked.size - 1
+
+
 @up_to_ranks(4)
 @pytest.mark.parametrize("num_packs", [0, 1, 3, 7])
 def test_num_packs_cut_the_elements_and_not_the_result(comm, world, num_packs):
