@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import shutil
 import sys
 from pathlib import Path
 
 from mpistrat.communicator.options import WIRE_DTYPES
 from mpistrat.errors import InvalidArgumentError, LaunchError
-from mpistrat.launch.openmpi import num_cores
 from mpistrat.tools import run
 from mpistrat.topology.world import World
 
@@ -67,8 +65,6 @@ def execute(arguments: argparse.Namespace) -> int:
     folder = _make_folder(arguments.out)
     # a rank cannot find out itself: mpiexec reads its output, and may give it a pseudo-terminal
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
-    # ranks share the cores: by default NumPy would start a thread for each core in each rank
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // world.size)))
     options = ["--epochs", str(arguments.epochs), "--out", str(folder), "--width", str(width)]
     options += ["--wire-dtype", arguments.wire_dtype] if arguments.wire_dtype else []
     options += ["--error-feedback"] if arguments.error_feedback else []

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from mpistrat.errors import InvalidArgumentError, LaunchError
-from mpistrat.launch import environment, mpiexec
+from mpistrat.launch import environment, mpiexec, openmpi
 from mpistrat.launch.job import Limit, follow
 from mpistrat.text import format_elapsed
 from mpistrat.topology.world import World
@@ -125,6 +125,8 @@ def start(
     command, extra_environ = mpiexec.command(
         num_ranks, python, nodes, survive=survive, tag_output=tag_output, hostfile=hostfile
     )
+    if hostfile is None and not os.environ.get("SLURM_JOB_ID"):
+        extra_environ |= _share_of_cores(num_ranks)
     if not dry_run:
         limit = Limit(timeout, partial(_report_timeout, timeout)) if timeout else None
         return follow(command, {**os.environ, **extra_environ}, limit)
@@ -150,6 +152,13 @@ def count_ranks(ranks: int | None, nodes: str) -> int:
         assert ranks is not None, "either is given"
         return ranks
     return World.from_shape(nodes, ranks).size
+
+
+def _share_of_cores(num_ranks: int) -> dict[str, str]:
+    """Return the variable that limits the threads of a rank, unless it is set: NumPy would start one for each core."""
+    if "OMP_NUM_THREADS" in os.environ or num_ranks == 1:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, openmpi.num_cores() // num_ranks))}
 
 
 def _seconds(text: str) -> float:

@@ -97,7 +97,6 @@ def test_timeline_has_the_phases_of_every_rank(tmp_path, shape, rails):
 def test_ranks_alone_make_two_nodes(tmp_path, monkeypatch, ranks, size, nodes):
     started = []
     monkeypatch.setattr(run, "start", lambda *job: started.append(job) or 7)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     chosen = [] if ranks is None else ["-n", str(ranks)]
     assert cli.main(["demo", "--epochs", "3", "--out", str(tmp_path), *chosen]) == 7
     [(program, num_ranks, shape)] = started

@@ -11,14 +11,14 @@ from mpistrat.errors import InvalidArgumentError, LaunchError, MpistratError, To
 from mpistrat.launch import environment, mpiexec, openmpi
 from mpistrat.tools import cli, doctor, run
 
-EXTRA = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
+EXTRA = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx", "OMP_NUM_THREADS": "2"}
 
 
 @pytest.fixture(autouse=True)
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A script in the present folder, and a machine with four cores and the Open MPI wheel."""
     monkeypatch.chdir(tmp_path)
-    for name in [name for name in os.environ if name.startswith(("OMPI_", "SLURM_", "MPISTRAT_"))]:
+    for name in [name for name in os.environ if name.startswith(("OMPI_", "OMP_", "SLURM_", "MPISTRAT_"))]:
         monkeypatch.delenv(name)
     mpi = mpiexec.Mpi(mpiexec.FLAVOURS[0], "/opt/my mpi/mpiexec", "5.0", "libmpi.so")
     monkeypatch.setattr(mpiexec, "find_mpi", lambda: mpi)
@@ -40,7 +40,7 @@ def execute(*words: str) -> int:
 def test_dry_run_prints_a_command_to_copy(capsys: pytest.CaptureFixture[str]) -> None:
     assert execute("-n", "2", "--nodes", "2x1", "--dry-run", "train.py", "--name", "a b") == 0
     assert capsys.readouterr().out == (
-        "OMPI_MCA_btl='^ofi' OMPI_MCA_osc='^ucx' MPISTRAT_VIRTUAL_NODES=2x1 "
+        "OMPI_MCA_btl='^ofi' OMPI_MCA_osc='^ucx' MPISTRAT_VIRTUAL_NODES=2x1 OMP_NUM_THREADS=2 "
         f"'/opt/my mpi/mpiexec' -n 2 {sys.executable} -m mpi4py train.py --name 'a b'\n"
     )
 
@@ -53,6 +53,34 @@ def test_job_is_started_and_its_code_is_ours(monkeypatch: pytest.MonkeyPatch) ->
     assert limit is None
     assert argv == ["/opt/my mpi/mpiexec", "-n", "2", sys.executable, "-m", "mpi4py", "train.py"]
     assert environ == {**os.environ, **EXTRA}
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "threads"),
+    [
+        (("-n", "4"), {}, "OMP_NUM_THREADS=1 "),
+        (("-n", "9"), {}, "OMP_NUM_THREADS=1 "),
+        (("-n", "1"), {}, ""),
+        (("-n", "2"), {"OMP_NUM_THREADS": "3"}, ""),
+        (("-n", "2"), {"SLURM_JOB_ID": "7"}, ""),
+        (("-n", "2", "--hostfile", "train.py"), {}, ""),
+    ],
+)
+def test_ranks_of_this_machine_share_its_cores(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    script: Path,
+    words: tuple[str, ...],
+    environ: dict[str, str],
+    threads: str,
+) -> None:
+    script.write_text("node1\n")  # a hostfile too
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert execute(*words, "--dry-run", "train.py") == 0
+    before, found, after = capsys.readouterr().out.partition("OMP_NUM_THREADS")
+    assert (found + after).startswith(threads) if threads else not found
+    assert before
 
 
 @pytest.mark.parametrize("words", [("-n", "2"), ("-n2",), ("-np", "2"), ("--ranks", "2"), ("--ranks=2",)])
@@ -112,7 +140,7 @@ def test_two_dashes_end_the_options(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_nodes_alone_tell_the_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     execute("--nodes", "2+1:cyclic", "--dry-run", "train.py")
-    assert "MPISTRAT_VIRTUAL_NODES=2+1:cyclic '/opt/my mpi/mpiexec' -n 3 " in capsys.readouterr().out
+    assert "MPISTRAT_VIRTUAL_NODES=2+1:cyclic OMP_NUM_THREADS=1 '/opt/my mpi/mpiexec' -n 3 " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
