@@ -21,7 +21,8 @@ __all__ = ["bases", "has_owner", "job_name", "jobs", "make_job", "remove", "remo
 # records of killed jobs are kept for this long, up to this size, and up to this share of the file system
 KEEP_SECONDS, KEEP_BYTES, KEEP_SHARE = 24 * 3600.0, 32 << 20, 1 / 16
 # how the names of records begin; other files of a job are notices, and what is being written
-_RECORDS = ("rank-", "process-")
+_RANK = "rank-"
+_RECORDS = (_RANK, "process-")
 
 
 def bases() -> list[Path]:
@@ -54,11 +55,14 @@ def jobs() -> Iterator[Path]:
 
 
 def remove(file: Path) -> None:
-    """Remove the record of a rank; with the last one the notices, and the folder unless a rank that starts writes to it."""
+    """Remove the record of a process; with the last one all else, and the folder unless a rank that starts writes to it.
+
+    Those of killed ranks are kept, those of killed processes that a rank has started are not.
+    """
     with suppress(OSError):
         file.unlink()
         left = list(file.parent.iterdir())
-        if not _records(left):
+        if not any(path.name.startswith(_RANK) or has_owner(path) for path in _records(left)):
             for path in left:
                 if not path.name.startswith("."):
                     path.unlink()

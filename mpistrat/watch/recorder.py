@@ -5,6 +5,7 @@ File law: nothing here communicates, and `enter` and `leave` together take half 
 
 from __future__ import annotations
 
+import atexit
 import mmap
 import os
 import socket
@@ -20,7 +21,7 @@ from time import monotonic_ns
 from types import CodeType, FrameType
 
 from mpistrat.errors import LaunchError
-from mpistrat.launch import environment, process
+from mpistrat.launch import environment, exit_code, process
 from mpistrat.watch import folder, users
 from mpistrat.watch.file_layout import (
     CALLS,
@@ -286,6 +287,7 @@ def digest(text: str) -> int:
 
 def _make() -> FlightRecorder:
     os.register_at_fork(after_in_child=_after_fork)
+    atexit.register(_close_at_exit)
     with suppress(LaunchError):
         view = environment.detect()
         rank, size = (view.rank or 0, view.size or 1) if view else (0, 1)
@@ -301,6 +303,12 @@ def _make() -> FlightRecorder:
 def _free(path: Path) -> Path:
     """Return a path, or another one if a running process has it: then a rank has started this process, with its variables."""
     return path.with_name(f"process-{os.getpid()}") if folder.has_owner(path) else path
+
+
+def _close_at_exit() -> None:
+    """Remove the file of a program that has succeeded; what a failed one did last is kept."""
+    if _recorder is not None and exit_code.ending_code() == 0:
+        _recorder.close()
 
 
 def _after_fork() -> None:

@@ -208,8 +208,6 @@ class Watcher:
             talk.send({"failed": self._own.rank}, [rank for ranks in talk.others for rank in ranks])
         if self._keyval is not None and _mpi_runs():
             _delete(self._keyval)
-        if not has_failed:
-            self._recorder.close()
 
     def _before_finalize(self) -> None:
         """Make MPI_Finalize call `end` first, if the program calls it."""

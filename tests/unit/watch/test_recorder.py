@@ -250,6 +250,25 @@ def test_a_process_that_a_rank_starts_does_not_take_its_file() -> None:
     assert names[1].startswith("process-")
 
 
+@pytest.mark.parametrize(("end", "is_kept"), [("", False), ("1 // 0", True)])
+def test_only_a_program_that_fails_leaves_its_record(end: str, is_kept: bool) -> None:
+    program = f"from mpistrat.watch.recorder import recorder; print(recorder().path); {end}"
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=False)
+    record = Path(done.stdout.strip())
+    assert (record.name, record.exists(), record.parent.exists()) == ("rank-0", is_kept, is_kept), done.stderr
+    folder.remove(record)
+
+
+def test_records_of_killed_processes_that_a_rank_has_started_go_with_its_own(tmp_path: Path) -> None:
+    job = folder.make_job(tmp_path / "base", "job")
+    rank, runs, killed = (FlightRecorder(job / name) for name in ("rank-0", "process-1", "process-2"))
+    killed._put(file_layout.Field.STARTED, 1)
+    rank.close()
+    assert (job / "process-1").exists()
+    runs.close()
+    assert not job.exists()
+
+
 def test_ranks_of_one_launcher_agree_on_the_name_of_their_job() -> None:
     program = (
         "import os, subprocess, sys\n"
