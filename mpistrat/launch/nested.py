@@ -14,6 +14,7 @@ from itertools import takewhile
 
 from mpistrat import settings
 from mpistrat.errors import LaunchError
+from mpistrat.launch import openmpi
 from mpistrat.launch.environment import identity, without_launcher
 from mpistrat.launch.process import ancestors
 from mpistrat.logger import logger
@@ -61,6 +62,7 @@ def forget_launcher(environ: MutableMapping[str, str]) -> None:
     kept = without_launcher(environ)
     for name in [name for name in environ if name not in kept or name in (VARIABLE, settings.VIRTUAL_NODES.name)]:
         del environ[name]
+    openmpi.remove_parameters(environ)
     logger.warning(f"{who}; it is not a rank, and computes alone.")
 
 

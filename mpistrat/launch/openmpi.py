@@ -7,7 +7,7 @@ Other MPIs ignore them. `bootstrap` or `mpiexec` sets them before MPI starts.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -23,6 +23,7 @@ __all__ = [
     "has_wheel",
     "num_cores",
     "parameters",
+    "remove_parameters",
     "remove_rendezvous_files",
     "yields_when_idle",
 ]
@@ -94,6 +95,19 @@ def parameters(environ: Mapping[str, str], oversubscribed: bool, alone: bool = F
     return {
         f"OMPI_MCA_{row.name}": row.value for row in wanted if row.name not in in_file and f"OMPI_MCA_{row.name}" not in environ
     }
+
+
+def remove_parameters(environ: MutableMapping[str, str]) -> None:
+    """Remove the variables that `parameters` has set for a rank: a process that it has started, alone, needs others.
+
+    Parameters
+    ----------
+    environ : mapping
+        The environment of that process, which is not a rank.
+    """
+    for row in PARAMETERS:
+        if environ.get(f"OMPI_MCA_{row.name}") == row.value:
+            del environ[f"OMPI_MCA_{row.name}"]
 
 
 def has_wheel(environ: Mapping[str, str]) -> bool:
