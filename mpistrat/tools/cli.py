@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words, argparse.Namespace(words=words, make_parser=partial(make_parser, "*")))
     try:
         code: int = importlib.import_module(COMMANDS[arguments.command][0]).execute(arguments)
-        sys.stdout.flush()  # so that a closed pipe is noticed here, not when the interpreter exits
+        if sys.stdout is not None:  # it was closed before Python started
+            sys.stdout.flush()  # so that a closed pipe is noticed here, not when the interpreter exits
     except BrokenPipeError:
         if _is_one_of_several():
             raise  # other ranks may wait for this one: an exception ends the job

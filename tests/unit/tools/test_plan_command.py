@@ -243,6 +243,12 @@ def test_a_reader_that_has_gone_is_not_an_error(unbuffered: str, words: tuple[st
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
+def test_a_stdout_that_was_closed_before_is_no_error() -> None:
+    command = [sys.executable, "-m", "mpistrat", "plan", "--world", "2x2", "--bytes", "8"]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize(("size", "ends_quietly"), [("1", True), ("2", False)])
 def test_one_rank_of_several_without_a_reader_ends_the_others_by_an_exception(
     monkeypatch: pytest.MonkeyPatch, size: str, ends_quietly: bool
