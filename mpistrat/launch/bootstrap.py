@@ -112,6 +112,7 @@ def _start() -> MPI.Intracomm:
     launcher = launcher_process.find_launcher(os.environ)
     gpu_binding.bind_device(view)
     if "mpi4py.MPI" not in sys.modules:
+        openmpi.set_home(os.environ)
         oversubscribed = view is not None and (view.local_size or 1) > openmpi.num_cores()
         os.environ.update(openmpi.parameters(os.environ, oversubscribed, alone=view is None))
     try:

@@ -129,6 +129,7 @@ def find_mpi() -> Mpi:
     LaunchError
         If there is no MPI library, it is not one of FLAVOURS, or its mpiexec is not found or does not exist.
     """
+    openmpi.set_home(os.environ)
     library, text = (_ask_mpi4py(question) for question in ("--mpi-library", "--mpi-lib-version"))
     flavour, version = recognise(text, library)
     if flavour.instead:

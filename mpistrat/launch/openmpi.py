@@ -7,6 +7,7 @@ Other MPIs ignore them. `bootstrap` or `mpiexec` sets them before MPI starts.
 from __future__ import annotations
 
 import os
+import pwd
 from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ __all__ = [
     "parameters",
     "remove_parameters",
     "remove_rendezvous_files",
+    "set_home",
     "yields_when_idle",
 ]
 
@@ -108,6 +110,19 @@ def remove_parameters(environ: MutableMapping[str, str]) -> None:
     for row in PARAMETERS:
         if environ.get(f"OMPI_MCA_{row.name}") == row.value:
             del environ[f"OMPI_MCA_{row.name}"]
+
+
+def set_home(environ: MutableMapping[str, str]) -> None:
+    """Set HOME, if it is not set, to the home folder of this user: without it, as in a service of systemd, nothing starts.
+
+    Parameters
+    ----------
+    environ : mapping
+        The environment that MPI or mpiexec will start in.
+    """
+    if "HOME" not in environ:
+        with suppress(KeyError):  # a user that the system does not know
+            environ["HOME"] = pwd.getpwuid(os.getuid()).pw_dir
 
 
 def has_wheel(environ: Mapping[str, str]) -> bool:

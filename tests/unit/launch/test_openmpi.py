@@ -1,6 +1,8 @@
 """What we ask of Open MPI, and that the user's word goes first."""
 
 import os
+import pwd
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 
 from mpistrat.launch import openmpi
 from mpistrat.launch.openmpi import has_chosen_collectives, has_wheel, num_cores, parameters
+from tests.processes import run_bounded
 
 QUICK_START = {"OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
 YIELD = {"OMPI_MCA_mpi_yield_when_idle": "1"}
@@ -22,6 +25,15 @@ def wheel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wheel_starts_quickly_and_yields_where_oversubscribed() -> None:
     assert parameters({}, oversubscribed=False) == QUICK_START
     assert parameters({}, oversubscribed=True) == {**QUICK_START, **YIELD}
+
+
+def test_without_home_mpi_starts_all_the_same() -> None:
+    without = {name: value for name, value in os.environ.items() if name != "HOME"}
+    inner = "import os; from mpistrat.launch.bootstrap import start; print(start().size, os.environ['HOME'])"
+    outer = "from mpistrat.launch import mpiexec; mpiexec.find_mpi()"
+    for program, said in ((inner, f"1 {pwd.getpwuid(os.getuid()).pw_dir}\n"), (outer, "")):
+        done = run_bounded([sys.executable, "-c", program], 60, without)
+        assert (done.returncode, done.stdout) == (0, said), done.stderr
 
 
 @pytest.mark.usefixtures("wheel")
