@@ -1,7 +1,8 @@
-"""A session of all tests is two processes: a second pytest runs what takes one core, beside lanes that mostly wait.
+"""All tests are run by two processes: a second pytest runs some of them beside the first.
 
-Its reports arrive here through a pipe, and each is shown at the turn of its test, as if it had run in this process. A selection
-of tests, a debugger (``--pdb``) or live output (``-s``) stay in one process, and so does a machine of one core.
+Launches of few ranks run beside lanes that mostly wait, and after them what takes one core beside launches of many ranks.
+Reports arrive here through a pipe, and each is shown at the turn of its test, as if it had run in this process. A selection of
+tests, a debugger (``--pdb``) or live output (``-s``) stay in one process, and so does a machine of one core.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -28,7 +29,7 @@ from tests.launches import Launch, is_one_rank
 __all__: list[str] = []
 
 BESIDE = ("quality", "unit", "docs", "tools")
-MOST_RANKS_BESIDE = 2
+MOST_RANKS_BESIDE = 3
 _END_SECONDS = 60.0  # what the second process may take to end what it has started
 
 Reports = list[pytest.TestReport]
@@ -56,6 +57,11 @@ class _Sender:
         # what a shell starts in the background ignores it
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
+        yield  # until `launches` has appended its items
+        items.sort(key=lambda item: not isinstance(item, Launch))  # while the first process mostly waits
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._pipe.send(self._config.hook.pytest_report_to_serializable(config=self._config, report=report))
 
@@ -68,8 +74,9 @@ class _Beside:
         self._arrived: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
         self._reports: defaultdict[str, Reports] = defaultdict(list)
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
+        yield  # until `launches` has appended its items
         items.sort(key=_is_beside)
 
     @pytest.hookimpl(wrapper=True)

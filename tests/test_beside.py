@@ -81,10 +81,21 @@ def test_the_launch_of_one_rank_runs_beside_the_others(checkout, tmp_path):
     meeting = {
         "faults/test_a.py": _MEETING.format(mine="a", theirs="b"),
         "ranks/test_b.py": _MEETING.format(mine="b", theirs="a"),
+        "unit/test_c.py": f"from pathlib import Path\ndef test_is_later(): assert Path({str(tmp_path / 'b')!r}).exists()\n",
     }
     done = checkout(meeting, "--num-ranks", "1,2")
     assert "ranks    2 run in " in done.stdout, done.stdout
-    assert "3 passed" in done.stdout
+    assert "4 passed" in done.stdout
+
+
+def test_the_launch_of_many_ranks_does_not_wait_for_the_second_process(checkout):
+    meeting = {
+        "ranks/test_a.py": _MEETING.format(mine="a", theirs="b"),
+        "unit/test_b.py": _MEETING.format(mine="b", theirs="a"),
+    }
+    done = checkout(meeting, "--num-ranks", "4")
+    assert "ranks    1 run in " in done.stdout, done.stdout
+    assert "2 passed" in done.stdout
 
 
 def test_what_the_second_process_finds_is_told_as_if_it_ran_in_the_first(checkout):
