@@ -5,7 +5,6 @@ File law: nothing is read at import; a setting is read when it is asked for.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -103,6 +102,10 @@ def misspelt(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     wanted = [setting.name.removeprefix(_PREFIX) for setting in SETTINGS]
     names = sorted(name for name in (os.environ if environ is None else environ) if name.upper().startswith(_PREFIX))
     unknown = [name for name in names if name not in {_PREFIX + known for known in (*wanted, *_INTERNAL)}]
+    if not unknown:
+        return {}
+    import difflib
+
     near = {name: difflib.get_close_matches(name[len(_PREFIX) :].upper(), wanted, 1) for name in unknown}
     return {name: "".join(_PREFIX + match for match in matches) for name, matches in near.items()}
 

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib.resources import files
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -282,7 +282,7 @@ def _kernel(name: str) -> Any:
     """Return an instance of a kernel, compiled for the current device; CuPy caches it on disk."""
     import cupy
 
-    source = (files("mpistrat.device") / "kernels.cu").read_text()
+    source = Path(__file__).with_name("kernels.cu").read_text()
     module = cupy.RawModule(code=source, options=("-std=c++17",), name_expressions=[name])
     return module.get_function(name)
 

@@ -10,7 +10,6 @@ import ctypes
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -100,6 +99,8 @@ def probe(device_index: int, seconds: float = PROBE_SECONDS) -> Verdict:
     seconds : float
         The time limit, after which the process is killed with all its children.
     """
+    import subprocess
+
     process = subprocess.Popen(
         [sys.executable, "-m", "mpistrat.launch.cuda_probe", str(device_index)],
         stdin=subprocess.DEVNULL,

