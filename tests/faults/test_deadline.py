@@ -29,8 +29,11 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("strict", ["0", "1"])
-@pytest.mark.parametrize("fault", ["time.sleep(1000)", "os.kill(os.getpid(), signal.SIGSTOP)"], ids=["asleep", "stopped"])
+@pytest.mark.parametrize(
+    ("fault", "strict"),
+    [("time.sleep(1000)", "0"), ("time.sleep(1000)", "1"), ("os.kill(os.getpid(), signal.SIGSTOP)", "1")],
+    ids=["asleep", "asleep, calls compared", "stopped, calls compared"],
+)
 def test_a_rank_that_never_comes_ends_the_job(job: Job, fault: str, strict: str) -> None:
     deadline = {"MPISTRAT_TIMEOUT_SECONDS": str(DEADLINE_SECONDS), "MPISTRAT_STRICT": strict}
     ended = job(3, PROGRAM.format(fault=fault), **deadline)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +49,35 @@ LOAD, STEP = (
 )
 
 
-@pytest.fixture
-def hanging(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a job of three ranks in which two wait for the other."""
-    (tmp_path / "train.py").write_text(PROGRAM)
+@dataclass(frozen=True)
+class Hanging:
+    """A job of three ranks in which two wait for the other: its launcher, and the processes of its ranks."""
+
+    launcher: subprocess.Popen[bytes]
+    pids: list[int]
+
+
+@contextmanager
+def start_hanging(folder: Path) -> Iterator[Hanging]:
+    (folder / "train.py").write_text(PROGRAM)
     argv, extra = command(3, [sys.executable, "train.py"])
-    process = subprocess.Popen(
-        argv, env={**os.environ, **extra}, cwd=tmp_path, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    environ = {**os.environ, **extra}
+    launcher = subprocess.Popen(argv, env=environ, cwd=folder, stderr=subprocess.DEVNULL, start_new_session=True)
+    files = [folder / f"pid{rank}" for rank in range(3)]
     try:
-        assert until(lambda: len(list(tmp_path.glob("pid*"))) == 3, SECONDS)
-        time.sleep(1.5)
-        yield process
+        assert until(lambda: all(file.exists() and file.read_text() for file in files), SECONDS)
+        assert until(lambda: doctor(str(launcher.pid))["waits_for"] == {"0": [1], "2": [1]}, SECONDS)
+        yield Hanging(launcher, [int(file.read_text()) for file in files])
     finally:
-        kill_session(process.pid)
-        process.wait()
+        kill_session(launcher.pid)
+        launcher.wait()
+
+
+@pytest.fixture(scope="module")
+def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hanging]:
+    """Give a job that tests look at, and leave as it is."""
+    with start_hanging(tmp_path_factory.mktemp("hanging")) as job:
+        yield job
 
 
 def doctor(*words: str) -> dict[str, Any]:
@@ -71,44 +87,45 @@ def doctor(*words: str) -> dict[str, Any]:
     return dict(job)
 
 
-def pids(folder: Path) -> list[int]:
-    return [int((folder / f"pid{rank}").read_text()) for rank in range(3)]
-
-
-def test_it_shows_who_waits_for_whom_and_where_they_are(hanging: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    job = doctor(str(hanging.pid))
+def test_it_shows_who_waits_for_whom_and_where_they_are(hanging: Hanging) -> None:
+    job = doctor(str(hanging.launcher.pid))
     assert (job["size"], job["is_running"], job["finding"]) == (3, True, "")
     assert [(rank["rank"], rank["pid"], rank["state"]) for rank in job["ranks"]] == [
-        (rank, pid, state) for (rank, pid), state in zip(enumerate(pids(tmp_path)), ("in", "out", "in"), strict=True)
+        (rank, pid, state) for (rank, pid), state in zip(enumerate(hanging.pids), ("in", "out", "in"), strict=True)
     ]
     assert job["waits_for"] == {"0": [1], "2": [1]}
     assert f"train.py:{LOAD} (load)" in job["ranks"][1]["now_at"]
     assert f"train.py:{STEP} (step)" in job["ranks"][0]["calls"][0]["line"]
-    assert doctor(str(pids(tmp_path)[1]))["job"] == doctor(job["job"])["job"] == job["job"]
+    assert doctor(str(hanging.pids[1]))["job"] == doctor(job["job"])["job"] == job["job"]
     report = run_bounded([*DOCTOR, job["job"]], SECONDS).stdout
     assert "ranks 0, 2 wait for rank 1\n" in report + "\n"
     assert f"train.py:{LOAD} (load)" in report
 
 
-def test_it_tells_a_rank_that_is_stopped(hanging: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    os.kill(pids(tmp_path)[1], signal.SIGSTOP)
-    assert until(lambda: doctor(str(hanging.pid))["ranks"][1]["state"] == "stopped", SECONDS)
+def test_it_tells_a_rank_that_is_stopped(hanging: Hanging) -> None:
+    os.kill(hanging.pids[1], signal.SIGSTOP)
+    try:
+        assert until(lambda: doctor(str(hanging.launcher.pid))["ranks"][1]["state"] == "stopped", SECONDS)
+    finally:
+        os.kill(hanging.pids[1], signal.SIGCONT)
+    assert until(lambda: doctor(str(hanging.launcher.pid))["ranks"][1]["state"] == "out", SECONDS)
 
 
-def test_it_answers_within_two_seconds_of_its_own(hanging: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_answers_within_two_seconds_of_its_own(hanging: Hanging, capsys: pytest.CaptureFixture[str]) -> None:
     started = time.monotonic()
-    doctor(str(hanging.pid))
+    doctor(str(hanging.launcher.pid))
     seconds = time.monotonic() - started
     with capsys.disabled():
         print(f"\nmpistrat doctor: {seconds:.2f} s", end="")
     assert seconds < patient(10)
 
 
-def test_it_reads_what_a_job_has_left_that_was_killed(hanging: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    name = doctor(str(hanging.pid))["job"]
-    for pid in pids(tmp_path):
-        os.kill(pid, signal.SIGKILL)
-    hanging.wait(SECONDS)
+def test_it_reads_what_a_job_has_left_that_was_killed(tmp_path: Path) -> None:
+    with start_hanging(tmp_path) as killed:
+        name = doctor(str(killed.launcher.pid))["job"]
+        for pid in killed.pids:
+            os.kill(pid, signal.SIGKILL)
+        killed.launcher.wait(SECONDS)
     job = doctor(name)
     assert not job["is_running"]
     assert [rank["state"] for rank in job["ranks"]] == ["gone"] * 3

@@ -107,7 +107,7 @@ def test_one_rank_tells_who_is_missing(job: Job, kind: str) -> None:
 
 
 def test_the_report_can_be_turned_off(job: Job) -> None:
-    assert reports(job(3, program("time.sleep(1000)", seconds=3.0), MPISTRAT_STALL_SECONDS="0")) == []
+    assert reports(job(3, program("time.sleep(1000)", seconds=2.0), MPISTRAT_STALL_SECONDS="0")) == []
 
 
 def test_a_rank_that_is_late_is_reported_and_waited_for(job: Job) -> None:
