@@ -49,7 +49,8 @@ def test_snippets_run_and_print_what_is_shown(name, tmp_path):
             commands = [] if block.file_name else [Command(f"python {file.name}", "")]
         else:
             commands = block.commands() if block.language == "console" else []
-            commands += [command.on(num_ranks) for num_ranks in block.ranks for command in commands]
+            others = [command.on(num_ranks) for num_ranks in block.ranks for command in commands]
+            commands += [command for command in others if command not in commands]
         for command in commands:
             done = run_bounded(["bash", "-c", command.line], SECONDS, user_environment(), tmp_path)
             assert done.returncode == 0, f"{where}: {command.line} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"

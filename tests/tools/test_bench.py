@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -70,14 +71,20 @@ def test_the_factor_of_the_bus_is_that_of_four_ranks(tmp_path):
     assert row["bus_gbs"] == pytest.approx(1.5 * row["algorithm_gbs"])
 
 
-@pytest.mark.parametrize("algorithm", bench.ALGORITHMS, ids=lambda name: f"by {name}")  # pytest-mpi takes "mpi" for its mark
-def test_every_algorithm_is_measured_by_its_name(algorithm):
+def test_every_algorithm_is_measured_by_its_name(tmp_path):
+    program = """
+        from mpistrat.tools import bench, cli
+        for algorithm in bench.ALGORITHMS:
+            assert cli.main(["bench", "all_reduce", "--algorithm", algorithm, "--min-bytes", "64", "--max-bytes", "64"]) == 0
+    """
+    (tmp_path / "job.py").write_text(textwrap.dedent(program))
     # leaders are for nodes of several ranks, on several nodes
-    ranks, nodes = (3, "2+1") if algorithm == "leader" else (2, "")
-    done = start_bench("--algorithm", algorithm, "--min-bytes", "64", "--max-bytes", "64", ranks=ranks, nodes=nodes)
+    job = [sys.executable, "-m", "mpistrat", "run", "-n", "3", "--nodes", "2+1", str(tmp_path / "job.py")]
+    done = run_bounded(job, SECONDS)
     assert done.returncode == 0, done.stderr
-    plan = done.stdout.splitlines()[2].split()[2]
-    assert plan == algorithm if algorithm != "auto" else plan in PLANNERS
+    auto, *plans = [line.split()[2] for line in done.stdout.splitlines() if line.split()[:2] == ["64", "B"]]
+    assert auto in PLANNERS
+    assert plans == [*PLANNERS, "mpi"]
 
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(1, ""), (2, ""), (4, "2x2")])

@@ -43,8 +43,24 @@ def assert_is_picture(path: Path) -> None:
     assert int.from_bytes(content[16:20], "big") > 500, "pixels across"
 
 
+def check_timeline(folder: Path, rails: dict[int, int], num_steps: int) -> None:
+    """Check that every rank has its phases, one after the other."""
+    events = events_of(folder)
+    assert sorted(events) == [0, 1, 2, 3]
+    for rank, lanes in events.items():
+        assert {"copy in", "copy out", "intra reduce_scatter", "intra all_gather"} <= names(lanes["intra"])
+        between = [event for lane, row in lanes.items() if lane.startswith("inter") for event in row]
+        assert len(names(between)) == rails[rank], "one event for each rail that the rank is on"
+        assert len(lanes["step"]) == num_steps
+        for lane in lanes.values():
+            ordered = sorted(lane, key=lambda event: event["ts"])
+            assert all(event["dur"] >= 0 for event in ordered)
+            assert all(one["ts"] + one["dur"] <= other["ts"] + 1 for one, other in pairwise(ordered)), "one after the other"
+
+
 def test_demo_as_it_comes(tmp_path):
-    done = start_demo(tmp_path / "new" / "folder")
+    folder = tmp_path / "new" / "folder"
+    done = start_demo(folder)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("A network learns handwritten digits on 4 ranks on 2 nodes (2x2), virtual nodes on ")
@@ -66,29 +82,21 @@ def test_demo_as_it_comes(tmp_path):
     assert accuracy
     assert float(accuracy[1]) >= 0.95
     for name in ("training.png", "timeline.json"):
-        assert str(tmp_path / "new" / "folder" / name) in done.stdout
+        assert str(folder / name) in done.stdout
     assert "https://ui.perfetto.dev" in done.stdout
     assert "\x1b" not in done.stdout, "no terminal, no escape sequences"
-    assert_is_picture(tmp_path / "new" / "folder" / "training.png")
+    assert_is_picture(folder / "training.png")
+    check_timeline(folder, {0: 1, 1: 1, 2: 1, 3: 1}, 8 * 12)
 
 
-@pytest.mark.parametrize(("shape", "rails"), [("2x2", {0: 1, 1: 1, 2: 1, 3: 1}), ("3+1", {0: 1, 1: 1, 2: 1, 3: 3})])
-def test_timeline_has_the_phases_of_every_rank(tmp_path, shape, rails):
-    done = start_demo(tmp_path, "--nodes", shape, "--epochs", "1")
+def test_nodes_of_another_shape_and_what_travels_between_them(tmp_path):
+    done = start_demo(tmp_path, "--nodes", "3+1", "--epochs", "1", "--wire-dtype", "bfloat16", "--error-feedback")
     assert done.returncode == 0, done.stderr
-    assert f"4 ranks on 2 nodes ({shape})" in done.stdout
+    assert "4 ranks on 2 nodes (3+1)" in done.stdout
+    said = r"^between nodes +sums are rounded to bfloat16, and the rounding error is added in the next step$"
+    assert re.search(said, done.stdout, re.MULTILINE)
     assert_is_picture(tmp_path / "training.png")
-    events = events_of(tmp_path)
-    assert sorted(events) == [0, 1, 2, 3]
-    for rank, lanes in events.items():
-        assert {"copy in", "copy out", "intra reduce_scatter", "intra all_gather"} <= names(lanes["intra"])
-        between = [event for lane, row in lanes.items() if lane.startswith("inter") for event in row]
-        assert len(names(between)) == rails[rank], "one event for each rail that the rank is on"
-        assert len(lanes["step"]) == 12
-        for lane in lanes.values():
-            ordered = sorted(lane, key=lambda event: event["ts"])
-            assert all(event["dur"] >= 0 for event in ordered)
-            assert all(one["ts"] + one["dur"] <= other["ts"] + 1 for one, other in pairwise(ordered)), "one after the other"
+    check_timeline(tmp_path, {0: 1, 1: 1, 2: 1, 3: 3}, 12)
 
 
 @pytest.mark.parametrize(
@@ -102,13 +110,6 @@ def test_ranks_alone_make_two_nodes(tmp_path, monkeypatch, ranks, size, nodes):
     [(program, num_ranks, shape)] = started
     assert (num_ranks, shape) == (size, nodes)
     assert program[:4] == ["-m", "mpistrat.tools.demo_rank", "--epochs", "3"]
-
-
-def test_what_travels_between_nodes_can_be_said(tmp_path):
-    done = start_demo(tmp_path, "--epochs", "1", "--wire-dtype", "bfloat16", "--error-feedback")
-    assert done.returncode == 0, done.stderr
-    said = r"^between nodes +sums are rounded to bfloat16, and the rounding error is added in the next step$"
-    assert re.search(said, done.stdout, re.MULTILINE)
 
 
 def test_failing_rank_gives_the_exit_code(tmp_path):
