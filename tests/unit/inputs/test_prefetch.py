@@ -10,8 +10,8 @@ from mpistrat.inputs.prefetch import Prefetcher
 
 
 def is_idle():
-    """Return whether within two seconds no thread of ours is left."""
-    end = time.monotonic() + 2
+    """Return whether no thread of ours is left, or will be soon."""
+    end = time.monotonic() + 30
     while any(thread.name == "mpistrat-prefetch" for thread in threading.enumerate()):
         if time.monotonic() > end:
             return False

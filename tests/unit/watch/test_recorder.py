@@ -385,4 +385,4 @@ def test_what_it_costs(written: FlightRecorder, capsys: pytest.CaptureFixture[st
     seconds = min(timeit.repeat(lambda: written.leave(written.enter(0, 1, index)), number=2000, repeat=50)) / 2000
     with capsys.disabled():
         print(f"\nenter and leave: {seconds * 1e9:.0f} ns", end="")
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads, "one of another test may have ended"
