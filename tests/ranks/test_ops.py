@@ -276,6 +276,7 @@ def test_scratch_memory_grows(mixed):
         assert (result == mixed.size * (mixed.size + 1) // 2).all()
 
 
+@up_to_ranks(2)  # ranks keep plans each for itself
 def test_more_signatures_than_are_kept(mixed):
     kept = plan_cache.BATCHES_KEPT
     for count in [*range(1, kept + 20), 1, 2, kept]:
@@ -367,6 +368,7 @@ def test_gathers_that_cannot_be_are_refused_on_every_rank(mixed, array, axis, er
 
 
 @needs_ranks(2)
+@up_to_ranks(4)
 @pytest.mark.parametrize("strict", ["0", "1"])
 @pytest.mark.parametrize(
     "other",
@@ -464,6 +466,7 @@ WRONG_CALLS = {
 }
 
 
+@up_to_ranks(4)
 @pytest.mark.parametrize(("wrong", "error", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS)
 def test_a_wrong_call_is_refused_on_every_rank(mixed, wrong, error, message):
     with pytest.raises(error, match=message):
@@ -472,6 +475,7 @@ def test_a_wrong_call_is_refused_on_every_rank(mixed, wrong, error, message):
 
 
 @needs_ranks(2)
+@up_to_ranks(4)
 @pytest.mark.parametrize(("wrong", "error", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS)
 def test_a_wrong_call_on_one_rank_raises_on_all(mixed, wrong, error, message):
     if mixed.rank == 1:

