@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.datasets import load_digits
 
 import mpistrat
 
@@ -24,6 +23,8 @@ TRAINING_IMAGES = 1497  # of 1797; the others are for the test
 
 def load() -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """Return training and test data as (images, labels): rows of 64 pixels between 0 and 1, and digits."""
+    from sklearn.datasets import load_digits  # takes a second, which whoever only imports this module is spared
+
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     images, labels = (images[order] / 16).astype(np.float32), labels[order]
