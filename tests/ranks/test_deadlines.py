@@ -317,6 +317,7 @@ STRATEGY_CALLS = {
 
 
 @needs_ranks(2)
+@up_to_ranks(2)  # each step is one of the verbs above, which are tried on nodes of several ranks
 @pytest.mark.parametrize("strict", ["0", "1"])
 @pytest.mark.parametrize("call", STRATEGY_CALLS)
 def test_the_deadline_of_a_call_of_a_strategy_holds_in_all_its_steps(comm, monkeypatch, call, strict):
