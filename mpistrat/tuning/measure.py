@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,7 +24,7 @@ from mpistrat.tuning.fit import ITEM_BYTES, Measurement
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MAX_BYTES", "Make", "Measured", "measure"]
+__all__ = ["MAX_BYTES", "Make", "Measured", "Run", "Times", "measure", "race"]
 
 MAX_BYTES = 2**24
 _MIN_BYTES, _STEP_FACTOR = 16, 4
@@ -34,6 +35,7 @@ _HOPELESS = 1.5  # times the fastest: slower algorithms are tried only once
 _SHORT_SECONDS, _TRIES = 0.005, 6
 
 Times = dict[str, float]
+Run = Callable[[], object]
 
 
 class Measured(Protocol):
@@ -75,10 +77,16 @@ def measure(
         Called with each size and the seconds of each algorithm, the same on all ranks.
     """
     measured = {name: make(Hierarchy(comm, world), name) for name in PLANNERS if _plan(name, world, _MIN_BYTES) is not None}
-    sizes = _sizes(max_bytes or MAX_BYTES)
-    found = _race_at(comm, world, measured, sizes, report)
-    crossings = [2 * smaller for smaller, larger in pairwise(sizes) if _fastest(found[smaller]) != _fastest(found[larger])]
-    found |= _race_at(comm, world, measured, crossings, report)
+
+    def runs(num_bytes: int) -> dict[str, Run]:
+        arrays = [np.ones(num_bytes // ITEM_BYTES, np.float32)]
+        targets = [np.empty_like(arrays[0])]
+        runs: dict[Plan | None, Run] = {}  # algorithms with equal plans are timed once
+        for name, each in measured.items():
+            runs.setdefault(_plan(name, world, num_bytes), partial(each.all_reduce, ReduceOp.SUM, arrays, None, targets))
+        return {name: runs[_plan(name, world, num_bytes)] for name in measured}
+
+    found = race(comm, runs, max_bytes or MAX_BYTES, report)
     for each in measured.values():
         each.close()
     return [
@@ -88,24 +96,45 @@ def measure(
     ]
 
 
+def race(
+    comm: MPI.Intracomm,
+    runs: Callable[[int], dict[str, Run]],
+    max_bytes: int,
+    report: Callable[[int, Times], None] | None = None,
+) -> dict[int, Times]:
+    """Return the seconds of each way to do one thing, at sizes from 16 bytes up. A collective call.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        The ranks that take part.
+    runs : callable
+        Returns what does it once at a size, by names; those that share one are timed once.
+    max_bytes, report : int, callable
+        As for `measure`.
+    """
+    sizes = _sizes(max_bytes)
+    found = _race_at(comm, runs, sizes, report)
+    crossings = [2 * smaller for smaller, larger in pairwise(sizes) if _fastest(found[smaller]) != _fastest(found[larger])]
+    return found | _race_at(comm, runs, crossings, report)
+
+
 class _Race:
-    """The algorithms at one size; those with equal plans are timed once.
+    """The ways at one size.
 
     Attributes
     ----------
     tried : dict
         Name -> seconds of the first try.
     samples : dict
-        Name -> seconds of each round, for algorithms that are not hopelessly slow.
+        Name -> seconds of each round, for those that are not hopelessly slow.
     """
 
-    def __init__(self, comm: MPI.Intracomm, world: World, measured: dict[str, Measured], num_bytes: int) -> None:
-        self._comm, self._measured = comm, measured
-        self._arrays = [np.ones(num_bytes // ITEM_BYTES, np.float32)]
-        self._targets = [np.empty_like(self._arrays[0])]
-        self._sharing: dict[Plan | None, list[str]] = {}
-        for name in measured:
-            self._sharing.setdefault(_plan(name, world, num_bytes), []).append(name)
+    def __init__(self, comm: MPI.Intracomm, runs: dict[str, Run]) -> None:
+        self._comm, self._runs = comm, runs
+        self._sharing: dict[Run, list[str]] = {}
+        for name, run in runs.items():
+            self._sharing.setdefault(run, []).append(name)
         self.tried: Times = {}
         for first, *_ in self._sharing.values():
             self._try(first)
@@ -116,7 +145,7 @@ class _Race:
 
     def _try(self, name: str) -> None:
         try:
-            self._run(name)
+            self._runs[name]()
         except TransportError:  # raised on all ranks: too little shared memory for this algorithm
             return
         [seconds] = self._slowest(name, 1)
@@ -132,16 +161,13 @@ class _Race:
     def run(self) -> None:
         """Time one pass. A collective call."""
         for name, sample in self.samples.items():
-            self._run(name)
+            self._runs[name]()
             sample += self._slowest(name, self._rounds)
 
     def times(self) -> Times:
         """Return the seconds of each algorithm: the median of its rounds, or the first try of slow ones."""
         timed = {**self.tried, **{name: statistics.median(sample) for name, sample in self.samples.items()}}
         return {name: timed[names[0]] for names in self._sharing.values() for name in names if names[0] in timed}
-
-    def _run(self, name: str) -> None:
-        self._measured[name].all_reduce(ReduceOp.SUM, self._arrays, None, self._targets)
 
     def _slowest(self, name: str, rounds: int) -> list[float]:
         """Return the time of the slowest rank in each of some rounds. A collective call."""
@@ -151,7 +177,7 @@ class _Race:
         for index in range(rounds):
             self._comm.Barrier()
             started = time.perf_counter()
-            self._run(name)
+            self._runs[name]()
             mine[index] = time.perf_counter() - started
         self._comm.Allreduce(mine, slowest, MPI.MAX)
         return [float(seconds) for seconds in slowest]
@@ -159,12 +185,11 @@ class _Race:
 
 def _race_at(
     comm: MPI.Intracomm,
-    world: World,
-    measured: dict[str, Measured],
+    runs: Callable[[int], dict[str, Run]],
     sizes: list[int],
     report: Callable[[int, Times], None] | None,
 ) -> dict[int, Times]:
-    races = {num_bytes: _Race(comm, world, measured, num_bytes) for num_bytes in sizes}
+    races = {num_bytes: _Race(comm, runs(num_bytes)) for num_bytes in sizes}
     for count in range(_MAX_PASSES):
         for race in races.values():
             if count < _MIN_PASSES or race.seconds < _ENOUGH_SECONDS:
