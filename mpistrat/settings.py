@@ -221,7 +221,8 @@ INTER_TRANSPORT = Setting(
     _one_of("auto", "mpi_ring", "mpi", "nccl"),
     "auto",
     "The transport between nodes: mpi_ring or mpi, over which arrays on GPUs are staged through host memory; nccl for arrays "
-    "on GPUs. With auto, MPISTRAT_MPI_GPU decides.",
+    "on GPUs. With auto, what mpistrat tune has measured decides whether arrays on GPUs use NCCL, and MPISTRAT_MPI_GPU how MPI "
+    "gets them.",
 )
 MPI_GPU = Setting(
     "MPISTRAT_MPI_GPU",
@@ -230,12 +231,12 @@ MPI_GPU = Setting(
     "Whether GPU memory is passed to MPI directly: on, off (staged through host memory) or auto (on if the MPI library is "
     "CUDA-aware, which is tested once and cached). Rank 0 reads it for all ranks.",
 )
-ONE_SHOT_BYTES = Setting(
+ONE_SHOT_BYTES: Setting[int | None] = Setting(
     "MPISTRAT_ONE_SHOT_BYTES",
     parse_bytes,
-    1 << 18,
+    None,
     "The largest buffer of which cuda_ipc lets each GPU of a node read and sum everything, after one meeting of the ranks; in "
-    "larger ones each sums a part, and they meet twice.",
+    "larger ones each sums a part, and they meet twice. Unset: as mpistrat tune has measured, else 256KiB.",
 )
 PEER_MEMORY = Setting(
     "MPISTRAT_PEER_MEMORY",

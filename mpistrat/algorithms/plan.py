@@ -89,6 +89,8 @@ class Plan:
     end_count : int
         Elements of the first and last chunk, also a multiple of ``world.num_shards``; the others double up to `chunk_count`
         and halve again. 0: all chunks are equal.
+    by_mpi : bool
+        Whether MPI combines between nodes although NCCL joins all ranks.
     """
 
     algorithm: str
@@ -101,6 +103,7 @@ class Plan:
     in_order: bool = False
     wire_itemsize: int = 0
     end_count: int = 0
+    by_mpi: bool = False
 
     @property
     def num_bytes(self) -> int:

@@ -59,7 +59,8 @@ class GpuArrays:
         self, device: Device, host: Executor, plans: PlanCache, guard: CollectiveGuard, say: Callable[[str], None]
     ) -> None:
         self.device, self._guard, guard.is_on_gpu = device, guard, True
-        self.executor = DeviceExecutor(host, device, replace(ON_DEVICE, links=plans.model.links))
+        model = replace(ON_DEVICE, links=plans.model.links, gpu_times=plans.model.gpu_times)
+        self.executor = DeviceExecutor(host, device, model)
         self.plans = MixedPlanCache(plans, DevicePlanCache(self.executor, say))
         self.stream = device.stream()
         self._agreement, self._call = Agreement(host.hierarchy.world_group), host.hierarchy.call

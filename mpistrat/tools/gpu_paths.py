@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from mpistrat import settings
 from mpistrat.launch.cuda_verdicts import kept_verdicts
+from mpistrat.settings import Setting
 from mpistrat.text import format_table
 from mpistrat.topology.world import World
+from mpistrat.tuning.file import kept
 
 __all__ = ["paths_text"]
 
@@ -18,7 +20,8 @@ def paths_text(world: World) -> str:
     SettingError
         If a setting cannot be read.
     """
-    return format_table([("inside nodes", _inside(world)), *(("between nodes", text) for text in _between(world))])
+    rows = [("inside nodes", _inside(world)), *(("between nodes", text) for text in _between(world))]
+    return format_table(rows + [("measured", text) for text in _measured(world)])
 
 
 def _inside(world: World) -> str:
@@ -47,6 +50,24 @@ def _between(world: World) -> list[str]:
         for library, verdict, date in kept_verdicts()
     ]
     return found or [f"{_transport(True)} if MPI is CUDA-aware, else {_transport(False)}: the first job on GPUs will find out"]
+
+
+def _measured(world: World) -> list[str]:
+    """Return what mpistrat tune has found on GPUs, on several nodes or on one, and what auto does about it."""
+    setting: Setting[str] | Setting[int | None] = settings.INTER_TRANSPORT if world.num_nodes > 1 else settings.ONE_SHOT_BYTES
+    if world.size == 1 or setting.read() != setting.default:
+        return []
+    found = [
+        f"on {tuning.gpus.device}, {tuning.conditions.world}: {tuning.gpus.times(tuning.date)}, by which auto chooses"
+        for _, tuning, _ in kept()
+        if settings.TUNING.read().lower() != "off"
+        and tuning
+        and tuning.gpus
+        and ("mpi" in tuning.gpus.ways) == (world.num_nodes > 1)
+    ]
+    if world.num_nodes > 1:
+        return found or ["nothing, so auto takes MPI between nodes: mpistrat tune compares it with NCCL"]
+    return found or ["nothing of cuda_ipc, whose limit of one shot is assumed: mpistrat tune compares it with two"]
 
 
 def _transport(is_aware: bool) -> str:

@@ -162,4 +162,6 @@ def _warnings(misspelt: dict[str, str]) -> str:
 
 
 def _shown(value: object) -> str:
+    if value is None:
+        return "not set"
     return ("on" if value else "off") if isinstance(value, bool) else str(value) if value != "" else "empty"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mpistrat import cache, settings
+from mpistrat import cache
 from mpistrat.algorithms.choose import PLANNERS, choose
 from mpistrat.algorithms.cost import CostModel
 from mpistrat.communicator.communicator import by_algorithm
+from mpistrat.communicator.gpu_ways import gpu_ways
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch.bootstrap import start
@@ -20,22 +21,29 @@ from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.tools import own_ranks
 from mpistrat.topology.discover import discover
-from mpistrat.tuning.file import tuning_path
+from mpistrat.topology.world import World
+from mpistrat.tuning.file import kept, kept_files, tuning_path
 from mpistrat.tuning.fit import ITEM_BYTES, Measurement, modelled_seconds, require_scipy
+from mpistrat.tuning.gpu_measurements import GpuMeasurements, measure_on_gpus
 from mpistrat.tuning.links import measure_links
-from mpistrat.tuning.measure import MAX_BYTES, measure
+from mpistrat.tuning.measure import MAX_BYTES, Times, measure
 from mpistrat.tuning.model import Tuning, present_conditions
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 __all__ = ["add_arguments", "describe", "execute"]
 
 LEAST_BYTES = 1024
+MAX_SHOT_BYTES = 1 << 22  # beyond, one shot reads far more than two do
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``mpistrat tune``."""
     parser.description = (
         "Benchmark every all-reduce algorithm for some seconds, fit the constants of the cost model, and cache both in a file "
-        "for this cluster, this MPI and this rank placement; auto chooses algorithms by it from then on. mpistrat tune -n 4 "
+        "for this cluster, this MPI and this rank placement; auto chooses algorithms by it from then on. Where all ranks drive "
+        "GPUs, it compares NCCL with MPI between nodes too, or on one node the two ways of cuda_ipc. mpistrat tune -n 4 "
         "starts four ranks; or start it on all ranks of a job: srun python -m mpistrat tune."
     )
     own_ranks.add_arguments(parser)
@@ -83,8 +91,9 @@ def execute(arguments: argparse.Namespace) -> int:
 
     links = measure_links(comm, world)
     measurements = measure(comm, world, by_algorithm, max_bytes, report)
+    gpus, refusal = _measure_on_gpus(comm, world, max_bytes, report)
     if is_chief:
-        tuning = Tuning.of(present_conditions(world), measurements, links)
+        tuning = Tuning.of(present_conditions(world), measurements, links, gpus)
         path = tuning_path(tuning.conditions)
         try:
             cache.write(tuning.document(), path)
@@ -94,11 +103,26 @@ def execute(arguments: argparse.Namespace) -> int:
             print(json.dumps(_document(tuning, path), indent=1))
             return 0
         print(f"\n{describe(tuning, path)}\n\nWrote {path}. {_ADVICE}")
-        if bound_device() is not None:
-            print(
-                "It is used for arrays in host memory. For arrays on GPUs auto uses built-in constants and the number of links."
-            )
+        if refusal:
+            print(f"On GPUs nothing was measured but the number of links: {refusal}.")
     return 0
+
+
+def _measure_on_gpus(
+    comm: MPI.Intracomm, world: World, max_bytes: int, report: Callable[[int, Times], None]
+) -> tuple[GpuMeasurements | None, str]:
+    """Measure on GPUs, if all ranks drive one; else return None, and why if one does. A collective call."""
+    device = bound_device()
+    drives_gpu = comm.allgather(device is not None)
+    if device is None or not all(drives_gpu):
+        return None, ""
+    ways, refusal = gpu_ways(comm, world)
+    if refusal:
+        return None, refusal
+    found = measure_on_gpus(comm, device, ways, max_bytes if world.num_nodes > 1 else min(max_bytes, MAX_SHOT_BYTES), report)
+    for each in ways.values():
+        each.close()
+    return found, ""
 
 
 _ADVICE = "Programs use it automatically; MPISTRAT_TUNING=off ignores it, mpistrat tune --delete removes it."
@@ -111,7 +135,8 @@ def describe(tuning: Tuning, path: Path) -> str:
     heading = [("cluster", conditions.cluster), ("processor", conditions.processor), ("MPI", conditions.mpi)]
     heading += [("ranks", conditions.world), ("measured", tuning.date)]
     heading += [("settings", conditions.settings)] if conditions.settings else []
-    return "\n\n".join([format_table(heading), _choices(tuning.measurements, model), _constants(tuning)])
+    parts = [format_table(heading), _choices(tuning.measurements, model), _constants(tuning)]
+    return "\n\n".join([*parts, _on_gpus(tuning.gpus, tuning.date)] if tuning.gpus else parts)
 
 
 def _document(tuning: Tuning, path: Path) -> dict[str, Any]:
@@ -121,6 +146,7 @@ def _document(tuning: Tuning, path: Path) -> dict[str, Any]:
         "path": str(path),
         **tuning.document(),
         "auto_chooses": _chosen(tuning.measurements, tuning.model(str(path))),
+        **({"auto_chooses_on_gpus": tuning.gpus.chosen()} if tuning.gpus else {}),
         "errors_of_constants": {"median": median, "most": most},
     }
 
@@ -166,6 +192,14 @@ def _constants(tuning: Tuning) -> str:
     )
 
 
+def _on_gpus(gpus: GpuMeasurements, date: str) -> str:
+    """Return a table with the measurements on GPUs and the choice of auto for each size, and what follows."""
+    chosen = gpus.chosen()
+    rows = [(format_bytes(size), *map(format_seconds, times), chosen[size]) for size, *times in gpus.rows]
+    table = format_table([("size", *gpus.ways, "auto chooses"), *rows], right=(1, 2))
+    return f"On {gpus.device}: {gpus.times(date)}.\n\n{table}"
+
+
 def _errors(tuning: Tuning) -> tuple[float, float]:
     """Return by how much predictions of the constants alone are off, as a share of the time: in the median, and at most."""
     errors = sorted(abs(modelled_seconds(each, tuning.constants) / each.seconds - 1) for each in tuning.measurements)
@@ -177,7 +211,7 @@ def _rate(bytes_per_second: float) -> str:
 
 
 def _show(as_json: bool) -> None:
-    found = [(path, *_read(path)) for path in _files()]
+    found = kept()
     if as_json:
         documents = [
             _document(tuning, path) if tuning else {"path": str(path), "problem": text} for path, tuning, text in found
@@ -189,27 +223,13 @@ def _show(as_json: bool) -> None:
     print(_number_of(found))
 
 
-def _read(path: Path) -> tuple[Tuning | None, str]:
-    try:
-        return Tuning.from_document(cache.read(path)), ""
-    except (OSError, ValueError) as error:
-        return None, str(error)
-
-
 def _delete() -> None:
-    paths = _files()
+    paths = kept_files()
     for path in paths:
         path.unlink()
         print(f"deleted {path}")
     if not paths:
         print(_number_of(paths))
-
-
-def _files() -> list[Path]:
-    named = settings.TUNING.read()
-    if named.lower() in ("auto", "off", "measure"):
-        return sorted(cache.folder().glob("*.json"))
-    return [path for path in [Path(named).expanduser()] if path.exists()]
 
 
 def _number_of(files: Sequence[object]) -> str:

@@ -84,6 +84,8 @@ class Transport(ABC):
     """Whether `all_reduce_in_order` adds in the order of the ranks."""
     peers_read: bool = False
     """Whether peers read this rank's memory by themselves, so that copies must have completed before they are told to."""
+    one_shot_bytes: int | None = None
+    """The largest buffer that is summed in one shot, the same on all ranks, which may be set; None: it has no such choice."""
 
     def __init__(self, group: Group) -> None:
         self.group = group

@@ -33,7 +33,9 @@ from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.steps import WAITING, Steps
 from mpistrat.transports.window import NodeWindow, window_refusal
 
-__all__ = ["CudaIpcTransport"]
+__all__ = ["ASSUMED_ONE_SHOT_BYTES", "CudaIpcTransport"]
+
+ASSUMED_ONE_SHOT_BYTES = 1 << 18
 
 
 class CudaIpcTransport(Transport):
@@ -56,7 +58,8 @@ class CudaIpcTransport(Transport):
         self.peers_read = group.size > 1
         self._stream = self._device.stream()
         self._meeting = NodeWindow(group)
-        self._one_shot_bytes = settings.ONE_SHOT_BYTES.read()
+        wanted = settings.ONE_SHOT_BYTES.read()
+        self.one_shot_bytes: int = ASSUMED_ONE_SHOT_BYTES if wanted is None else wanted
         self._arenas: list[DeviceArray] = []
         self._table: DeviceArray = None
 
@@ -101,7 +104,7 @@ class CudaIpcTransport(Transport):
     def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind a sum of all by each rank if the buffer is small, else a reduce-scatter; its parts are the owners' memory."""
         bounds = _even_bounds(buffer, self.group.size)
-        if buffer.nbytes <= self._one_shot_bytes:
+        if buffer.nbytes <= self.one_shot_bytes:
             total = self._device.allocate(buffer.nbytes).view(buffer.dtype)  # not in the arena, where peers still read
             order = _Order(1 % self.group.size, max(bounds[1], 1), bounds[self.group.rank])
             fold = self._fold(buffer, 0, buffer.size, op, order, address(total))

@@ -6,11 +6,12 @@ File law: only rank 0 accesses files, and a bad one never stops a program: it is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from mpistrat import cache, settings
 from mpistrat.algorithms.cost import DEFAULT, CostModel
+from mpistrat.device.binding import bound_device
 from mpistrat.errors import LaunchError, Unsuitable
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.logger import logger
@@ -20,7 +21,7 @@ from mpistrat.tuning.links import measure_links
 from mpistrat.tuning.measure import Make, measure
 from mpistrat.tuning.model import Conditions, Tuning, present_conditions
 
-__all__ = ["read", "shared_model", "tuning_path"]
+__all__ = ["kept", "kept_files", "read", "shared_model", "tuning_path"]
 
 
 def tuning_path(conditions: Conditions) -> Path:
@@ -29,12 +30,38 @@ def tuning_path(conditions: Conditions) -> Path:
     return cache.folder() / conditions.file_name if named.lower() in ("auto", "off", "measure") else Path(named).expanduser()
 
 
+def kept_files() -> list[Path]:
+    """Return the files that there are: the one that MPISTRAT_TUNING names, or those in `cache.folder`."""
+    named = settings.TUNING.read()
+    if named.lower() in ("auto", "off", "measure"):
+        try:
+            return sorted(cache.folder().glob("*.json"))
+        except RuntimeError:  # there is no home folder
+            return []
+    return [path for path in [Path(named).expanduser()] if path.exists()]
+
+
+def kept() -> list[tuple[Path, Tuning | None, str]]:
+    """Return each of these files, and what it holds, or why it cannot be used."""
+    found: list[tuple[Path, Tuning | None, str]] = []
+    for path in kept_files():
+        try:
+            found.append((path, Tuning.from_document(cache.read(path)), ""))
+        except (OSError, ValueError) as error:
+            found.append((path, None, str(error)))
+    return found
+
+
 def read(path: Path, world: World, conditions: Conditions) -> CostModel | None:
     """Return the model of a file; None if it does not exist, or cannot be used, which is logged."""
     try:
         tuning = Tuning.from_document(cache.read(path), world)
         if tuning.conditions != conditions:
             raise ValueError(f"it was measured under other conditions: {_difference(tuning.conditions, conditions)}")
+        device = bound_device()
+        if device and tuning.gpus and device.identity().name != tuning.gpus.device:
+            logger.warning(f"what {path} says of GPUs is ignored: it was measured on {tuning.gpus.device}")
+            tuning = replace(tuning, gpus=None)
         return tuning.model(str(path))
     except FileNotFoundError:
         if path.name == conditions.file_name:

@@ -17,6 +17,7 @@ from mpistrat.algorithms.cost import DEFAULT, CostModel
 from mpistrat.launch.bootstrap import library_version
 from mpistrat.topology.world import World
 from mpistrat.tuning.fit import CONSTANTS, Measurement, corrected, fit
+from mpistrat.tuning.gpu_measurements import GpuMeasurements
 
 __all__ = ["Conditions", "Tuning", "present_conditions"]
 
@@ -24,7 +25,7 @@ FORMAT = 1  # to be increased when algorithms become faster, which makes older m
 # the settings that change the time of a collective
 _SHAPING: tuple[settings.Setting[Any], ...] = (
     settings.VIRTUAL_NODES, settings.STRICT, settings.CHUNK_BYTES, settings.MAX_MESSAGE_BYTES,
-    settings.INTRA_TRANSPORT, settings.INTER_TRANSPORT, settings.PEER_MEMORY,
+    settings.INTRA_TRANSPORT, settings.INTER_TRANSPORT, settings.MPI_GPU, settings.PEER_MEMORY,
 )  # fmt: skip
 
 
@@ -73,22 +74,28 @@ class Tuning:
         The result of `fit`.
     measurements : tuple of Measurement
         All of one world.
+    gpus : GpuMeasurements or None
+        The same on GPUs, if it was measured there.
     """
 
     conditions: Conditions
     date: str
     constants: CostModel
     measurements: tuple[Measurement, ...]
+    gpus: GpuMeasurements | None = None
 
     @classmethod
-    def of(cls, conditions: Conditions, measurements: Sequence[Measurement], links: int = 1) -> Tuning:
+    def of(
+        cls, conditions: Conditions, measurements: Sequence[Measurement], links: int = 1, gpus: GpuMeasurements | None = None
+    ) -> Tuning:
         """Return the tuning of measurements made just now, on nodes with so many links."""
         constants = fit(measurements, replace(DEFAULT, links=links))
-        return cls(conditions, datetime.date.today().isoformat(), constants, tuple(measurements))
+        return cls(conditions, datetime.date.today().isoformat(), constants, tuple(measurements), gpus)
 
     def model(self, source: str) -> CostModel:
         """Return the model for the measured world; `source` says where the measurements come from."""
-        return replace(corrected(self.constants, self.measurements), source=f"{source}, measured {self.date}")
+        model = replace(corrected(self.constants, self.measurements), source=f"{source}, measured {self.date}")
+        return replace(model, gpu_times=self.gpus.times(self.date)) if self.gpus else model
 
     def document(self) -> dict[str, Any]:
         """Return the content of the file, for JSON."""
@@ -102,6 +109,7 @@ class Tuning:
             "constants": {name: getattr(self.constants, name) for name in CONSTANTS},
             "links": self.constants.links,
             "seconds": seconds,
+            **({"gpus": self.gpus.document()} if self.gpus else {}),
         }
 
     @classmethod
@@ -135,7 +143,9 @@ class Tuning:
                 for algorithm, ladder in document["seconds"].items()
                 for num_bytes, seconds in ladder.items()
             )
-            return cls(conditions, str(document["date"]), replace(DEFAULT, **constants), measurements)
+            # older files, and those of jobs without GPUs, have none
+            gpus = GpuMeasurements.from_document(document["gpus"], _positive) if "gpus" in document else None
+            return cls(conditions, str(document["date"]), replace(DEFAULT, **constants), measurements, gpus)
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"it is not a file of mpistrat tune ({type(error).__name__}: {error})") from None
 

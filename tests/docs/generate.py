@@ -73,6 +73,8 @@ def _accepts(setting: Setting[Any]) -> str:
 
 
 def _default(setting: Setting[Any]) -> str:
+    if setting.default is None:
+        return "not set"
     if isinstance(setting.default, bool):
         return "on" if setting.default else "off"
     if setting.parse is settings.parse_bytes and setting.default:
