@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import site
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["innermost", "is_ours"]
+__all__ = ["collection_paused", "innermost", "is_ours"]
 
 # standard-library modules that may lie on the stack between the program and this library
 _BETWEEN = ("threading", "contextlib")
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pause the garbage collector while frames of another thread are looked at.
+
+    Before Python 3.12 that may collect garbage, and a finalizer may let the other thread go on, whose frame is gone then.
+    """
+    if sys.version_info >= (3, 12) or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def innermost(frame: FrameType | None) -> FrameType | None:

@@ -245,7 +245,7 @@ class Watcher:
                 logger.exception(f"rank {self._own.rank}: its watching thread has failed; hangs are no longer reported:")
 
     def _watch(self) -> None:
-        self._recorder.note_look(users.innermost(self._program()))
+        self._note_look()
         while not self._stopping:
             is_busy = self._survey is not None or (self._talk is not None and self._talk.is_sending())
             self._wake.wait(POLL_SECONDS if is_busy else WAKE_SECONDS)
@@ -253,8 +253,13 @@ class Watcher:
             if self._stopping or os.getpid() != self._pid:
                 return
             if not is_busy:
-                self._recorder.note_look(users.innermost(self._program()))
+                self._note_look()
             self._step()
+
+    def _note_look(self) -> None:
+        """Record that this thread is awake, and where the program is."""
+        with users.collection_paused():
+            self._recorder.note_look(users.innermost(self._program()))
 
     def _program(self) -> FrameType | None:
         """Return the frame of the main thread."""

@@ -30,9 +30,9 @@ def on_one_host(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Fou
 
 
 @pytest.fixture(scope="module")
-def three_hosts() -> Iterator[Place]:
-    """Give a rank on each of three hosts."""
-    place = Place("hosts:1+1+1")
+def four_hosts() -> Iterator[Place]:
+    """Give a rank on each of four hosts."""
+    place = Place("hosts:1+1+1+1")
     if place.missing():
         pytest.skip(place.missing())
     yield place
@@ -45,8 +45,8 @@ def test_the_rank_that_does_not_come_and_its_line_are_named(on_one_host: dict[st
 
 
 @pytest.mark.parametrize("name", ON_SEVERAL_HOSTS)
-def test_they_are_named_on_other_hosts(three_hosts: Place, name: str) -> None:
-    check(find_report(three_hosts, ALL[name]), ALL[name])
+def test_they_are_named_on_other_hosts(four_hosts: Place, name: str) -> None:
+    check(find_report(four_hosts, ALL[name]), ALL[name])
 
 
 def check(found: Found, hang: Hang) -> None:
