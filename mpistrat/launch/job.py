@@ -17,12 +17,13 @@ from mpistrat.launch import banners, openmpi
 
 __all__ = ["TIMED_OUT", "Limit", "follow"]
 
-INTERRUPTED = 128 + signal.SIGINT
 TIMED_OUT = 124
 """The exit code of a job that has reached its limit, as timeout(1) returns it."""
 
 # signals to forward to mpiexec; the terminal sends some of them to both processes
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+# those that end a job; SLURM sends SIGTERM at its time limit
+_ENDING: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended by SIGTERM", signal.SIGHUP: "ended by SIGHUP"}
 # how long to wait for mpiexec to end by itself before a signal is forwarded: the terminal may have sent it to mpiexec too
 _FORWARD_SECONDS = 1.0
 # how long mpiexec may take to end the ranks of a job that has reached its limit, before it is killed
@@ -52,8 +53,8 @@ class Limit:
 def follow(argv: Sequence[str], environ: Mapping[str, str], limit: Limit | None = None) -> int:
     """Run a command, forward signals to it, and return its exit code, whichever it is.
 
-    After Ctrl-C that is 130, and TIMED_OUT after the limit. What the command prints to stderr goes through `banners`. If this
-    process is killed, the command gets SIGTERM.
+    After Ctrl-C that is 130, after SIGTERM 143 unless the program ended with a code of its own, and TIMED_OUT after the limit.
+    What the command prints to stderr goes through `banners`. If this process is killed, the command gets SIGTERM.
 
     Parameters
     ----------
@@ -85,9 +86,11 @@ def follow(argv: Sequence[str], environ: Mapping[str, str], limit: Limit | None 
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if job.timed_out:
         return TIMED_OUT
-    if job.was_interrupted and process.returncode != 0:
-        print("mpistrat run: interrupted", file=sys.stderr, flush=True)
-        return INTERRUPTED
+    # told to end, mpiexec returns 1 or dies; another code after SIGTERM is the program's own
+    ends = process.returncode != 0 if job.ended_by == signal.SIGINT else process.returncode in (1, -job.ended_by)
+    if job.ended_by and ends:
+        print(f"mpistrat run: {_ENDING[job.ended_by]}", file=sys.stderr, flush=True)
+        return 128 + job.ended_by
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
@@ -97,7 +100,7 @@ class _Followed:
         self._forward: list[int] = []
         self._forward_at = math.inf
         self._end_at = time.monotonic() + limit.seconds if limit else math.inf
-        self.was_interrupted = self.timed_out = False
+        self.timed_out, self.ended_by = False, 0
 
     def wait(self, signals: Sequence[int]) -> None:
         """Wait until mpiexec has exited; `signals`, of which SIGCHLD is one, are blocked."""
@@ -107,7 +110,8 @@ class _Followed:
             if received is not None and received.si_signo != signal.SIGCHLD:
                 self._forward.append(received.si_signo)
                 self._forward_at = time.monotonic() + _FORWARD_SECONDS
-                self.was_interrupted |= received.si_signo == signal.SIGINT
+                if received.si_signo in _ENDING:
+                    self.ended_by = self.ended_by or received.si_signo
             if time.monotonic() >= self._forward_at:  # the signal was sent to this process alone
                 self._forward_signals()
             if time.monotonic() >= self._end_at:

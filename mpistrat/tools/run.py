@@ -110,7 +110,8 @@ def start(
     Returns
     -------
     int
-        0 after a dry run; 130 if Ctrl-C ended the job, and 124 if the timeout did; otherwise the exit code of mpiexec.
+        0 after a dry run; 130 if Ctrl-C ended the job, 143 if SIGTERM did, and 124 if the timeout did; otherwise the exit code
+        of mpiexec.
 
     Raises
     ------

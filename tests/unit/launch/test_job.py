@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 import pytest
 
 from mpistrat.launch import job
 from mpistrat.launch.job import TIMED_OUT, Limit, follow
+from tests.processes import run_bounded
 
 # other tests of this process may have imported JAX, which warns of every fork
 pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")
@@ -22,6 +24,24 @@ def test_exit_codes_are_handed_on(capfd: pytest.CaptureFixture[str]) -> None:
     assert follow(shell("echo out; echo err >&2; exit 3"), os.environ) == 3
     assert capfd.readouterr() == ("out\n", "err\n")
     assert follow(shell("kill -9 $$"), os.environ) == 128 + 9
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "returned", "said"),
+    [
+        ("TERM", 1, 143, "ended by SIGTERM"),
+        ("HUP", 1, 129, "ended by SIGHUP"),
+        ("INT", 5, 130, "interrupted"),
+        ("TERM", 5, 5, ""),
+    ],
+)
+def test_a_signal_that_ends_the_job_is_told_and_is_its_code(name: str, code: int, returned: int, said: str) -> None:
+    command = f"trap 'exit {code}' {name}; kill -{name} $PPID; while :; do sleep 0.05; done"
+    program = (
+        f"import os; from mpistrat.launch.job import follow; raise SystemExit(follow(['sh', '-c', {command!r}], os.environ))"
+    )
+    done = run_bounded([sys.executable, "-c", program], 60.0)
+    assert (done.returncode, done.stderr) == (returned, f"mpistrat run: {said}\n" if said else "")
 
 
 def test_a_job_that_ends_in_time_has_no_report() -> None:
