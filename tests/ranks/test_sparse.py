@@ -3,7 +3,6 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpistrat.communicator.communicator import Communicator
@@ -14,6 +13,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
 from tests.launches import needs_ranks
+from tests.ranks.test_properties import check_examples
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 
@@ -100,26 +100,25 @@ def test_the_slices_of_one_rank_are_broadcast(ops):
     assert len(copy.indices) == root
 
 
-@settings(max_examples=25)
-@given(
-    lengths=st.lists(st.integers(0, 12), min_size=8, max_size=8),
-    dtype=st.sampled_from([np.float16, np.float32, np.int8, np.int64, np.complex128, ml_dtypes.bfloat16]),
-    op=st.sampled_from([SUM, MEAN]),
-)
-def test_any_lengths_and_dtypes(mixed_ops, lengths, dtype, op):
-    parts = [made(rank, lengths[rank], 5, dtype=dtype) for rank in range(mixed_ops.size)]
-    result = all_reduce_slices(mixed_ops, op, parts[mixed_ops.rank])
-    wide = np.complex128 if dtype is np.complex128 else np.int64
-    total = np.zeros((5, 2), wide)
-    for part in parts:
-        np.add.at(total, part.indices, part.values.astype(wide))
-    if op is MEAN:
-        exact = total / mixed_ops.size if np.dtype(dtype).kind not in "i" else np.trunc(total / mixed_ops.size)
-        total = exact.astype(np.float32) if np.dtype(dtype).itemsize == 2 else exact
-    expected = total.astype(dtype)
-    assert (result.to_dense() == expected).all()
-    assert result.dtype == dtype
-    assert result.indices.tolist() == sorted({int(index) for part in parts for index in part.indices})
+def test_any_lengths_and_dtypes(mixed_ops, comm):
+    def check(lengths, dtype, op):
+        parts = [made(rank, lengths[rank], 5, dtype=dtype) for rank in range(mixed_ops.size)]
+        result = all_reduce_slices(mixed_ops, op, parts[mixed_ops.rank])
+        wide = np.complex128 if dtype is np.complex128 else np.int64
+        total = np.zeros((5, 2), wide)
+        for part in parts:
+            np.add.at(total, part.indices, part.values.astype(wide))
+        if op is MEAN:
+            exact = total / mixed_ops.size if np.dtype(dtype).kind not in "i" else np.trunc(total / mixed_ops.size)
+            total = exact.astype(np.float32) if np.dtype(dtype).itemsize == 2 else exact
+        expected = total.astype(dtype)
+        assert (result.to_dense() == expected).all()
+        assert result.dtype == dtype
+        assert result.indices.tolist() == sorted({int(index) for part in parts for index in part.indices})
+
+    lengths = st.lists(st.integers(0, 12), min_size=8, max_size=8)
+    dtypes = st.sampled_from([np.float16, np.float32, np.int8, np.int64, np.complex128, ml_dtypes.bfloat16])
+    check_examples(comm, "", check, lengths, dtypes, st.sampled_from([SUM, MEAN]), most=25)
 
 
 @pytest.fixture(scope="module")
