@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpistrat.transports.window import ALL_SMALL_BYTES, LEAST_SMALL_BYTES, small_slot_bytes
+from mpistrat.transports.window import LEAST_SMALL_BYTES, MOST_READ_BYTES, MOST_SMALL_BYTES, small_slot_bytes
 
 
 def test_slots_are_whole_cache_lines_on_any_number_of_ranks() -> None:
@@ -10,5 +10,6 @@ def test_slots_are_whole_cache_lines_on_any_number_of_ranks() -> None:
 
 
 def test_many_ranks_share_the_room_down_to_a_least() -> None:
-    assert small_slot_bytes(8) == ALL_SMALL_BYTES // 8
+    assert small_slot_bytes(4) == MOST_SMALL_BYTES
+    assert small_slot_bytes(8) == MOST_READ_BYTES // 64
     assert small_slot_bytes(1000) == LEAST_SMALL_BYTES
