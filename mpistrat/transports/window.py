@@ -45,10 +45,10 @@ HEADER_BYTES = 256
 ENTERED, CALL, FACTS, RELEASED, RESULT = 0, 1, 4, 16, 24
 """Offsets of a rank's control words, in units of 8 bytes: barriers entered; in the same cache line the words of the last two
 calls, and three facts of each; results released; small results published."""
-LEAST_SMALL_BYTES, MOST_SMALL_BYTES, MOST_READ_BYTES = 1 << 15, 1 << 18, 6 << 20
+LEAST_SMALL_BYTES, MOST_SMALL_BYTES, MOST_READ_BYTES = 1 << 15, 1 << 19, 6 << 20
 """Bounds of the size of a slot for small arrays, and of what all ranks of a node read together: each reads the slots of all.
 
-Beyond, MPI was faster, measured with 4 to 8 ranks on two cores."""
+Beyond, MPI was faster with 7 and 8 ranks on two cores, and slots would take much memory with fewer."""
 SMALL_SLOTS = 4
 """Slots of each rank: two for its addends and two for the results it publishes, used alternately."""
 _CACHE_LINE_BYTES = 64

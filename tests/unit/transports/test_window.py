@@ -10,6 +10,6 @@ def test_slots_are_whole_cache_lines_on_any_number_of_ranks() -> None:
 
 
 def test_many_ranks_share_the_room_down_to_a_least() -> None:
-    assert small_slot_bytes(4) == MOST_SMALL_BYTES
+    assert small_slot_bytes(3) == MOST_SMALL_BYTES
     assert small_slot_bytes(8) == MOST_READ_BYTES // 64
     assert small_slot_bytes(1000) == LEAST_SMALL_BYTES
