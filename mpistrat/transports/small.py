@@ -97,6 +97,18 @@ class SmallExchange:
                 return
         self.call.drive(_until(partial(_has_reached, words, ENTERED, entered)))
 
+    def wait_for_call(self, words: memoryview, place: int, mark: int) -> bool:
+        """Wait until a rank of this node has entered this barrier; return False if it is known to be in the same call."""
+        for _ in range(self.polls):
+            if words[place] == mark:
+                return False
+        for _ in range(_YIELDS):
+            os.sched_yield()
+            if words[place] == mark:
+                return False
+        self.call.drive(_until(partial(_has_reached, words, ENTERED, mark - self.call.word)))
+        return True
+
     def wait_for_result(self, window: NodeWindow, entered: int) -> None:
         """Wait until the leader of this node has published the result of the current call.
 
@@ -305,26 +317,29 @@ class SmallAllReduce:
         """Return what copies a source to this rank's slot and passes a barrier of the node: it returns the turn (0 or 1)."""
         exchange = self._exchange
         own_slots = [slots[exchange.rank] for slots in self._slots]
-        call, own, others, compared, fence = exchange.call, window.own, window.others, window.compared, window.fence_memory
-        is_fenced, wait = window.is_fenced, exchange.wait_for_entry
+        call, own, others, fence = exchange.call, window.own, window.others, window.fence_memory
+        is_fenced, wait = window.is_fenced, exchange.wait_for_call
 
         def barrier(source: Array) -> int:
             exchange.turn = turn = 1 - exchange.turn
             own_slots[turn][...] = source
             window.entered = entered = window.entered + 1
             place = CALL + (entered & 1)
-            own[place] = word = call.word
+            if is_fenced:
+                fence()
+            own[place] = mark = call.word + entered
             if is_fenced:
                 fence()
             own[ENTERED] = entered
+            must_compare = False
             for words in others:
-                if words[ENTERED] < entered:
-                    wait(words, entered)
+                # a rank that has entered this barrier in the same call has the same mark
+                if words[place] != mark and wait(words, place, mark):
+                    must_compare = True
             if is_fenced:
                 fence()
-            for words in compared:
-                if words[place] != word:
-                    window.compare(entered)
+            if must_compare:
+                window.compare(entered)
             return turn
 
         return barrier

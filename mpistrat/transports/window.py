@@ -43,8 +43,8 @@ __all__ = [
 
 HEADER_BYTES = 256
 ENTERED, CALL, FACTS, RELEASED, RESULT = 0, 1, 4, 16, 24
-"""Offsets of a rank's control words, in units of 8 bytes: barriers entered; in the same cache line the words of the last two
-calls, and three facts of each; results released; small results published."""
+"""Offsets of a rank's control words, in units of 8 bytes: barriers entered; in the same cache line, for each of the last two
+calls, its word plus the number of the barrier, and three facts; results released; small results published."""
 LEAST_SMALL_BYTES, MOST_SMALL_BYTES, MOST_READ_BYTES = 1 << 15, 1 << 19, 6 << 20
 """Bounds of the size of a slot for small arrays, and of what all ranks of a node read together: each reads the slots of all.
 
@@ -205,8 +205,10 @@ class NodeWindow:
     def announce(self, word: int) -> int:
         """Enter a barrier with the word of a call; return the number of the barrier."""
         self.entered = entered = self.entered + 1
+        if self.is_fenced:
+            self.fence_memory()
         # two slots: a peer that is already in the next barrier must not overwrite what is compared in this one
-        self.own[CALL + (entered & 1)] = word
+        self.own[CALL + (entered & 1)] = word + entered
         if self.is_fenced:
             self.fence_memory()
         self.own[ENTERED] = entered
@@ -235,10 +237,10 @@ class NodeWindow:
         if self.is_fenced:
             self.fence_memory()
         place = CALL + (entered & 1)
-        word = self.own[place]
+        mark = self.own[place]
         for words in self.compared:
-            if words[place] != word:
-                raise CallsDifferError([words[place] for words in self.words])
+            if words[place] != mark:
+                raise CallsDifferError([words[place] - entered for words in self.words])
 
     def missing(self) -> list[int]:
         """Return the world ranks that have not entered the barrier this rank is in."""
