@@ -126,6 +126,7 @@ class DoesNotWait(SharedMemoryTransport):
     def __init__(self, group):
         super().__init__(group)
         self.window._wait = lambda word, least: iter(())
+        self.window.compare = lambda entered: None  # of a rank that has not come it finds no call
 
 
 class ForgetsAPart(SharedMemoryTransport):

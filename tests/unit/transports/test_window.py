@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpistrat.transports.window import LEAST_SMALL_BYTES, MOST_READ_BYTES, MOST_SMALL_BYTES, small_slot_bytes
+from mpistrat.transports.window import LEAST_SMALL_BYTES, MOST_READ_BYTES, MOST_SMALL_BYTES, _are_of_one_call, small_slot_bytes
 
 
 def test_slots_are_whole_cache_lines_on_any_number_of_ranks() -> None:
@@ -13,3 +13,11 @@ def test_many_ranks_share_the_room_down_to_a_least() -> None:
     assert small_slot_bytes(3) == MOST_SMALL_BYTES
     assert small_slot_bytes(8) == MOST_READ_BYTES // 64
     assert small_slot_bytes(1000) == LEAST_SMALL_BYTES
+
+
+def test_marks_of_one_call_are_known_by_any_barrier() -> None:
+    word = 0x1234567890ABCDE0
+    assert _are_of_one_call(word + 7, word + 9)
+    assert _are_of_one_call(word + 9, word + 7)
+    assert not _are_of_one_call(word + 7, (word | 1) + 7), "one compares first"
+    assert not _are_of_one_call(word + 7, word + (1 << 20) + 7)
