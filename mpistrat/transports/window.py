@@ -53,7 +53,7 @@ SMALL_SLOTS = 4
 """Slots of each rank: two for its addends and two for the results it publishes, used alternately."""
 _CACHE_LINE_BYTES = 64
 _MOST_BARRIERS = 1 << 16
-"""Of one call that a rank has entered meanwhile: operations of several channels take turns."""
+"""The barriers of one call are closer together than this; several are in flight where its operations take turns."""
 
 
 def small_slot_bytes(num_ranks: int) -> int:

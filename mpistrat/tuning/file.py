@@ -31,7 +31,7 @@ def tuning_path(conditions: Conditions) -> Path:
 
 
 def kept_files() -> list[Path]:
-    """Return the files that there are: the one that MPISTRAT_TUNING names, or those in `cache.folder`."""
+    """Return the existing files of `mpistrat tune`: the one that MPISTRAT_TUNING names, or those in `cache.folder`."""
     named = settings.TUNING.read()
     if named.lower() in ("auto", "off", "measure"):
         try:
