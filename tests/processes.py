@@ -12,9 +12,18 @@ from pathlib import Path
 
 from mpistrat.launch.openmpi import remove_rendezvous_files
 
-__all__ = ["TIMED_OUT", "kill_session", "patient", "run_bounded", "until"]
+__all__ = ["TIMED_OUT", "codes_after_loss", "kill_session", "patient", "run_bounded", "until"]
 
 TIMED_OUT = 124  # as timeout(1) returns
+
+
+def codes_after_loss(own: int) -> set[int]:
+    """Return what mpiexec may return after a rank has ended by itself with this code, without MPI_Abort.
+
+    MPICH returns 9, the signal that it sends to the other ranks. Open MPI returns the code of the rank, unless another
+    rank is told of the closed socket first and ends the job with MPI_ERR_UNKNOWN, which is 14.
+    """
+    return {own, 9, 14}
 
 
 def run_bounded(
