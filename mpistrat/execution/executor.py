@@ -13,6 +13,7 @@ from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
 from mpistrat.device.abstract import Device
 from mpistrat.errors import TransportError
+from mpistrat.execution.freed_memory import keep_freed_memory
 from mpistrat.execution.select import Transports, host_transports
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
@@ -101,6 +102,7 @@ class Executor:
     """The GPU whose memory it works on; None: memory of the host."""
 
     def __init__(self, hierarchy: Hierarchy, transports: Transports | None = None) -> None:
+        keep_freed_memory()
         self.hierarchy = hierarchy
         self.timeline = Timeline()
         self.transports = host_transports(hierarchy) if transports is None else transports
