@@ -24,14 +24,14 @@ def collection_paused() -> Iterator[None]:
 
     Before Python 3.12 that may collect garbage, and a finalizer may let the other thread go on, whose frame is gone then.
     """
-    if sys.version_info >= (3, 12) or not gc.isenabled():
+    if sys.version_info < (3, 12) and gc.isenabled():
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.enable()
+    else:
         yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def innermost(frame: FrameType | None) -> FrameType | None:

@@ -27,7 +27,9 @@ def start(carry_out):
 def run(program):
     """Return what a program of its own prints; it may not take long."""
     head = "import os, sys, threading, time; from mpistrat.execution.engine import Job, back_off, submit;"
-    done = subprocess.run([sys.executable, "-c", head + program], capture_output=True, text=True, timeout=60, check=False)
+    quiet = ("-W", "ignore:This process:DeprecationWarning")  # from 3.12 on Python warns of a fork beside other threads
+    argv = [sys.executable, *quiet, "-c", head + program]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     return done.stdout, done.stderr, done.returncode
 
 
