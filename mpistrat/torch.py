@@ -82,8 +82,10 @@ def broadcast_state(
     communicator = job_communicator() if communicator is None else communicator
     named = [*model.named_parameters(), *model.named_buffers()]
     communicator.note(f"broadcast_state of {', '.join(name for name, _ in named)}")
-    arrays = [_in_memory_order(tensor.detach(), name) for name, tensor in named]
+    tensors = [tensor.detach() for _, tensor in named]
+    arrays = [_in_memory_order(tensor, name) for tensor, (name, _) in zip(tensors, named, strict=True)]
     communicator.broadcast(arrays, root, out=arrays)
+    _hand_back(arrays, tensors)
     if optimizer is None:
         return
     mine = map_leaves(_from_tensor, optimizer.state_dict()) if communicator.rank == root else None
@@ -133,6 +135,7 @@ class _AveragedGradients:
                     array[...] = mean
             else:
                 self._communicator.all_reduce("mean", arrays, out=arrays)
+            _hand_back(arrays, [parameter.grad for _, parameter in bucket.named if parameter.grad is not None])
 
     def __del__(self) -> None:
         if not self._was_entered:
@@ -215,6 +218,12 @@ def _in_memory_order(tensor: torch.Tensor, name: str) -> Array:
     if not array.flags.c_contiguous:
         raise InvalidArgumentError(f"{name} has gaps in memory or overlaps itself: replace it by {name}.contiguous()")
     return array
+
+
+def _hand_back(arrays: list[Array], tensors: list[torch.Tensor]) -> None:
+    """Let PyTorch's current stream wait for what was written to the memory of tensors: a call on a GPU returns before."""
+    for array, tensor in zip(arrays, tensors, strict=True):
+        like(array, tensor)
 
 
 def _from_tensor(leaf: Any) -> Any:

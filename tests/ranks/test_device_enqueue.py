@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
+from mpistrat.torch import average_gradients, broadcast_state
 from tests.gpu.pair import Pair, values
 from tests.launches import needs_ranks, up_to_ranks
 
@@ -189,3 +192,49 @@ def test_closing_waits_for_what_was_enqueued(comm, monkeypatch):
         communicator.close()
         release.join()
         assert not stream.waiting
+
+
+class _Tensor:
+    """A tensor of PyTorch on the stand-in GPU, as far as its gradient is averaged."""
+
+    layout, dtype, requires_grad = "strided", "float32", False
+    device = SimpleNamespace(type="cuda", index=0)
+
+    def __init__(self, array):
+        self.array, self.grad = array, None
+        self.numel, self.element_size = (lambda: array.size), (lambda: array.itemsize)
+
+    def detach(self):
+        return self
+
+    resolve_conj = resolve_neg = detach
+
+    def on_stand_in(self, device):
+        return self.array
+
+
+@pytest.mark.parametrize("count", [100, 30000])
+def test_pytorch_waits_on_its_own_stream_for_what_was_written_to_its_tensors(node, monkeypatch, count):
+    of_torch = node.device.stream()
+
+    def from_dlpack(array):
+        of_torch.wait(node.device.current_stream().record())  # PyTorch asks for that, for its current stream
+        return _Tensor(array)
+
+    torch = SimpleNamespace(Tensor=_Tensor, strided="strided", bfloat16="bfloat16", from_dlpack=from_dlpack)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    given = values((count,), np.float32, node.rank)
+    expected, sent = node.host.all_reduce(MEAN, given), node.host.broadcast(given, 1)
+    model = _Tensor(node.up(given))
+    model.named_parameters, model.named_buffers = (lambda: [("weight", weight)]), (lambda: [])
+    weight = SimpleNamespace(
+        requires_grad=True, numel=model.numel, element_size=model.element_size, detach=lambda: model, grad=None
+    )
+    for _ in range(8):
+        weight.grad, model.array = _Tensor(node.up(given)), node.up(given)
+        with average_gradients(model, node.gpu):
+            pass
+        broadcast_state(model, communicator=node.gpu, root=1)
+        with node.device.activate(of_torch):
+            np.testing.assert_array_equal(node.device.get(weight.grad.array), expected)
+            np.testing.assert_array_equal(node.device.get(model.array), sent)
