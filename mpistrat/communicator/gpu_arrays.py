@@ -13,11 +13,11 @@ from mpistrat.arrays import Array, is_on_device
 from mpistrat.communicator.device_plans import DevicePlanCache, MixedPlanCache
 from mpistrat.communicator.guard import CollectiveGuard
 from mpistrat.communicator.plan_cache import PlanCache
-from mpistrat.device.abstract import Device, Event
+from mpistrat.device.abstract import Device
 from mpistrat.execution.device_executor import DeviceExecutor
 from mpistrat.execution.executor import Executor
 from mpistrat.groups.agreement import Agreement, CallsDifferError
-from mpistrat.transports.steps import WAITING, Steps
+from mpistrat.transports.steps import Steps, until
 
 __all__ = ["GpuArrays", "has_arrays"]
 
@@ -86,6 +86,25 @@ class GpuArrays:
             self._guard.give_up()
             raise
 
+    def finish(self) -> None:
+        """Wait on the host until all that was enqueued on the current stream has ended.
+
+        Raises
+        ------
+        TransportError
+            If NCCL was aborted meanwhile: what it should have written is undefined.
+        DeadlineExceededError
+            If the deadline of the communicator passes.
+        """
+        with self.device.activate():
+            self._guard.drive_current(self.abort_on_error(self._end()))
+
+    def _end(self) -> Steps:
+        for waits in until(self.device.current_stream().record()):
+            self.executor.raise_failure()
+            yield waits
+        self.executor.raise_failure()
+
     def on_own_stream(self, carry_out: Callable[[], list[Array]], finish: Callable[[Steps], None]) -> Callable[[], list[Array]]:
         """Return `carry_out` on the stream of started operations, after the work enqueued so far on the current stream.
 
@@ -102,7 +121,7 @@ class GpuArrays:
             with self.device.activate(self.stream):
                 self.stream.wait(enqueued)
                 results = carry_out()
-                finish(self.abort_on_error(_until(self.stream.record())))
+                finish(self.abort_on_error(until(self.stream.record())))
             return results
 
         return run
@@ -111,8 +130,3 @@ class GpuArrays:
 def has_arrays(arrays: Sequence[Array]) -> bool:
     """Return whether some of the arrays are on a GPU."""
     return any(map(is_on_device, arrays))
-
-
-def _until(event: Event) -> Steps:
-    while not event.done():
-        yield WAITING

@@ -143,6 +143,11 @@ class DeviceExecutor(Executor):
         every = (self.transports.everywhere, *self._nccl_rails.values(), self.intra)
         return tuple(dict.fromkeys(filter(None, every)))
 
+    def raise_failure(self) -> None:
+        """Raise TransportError if what was enqueued has been aborted."""
+        for transport in self._on_gpus:
+            transport.raise_failure()
+
     def settle(self) -> Steps:
         """Wait until all that was enqueued has ended."""
         for transport in self._on_gpus:

@@ -52,6 +52,11 @@ class Buffer:
             raise ValueError(f"{self._memory.nbytes} bytes are less than {count * blocks} elements of {extent} bytes")
         self._dtype = flat.dtype if datatype is None else _dtype_of(datatype)
         self._gapped = datatype if self._dtype is None else None
+        if self._gapped is not None and is_on_device(flat):  # an MPI that is not CUDA-aware would crash packing it
+            raise InvalidArgumentError(
+                "memory of a GPU is taken with datatypes without gaps only, such as MPI.FLOAT: copy what is to be sent to a "
+                "contiguous array, with numpy-like slices"
+            )
 
     def numbers(self, op: ReduceOp) -> Array | None:
         """Return the elements, without a copy; None if `op` is not defined for them here: on all ranks or on none."""

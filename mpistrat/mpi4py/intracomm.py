@@ -16,7 +16,6 @@ from mpi4py import MPI
 from mpistrat.arrays import Array, is_on_device
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.device.binding import bound_device
 from mpistrat.errors import CollectiveError, MpistratError
 from mpistrat.mpi4py.buffers import Buffer, is_in_place, numbers_of
 from mpistrat.mpi4py.request import WorkRequest
@@ -84,7 +83,7 @@ class WrappedIntracomm(MPI.Intracomm):
         reduce_op, source, target = operands
         if communicator.all_reduce_again(reduce_op, [source], 0, 2, [target]) is None:
             communicator.all_reduce(reduce_op, source, out=target)
-        _finish(target)
+        _finish(communicator, target)
 
     def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> MPI.Request:  # noqa: N802
         """Start what `Allreduce` does, and return a request. A collective call."""
@@ -110,7 +109,7 @@ class WrappedIntracomm(MPI.Intracomm):
             return
         reduce_op, source, target = operands
         communicator.reduce_scatter(reduce_op, source, out=target)
-        _finish(target)
+        _finish(communicator, target)
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:  # noqa: N802
         """Gather the elements of all ranks, in rank order, in `recvbuf` of each. A collective call."""
@@ -128,7 +127,7 @@ class WrappedIntracomm(MPI.Intracomm):
                 raise ValueError(f"each rank sends {len(contents)} bytes, and receives {share} from each")
         communicator.all_gather(contents, out=landing)
         target.put(landing, self)
-        _finish(landing)
+        _finish(communicator, landing)
 
     def Bcast(self, buf: Any, root: int = 0) -> None:  # noqa: N802
         """Send the elements of rank `root` to `buf` of all. A collective call."""
@@ -139,7 +138,7 @@ class WrappedIntracomm(MPI.Intracomm):
         communicator.broadcast(landing, root, out=None if self.rank == root else landing)
         if self.rank != root:
             buffer.put(landing, self)
-            _finish(landing)
+            _finish(communicator, landing)
 
     def Barrier(self) -> None:  # noqa: N802
         """Wait until all ranks have come here. A collective call."""
@@ -229,8 +228,7 @@ def _deriving(method: Callable[..., MPI.Intracomm]) -> Callable[..., MPI.Intraco
     return derive
 
 
-def _finish(result: Array) -> None:
+def _finish(communicator: Communicator, result: Array) -> None:
     """Wait until a result on the GPU may be read on any stream, as mpi4py does."""
-    device = bound_device()
-    if device is not None and is_on_device(result):
-        device.array_module.cuda.get_current_stream().synchronize()
+    if communicator._gpu is not None and is_on_device(result):
+        communicator._gpu.finish()

@@ -16,6 +16,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.gpu_binding import what_is_bound
 from mpistrat.topology.discover import discover
 from mpistrat.topology.gpu_assignment import check_gpu_assignment
+from mpistrat.tuning.gpu_measurements import wait_until_complete
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -67,8 +68,6 @@ def timed(run: Callable[[], object], ops: Communicator) -> Callable[[], object]:
 
     def until_complete() -> None:
         run()
-        event = device.current_stream().record()
-        while not event.done():
-            pass
+        wait_until_complete(device)
 
     return until_complete

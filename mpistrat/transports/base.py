@@ -177,6 +177,9 @@ class Transport(ABC):
             Whether what is under way will not end; asked by a thread as long as something is.
         """
 
+    def raise_failure(self) -> None:  # noqa: B027 - most transports raise in the operation that fails
+        """Raise TransportError if what was enqueued on a device has been aborted."""
+
     def settle(self) -> Steps:
         """Wait until all that was enqueued on a device has ended, if operations end before that."""
         return iter(())

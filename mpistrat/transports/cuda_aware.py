@@ -33,7 +33,7 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.halving import Halving, Round
 from mpistrat.transports.ring import Ring
-from mpistrat.transports.steps import WAITING, WORKED, Steps, drive
+from mpistrat.transports.steps import WAITING, WORKED, Steps, drive, until
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -185,7 +185,7 @@ class CudaAwareTransport(Transport):
             self._device.current_stream().copy(address(landing) + rank * stride, address(buffer), buffer.nbytes)
             yield from bound.run()
             self._stream.launch(kernel, num_blocks, arguments)
-            yield from _until(self._stream.record())
+            yield from until(self._stream.record())
 
         return Operation(run, [Part(0, buffer.size, (buffer,))], table.nbytes)
 
@@ -246,7 +246,7 @@ class _DeviceRing:
         if not count:
             return
         # the buffer is written, and nobody reads what will be overwritten
-        yield from _until(self._device.current_stream().record())
+        yield from until(self._device.current_stream().record())
         self._tag = self._call.tag(self._channel)
         sent = [self._comm.Isend(message, self._right, self._tag) for message in self._sends[: self._segments]]
         arriving: list[MPI.Request] = []
@@ -327,7 +327,7 @@ class _DeviceRounds:
             self._rounds.append(bound)
 
     def run(self) -> Steps:
-        yield from _until(self._device.current_stream().record())  # as for the ring
+        yield from until(self._device.current_stream().record())  # as for the ring
         tag = self._call.tag(self._channel)
         requests: list[MPI.Request] = []
         try:
@@ -353,7 +353,7 @@ class _DeviceRounds:
             self._stream.launch(self._kernel, num_blocks, arguments)
         yield WORKED
         if each.folds:
-            yield from _until(self._stream.record())
+            yield from until(self._stream.record())
 
 
 @dataclass(frozen=True)
@@ -371,11 +371,6 @@ def _stride(buffer: DeviceArray) -> int:
 
 def _num_blocks(count: int, itemsize: int) -> int:
     return -(-count * itemsize // (THREADS * PACKET_BYTES))
-
-
-def _until(event: Event) -> Steps:
-    while not event.done():
-        yield WAITING
 
 
 def _longest(bounds: Sequence[int]) -> int:

@@ -30,7 +30,7 @@ from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import Operation, Part, Transport
-from mpistrat.transports.steps import WAITING, Steps
+from mpistrat.transports.steps import Steps, until
 from mpistrat.transports.window import NodeWindow, window_refusal
 
 __all__ = ["ASSUMED_ONE_SHOT_BYTES", "CudaIpcTransport"]
@@ -210,9 +210,7 @@ class CudaIpcTransport(Transport):
                 return
             self._stream.wait(self._device.current_stream().record())
             self._stream.launch(kernel, num_blocks(count, itemsize), arguments)
-            event = self._stream.record()
-            while not event.done():
-                yield WAITING
+            yield from until(self._stream.record())
 
         return run
 
@@ -220,9 +218,7 @@ class CudaIpcTransport(Transport):
         """Return the operation that waits until the memory of all ranks is ready, then acts."""
 
         def run() -> Steps:
-            written = self._device.current_stream().record()
-            while not written.done():
-                yield WAITING
+            yield from until(self._device.current_stream().record())
             yield from self._meeting.barrier()
             if act is not None:
                 yield from act()

@@ -234,6 +234,11 @@ class NcclTransport(Transport):
                 f"nccl watcher {self.group.name}", self._device, self._check, must_wait, peer_has_aborted
             )
 
+    def raise_failure(self) -> None:
+        """Raise TransportError if the communicator was aborted."""
+        if self._failure:
+            raise TransportError(f"{self.group.name}: NCCL has failed: {self._failure}; make a new strategy to go on")
+
     def settle(self) -> Steps:
         """Wait until all that was enqueued has ended, well or not."""
         return iter(()) if self._watcher is None else self._watcher.settle()
@@ -354,8 +359,7 @@ class NcclTransport(Transport):
                     self._abort(f"{error}")
             if not self._failure and self._watcher is not None and self._watcher.peer_has_aborted():
                 self._abort("another rank has given up")
-        if self._failure:
-            raise TransportError(f"{self.group.name}: NCCL has failed: {self._failure}; make a new strategy to go on")
+        self.raise_failure()
 
     def _abort(self, reason: str) -> None:
         if not self._failure:

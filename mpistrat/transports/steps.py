@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Generator, Iterator
 
 from mpistrat.arrays import Array
+from mpistrat.device.abstract import Event
 from mpistrat.errors import DeadlineExceededError
 
-__all__ = ["WAITING", "WORKED", "Steps", "address", "drive", "yield_core"]
+__all__ = ["WAITING", "WORKED", "Steps", "address", "drive", "until", "yield_core"]
 
 Steps = Iterator[bool]
 WAITING, WORKED = False, True
@@ -80,6 +81,12 @@ def drive(
             if isinstance(steps, Generator):
                 steps.close()  # runs its cleanup now, and it cannot be resumed
             raise
+
+
+def until(event: Event) -> Steps:
+    """Return the steps that wait for an event of a GPU."""
+    while not event.done():
+        yield WAITING
 
 
 def yield_core(waits: int = 0) -> None:

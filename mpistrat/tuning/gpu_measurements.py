@@ -14,13 +14,16 @@ import numpy as np
 from mpistrat.algorithms.cost import GpuTimes
 from mpistrat.device.abstract import Device
 from mpistrat.reduction import ReduceOp
+from mpistrat.transports.steps import drive, until
 from mpistrat.tuning.fit import ITEM_BYTES
 from mpistrat.tuning.measure import Measured, Run, Times, race
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["BETWEEN_NODES", "IN_SHOTS", "GpuMeasurements", "measure_on_gpus"]
+__all__ = ["BETWEEN_NODES", "IN_SHOTS", "GpuMeasurements", "measure_on_gpus", "wait_until_complete"]
+
+DEADLINE_SECONDS = 60.0
 
 BETWEEN_NODES = {"mpi": GpuTimes(), "nccl": GpuTimes(nccl_over_mpi=((1, 0.0),))}
 IN_SHOTS = {"one shot": GpuTimes(one_shot_bytes=sys.maxsize), "two shots": GpuTimes(one_shot_bytes=0)}
@@ -112,9 +115,7 @@ def measure_on_gpus(
 
     def run(each: Measured, arrays: Any, targets: Any) -> None:
         each.all_reduce(ReduceOp.SUM, arrays, None, targets)
-        end = device.current_stream().record()
-        while not end.done():
-            pass
+        wait_until_complete(device)
 
     def runs(num_bytes: int) -> dict[str, Run]:
         values = device.array_module.ones(num_bytes // ITEM_BYTES, np.float32)
@@ -124,3 +125,14 @@ def measure_on_gpus(
     found, (first, second) = race(comm, runs, max_bytes, report), ways
     rows = [(num_bytes, times[first], times[second]) for num_bytes, times in sorted(found.items()) if len(times) == len(ways)]
     return GpuMeasurements(device.identity().name, (first, second), tuple(rows))
+
+
+def wait_until_complete(device: Device) -> None:
+    """Wait until what was enqueued on the current stream has ended.
+
+    Raises
+    ------
+    DeadlineExceededError
+        If it has not after a minute: another rank has not made the call.
+    """
+    drive(until(device.current_stream().record()), lambda: "a call that is measured on GPUs", DEADLINE_SECONDS)

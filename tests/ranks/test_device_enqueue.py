@@ -10,12 +10,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import TransportError, UnavailableError
+from mpistrat.errors import InvalidArgumentError, TransportError, UnavailableError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import start
+from mpistrat.mpi4py import wrap
+from mpistrat.mpi4py.buffers import Buffer
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
 from mpistrat.torch import average_gradients, broadcast_state
@@ -192,6 +195,31 @@ def test_closing_waits_for_what_was_enqueued(comm, monkeypatch):
         communicator.close()
         release.join()
         assert not stream.waiting
+
+
+def test_a_call_of_mpi4py_returns_when_its_result_may_be_read_on_any_stream(node):
+    given, wrapped = values(3000, np.float32, node.rank), wrap(node.comm)
+    source, target = node.up(given), node.device.array_module.empty(3000, np.float32)
+    for _ in range(3):
+        wrapped.Allreduce(source, target)
+        with node.device.activate(node.device.stream()):
+            np.testing.assert_array_equal(node.device.get(target), node.host.all_reduce(SUM, given))
+    communicator = wrapped.open()
+    node.device.held = communicator._gpu.executor.transports.everywhere._stream
+    threading.Timer(0.1, lambda: setattr(node.library, "error", "planted: a GPU fell off the bus")).start()
+    with pytest.raises((TransportError, UnavailableError), match=r"planted: a GPU fell off the bus|given up|gave up"):
+        wrapped.Allreduce(source, target)
+    node.comm.Barrier()
+    node.device.held, node.library.error = None, ""
+    communicator.close()
+
+
+def test_datatypes_with_gaps_are_refused_for_memory_of_a_gpu(node):
+    """MPI would pack them, and crash where it is not CUDA-aware."""
+    pairs = MPI.FLOAT.Create_vector(2, 1, 2).Commit()
+    with pytest.raises(InvalidArgumentError, match="memory of a GPU is taken with datatypes without gaps only"):
+        Buffer([node.up(np.ones(4, np.float32)), 1, pairs])
+    pairs.Free()
 
 
 class _Tensor:

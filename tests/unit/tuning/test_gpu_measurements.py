@@ -6,16 +6,20 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mpistrat.algorithms.cost import DEFAULT, GpuTimes
 from mpistrat.device.binding import bind
+from mpistrat.errors import DeadlineExceededError
+from mpistrat.tools.bench_memory import timed
 from mpistrat.topology.world import World
 from mpistrat.tuning.file import read
-from mpistrat.tuning.gpu_measurements import BETWEEN_NODES, IN_SHOTS, GpuMeasurements
+from mpistrat.tuning.gpu_measurements import BETWEEN_NODES, IN_SHOTS, GpuMeasurements, measure_on_gpus
 from mpistrat.tuning.model import Tuning
-from tests.gpu.stand_in import StandInDevice
+from tests.gpu.stand_in import UNFINISHED, StandInDevice
+from tests.gpu.stand_in_arrays import stand_in_gpu
 from tests.unit.tuning.test_model import HERE, TUNING, WORLD, changed
 
 NODES = GpuMeasurements("NVIDIA H100", ("mpi", "nccl"), ((16, 1e-5, 2e-5), (4096, 3e-5, 2e-5), (2**20, 8e-4, 2e-4)))
@@ -107,3 +111,20 @@ def test_times_of_other_gpus_are_not_used(tmp_path: Path, capsys) -> None:
         device.close()
     said = capsys.readouterr().err
     assert said == f"mpistrat: what {path} says of GPUs is ignored: it was measured on NVIDIA H100\n"
+
+
+@pytest.mark.parametrize("caller", ["mpistrat tune", "mpistrat bench"])
+def test_what_is_measured_on_a_gpu_has_a_deadline(caller: str, monkeypatch) -> None:
+    monkeypatch.setattr("mpistrat.tuning.gpu_measurements.DEADLINE_SECONDS", 0.05)
+    with stand_in_gpu() as device:
+
+        def all_reduce(*_: object) -> None:
+            device.current_stream().put(lambda: UNFINISHED)  # a kernel that waits for a rank that does not come
+
+        ways = dict.fromkeys(IN_SHOTS, SimpleNamespace(all_reduce=all_reduce))
+        measure = {
+            "mpistrat tune": lambda: measure_on_gpus(None, device, ways, 1024),
+            "mpistrat bench": timed(all_reduce, SimpleNamespace(path="nccl inside nodes")),
+        }
+        with pytest.raises(DeadlineExceededError, match=r"a call that is measured on GPUs did not end within 0\.05 s"):
+            measure[caller]()
