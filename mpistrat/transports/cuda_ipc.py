@@ -36,6 +36,7 @@ from mpistrat.transports.window import NodeWindow, window_refusal
 __all__ = ["ASSUMED_ONE_SHOT_BYTES", "CudaIpcTransport"]
 
 ASSUMED_ONE_SHOT_BYTES = 1 << 18
+SHARED_BLOCK_BYTES = 1 << 21  # CUDA shares whole blocks of this size, and smaller allocations lie in one together
 
 
 class CudaIpcTransport(Transport):
@@ -79,7 +80,7 @@ class CudaIpcTransport(Transport):
         assert not self._arenas, "allocate was called twice without close"
         memory: list[DeviceArray] = []
         try:
-            memory = [self._device.allocate(nbytes)]
+            memory = [self._device.allocate(-(-max(nbytes, 1) // SHARED_BLOCK_BYTES) * SHARED_BLOCK_BYTES)]
             handle, refusal = self._device.export(memory[0]), ""
         except TransportError as error:
             handle, refusal = b"", self._told(error)
@@ -96,7 +97,7 @@ class CudaIpcTransport(Transport):
         if refusals:
             self.close()
             raise TransportError(f"{self.group.name}: {refusals[0]}")
-        [arena] = memory
+        arena = memory[0][:nbytes]
         self._table = self._device.allocate(8 * self.group.size)
         self._device.put(self._table, np.array([address(peer) for peer in self._arenas], np.uint64).view(np.uint8))
         return arena

@@ -414,11 +414,12 @@ class NcclTransport(Transport):
         TransportError
             If that is wrong.
         """
-        size, kind, total = self.group.size, self._nccl.NCCL_FLOAT32, self._nccl.NCCL_SUM
-        self._device.put(values, np.ones(size, np.float32))
+        # integers: the cube of the number of ranks need not be a float32
+        size, kind, total = self.group.size, self._nccl.NCCL_INT64, self._nccl.NCCL_SUM
+        self._device.put(values, np.ones(size, np.int64))
         self._stream.wait(self._device.current_stream().record())
         start, stream = address(values), self._stream.pointer
-        own = start + 4 * self.group.rank
+        own = start + values.itemsize * self.group.rank
         comm.allReduce(start, start, size, kind, total, stream)
         comm.reduce(start, start, size, kind, total, 0, stream)
         comm.broadcast(start, start, size, kind, 0, stream)
@@ -437,7 +438,7 @@ class NcclTransport(Transport):
         """Return memory for the first calls: where one rank has none, all must know before they wait for it."""
         values, problem = None, ""
         try:
-            values = self._device.allocate(4 * self.group.size).view(np.float32)
+            values = self._device.allocate(8 * self.group.size).view(np.int64)
         except RuntimeError as error:  # a TransportError, or CUDA's own
             problem = f"{error}"
         problem = next(filter(None, self.group.comm.allgather(problem)), "")

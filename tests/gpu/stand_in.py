@@ -3,16 +3,21 @@
 Nothing that is put on a stream happens before somebody polls an event; then a few pieces of work are done, on streams chosen
 at random. What waits for no event that it should have waited for is therefore found to be wrong, not only on a bad day.
 The arrays advertise ``__cuda_array_interface__`` and refuse every access from the host.
+
+What CUDA does not check, or punishes later, is an error: a launch of no blocks, which CuPy makes one, an export of memory that
+shares a block with other memory, and memory that is freed while a peer has it mapped.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import random
 import tempfile
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +34,8 @@ from tests.gpu.on_host import HostKernels
 __all__ = ["UNFINISHED", "StandInArray", "StandInDevice"]
 
 WORK_PER_POLL = 3
+MOST_BLOCKS = (1 << 31) - 1
+SHARED_BLOCK_BYTES = 1 << 21
 UNFINISHED = object()
 """What work returns that must be done again later."""
 
@@ -101,6 +108,7 @@ class _Stream(Stream):
         assert self._device.kernels is not None, "this device was given no kernels"
         assert kernel in self._device.prepared, f"{kernel} would be compiled while ranks wait"
         assert self._device.is_active(), "a launch by a thread that computes on another GPU"
+        assert 0 < num_blocks <= MOST_BLOCKS, f"{kernel} is launched with {num_blocks} blocks"
         self.put(lambda: self._device.kernels.launch(kernel, num_blocks, arguments))
 
     def put(self, work: _Event | Callable[[], object]) -> None:
@@ -122,6 +130,11 @@ class _Stream(Stream):
         return True
 
 
+def _unmap(descriptor: int) -> None:
+    fcntl.flock(descriptor, fcntl.LOCK_UN)  # to close it is not enough: the mapping has a duplicate
+    os.close(descriptor)
+
+
 class StandInDevice(Device):
     """Streams that dawdle.
 
@@ -136,8 +149,9 @@ class StandInDevice(Device):
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
         self.streams: list[_Stream] = []
-        # CUDA frees no memory that work under way still needs: it waits for the device
-        self._memory: list[np.ndarray] = []
+        # CUDA frees no memory of a GPU that work under way still needs: it waits for the device
+        self._memory: list[mmap.mmap | np.ndarray] = []
+        self.errors: list[str] = []
         self._lock = threading.RLock()
         self._kept: list[np.ndarray] = []
         self._computing = self.stream()
@@ -159,35 +173,58 @@ class StandInDevice(Device):
             raise TransportError(f"planted: no {nbytes} bytes are left")
         descriptor, path = tempfile.mkstemp(prefix="stand-in-device-", dir="/dev/shm")
         os.ftruncate(descriptor, max(nbytes, 1))
-        self._memory.append(np.frombuffer(mmap.mmap(descriptor, max(nbytes, 1)), np.uint8)[:nbytes])
+        memory = self._mapped(descriptor, nbytes)
         os.close(descriptor)
-        self._paths[self._memory[-1].ctypes.data] = path
-        return self._memory[-1].view(StandInArray)
+        self._paths[memory.ctypes.data] = path
+        weakref.finalize(memory, self._free, path).atexit = False
+        return memory[:nbytes].view(StandInArray)
 
     def export(self, memory: StandInArray) -> bytes:
+        assert not memory.nbytes % SHARED_BLOCK_BYTES, "what else lies in the block of this memory would be shared too"
         return self._paths[memory.ctypes.data].encode()
 
     def map(self, handle: bytes, nbytes: int) -> StandInArray:
         if self.is_isolated:
             raise TransportError("planted: no way to the peer")
-        with Path(handle.decode()).open("r+b") as file:
-            self._memory.append(np.frombuffer(mmap.mmap(file.fileno(), max(nbytes, 1)), np.uint8)[:nbytes])
-        return self._memory[-1].view(StandInArray)
+        descriptor = os.open(handle.decode(), os.O_RDWR)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # until it is unmapped
+        memory = self._mapped(descriptor, nbytes)
+        weakref.finalize(memory, _unmap, descriptor).atexit = False
+        return memory[:nbytes].view(StandInArray)
 
     def close(self) -> None:
+        """Raise what went wrong where no exception could be seen."""
         for path in self._paths.values():
             Path(path).unlink()
+        self._paths.clear()
+        assert not self.errors, self.errors
 
     def pinned(self, nbytes: int) -> Any:
         self._memory.append(np.empty(nbytes, np.uint8))
         return self._memory[-1]
+
+    def _mapped(self, descriptor: int, nbytes: int) -> np.ndarray:
+        """Return memory of a file, which stays for whatever work still needs it; nobody has the array yet."""
+        self._memory.append(mmap.mmap(descriptor, max(nbytes, 1)))
+        return np.frombuffer(self._memory[-1], np.uint8)
+
+    def _free(self, path: str) -> None:
+        if path not in self._paths.values():
+            return  # the device is closed
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.errors.append("memory was freed while a peer had it mapped")
+        os.close(descriptor)
 
     def stream(self) -> Stream:
         self.streams.append(_Stream(self))
         return self.streams[-1]
 
     def current_stream(self) -> Stream:
-        return self._current.get(threading.get_ident(), self._computing)
+        assert self.is_active(), "the current stream of another GPU was asked for"
+        return self._current[threading.get_ident()]
 
     def is_active(self) -> bool:
         """Return whether the calling thread computes on this device: the one that made it does, others must say so."""

@@ -115,19 +115,28 @@ class _Communicator:
         self._library, self.comm = library, comm
         self._sent: deque[np.ndarray] = deque(maxlen=1000)
         self._connected: set[str] = set()
+        self._is_over = False
 
     def check_async_error(self) -> None:
+        self._require_open()
         if self._library.error:
             raise RuntimeError(self._library.error)
 
     def abort(self) -> None:
         self._library.aborted += 1
+        self._is_over = True
 
     def destroy(self) -> None:
+        self._require_open()
         self._library.destroyed += 1
+        self._is_over = True
+
+    def _require_open(self) -> None:
+        assert not self._is_over, "a communicator of NCCL was used after it was aborted or destroyed"
 
     def _connect(self, verb: str) -> None:
         """Wait on the host for all ranks at the first call of a verb, as NCCL does."""
+        self._require_open()
         self._library.calls[verb] += 1
         if verb not in self._connected:
             _await_peers([self.comm.Ibarrier()], verb)
@@ -135,6 +144,7 @@ class _Communicator:
 
     def allReduce(self, send: int, receive: int, count: int, kind: Any, op: Any, stream: int) -> None:  # noqa: N802
         self._connect("allReduce")
+        _check_places(send, receive, count * kind.itemsize, count * kind.itemsize, 0)
         self._count(count, kind)
         self._issue(
             stream, lambda: self.comm.Iallreduce(self._copy(send, count, kind), _at(receive, count, kind), _op(op, kind))
@@ -142,6 +152,8 @@ class _Communicator:
 
     def reduce(self, send: int, receive: int, count: int, kind: Any, op: Any, root: int, stream: int) -> None:
         self._connect("reduce")
+        if self.comm.rank == root:
+            _check_places(send, receive, count * kind.itemsize, count * kind.itemsize, 0)
         self._count(count, kind)
         target = lambda: _at(receive, count, kind) if self.comm.rank == root else None  # noqa: E731
         self._issue(stream, lambda: self.comm.Ireduce(self._copy(send, count, kind), target(), _op(op, kind), root))
@@ -154,6 +166,7 @@ class _Communicator:
     def reduceScatter(self, send: int, receive: int, count: int, kind: Any, op: Any, stream: int) -> None:  # noqa: N802
         self._connect("reduceScatter")
         whole = count * self.comm.size
+        _check_places(send, receive, whole * kind.itemsize, count * kind.itemsize, self.comm.rank * count * kind.itemsize)
         self._count(whole, kind)
         self._issue(
             stream,
@@ -163,6 +176,7 @@ class _Communicator:
     def allGather(self, send: int, receive: int, count: int, kind: Any, stream: int) -> None:  # noqa: N802
         self._connect("allGather")
         whole = count * self.comm.size
+        _check_places(receive, send, whole * kind.itemsize, count * kind.itemsize, self.comm.rank * count * kind.itemsize)
         self._issue(stream, lambda: self.comm.Iallgather(self._copy(send, count, kind), _at(receive, whole, kind)))
 
     def send(self, send: int, count: int, kind: Any, peer: int, stream: int) -> None:
@@ -175,6 +189,7 @@ class _Communicator:
 
     def _pair(self, start: Callable[..., MPI.Request], verb: str, peer: int) -> None:
         """Have the call, or its group, wait on the host for a peer that nothing was sent to, or received from, before."""
+        self._require_open()
         self._library.calls[verb] += 1
         if f"{verb} {peer}" not in self._connected:
             self._library.unconnected.append(start(np.empty(0, np.uint8), peer, _CONNECT_TAG))
@@ -190,6 +205,12 @@ class _Communicator:
 
     def _issue(self, stream: int, start: Callable[[], MPI.Request]) -> None:
         self._library.issue(stream, start)
+
+
+def _check_places(whole: int, part: int, whole_bytes: int, part_bytes: int, own_bytes: int) -> None:
+    """Check that the shorter memory is this rank's place in the longer one, which is NCCL's way in place, or apart from it."""
+    is_apart = part + part_bytes <= whole or whole + whole_bytes <= part
+    assert part == whole + own_bytes or is_apart, "NCCL gives wrong values where memory overlaps otherwise"
 
 
 def _await_peers(requests: list[MPI.Request], verb: str) -> None:

@@ -69,25 +69,52 @@ def held_call(pair, call, stream=None):
     return results
 
 
-def test_every_verb_ends_when_nccl_has_been_given_its_work(node):
-    gpu, host, up, rank, size = node.gpu, node.host, node.up, node.rank, node.size
-    small = [values(3000, np.float32, rank + seed) for seed in range(3)]
-    large, rows = values(9000, np.float32, rank), values((4 * size, 2), np.float32, rank)
-    calls = (
+def verbs(node):
+    """Return calls of every verb: each takes what brings an array to where it is combined, and a communicator."""
+    small = [values(3000, np.float32, node.rank + seed) for seed in range(3)]
+    large, rows = values(9000, np.float32, node.rank), values((4 * node.size, 2), np.float32, node.rank)
+    return (
         (lambda put, to: to.all_reduce(SUM, put(large))),
         (lambda put, to: to.all_reduce(MEAN, [put(array) for array in small])),
         (lambda put, to: to.reduce_scatter(SUM, put(rows))),
         (lambda put, to: to.all_gather(put(rows))),
-        (lambda put, to: to.broadcast(put(rows), size - 1)),
-        (lambda put, to: to.all_to_all([put(rows)] * size)),
+        (lambda put, to: to.broadcast(put(rows), node.size - 1)),
+        (lambda put, to: to.all_to_all([put(rows)] * node.size)),
     )
-    for call in calls:
-        expected = call(np.copy, host)
-        call(up, gpu)  # the first time a plan is bound, or ranks are connected
+
+
+def compare(node, found, expected):
+    for one, wanted in zip(*([x] if type(x) is not list else x for x in (found, expected)), strict=True):
+        np.testing.assert_array_equal(node.device.get(one), wanted)
+
+
+def test_every_verb_may_be_called_by_a_thread_that_begins_with_another_gpu(node):
+    found = []
+
+    def call_all():
+        try:
+            for call in verbs(node):
+                found.append(call(node.up, node.gpu))
+            found.append(node.gpu.start_all_reduce(SUM, node.up(np.ones(5000, np.float32))).wait())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=call_all)
+    thread.start()
+    thread.join()
+    if isinstance(found[-1], BaseException):
+        raise found[-1]
+    for one, call in zip(found, verbs(node), strict=False):
+        compare(node, one, call(np.copy, node.host))
+    compare(node, found[-1], np.full(5000, node.size, np.float32))
+
+
+def test_every_verb_ends_when_nccl_has_been_given_its_work(node):
+    for call in verbs(node):
+        expected = call(np.copy, node.host)
+        call(node.up, node.gpu)  # the first time a plan is bound, or ranks are connected
         for _ in range(2):
-            found = held_call(node, lambda call=call: call(up, gpu))
-            for one, wanted in zip(*([x] if type(x) is not list else x for x in (found, expected)), strict=True):
-                np.testing.assert_array_equal(node.device.get(one), wanted)
+            compare(node, held_call(node, lambda call=call: call(node.up, node.gpu)), expected)
 
 
 def test_so_does_a_plan_in_phases(node):

@@ -218,6 +218,7 @@ def test_one_shot_and_two_add_in_one_order_and_begin_with_different_gpus(group, 
             assert operation.scratch_bytes == (rows[0].nbytes if num_meetings == 1 else 0)
             for (_, _, (*_, first_peer, part_count, start)), _ in launch.call_args_list if count > 1000 else ():
                 assert (first_peer + start // part_count) % group.size == (group.rank + 1) % group.size
+            del operation, buffer  # they hold memory of the peers, and what the peers have mapped
             transport.dispose()
 
 
@@ -237,6 +238,18 @@ def test_memory_that_one_rank_cannot_reach_is_refused_on_all(group, device):
     device.is_isolated = group.rank == group.size - 1
     with pytest.raises(TransportError, match=f"world: rank {group.size - 1}: planted: no way to the peer"):
         CudaIpcTransport(group, device).allocate(64)
+
+
+@needs_ranks(2)
+def test_mapped_memory_that_outlives_its_owner_is_found(group, device):
+    transport = CudaIpcTransport(group, device)
+    transport.allocate(64)
+    mapped = transport._arenas[1 - group.rank] if group.rank < 2 else None
+    transport.dispose()
+    group.comm.Barrier()
+    assert bool(device.errors) == (group.rank < 2)
+    assert mapped is None or mapped.nbytes == 64
+    device.errors.clear()
 
 
 @needs_ranks(2)

@@ -1,0 +1,72 @@
+"""Ranks that join by NCCL, as many as no machine of the tests has: what one of them sees."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mpistrat.transports.nccl import NcclTransport
+from tests.gpu.stand_in import StandInDevice
+
+
+class _Alike:
+    """NCCL's communicator of ranks that all hold the same; it adds one rank after the other."""
+
+    def __init__(self, device, size):
+        self._device, self._size, self.aborted = device, size, False
+
+    def abort(self):
+        self.aborted = True
+
+    def allReduce(self, send, receive, count, kind, op, stream):  # noqa: N802 - NCCL's names
+        self._put(stream, lambda: self._add(send, receive, count, kind))
+
+    def reduce(self, send, receive, count, kind, op, root, stream):
+        self.allReduce(send, receive, count, kind, op, stream)
+
+    def reduceScatter(self, send, receive, count, kind, op, stream):  # noqa: N802
+        self.allReduce(send, receive, count, kind, op, stream)
+
+    def broadcast(self, send, receive, count, kind, root, stream):
+        assert send == receive
+
+    def allGather(self, send, receive, count, kind, stream):  # noqa: N802
+        self._put(stream, lambda: self._fill(send, receive, kind))
+
+    def _put(self, stream, work):
+        self._device.streams[stream].put(work)
+
+    def _add(self, send, receive, count, kind):
+        addend, total = _at(send, count, kind), np.zeros(count, kind)
+        for _ in range(self._size):
+            total += addend
+        _at(receive, count, kind)[...] = total
+
+    def _fill(self, send, receive, kind):
+        _at(receive, self._size, kind)[...] = _at(send, 1, kind)
+
+
+def _at(address, count, kind):
+    return np.frombuffer((ctypes.c_char * (count * kind.itemsize)).from_address(address), kind)
+
+
+@pytest.mark.parametrize("size", [2, 257, 1021])
+def test_the_first_sums_are_exact_for_any_number_of_ranks(size):
+    device = StandInDevice()
+    comm = SimpleNamespace(allgather=lambda mine: [mine] * size, bcast=lambda mine: mine)
+    group = SimpleNamespace(name="world", rank=0, size=size, ranks=tuple(range(size)), comm=comm)
+    joined = _Alike(device, size)
+    library = SimpleNamespace(
+        NCCL_FLOAT32=np.dtype(np.float32),
+        NCCL_INT64=np.dtype(np.int64),
+        NCCL_SUM=0,
+        get_version=lambda: 23007,
+        get_unique_id=lambda: b"",
+        NcclCommunicator=lambda *_: joined,
+    )
+    NcclTransport(group, device, library)
+    assert not joined.aborted
+    device.close()
