@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Callable
 
 from mpistrat.device.abstract import Device, Event
-from mpistrat.errors import TransportError
 from mpistrat.transports.steps import WAITING, Steps
 
 __all__ = ["NcclWatcher"]
 
 CHECK_SECONDS = 0.02
+STOP_SECONDS = 10.0  # it may be aborting a communicator, which NCCL can block in
 
 
 class NcclWatcher:
@@ -58,10 +58,10 @@ class NcclWatcher:
             yield WAITING
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread; one that is blocked in NCCL is left behind."""
         self._is_stopped = True
         self._has_work.set()
-        self._thread.join()
+        self._thread.join(STOP_SECONDS)
 
     def _work(self) -> None:
         with self._device.activate():  # a new thread computes on GPU 0
@@ -69,7 +69,7 @@ class NcclWatcher:
                 self._has_work.clear()
                 try:
                     self._look_after()
-                except TransportError:  # whoever uses the communicator next is told
+                except Exception:  # whoever uses the communicator next is told, and nobody waits for what does not end
                     self._under_way.clear()
 
     def _look_after(self) -> None:

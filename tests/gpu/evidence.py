@@ -52,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _write(arguments.out, merged([json.loads(part.read_text()) for part in arguments.merge], [p.name for p in PROBES]))
         return 0
     probes = [probe for probe in PROBES if any(text in probe.name for text in arguments.only)]
+    for text in arguments.only:
+        if not any(text in probe.name for probe in PROBES):
+            parser.error(f"no probe has {text!r} in its name; {', '.join(probe.name for probe in PROBES)}")
     evidence = collect(look(), probes, lambda found: _write(arguments.out, found))
     return int(any(case["outcome"] == FAILED for case in evidence["cases"]))
 

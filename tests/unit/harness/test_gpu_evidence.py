@@ -249,3 +249,16 @@ def test_parts_are_joined_and_the_newer_case_wins(tmp_path):
     out = tmp_path / "whole.json"
     assert gpu_evidence.main(["--out", str(out), "--merge", str(tmp_path / "late"), str(tmp_path / "early")]) == 0
     assert len(json.loads(out.read_text())["cases"]) == 3
+
+
+def test_a_name_that_no_probe_has_is_an_error(tmp_path, capsys):
+    """On a machine that is lent for minutes a slip must not look like a run in which all was well."""
+    with pytest.raises(SystemExit):
+        gpu_evidence.main(["--out", str(tmp_path / "gpu.json"), "--only", "sanitizer", "ipc 2x1"])
+    assert "no probe has 'ipc 2x1' in its name; timing pack, " in capsys.readouterr().err
+    assert not (tmp_path / "gpu.json").exists()
+
+
+@pytest.mark.parametrize("text", ["ipc 1x2", "strategy 1x2", "timing", SEVERAL, "deadline", "soak", "streams", "interop"])
+def test_the_names_of_a_visit_are_those_of_probes(text):
+    assert any(text in probe.name for probe in PROBES)

@@ -1,0 +1,54 @@
+"""The thread that looks after enqueued work of NCCL: whatever happens on it, nobody waits for it for ever."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from mpistrat.transports import nccl_watcher
+from mpistrat.transports.nccl_watcher import NcclWatcher
+from mpistrat.transports.steps import drive
+from tests.gpu.stand_in import UNFINISHED, StandInDevice
+
+
+@pytest.fixture
+def device():
+    device = StandInDevice()
+    device.current_stream().put(lambda: UNFINISHED)
+    yield device
+    device.close()
+
+
+def watcher(device, check):
+    made = NcclWatcher("watcher", device, check, lambda: False, lambda: False)
+    made.add(device.current_stream().record())
+    return made
+
+
+def test_what_cuda_raises_ends_the_wait_too(device):
+    def check():
+        raise RuntimeError("planted: cudaErrorLaunchFailure")
+
+    made = watcher(device, check)
+    drive(made.settle(), lambda: "the watcher", 10.0)
+    made.add(device.current_stream().record())
+    drive(made.settle(), lambda: "the watcher", 10.0)
+    made.stop()
+
+
+def test_an_abort_that_blocks_holds_nobody_up(device, monkeypatch):
+    monkeypatch.setattr(nccl_watcher, "STOP_SECONDS", 0.05)
+    released, entered = threading.Event(), threading.Event()
+
+    def check():
+        entered.set()
+        released.wait()
+
+    made = watcher(device, check)
+    assert entered.wait(10.0)
+    begun = time.monotonic()
+    made.stop()
+    assert time.monotonic() - begun < 5.0
+    released.set()
