@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.device.abstract import Device, DeviceArray, address
+from mpistrat.device.abstract import Device, DeviceArray, Stream, address
 from mpistrat.device.cuda import CudaDevice
 from mpistrat.device.kernels import computed_in, divide_kernel, real_dtype
 from mpistrat.device.segments import num_blocks
@@ -294,9 +294,7 @@ class NcclTransport(Transport):
         def run() -> Steps:
             self._check()
             current = self._device.current_stream()
-            self._stream.wait(current.record())
-            if self._device.last_call is not None:
-                self._stream.wait(self._device.last_call)
+            self._follow(current)
             try:
                 if connects:
                     yield from self._issue_apart(calls)
@@ -318,6 +316,12 @@ class NcclTransport(Transport):
                 raise
 
         return Operation(run, parts)
+
+    def _follow(self, current: Stream) -> None:
+        """Let what comes wait for what a stream was given so far, and for what NCCL was given on this GPU."""
+        self._stream.wait(current.record())
+        if self._device.last_call is not None:
+            self._stream.wait(self._device.last_call)
 
     def _issue(self, calls: Sequence[_Call]) -> None:
         if len(calls) == 1:
@@ -417,7 +421,7 @@ class NcclTransport(Transport):
         # integers: the cube of the number of ranks need not be a float32
         size, kind, total = self.group.size, self._nccl.NCCL_INT64, self._nccl.NCCL_SUM
         self._device.put(values, np.ones(size, np.int64))
-        self._stream.wait(self._device.current_stream().record())
+        self._follow(self._device.current_stream())
         start, stream = address(values), self._stream.pointer
         own = start + values.itemsize * self.group.rank
         comm.allReduce(start, start, size, kind, total, stream)

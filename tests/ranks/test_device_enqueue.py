@@ -15,6 +15,7 @@ from mpi4py import MPI
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, TransportError, UnavailableError
+from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import start
 from mpistrat.mpi4py import wrap
@@ -22,6 +23,7 @@ from mpistrat.mpi4py.buffers import Buffer
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
 from mpistrat.torch import average_gradients, broadcast_state
+from mpistrat.transports.nccl import NcclTransport
 from tests.gpu.pair import Pair, values
 from tests.launches import needs_ranks, up_to_ranks
 
@@ -207,6 +209,21 @@ def test_kernels_of_two_communicators_begin_in_the_order_of_the_program(node):
             node.device.held = None
             assert has_waited, "it began before what was called first has ended"
             np.testing.assert_array_equal(node.device.get(found), node.host.all_reduce(SUM, given))
+
+
+def test_the_first_sums_of_a_communicator_begin_when_kernels_of_another_have_ended(node):
+    given = node.up(values(100, np.float32, node.rank))
+    node.gpu.all_reduce(SUM, given)
+    with node.device.activate(node.device.stream()):
+        node.device.get(node.gpu.all_reduce(SUM, given))
+        node.device.held = node.of_nccl
+        node.gpu.all_reduce(SUM, given)
+    release = threading.Timer(1.0, lambda: setattr(node.device, "held", None))
+    release.start()
+    other = NcclTransport(Group(node.comm, "other", tuple(range(node.size))), node.device, node.library)
+    assert node.device.held is None, "they were summed while a kernel of another communicator waited for its peers"
+    release.join()
+    other.dispose()
 
 
 def test_closing_waits_for_what_was_enqueued(comm, monkeypatch):
