@@ -80,7 +80,8 @@ class CudaIpcTransport(Transport):
         assert not self._arenas, "allocate was called twice without close"
         memory: list[DeviceArray] = []
         try:
-            memory = [self._device.allocate(-(-max(nbytes, 1) // SHARED_BLOCK_BYTES) * SHARED_BLOCK_BYTES)]
+            whole_blocks = -(-max(nbytes, 1) // SHARED_BLOCK_BYTES) * SHARED_BLOCK_BYTES
+            memory = [self._device.allocate(whole_blocks), self._device.allocate(8 * self.group.size)]
             handle, refusal = self._device.export(memory[0]), ""
         except TransportError as error:
             handle, refusal = b"", self._told(error)
@@ -97,8 +98,7 @@ class CudaIpcTransport(Transport):
         if refusals:
             self.close()
             raise TransportError(f"{self.group.name}: {refusals[0]}")
-        arena = memory[0][:nbytes]
-        self._table = self._device.allocate(8 * self.group.size)
+        arena, self._table = memory[0][:nbytes], memory[1]
         self._device.put(self._table, np.array([address(peer) for peer in self._arenas], np.uint64).view(np.uint8))
         return arena
 

@@ -13,6 +13,7 @@ from typing import Any
 from mpistrat.device.abstract import Device, DeviceArray, Event, address
 from mpistrat.device.cuda import CudaDevice
 from mpistrat.groups.group import Group
+from mpistrat.groups.left_memory import leave_to_peers
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.mpi_ring import MpiRingTransport
@@ -97,7 +98,8 @@ class StagedTransport(Transport):
         slot = self._device.pinned(buffer.nbytes).view(buffer.dtype)
         operation, move = bind(slot), self._move(buffer, slot, 0, 0, buffer.size)
         chunk = _StagedChunk(operation, move, move)
-        return Operation(lambda: self._run([chunk]), [Part(0, buffer.size, (buffer,))], slot.nbytes + operation.scratch_bytes)
+        scratch_bytes = slot.nbytes + operation.scratch_bytes
+        return Operation(lambda: self._run([chunk], (buffer, slot)), [Part(0, buffer.size, (buffer,))], scratch_bytes)
 
     @property
     def pinned_bytes(self) -> int:
@@ -127,7 +129,7 @@ class StagedTransport(Transport):
             stop = first + count
             moves = [self._move(buffer, slot, first, *wanted(first, stop)) for wanted in (given, promised)]
             chunks.append(_StagedChunk(bind(slot, first), *moves))
-        return Operation(lambda: self._run(chunks), [Part(0, buffer.size, (buffer,))])
+        return Operation(lambda: self._run(chunks, (buffer, slots)), [Part(0, buffer.size, (buffer,))])
 
     def _chunk_bytes_of(self, nbytes: int) -> int:
         """Return the size of a chunk: small enough that both copies and the host's part of a middle-sized buffer overlap."""
@@ -145,7 +147,14 @@ class StagedTransport(Transport):
         host = int(slot.__array_interface__["data"][0]) + (start - first) * itemsize
         return _Move(address(buffer) + start * itemsize, host, (stop - start) * itemsize)
 
-    def _run(self, chunks: list[_StagedChunk]) -> Steps:
+    def _run(self, chunks: list[_StagedChunk], memory: object) -> Steps:
+        try:
+            yield from self._copy_and_combine(chunks)
+        except BaseException:
+            leave_to_peers(memory)  # and to copies that are under way
+            raise
+
+    def _copy_and_combine(self, chunks: list[_StagedChunk]) -> Steps:
         computing = self._device.current_stream()
         before = computing.record()
         self._down.wait(before)

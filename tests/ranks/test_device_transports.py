@@ -73,6 +73,19 @@ def test_staged_passes_the_kit(group, device, chunks):
     assert check_transport(make, group, ("reduce", "broadcast")) > 500
 
 
+def test_a_copy_that_is_given_up_keeps_its_memory(group, device):
+    transport = StagedTransport(group, device)
+    buffer = transport.allocate(64).view(np.float32)
+    operation = transport.all_reduce(buffer, ReduceOp.SUM)
+    device.held, before = transport._down, len(left_memory._left)
+    with pytest.raises(DeadlineExceededError, match="a sum did not end"):
+        drive(operation.run(), lambda: "a sum", 0.05)
+    [(array, slots)] = left_memory._left[before:]
+    assert array is buffer
+    assert slots is transport._slots[0], "a copy of the GPU writes to pinned memory that nobody else may get"
+    device.held = None
+
+
 class _Available(NcclTransport):
     @classmethod
     def probe(cls, group):
@@ -260,6 +273,20 @@ def test_memory_that_one_rank_cannot_show_is_refused_on_all(group, device, monke
     if group.rank == 1:
         monkeypatch.setattr(device, "export", export)
     with pytest.raises(TransportError, match="world: rank 1: planted: no handle"):
+        CudaIpcTransport(group, device).allocate(64)
+
+
+@needs_ranks(2)
+def test_memory_that_one_rank_does_not_have_is_refused_on_all(group, device, monkeypatch):
+    def allocate(nbytes):
+        if nbytes < 64:
+            raise TransportError("planted: no memory for the table of the arenas")
+        return has_memory(nbytes)
+
+    has_memory = device.allocate
+    if group.rank == 1:
+        monkeypatch.setattr(device, "allocate", allocate)
+    with pytest.raises(TransportError, match="world: rank 1: planted: no memory for the table"):
         CudaIpcTransport(group, device).allocate(64)
 
 
