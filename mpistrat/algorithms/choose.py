@@ -3,9 +3,9 @@
 ============  ======================================  ======================================================
 algorithm     phases                                  chosen for
 ============  ======================================  ======================================================
-flat          one, over all ranks                     small buffers: up to tens of KiB
+flat          one, over all ranks                     small buffers: up to some hundred KiB
 leader        reduce, all-reduce, broadcast           none by ``auto``; one rank of each node sends to other nodes
-hierarchical  reduce-scatter, all-reduce, all-gather  medium buffers: from about 100 KiB
+hierarchical  reduce-scatter, all-reduce, all-gather  medium buffers: from about 512 KiB
 pipelined     the same, on overlapping chunks         large buffers: from about 1 MiB
 ============  ======================================  ======================================================
 

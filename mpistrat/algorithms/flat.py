@@ -3,7 +3,7 @@
 Phases
     ``world all_reduce``
 Communication steps
-    On one node, none up to 256 KiB. On up to 4 nodes, one exchange between the leaders up to 32 KiB (see `transports.small`).
+    On one node, none up to 512 KiB. On up to 4 nodes, one exchange between the leaders up to 32 KiB (see `transports.small`).
     Else as MPI chooses: ceil(log2 p) by recursive doubling for small buffers, up to 2(p-1) by a ring for large ones.
 Bytes on the wire per node
     At least 2(n-1)/n·S. MPI libraries that send for each rank of a node separately send several times that.
