@@ -1,4 +1,4 @@
-"""The logger ``mpistrat``: what the library tells the user without being asked, on stderr unless the program says otherwise.
+"""The logger ``mpistrat``: warnings and reports of the library, on stderr unless the program configures other handlers.
 
 Its level is INFO, and it does not propagate to the root logger: a stall report must be seen in every program, also in one that
 hides or captures what others log. A program that wants its records elsewhere replaces its handlers, or sets ``propagate``.

@@ -235,8 +235,8 @@ ONE_SHOT_BYTES: Setting[int | None] = Setting(
     "MPISTRAT_ONE_SHOT_BYTES",
     parse_bytes,
     None,
-    "The largest buffer of which cuda_ipc lets each GPU of a node read and sum everything, after one meeting of the ranks; in "
-    "larger ones each sums a part, and they meet twice. Unset: as mpistrat tune has measured, else 256KiB.",
+    "The largest buffer of which cuda_ipc lets each GPU of a node read and sum everything, after one barrier of the ranks; in "
+    "larger ones each sums a part, with two barriers. Unset: as mpistrat tune has measured, else 256KiB.",
 )
 PEER_MEMORY = Setting(
     "MPISTRAT_PEER_MEMORY",

@@ -61,7 +61,7 @@ class MPIClusterResolver(RankResolver):
 
 
 def _with_workers(jobs: Mapping[str, int] | None, others: Mapping[str, int], size: int) -> dict[str, int]:
-    """Return the number of tasks of each job, where all ranks that nothing is said of are workers."""
+    """Return the number of tasks of each job, with all other ranks as workers."""
     if jobs is not None:
         raise InvalidArgumentError(f"pass either jobs or chief, ps and evaluator; got jobs={jobs!r} and {dict(others)!r}")
     workers = size - sum(others.values())

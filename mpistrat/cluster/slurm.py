@@ -118,11 +118,11 @@ def _world(rank: int, hosts: Sequence[str], counts: Sequence[int]) -> World:
     nodes = [shape.place(task).node_index for task in range(shape.size)]
     world = World.from_node_of_rank(nodes, [hosts[node] for node in nodes])
     mates = ",".join(map(str, world.nodes[nodes[rank]].ranks))
-    said = os.environ.get("SLURM_GTIDS") or mates
-    if said != mates:
+    listed = os.environ.get("SLURM_GTIDS") or mates
+    if listed != mates:
         raise LaunchError(
-            f"with the distribution {distribution}, tasks {mates} are on the node of task {rank}, but SLURM_GTIDS={said}: use "
-            "srun -m block or cyclic, or MPIClusterResolver"
+            f"with the distribution {distribution}, tasks {mates} are on the node of task {rank}, but SLURM_GTIDS={listed}: "
+            "use srun -m block or cyclic, or MPIClusterResolver"
         )
     return world
 
@@ -143,8 +143,8 @@ def _gpus(num_tasks: int, per_node: int | None, per_task: int | None) -> int:
 
 
 def _gpus_here() -> int:
-    said = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    if said.isdigit():
-        return int(said)
+    count = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    if count.isdigit():
+        return int(count)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return len([name for name in visible.split(",") if name.strip()])

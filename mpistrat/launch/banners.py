@@ -13,7 +13,7 @@ from contextlib import suppress
 
 __all__ = ["Banners", "relay"]
 
-# what mpiexec puts before each line of a rank when it is told to
+# what mpiexec puts before each line of a rank with its option for that
 _TAG = rb"(?:\[[\d,]+\]<stderr>: ?)?"
 _LINE = b"-" * 74 + b"\n"
 _KIND = rb"(?P<kind>MPI_ABORT was invoked|\w+ has exited due to process rank)"

@@ -112,12 +112,12 @@ def probe(device_index: int, seconds: float = PROBE_SECONDS) -> Verdict:
         start_new_session=True,
     )
     try:
-        _, said = process.communicate(timeout=seconds)
+        _, output = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return Verdict(False, f"a probe did not end within {seconds:g} s", is_final=False)
-    return _judged(process.returncode, said)
+    return _judged(process.returncode, output)
 
 
 def _ask(library: Library) -> Verdict:
@@ -168,7 +168,7 @@ def _claim_of_kinds() -> Verdict | None:
     return Verdict(True, f"lists the memory kinds {kinds}") if "cuda" in kinds else None
 
 
-def _judged(code: int, said: str) -> Verdict:
+def _judged(code: int, output: str) -> Verdict:
     """Return the verdict that follows from a probe's exit code and output."""
     if code == AWARE:
         return Verdict(True, "a probe sent device memory and got it back")
@@ -176,5 +176,5 @@ def _judged(code: int, said: str) -> Verdict:
         return Verdict(False, "a probe got wrong values")
     if code < 0:
         return Verdict(False, f"a probe died of {signal.Signals(-code).name}")
-    lines = said.strip().splitlines() or ["it printed nothing"]
+    lines = output.strip().splitlines() or ["it printed nothing"]
     return Verdict(False, f"a probe failed: {lines[-1].strip()}", is_final=False)

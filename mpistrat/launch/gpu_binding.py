@@ -27,7 +27,7 @@ class Bound:
         Why this GPU, or why none.
     place : tuple of int or None
         Local rank and number of ranks on the node, by which the GPU was chosen; None if no GPU is bound.
-    told_by : str
+    launcher : str
         The launcher that set the local rank; empty if none did, so that local rank 0 was assumed.
     num_visible : int
         Number of GPUs that the process sees.
@@ -37,7 +37,7 @@ class Bound:
 
     why: str
     place: tuple[int, int] | None = None
-    told_by: str = ""
+    launcher: str = ""
     num_visible: int = 0
     problem: str = ""
 
@@ -96,9 +96,9 @@ def _bind(view: LauncherView | None) -> Bound:
     if not num_visible:
         binding.bind(None, missing)
         return Bound(missing, problem=f"{settings.DEVICE.name}=gpu was set, but {missing}" if wanted == "gpu" else "")
-    place, told_by = (0, 1), ""
+    place, launcher = (0, 1), ""
     if view is not None and view.local_rank is not None:
-        place, told_by = (view.local_rank, view.local_size or view.local_rank + 1), view.launcher
+        place, launcher = (view.local_rank, view.local_size or view.local_rank + 1), view.launcher
     index, why = choose_device(*place, num_visible)
     device = cuda.CudaDevice(index)
     try:
@@ -107,4 +107,4 @@ def _bind(view: LauncherView | None) -> Bound:
         return Bound(why, problem=f"device {index} ({why}) cannot be used: {error}")
     binding.bind(device)
     cache_on_node()
-    return Bound(why, place, told_by, num_visible)
+    return Bound(why, place, launcher, num_visible)

@@ -139,10 +139,10 @@ def find_mpi() -> Mpi:
         )
     looked_at = []
     for program in _candidates(flavour, Path(library)):
-        said = _version_text(program)
-        if belongs(flavour, version, said):
+        found = _version_text(program)
+        if belongs(flavour, version, found):
             return Mpi(flavour, str(program), version, library)
-        looked_at.append(f"{program} ({said.splitlines()[0] if said else 'prints no version'})")
+        looked_at.append(f"{program} ({found.splitlines()[0] if found else 'prints no version'})")
     raise LaunchError(
         f"mpi4py loads {flavour.name} {version} from {library}, but no matching mpiexec was found beside it or on PATH; "
         f"looked at: {', '.join(looked_at) or 'nothing, there is no mpiexec'}. Install the package of {flavour.name} that "
@@ -244,16 +244,16 @@ def recognise(text: str, library: str) -> tuple[MpiFlavour, str]:
         if match:
             return flavour, match[1]
     known = ", ".join(flavour.name for flavour in FLAVOURS if flavour.programs)
-    said = text.splitlines()[0] if text else ""
+    identity = text.splitlines()[0] if text else ""
     raise LaunchError(
-        f"mpi4py loads {library}, which identifies itself as {said!r}; mpistrat run supports the mpiexec of {known}. "
+        f"mpi4py loads {library}, which identifies itself as {identity!r}; mpistrat run supports the mpiexec of {known}. "
         "Start the program with this MPI's own launcher: srun, aprun or mpiexec, then python -m mpi4py and the script."
     )
 
 
-def belongs(flavour: MpiFlavour, version: str, said: str) -> bool:
+def belongs(flavour: MpiFlavour, version: str, version_text: str) -> bool:
     """Return whether an mpiexec with this version text starts ranks of this flavour and version."""
-    match = re.search(flavour.launcher, said) if flavour.launcher else None
+    match = re.search(flavour.launcher, version_text) if flavour.launcher else None
     if match is None:
         return False
     return not flavour.same_major or match[1].split(".")[0] == version.split(".")[0]

@@ -13,10 +13,10 @@ from mpistrat.errors import LaunchError
 __all__ = ["ENVIRON", "OPTIONS", "check_supported", "is_on"]
 
 OPTIONS = ("--with-ft", "ulfm")
-"""What ``mpirun`` is told."""
+"""Options of ``mpirun``."""
 
 ENVIRON = {"MPI4PY_RC_FINALIZE": "0"}
-"""What mpi4py is told, in case the program imports it before this library."""
+"""Environment of the ranks, for programs that import mpi4py before this library."""
 
 _ANSWER = "options:ft_mpi_support:yes"
 
@@ -49,8 +49,8 @@ def check_supported(flavour: str, version: str, mpiexec: str) -> None:
         raise LaunchError(f"{needed}, but mpi4py loads {flavour} {version}: {advice}")
     info = Path(mpiexec).with_name("ompi_info")
     try:
-        said = subprocess.run([str(info), "--parsable"], capture_output=True, text=True, timeout=30).stdout
+        features = subprocess.run([str(info), "--parsable"], capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{needed}; whether {mpiexec} has it cannot be found out: {error}") from error
-    if _ANSWER not in said.splitlines():
+    if _ANSWER not in features.splitlines():
         raise LaunchError(f"{needed}, but {info} does not say {_ANSWER!r} of Open MPI {version}: {advice}")

@@ -1,4 +1,4 @@
-"""Check the GPU assignment of all ranks: each tells which GPU it drives and why, and all check whether these are compatible."""
+"""Check the GPU assignment of all ranks: they exchange which GPU each drives and why, and check that these are compatible."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _check_place(rank: int, answer: Answer) -> None:
     if bound.place is None or bound.num_visible < 2 or bound.place[0] == local_rank:
         return
     raise LaunchError(
-        f"rank {rank} on {answer.node} drives {answer.gpu}, because {bound.told_by} set its local rank to {bound.place[0]}; "
+        f"rank {rank} on {answer.node} drives {answer.gpu}, because {bound.launcher} set its local rank to {bound.place[0]}; "
         f"but among the ranks that it shares memory with, it is local rank {local_rank} of {answer.place[1]}. Start the job "
         "with the launcher that belongs to this MPI (mpistrat run, its mpiexec, or srun with the right --mpi), and unset "
         "variables of another launcher"
@@ -153,7 +153,7 @@ def _answer(comm: MPI.Intracomm) -> Answer:
     place = machine.Get_rank(), machine.Get_size()
     machine.Free()
     bound = what_is_bound()
-    if bound is not None and bound.place is not None and not bound.told_by and bound.place != place:
+    if bound is not None and bound.place is not None and not bound.launcher and bound.place != place:
         bind_again(*place)
     node, device, bound = MPI.Get_processor_name(), bound_device(), what_is_bound() or Bound("")
     if device is None:

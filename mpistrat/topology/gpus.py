@@ -1,6 +1,6 @@
 """GPUs of the ranks: checks that no two ranks share one, and finds the memory and network adapters near a GPU.
 
-File law: neither MPI nor CUDA is started here. Callers pass what CUDA has told them; everything else is read from `/sys`.
+File law: neither MPI nor CUDA is started here. Callers pass what CUDA has returned; everything else is read from `/sys`.
 """
 
 from __future__ import annotations

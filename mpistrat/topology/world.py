@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mpistrat.errors import TopologyError
+from mpistrat.text import format_count
 
 __all__ = ["Node", "Place", "World", "parse_shape"]
 
@@ -178,7 +179,7 @@ class World:
         return tuple(node.ranks[0] for node in self.nodes)
 
     def __repr__(self) -> str:
-        return f"World({self.shape}, {_plural(self.size, 'rank')} on {_plural(self.num_nodes, 'node')})"
+        return f"World({self.shape}, {format_count(self.size, 'rank')} on {format_count(self.num_nodes, 'node')})"
 
 
 def parse_shape(shape: str) -> tuple[tuple[int, ...], str]:
@@ -199,7 +200,3 @@ def parse_shape(shape: str) -> tuple[tuple[int, ...], str]:
     if not sizes or min(sizes) < 1:
         raise TopologyError(f"node shape {shape!r} has a node without ranks or no nodes; {_ACCEPTED}")
     return sizes, match[4] or "block"
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

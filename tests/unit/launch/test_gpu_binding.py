@@ -44,7 +44,7 @@ def test_a_gpu_is_bound_by_the_launchers_local_rank(fake):
     assert bound_device().index == 2
     assert fake.used == [2]
     bound = what_is_bound()
-    assert (bound.place, bound.told_by, bound.num_visible, bound.problem) == ((2, 4), "srun", 4, "")
+    assert (bound.place, bound.launcher, bound.num_visible, bound.problem) == ((2, 4), "srun", 4, "")
 
 
 def test_the_first_is_assumed_where_nobody_tells_and_the_peers_correct_it(fake):
@@ -52,9 +52,9 @@ def test_the_first_is_assumed_where_nobody_tells_and_the_peers_correct_it(fake):
     for view in (None, LauncherView("a PMIx launcher", 1)):
         bind(None)
         bind_device(view)
-        assert (bound_device().index, what_is_bound().told_by) == (0, "")
+        assert (bound_device().index, what_is_bound().launcher) == (0, "")
     bind_again(1, 2)
-    assert (bound_device().index, what_is_bound().told_by) == (1, "the ranks that share memory")
+    assert (bound_device().index, what_is_bound().launcher) == (1, "the ranks that share memory")
 
 
 def test_a_launcher_that_counts_no_ranks_of_the_node(fake):
