@@ -19,7 +19,7 @@ def allocate(guard: CollectiveGuard, rank: int, make: Callable[[], T], verb: str
     Raises
     ------
     TransportError
-        If there is no memory; the other ranks are told, and no further collective can be made.
+        If there is no memory; the other ranks are notified, and no further collective can be made.
     """
     try:
         return make()

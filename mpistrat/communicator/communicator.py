@@ -393,7 +393,7 @@ class Communicator(BaseCommunicator):
             self._guard.note(text)
 
     def refuse(self, call: str, error: Exception, options: CommunicationOptions | None = None) -> NoReturn:
-        """Raise `error`, and tell the other ranks: see `BaseCommunicator.refuse`."""
+        """Raise `error`, and raise on the other ranks: see `BaseCommunicator.refuse`."""
         self._require_open()
         with self._guard:
             self._calls.refuse(self._calls.prepare_text(call, options), error)

@@ -59,7 +59,7 @@ class DataMovement:
         self._by_host = HostMover(group)
         self._by_nccl: DeviceMover | None = None
         if gpu is not None and nccl is not None:
-            self._by_nccl = DeviceMover(None if gpu.executor.must_meet else executor.intra.window, gpu, nccl)
+            self._by_nccl = DeviceMover(None if gpu.executor.compares_by_messages else executor.intra.window, gpu, nccl)
 
     def all_gather(self, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None) -> Array:
         """Concatenate along `axis`, in rank order: see `mpistrat.Communicator.all_gather`. A collective call."""

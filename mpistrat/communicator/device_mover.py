@@ -23,7 +23,7 @@ class DeviceMover:
     Parameters
     ----------
     window : NodeWindow or None
-        Of the node, for the barrier; None: ranks meet by messages.
+        Of the node, for the barrier; None: the barrier is by messages.
     gpu : GpuArrays
         Makes the memory.
     nccl : NcclTransport
@@ -60,5 +60,5 @@ class DeviceMover:
         return self._gpu.abort_on_error(self._after_barrier(steps))
 
     def _after_barrier(self, steps: Steps) -> Steps:
-        yield from self._gpu.meet() if self._window is None else self._window.barrier()
+        yield from self._gpu.barrier() if self._window is None else self._window.barrier()
         yield from steps

@@ -124,7 +124,7 @@ class FastPaths:
         return path
 
     def _known_batch(self, op: ReduceOp, arrays: Sequence[Array], out: Sequence[Array]) -> KnownBatch | None:
-        """Return the path that runs their plan; None if `out` is refused, so that the slow path tells the other ranks."""
+        """Return the path that runs their plan; None if `out` is refused, so that the slow path raises on all ranks."""
         path = self.paths.get((op._value_, *map(SIGNATURE, arrays)))
         if not isinstance(path, KnownBatch):
             return None

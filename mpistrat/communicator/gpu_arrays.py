@@ -34,7 +34,7 @@ class GpuArrays:
     plans : PlanCache
         For host memory.
     guard : CollectiveGuard
-        Tells the other ranks when this one gives up a call.
+        Notifies the other ranks when this one gives up a call.
     say : callable
         Logs which plans are chosen, and why.
 
@@ -65,21 +65,21 @@ class GpuArrays:
         self.stream = device.stream()
         self._agreement, self._call = Agreement(host.hierarchy.world_group), host.hierarchy.call
 
-    def meet(self) -> Steps:
-        """Return the steps that wait until all ranks have come and have their memory, and compare their calls.
+    def barrier(self) -> Steps:
+        """Return the steps that wait until all ranks have entered and have their memory, and compare their calls.
 
         NCCL is called afterwards: it compares nothing, and its kernels wait for all ranks. A collective call.
         """
-        return self._agreement.meet(self._call.word if self._guard.checks else 0)
+        return self._agreement.barrier(self._call.word if self._guard.checks else 0)
 
     def abort_on_error(self, steps: Steps) -> Steps:
         """Run steps on GPUs; if they fail, abort, so that no kernel waits forever for a rank that has failed."""
         try:
             yield from steps
-        except GeneratorExit:  # a rank has given up, and has told the others
+        except GeneratorExit:  # a rank has given up, and has notified the others
             self.executor.abort("the collective was given up")
             raise
-        except CallsDifferError:  # found by all ranks when they met, before one of them enqueued anything
+        except CallsDifferError:  # found by all ranks in the barrier, before one of them enqueued anything
             raise
         except Exception as error:
             self.executor.abort(f"{type(error).__name__}: {error}")

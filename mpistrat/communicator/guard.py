@@ -34,7 +34,7 @@ from mpistrat.groups.agreement import (
     COMPARED,
     Agreement,
     CallsDifferError,
-    Meet,
+    Completion,
     Signature,
     calls_differ,
     chained,
@@ -272,14 +272,14 @@ class CollectiveGuard:
                 # if any rank has a deadline, all learn together whether all have arrived in time
                 if self._one_node and error is None and not found[:, 2].any():
                     return found[:, :2]
-                must_tell = False
+                must_compare_texts = False
             except CallsDifferError as differ:
                 if not differ.all_compare:
                     raise self._failed(call, self._mismatch(text)) from None
-                must_tell = self._one_node
-            if must_tell:
-                self._agreement.tell(text, error, call.number, self._meet(call))
-        found = self._agreement.check(text, error, self._meet(call), facts, call.number)
+                must_compare_texts = self._one_node
+            if must_compare_texts:
+                self._agreement.raise_on_all(text, error, call.number, self._completion(call))
+        found = self._agreement.check(text, error, self._completion(call), facts, call.number)
         # MPI's blocking and nonblocking collectives do not match: if one rank has a deadline, all use nonblocking ones
         self._any_deadline = bool(found[:, 2].any())
         return found[:, :2]
@@ -323,11 +323,11 @@ class CollectiveGuard:
         return error
 
     def overdue(self, call: CollectiveCall) -> DeadlineExceededError:
-        """Tell all ranks that this one gives up the call, and return the error that names the ranks that do not answer."""
+        """Notify all ranks that this one gives up the call, and return the error that names the ranks that do not answer."""
         return self._deadline_barrier.overdue(str(call), call.seconds, self._missing())
 
     def give_up(self) -> None:
-        """Tell all ranks that this one will not make any further collective."""
+        """Notify all ranks that this one will not make any further collective."""
         self._deadline_barrier.give_up()
 
     def fail(self, verb: str, error: BaseException) -> None:
@@ -360,19 +360,19 @@ class CollectiveGuard:
     def _confirm(self, history: int) -> None:
         """Compare the calls that MPI has reduced since the last comparison; name the first that differs. A collective call."""
         call = CollectiveCall(self.number, "all_reduce", lambda: "the calls that MPI combined last", self._options)
-        found = self._agreement.check(call.text, None, self._meet(call), (history, 0, 0))
+        found = self._agreement.check(call.text, None, self._completion(call), (history, 0, 0))
         if (found[:, 0] == history).all():
             return
         records = RankFile(self._recorder.memory).records()
         mine = {record.number: record.call.text for record in records if record.communicator == self.communicator}
         recent = sorted(mine)[-MOST_UNCONFIRMED - 1 :]
-        sent = self._agreement.exchange([(number, mine[number]) for number in recent], self._meet(call))
+        sent = self._agreement.exchange([(number, mine[number]) for number in recent], self._completion(call))
         every: list[dict[int, str]] = [dict(pairs) for pairs in sent]
         number = next((n for n in recent if len({texts.get(n) for texts in every}) > 1), self.number)
         error = calls_differ(number, {rank: texts.get(number, "another") for rank, texts in enumerate(every)})
         raise self._failed(call, error)
 
-    def _meet(self, call: CollectiveCall) -> Meet:
+    def _completion(self, call: CollectiveCall) -> Completion:
         """Return what completes an exchange of all ranks before the deadline of a call, or fails the communicator."""
         steps, absent = self._deadline_barrier.steps, self._absent
         return lambda enter: self._drive(call, steps(enter, lambda: str(call), call.seconds, absent), is_arriving=True)
@@ -447,7 +447,7 @@ class CollectiveGuard:
         """Return the error that names each rank's call, and send it to the other ranks."""
         error = calls_differ(self.number, self._texts(text))
         if self._watcher is not None:
-            self._watcher.tell((self.communicator, self.number), error)
+            self._watcher.post_mismatch((self.communicator, self.number), error)
         return error
 
     def _texts(self, text: str) -> dict[int, str]:

@@ -237,7 +237,7 @@ class BaseCommunicator(ABC):
         """
 
     def refuse(self, call: str, error: Exception, options: CommunicationOptions | None = None) -> NoReturn:
-        """Raise `error` on a replica that cannot make a call, and tell the replicas that make it, which raise AgreementError.
+        """Raise `error` on a replica that cannot make a call, and AgreementError on the replicas that make it.
 
         With MPISTRAT_STRICT this is a collective call in which all raise together, with the deadline of `options`.
         """

@@ -251,8 +251,8 @@ class Reductions:
         """Return the steps that combine `sources` into `results`; they begin with a barrier of the node."""
         if self._window is not None and not batch.begins_with_barrier:
             yield from self._window.barrier()
-        if self._gpu is not None and self._gpu.executor.must_meet and has_arrays(results):
-            yield from self._gpu.meet()
+        if self._gpu is not None and self._gpu.executor.compares_by_messages and has_arrays(results):
+            yield from self._gpu.barrier()
         yield from _run_batch(batch, sources, results)
         if not batch.is_compared:
             self._present.add_unconfirmed(sum(array.nbytes for array in sources))

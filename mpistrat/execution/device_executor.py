@@ -42,7 +42,7 @@ _REDUCING = (Verb.ALL_REDUCE, Verb.REDUCE_SCATTER, Verb.REDUCE)
 class DeviceExecutor(Executor):
     """Binds plans to transports of device memory. Making one is a collective call.
 
-    A plan that uses NCCL begins when ranks have met: in a barrier of the node, or where `must_meet` by messages.
+    A plan that uses NCCL begins with a barrier: in the shared memory of the node, or, if `compares_by_messages`, by messages.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class DeviceExecutor(Executor):
         The same, for the rails that were selected.
     enqueues : bool
         Whether plans end when their work has been enqueued, unless their call has a deadline, was started, or is timed.
-    must_meet : bool
+    compares_by_messages : bool
         Whether ranks that NCCL joins have no barrier in shared memory, and so must compare their calls before each plan.
 
     Raises
@@ -81,7 +81,7 @@ class DeviceExecutor(Executor):
         self._notice = AbortNotice(host.hierarchy.world_group)
         self._nccl_rails: Mapping[int, NcclTransport] = {}
         self.enqueues = self.transports.everywhere is not None
-        self.must_meet = self.enqueues and (host.hierarchy.world.num_nodes > 1 or host.intra.window is None)
+        self.compares_by_messages = self.enqueues and (host.hierarchy.world.num_nodes > 1 or host.intra.window is None)
         self._watch()
 
     def max_in_flight(self, depth: int) -> int:
@@ -182,7 +182,7 @@ class DeviceExecutor(Executor):
 
     def is_compared(self, phases: Sequence[Phase], shard_bytes: int = 0, is_ordered: bool = False) -> bool:
         """Return whether ranks that run another plan cannot take part: see `Executor.is_compared`."""
-        return self.must_meet or super().is_compared(phases, shard_bytes, is_ordered)
+        return self.compares_by_messages or super().is_compared(phases, shard_bytes, is_ordered)
 
     def _inside(self, verb: Verb, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
         """Return the transport inside the node, or one through the host if that does not combine such values."""

@@ -1,1 +1,1 @@
-"""Groups of ranks: their communicators, and how the ranks of a group agree, wait and meet."""
+"""Groups of ranks: their communicators, and how the ranks of a group compare calls and wait for each other."""

@@ -1,4 +1,4 @@
-"""AbortNotice: a rank tells the others that it has aborted what they enqueued together, and what therefore does not end."""
+"""AbortNotice: a message to the other ranks that this one has aborted work they enqueued together, which will not end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TAG = NOTICE_TAG - 1
 class AbortNotice:
     """A message to all other ranks, sent once at most.
 
-    A thread beside the program's looks for it too, so it is never received: no thread can take it from another.
+    A watching thread probes for it, as does the program's own, so no thread receives it: the other one must find it too.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class AbortNotice:
         self._sent: list[MPI.Request] = []
 
     def send(self) -> None:
-        """Tell the others. Nobody waits for these messages."""
+        """Send it to the others. Nobody waits for these messages."""
         if not self._sent:
             others = [rank for rank in range(self._group.size) if rank != self._group.rank]
             self._sent = [self._group.comm.Isend(np.empty(0, np.uint8), rank, _TAG) for rank in others]

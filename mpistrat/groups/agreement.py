@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from mpistrat.errors import AgreementError
-from mpistrat.groups.group import Group, ranks_text
+from mpistrat.groups.group import Group
 from mpistrat.groups.left_memory import leave_to_peers
+from mpistrat.watch.verdict import mismatch_text
 from mpistrat.watch.watcher import watcher
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ __all__ = [
     "COMPARED",
     "Agreement",
     "CallsDifferError",
-    "Meet",
+    "Completion",
     "Signature",
     "after",
     "calls_differ",
@@ -38,8 +39,8 @@ __all__ = [
     "word_of",
 ]
 
-Meet = Callable[[Callable[[], "MPI.Request"]], None]
-"""Completes an exchange, which it is given a function to start."""
+Completion = Callable[[Callable[[], "MPI.Request"]], None]
+"""Calls the function that it is given, which starts an exchange, and returns when that has completed."""
 
 COMPARED = 1
 """The bit of a word that is set if its rank compares calls before it does anything else, and exchanges texts if they differ."""
@@ -49,7 +50,7 @@ _WORD_MASK = (1 << 63) - 2
 _YIELD_SECONDS, _POLL_SECONDS = 0.02, 0.0005
 _WORDS_KEPT = 4096
 _NOTES_SHOWN = 3
-_SAYS_NO_MORE = re.compile(r"all_reduce\(\w+\) of PyTreeSpec\(\*\)")  # than the call itself: one array, and the operation
+_REDUNDANT = re.compile(r"all_reduce\(\w+\) of PyTreeSpec\(\*\)")  # than the call itself: one array, and the operation
 
 _notes_of: dict[int, tuple[str, ...]] = {}
 
@@ -120,7 +121,7 @@ def keep_notes(word: int, notes: Sequence[str], noted: int) -> None:
 
 def after(notes: Sequence[str]) -> str:
     """Return what was noted before a call, in words: the last few of it."""
-    notes = [note for note in notes if not _SAYS_NO_MORE.fullmatch(note)]
+    notes = [note for note in notes if not _REDUNDANT.fullmatch(note)]
     if not notes:
         return ""
     more = f"{len(notes) - _NOTES_SHOWN} others and " if len(notes) > _NOTES_SHOWN else ""
@@ -152,7 +153,7 @@ class Agreement:
         self,
         call: str,
         error: Exception | None = None,
-        meet: Meet | None = None,
+        complete: Completion | None = None,
         facts: Sequence[int] = (0, 0, 0),
         number: int = 0,
     ) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -164,8 +165,8 @@ class Agreement:
             Describes the call: verb, op, dtypes and shapes.
         error : Exception, optional
             Why this rank cannot make the call; it is raised here, and the other ranks raise an AgreementError.
-        meet : callable, optional
-            Starts the exchange that it is given, and returns when it has completed; by default it polls without a deadline.
+        complete : callable, optional
+            Starts and completes an exchange; by default MPI is polled without a deadline.
         facts : sequence of three int
             Numbers to send to the other ranks.
         number : int
@@ -184,17 +185,17 @@ class Agreement:
         self._sequence += 1
         word = word_of(call if error is None else f"{call} {error!r}")
         self._row[:] = word, *facts
-        (meet or _poll)(lambda: self._group.comm.Iallgather(self._row, self._rows))
+        (complete or _poll)(lambda: self._group.comm.Iallgather(self._row, self._rows))
         if (self._rows[:, 0] != word).any():
-            self.tell(call, error, number, meet)
+            self.raise_on_all(call, error, number, complete)
         if error is not None:
             raise error
         return self._rows[:, 1:]
 
-    def meet(self, word: int) -> Iterator[bool]:
-        """Yield (False) until all ranks have come, and compare the words of their calls. A collective call.
+    def barrier(self, word: int) -> Iterator[bool]:
+        """Yield (False) until all ranks have entered, and compare the words of their calls. A collective call.
 
-        It makes the same call of MPI as `check`, so that they are compared with those of ranks that are there.
+        It makes the same call of MPI as `check`, so that a rank in the one is compared with a rank in the other.
 
         Raises
         ------
@@ -212,36 +213,38 @@ class Agreement:
         if (self._rows[:, 0] != ~word).any():
             raise CallsDifferError([~int(row) for row in self._rows[:, 0]])
 
-    def tell(self, call: str, error: Exception | None = None, number: int = 0, meet: Meet | None = None) -> NoReturn:
+    def raise_on_all(
+        self, call: str, error: Exception | None = None, number: int = 0, complete: Completion | None = None
+    ) -> NoReturn:
         """Exchange the texts of all ranks and raise on all. A collective call, made when calls are known to differ.
 
         Parameters
         ----------
-        call, error, number, meet : str, Exception, int, callable
+        call, error, number, complete : str, Exception, int, callable
             As for `check`.
         """
         mine = call if error is None else f"{call}, which failed: {type(error).__name__}: {error}"
-        told: list[tuple[str, bool]] = self.exchange((mine, error is not None), meet)
+        answers: list[tuple[str, bool]] = self.exchange((mine, error is not None), complete)
         if error is not None:
             raise error
-        texts = {rank: text for rank, (text, _) in zip(self._group.ranks, told, strict=True)}
+        texts = {rank: text for rank, (text, _) in zip(self._group.ranks, answers, strict=True)}
         disagreement = calls_differ(number or self._sequence, texts, self._group.name)
         disagreement.failed_ranks = tuple(
-            rank for rank, (_, has_failed) in zip(self._group.ranks, told, strict=True) if has_failed
+            rank for rank, (_, has_failed) in zip(self._group.ranks, answers, strict=True) if has_failed
         )
         raise disagreement
 
-    def exchange(self, value: object, meet: Meet | None = None) -> list[Any]:
+    def exchange(self, value: object, complete: Completion | None = None) -> list[Any]:
         """Return the values of all ranks, of what JSON can hold. A collective call.
 
-        It does not block inside MPI: a rank that the watcher has told already does not take part, and the others must be told
-        as well.
+        It does not block inside MPI: a rank that has raised the watcher's verdict does not take part, and the others must be
+        able to raise it too.
         """
         mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
         size, sizes = np.array([mine.size]), np.empty(self._group.size, np.int64)
-        (meet or _poll)(lambda: self._group.comm.Iallgather(size, sizes))
+        (complete or _poll)(lambda: self._group.comm.Iallgather(size, sizes))
         whole = np.empty(sizes.sum(), np.uint8)
-        (meet or _poll)(lambda: self._group.comm.Iallgatherv(mine, [whole, sizes.tolist()]))
+        (complete or _poll)(lambda: self._group.comm.Iallgatherv(mine, [whole, sizes.tolist()]))
         return [json.loads(part.tobytes()) for part in np.split(whole, sizes.cumsum()[:-1])]
 
 
@@ -250,13 +253,7 @@ def calls_differ(number: int, texts: Mapping[int, str], group: str = "world") ->
     variants: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
         variants.setdefault(text, []).append(rank)
-    lines = [f"  {ranks_text(ranks)}: {text}" for text, ranks in variants.items()]
-    return AgreementError(
-        f"ranks made different calls (collective {number} of group {group}):\n"
-        + "\n".join(lines)
-        + "\nEvery rank must make the same collective calls in the same order, with the same operation, structure, "
-        "dtypes and shapes."
-    )
+    return AgreementError(mismatch_text(f"collective {number} of group {group}", variants))
 
 
 def pause(began: float) -> None:

@@ -131,11 +131,6 @@ class DeadlineBarrier:
         """Send a notice to all that this rank enters no further call, because one has failed here."""
         self._tell(_FAILED, entered=True)
 
-    @property
-    def who_gave_up(self) -> str:
-        """The names of the ranks that have given up."""
-        return self._names(sorted(self._gone))
-
     def given_up(self, what: str, missing: Sequence[int] = ()) -> CollectiveError:
         """Return the error of a call that another rank has given up, with the ranks that are known not to have entered."""
         if self._failed:
@@ -146,11 +141,11 @@ class DeadlineBarrier:
         self._tell(_GONE, entered=True)
         late = f"; not all ranks have arrived: missing {self._names(missing)}" if missing else ""
         return DeadlineExceededError(
-            f"{self._where}: {what} was given up by {self.who_gave_up}, whose deadline had passed{late}"
+            f"{self._where}: {what} was given up by {self._names(sorted(self._gone))}, whose deadline had passed{late}"
         )
 
     def overdue(self, what: str, seconds: float, missing: Sequence[int] = ()) -> DeadlineExceededError:
-        """Tell all ranks that this one gives up a call; return the error, with the ranks that are missing or do not answer."""
+        """Notify all ranks that this one gives up a call; return the error, with ranks that are missing or do not answer."""
         self._tell(_GONE, entered=True)
         if missing:
             return DeadlineExceededError(

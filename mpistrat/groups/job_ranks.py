@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpistrat.text import spans_text
-from mpistrat.watch.file_layout import LONGEST_TEXT, UNTOLD
+from mpistrat.watch.file_layout import LONGEST_TEXT, NOT_LISTED
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -26,10 +26,10 @@ def job_ranks_of(comm: MPI.Intracomm) -> tuple[int, ...]:
 
 
 def members_text(job_ranks: Sequence[int]) -> str:
-    """Return ranks of the job as text, "0-2 5": empty if they are all, UNTOLD if the text is too long."""
+    """Return ranks of the job as text, "0-2 5": empty if they are all, NOT_LISTED if the text is too long."""
     from mpi4py import MPI
 
     if len(job_ranks) == MPI.COMM_WORLD.Get_size():
         return ""
     text = spans_text(sorted(job_ranks))
-    return text if len(text) <= LONGEST_TEXT else UNTOLD
+    return text if len(text) <= LONGEST_TEXT else NOT_LISTED

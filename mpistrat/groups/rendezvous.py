@@ -19,7 +19,7 @@ from mpistrat.topology.discover import discover
 from mpistrat.topology.gpu_assignment import check_gpu_assignment
 from mpistrat.topology.world import World
 from mpistrat.watch import watcher
-from mpistrat.watch.file_layout import UNTOLD
+from mpistrat.watch.file_layout import NOT_LISTED
 from mpistrat.watch.watched import watched
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Rendezvous:
     Attributes
     ----------
     comm : MPI.Intracomm
-        All ranks that meet; freed when the rendezvous ends.
+        All ranks that take part; freed when the rendezvous ends.
     world : World
         The topology.
     rank : int
@@ -77,7 +77,7 @@ class Rendezvous:
 def rendezvous(call: str, timeout_seconds: float = 0.0, comm: MPI.Intracomm | None = None) -> Iterator[Rendezvous]:
     """Start MPI, wait for all ranks, and discover their nodes and devices. A collective call, as is leaving the context.
 
-    Where only some ranks of the job meet, hosts do not begin to tell each other what their ranks wait for: it takes all.
+    The watchers of several hosts are connected only where all ranks of the job take part.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def rendezvous(call: str, timeout_seconds: float = 0.0, comm: MPI.Intracomm | No
     timeout_seconds : float
         How long to wait for the other ranks; 0 means without a limit.
     comm : MPI.Intracomm, optional
-        The ranks that meet; by default all ranks of the job.
+        The ranks that take part; by default all ranks of the job.
 
     Raises
     ------
@@ -99,7 +99,7 @@ def rendezvous(call: str, timeout_seconds: float = 0.0, comm: MPI.Intracomm | No
     if early is not None:
         early.begin()
     members = "" if comm is None else members_text(job_ranks_of(comm))
-    with nullcontext() if members == UNTOLD else watched(call, members):
+    with nullcontext() if members == NOT_LISTED else watched(call, members):
         world = bootstrap.start()
         group = Group(_own(comm or world, call, timeout_seconds), "world", tuple(range((comm or world).Get_size())))
         try:

@@ -146,7 +146,7 @@ def examine(job: Path) -> Examined | None:
         time.sleep(_AGAIN_SECONDS)
         states, keys = neighbours.states(keys)
         again = judge(states, keys)
-        finding = again if again is not None and again.mark == finding.mark else None
+        finding = again if again is not None and again.fingerprint == finding.fingerprint else None
     return Examined(job, size, states, waits_for(states, keys), finding.notice.text if finding else "")
 
 

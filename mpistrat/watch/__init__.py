@@ -1,1 +1,1 @@
-"""What is each rank doing? A record of every collective, readable from outside, and a thread that tells who waits for whom."""
+"""What each rank is doing: a record of every collective that other processes can read, and a thread that finds deadlocks."""

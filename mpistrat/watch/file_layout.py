@@ -16,11 +16,11 @@ __all__ = [
     "LINES",
     "LONGEST_TEXT",
     "MAGIC",
+    "NOT_LISTED",
     "RING_RECORDS",
     "RING_START",
     "STARTED_BIT",
     "TEXTS",
-    "UNTOLD",
     "VERSION",
     "WORDS",
     "Field",
@@ -32,7 +32,7 @@ MAGIC = int.from_bytes(b"mpistrat", "little")
 VERSION = 3
 
 # the ranks of a collective, if their list is too long for an entry of the table
-UNTOLD, LONGEST_TEXT = "?", 400
+NOT_LISTED, LONGEST_TEXT = "?", 400
 
 
 class State(IntEnum):

@@ -102,8 +102,8 @@ class FlightRecorder:
             The ranks of the job that take part, as `spans_text` writes them; empty for all.
         """
         key = "\0".join((verb, op, dtype, plan, ranks, text))
-        told = digest(text) if word is None else word
-        return self._calls.index((key, nbytes, told), key, nbytes, told)
+        call_digest = digest(text) if word is None else word
+        return self._calls.index((key, nbytes, call_digest), key, nbytes, call_digest)
 
     def line(self, depth: int = 1) -> int:
         """Return the index of the line of the user's program that makes this call.
@@ -268,7 +268,7 @@ def recorder() -> FlightRecorder:
 
 
 def _end_of(text: str, room: int) -> str:
-    """Return a text cut at its beginning to at most `room` bytes: the end of a path tells more."""
+    """Return a text cut at its beginning to at most `room` bytes: the end of a path is what identifies a file."""
     encoded = text.encode("utf-8", "backslashreplace")
     if len(encoded) <= room:
         return text

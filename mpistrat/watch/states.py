@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from mpistrat.text import format_elapsed, parse_spans
-from mpistrat.watch.file_layout import UNTOLD, State
+from mpistrat.watch.file_layout import NOT_LISTED, State
 from mpistrat.watch.reader import RankFile, Record
 
 __all__ = ["Call", "Key", "RankState", "aged", "decode", "encode", "look"]
@@ -44,7 +44,7 @@ class Call:
     has_failed, is_started : bool
         Whether it raised; whether it is asynchronous, so that the program goes on meanwhile.
     ranks : str
-        The ranks that take part, as text; empty for all, UNTOLD if the list is too long: then no rank counts as missing.
+        The ranks that take part, as text; empty for all, NOT_LISTED if the list is too long: then no rank counts as missing.
     """
 
     communicator: int
@@ -166,7 +166,7 @@ class RankState:
 
 @lru_cache(256)
 def _members(ranks: str) -> frozenset[int]:
-    return frozenset() if ranks == UNTOLD else frozenset().union(*parse_spans(ranks))
+    return frozenset() if ranks == NOT_LISTED else frozenset().union(*parse_spans(ranks))
 
 
 def look(file: RankFile, wanted: Collection[Key] = ()) -> RankState:
@@ -220,17 +220,17 @@ def decode(rows: Iterable[dict[str, Any]]) -> list[RankState]:
 
 def _state(file: RankFile, is_inside: bool) -> tuple[str, bool]:
     """Return the state of a rank, and whether its process is known to exist."""
-    said = file.state
+    recorded = file.state
     try:
         process = file.process()
     except LookupError:
         process, alive = None, False
     else:
         alive = process is not None
-        if process is None and said is State.RUNNING:
+        if process is None and recorded is State.RUNNING:
             return "gone", alive
-    if said is not State.RUNNING:
-        return ("ended" if said is State.ENDED else "failed"), alive
+    if recorded is not State.RUNNING:
+        return ("ended" if recorded is State.ENDED else "failed"), alive
     if process is not None and process.is_stopped:
         return "stopped", alive
     return ("in" if is_inside else "out"), alive

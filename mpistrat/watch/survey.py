@@ -74,7 +74,7 @@ class Survey:
 
     def take(self, answer: Message) -> None:
         """Add the answer of another host."""
-        if answer["tell"] == self.number:
+        if answer["answer"] == self.number:
             self._add(decode(answer["states"]))
             self._heard |= {state.rank: state for state in decode(answer["heard"])}
 

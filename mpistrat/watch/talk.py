@@ -43,7 +43,7 @@ class Talk:
         The index of this host, in the order of their lowest ranks.
     others : list of list of int
         The ranks of each other host.
-    confidant : int
+    backup_rank : int
         The rank, of another host if there is one, that regularly gets the state of this one, to report it if this host no
         longer answers.
     """
@@ -57,7 +57,7 @@ class Talk:
         self.own = nodes.pop(places[self.rank])
         self.place = hosts.index(self.own)
         following = hosts[(self.place + 1) % len(hosts)]
-        self.confidant = following[self.own.index(self.rank) % len(following)]
+        self.backup_rank = following[self.own.index(self.rank) % len(following)]
         self.others = list(nodes.values())
         self._untaken: dict[int, list[tuple[MPI.Request, bytes]]] = {}
         self._arriving: list[tuple[MPI.Request, bytearray, int]] = []

@@ -8,14 +8,14 @@ File law: pure. States are read one after another, so a finding must be confirme
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpistrat.text import ranks_text
 from mpistrat.watch.notices import Notice
 from mpistrat.watch.states import Call, Key, RankState
 
-__all__ = ["Finding", "judge", "waits_for"]
+__all__ = ["Finding", "judge", "mismatch_text", "waits_for"]
 
 _OVER = ("ended", "failed", "gone")
 
@@ -28,12 +28,12 @@ class Finding:
     ----------
     notice : Notice
         Why, for all ranks.
-    mark : tuple
+    fingerprint : tuple
         Which rank was where: the same finding, made again, has an equal one.
     """
 
     notice: Notice
-    mark: tuple[object, ...]
+    fingerprint: tuple[object, ...]
 
 
 def judge(states: Sequence[RankState], looked_up: Collection[Key]) -> Finding | None:
@@ -75,7 +75,7 @@ def _different(states: Sequence[RankState]) -> Finding | None:
             call = calls.get(state.rank)
             text = (call.text + (f" at {call.line}" if call.line else "")) if call else f"has not come to it: {state.doing()}"
             variants.setdefault(text, []).append(state.rank)
-        text = _told(f"collective {key[1]} of group world", variants)
+        text = mismatch_text(f"collective {key[1]} of group world", variants)
         return Finding(Notice(*key, text, True), tuple((rank, call.digest, call.entered) for rank, call in calls.items()))
     return None
 
@@ -99,19 +99,20 @@ def _stuck(states: Sequence[RankState], looked_up: Collection[Key]) -> Finding |
     if not waiting:
         return None
     key = _call(by_rank[waiting[0]]).key
-    mark = tuple((rank, _call(by_rank[rank]).key, _call(by_rank[rank]).entered) for rank in waiting)
+    fingerprint = tuple((rank, _call(by_rank[rank]).key, _call(by_rank[rank]).entered) for rank in waiting)
     reached = sorted(over.intersection(*[[other for rank in waiting for other in missing[rank]]]))
     if reached:
-        return Finding(Notice(*key, _ended(by_rank, waiting, reached), False), (*mark, *reached))
+        return Finding(Notice(*key, _ended(by_rank, waiting, reached), False), (*fingerprint, *reached))
     variants: dict[str, list[int]] = {}
     for state in states:
         call = state.waits_in
         place = f"collective {call.number} of communicator {call.communicator}, {call.text}" if call else state.doing()
         variants.setdefault(place + (f" at {call.line}" if call and call.line else ""), []).append(state.rank)
-    return Finding(Notice(*key, _told("they wait for each other", variants), True), mark)
+    return Finding(Notice(*key, mismatch_text("they wait for each other", variants), True), fingerprint)
 
 
-def _told(what: str, variants: dict[str, list[int]]) -> str:
+def mismatch_text(what: str, variants: Mapping[str, Sequence[int]]) -> str:
+    """Return the text of an AgreementError: which ranks (world ranks, by text of the call) are in which call."""
     lines = [f"  {ranks_text(ranks)}: {text}" for text, ranks in variants.items()]
     return (
         f"ranks made different calls ({what}):\n"

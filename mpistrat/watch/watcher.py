@@ -49,7 +49,7 @@ ANSWER_SECONDS = 0.9
 # how often to look for answers while some are missing
 POLL_SECONDS = 0.01
 # how often a rank sends its state to one of another host
-CONFIDE_SECONDS = 2.0
+BACKUP_SECONDS = 2.0
 # a program that has not raised the verdict, or its deadline's error, after this long is stuck in a call in C
 TAKE_SECONDS = 3.0
 
@@ -92,10 +92,10 @@ class Watcher:
         self._main = threading.main_thread().ident
         self._wake, self._stopping = threading.Event(), False
         self._survey: Survey | None = None
-        self._to_tell: Notice | None = None
+        self._to_post: Notice | None = None
         self._surveyed = -math.inf  # when another host, of lower ranks, last looked around
         self._turn_seconds = 0.0
-        self._confided, self._heard = 0.0, dict[int, tuple[float, RankState]]()
+        self._backed_up, self._heard = 0.0, dict[int, tuple[float, RankState]]()
         self._asked: _Question | None = None
         self._wanted: set[Key] = set()
         self._next_look = 0.0
@@ -143,12 +143,12 @@ class Watcher:
         if own.path is not None:
             found = own.path.parent.stat()
             place = f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {found.st_dev} {found.st_ino}"
-        told = comm.allgather((place or f"rank {comm.Get_rank()}", bool(settings.TIMELINE.read())))
-        talk = Talk(comm, [place for place, _ in told])
-        self._confide(talk)
+        joined = comm.allgather((place or f"rank {comm.Get_rank()}", bool(settings.TIMELINE.read())))
+        talk = Talk(comm, [place for place, _ in joined])
+        self._send_backup(talk)
         self._talk = talk
         self._turn_seconds = min(talk.place * TURN_SECONDS, LONGEST_BETWEEN_LOOKS_SECONDS)
-        self._wants_trace = told[0][1]  # rank 0 writes it, and asks all
+        self._wants_trace = joined[0][1]  # rank 0 writes it, and asks all
         if self._wants_trace:
             timeline.skip_write_at_exit()
         self._before_finalize()
@@ -178,9 +178,9 @@ class Watcher:
         states = question.states or [RankState(rank) for rank in range(self._size)]
         return states if ranks is None else [states[rank] for rank in ranks]
 
-    def tell(self, key: Key, error: AgreementError) -> None:
+    def post_mismatch(self, key: Key, error: AgreementError) -> None:
         """Make the other ranks in a collective raise the mismatch that this one is about to raise."""
-        self._to_tell = Notice(*key, str(error), is_mismatch=True, is_for_all=False)
+        self._to_post = Notice(*key, str(error), is_mismatch=True, is_for_all=False)
         self._wake.set()
 
     def dismiss(self, communicator: int) -> None:
@@ -267,7 +267,7 @@ class Watcher:
 
     def _step(self) -> None:
         self._listen()
-        notice, self._to_tell = self._to_tell, None
+        notice, self._to_post = self._to_post, None
         if notice is not None:
             self._post(notice)
         self._take_notices()
@@ -314,16 +314,16 @@ class Watcher:
             self._next_look = min(self._next_look, time.monotonic() + self._next_report - waited)
         is_overdue = bool(self._patience) and waited >= self._next_report
         wanted = {*self._wanted, (waiting.communicator, waiting.number)}
-        if self._speaks() and time.monotonic() > self._surveyed + 2 * LONGEST_BETWEEN_LOOKS_SECONDS:
+        if self._is_lowest_waiting() and time.monotonic() > self._surveyed + 2 * LONGEST_BETWEEN_LOOKS_SECONDS:
             self._survey = Survey(
                 self._size, self._neighbours, self._talker(), wanted, ANSWER_SECONDS, is_overdue, self._heard_of()
             )
         elif is_overdue:
             self._put_off_report(waited)
 
-    def _speaks(self) -> bool:
-        """Return whether this is the lowest waiting rank of its host."""
-        return not any(_tells(look(file)) for file in self._neighbours.files() if file.rank < self._own.rank)
+    def _is_lowest_waiting(self) -> bool:
+        """Return whether this is the lowest waiting rank of its host, which surveys for all of them."""
+        return not any(_reports(look(file)) for file in self._neighbours.files() if file.rank < self._own.rank)
 
     def _talker(self) -> Talk | None:
         return self._talk if self._talk is not None and _mpi_runs() else None
@@ -339,7 +339,7 @@ class Watcher:
         if waiting is None or seconds_since(waiting.entered) < PATIENCE_SECONDS:
             return
         finding = judge(states, known)
-        if finding is not None and self._suspicion is not None and finding.mark == self._suspicion.mark:
+        if finding is not None and self._suspicion is not None and finding.fingerprint == self._suspicion.fingerprint:
             if self.verdict is None:
                 self._post(finding.notice)
         elif finding is not None:
@@ -349,7 +349,7 @@ class Watcher:
         if self._patience and waited >= self._next_report:
             self._put_off_report(waited)
             # ranks of other hosts may have waited as long
-            if not any(_tells(state) for state in states[: self._own.rank]):
+            if not any(_reports(state) for state in states[: self._own.rank]):
                 logger.warning(stall_report(states[self._own.rank], states))
 
     def _put_off_report(self, waited: float) -> None:
@@ -376,14 +376,14 @@ class Watcher:
         talk = self._talker()
         if talk is None:
             return
-        if time.monotonic() > self._confided + CONFIDE_SECONDS:
-            self._confide(talk)
+        if time.monotonic() > self._backed_up + BACKUP_SECONDS:
+            self._send_backup(talk)
         for source, message in talk.received():
             if "ask" in message:
                 if source < self._own.rank and self._waiting is not None and [*_key(self._waiting)] in message["wanted"]:
                     self._surveyed = time.monotonic()
                 talk.send(self._answer(message), [source])
-            elif "tell" in message:
+            elif "answer" in message:
                 if self._survey is not None:
                     self._survey.take(message)
             elif "heard" in message:
@@ -393,11 +393,11 @@ class Watcher:
             elif "notice" in message:
                 self._notices.post(Notice(**message["notice"]))
 
-    def _confide(self, talk: Talk) -> None:
+    def _send_backup(self, talk: Talk) -> None:
         """Send the state of this rank to one of another host."""
-        self._confided = time.monotonic()
+        self._backed_up = time.monotonic()
         if talk.others and self._own.state is State.RUNNING:
-            talk.send({"heard": encode([look(self._own)])}, [talk.confidant])
+            talk.send({"heard": encode([look(self._own)])}, [talk.backup_rank])
 
     def _heard_of(self) -> list[RankState]:
         return [aged(state, time.monotonic() - when) for when, state in self._heard.values()]
@@ -405,7 +405,7 @@ class Watcher:
     def _answer(self, question: Message) -> Message:
         expected = self._talk.own if self._talk is not None and question["is_thorough"] else ()
         states, _ = here(self._neighbours, [(first, second) for first, second in question["wanted"]], expected)
-        return {"tell": question["ask"], "states": encode(states), "heard": encode(self._heard_of())}
+        return {"answer": question["ask"], "states": encode(states), "heard": encode(self._heard_of())}
 
 
 class _Question:
@@ -462,7 +462,7 @@ def _key(record: Record) -> Key:
     return record.communicator, record.number
 
 
-def _tells(state: RankState) -> bool:
+def _reports(state: RankState) -> bool:
     """Return whether a rank waits, and its watching thread can report it."""
     call = state.waits_in if state.state == "in" and not state.is_silent else None
     # ranks that entered at nearly the same time must agree on which of them it is

@@ -182,7 +182,7 @@ def test_ranks_of_a_node_that_share_no_memory_meet_by_messages(comm, monkeypatch
         for _ in range(2):
             same(pair, pair.gpu.all_reduce(SUM, pair.up(array)), pair.host.all_reduce(SUM, array))
             same(pair, pair.gpu.all_gather(pair.up(array)), pair.host.all_gather(array))
-        assert pair.gpu._gpu.executor.must_meet
+        assert pair.gpu._gpu.executor.compares_by_messages
         calls = pair.library.calls.copy()
         with pytest.raises(AgreementError, match="ranks made different calls"):
             pair.gpu.all_reduce(SUM, pair.up(array if comm.rank else array[:2]))

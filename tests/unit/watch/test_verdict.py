@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mpistrat.errors import AgreementError, UnavailableError
-from mpistrat.watch.file_layout import UNTOLD
+from mpistrat.watch.file_layout import NOT_LISTED
 from mpistrat.watch.recorder import digest
 from mpistrat.watch.stall_report import stall_report
 from mpistrat.watch.states import Call, RankState, decode, encode
@@ -156,8 +156,8 @@ def test_waiting_for_a_rank_that_is_over_is_in_vain(state: str, words: str) -> N
 
 def test_the_same_is_found_again_only_where_nobody_has_moved() -> None:
     first, moved = ranks(call(ONE), call(TWO)), ranks(call(ONE), replace(call(TWO), entered=1))
-    marks = [judge(states, {ONE, TWO}) for states in (first, list(first), moved)]
-    assert marks[0] == marks[1] != marks[2]
+    findings = [judge(states, {ONE, TWO}) for states in (first, list(first), moved)]
+    assert findings[0] == findings[1] != findings[2]
 
 
 @pytest.mark.parametrize(("others", "is_known"), [("", True), ("0-1", False)])
@@ -170,7 +170,7 @@ def test_nobody_waits_for_ranks_that_a_collective_does_not_take(others: str, is_
 
 
 def test_nobody_is_waited_for_where_it_is_not_told_who_takes_part() -> None:
-    states = ranks(replace(call(ONE), ranks=UNTOLD), None, replace(call(TWO), ranks=UNTOLD), None)
+    states = ranks(replace(call(ONE), ranks=NOT_LISTED), None, replace(call(TWO), ranks=NOT_LISTED), None)
     assert judged(states) == ""
     assert waits_for(states, {ONE, TWO}) == {0: [], 2: []}
 
