@@ -166,8 +166,8 @@ class DataMovement:
         known = array if out is None else out
 
         def facts() -> tuple[int, int]:
-            landing = array if out is None or self._rank == root else out
-            return shape_word(known), _with_place(out is not None, [landing])
+            target = array if out is None or self._rank == root else out
+            return shape_word(known), _with_place(out is not None, [target])
 
         with self._guard:
             call, found = self._calls.enter("broadcast", lambda _: f"(root={root})", options, check, facts)

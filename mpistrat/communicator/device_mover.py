@@ -52,9 +52,9 @@ class DeviceMover:
         """Return the steps that give every rank the array of `root`."""
         return self._together(self._nccl.broadcast(as_bytes(array), root).run())
 
-    def exchange(self, sends: Sequence[Array], landings: Sequence[Array]) -> Steps:
+    def exchange(self, sends: Sequence[Array], receives: Sequence[Array]) -> Steps:
         """Return the steps that send an array to each peer, and receive one from each; empty ones are not sent."""
-        return self._together(self._nccl.exchange(sends, landings))
+        return self._together(self._nccl.exchange(sends, receives))
 
     def _together(self, steps: Steps) -> Steps:
         return self._gpu.abort_on_error(self._after_barrier(steps))

@@ -43,6 +43,6 @@ class HostMover:
         """Return the steps that give every rank the array of `root`."""
         return self._mpi.broadcast(as_bytes(array), root).run()
 
-    def exchange(self, sends: Sequence[Array], landings: Sequence[Array]) -> Steps:
+    def exchange(self, sends: Sequence[Array], receives: Sequence[Array]) -> Steps:
         """Return the steps that send an array to each peer, and receive one from each; empty ones are not sent."""
-        return Pairwise(self._group, sends, landings).run()
+        return Pairwise(self._group, sends, receives).run()

@@ -92,7 +92,7 @@ class Reductions:
                 # strict calls are compared each time, and calls with a deadline need their own clock
                 self.fast.add(op, arrays, batch, may_skip_checks=not (self._calls.is_strict or call.seconds))
             self._guard.begin(call, batch.signature("all_reduce"))
-            results, sources = self._landing(arrays, out)
+            results, sources = self._results_and_sources(arrays, out)
             self._guard.run(call, self._steps(batch, sources, results))
             self._settle()
             return results
@@ -102,7 +102,7 @@ class Reductions:
         if self._gpu is not None:
             wait_for_gpu(self._guard)
         with self.active():
-            results, sources = self._landing(arrays, out)
+            results, sources = self._results_and_sources(arrays, out)
             self._guard.drive_current(self._steps(batch, sources, results))
             return results
 
@@ -134,7 +134,7 @@ class Reductions:
                     call.begin()
                     self._calls.refuse(call, refused)
             call.is_started = True
-            results, sources = self._landing(given, out)
+            results, sources = self._results_and_sources(given, out)
             carry_out: Callable[[], list[Array]] = partial(self._carry_out, call, op, list(sources), results, num_packs)
             if self._gpu is not None and has_arrays(given):
                 carry_out = self._gpu.on_own_stream(carry_out, partial(self._guard.run, call))
@@ -223,8 +223,8 @@ class Reductions:
                 # the next call of the evicted kind binds its plan again, in which ranks on a fast path would not take part
                 self.fast.clear()
 
-    def _landing(self, arrays: Sequence[Array], out: Sequence[Array] | None) -> tuple[list[Array], Sequence[Array]]:
-        """Return the targets, and the sources: copies where they overlap with targets."""
+    def _results_and_sources(self, arrays: Sequence[Array], out: Sequence[Array] | None) -> tuple[list[Array], Sequence[Array]]:
+        """Return the results, and the sources: copies where they overlap with results."""
         if out is not None:
             results = list(out)
             return results, copy_overlapping(arrays, results)

@@ -55,7 +55,7 @@ class HierarchicalAllReduce(CrossDeviceOps):
     def _all_reduce(self, op: ReduceOp, pairs: Sequence[tuple[PerReplica, Any]], options: CommunicationOptions) -> list[Any]:
         communicator = current_communicator()
         wanted = self._preference(communicator).merge(options)
-        landing = [resolve(destinations, communicator) for _, destinations in pairs]
+        destination_ranks = [resolve(destinations, communicator) for _, destinations in pairs]
         components = [component for value, _ in pairs for component in value.values]
         arrays = [as_array(component) for component in components if not isinstance(component, IndexedSlices)]
         with _packed(communicator, self.num_packs):
@@ -66,7 +66,7 @@ class HierarchicalAllReduce(CrossDeviceOps):
             else like(next(dense), component)
             for component in components
         ]
-        return [deliver(result, ranks, communicator) for result, ranks in zip(results, landing, strict=True)]
+        return [deliver(result, ranks, communicator) for result, ranks in zip(results, destination_ranks, strict=True)]
 
     def _preference(self, communicator: BaseCommunicator) -> CommunicationOptions:
         """Return the options that this class sets; the options of a call take precedence."""

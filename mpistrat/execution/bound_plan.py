@@ -123,7 +123,7 @@ class BoundPlan:
 
         def head(index: int) -> Steps:
             chunk = chunks[index]
-            yield from intra.fence(slots.marks[chunk.slot] if has_intra else slots.last_mark)
+            yield from intra.fence(slots.releases[chunk.slot] if has_intra else slots.last_release)
             started = time.perf_counter()
             yield from chunk.copy_in.run(sources)
             if timeline.enabled:
@@ -141,7 +141,7 @@ class BoundPlan:
             if timeline.enabled:
                 self._record("copy out", started, chunk)
             if has_intra:
-                slots.marks[chunk.slot] = slots.last_mark = intra.release()
+                slots.releases[chunk.slot] = slots.last_release = intra.release()
 
         if len(chunks) > 1:
             yield from overlap(len(chunks), self.plan.depth, self._max_in_flight, head, middle, tail)

@@ -51,7 +51,7 @@ class CopySteps(Protocol):
 
 
 class Slots:
-    """How the scratch memory is divided into slots, and the marks by which a rank knows that peers have read them.
+    """How the scratch memory is divided into slots, and which releases of the peers must precede the next write to each.
 
     Attributes
     ----------
@@ -60,20 +60,20 @@ class Slots:
     turn : int
         How often this partition has been used in a row. It is counted here and not in a plan, so that a rank that binds a plan
         again stays in step with the others.
-    marks : dict of int to int
-        For each slot, the mark (`Transport.release`) of its last release.
-    last_mark : int
-        The last of all marks.
+    releases : dict of int to int
+        For each slot, the number (`Transport.release`) of its last release.
+    last_release : int
+        The last of them all.
     """
 
     def __init__(self) -> None:
-        self.partition, self.turn, self.last_mark = (0, 0), -1, 0
-        self.marks: dict[int, int] = {}
+        self.partition, self.turn, self.last_release = (0, 0), -1, 0
+        self.releases: dict[int, int] = {}
 
     def repartition(self, count: int, nbytes: int) -> None:
         """Change the partition: the new slots may overlap any of the old ones."""
         self.partition, self.turn = (count, nbytes), -1
-        self.marks = dict.fromkeys(range(count), self.last_mark)
+        self.releases = dict.fromkeys(range(count), self.last_release)
 
 
 class Executor:
@@ -276,9 +276,9 @@ class Executor:
             slots = self.slots
             if slots.partition != _EXCHANGE_PARTITION:
                 slots.repartition(*_EXCHANGE_PARTITION)
-                drive(self.intra.fence(slots.last_mark))
+                drive(self.intra.fence(slots.last_release))
             block.run(source, target)
-            slots.last_mark = self.intra.release()
+            slots.last_release = self.intra.release()
 
         return run
 
@@ -327,9 +327,9 @@ class Executor:
         slots = self.slots
         if slots.partition != _EXCHANGE_PARTITION:
             slots.repartition(*_EXCHANGE_PARTITION)
-            yield from self.intra.fence(slots.last_mark)
+            yield from self.intra.fence(slots.last_release)
         yield from steps
-        slots.last_mark = self.intra.release()
+        slots.last_release = self.intra.release()
 
     def _raise_together(self, refusal: TransportError | None, held_bytes: int) -> None:
         """Raise on all ranks if a node has too little memory, after allocating as much as before."""

@@ -66,21 +66,21 @@ class Buffer:
 
     def contents(self, comm: MPI.Comm) -> Array:
         """Return the bytes that are sent: where they lie, or, of a datatype that may have gaps, a packed copy."""
-        landing = self.landing()
-        if self._gapped is not None and landing.size:
-            _check_packed(self._gapped.Pack(self._memory, landing, 0, comm), landing)
-        return landing
+        packed = self.receive_memory()
+        if self._gapped is not None and packed.size:
+            _check_packed(self._gapped.Pack(self._memory, packed, 0, comm), packed)
+        return packed
 
-    def landing(self) -> Array:
-        """Return where bytes may be received: where they belong, or new memory of which `put` brings them there."""
+    def receive_memory(self) -> Array:
+        """Return where bytes may be received: in the buffer, or in new memory from which `put` unpacks them."""
         if self._gapped is None:
             return self._memory
         return np.empty(self._memory.nbytes // self._gapped.extent * self._gapped.size, np.uint8)
 
-    def put(self, landing: Array, comm: MPI.Comm) -> None:
-        """Bring bytes that were received in `landing` where they belong, if they are not there yet."""
-        if self._gapped is not None and landing.size:
-            _check_packed(self._gapped.Unpack(landing, 0, self._memory, comm), landing)
+    def put(self, received: Array, comm: MPI.Comm) -> None:
+        """Unpack bytes that were received in memory of `receive_memory`, if that is not the buffer itself."""
+        if self._gapped is not None and received.size:
+            _check_packed(self._gapped.Unpack(received, 0, self._memory, comm), received)
 
 
 def numbers_of(given: Any, op: ReduceOp, blocks: int = 1) -> Array | None:

@@ -116,8 +116,8 @@ class WrappedIntracomm(MPI.Intracomm):
         communicator = self.open()
         with _Telling(communicator, "Allgather"):
             target = Buffer(recvbuf, self.size)
-            landing = target.landing()
-            share = len(landing) // self.size
+            memory = target.receive_memory()
+            share = len(memory) // self.size
             if is_in_place(sendbuf):
                 first = self.rank * share
                 contents = target.contents(self)[first : first + share]
@@ -125,20 +125,20 @@ class WrappedIntracomm(MPI.Intracomm):
                 contents = Buffer(sendbuf).contents(self)
             if len(contents) != share:
                 raise ValueError(f"each rank sends {len(contents)} bytes, and receives {share} from each")
-        communicator.all_gather(contents, out=landing)
-        target.put(landing, self)
-        _finish(communicator, landing)
+        communicator.all_gather(contents, out=memory)
+        target.put(memory, self)
+        _finish(communicator, memory)
 
     def Bcast(self, buf: Any, root: int = 0) -> None:  # noqa: N802
         """Send the elements of rank `root` to `buf` of all. A collective call."""
         communicator = self.open()
         with _Telling(communicator, "Bcast"):
             buffer = Buffer(buf)
-            landing = buffer.contents(self) if self.rank == root else buffer.landing()
-        communicator.broadcast(landing, root, out=None if self.rank == root else landing)
+            memory = buffer.contents(self) if self.rank == root else buffer.receive_memory()
+        communicator.broadcast(memory, root, out=None if self.rank == root else memory)
         if self.rank != root:
-            buffer.put(landing, self)
-            _finish(communicator, landing)
+            buffer.put(memory, self)
+            _finish(communicator, memory)
 
     def Barrier(self) -> None:  # noqa: N802
         """Wait until all ranks have come here. A collective call."""

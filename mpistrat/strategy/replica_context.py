@@ -24,8 +24,8 @@ from mpistrat.strategy.advice import ADVICE
 from mpistrat.strategy.call_words import OF_NESTS, OF_ONE_ARRAY, all_reduce_text, word_of_nest
 from mpistrat.strategy.deprecated import merge_hints
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.landings import read_landings
 from mpistrat.strategy.leaves import check_dtypes, read_leaves
+from mpistrat.strategy.out_arrays import read_out
 from mpistrat.strategy.replica_id import checked_id
 from mpistrat.strategy.weighting import weighted_part
 from mpistrat.structures import flatten, flatten_arrays
@@ -168,7 +168,7 @@ class ReplicaContext:
             arrays = read_leaves(value, leaves)
             if weight is not None:
                 sent, finish = weighted_part(op, arrays, weight, out)
-            landings, arrays = (None, arrays) if out is None else read_landings(out, structure, leaves, arrays)
+            targets, arrays = (None, arrays) if out is None else read_out(out, structure, leaves, arrays)
         except Exception as error:  # the other replicas must be told, whatever reading the user's arrays raises
             self._communicator.refuse("all_reduce", error, options)
         call = all_reduce_text(op, structure) if weight is None else f"all_reduce({op.name}, weighted) of {structure}"
@@ -177,7 +177,7 @@ class ReplicaContext:
             results = finish(self._extended.all_reduce(ReduceOp.SUM, sent, options))
         else:
             try:
-                results = self._extended.all_reduce(op, arrays, options, landings)
+                results = self._extended.all_reduce(op, arrays, options, targets)
             except UnsupportedDtypeError:
                 check_dtypes(op, value, arrays)
                 raise

@@ -143,9 +143,9 @@ class Subject:
         """Wait until all ranks have read their results."""
         self.fence(self.transport.release())
 
-    def fence(self, mark: int) -> None:
+    def fence(self, number: int) -> None:
         """Wait until the memory can be written again."""
-        self.drive(self.transport.fence(mark), "fence")
+        self.drive(self.transport.fence(number), "fence")
 
     def compare(self, case: Case, buffer: Array, operation: Operation, given: Array, slot: int = 0) -> None:
         """Compare what this rank can read with what it was promised."""

@@ -157,17 +157,17 @@ def _slots_take_turns(subject: Subject) -> None:
     for verb in ("all_reduce", "all_gather", "reduce_scatter"):
         case = Case(verb, INT32, ReduceOp.SUM, COUNT, divisions(COUNT, subject.size)[0])
         bound = [subject.bind(case, slot) for slot in range(NUM_SLOTS)]
-        marks: dict[int, int] = {}
+        releases: dict[int, int] = {}
         for turn in range(3 * NUM_SLOTS):
             slot = turn % NUM_SLOTS
-            if slot in marks:
-                subject.fence(marks[slot])
+            if slot in releases:
+                subject.fence(releases[slot])
             given = subject.values(case)
             subject.run(case, *bound[slot], given)
             if subject.rank == turn % subject.size:
                 time.sleep(SLOW_SECONDS / 2)
             subject.compare(case, *bound[slot], given, slot)
-            marks[slot] = subject.transport.release()
+            releases[slot] = subject.transport.release()
         subject.settle()
 
 

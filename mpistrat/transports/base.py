@@ -83,7 +83,7 @@ class Transport(ABC):
     adds_in_order: ClassVar[bool] = False
     """Whether `all_reduce_in_order` adds in the order of the ranks."""
     peers_read: bool = False
-    """Whether peers read this rank's memory by themselves, so that copies must have completed before they are told to."""
+    """Whether peers read this rank's memory by themselves, so that copies to it must have completed before a barrier."""
     one_shot_bytes: int | None = None
     """The largest buffer that is summed in one shot, the same on all ranks, which may be set; None: it has no such choice."""
 
@@ -159,11 +159,11 @@ class Transport(ABC):
         return ""
 
     def release(self) -> int:
-        """Tell the peers that this rank has read every result so far; return a mark for `fence`."""
+        """Announce that this rank has read every result so far; return how often it has done so, for `fence`."""
         return 0
 
-    def fence(self, mark: int) -> Steps:
-        """Wait until all peers have called `release` as often as this rank had for `mark`: then memory can be written again."""
+    def fence(self, number: int) -> Steps:
+        """Wait until all peers have called `release` `number` times: then memory can be written again."""
         return iter(())
 
     def watch(self, must_wait: Callable[[], bool], peer_has_aborted: Callable[[], bool]) -> None:  # noqa: B027

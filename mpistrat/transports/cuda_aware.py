@@ -2,12 +2,12 @@
 
 `ring` and `halving` have the schedules. Small arrays are gathered and summed by every rank, in the order of the ranks.
 
-MPI moves bytes between GPUs and does nothing else: its own reductions of device memory take the way through the host's
-processor, where they work at all.
+MPI moves bytes between GPUs and does nothing else: its own reductions of device memory run on the host's processor, where
+they work at all.
 
 File law: MPI knows no streams. What is sent has been written, which the host has seen by an event; what was received is read
-by work that is put on a stream afterwards. MPI is told address, count and datatype, never an array: it would sum the bytes of
-a bfloat16.
+by work that is put on a stream afterwards. MPI gets address, count and datatype, never an array: it would sum the bytes of a
+bfloat16.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CudaAwareTransport(Transport):
     Parameters
     ----------
     group : Group
-        Ranks with a GPU each; between nodes, for the ranks of one node have better ways.
+        Ranks with a GPU each, on several nodes: inside a node other transports are faster.
     device : Device, optional
         This rank's GPU.
     segment_bytes : int
@@ -79,11 +79,11 @@ class CudaAwareTransport(Transport):
         self.device = self._device = device or CudaDevice()
         self._stream = self._device.stream()
         self._segment_bytes, self._schedule = segment_bytes, schedule
-        self._landings: dict[int, DeviceArray] = {}
+        self._receive_buffers: dict[int, DeviceArray] = {}
 
     @classmethod
     def probe(cls, group: Group) -> str:
-        """Return why MPI is not to be handed device memory, or an empty text: also where it should do well, and did not."""
+        """Return why MPI is not used on device memory, or an empty text: its build says so, or a first sum was wrong."""
         verdict = agreed_verdict(group.comm)
         return cls(group, bound_device()).first_exchange() if verdict.is_aware else verdict.reason
 
@@ -111,12 +111,12 @@ class CudaAwareTransport(Transport):
 
     def all_reduce(self, buffer: DeviceArray, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind a ring, recursive halving and doubling, or a sum of what is gathered, by the number of bytes."""
-        size, landing_bytes = self.group.size, RECEIVES_AHEAD * self._segment_bytes
+        size, receive_bytes = self.group.size, RECEIVES_AHEAD * self._segment_bytes
         schedule = self._schedule(buffer.nbytes) if buffer.size else "ring"
-        # what lands in a round is aligned
-        if schedule == "halving" and buffer.nbytes + size.bit_length() * PACKET_BYTES <= landing_bytes:
+        # what is received in a round is aligned
+        if schedule == "halving" and buffer.nbytes + size.bit_length() * PACKET_BYTES <= receive_bytes:
             return self._halving(buffer, op, channel)
-        if schedule == "gather" and size * _stride(buffer) <= landing_bytes:
+        if schedule == "gather" and size * _stride(buffer) <= receive_bytes:
             return self._gathered(buffer, op, channel)
         ring = Ring.all_reduce(self.group.rank, size, buffer.size, self._limit(buffer, -(-buffer.size // size)))
         return self._operation(buffer, ring, op, channel)
@@ -141,8 +141,8 @@ class CudaAwareTransport(Transport):
 
     @property
     def scratch_bytes(self) -> int:
-        """Where segments land: as many for each channel as are received ahead."""
-        return sum(memory.nbytes for memory in self._landings.values())
+        """The memory in which segments are received: as many for each channel as are received ahead."""
+        return sum(memory.nbytes for memory in self._receive_buffers.values())
 
     def _sums_rightly(self) -> bool:
         rank, size = self.group.rank, self.group.size
@@ -165,38 +165,38 @@ class CudaAwareTransport(Transport):
     def _halving(self, buffer: DeviceArray, op: ReduceOp, channel: int) -> Operation:
         limit = settings.MAX_MESSAGE_BYTES.read() // int(buffer.dtype.itemsize)
         halving = Halving.all_reduce(self.group.rank, self.group.size, buffer.size, limit)
-        kernel, landing = fold_into_kernel(buffer.dtype, op), self._landing(channel)
-        bound = _DeviceRounds(self.group, self._device, self._stream, buffer, halving.rounds, kernel, landing, channel)
+        kernel, received = fold_into_kernel(buffer.dtype, op), self._receive_buffer(channel)
+        bound = _DeviceRounds(self.group, self._device, self._stream, buffer, halving.rounds, kernel, received, channel)
         return Operation(bound.run, [Part(0, buffer.size, (buffer,))])
 
     def _gathered(self, buffer: DeviceArray, op: ReduceOp, channel: int) -> Operation:
         """Bind: gather the buffers of all ranks, and fold them in the order of the ranks: all get the same bits."""
-        rank, size, stride, landing = self.group.rank, self.group.size, _stride(buffer), self._landing(channel)
+        rank, size, stride, received = self.group.rank, self.group.size, _stride(buffer), self._receive_buffer(channel)
         halving = Halving.all_gather(rank, size, range(0, (size + 1) * stride, stride), settings.MAX_MESSAGE_BYTES.read())
-        bound = _DeviceRounds(self.group, self._device, self._stream, landing, halving.rounds, "", landing, channel)
+        bound = _DeviceRounds(self.group, self._device, self._stream, received, halving.rounds, "", received, channel)
         kernel, table = fold_kernel(buffer.dtype, op), self._device.allocate(8 * size)
         self._device.prepare(kernel)
-        self._device.put(table, np.array([address(landing) + peer * stride for peer in range(size)], np.uint64).view(np.uint8))
+        self._device.put(table, np.array([address(received) + peer * stride for peer in range(size)], np.uint64).view(np.uint8))
         num_blocks = _num_blocks(buffer.size, int(buffer.dtype.itemsize))
         in_order = np.int32(0), max(buffer.size, 1), 0  # from rank 0 on, in one part
         arguments = (address(table), np.int32(size), 0, address(buffer), buffer.size, *in_order)
 
         def run() -> Steps:
-            self._device.current_stream().copy(address(landing) + rank * stride, address(buffer), buffer.nbytes)
+            self._device.current_stream().copy(address(received) + rank * stride, address(buffer), buffer.nbytes)
             yield from bound.run()
             self._stream.launch(kernel, num_blocks, arguments)
             yield from until(self._stream.record())
 
         return Operation(run, [Part(0, buffer.size, (buffer,))], table.nbytes)
 
-    def _landing(self, channel: int) -> DeviceArray:
+    def _receive_buffer(self, channel: int) -> DeviceArray:
         """Return where the messages of a channel land, whose operations run one after the other."""
-        if channel not in self._landings:
-            self._landings[channel] = self._device.allocate(RECEIVES_AHEAD * self._segment_bytes)
-        return self._landings[channel]
+        if channel not in self._receive_buffers:
+            self._receive_buffers[channel] = self._device.allocate(RECEIVES_AHEAD * self._segment_bytes)
+        return self._receive_buffers[channel]
 
     def _operation(self, buffer: DeviceArray, ring: Ring, op: ReduceOp, channel: int = 0) -> Operation:
-        bound = _DeviceRing(self.group, self._device, self._stream, buffer, ring, op, self._landing(channel), channel)
+        bound = _DeviceRing(self.group, self._device, self._stream, buffer, ring, op, self._receive_buffer(channel), channel)
         return Operation(bound.run, [Part(0, buffer.size, (buffer,))])
 
 
@@ -216,15 +216,15 @@ class _DeviceRing:
         buffer: DeviceArray,
         ring: Ring,
         op: ReduceOp,
-        landing: DeviceArray,
+        received: DeviceArray,
         channel: int,
     ) -> None:
         self._comm, self._call, self._channel, self._device, self._stream = group.comm, group.call, channel, device, stream
         self._left, self._right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
-        self._memory = (buffer, landing)  # held as long as MPI may write there
+        self._memory = (buffer, received)  # held as long as MPI may write there
         self._segments, self._sent_before = ring.segments, ring.sent_before()
         itemsize, start = int(buffer.dtype.itemsize), address(buffer)
-        slot_bytes = landing.nbytes // RECEIVES_AHEAD
+        slot_bytes = received.nbytes // RECEIVES_AHEAD
         self._sends = [_message(start, part, itemsize) for part in ring.sends]
         self._receives: list[list[Any]] = []
         self._folds: list[tuple[str, int, tuple[Any, ...]] | None] = []
@@ -236,7 +236,7 @@ class _DeviceRing:
                 self._receives.append(_message(start, target, itemsize))
                 self._folds.append(None)
                 continue
-            count, slot = target.stop - target.start, address(landing) + index % RECEIVES_AHEAD * slot_bytes
+            count, slot = target.stop - target.start, address(received) + index % RECEIVES_AHEAD * slot_bytes
             self._receives.append(_message(slot, slice(0, count), itemsize))
             num_blocks = _num_blocks(count, itemsize)
             self._folds.append((kernel, num_blocks, (start + target.start * itemsize, slot, count)) if count else None)
@@ -284,7 +284,7 @@ class _DeviceRing:
         return True
 
     def _fold(self, index: int) -> Event | None:
-        """Let the device fold a message that has arrived; return what tells when that is done."""
+        """Let the device fold a message that has arrived; return the event of its end."""
         fold = self._folds[index]
         if fold is None:
             return None
@@ -294,7 +294,7 @@ class _DeviceRing:
 
 
 class _DeviceRounds:
-    """Rounds of messages bound to memory; what is summed lands elsewhere, each message at a place of its own."""
+    """Rounds of messages bound to memory; what is summed is received elsewhere, each message at a place of its own."""
 
     def __init__(
         self,
@@ -304,15 +304,15 @@ class _DeviceRounds:
         memory: DeviceArray,
         rounds: Sequence[Round],
         kernel: str,
-        landing: DeviceArray,
+        received: DeviceArray,
         channel: int,
     ) -> None:
         self._comm, self._call, self._channel, self._device, self._stream = group.comm, group.call, channel, device, stream
-        self._memory, self._kernel = (memory, landing), kernel  # held as long as MPI may write there
+        self._memory, self._kernel = (memory, received), kernel  # held as long as MPI may write there
         if kernel:
             device.prepare(kernel)
         self._rounds: list[_BoundRound] = []
-        itemsize, start, free = int(memory.dtype.itemsize), address(memory), address(landing)
+        itemsize, start, free = int(memory.dtype.itemsize), address(memory), address(received)
         for each in rounds:
             bound = _BoundRound(each, [_message(start, part, itemsize) for part in each.sends], [], [])
             for target in each.targets:

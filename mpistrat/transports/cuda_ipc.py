@@ -5,13 +5,13 @@ reduce-scatter lets one kernel of each rank sum its part over the arenas of all,
 are the owners' memory. It works without NCCL, also where several ranks share a GPU.
 
 An all-reduce of a large buffer takes two shots: each rank sums its part, and reads those of the others when all have. A small
-one takes one shot: each rank sums everything. It reads more, and meets the others once instead of twice.
+one takes one shot: each rank sums everything. It reads more, and takes one barrier instead of two.
 
-A sum in part k begins with the arena of rank k + 1, then that of rank k + 2, and so on round, whoever computes it: all ranks,
-and both ways, get the same bits, and ranks read different GPUs at a time.
+A sum in part k begins with the arena of rank k + 1, then that of rank k + 2, and so on, whichever rank computes it: all ranks
+get the same bits, with one shot or two, and read different GPUs at a time.
 
-File law: no kernel waits for another process. A rank tells its peers that its memory is ready after the host has seen the
-event of what wrote it, so that neither time slicing nor a peer that died holds up a GPU.
+File law: no kernel waits for another process. A rank announces that its memory is ready after the host has seen the event
+of what wrote it, so that neither time slicing nor a peer that died holds up a GPU.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CudaIpcTransport(Transport):
         self.device = self._device = device or CudaDevice()
         self.peers_read = group.size > 1
         self._stream = self._device.stream()
-        self._meeting = NodeWindow(group)
+        self._sync_window = NodeWindow(group)
         wanted = settings.ONE_SHOT_BYTES.read()
         self.one_shot_bytes: int = ASSUMED_ONE_SHOT_BYTES if wanted is None else wanted
         self._arenas: list[DeviceArray] = []
@@ -84,7 +84,7 @@ class CudaIpcTransport(Transport):
             memory = [self._device.allocate(whole_blocks), self._device.allocate(8 * self.group.size)]
             handle, refusal = self._device.export(memory[0]), ""
         except TransportError as error:
-            handle, refusal = b"", self._told(error)
+            handle, refusal = b"", self._with_rank(error)
         handles = self.group.comm.allgather((handle, refusal))
         try:
             self._arenas = [
@@ -93,7 +93,7 @@ class CudaIpcTransport(Transport):
                 if not any(text for _, text in handles)
             ]
         except TransportError as error:
-            refusal = self._told(error)
+            refusal = self._with_rank(error)
         refusals = [text for text in self.group.comm.allgather(refusal) if text]
         if refusals:
             self.close()
@@ -143,12 +143,12 @@ class CudaIpcTransport(Transport):
         return self._after_all(None, [Part(0, buffer.size, (self._views(buffer)[root],))])
 
     def release(self) -> int:
-        """Publish that this rank's device has read every result so far; whoever calls has seen that."""
-        return self._meeting.release()
+        """Announce that this rank's device has read every result so far; the caller has waited for that."""
+        return self._sync_window.release()
 
-    def fence(self, mark: int) -> Steps:
-        """Wait until every peer has released as often as this rank had when it got `mark`."""
-        return self._meeting.fence(mark)
+    def fence(self, number: int) -> Steps:
+        """Wait until every peer has called `release` `number` times."""
+        return self._sync_window.fence(number)
 
     def close(self) -> None:
         """Unmap the peers' arenas, and free this rank's once nobody has it mapped."""
@@ -158,11 +158,11 @@ class CudaIpcTransport(Transport):
         own.clear()
 
     def dispose(self) -> None:
-        """Free what peers meet in, too; the transport cannot be used any more. A collective call."""
+        """Free the memory of the barriers too; the transport cannot be used any more. A collective call."""
         self.close()
-        self._meeting.dispose()
+        self._sync_window.dispose()
 
-    def _told(self, error: TransportError) -> str:
+    def _with_rank(self, error: TransportError) -> str:
         return f"rank {self.group.ranks[self.group.rank]}: {error}"
 
     def _offset(self, buffer: DeviceArray) -> int:
@@ -220,7 +220,7 @@ class CudaIpcTransport(Transport):
 
         def run() -> Steps:
             yield from until(self._device.current_stream().record())
-            yield from self._meeting.barrier()
+            yield from self._sync_window.barrier()
             if act is not None:
                 yield from act()
 

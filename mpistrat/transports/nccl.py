@@ -203,12 +203,12 @@ class NcclTransport(Transport):
         call = lambda comm, stream: comm.broadcast(start, start, nbytes, kind, root, stream)  # noqa: E731
         return self._operation([call], [Part(0, buffer.size, (buffer,))])
 
-    def exchange(self, sends: Sequence[DeviceArray], landings: Sequence[DeviceArray]) -> Steps:
+    def exchange(self, sends: Sequence[DeviceArray], receives: Sequence[DeviceArray]) -> Steps:
         """Send an array of the caller to each peer, and receive one from each, all together. A collective call.
 
         Parameters
         ----------
-        sends, landings : sequence of device array
+        sends, receives : sequence of device array
             What goes to and what comes from each rank, contiguous; the place of this rank is not looked at. Peers expect as
             many bytes as are sent to them.
         """
@@ -218,7 +218,7 @@ class NcclTransport(Transport):
         for distance in range(1, size):  # each rank begins with the next one, so that not all send to one rank at first
             for verb, peer, array in (
                 ("send", (rank + distance) % size, sends[(rank + distance) % size]),
-                ("recv", (rank - distance) % size, landings[(rank - distance) % size]),
+                ("recv", (rank - distance) % size, receives[(rank - distance) % size]),
             ):
                 if array.nbytes:
                     calls.append(_point_to_point(verb, address(array), array.nbytes, kind, peer))
@@ -439,7 +439,7 @@ class NcclTransport(Transport):
             raise TransportError(f"its first sums were wrong: {found.tolist()} in the place of {size**3}")
 
     def _trial_memory(self) -> DeviceArray:
-        """Return memory for the first calls: where one rank has none, all must know before they wait for it."""
+        """Return memory for the first calls: where one rank has none, all must raise before they wait for it."""
         values, problem = None, ""
         try:
             values = self._device.allocate(8 * self.group.size).view(np.int64)
@@ -484,7 +484,7 @@ def _point_to_point(verb: str, start: int, nbytes: int, kind: int, peer: int) ->
 
 def _cupy_nccl() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that there is no NCCL is told by `probe`
+        warnings.simplefilter("ignore", UserWarning)  # `probe` returns that there is no NCCL
         from cupy.cuda import nccl
     return nccl
 

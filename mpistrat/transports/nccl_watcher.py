@@ -69,7 +69,7 @@ class NcclWatcher:
                 self._has_work.clear()
                 try:
                     self._look_after()
-                except Exception:  # whoever uses the communicator next is told, and nobody waits for what does not end
+                except Exception:  # raised where the communicator is used next; nothing waits for what does not end
                     self._under_way.clear()
 
     def _look_after(self) -> None:

@@ -47,7 +47,7 @@ def ordered_on_device(
     op : ReduceOp
         How to combine; MEAN combines as SUM.
     exchange : callable
-        Sends an array to each rank, and receives one from each: ``exchange(sends, landings)``.
+        Sends an array to each rank, and receives one from each: ``exchange(sends, receives)``.
     gather : Operation
         The all-gather of the buffer with these bounds.
     """
@@ -55,10 +55,10 @@ def ordered_on_device(
     parts = [buffer[start:stop] for start, stop in pairwise(bounds)]
     own = parts[rank]
     stride = -(-own.nbytes // PACKET_BYTES) * PACKET_BYTES
-    landing = device.allocate(max((size - 1) * stride, 1))
+    received = device.allocate(max((size - 1) * stride, 1))
     places = iter(range(size - 1))
     # the addends of all ranks, in their order: this rank's own one lies in the buffer
-    addends = [own if peer == rank else _at(landing, next(places) * stride, own) for peer in range(size)]
+    addends = [own if peer == rank else _at(received, next(places) * stride, own) for peer in range(size)]
     kernel, table = fold_kernel(buffer.dtype, op), device.allocate(8 * size)
     device.prepare(kernel)
     device.put(table, np.array([address(addend) for addend in addends], np.uint64).view(np.uint8))
@@ -71,7 +71,7 @@ def ordered_on_device(
             device.current_stream().launch(kernel, num_blocks(own.size, itemsize), arguments)
         yield from gather.run()
 
-    return Operation(run, gather.parts, landing.nbytes + table.nbytes)
+    return Operation(run, gather.parts, received.nbytes + table.nbytes)
 
 
 def _at(memory: DeviceArray, offset: int, like: DeviceArray) -> DeviceArray:

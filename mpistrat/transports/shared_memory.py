@@ -97,9 +97,9 @@ class SharedMemoryTransport(Transport):
         """Publish that this rank has read every result so far."""
         return self.window.release()
 
-    def fence(self, mark: int) -> Steps:
-        """Wait until every peer has called `release` as often as this rank had for `mark`."""
-        return self.window.fence(mark)
+    def fence(self, number: int) -> Steps:
+        """Wait until every peer has called `release` `number` times."""
+        return self.window.fence(number)
 
     def close(self) -> None:
         """Free the arenas."""

@@ -97,16 +97,16 @@ class SmallExchange:
                 return
         self.call.drive(_until(partial(_has_reached, words, ENTERED, entered)))
 
-    def wait_for_call(self, words: memoryview, place: int, mark: int) -> bool:
+    def wait_for_call(self, words: memoryview, place: int, stamp: int) -> bool:
         """Wait until a rank of this node has entered this barrier; return False if it is known to be in the same call."""
         for _ in range(self.polls):
-            if words[place] == mark:
+            if words[place] == stamp:
                 return False
         for _ in range(_YIELDS):
             os.sched_yield()
-            if words[place] == mark:
+            if words[place] == stamp:
                 return False
-        self.call.drive(_until(partial(_has_reached, words, ENTERED, mark - self.call.word)))
+        self.call.drive(_until(partial(_has_reached, words, ENTERED, stamp - self.call.word)))
         return True
 
     def wait_for_result(self, window: NodeWindow, entered: int) -> None:
@@ -327,14 +327,14 @@ class SmallAllReduce:
             place = CALL + (entered & 1)
             if is_fenced:
                 fence()
-            own[place] = mark = call.word + entered
+            own[place] = stamp = call.word + entered
             if is_fenced:
                 fence()
             own[ENTERED] = entered
             must_compare = False
             for words in others:
-                # a rank that has entered this barrier in the same call has the same mark
-                if words[place] != mark and wait(words, place, mark):
+                # a rank that has entered this barrier in the same call has written the same stamp
+                if words[place] != stamp and wait(words, place, stamp):
                     must_compare = True
             if is_fenced:
                 fence()

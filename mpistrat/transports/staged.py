@@ -17,7 +17,7 @@ from mpistrat.groups.left_memory import leave_to_peers
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.mpi_ring import MpiRingTransport
-from mpistrat.transports.steps import WAITING, Steps
+from mpistrat.transports.steps import Steps, until
 
 __all__ = ["StagedTransport"]
 
@@ -118,7 +118,7 @@ class StagedTransport(Transport):
     def _bind(
         self, buffer: DeviceArray, channel: int, given: _Range, promised: _Range, bind: Callable[[Any, int], Operation]
     ) -> Operation:
-        """Bind a verb: `given` and `promised` say what of a range this rank puts in and gets out."""
+        """Bind a verb: `given` and `promised` return the parts of a range that this rank puts in and gets out."""
         chunk_bytes = self._chunk_bytes_of(buffer.nbytes)
         slots = self._slots_of(channel, min(buffer.nbytes, chunk_bytes))
         per_chunk = max(1, chunk_bytes // buffer.dtype.itemsize)
@@ -166,16 +166,14 @@ class StagedTransport(Transport):
                 if index:
                     self._down.wait(returned[index - 1])  # whose slot is the next to be filled
                 arrived.append(self._fetch(chunks[index + AHEAD]))
-            while not arrived[index].done():
-                yield WAITING
+            yield from until(arrived[index])
             yield from chunk.operation.run()
             if chunk.promised.nbytes:
                 self._up.copy(chunk.promised.device, chunk.promised.host, chunk.promised.nbytes)
             returned.append(self._up.record())
         for event in returned[-NUM_SLOTS:]:
             # the slots are free for the next operation, and the caller's stream need not wait for anything
-            while not event.done():
-                yield WAITING
+            yield from until(event)
 
     def _fetch(self, chunk: _StagedChunk) -> Event:
         if chunk.given.nbytes:

@@ -138,16 +138,16 @@ class NodeWindow:
         return self.arenas[self.group.rank]
 
     def release(self) -> int:
-        """Publish that this rank has read every result so far."""
+        """Announce that this rank has read every result so far; return how often it has done so."""
         self._released += 1
         if self.is_fenced:
             self.fence_memory()
         self.own[RELEASED] = self._released
         return self._released
 
-    def fence(self, mark: int) -> Steps:
-        """Wait until every peer has called `release` as often as this rank had for `mark`."""
-        return self._wait(RELEASED, mark)
+    def fence(self, number: int) -> Steps:
+        """Wait until every peer has called `release` `number` times."""
+        return self._wait(RELEASED, number)
 
     def close(self) -> None:
         """Free the arenas. A collective call."""
@@ -239,9 +239,9 @@ class NodeWindow:
         if self.is_fenced:
             self.fence_memory()
         place = CALL + (entered & 1)
-        mark = self.own[place]
+        stamp = self.own[place]
         for words in self.compared:
-            if words[place] != mark and not _are_of_one_call(words[place], mark):
+            if words[place] != stamp and not _are_of_one_call(words[place], stamp):
                 raise CallsDifferError([words[place] - entered for words in self.words])
 
     def missing(self) -> list[int]:
@@ -276,7 +276,7 @@ class NodeWindow:
 
 
 def _are_of_one_call(one: int, other: int) -> bool:
-    """Return whether marks in one slot have equal words: they are an even number of barriers apart, others are further."""
+    """Return whether two ranks wrote a slot in the same call: their numbers of barriers differ by a small even number."""
     return not (one - other) & 1 and abs(one - other) < _MOST_BARRIERS
 
 

@@ -211,15 +211,15 @@ def test_one_shot_and_two_add_in_one_order_and_begin_with_different_gpus(group, 
     for count, dtype in ((3, np.float64), (1003, np.float32), (5000, np.float64)):
         rows = np.random.default_rng(count).standard_normal((group.size, count)).astype(dtype)
         expected = in_the_order_of_cuda_ipc(rows)
-        for limit, num_meetings in (("1MiB", 1), ("0", 2)):
+        for limit, num_barriers in (("1MiB", 1), ("0", 2)):
             monkeypatch.setenv("MPISTRAT_ONE_SHOT_BYTES", limit)
             transport = CudaIpcTransport(group, device)
             buffer = transport.allocate(rows[0].nbytes).view(dtype)
             operation = transport.all_reduce(buffer, ReduceOp.SUM)
-            stream, meeting = transport._stream, transport._meeting
+            stream, window = transport._stream, transport._sync_window
             with (
                 patch.object(stream, "launch", wraps=stream.launch) as launch,
-                patch.object(meeting, "barrier", wraps=meeting.barrier) as barrier,
+                patch.object(window, "barrier", wraps=window.barrier) as barrier,
             ):
                 for _ in range(2):
                     device.put(buffer, rows[group.rank])
@@ -227,8 +227,8 @@ def test_one_shot_and_two_add_in_one_order_and_begin_with_different_gpus(group, 
                     found = [device.get(part.addends[0]) for part in operation.parts]
                     np.testing.assert_array_equal(np.concatenate(found), expected)
                     drive(transport.fence(transport.release()), lambda: "a fence", 60.0)
-            assert barrier.call_count == 2 * num_meetings
-            assert operation.scratch_bytes == (rows[0].nbytes if num_meetings == 1 else 0)
+            assert barrier.call_count == 2 * num_barriers
+            assert operation.scratch_bytes == (rows[0].nbytes if num_barriers == 1 else 0)
             for (_, _, (*_, first_peer, part_count, start)), _ in launch.call_args_list if count > 1000 else ():
                 assert (first_peer + start // part_count) % group.size == (group.rank + 1) % group.size
             del operation, buffer  # they hold memory of the peers, and what the peers have mapped

@@ -229,10 +229,10 @@ def test_a_deadline_ends_a_first_exchange_while_nccl_connects(comm):
     group, device = Group(comm.Dup(), "world", tuple(range(comm.size))), StandInDevice(comm.rank)
     library = StandInNccl(device, comm)
     transport = NcclTransport(group, device, library)
-    sends, landings = ([device.allocate(64) for _ in range(comm.size)] for _ in range(2))
+    sends, receives = ([device.allocate(64) for _ in range(comm.size)] for _ in range(2))
     if comm.rank == 0:
         with pytest.raises(DeadlineExceededError, match=r"an exchange did not end within 0\.05 s"):
-            drive(transport.exchange(sends, landings), lambda: "an exchange", 0.05)
+            drive(transport.exchange(sends, receives), lambda: "an exchange", 0.05)
         assert library.aborted == 1
     comm.Barrier()
     device.close()

@@ -1,4 +1,4 @@
-"""Landings: arrays of the caller that results are written to, of whichever library."""
+"""The arrays of `out=`, of whichever library: what results are written to."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from mpistrat.device.interop import is_a
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.structures import Structure, flatten, leaf_names
 
-__all__ = ["read_landings"]
+__all__ = ["read_out"]
 
 
-def read_landings(
-    out: Any, structure: Structure, leaves: Sequence[Any], arrays: Sequence[Array]
-) -> tuple[list[Array], list[Array]]:
+def read_out(out: Any, structure: Structure, leaves: Sequence[Any], arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:
     """Return the memory of the leaves of `out`, and what is reduced: for a leaf that is in both, one array in both lists.
 
     Parameters
@@ -38,9 +36,9 @@ def read_landings(
     targets, found = flatten(out)
     if found != structure:
         raise InvalidArgumentError(f"out must have the structure of the value, {structure}; got {found}")
-    landings = [_memory(target, name) for target, name in zip(targets, leaf_names(out, "out"), strict=True)]
-    given = zip(targets, leaves, landings, arrays, strict=True)
-    return landings, [landing if target is leaf else array for target, leaf, landing, array in given]
+    memory = [_memory(target, name) for target, name in zip(targets, leaf_names(out, "out"), strict=True)]
+    given = zip(targets, leaves, memory, arrays, strict=True)
+    return memory, [each if target is leaf else array for target, leaf, each, array in given]
 
 
 def _memory(target: Any, name: str) -> Array:
