@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from numpy.lib.array_utils import byte_bounds
 
 from mpistrat.arrays import Array, is_on_device
 from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.shapes import name_of
 from mpistrat.device.abstract import address
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp
@@ -191,7 +191,7 @@ def can_write_directly(target: Array, source: Array) -> bool:
 
 def describe(arrays: Sequence[Array]) -> str:
     """Return the dtypes and shapes of arrays, and which of them are on a GPU."""
-    return ", ".join(f"{_text(array.dtype)} {array.shape}{' on a GPU' if is_on_device(array) else ''}" for array in arrays)
+    return ", ".join(f"{name_of(array.dtype)} {array.shape}{' on a GPU' if is_on_device(array) else ''}" for array in arrays)
 
 
 def describe_all_reduce(
@@ -204,11 +204,6 @@ def describe_all_reduce(
     always = f"algorithm={options.algorithm}, bytes_per_pack={options.bytes_per_pack}"
     along = "" if axis is None else f"axis={axis}, "
     return f"({op.name}, [{describe(arrays)}], {along}{always}{others})"
-
-
-@cache
-def _text(dtype: np.dtype[Any]) -> str:
-    return str(dtype)
 
 
 def _has_shape(array: Array, wanted: tuple[int, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""InputContext and ValueContext: tell a user's function for which input pipeline, or for which replica, it is called."""
+"""InputContext and ValueContext: the input pipeline, or the replica, for which a user's function is called."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import DistributedValues, Mirrored
 from mpistrat.errors import InvalidArgumentError
+from mpistrat.text import ranks_text
 from mpistrat.topology.devices import ranks_of
 
 __all__ = ["OnSomeReplicas", "deliver", "resolve"]
@@ -65,7 +66,7 @@ class OnSomeReplicas(DistributedValues):
         """
         if not self.is_here:
             raise InvalidArgumentError(
-                f"rank {self._rank}: this value was reduced to {_named(self.ranks)} and cannot be read on this rank.\n"
+                f"rank {self._rank}: this value was reduced to {ranks_text(self.ranks)} and cannot be read on this rank.\n"
                 '    incorrect:  total = ops.reduce("sum", value, "rank:0"); print(np.asarray(total)), on all ranks\n'
                 "    correct:    if total.is_here: print(np.asarray(total))\n"
                 '    correct:    total = ops.reduce("sum", value, value), to have it on all ranks'
@@ -78,7 +79,7 @@ class OnSomeReplicas(DistributedValues):
 
     def __repr__(self) -> str:
         held = repr(self._component) if self.is_here else "not here"
-        return f"OnSomeReplicas({held}, on {_named(self.ranks)})"
+        return f"OnSomeReplicas({held}, on {ranks_text(self.ranks)})"
 
 
 def resolve(destinations: Any, communicator: BaseCommunicator) -> tuple[int, ...]:
@@ -119,10 +120,6 @@ def _ranks(destination: Any, communicator: BaseCommunicator) -> Collection[int]:
         return range(communicator.size)
     advice = ": pass a set to name several ranks" if isinstance(destination, (list, tuple)) else ""
     raise InvalidArgumentError(f"destinations cannot be {destination!r}{advice}; {_ACCEPTED}")
-
-
-def _named(ranks: tuple[int, ...]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _empty(result: Any) -> Any:

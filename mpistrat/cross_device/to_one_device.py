@@ -102,7 +102,7 @@ class ReductionToOneDevice(CrossDeviceOps):
         try:
             if parts is not None:
                 array = _finished(op, self._accumulated(op, parts), array, len(parts))
-        except Exception as refused:  # the other ranks must be told, whatever the user's function raises
+        except Exception as refused:  # the other ranks must raise too, whatever the user's function raises
             error = refused
         communicator.agree(f"{op.name} by ReductionToOneDevice with an accumulation_fn", error, options)
         return array

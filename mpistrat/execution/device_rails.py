@@ -23,7 +23,7 @@ from mpistrat.transports.staged import StagedTransport
 
 __all__ = ["device_rails", "staged"]
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 def device_rails(
@@ -72,7 +72,7 @@ def _cuda_aware(hierarchy: Hierarchy, device: Device, model: CostModel) -> tuple
     verdict = agreed_verdict(comm)
     if not verdict.is_aware:
         if not verdict.is_setting:
-            _say(hierarchy, verdict.reason)
+            _warn_once(hierarchy, verdict.reason)
         return {}, verdict.reason
     schedule = partial(rail_schedule, hierarchy.world, model=model)
     rails = {shard: CudaAwareTransport(rail, device, schedule=schedule) for shard, rail in hierarchy.rails.items()}
@@ -85,7 +85,7 @@ def _cuda_aware(hierarchy: Hierarchy, device: Device, model: CostModel) -> tuple
         return rails, ""
     if verdict.is_setting:
         raise TransportError(f"{wrong}, and {verdict.reason} was set: unset it, or set it to off")
-    _say(hierarchy, wrong)
+    _warn_once(hierarchy, wrong)
     return {}, wrong
 
 
@@ -97,8 +97,8 @@ def _first_exchange(rail: CudaAwareTransport) -> tuple[str, str]:
         return "", str(error)
 
 
-def _say(hierarchy: Hierarchy, reason: str) -> None:
-    if hierarchy.rank == 0 and reason not in _said:
-        _said.add(reason)
+def _warn_once(hierarchy: Hierarchy, reason: str) -> None:
+    if hierarchy.rank == 0 and reason not in _warned:
+        _warned.add(reason)
         silenced = f"{settings.MPI_GPU.name}=off silences this"
         logger.warning(f"GPU memory is staged through host memory between nodes: {reason}; {silenced}")

@@ -171,7 +171,7 @@ class DistributedIterator(Iterator[Any]):
             return []
         (shares, error), self._ahead = self._ahead or self._attempt(), None
         try:
-            is_over = self._meet(bool(shares), error)
+            is_over = self._agree_on_end(bool(shares), error)
         except BaseException:
             self.close()
             raise
@@ -201,7 +201,7 @@ class DistributedIterator(Iterator[Any]):
             return [], error
         return shares, None
 
-    def _meet(self, has_share: bool, error: Exception | None) -> bool:
+    def _agree_on_end(self, has_share: bool, error: Exception | None) -> bool:
         """Return whether all replicas are at the end; raise if one has failed."""
         communicator = self._strategy.extended.communicator
         if communicator.is_strict:
@@ -219,24 +219,24 @@ class DistributedIterator(Iterator[Any]):
         length = _UNKNOWN if self._length is None else self._length
         knows = self._empty is not None
         place = (self._epoch << 32) + self._taken
-        teller = -communicator.rank if knows else -communicator.size
-        mine = np.array([state, length, not knows, teller, place, -place], np.int64)
+        source = -communicator.rank if knows else -communicator.size
+        mine = np.array([state, length, not knows, source, place, -place], np.int64)
         [found] = communicator.all_reduce(ReduceOp.MAX, [mine])
-        state, length, lacks_spec, teller, last_place, first_place = found.tolist()
+        state, length, lacks_spec, source, last_place, first_place = found.tolist()
         if state == _FAILED or last_place != -first_place:
             communicator.agree(self._call, error)  # raises on all: they pass different texts or an error
-            raise error or AssertionError("replicas have failed or are out of step, but none of them told how")
+            raise error or AssertionError("replicas have failed or are out of step, but their texts do not differ")
         if state == _GOES_ON and lacks_spec:
-            self._learn(communicator, -teller)
+            self._learn(communicator, -source)
         if length != _UNKNOWN:
             self._steps = length
         return bool(state == _ENDED)
 
     def _learn(self, communicator: BaseCommunicator, root: int) -> None:
         """Broadcast a batch of no rows from replica `root`, for replicas that have had no element."""
-        told = communicator.broadcast(np.frombuffer(pickle.dumps(self._empty), np.uint8), root)
+        received = communicator.broadcast(np.frombuffer(pickle.dumps(self._empty), np.uint8), root)
         if self._empty is None:
-            self._empty = pickle.loads(told.tobytes())
+            self._empty = pickle.loads(received.tobytes())
 
     @property
     def _call(self) -> str:

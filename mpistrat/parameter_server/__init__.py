@@ -1,1 +1,1 @@
-"""Asynchronous training: servers that keep variables, workers that change them, and the chief that tells workers what to do."""
+"""Asynchronous training: servers keep variables, workers change them, and the chief schedules functions on workers."""

@@ -1,4 +1,4 @@
-"""Activity: what a task is doing, told to `mpistrat doctor` and to the stall reports of other ranks."""
+"""Activity: what a task is doing, recorded for `mpistrat doctor` and the stall reports of other ranks."""
 
 from __future__ import annotations
 

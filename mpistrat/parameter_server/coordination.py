@@ -1,4 +1,4 @@
-"""ClusterCoordinator: the chief's hand on the workers."""
+"""ClusterCoordinator: schedules functions of the chief on the workers."""
 
 from __future__ import annotations
 

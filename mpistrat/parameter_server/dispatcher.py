@@ -194,7 +194,7 @@ class Dispatcher:
         if self._channel.survives and not self.is_closed:
             with self._lock:
                 for rank in (*self._channel.group.workers, *self._channel.group.servers):
-                    self._tell(rank, Op.STOP, first=self._epoch)
+                    self._send_frame(rank, Op.STOP, first=self._epoch)
 
     def _pump_and(self, has_come: Callable[[], bool]) -> bool:
         self.pump()
@@ -211,7 +211,7 @@ class Dispatcher:
             number = self._released.popleft()
             self._made.pop(number, None)
             for rank in set(self._ranks):
-                self._tell(rank, Op.FORGET, method=1, first=number)
+                self._send_frame(rank, Op.FORGET, method=1, first=number)
         while self._queue:
             # of workers that have equally few, the one that has waited longest: short functions would all go to the first one
             load, _, worker = min(zip(self._load, self._last, range(len(self._load)), strict=True))
@@ -227,7 +227,7 @@ class Dispatcher:
         self._load[worker] += 1
         self._last[worker] = call.number
         self._sends += self._client.functions.send(call.function, rank)
-        self._tell(
+        self._send_frame(
             rank,
             Op.MAKE if call.is_kept else Op.RUN,
             call.arguments(worker),
@@ -236,7 +236,7 @@ class Dispatcher:
             second=call.function.number,
         )
 
-    def _tell(self, rank: int, op: int, *payload: bytes, **numbers: int) -> None:
+    def _send_frame(self, rank: int, op: int, *payload: bytes, **numbers: int) -> None:
         """Start to send a frame to a worker or server."""
         self._sends += self._channel.send(rank, REQUEST, op, *payload, **numbers)
 
@@ -266,20 +266,20 @@ class Dispatcher:
             self._error = error
         self._cancel_queued()
         for worker in {worker for _, worker in self._in_flight.values()}:
-            self._tell(self._ranks[worker], Op.CANCEL, first=self._epoch)
+            self._send_frame(self._ranks[worker], Op.CANCEL, first=self._epoch)
         self._epoch += 1
 
     def _do_without(self, lost: frozenset[int]) -> None:
         """Have other workers do what lost ones did; without a server, or without any worker, cancel everything."""
-        news, self._lost = lost - self._lost, lost
+        newly_lost, self._lost = lost - self._lost, lost
         if self._unavailable:
             return
         left = [rank for rank in self._channel.group.workers if rank not in lost]
-        if self._is_ending or not left or news.intersection(self._channel.group.servers):
-            self._give_up(news)
+        if self._is_ending or not left or newly_lost.intersection(self._channel.group.servers):
+            self._give_up(newly_lost)
             return
         for worker, rank in enumerate(self._ranks):
-            if rank in news:
+            if rank in newly_lost:
                 self._ranks[worker] = min(left, key=self._ranks.count)
                 self._send_again(worker)
                 other = self._channel.group.names[self._ranks[worker]]
@@ -300,10 +300,10 @@ class Dispatcher:
             else:
                 call.value.abort(self._cancelled_error(call))
 
-    def _give_up(self, news: Collection[int]) -> None:
+    def _give_up(self, newly_lost: Collection[int]) -> None:
         """Cancel everything, since nothing can run any more."""
         if not self._is_ending:
-            self._unavailable = str(self._channel.lost_error(sorted(news)))
+            self._unavailable = str(self._channel.lost_error(sorted(newly_lost)))
         self._cancel_queued()
         for call, _ in self._in_flight.values():
             call.value.abort(self._cancelled_error(call))
@@ -335,7 +335,7 @@ class Dispatcher:
 
         with self._lock:
             for rank in set(ranks) - self._told_to_stop:
-                self._tell(rank, Op.STOP, first=self._epoch)
+                self._send_frame(rank, Op.STOP, first=self._epoch)
             self._told_to_stop |= set(ranks)
         self.wait(lambda: have_ended() or time.monotonic() > deadline, what)
         return have_ended()

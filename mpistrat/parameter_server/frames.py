@@ -44,8 +44,8 @@ _INLINE_BYTES = 16 << 10
 # a message below each transport's eager limit has come as a whole, and cannot stop half-way when its rank is lost
 _INLINE_BYTES_WHERE_RANKS_ARE_LOST = 3 << 10
 _POLLS = 100  # before the core is given away, where each rank has one of its own
-_TOLD_SECONDS = 0.01  # a wait that is shorter is not recorded
-_NEWS_SECONDS = 2.0  # a message may fail before the launcher has told that its rank is gone
+_RECORDED_FROM_SECONDS = 0.01  # a wait that is shorter is not recorded
+_NOTIFIED_WITHIN_SECONDS = 2.0  # a message may fail before the launcher has reported that its rank is gone
 
 Buffer = Any
 Request = Any  # MPI.Request, or _Refused
@@ -225,13 +225,13 @@ class Channel:
         began = time.monotonic()
         limit = self._seconds if has_deadline and self._seconds else float("inf")
         patience = self._patience or float("inf")
-        is_told = False
+        is_recorded = False
         try:
             while not has_come():
                 pause(began)
                 waited = time.monotonic() - began
-                if waited > _TOLD_SECONDS and not is_told:
-                    is_told = True
+                if waited > _RECORDED_FROM_SECONDS and not is_recorded:
+                    is_recorded = True
                     self.activity.wait_for(what())
                 if waited > limit:
                     raise DeadlineExceededError(
@@ -242,7 +242,7 @@ class Channel:
                     patience *= 2
                     logger.warning(f"{self.name} has waited {waited:.0f} s for {what()}{self._meanwhile()}")
         finally:
-            if is_told:
+            if is_recorded:
                 self.activity.resume()
 
     def _meanwhile(self) -> str:
@@ -292,11 +292,11 @@ class Channel:
 
         if not self.survives:
             return error
-        known, deadline = self.lost, time.monotonic() + _NEWS_SECONDS
-        is_told = error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
+        known, deadline = self.lost, time.monotonic() + _NOTIFIED_WITHIN_SECONDS
+        is_certain = error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
         self._find_lost()
-        while not is_told and self.lost == known and time.monotonic() < deadline:
-            time.sleep(_NEWS_SECONDS / 1000)
+        while not is_certain and self.lost == known and time.monotonic() < deadline:
+            time.sleep(_NOTIFIED_WITHIN_SECONDS / 1000)
             self._find_lost()
         return self.lost_error(sorted(self.lost)) if self.lost else error
 
@@ -375,7 +375,7 @@ class FrameReceiver:
         Raises
         ------
         UnavailableError
-            If the source is lost. Where that may be anybody, `Channel.lost` tells.
+            If the source is lost. Where that may be any rank, see `Channel.lost`.
         """
         try:
             if not self._is_active:

@@ -17,12 +17,11 @@ __all__ = [
     "MinSizePartitioner",
     "Partitioner",
     "check_partition",
-    "row_offsets",
 ]
 
 
 class Partitioner(ABC):
-    """Says into how many shards a variable is split: an argument of `ParameterServerStrategy`."""
+    """Decides into how many shards a variable is split: an argument of `ParameterServerStrategy`."""
 
     @abstractmethod
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
@@ -141,18 +140,6 @@ def check_partition(shards: object, shape: Sequence[int]) -> int:
             f"shards of axis 0, at least 1, and 1 for each other axis, for example {[2, *[1] * (len(shape) - 1)]}"
         )
     return min(int(counts[0]), max(1, shape[0]))
-
-
-def row_offsets(num_rows: int, num_shards: int) -> list[int]:
-    """Return where each shard begins, and at last the number of rows.
-
-    The first ``num_rows % num_shards`` shards have one row more than the others.
-
-    >>> row_offsets(10, 3)
-    [0, 4, 7, 10]
-    """
-    rows, longer = divmod(num_rows, num_shards)
-    return [shard * rows + min(shard, longer) for shard in range(num_shards + 1)]
 
 
 def _along(axis: int, shape: Sequence[int], shards: int) -> list[int]:

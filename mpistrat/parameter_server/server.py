@@ -90,7 +90,7 @@ class Server:
         return url(self._cluster.task_address(self._job, self._index), self._protocol)
 
     def start(self) -> None:
-        """Meet the other tasks, unless that has been done. A collective call of all ranks of the job, the first time."""
+        """Connect to the other tasks, unless that has been done. A collective call of all ranks of the job, the first time."""
         if self._group is None:
             self._group = join_cluster(self._cluster, self._job, self._index)
 

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpistrat.algorithms.reduce_scatter import part_bounds
 from mpistrat.arrays import Array
 from mpistrat.communicator.local import LocalCommunicator
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.parameter_server.client import Client
-from mpistrat.parameter_server.partition import check_partition, row_offsets
+from mpistrat.parameter_server.partition import check_partition
 from mpistrat.parameter_server.server_variable import ServerVariable, ShardedVariable
 from mpistrat.parameter_server.tasks import CHIEF
 from mpistrat.state.aggregation import VariableSynchronization, checked_aggregation, checked_synchronization
@@ -128,7 +129,7 @@ class ParameterServerExtended(StrategyExtended):
         num_shards = self._num_shards(initial)
         if num_shards == 1:
             return self._place(name, initial.whole(), is_trainable)
-        offsets = row_offsets(initial.shape[0], num_shards)
+        offsets = part_bounds(initial.shape[0], num_shards)
         shards = [
             self._place(f"{name}/part_{number}", initial.rows(start, stop), is_trainable)
             for number, (start, stop) in enumerate(pairwise(offsets))

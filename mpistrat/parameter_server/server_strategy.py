@@ -34,8 +34,9 @@ _PATIENCE_AFTER_AN_ERROR_SECONDS = 1.0
 class ParameterServerStrategy(Strategy):
     """Keeps variables on servers, where workers read and change them without waiting for each other.
 
-    Making one on the chief, and a `mpistrat.Server` on each other rank, is a collective call of all ranks of the job. What the
-    workers compute a `ClusterCoordinator` tells them. The servers end when `close` is called, or the program of the chief ends.
+    Making one on the chief, and a `mpistrat.Server` on each other rank, is a collective call of all ranks of the job. A
+    `ClusterCoordinator` schedules functions on the workers. The servers end when `close` is called, or the program of the chief
+    ends.
 
     Parameters
     ----------

@@ -190,7 +190,7 @@ class ServerVariable(DistributedValues):
         return self._write(Op.ASSIGN_ADD, delta, read_value)
 
     def assign_sub(self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
-        """Subtract from the variable, as `assign_add` adds to it. Booleans have no difference."""
+        """Subtract from the variable, as `assign_add` adds to it. Not defined for booleans."""
         if self.dtype.kind == "b":
             raise UnsupportedDtypeError(
                 f"{self!r}.assign_sub is not defined for bool; accepted are integers, floats and complex"
@@ -217,27 +217,27 @@ class ServerVariable(DistributedValues):
         return self._scatter("scatter_add", sparse_delta)
 
     def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> ServerVariable:
-        """Subtract rows, as `scatter_add` adds them."""
+        """Subtract rows; all as for `scatter_add`."""
         return self._scatter("scatter_sub", sparse_delta)
 
     def scatter_mul(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> ServerVariable:
-        """Multiply by rows, as `scatter_add` adds them."""
+        """Multiply by rows; all as for `scatter_add`."""
         return self._scatter("scatter_mul", sparse_delta)
 
     def scatter_div(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> ServerVariable:
-        """Divide by rows, as `scatter_add` adds them. Integers have no quotient."""
+        """Divide by rows; all as for `scatter_add`. Not defined for integers."""
         return self._scatter("scatter_div", sparse_delta)
 
     def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> ServerVariable:
-        """Keep the lesser numbers of rows and variable, as `scatter_add` adds them."""
+        """Take the elementwise minimum of rows and variable; all as for `scatter_add`."""
         return self._scatter("scatter_min", sparse_delta)
 
     def scatter_max(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> ServerVariable:
-        """Keep the greater numbers of rows and variable, as `scatter_add` adds them."""
+        """Take the elementwise maximum of rows and variable; all as for `scatter_add`."""
         return self._scatter("scatter_max", sparse_delta)
 
     def scatter_update(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> ServerVariable:
-        """Put rows in the place of others, as `scatter_add` adds them; of one index the last one stays."""
+        """Replace rows; of several for one index the last one stays. All as for `scatter_add`."""
         return self._scatter("scatter_update", sparse_delta)
 
     def update_where_it_lives(

@@ -123,7 +123,7 @@ class StoredVariable:
         return self.scatter("scatter_sub", sparse_delta)
 
     def scatter_update(self, sparse_delta: IndexedSlices) -> StoredVariable:
-        """Put rows in the place of those that indices name."""
+        """Replace the rows that indices name."""
         return self.scatter("scatter_update", sparse_delta)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:

@@ -9,6 +9,7 @@ from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.groups.rendezvous import Rendezvous
+from mpistrat.text import format_count
 from mpistrat.topology.devices import device_name, ranks_of
 from mpistrat.topology.world import World
 
@@ -55,7 +56,7 @@ def check_devices(argument: str, devices: Sequence[str] | None, world: World) ->
     problem = _problem(devices, named, world)
     if problem:
         raise InvalidArgumentError(
-            f"{argument}={list(devices)!r} {problem}. This node has {world.size} rank{'s' * (world.size > 1)}, and a "
+            f"{argument}={list(devices)!r} {problem}. This node has {format_count(world.size, 'rank')}, and a "
             f"replica runs on each: pass {argument}=None or {_all_devices(world)!r}, or launch another number of ranks"
         )
 

@@ -169,7 +169,7 @@ class ReplicaContext:
             if weight is not None:
                 sent, finish = weighted_part(op, arrays, weight, out)
             targets, arrays = (None, arrays) if out is None else read_out(out, structure, leaves, arrays)
-        except Exception as error:  # the other replicas must be told, whatever reading the user's arrays raises
+        except Exception as error:  # the other replicas must raise too, whatever reading the user's arrays raises
             self._communicator.refuse("all_reduce", error, options)
         call = all_reduce_text(op, structure) if weight is None else f"all_reduce({op.name}, weighted) of {structure}"
         self._communicator.note(call, options)

@@ -229,7 +229,7 @@ class Strategy:
             check_options(wanted)
             op = ReduceOp.parse(reduce_op)
             part = reduce_locally(op, leaves, axis, communicator.size)
-        except Exception as error:  # the other ranks must be told, whatever reading the user's arrays raises
+        except Exception as error:  # the other ranks must raise too, whatever reading the user's arrays raises
             communicator.refuse("reduce", error, wanted)
         call = f"reduce({op.name}, axis={axis!r}) of {structure}, {len(part.sent)} arrays to combine"
         communicator.note(call, wanted)

@@ -1,4 +1,4 @@
-"""The transports of arrays on GPUs, as far as settings and earlier jobs tell. Needs neither MPI nor a GPU."""
+"""The transports of arrays on GPUs, as far as settings and earlier jobs determine them. Needs neither MPI nor a GPU."""
 
 from __future__ import annotations
 

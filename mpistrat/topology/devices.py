@@ -12,7 +12,7 @@ name                                      device
 ========================================  ===============================================================
 
 File law: neither MPI nor CUDA is started here; names are looked up in a `World`. Either all ranks compute on GPUs or none does,
-so the device of this process tells the kind of device of the others.
+so the others have the kind of device that this process has.
 """
 
 from __future__ import annotations

@@ -319,8 +319,8 @@ SECTIONS: dict[str, tuple[Row, ...]] = {
         Row(
             "experimental.ParameterServerStrategy(cluster_resolver, variable_partitioner=None)",
             READING,
-            "The tasks are the ranks of one MPI job; a variable goes to the server with the fewest bytes, unless `placement` "
-            "says in turn.",
+            "The tasks are the ranks of one MPI job; a variable goes to the server with the fewest bytes, with "
+            '`placement="round_robin"` to each in turn.',
         ),
         Row("v1.ParameterServerStrategy(cluster_resolver=None)", NOT_PLANNED, "Version 2 is here."),
         Row("TPUStrategy", NOT_PLANNED, _TPU),

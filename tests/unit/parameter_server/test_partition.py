@@ -9,7 +9,6 @@ from mpistrat.parameter_server.partition import (
     MaxSizePartitioner,
     MinSizePartitioner,
     check_partition,
-    row_offsets,
 )
 
 
@@ -63,14 +62,6 @@ def test_a_string_counts_as_many_bytes_as_is_said():
 def test_an_argument_below_1_is_refused(make):
     with pytest.raises(InvalidArgumentError, match="must be at least 1; got 0"):
         make()
-
-
-@pytest.mark.parametrize(
-    ("rows", "shards", "offsets"),
-    [(10, 3, [0, 4, 7, 10]), (10, 1, [0, 10]), (9, 3, [0, 3, 6, 9]), (3, 3, [0, 1, 2, 3]), (11, 4, [0, 3, 6, 9, 11])],
-)
-def test_the_first_shards_are_one_row_longer(rows, shards, offsets):
-    assert row_offsets(rows, shards) == offsets
 
 
 @pytest.mark.parametrize("wrong", [[], [0, 1], [2], [2, 2], [2, 1, 1], "2", 2, None])
