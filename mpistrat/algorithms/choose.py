@@ -33,6 +33,9 @@ PLANNERS: dict[str, Callable[[World, int, int, int], Plan]] = {
     "hierarchical": hierarchical.plan,
     "pipelined": pipelined.plan,
 }
+"""The planner of each algorithm: ``plan(world, count, itemsize, chunk_bytes)`` returns the plan for a buffer of `count`
+elements, and raises Unsuitable on a world that it is not for. Only ``pipelined`` uses `chunk_bytes`, the size of every chunk;
+the chunk of the others is the whole buffer, or as much of it as the limit of scratch memory allows."""
 
 
 @dataclass(frozen=True)

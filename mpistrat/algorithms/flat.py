@@ -26,18 +26,6 @@ __all__ = ["plan"]
 
 
 def plan(world: World, count: int, itemsize: int, chunk_bytes: int = 0) -> Plan:
-    """Plan an all-reduce in one phase.
-
-    Parameters
-    ----------
-    world : World
-        The nodes and ranks: any world.
-    count : int
-        Elements of the buffer.
-    itemsize : int
-        Bytes of one element.
-    chunk_bytes : int
-        Not used: a chunk is the whole buffer, or as much of it as the limit of scratch memory allows.
-    """
+    """Plan an all-reduce in one phase: see `choose.PLANNERS`."""
     phases = (Phase(Verb.ALL_REDUCE, Scope.WORLD),) if world.size > 1 else ()
     return Plan("flat", world, count, itemsize, phases, chunk_elements(world, count, itemsize, SCRATCH_BYTES))

@@ -29,19 +29,7 @@ __all__ = ["phases", "plan"]
 
 
 def plan(world: World, count: int, itemsize: int, chunk_bytes: int = 0) -> Plan:
-    """Plan an all-reduce in which every rank works on the shards it owns.
-
-    Parameters
-    ----------
-    world : World
-        The nodes and ranks: any world.
-    count : int
-        Elements of the buffer.
-    itemsize : int
-        Bytes of one element.
-    chunk_bytes : int
-        Not used: a chunk is the whole buffer, or as much of it as the limit of scratch memory allows.
-    """
+    """Plan an all-reduce in which every rank works on the shards it owns: see `choose.PLANNERS`."""
     chunk_count = chunk_elements(world, count, itemsize, SCRATCH_BYTES)
     return Plan("hierarchical", world, count, itemsize, phases(world), chunk_count)
 

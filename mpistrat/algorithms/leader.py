@@ -27,18 +27,7 @@ __all__ = ["plan"]
 
 
 def plan(world: World, count: int, itemsize: int, chunk_bytes: int = 0) -> Plan:
-    """Plan an all-reduce through one leader per node.
-
-    Parameters
-    ----------
-    world : World
-        The nodes and ranks: several nodes, at least one of them with several ranks.
-    count : int
-        Elements of the buffer.
-    itemsize : int
-        Bytes of one element.
-    chunk_bytes : int
-        Not used: a chunk is the whole buffer, or as much of it as the limit of scratch memory allows.
+    """Plan an all-reduce through one leader per node: see `choose.PLANNERS`.
 
     Raises
     ------

@@ -28,18 +28,9 @@ __all__ = ["plan"]
 
 
 def plan(world: World, count: int, itemsize: int, chunk_bytes: int = 0) -> Plan:
-    """Plan a hierarchical all-reduce on chunks that overlap.
+    """Plan a hierarchical all-reduce on chunks that overlap: see `choose.PLANNERS`.
 
-    Parameters
-    ----------
-    world : World
-        The nodes and ranks: at least two ranks.
-    count : int
-        Elements of the buffer.
-    itemsize : int
-        Bytes of one element.
-    chunk_bytes : int
-        Size of every chunk; 0: by the rule in `algorithms.chunks`, with small chunks first and last.
+    Without `chunk_bytes` chunks follow the rule in `algorithms.chunks`, with small ones first and last.
 
     Raises
     ------

@@ -16,7 +16,7 @@ __all__ = ["HostMover"]
 
 
 class HostMover:
-    """Moves arrays between the ranks of a group by way of host memory, as bytes.
+    """Moves arrays between the ranks of a group through host memory, as bytes.
 
     Parameters
     ----------

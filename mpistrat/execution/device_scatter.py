@@ -27,12 +27,8 @@ class DeviceScatter:
         Of the ranks.
     nccl : NcclTransport
         Over all of them.
-    plan : ScatterPlan
-        What to do, the same on all ranks: one chunk.
-    dtype : dtype
-        Of the arrays.
-    op : ReduceOp
-        How to combine.
+    plan, dtype, op : ScatterPlan, dtype, ReduceOp
+        As for `BoundScatter`: one chunk.
 
     Attributes
     ----------

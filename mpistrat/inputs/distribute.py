@@ -115,28 +115,7 @@ class DistributedDataset:
 
 
 def distribute_dataset(strategy: StrategyLike, dataset: Any, options: InputOptions | None = None) -> Iterable[Any]:
-    """Return what ``strategy.experimental_distribute_dataset(dataset, options)`` returns. A collective call.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        Its replicas get the batches; with the default strategy the dataset is returned unchanged.
-    dataset : Dataset or iterable
-        Batched with the global batch size: an `ArrayDataset`, `MapDataset` or `FileDataset`, or any iterable of batches.
-    options : InputOptions, optional
-        How to shard it between the ranks, and how far to prefetch.
-
-    Raises
-    ------
-    TypeError
-        If it is not a dataset, or the options are not InputOptions.
-    NotImplementedError
-        If PER_REPLICA is asked for.
-    InvalidArgumentError
-        If the dataset cannot be sharded by this policy.
-    AgreementError
-        If ranks pass different datasets or policies, or one of them raises: on all others.
-    """
+    """Return what ``strategy.experimental_distribute_dataset(dataset, options)`` returns. A collective call."""
     communicator, call = strategy.extended.communicator, "experimental_distribute_dataset"
     try:
         wanted = read_options(options)
@@ -164,24 +143,8 @@ def distribute_from_function(
 
     Parameters
     ----------
-    strategy : Strategy
-        Its replicas get the batches; with the default strategy the result of the function is returned unchanged.
-    dataset_fn : callable
-        Called once with the `InputContext` of this rank, which is an input pipeline. Returns a dataset or an iterable of
-        per-replica batches, which are not sharded or split.
-    options : InputOptions, optional
-        How far to prefetch.
     accepts_per_replica : bool, optional
         Whether the options may ask for replication PER_REPLICA.
-
-    Raises
-    ------
-    TypeError
-        If `dataset_fn` cannot be called or does not return a dataset, or the options are not InputOptions.
-    NotImplementedError
-        If PER_REPLICA is asked for and not accepted.
-    AgreementError
-        If another rank raises.
     """
     communicator, call = strategy.extended.communicator, "distribute_datasets_from_function"
     try:

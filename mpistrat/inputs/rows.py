@@ -22,28 +22,12 @@ __all__ = ["RowDataset"]
 class RowDataset(Dataset):
     """Batches indexed rows. It can be iterated again and again.
 
-    Each iteration is an epoch. The order depends on `seed` and the epoch's number, never on the number of replicas, so any
-    number of replicas sees the same global batches. A replica reads its own rows only.
-
     Parameters
     ----------
     num_rows : int
         The number of rows.
-    batch_size : int
-        Rows of a global batch: of all replicas together.
-    shuffle : bool
-        Whether each epoch has another order.
-    seed : int
-        Not negative; the same on all ranks.
-    drop_remainder : bool
-        Whether a last batch with fewer rows is left out.
-
-    Raises
-    ------
-    TypeError
-        If `batch_size` or `seed` is not an int.
-    InvalidArgumentError
-        If `batch_size` is less than 1 or `seed` negative.
+    batch_size, shuffle, seed, drop_remainder : int, bool, int, bool
+        As for `ArrayDataset`.
     """
 
     def __init__(self, num_rows: int, batch_size: int, shuffle: bool, seed: int, drop_remainder: bool) -> None:

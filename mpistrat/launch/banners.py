@@ -28,7 +28,7 @@ _PATIENCE_SECONDS = 0.1
 
 
 class Banners:
-    """Hold back the banners of an aborted job until its end, and hand on everything else."""
+    """Hold back the banners of an aborted job until its end, and forward everything else."""
 
     def __init__(self) -> None:
         self._undecided = b""

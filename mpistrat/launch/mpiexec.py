@@ -225,7 +225,7 @@ def _tag_options(mpi: Mpi) -> tuple[str, ...]:
 def _host_options(mpi: Mpi, hostfile: Path, environ: Mapping[str, str]) -> list[str]:
     check_hostfile(hostfile, mpi.flavour.name, mpi.flavour.slots)
     options = ["--hostfile", str(hostfile)]
-    if mpi.flavour.name == "Open MPI":  # which hands only its own variables on to other hosts, where hydra hands on all
+    if mpi.flavour.name == "Open MPI":  # which forwards only its own variables to other hosts, where hydra forwards all
         forwarded = [name for name in sorted(environ) if name.startswith(("MPISTRAT_", "MPI4PY_"))]
         options += [word for name in forwarded for word in ("-x", name)]
     return options

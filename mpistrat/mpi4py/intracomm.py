@@ -1,6 +1,6 @@
 """WrappedIntracomm: an intracommunicator of mpi4py whose collectives are made by a `mpistrat.Communicator`.
 
-File law: whether a call is made here or by MPI follows from nothing but what MPI wants to be the same on all ranks: the
+File law: whether a call is made here or by MPI follows only from what MPI requires to be the same on all ranks: the
 operation, the datatype, and which calls were made before. Where MPI makes a reduction, ranks compare that first, so that no two
 ranks are on different sides unnoticed.
 """

@@ -26,12 +26,8 @@ class DeviceCopyIn:
     ----------
     device : Device
         The GPU of the arrays and the buffer.
-    layout : Layout
-        The bucket.
-    start, stop : int
-        The range, in elements of the bucket.
-    buffer : device array
-        The memory for the range; elements beyond it are padding, and set to zero.
+    layout, start, stop, buffer : Layout, int, int, device array
+        As for `CopyIn`.
     dtypes : sequence of dtype
         Those of the arrays.
     """
@@ -64,14 +60,10 @@ class DeviceCopyOut:
     ----------
     device : Device
         The GPU of the arrays.
-    layout : Layout
-        The bucket.
-    start, stop : int
-        The range of the bucket that the parts belong to.
+    layout, start, stop, divisor : Layout, int, int, int
+        As for `CopyOut`.
     parts : sequence of (first, last, source)
         `source` holds elements [first, last) of the range: memory of this GPU, or mapped memory of another one.
-    divisor : int
-        Divides the elements; 1 for every operation but MEAN.
     dtypes : sequence of dtype
         Those of the arrays.
     """

@@ -270,7 +270,7 @@ class Client:
         return True
 
     def _shared(self, placed: Placed) -> AttachedArray | None:
-        """Return a variable in memory that its server shares, if it does, lives, and has made all updates of this rank."""
+        """Return a variable in memory that its server shares; None if it does not, is lost, or lacks updates of this rank."""
         if not self._is_near[placed.server] or self.channel.has_lost(self._ranks[placed.server]):
             return None
         if placed not in self._attached:

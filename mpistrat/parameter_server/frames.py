@@ -196,7 +196,7 @@ class Channel:
         requests : sequence of Request
             What to wait for.
         what : callable
-            Says what that is, for errors.
+            Returns what that is, for errors.
         has_deadline : bool
             Whether MPISTRAT_TIMEOUT_SECONDS holds.
 

@@ -50,7 +50,7 @@ class SentFunction:
 
 
 class FunctionTable:
-    """Sends each function once to each rank that runs it, and has it forgotten when nobody can call it any more.
+    """Sends each function once to each rank that runs it, and has it dropped when it can no longer be called.
 
     Parameters
     ----------

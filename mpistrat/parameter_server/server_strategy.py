@@ -41,7 +41,7 @@ class ParameterServerStrategy(Strategy):
     Parameters
     ----------
     cluster_resolver : ClusterResolver
-        Says which rank plays which task: one chief, at least one worker and one ps.
+        Which rank plays which task: one chief, at least one worker and one ps.
     variable_partitioner : callable, optional
         ``partitioner(shape, dtype, axis=0)`` returns into how many shards a variable is split along each axis: see
         `mpistrat.experimental.partitioners`. By default no variable is split.
@@ -125,7 +125,7 @@ class ParameterServerStrategy(Strategy):
             The program of the chief; ``coordinator.strategy`` is the strategy, which is closed when it returns or raises.
             An error does not wait for functions that still run: where it ends the program, it ends the job.
         cluster_resolver : ClusterResolver, optional
-            Says which rank plays which task; by default ``TF_CONFIG`` where that is set, else rank 0 is the chief, rank 1
+            Which rank plays which task; by default ``TF_CONFIG`` where that is set, else rank 0 is the chief, rank 1
             the ps, and the others are workers.
         variable_partitioner, placement, max_staleness : callable, str, int
             As for `ParameterServerStrategy`.

@@ -1,4 +1,4 @@
-"""StoredVariable: a variable, or a shard of one, where it lives."""
+"""StoredVariable: a variable, or a shard of one, in the memory of its server."""
 
 from __future__ import annotations
 

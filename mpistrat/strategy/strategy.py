@@ -330,9 +330,11 @@ class Strategy:
         RuntimeError
             If called inside `run`, or in the scope of another strategy.
         TypeError
-            If it is not a dataset.
-        NotImplementedError
-            If the options ask for replication PER_REPLICA.
+            If it is not a dataset, or the options are not InputOptions.
+        NotImplementedError, InvalidArgumentError
+            If the options ask for replication PER_REPLICA; if the dataset cannot be sharded by their policy.
+        AgreementError
+            If ranks pass different datasets or policies, or one of them raises: on all others.
         """
         self._extended.require_cross_replica("strategy.experimental_distribute_dataset")
         if hasattr(dataset, "distribute") and default_mode().strategy is not self:
@@ -360,7 +362,7 @@ class Strategy:
         RuntimeError
             If called inside `run`, or in the scope of another strategy.
         TypeError
-            If the function does not return a dataset.
+            If the function does not return a dataset, or the options are not InputOptions.
         NotImplementedError
             If the options ask for replication PER_REPLICA, and this is not a MirroredStrategy.
         """

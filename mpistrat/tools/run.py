@@ -92,16 +92,8 @@ def start(
     ----------
     program : sequence of str
         A script, or ``-m`` and a module, and its arguments.
-    num_ranks : int
-        How many ranks to start.
-    nodes : str
-        The shape of virtual nodes; the real nodes by default.
-    survive : bool
-        Whether the other ranks go on when one is lost.
-    tag_output : bool
-        Whether each line that a rank prints begins with the rank.
-    hostfile : Path, optional
-        The hosts to start ranks on; this one by default, or those of SLURM.
+    num_ranks, nodes, survive, tag_output, hostfile : int, str, bool, bool, Path
+        As for `mpiexec.command`.
     timeout : float
         Seconds after which the job is ended, after a report of what its ranks are doing; 0: none.
     dry_run : bool

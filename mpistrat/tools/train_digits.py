@@ -23,7 +23,7 @@ TRAINING_IMAGES = 1497  # of 1797; the others are for the test
 
 def load() -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """Return training and test data as (images, labels): rows of 64 pixels between 0 and 1, and digits."""
-    from sklearn.datasets import load_digits  # takes a second, which whoever only imports this module is spared
+    from sklearn.datasets import load_digits  # takes a second, which an import of this module does not need
 
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))

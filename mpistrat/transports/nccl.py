@@ -4,7 +4,7 @@ Parts of equal size use NCCL's own reduce-scatter and all-gather; unequal ones a
 carries out together, as it does the sends and receives of an exchange. What moves without being combined moves as bytes.
 
 File law: one thread issues all calls, in an order that is the same on all ranks, and kernels begin in that order, also those of
-other communicators on the GPU. A communicator that failed, or that somebody stopped waiting for, is aborted: its kernels would
+other communicators on the GPU. A communicator that failed, or whose operation was given up, is aborted: its kernels would
 wait for the peers for ever.
 """
 
@@ -89,7 +89,7 @@ class NcclTransport(Transport):
     device : Device, optional
         This rank's GPU.
     library : module, optional
-        What speaks to NCCL: `cupy.cuda.nccl`, or something with the same names.
+        The binding of NCCL: `cupy.cuda.nccl`, or a module with the same names.
 
     Raises
     ------
@@ -411,7 +411,7 @@ class NcclTransport(Transport):
         return found[0]
 
     def _try_verbs(self, comm: Any, values: DeviceArray) -> None:
-        """Make the first call of each verb, and check what comes of them.
+        """Make the first call of each verb, and check the results.
 
         Raises
         ------

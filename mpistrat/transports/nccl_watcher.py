@@ -28,7 +28,7 @@ class NcclWatcher:
     check : callable
         Raises TransportError where it will not end, after it has been aborted.
     must_wait, peer_has_aborted : callable
-        Kept for whoever enqueues it: whether the host is to wait for the present operation, and whether a peer has aborted.
+        For the transport that enqueues: whether the host is to wait for the present operation, and whether a peer has aborted.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ class StagedTransport(Transport):
 
     @classmethod
     def probe(cls, group: Group) -> str:
-        """Return an empty text: whoever has a device can copy from it."""
+        """Return an empty text: a device can always be copied from."""
         return ""
 
     def allocate(self, nbytes: int) -> DeviceArray:

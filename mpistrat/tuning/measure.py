@@ -120,7 +120,7 @@ def race(
 
 
 class _Race:
-    """The ways at one size.
+    """What is timed at one size.
 
     Attributes
     ----------
