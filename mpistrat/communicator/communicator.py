@@ -221,8 +221,8 @@ class Communicator(BaseCommunicator):
         try:
             guard.number = number = guard.number + 1
             guard.signature = call = path.signature
-            self._present.word = word = path.word ^ (guard.take_noted_word(noted) if guard.noted else noted)
-            index = guard.indexes.get(word) or guard.index(word, "all_reduce", call.text_after(word ^ call.word), call.details)
+            self._present.digest = key = path.digest ^ (guard.take_noted_digest(noted) if guard.noted else noted)
+            index = guard.indexes.get(key) or guard.index(key, "all_reduce", call.text_after(key ^ call.digest), call.details)
             slot = self._recorder.enter(guard.communicator, number, index, frames + 1)
             if self._present.unconfirmed:
                 self._present.count()

@@ -22,7 +22,7 @@ from mpistrat.communicator.gpu_arrays import GpuArrays
 from mpistrat.communicator.guard import CollectiveGuard
 from mpistrat.communicator.host_mover import HostMover
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.communicator.shapes import decode_shape, encode_shape, name_of, require_equal_shapes, shape_word
+from mpistrat.communicator.shapes import decode_shape, encode_shape, name_of, require_equal_shapes, shape_digest
 from mpistrat.communicator.validate import check_gather, check_parts, check_root, check_target
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.executor import Executor
@@ -72,8 +72,8 @@ class DataMovement:
 
         def facts() -> tuple[int, int]:
             # ranks that pass `out` compare its extent
-            word = shape_word(array, axis % array.ndim, None if out is None else out.shape[axis])
-            return word, _with_place(array.shape[axis], [array])
+            digest = shape_digest(array, axis % array.ndim, None if out is None else out.shape[axis])
+            return digest, _with_place(array.shape[axis], [array])
 
         with self._guard:
             text = lambda _: f"({name_of(array.dtype)}, {array.ndim} axes, axis={axis})"  # noqa: E731 - a name would say no more
@@ -108,7 +108,7 @@ class DataMovement:
         with self._guard:
             text = lambda _: f"({name_of(array.dtype)}, root={root})"  # noqa: E731
             call, found = self._calls.enter(
-                "gather", text, options, check, lambda: (shape_word(array), _with_place(0, [array]))
+                "gather", text, options, check, lambda: (shape_digest(array), _with_place(0, [array]))
             )
             require_equal_shapes(found[:, 0], "gather needs equal shapes, one dtype and one root", self._group, array)
             mover, is_root = self._mover(call, found), self._rank == root
@@ -128,7 +128,7 @@ class DataMovement:
             check_dtype(ReduceOp.SUM, arrays[0].dtype)
 
         def facts() -> tuple[int, int]:
-            return shape_word(arrays[0], 0 if arrays[0].ndim else None), _with_place(0, arrays)
+            return shape_digest(arrays[0], 0 if arrays[0].ndim else None), _with_place(0, arrays)
 
         with self._guard:
             text = lambda _: f"({', '.join(sorted({name_of(array.dtype) for array in arrays}))})"  # noqa: E731
@@ -167,7 +167,7 @@ class DataMovement:
 
         def facts() -> tuple[int, int]:
             target = array if out is None or self._rank == root else out
-            return shape_word(known), _with_place(out is not None, [target])
+            return shape_digest(known), _with_place(out is not None, [target])
 
         with self._guard:
             call, found = self._calls.enter("broadcast", lambda _: f"(root={root})", options, check, facts)

@@ -38,14 +38,14 @@ class KnownBatch:
     ----------
     signature : Signature
         Of the call.
-    word : int
+    digest : int
         That of the signature.
     run : callable
         All-reduces the arrays it is given. A collective call.
     """
 
     signature: Signature
-    word: int
+    digest: int
     run: Callable[..., list[Array]]
 
 
@@ -78,7 +78,7 @@ class FastPaths:
         path: OneArray | SmallBatch | KnownBatch | None = self._in_one_call(op, arrays, batch)
         if path is None and may_skip_checks:
             signature = batch.signature("all_reduce")
-            path = KnownBatch(signature, signature.word, partial(self._run, batch))
+            path = KnownBatch(signature, signature.digest, partial(self._run, batch))
         if path is not None:
             if len(self.paths) >= BATCHES_KEPT:
                 self.paths.clear()

@@ -70,7 +70,7 @@ class GpuArrays:
 
         NCCL is called afterwards: it compares nothing, and its kernels wait for all ranks. A collective call.
         """
-        return self._agreement.barrier(self._call.word if self._guard.checks else 0)
+        return self._agreement.barrier(self._call.digest if self._guard.checks else 0)
 
     def abort_on_error(self, steps: Steps) -> Steps:
         """Run steps on GPUs; if they fail, abort, so that no kernel waits forever for a rank that has failed."""

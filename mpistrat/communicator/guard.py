@@ -1,9 +1,9 @@
 """CollectiveGuard: checks every collective call: none has failed before, all ranks arrive in time and make the same call.
 
-A call has a word, a 64-bit hash of its description. Ranks that make different calls find out before a result is returned:
+A call has a digest, a 64-bit hash of its description. Ranks that make different calls find out before a result is returned:
 
-- ranks of a node compare the words of their calls at every barrier in shared memory, before one reads what another wrote;
-- messages between nodes carry the word in their tags: those of different calls never match, and `mpistrat.watch` reports it;
+- ranks of a node compare the digests of their calls at every barrier in shared memory, before one reads what another wrote;
+- messages between nodes carry the digest in their tags: those of different calls never match, and `mpistrat.watch` reports it;
 - a call that is made for the first time, and every verb that needs the shapes of the other ranks, is compared on all ranks
   first, by a small exchange;
 - what is not a collective by itself (a structure, an assignment outside run) is noted, and compared with the next call;
@@ -38,8 +38,8 @@ from mpistrat.groups.agreement import (
     Signature,
     calls_differ,
     chained,
+    digest_of,
     keep_notes,
-    word_of,
 )
 from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, DeadlineBarrier
 from mpistrat.groups.group import MOST_UNCONFIRMED
@@ -97,7 +97,7 @@ class CollectiveGuard:
     communicator : int
         Number of the hierarchy, by which the records of ranks tell communicators apart.
     indexes : dict
-        Index of a call's description in this process's record, by the word of the call.
+        Index of a call's description in this process's record, by the digest of the call.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class CollectiveGuard:
 
     def start(self, call: CollectiveCall, carry_out: Callable[[], T]) -> Work[T]:
         """Have the engine run a call after all calls started before; until it has ended no other collective can begin."""
-        line, index = self._recorder.line(FRAMES), self.index(word_of(call.text), call.verb, call.text)
+        line, index = self._recorder.line(FRAMES), self.index(digest_of(call.text), call.verb, call.text)
 
         def locked() -> T:
             with self.lock:
@@ -208,32 +208,32 @@ class CollectiveGuard:
     def note(self, text: str) -> None:
         """Note what all ranks must do here; it is compared with the next collective."""
         if self.checks:
-            self.noted = chained(self.noted, word_of(text))
+            self.noted = chained(self.noted, digest_of(text))
             self._notes.append(text)
             if len(self._notes) > _NOTES_KEPT:
                 del self._notes[: _NOTES_KEPT // 2]
 
-    def index(self, word: int, verb: str, text: str, details: tuple[str, str, int, str] = ("", "", 0, "")) -> int:
+    def index(self, digest: int, verb: str, text: str, details: tuple[str, str, int, str] = ("", "", 0, "")) -> int:
         """Return the index of a call's description in this process's record."""
-        index = self.indexes.get(word)
+        index = self.indexes.get(digest)
         if index is None:
             if len(self.indexes) >= _INDEXES_KEPT:
                 self.indexes.clear()
-            index = self.indexes[word] = self._recorder.intern(verb, *details, text, word, self._members)
+            index = self.indexes[digest] = self._recorder.intern(verb, *details, text, digest, self._members)
         return index
 
-    def enter(self, call: CollectiveCall, word: int) -> None:
+    def enter(self, call: CollectiveCall, digest: int) -> None:
         """Record that this rank has entered a call."""
         if not (self._slot or call.is_started):
-            index = self.indexes.get(word) or self.index(word, call.verb, call.text, self.signature.details)
+            index = self.indexes.get(digest) or self.index(digest, call.verb, call.text, self.signature.details)
             self._slot = self._recorder.enter(self.communicator, call.number, index, FRAMES)
 
-    def take_noted_word(self, noted: int) -> int:
+    def take_noted_digest(self, noted: int) -> int:
         """Return the hash of all notes, chained with `noted` if that is not 0; clear the notes."""
-        word = chained(self.noted, noted) if noted else self.noted
-        keep_notes(word, self._notes, noted)
+        digest = chained(self.noted, noted) if noted else self.noted
+        keep_notes(digest, self._notes, noted)
         self.noted, self._notes = 0, []
-        return word
+        return digest
 
     def take_notes(self, call: CollectiveCall) -> None:
         """Move the notes to a call."""
@@ -260,11 +260,11 @@ class CollectiveGuard:
         """
         text, facts = call.text, (*facts, bool(call.ends))
         self.signature = Signature(call.arguments)
-        self.enter(call, self.signature.word ^ call.noted)
+        self.enter(call, self.signature.digest ^ call.noted)
         if self._watcher is not None and call.ends:
             self._watcher.limit = call.ends, lambda: self._blocked_in_mpi(call)
         # also on a rank alone on its node: messages of the call carry it
-        self._present.word = word_of(text if error is None else f"{text} {error!r}") | COMPARED
+        self._present.digest = digest_of(text if error is None else f"{text} {error!r}") | COMPARED
         if self._window is not None:
             try:
                 self._drive(call, self._window.barrier_with(facts), call.rest_seconds)
@@ -287,14 +287,14 @@ class CollectiveGuard:
     def refuse(self, call: CollectiveCall, error: Exception) -> NoReturn:
         """Raise the error of a call that this rank cannot make; ranks that make it see it in this rank's record."""
         text = f"{call.text}, which failed: {type(error).__name__}: {error}"
-        self.enter(replace(call, describe=lambda: text, notes=()), word_of(text))
+        self.enter(replace(call, describe=lambda: text, notes=()), digest_of(text))
         raise error
 
     def begin(self, call: CollectiveCall, signature: Signature) -> None:
         """Make a call the current one. The signature describes it without its notes."""
         self.signature = signature
-        self._present.word = word = signature.word ^ call.noted
-        self.enter(call, word)
+        self._present.digest = digest = signature.digest ^ call.noted
+        self.enter(call, digest)
         self._present.must_poll = bool(call.seconds) or self._any_deadline or call.is_started
         self._present.count()
 
@@ -318,7 +318,7 @@ class CollectiveGuard:
 
     def explain(self, error: BaseException) -> BaseException:
         """Return the error to raise for what a call on a fast path raised; no other collective can be made."""
-        error = self._diagnosed(error, self.signature.text_after(self._present.word ^ self.signature.word))
+        error = self._diagnosed(error, self.signature.text_after(self._present.digest ^ self.signature.digest))
         self.fail("all_reduce", error)
         return error
 
@@ -387,7 +387,7 @@ class CollectiveGuard:
                 self._ends = call.ends
                 drive(steps, call.describe, timeout_seconds, lambda: self.overdue(call), back, self._check_progress)
         except BaseException as error:
-            if isinstance(error, CallsDifferError) and self._present.word & COMPARED:
+            if isinstance(error, CallsDifferError) and self._present.digest & COMPARED:
                 raise
             understood = self._diagnosed(error, call.text)
             self.fail(call.verb, understood)

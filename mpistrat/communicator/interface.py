@@ -98,7 +98,7 @@ class BaseCommunicator(ABC):
         op, arrays : ReduceOp, sequence of ndarray
             As for `all_reduce`.
         noted : int
-            The hash (`groups.agreement.word_of`) of a text that would otherwise be passed to `note` first.
+            The hash (`groups.agreement.digest_of`) of a text that would otherwise be passed to `note` first.
         frames : int
             At least how many frames of this library lie between this call and the program.
         out : sequence of ndarray, optional

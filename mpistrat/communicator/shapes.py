@@ -9,43 +9,43 @@ import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.groups.agreement import word_of
+from mpistrat.groups.agreement import digest_of
 from mpistrat.groups.group import Group
 from mpistrat.reduction import HALF_DTYPES
 
-__all__ = ["decode_shape", "encode_shape", "name_of", "require_equal_shapes", "shape_word"]
+__all__ = ["decode_shape", "encode_shape", "name_of", "require_equal_shapes", "shape_digest"]
 
 _MAX_NDIM, _NAME_BYTES = 64, 32
-_WORDS_KEPT = 1024
+_DIGESTS_KEPT = 1024
 
 
-def shape_word(array: Array, free_axis: int | None = None, out_extent: int | None = None) -> int:
+def shape_digest(array: Array, free_axis: int | None = None, out_extent: int | None = None) -> int:
     """Return a hash of dtype and shape that ignores the extent along `free_axis`, but includes that of `out` if given."""
-    return _word(array.dtype, array.shape, free_axis, out_extent)
+    return _shape_digest(array.dtype, array.shape, free_axis, out_extent)
 
 
-@lru_cache(_WORDS_KEPT)
-def _word(dtype: np.dtype[Any], shape: tuple[int, ...], free_axis: int | None, out_extent: int | None) -> int:
+@lru_cache(_DIGESTS_KEPT)
+def _shape_digest(dtype: np.dtype[Any], shape: tuple[int, ...], free_axis: int | None, out_extent: int | None) -> int:
     extents = tuple(-1 if axis == free_axis else extent for axis, extent in enumerate(shape))
     # the name of a dtype says nothing of its byte order, and its code does not tell bfloat16 from another void
-    return word_of(f"{dtype.name} {dtype.str} {extents} {free_axis} {out_extent}")
+    return digest_of(f"{dtype.name} {dtype.str} {extents} {free_axis} {out_extent}")
 
 
-@lru_cache(_WORDS_KEPT)
+@lru_cache(_DIGESTS_KEPT)
 def name_of(dtype: np.dtype[Any]) -> str:
     """Return the name of a dtype, which NumPy composes anew each time."""
     return str(dtype)
 
 
-def require_equal_shapes(words: np.ndarray[Any, np.dtype[np.int64]], needed: str, group: Group, array: Array) -> None:
-    """Check that the `shape_word` of all ranks are equal. A collective call if they are not.
+def require_equal_shapes(digests: np.ndarray[Any, np.dtype[np.int64]], needed: str, group: Group, array: Array) -> None:
+    """Check that the `shape_digest` of all ranks are equal. A collective call if they are not.
 
     Raises
     ------
     InvalidArgumentError
         On every rank, if they differ.
     """
-    if (words == words[0]).all():
+    if (digests == digests[0]).all():
         return
     found = group.comm.allgather(f"{array.dtype} {array.shape}")
     shapes = ", ".join(f"replica {rank}: {text}" for rank, text in enumerate(found))

@@ -42,7 +42,7 @@ class OneArray:
         self, op: ReduceOp, num_replicas: int, combine: Callable[[Array, Array | None], Array], signature: Signature
     ) -> None:
         self._divisor = num_replicas if op is ReduceOp.MEAN else 1
-        self.combine, self.signature, self.word = combine, signature, signature.word
+        self.combine, self.signature, self.digest = combine, signature, signature.digest
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
         """All-reduce the one array. A collective call."""
@@ -81,7 +81,7 @@ class SmallBatch:
         self._sent_dtype = accumulation_dtype(op, self._dtype)
         self._is_cast = self._sent_dtype != self._dtype
         self._divisor = num_replicas if op is ReduceOp.MEAN else 1
-        self._combine, self.signature, self.word = combine, signature, signature.word
+        self._combine, self.signature, self.digest = combine, signature, signature.digest
         # what is sent: the arrays, then padding
         self._given = np.zeros(bucket.bound.flat_count, self._dtype)
         self._bytes = self._given.view(np.uint8).data[: sum(array.nbytes for array in arrays)]

@@ -49,7 +49,7 @@ class BoundScatter:
     begins_with_barrier : bool
         True: its first step is a barrier of the node in shared memory, if ranks share some.
     is_compared : bool
-        True: barriers in shared memory compare calls, and messages carry their word in the tag.
+        True: barriers in shared memory compare calls, and messages carry their digest in the tag.
     """
 
     flat_count, begins_with_barrier, is_compared = 0, True, True

@@ -190,7 +190,7 @@ class Executor:
     def is_compared(self, phases: Sequence[Phase], shard_bytes: int = 0, is_ordered: bool = False) -> bool:
         """Return whether ranks that run another plan cannot take part in one of these phases: the same on all ranks.
 
-        Barriers in shared memory compare calls, and messages carry the word of the call in their tag. MPI's collectives do
+        Barriers in shared memory compare calls, and messages carry the digest of the call in their tag. MPI's collectives do
         neither; the transport over all ranks compares calls itself.
         """
         for phase in phases:

@@ -1,6 +1,6 @@
 """Agreement: check that every rank makes the same call, and raise on all ranks if one does not.
 
-A call is described by a text. Ranks compare a 64-bit hash of it, the word; texts are exchanged only if words differ.
+A call is described by a text. Ranks compare a 64-bit hash of it, the digest; texts are exchanged only if digests differ.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ __all__ = [
     "after",
     "calls_differ",
     "chained",
+    "digest_of",
     "keep_notes",
     "pause",
-    "word_of",
 ]
 
 Completion = Callable[[Callable[[], "MPI.Request"]], None]
 """Calls the function that it is given, which starts an exchange, and returns when that has completed."""
 
 COMPARED = 1
-"""The bit of a word that is set if its rank compares calls before it does anything else, and exchanges texts if they differ."""
+"""The bit of a digest that is set if its rank compares calls before all else, and exchanges texts if they differ."""
 
 ROW = 4
-_WORD_MASK = (1 << 63) - 2
+_DIGEST_MASK = (1 << 63) - 2
 _YIELD_SECONDS, _POLL_SECONDS = 0.02, 0.0005
-_WORDS_KEPT = 4096
+_DIGESTS_KEPT = 4096
 _NOTES_SHOWN = 3
 _REDUNDANT = re.compile(r"all_reduce\(\w+\) of PyTreeSpec\(\*\)")  # than the call itself: one array, and the operation
 
@@ -67,17 +67,17 @@ class Signature:
 
     Attributes
     ----------
-    word : int
-        The hash of the text that ranks compare: see `word_of`.
+    digest : int
+        The hash of the text that ranks compare: see `digest_of`.
     """
 
-    __slots__ = ("details", "text", "word")
+    __slots__ = ("details", "digest", "text")
 
     def __init__(self, text: str, details: tuple[str, str, int, str] = ("", "", 0, "")) -> None:
-        self.text, self.word, self.details = text, word_of(text), details
+        self.text, self.digest, self.details = text, digest_of(text), details
 
     def text_after(self, noted: int) -> str:
-        """Return the text of a call before which that was noted whose word is `noted`."""
+        """Return the text of the call, with that of the notes before it, whose digest is `noted`."""
         return self.text + after(_notes_of.get(noted, ()))
 
 
@@ -86,37 +86,37 @@ class CallsDifferError(Exception):
 
     Parameters
     ----------
-    words : list of int
-        The word of the call that each of them is in.
+    digests : list of int
+        The digest of the call that each of them is in.
     """
 
-    def __init__(self, words: list[int]) -> None:
+    def __init__(self, digests: list[int]) -> None:
         super().__init__("ranks of a node are in different calls")
-        self.words = words
+        self.digests = digests
 
     @property
     def all_compare(self) -> bool:
         """Whether no rank has done anything but compare yet, so that they can exchange texts."""
-        return all(word & COMPARED for word in self.words)
+        return all(digest & COMPARED for digest in self.digests)
 
 
-@lru_cache(_WORDS_KEPT)
-def word_of(text: str) -> int:
+@lru_cache(_DIGESTS_KEPT)
+def digest_of(text: str) -> int:
     """Return the hash of a text: the same in every process, even, and below 2**63."""
-    word = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") & _WORD_MASK
-    _keep(word, (text,))
-    return word
+    digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") & _DIGEST_MASK
+    _keep(digest, (text,))
+    return digest
 
 
-def chained(word: int, following: int) -> int:
-    """Return the hash of a sequence of texts: `word` is that of all but the last one, `following` that of the last one."""
-    return (word * 0x9E3779B97F4A7C15 + following) & _WORD_MASK
+def chained(digest: int, following: int) -> int:
+    """Return the hash of a sequence of texts: `digest` is that of all but the last one, `following` that of the last one."""
+    return (digest * 0x9E3779B97F4A7C15 + following) & _DIGEST_MASK
 
 
-def keep_notes(word: int, notes: Sequence[str], noted: int) -> None:
-    """Keep which texts a word of several notes stands for: those of `notes`, and that of the word `noted` unless it is 0."""
-    if word not in _notes_of:
-        _keep(word, (*notes, *_notes_of.get(noted, ())))
+def keep_notes(digest: int, notes: Sequence[str], noted: int) -> None:
+    """Keep the texts that a digest of several notes stands for: `notes`, and that of the digest `noted` unless it is 0."""
+    if digest not in _notes_of:
+        _keep(digest, (*notes, *_notes_of.get(noted, ())))
 
 
 def after(notes: Sequence[str]) -> str:
@@ -128,10 +128,10 @@ def after(notes: Sequence[str]) -> str:
     return f", after {more}{'; '.join(notes[-_NOTES_SHOWN:])}"
 
 
-def _keep(word: int, notes: tuple[str, ...]) -> None:
-    if len(_notes_of) >= _WORDS_KEPT:
+def _keep(digest: int, notes: tuple[str, ...]) -> None:
+    if len(_notes_of) >= _DIGESTS_KEPT:
         _notes_of.clear()
-    _notes_of[word] = notes
+    _notes_of[digest] = notes
 
 
 class Agreement:
@@ -183,17 +183,17 @@ class Agreement:
             On every rank if the texts differ; the message lists the text of each rank.
         """
         self._sequence += 1
-        word = word_of(call if error is None else f"{call} {error!r}")
-        self._row[:] = word, *facts
+        digest = digest_of(call if error is None else f"{call} {error!r}")
+        self._row[:] = digest, *facts
         (complete or _poll)(lambda: self._group.comm.Iallgather(self._row, self._rows))
-        if (self._rows[:, 0] != word).any():
+        if (self._rows[:, 0] != digest).any():
             self.raise_on_all(call, error, number, complete)
         if error is not None:
             raise error
         return self._rows[:, 1:]
 
-    def barrier(self, word: int) -> Iterator[bool]:
-        """Yield (False) until all ranks have entered, and compare the words of their calls. A collective call.
+    def barrier(self, digest: int) -> Iterator[bool]:
+        """Yield (False) until all ranks have entered, and compare the digests of their calls. A collective call.
 
         It makes the same call of MPI as `check`, so that a rank in the one is compared with a rank in the other.
 
@@ -202,7 +202,7 @@ class Agreement:
         CallsDifferError
             On all ranks, if they differ.
         """
-        self._row[:] = ~word, 0, 0, 0  # no rank passes such a word to `check`
+        self._row[:] = ~digest, 0, 0, 0  # no rank passes such a digest to `check`
         request = self._group.comm.Iallgather(self._row, self._rows)
         try:
             while not request.Test():
@@ -210,7 +210,7 @@ class Agreement:
         except BaseException:
             leave_to_peers(request)
             raise
-        if (self._rows[:, 0] != ~word).any():
+        if (self._rows[:, 0] != ~digest).any():
             raise CallsDifferError([~int(row) for row in self._rows[:, 0]])
 
     def raise_on_all(

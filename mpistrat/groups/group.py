@@ -25,25 +25,25 @@ class PresentCall:
 
     Attributes
     ----------
-    word : int
-        A hash of its text: see `groups.agreement.word_of`. Ranks compare it before one reads memory of another, and messages
+    digest : int
+        A hash of its text: see `groups.agreement.digest_of`. Ranks compare it before one reads memory of another, and messages
         carry it in their tags, so that messages of different calls are never matched.
     must_poll : bool
         Whether the call has a deadline, or was started: a blocking MPI call that waits for other ranks could not be given up.
     drive : callable
         Runs the steps of a wait to the end, under the deadline of the call.
     confirm : callable
-        Compares the words of calls that ran as MPI collectives without a comparison, on all ranks. A collective call.
+        Compares the digests of calls that ran as MPI collectives without a comparison, on all ranks. A collective call.
     unconfirmed : int
         Calls since the first one that has not been confirmed; a large one counts as several. 0 if all are confirmed.
     """
 
-    __slots__ = ("_history", "_span", "confirm", "drive", "must_poll", "unconfirmed", "word")
+    __slots__ = ("_history", "_span", "confirm", "digest", "drive", "must_poll", "unconfirmed")
 
     def __init__(self) -> None:
         from mpi4py import MPI
 
-        self.word = self._history = self.unconfirmed = 0
+        self.digest = self._history = self.unconfirmed = 0
         self.must_poll = False
         self.confirm: Callable[[int], None] = _confirm_nothing
         self.drive: Callable[[Iterator[bool]], None] = _run_to_end
@@ -54,14 +54,14 @@ class PresentCall:
         """Return the tag of the call's messages on a channel, of which there are 32."""
         if self._span <= 0:  # MPISTRAT_CHECK is off, or MPI has only the smallest range of tags that the standard allows
             return channel
-        return _FIRST_TAG + (self.word >> 1) % self._span * _CHANNELS + channel
+        return _FIRST_TAG + (self.digest >> 1) % self._span * _CHANNELS + channel
 
     def add_unconfirmed(self, nbytes: int) -> None:
         """Record that this call ran as an MPI collective without comparing it with other nodes; compare some calls later.
 
         A comparison takes as long as a small call. One for 64 small calls, or for fewer large ones, adds 2 % at most.
         """
-        self._history = (self._history * _MULTIPLIER + self.word) & _MASK
+        self._history = (self._history * _MULTIPLIER + self.digest) & _MASK
         self.unconfirmed += nbytes // _BYTES_PER_CALL + (not self.unconfirmed)
         if self.unconfirmed >= MOST_UNCONFIRMED:
             self.settle()

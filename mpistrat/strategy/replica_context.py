@@ -21,7 +21,7 @@ from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_across_replicas
 from mpistrat.strategy.advice import ADVICE
-from mpistrat.strategy.call_words import OF_NESTS, OF_ONE_ARRAY, all_reduce_text, word_of_nest
+from mpistrat.strategy.call_digests import OF_NESTS, OF_ONE_ARRAY, all_reduce_text, digest_of_nest
 from mpistrat.strategy.deprecated import merge_hints
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.leaves import check_dtypes, read_leaves
@@ -452,18 +452,18 @@ class ReplicaContext:
         if not self._has_fast_path:
             return None
         try:
-            op, word = OF_ONE_ARRAY[reduce_op]
+            op, digest = OF_ONE_ARRAY[reduce_op]
         except (TypeError, InvalidArgumentError):
             return None  # the full path refuses the operation on all replicas
         if type(value) is np.ndarray:
-            results = self._communicator.all_reduce_again(op, (value,), word, _FRAMES)
+            results = self._communicator.all_reduce_again(op, (value,), digest, _FRAMES)
             return None if results is None else results[0]
         nest = flatten_arrays(value)
         if nest is None:
             return None
         leaves, structure = nest
         found = OF_NESTS.get((op._value_, id(structure)))
-        results = self._communicator.all_reduce_again(op, leaves, found[0] if found else word_of_nest(op, structure), _FRAMES)
+        results = self._communicator.all_reduce_again(op, leaves, found[0] if found else digest_of_nest(op, structure), _FRAMES)
         return None if results is None else structure.unflatten(results)
 
     def _for_each_leaf(

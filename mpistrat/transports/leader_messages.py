@@ -26,7 +26,7 @@ class LeaderMessages:
 
     Attributes
     ----------
-    word : int
+    digest : int
         Of that call.
     tests : list of callable
         Each returns whether a request has completed.
@@ -37,7 +37,7 @@ class LeaderMessages:
 
         tag = call.tag(0)
         peers = [rank for rank in range(group.size) if rank != group.rank]
-        self.word, self._arrays = call.word, arrays
+        self.digest, self._arrays = call.digest, arrays
         self._requests = [group.comm.Recv_init(_message(arrays[peer]), peer, tag) for peer in peers]
         self._requests += [group.comm.Send_init(_message(arrays[group.rank]), peer, tag) for peer in peers]
         self._start_all, self._is_finalized = MPI.Prequest.Startall, MPI.Is_finalized

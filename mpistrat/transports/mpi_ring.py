@@ -95,7 +95,7 @@ class _Ring:
         self.datatype = mpi_datatype(buffer.dtype)
         self.sends = [self._message(buffer[part]) for part in ring.sends]
         self.receives = list(map(self._message, self.receive_buffers))
-        self.word, self.tag = group.call.word, group.call.tag(channel)
+        self.digest, self.tag = group.call.digest, group.call.tag(channel)
 
     def operation(self) -> Operation:
         return Operation(self._run, [Part(0, self.buffer.size, (self.buffer,))])
@@ -106,8 +106,8 @@ class _Ring:
     def _run(self) -> Steps:
         comm, fold, segments, call, count = self.group.comm, self.fold, self.segments, self.group.call, len(self.sends)
         sends, receive_buffers, sent_before = self.sends, self.receive_buffers, self.sent_before
-        if self.word != call.word:
-            self.word, self.tag = call.word, call.tag(self.channel)
+        if self.digest != call.digest:
+            self.digest, self.tag = call.digest, call.tag(self.channel)
         tag = self.tag
         left, right = (self.group.rank - 1) % self.group.size, (self.group.rank + 1) % self.group.size
         received: list[MPI.Request] = []

@@ -4,8 +4,8 @@ Every rank copies its array into its slot. On one node a barrier follows, and ea
 the leader of each waits for the ranks of its node and sums their slots, the leaders exchange their sums, and each publishes the
 total to its node; the other ranks wait only for that.
 
-A rank compares the calls of all ranks of its node before it reads their slots, and the leaders' messages carry the word of the
-call in their tags. So no rank reads data of another call, and every wait can be cut off by a deadline.
+A rank compares the calls of all ranks of its node before it reads their slots, and the leaders' messages carry the digest of
+the call in their tags. So no rank reads data of another call, and every wait can be cut off by a deadline.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SmallExchange:
         CallsDifferError
             On all of them, if their calls differ.
         """
-        entered = window.announce(self.call.word)
+        entered = window.announce(self.call.digest)
         for words in window.others:
             if words[ENTERED] < entered:
                 self.wait_for_entry(words, entered)
@@ -106,7 +106,7 @@ class SmallExchange:
             os.sched_yield()
             if words[place] == stamp:
                 return False
-        self.call.drive(_until(partial(_has_reached, words, ENTERED, stamp - self.call.word)))
+        self.call.drive(_until(partial(_has_reached, words, ENTERED, stamp - self.call.digest)))
         return True
 
     def wait_for_result(self, window: NodeWindow, entered: int) -> None:
@@ -189,7 +189,7 @@ class SmallAllReduce:
         exchange, window = self._exchange, self._exchange.window
         slots = self._fill_slot(source)
         if window is not None:
-            entered = window.announce(exchange.call.word)
+            entered = window.announce(exchange.call.digest)
             for words in window.others:
                 yield from _until(partial(_has_reached, words, ENTERED, entered))
             window.compare(entered)
@@ -301,7 +301,7 @@ class SmallAllReduce:
         def run(source: Array, target: Array | None = None) -> Array:
             exchange.turn = turn = 1 - exchange.turn
             own_slots[turn][...] = source
-            entered = announce(call.word)
+            entered = announce(call.digest)
             exchange.count = count = exchange.count + 1
             if target is None:
                 target = np.empty(shape, dtype)
@@ -327,7 +327,7 @@ class SmallAllReduce:
             place = CALL + (entered & 1)
             if is_fenced:
                 fence()
-            own[place] = stamp = call.word + entered
+            own[place] = stamp = call.digest + entered
             if is_fenced:
                 fence()
             own[ENTERED] = entered
@@ -391,7 +391,7 @@ class SmallAllReduce:
     def _start_messages(self) -> LeaderMessages:
         """Start the exchange of the sums of all nodes, with the tag of the current call."""
         exchange, messages = self._exchange, self._messages
-        if messages is None or messages.word != exchange.call.word:
+        if messages is None or messages.digest != exchange.call.digest:
             assert exchange.leaders is not None, "this rank is a leader"
             self._messages = messages = LeaderMessages(exchange.leaders, exchange.call, self._sums)
         messages.start()

@@ -1,12 +1,12 @@
 """NodeWindow: the shared memory of the ranks of a node, and their barrier in it.
 
-There are two MPI shared windows. The control window lives as long as the object: for each rank counters, the word (a hash) of
+There are two MPI shared windows. The control window lives as long as the object: for each rank counters, the digest (a hash) of
 its current call, and slots for small arrays. The data window has one arena per rank; buffers of one collective lie at equal
 offsets in all arenas.
 
 File law: one counter of each rank counts the barriers it has entered, another the results it has released. A memory fence
-between data and counter makes stores visible in order. At every barrier ranks compare the words of their calls before one reads
-what another has written.
+between data and counter makes stores visible in order. At every barrier ranks compare the digests of their calls before one
+reads what another has written.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 HEADER_BYTES = 256
 ENTERED, CALL, FACTS, RELEASED, RESULT = 0, 1, 4, 16, 24
 """Offsets of a rank's control words, in units of 8 bytes: barriers entered; in the same cache line, for each of the last two
-calls, its word plus the number of the barrier, and three facts; results released; small results published."""
+calls, its digest plus the number of the barrier, and three facts; results released; small results published."""
 LEAST_SMALL_BYTES, MOST_SMALL_BYTES, MOST_READ_BYTES = 1 << 15, 1 << 19, 6 << 20
 """Bounds of the size of a slot for small arrays, and of what all ranks of a node read together: each reads the slots of all.
 
@@ -202,15 +202,15 @@ class NodeWindow:
         CallsDifferError
             On all ranks, if their calls differ.
         """
-        return self._complete(self.announce(self.group.call.word))
+        return self._complete(self.announce(self.group.call.digest))
 
-    def announce(self, word: int) -> int:
-        """Enter a barrier with the word of a call; return the number of the barrier."""
+    def announce(self, digest: int) -> int:
+        """Enter a barrier with the digest of a call; return the number of the barrier."""
         self.entered = entered = self.entered + 1
         if self.is_fenced:
             self.fence_memory()
         # two slots: a peer that is already in the next barrier must not overwrite what is compared in this one
-        self.own[CALL + (entered & 1)] = word + entered
+        self.own[CALL + (entered & 1)] = digest + entered
         if self.is_fenced:
             self.fence_memory()
         self.own[ENTERED] = entered
@@ -229,7 +229,7 @@ class NodeWindow:
         return [words[place : place + 3].tolist() for words in self.words]
 
     def compare(self, entered: int) -> None:
-        """Compare the words of all ranks in a barrier that all have entered.
+        """Compare the digests of all ranks in a barrier that all have entered.
 
         Raises
         ------

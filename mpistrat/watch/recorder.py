@@ -84,7 +84,7 @@ class FlightRecorder:
         self._introduce(rank, size)
 
     def intern(
-        self, verb: str, op: str, dtype: str, nbytes: int, plan: str, text: str, word: int | None = None, ranks: str = ""
+        self, verb: str, op: str, dtype: str, nbytes: int, plan: str, text: str, call_digest: int | None = None, ranks: str = ""
     ) -> int:
         """Return the index of the description of a call, written unless it is among the 256 in the file.
 
@@ -96,13 +96,13 @@ class FlightRecorder:
             Bytes that this rank passes.
         text : str
             The call with its arguments, the same on all ranks.
-        word : int, optional
+        call_digest : int, optional
             Hash of the call, the same on all ranks; by default that of the text.
         ranks : str
             The ranks of the job that take part, as `spans_text` writes them; empty for all.
         """
         key = "\0".join((verb, op, dtype, plan, ranks, text))
-        call_digest = digest(text) if word is None else word
+        call_digest = digest(text) if call_digest is None else call_digest
         return self._calls.index((key, nbytes, call_digest), key, nbytes, call_digest)
 
     def line(self, depth: int = 1) -> int:

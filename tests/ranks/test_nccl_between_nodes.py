@@ -199,7 +199,7 @@ def test_ranks_that_make_other_calls_are_told_before_nccl_is_called(comm, nodes,
 
 
 def test_a_known_call_and_a_new_one_are_told_apart(comm, nodes, monkeypatch):
-    """The ranks of one compare words, those of the other texts."""
+    """The ranks of one compare digests, those of the other texts."""
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     with Pair(comm, nodes) as pair:
         array = pair.up(values(100, np.float32, comm.rank))

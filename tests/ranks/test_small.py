@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpistrat.errors import AgreementError, UnavailableError
-from mpistrat.groups.agreement import CallsDifferError, word_of
+from mpistrat.groups.agreement import CallsDifferError, digest_of
 from mpistrat.reduction import combine
 from mpistrat.testing.transport_cases import DTYPES, inputs, operations
 from mpistrat.transports.mpi_world import WorldTransport
@@ -44,7 +44,7 @@ def test_every_dtype_operation_and_shape(small, comm):
         given = inputs(dtype, op, int(np.prod(shape, dtype=int)), comm.size, seed)
         total = combine(op).reduce(given, axis=0, dtype=given.dtype).reshape(shape)
         bound, mine = SmallAllReduce(small, op, dtype, shape), given[comm.rank].reshape(shape)
-        small.call.word = word_of(str(seed))
+        small.call.digest = digest_of(str(seed))
 
         def by_steps(source, target, bound=bound, shape=shape, dtype=dtype):
             target = np.empty(shape, dtype) if target is None else target
@@ -91,10 +91,10 @@ def test_ranks_of_a_node_in_different_calls_are_told_before_anything_is_read(sma
         return  # and the ranks of other nodes find out among themselves
     run = SmallAllReduce(small, *_sum_of(5)).blocking()
     target = np.full(5, -1.0)
-    small.call.word = word_of("odd" if hierarchy.intra.rank == 1 else "even")
+    small.call.digest = digest_of("odd" if hierarchy.intra.rank == 1 else "even")
     with pytest.raises(CallsDifferError) as caught:
         run(np.ones(5), target)
-    assert len(set(caught.value.words)) == 2
+    assert len(set(caught.value.digests)) == 2
     assert (target == -1).all()
 
 

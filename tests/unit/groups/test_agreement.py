@@ -6,22 +6,22 @@ import sys
 import numpy as np
 import pytest
 
-from mpistrat.groups.agreement import COMPARED, CallsDifferError, Signature, calls_differ, chained, word_of
+from mpistrat.groups.agreement import COMPARED, CallsDifferError, Signature, calls_differ, chained, digest_of
 from mpistrat.groups.group import MOST_UNCONFIRMED, PresentCall
 
 TEXTS = [f"all_reduce({op}, [{dtype} ({count},)])" for op in ("SUM", "MAX") for dtype in ("f4", "f8") for count in range(200)]
 
 
 def test_words_are_equal_in_every_process_and_differ_for_other_texts():
-    words = [word_of(text) for text in TEXTS]
-    assert len(set(words)) == len(TEXTS)
-    assert all(0 <= word < 2**63 and not word & COMPARED for word in words)
-    program = f"from mpistrat.groups.agreement import word_of; print([word_of(text) for text in {TEXTS[:5]!r}])"
-    assert subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60).strip() == str(words[:5])
+    digests = [digest_of(text) for text in TEXTS]
+    assert len(set(digests)) == len(TEXTS)
+    assert all(0 <= digest < 2**63 and not digest & COMPARED for digest in digests)
+    program = f"from mpistrat.groups.agreement import digest_of; print([digest_of(text) for text in {TEXTS[:5]!r}])"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60).strip() == str(digests[:5])
 
 
-def test_the_word_of_a_series_depends_on_its_order():
-    one, two = word_of("one"), word_of("two")
+def test_the_digest_of_a_series_depends_on_its_order():
+    one, two = digest_of("one"), digest_of("two")
     assert chained(0, one) == one
     assert chained(one, two) != chained(two, one)
     assert not chained(one, two) & COMPARED
@@ -33,7 +33,7 @@ def test_messages_of_other_calls_have_other_tags_which_mpi_accepts():
     call = PresentCall()
     tags = set()
     for text in TEXTS:
-        call.word = Signature(text).word
+        call.digest = Signature(text).digest
         tags |= {call.tag(channel) for channel in range(4)}
     assert len(tags) == 4 * len(TEXTS)
     assert max(tags) <= MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
@@ -43,7 +43,7 @@ def test_messages_of_other_calls_have_other_tags_which_mpi_accepts():
 def test_without_the_check_tags_are_channels(monkeypatch):
     monkeypatch.setenv("MPISTRAT_CHECK", "off")
     call = PresentCall()
-    call.word = word_of("all_reduce")
+    call.digest = digest_of("all_reduce")
     assert call.tag(3) == 3
 
 
@@ -53,7 +53,7 @@ def test_calls_are_confirmed_after_64_of_them_at_most(nbytes, calls):
     call.confirm = confirmed.append
     for number in range(calls):
         assert not confirmed, number
-        call.word = word_of(str(number))
+        call.digest = digest_of(str(number))
         call.count()
         call.add_unconfirmed(nbytes)
     assert len(confirmed) == 1
@@ -81,7 +81,7 @@ def test_what_is_confirmed_depends_on_every_call_and_their_order():
         call = PresentCall()
         call.confirm = found.add
         for text in texts:
-            call.word = word_of(text)
+            call.digest = digest_of(text)
             call.add_unconfirmed(8)
         call.settle()
     assert len(found) == 4
@@ -89,8 +89,8 @@ def test_what_is_confirmed_depends_on_every_call_and_their_order():
 
 
 def test_ranks_can_exchange_texts_where_all_compare_and_nothing_else():
-    assert CallsDifferError([word_of("a") | COMPARED, word_of("b") | COMPARED]).all_compare
-    assert not CallsDifferError([word_of("a") | COMPARED, word_of("b")]).all_compare
+    assert CallsDifferError([digest_of("a") | COMPARED, digest_of("b") | COMPARED]).all_compare
+    assert not CallsDifferError([digest_of("a") | COMPARED, digest_of("b")]).all_compare
 
 
 def test_the_error_names_who_made_which_call():

@@ -16,8 +16,8 @@ def test_many_ranks_share_the_room_down_to_a_least() -> None:
 
 
 def test_marks_of_one_call_are_known_by_any_barrier() -> None:
-    word = 0x1234567890ABCDE0
-    assert _are_of_one_call(word + 7, word + 9)
-    assert _are_of_one_call(word + 9, word + 7)
-    assert not _are_of_one_call(word + 7, (word | 1) + 7), "one compares first"
-    assert not _are_of_one_call(word + 7, word + (1 << 20) + 7)
+    digest = 0x1234567890ABCDE0
+    assert _are_of_one_call(digest + 7, digest + 9)
+    assert _are_of_one_call(digest + 9, digest + 7)
+    assert not _are_of_one_call(digest + 7, (digest | 1) + 7), "one compares first"
+    assert not _are_of_one_call(digest + 7, digest + (1 << 20) + 7)
