@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -50,7 +49,6 @@ _DIGEST_MASK = (1 << 63) - 2
 _YIELD_SECONDS, _POLL_SECONDS = 0.02, 0.0005
 _DIGESTS_KEPT = 4096
 _NOTES_SHOWN = 3
-_REDUNDANT = re.compile(r"all_reduce\(\w+\) of PyTreeSpec\(\*\)")  # than the call itself: one array, and the operation
 
 _notes_of: dict[int, tuple[str, ...]] = {}
 
@@ -121,7 +119,6 @@ def keep_notes(digest: int, notes: Sequence[str], noted: int) -> None:
 
 def after(notes: Sequence[str]) -> str:
     """Return what was noted before a call, in words: the last few of it."""
-    notes = [note for note in notes if not _REDUNDANT.fullmatch(note)]
     if not notes:
         return ""
     more = f"{len(notes) - _NOTES_SHOWN} others and " if len(notes) > _NOTES_SHOWN else ""

@@ -1,12 +1,15 @@
-"""The text of an all-reduce of a nest, and its digest: the cached 64-bit hash by which ranks compare their calls."""
+"""The text of an all-reduce of a nest, and its digest: the cached 64-bit hash by which ranks compare their calls.
+
+One array is not a nest: its all-reduce is the same call as that of the communicator, which has no structure.
+"""
 
 from __future__ import annotations
 
 from mpistrat.groups.agreement import digest_of
 from mpistrat.reduction import ReduceOp
-from mpistrat.structures import MAX_CACHED_STRUCTURES, ONE_LEAF, Structure
+from mpistrat.structures import MAX_CACHED_STRUCTURES, Structure
 
-__all__ = ["OF_NESTS", "OF_ONE_ARRAY", "all_reduce_text", "digest_of_nest"]
+__all__ = ["OF_NESTS", "OPERATIONS", "all_reduce_text", "digest_of_nest"]
 
 
 def all_reduce_text(op: ReduceOp, structure: Structure) -> str:
@@ -14,15 +17,14 @@ def all_reduce_text(op: ReduceOp, structure: Structure) -> str:
     return f"all_reduce({op.name}) of {structure}"
 
 
-class _OfOneArray(dict[ReduceOp | str, tuple[ReduceOp, int]]):
-    def __missing__(self, reduce_op: ReduceOp | str) -> tuple[ReduceOp, int]:
-        op = ReduceOp.parse(reduce_op)
-        found = self[reduce_op] = op, digest_of(all_reduce_text(op, ONE_LEAF))
-        return found
+class _Operations(dict[ReduceOp | str, ReduceOp]):
+    def __missing__(self, reduce_op: ReduceOp | str) -> ReduceOp:
+        op = self[reduce_op] = ReduceOp.parse(reduce_op)
+        return op
 
 
-OF_ONE_ARRAY = _OfOneArray()
-"""For each spelling of an operation: the operation, and the digest of a call that combines one array by it."""
+OPERATIONS = _Operations()
+"""For each spelling of an operation: the operation."""
 
 OF_NESTS: dict[tuple[str, int], tuple[int, Structure]] = {}
 """The cache of `digest_of_nest`, by the name of the operation and the id of the structure, which is kept alive."""

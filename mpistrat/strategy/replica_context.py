@@ -21,14 +21,14 @@ from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_across_replicas
 from mpistrat.strategy.advice import ADVICE
-from mpistrat.strategy.call_digests import OF_NESTS, OF_ONE_ARRAY, all_reduce_text, digest_of_nest
+from mpistrat.strategy.call_digests import OF_NESTS, OPERATIONS, all_reduce_text, digest_of_nest
 from mpistrat.strategy.deprecated import merge_hints
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.leaves import check_dtypes, read_leaves
 from mpistrat.strategy.out_arrays import read_out
 from mpistrat.strategy.replica_id import checked_id
 from mpistrat.strategy.weighting import weighted_part
-from mpistrat.structures import flatten, flatten_arrays
+from mpistrat.structures import ONE_LEAF, flatten, flatten_arrays
 
 __all__ = ["ReplicaContext", "Updatable"]
 
@@ -171,11 +171,12 @@ class ReplicaContext:
             targets, arrays = (None, arrays) if out is None else read_out(out, structure, leaves, arrays)
         except Exception as error:  # the other replicas must raise too, whatever reading the user's arrays raises
             self._communicator.refuse("all_reduce", error, options)
-        call = all_reduce_text(op, structure) if weight is None else f"all_reduce({op.name}, weighted) of {structure}"
-        self._communicator.note(call, options)
         if weight is not None:
+            self._communicator.note(f"all_reduce({op.name}, weighted) of {structure}", options)
             results = finish(self._extended.all_reduce(ReduceOp.SUM, sent, options))
         else:
+            if structure != ONE_LEAF:
+                self._communicator.note(all_reduce_text(op, structure), options)
             try:
                 results = self._extended.all_reduce(op, arrays, options, targets)
             except UnsupportedDtypeError:
@@ -452,11 +453,11 @@ class ReplicaContext:
         if not self._has_fast_path:
             return None
         try:
-            op, digest = OF_ONE_ARRAY[reduce_op]
+            op = OPERATIONS[reduce_op]
         except (TypeError, InvalidArgumentError):
             return None  # the full path refuses the operation on all replicas
         if type(value) is np.ndarray:
-            results = self._communicator.all_reduce_again(op, (value,), digest, _FRAMES)
+            results = self._communicator.all_reduce_again(op, (value,), 0, _FRAMES)
             return None if results is None else results[0]
         nest = flatten_arrays(value)
         if nest is None:

@@ -114,6 +114,8 @@ def _stuck(states: Sequence[RankState], looked_up: Collection[Key]) -> Finding |
 def mismatch_text(what: str, variants: Mapping[str, Sequence[int]]) -> str:
     """Return the text of an AgreementError: which ranks (world ranks, by text of the call) are in which call."""
     lines = [f"  {ranks_text(ranks)}: {text}" for text, ranks in variants.items()]
+    if len(variants) == 1:
+        lines.append("  They differ in what preceded this call, or in whether they compare it before it begins (`is_strict`).")
     return (
         f"ranks made different calls ({what}):\n"
         + "\n".join(lines)

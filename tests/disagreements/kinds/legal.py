@@ -31,6 +31,17 @@ def nothing_differs(case: Case) -> None:
 
 
 @legal()
+def communicator_and_context(case: Case) -> None:
+    """One rank reduces an array by the strategy's communicator, the others by the replica context: the same call."""
+    operand = case.operand()
+    if case.is_odd:
+        expected = case.totals("sum", operand)
+        case.look("all_reduce", case.strategy.communicator.all_reduce("sum", operand), expected)
+    else:
+        case.all_reduce("sum", operand)
+
+
+@legal()
 def not_contiguous(case: Case) -> None:
     """One rank's array is every second element of a larger one."""
     array = case.memory.array(2 * case.count, "float64")[::2]

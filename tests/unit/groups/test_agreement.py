@@ -97,3 +97,8 @@ def test_the_error_names_who_made_which_call():
     first, *lines = str(calls_differ(7, {2: "barrier()", 0: "gather()", 1: "barrier()"})).splitlines()
     assert first == "ranks made different calls (collective 7 of group world):"
     assert lines[:2] == ["  rank 0: gather()", "  ranks 1-2: barrier()"]
+
+
+def test_equal_texts_are_not_told_as_different_calls_alone():
+    assert "preceded this call" in str(calls_differ(1, dict.fromkeys(range(3), "barrier()")))
+    assert "preceded this call" not in str(calls_differ(1, {0: "barrier()", 1: "close()"}))
