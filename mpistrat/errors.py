@@ -102,4 +102,4 @@ class DeadlineExceededError(CollectiveError, TimeoutError):
 
 
 class UnavailableError(CollectiveError):
-    """A rank has exited that takes part in a collective; or a server, the chief, or all workers are lost."""
+    """A rank of a collective has exited, or has left it with an error; or a server, the chief, or all workers are lost."""

@@ -12,11 +12,9 @@ A call has a digest, a 64-bit hash of its description. Ranks that make different
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -26,6 +24,7 @@ import numpy as np
 
 from mpistrat import settings
 from mpistrat.communicator.call import CollectiveCall
+from mpistrat.communicator.lifetime import follow
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import CollectiveError, DeadlineExceededError, UnavailableError
 from mpistrat.execution.engine import Job, back_off, raise_unclaimed_failure, submit, wait_for_gpu
@@ -45,7 +44,7 @@ from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, DeadlineBarr
 from mpistrat.groups.group import MOST_UNCONFIRMED
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.groups.left_memory import leave_to_peers
-from mpistrat.launch import abort, exit_code
+from mpistrat.launch import abort
 from mpistrat.transports.steps import Steps, drive
 from mpistrat.transports.window import NodeWindow
 from mpistrat.watch.reader import RankFile
@@ -126,7 +125,7 @@ class CollectiveGuard:
         self._last: Job | None = None
         self._last_thread, self._ends, self._failure = 0, 0.0, ""
         self._cause: BaseException | None = None
-        _guards.add(self)
+        follow(self)
 
     def __enter__(self) -> None:
         """Lock the communicator for this thread.
@@ -319,7 +318,7 @@ class CollectiveGuard:
     def explain(self, error: BaseException) -> BaseException:
         """Return the error to raise for what a call on a fast path raised; no other collective can be made."""
         error = self._diagnosed(error, self.signature.text_after(self._present.digest ^ self.signature.digest))
-        self.fail("all_reduce", error)
+        self._fail_and_notify("all_reduce", error)
         return error
 
     def overdue(self, call: CollectiveCall) -> DeadlineExceededError:
@@ -338,13 +337,23 @@ class CollectiveGuard:
             self._watcher.dismiss(self.communicator)
         leave_to_peers(self._memory)
 
+    def _fail_and_notify(self, verb: str, error: BaseException) -> None:
+        """Refuse all further collectives, and notify the other ranks of an error that they do not find by themselves."""
+        self.fail(verb, error)
+        if self._watcher is not None and not isinstance(error, CollectiveError):
+            where = f"rank {self._rank} has left collective {self.number}, {self.signature.text}"
+            why = f"{where}: it raised {type(error).__name__} there, and ranks may be out of step; make a new strategy on all"
+            self._watcher.post_failure((self.communicator, self.number), UnavailableError(why))
+
+    def refuse_from_now_on(self, why: str) -> None:
+        """Refuse all further collectives."""
+        self.refusal = self._failure = why
+        self._cause = self._last = None
+
     def refuse_in_child(self) -> None:
         """Refuse all collectives in a process that was forked from a rank."""
-        self._failure = (
-            f"process {os.getpid()} was forked from rank {self._rank}, and is not a rank itself; compute there, and let the "
-            "parent communicate"
-        )
-        self.refusal, self._cause, self._last = self._failure, None, None
+        who = f"process {os.getpid()} was forked from rank {self._rank}, and is not a rank itself"
+        self.refuse_from_now_on(f"{who}; compute there, and let the parent communicate")
         self.lock = threading.Lock()
 
     def confirm_at_exit(self) -> None:
@@ -390,7 +399,7 @@ class CollectiveGuard:
             if isinstance(error, CallsDifferError) and self._present.digest & COMPARED:
                 raise
             understood = self._diagnosed(error, call.text)
-            self.fail(call.verb, understood)
+            self._fail_and_notify(call.verb, understood)
             if understood is error:
                 raise
             raise understood from None
@@ -447,7 +456,7 @@ class CollectiveGuard:
         """Return the error that names each rank's call, and send it to the other ranks."""
         error = calls_differ(self.number, self._texts(text))
         if self._watcher is not None:
-            self._watcher.post_mismatch((self.communicator, self.number), error)
+            self._watcher.post_failure((self.communicator, self.number), error)
         return error
 
     def _texts(self, text: str) -> dict[int, str]:
@@ -475,21 +484,3 @@ class CollectiveGuard:
 @cache
 def _still_running(verb: str) -> str:
     return f"an earlier {verb} is still under way: wait for it first"
-
-
-def _confirm_at_exit() -> None:
-    if exit_code.ending_code() == 0:
-        for guard in sorted(_guards, key=lambda guard: guard.communicator):
-            guard.confirm_at_exit()
-
-
-_guards: weakref.WeakSet[CollectiveGuard] = weakref.WeakSet()
-
-
-def _refuse_in_child() -> None:
-    for guard in list(_guards):
-        guard.refuse_in_child()
-
-
-atexit.register(_confirm_at_exit)
-os.register_at_fork(after_in_child=_refuse_in_child)

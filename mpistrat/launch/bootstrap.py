@@ -51,6 +51,8 @@ def start() -> MPI.Intracomm:
     with _lock:
         if _world is None:
             _world = _start()
+        else:
+            _check_running()  # the program may have finalized it
         return _world
 
 

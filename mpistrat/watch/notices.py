@@ -1,4 +1,4 @@
-"""Notices: the watcher that finds a deadlock or a mismatch posts it for the other ranks of its host."""
+"""Notices: a watcher posts for the ranks of its host what they wait for in vain: a deadlock, a mismatch, a failed rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PREFIX = "verdict-"
 
 @dataclass(frozen=True)
 class Notice:
-    """A deadlock, or a mismatch of calls.
+    """A deadlock, a mismatch of calls, or a rank that has failed.
 
     Attributes
     ----------
@@ -28,9 +28,10 @@ class Notice:
     text : str
         The message of the error.
     is_mismatch : bool
-        Whether ranks made different calls; otherwise one has ended.
+        Whether ranks made different calls; otherwise one has ended or failed.
     is_for_all : bool
-        Whether ranks in any collective raise it; otherwise only those in this one, because others may go on.
+        Whether ranks in any collective raise it; otherwise only those in this one or a later one of its communicator, because
+        others may go on.
     """
 
     communicator: int
@@ -39,10 +40,9 @@ class Notice:
     is_mismatch: bool
     is_for_all: bool = True
 
-    @property
-    def key(self) -> Key:
-        """The collective."""
-        return self.communicator, self.number
+    def concerns(self, inside: Collection[Key]) -> Key | None:
+        """Return the collective, of those that a rank is inside, that cannot end because of this; None if there is none."""
+        return next((key for key in inside if key[0] == self.communicator and key[1] >= self.number), None)
 
     @property
     def name(self) -> str:
@@ -82,7 +82,7 @@ class Notices:
 
     def first(self, inside: Collection[Key]) -> Notice | None:
         """Return the first notice for a rank inside these collectives that is not ignored; None if there is none."""
-        return next((notice for notice in self._all() if notice.is_for_all or notice.key in inside), None)
+        return next((notice for notice in self._all() if notice.is_for_all or notice.concerns(inside)), None)
 
     def dismiss(self, communicator: int) -> None:
         """Ignore all notices, also later ones, about a communicator that has failed on this rank."""

@@ -26,16 +26,20 @@ def stall_report(own: RankState, states: Sequence[RankState]) -> str:
     assert waiting is not None, "only a rank that waits has a report"
     came = [(state, call) for state in states if (call := state.at(waiting.key)) is not None]
     missing = [state for state in states if waiting.takes(state.rank) and state.at(waiting.key) is None]
+    failed = [state for state, call in came if call.has_failed]
     # in the collective, but not running
-    held = [state for state, _ in came if state.state not in ("in", "out") or state.is_silent]
+    held = [
+        state for state, call in came if call.left_seconds_ago is None and (state.state not in ("in", "out") or state.is_silent)
+    ]
     lines = [
         f"rank {own.rank} ({own.node}) has waited {format_elapsed(waiting.entered_seconds_ago)} in collective "
         f"{waiting.number}, {waiting.text}",
         *_in_it(came),
         *_each("missing", missing),
+        *_each("failed in it", failed),
         *_each("in it, but not running", held),
     ]
-    if not missing:
+    if not (missing or failed):
         lines.append("  no rank is missing: all have come, and what they exchange does not end")
     lines.append(
         "  The job waits on. `mpistrat doctor` on any of its hosts shows this at any time; MPISTRAT_TIMEOUT_SECONDS ends "
@@ -82,6 +86,8 @@ def _each(what: str, states: Sequence[RankState]) -> list[str]:
 def _in_it(came: Sequence[tuple[RankState, Call]]) -> list[str]:
     groups: dict[tuple[str, str, bool], list[tuple[RankState, Call]]] = {}
     for state, call in came:
+        if call.has_failed:
+            continue
         groups.setdefault((call.text, call.line, call.left_seconds_ago is not None), []).append((state, call))
     lines = []
     for (text, line, has_left), members in groups.items():

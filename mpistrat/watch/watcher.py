@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from mpistrat import settings, timeline
 from mpistrat.errors import AgreementError, CollectiveError, LaunchError, SettingError
-from mpistrat.launch import abort, environment, exit_code, survival
+from mpistrat.launch import abort, environment, exit_code, finalize, survival
 from mpistrat.logger import logger
 from mpistrat.watch import takeover, trace, users
 from mpistrat.watch.file_layout import State
@@ -87,7 +87,6 @@ class Watcher:
         job = self._recorder.path.parent if self._recorder.path else Path(os.devnull)
         self._neighbours, self._notices = Neighbours(job, self._own), Notices(job)
         self._talk: Talk | None = None
-        self._keyval: int | None = None
         self._wants_trace = self._has_failed_rank = False
         self._main = threading.main_thread().ident
         self._wake, self._stopping = threading.Event(), False
@@ -151,7 +150,7 @@ class Watcher:
         self._wants_trace = joined[0][1]  # rank 0 writes it, and asks all
         if self._wants_trace:
             timeline.skip_write_at_exit()
-        self._before_finalize()
+        finalize.call_before(self.end)
 
     @property
     def has_joined(self) -> bool:
@@ -178,9 +177,17 @@ class Watcher:
         states = question.states or [RankState(rank) for rank in range(self._size)]
         return states if ranks is None else [states[rank] for rank in ranks]
 
-    def post_mismatch(self, key: Key, error: AgreementError) -> None:
-        """Make the other ranks in a collective raise the mismatch that this one is about to raise."""
-        self._to_post = Notice(*key, str(error), is_mismatch=True, is_for_all=False)
+    def post_failure(self, key: Key, error: CollectiveError) -> None:
+        """Make the other ranks in a collective, or in a later one of its communicator, raise an error.
+
+        Parameters
+        ----------
+        key : Key
+            The collective, which has failed here: this rank makes no further one of the communicator.
+        error : AgreementError or UnavailableError
+            Why.
+        """
+        self._to_post = Notice(*key, str(error), is_mismatch=isinstance(error, AgreementError), is_for_all=False)
         self._wake.set()
 
     def dismiss(self, communicator: int) -> None:
@@ -206,15 +213,6 @@ class Watcher:
             deque(talk.received(), 0)  # receive what has arrived, so that MPI is finalized without pending messages
         if has_failed and talk is not None:
             talk.send({"failed": self._own.rank}, [rank for ranks in talk.others for rank in ranks])
-        if self._keyval is not None and _mpi_runs():
-            _delete(self._keyval)
-
-    def _before_finalize(self) -> None:
-        """Make MPI_Finalize call `end` first, if the program calls it."""
-        from mpi4py import MPI
-
-        self._keyval = MPI.Comm.Create_keyval(delete_fn=lambda comm, keyval, value: self.end())
-        MPI.COMM_SELF.Set_attr(self._keyval, None)
 
     def _wait_for_all(self, comm: MPI.Intracomm) -> bool:
         """Wait until all programs have ended; return False if one has failed instead."""
@@ -367,9 +365,10 @@ class Watcher:
         if self._verdict_on is not None and self._verdict_on not in self._inside():
             self.verdict = self._verdict_on = None
         if self.verdict is None:
-            notice = self._notices.first(self._inside())
+            inside = self._inside()
+            notice = self._notices.first(inside)
             if notice is not None:
-                self._verdict_on = None if notice.is_for_all else notice.key
+                self._verdict_on = None if notice.is_for_all else notice.concerns(inside)
                 self.verdict = notice.error()
 
     def _listen(self) -> None:
@@ -467,14 +466,6 @@ def _reports(state: RankState) -> bool:
     call = state.waits_in if state.state == "in" and not state.is_silent else None
     # ranks that entered at nearly the same time must agree on which of them it is
     return call is not None and call.entered_seconds_ago > PATIENCE_SECONDS / 2
-
-
-def _delete(keyval: int) -> None:
-    """Remove the callback from MPI: MPI_Finalize may run after the interpreter has shut down."""
-    from mpi4py import MPI
-
-    MPI.COMM_SELF.Delete_attr(keyval)
-    MPI.Comm.Free_keyval(keyval)
 
 
 def _promised_size() -> int:

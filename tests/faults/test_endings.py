@@ -129,6 +129,39 @@ mine.Recv(bytearray(1), source=0)
             kill_session(launcher.pid)
 
 
+AFTER_FINALIZE = """
+    import numpy as np
+    import mpistrat
+    from mpi4py import MPI
+
+    strategy = mpistrat.MultiWorkerMirroredStrategy()
+    ops = strategy.communicator
+    for _ in range(2):
+        ops.all_reduce("sum", np.ones(3))
+    MPI.Finalize()
+    again = [
+        lambda: ops.all_reduce("sum", np.ones(3)),
+        lambda: ops.start_all_reduce("sum", np.ones(3)),
+        lambda: ops.all_gather(np.ones(3)),
+        ops.barrier,
+        mpistrat.MultiWorkerMirroredStrategy,
+    ]
+    for call in again:
+        try:
+            call()
+        except (mpistrat.errors.UnavailableError, mpistrat.errors.LaunchError) as error:
+            print(f"told of it: {error}")
+    strategy.close()
+"""
+
+
+def test_what_is_called_after_mpi_finalize_raises(job: Job) -> None:
+    ended = job(2, AFTER_FINALIZE)
+    assert (ended.code, ended.stdout.count("told of it:")) == (0, 10), ended
+    assert ended.stdout.count("the program has called MPI_Finalize") == 8
+    assert ended.stdout.count("MPI was finalized already") == 2
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_forked_children_end_alone(job: Job, num_ranks: int) -> None:
     program = """

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -79,6 +82,31 @@ def data_raises(case: Case) -> None:
 
     for batch in case.strategy.distribute_datasets_from_function(lambda context: batches()):
         case.run(lambda context, batch=batch: context.all_reduce("sum", batch.values[0]))
+
+
+@kind("absent", sizes=_SIZES)
+def interrupted(case: Case) -> None:
+    """A signal handler raises on one rank that waits in a collective, which others then come to in vain."""
+    if case.is_odd:
+        with suppress(InterruptedError), _interrupted_after(0.3):
+            case.all_reduce("sum", case.operand())
+    elif case.odd is not None:
+        time.sleep(1.0)
+    case.all_reduce("sum", case.operand())
+
+
+@contextmanager
+def _interrupted_after(seconds: float) -> Iterator[None]:
+    def interrupt(*_: object) -> None:
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @kind("absent", sizes=_SIZES, alone=True, allowed={"told", "reported"}, says=r"(?is)(rank \d+).*(end|gone|exit|left)")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from mpistrat.errors import AgreementError, UnavailableError
 from mpistrat.watch.file_layout import NOT_LISTED
+from mpistrat.watch.notices import Notice, Notices
 from mpistrat.watch.recorder import digest
 from mpistrat.watch.stall_report import stall_report
 from mpistrat.watch.states import Call, RankState, decode, encode
@@ -175,6 +177,17 @@ def test_nobody_is_waited_for_where_it_is_not_told_who_takes_part() -> None:
     assert waits_for(states, {ONE, TWO}) == {0: [], 2: []}
 
 
+def test_a_failed_rank_is_told_to_those_in_its_collective_and_in_later_ones_of_the_communicator(tmp_path: Path) -> None:
+    notices = Notices(tmp_path)
+    notices.post(Notice(*ONE, "rank 1 has left", is_mismatch=False, is_for_all=False))
+    for inside in [(1, 5)], [(1, 9)], [(2, 1), (1, 5)]:
+        found = notices.first(inside)
+        assert found is not None
+        assert (found.concerns(inside), type(found.error())) == (inside[-1], UnavailableError)
+    for inside in [(1, 4)], [(2, 5)], []:
+        assert notices.first(inside) is None
+
+
 def test_who_waits_for_whom() -> None:
     assert waits_for(ranks(call(), None, call(), None, rank3="unknown"), {ONE}) == {0: [1], 2: [1]}
 
@@ -195,6 +208,18 @@ def test_the_report_tells_who_is_in_it_and_does_not_run() -> None:
     states = ranks(call(), call(), rank1="stopped")
     assert "in it, but not running: rank 1 (node0, pid 101): stopped" in stall_report(states[0], states)
     assert "no rank is missing: all have come" in stall_report(states[0], states)
+
+
+def test_the_report_tells_who_has_failed_in_it() -> None:
+    states = ranks(call(), call(left=1.0, has_failed=True), call(left=0.5))
+    lines = stall_report(states[0], states).splitlines()
+    assert lines[1:4] == [
+        "  in it: rank 0 (node0), since 2.0 s, from train.py:7 (step)",
+        "  has left it: rank 2 (node1), since 2.0 s, from train.py:7 (step)",
+        f"  failed in it: rank 1 (node0, pid 101): alive; last collective 5, {SUM} at train.py:7 (step), failed 1.0 s ago; "
+        "now at data.py:1 (load)",
+    ]
+    assert "no rank is missing" not in "\n".join(lines)
 
 
 def test_the_report_of_many_missing_ranks_is_short() -> None:
