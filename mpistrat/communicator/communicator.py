@@ -85,7 +85,7 @@ class Communicator(BaseCommunicator):
     InvalidArgumentError
         If `comm` is not an intracommunicator of this rank, or `num_packs` is negative.
     AgreementError, DeadlineExceededError
-        If ranks pass different options or have different settings, or do not all make this call before the deadline of
+        If ranks pass different arguments or have different settings, or do not all make this call before the deadline of
         `options`.
     LaunchError, TopologyError, TransportError
         If the ranks or their GPUs cannot form one job, or the settings name a transport that a node does not support.
@@ -102,7 +102,7 @@ class Communicator(BaseCommunicator):
     ) -> None:
         if isinstance(comm, Hierarchy):
             check_num_packs(num_packs)
-        self.hierarchy = comm if isinstance(comm, Hierarchy) else build_hierarchy(comm, options, num_packs)
+        self.hierarchy = comm if isinstance(comm, Hierarchy) else build_hierarchy(comm, options, num_packs, model)
         self.world, self.rank, self.size = self.hierarchy.world, self.hierarchy.rank, self.hierarchy.world.size
         agreement = Agreement(self.hierarchy.world_group)
         self._options = shared_defaults(agreement).merge(options)

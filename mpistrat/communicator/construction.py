@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpistrat import settings
+from mpistrat.algorithms.cost import CostModel
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.validate import check_num_packs
 from mpistrat.errors import InvalidArgumentError, SettingError
@@ -17,14 +18,16 @@ if TYPE_CHECKING:
 __all__ = ["build_hierarchy", "rendezvous_seconds"]
 
 
-def build_hierarchy(comm: MPI.Intracomm, options: CommunicationOptions | None, num_packs: int | None) -> Hierarchy:
+def build_hierarchy(
+    comm: MPI.Intracomm, options: CommunicationOptions | None, num_packs: int | None, model: CostModel | None
+) -> Hierarchy:
     """Return the hierarchy of groups over the ranks of `comm`, which is duplicated. A collective call.
 
     Parameters
     ----------
     comm : MPI.Intracomm
         Any ranks of the job.
-    options, num_packs : CommunicationOptions, int
+    options, num_packs, model : CommunicationOptions, int, CostModel
         Arguments of the communicator: the same on all ranks.
 
     Raises
@@ -32,7 +35,7 @@ def build_hierarchy(comm: MPI.Intracomm, options: CommunicationOptions | None, n
     InvalidArgumentError
         If `comm` is not an intracommunicator of this rank, or the options cannot be used.
     AgreementError
-        If ranks pass different options, or the arguments of another rank are refused.
+        If ranks pass different arguments, or those of another rank are refused.
     LaunchError, TopologyError, DeadlineExceededError
         As `groups.rendezvous`.
     """
@@ -44,7 +47,8 @@ def build_hierarchy(comm: MPI.Intracomm, options: CommunicationOptions | None, n
         check_num_packs(num_packs)
 
     with rendezvous("Communicator", rendezvous_seconds(options), comm) as job:
-        job.agree(f"Communicator(options={options}, num_packs={num_packs})", check)
+        told = "" if model is None else f", model={model}"
+        job.agree(f"Communicator(options={options}, num_packs={num_packs}{told})", check)
         return Hierarchy(job.comm, job.world)
 
 

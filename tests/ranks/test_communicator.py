@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import mpistrat
+from mpistrat.algorithms.cost import DEFAULT
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, InvalidArgumentError, UnsupportedDtypeError
 from tests.launches import needs_ranks
@@ -182,6 +184,15 @@ def test_a_communicator_is_made_of_an_intracommunicator(comm):
 def test_options_that_differ_are_told(comm):
     with pytest.raises(AgreementError, match=r"rank 0: Communicator\(options=CommunicationOptions"):
         mpistrat.Communicator(comm, CommunicationOptions(bytes_per_pack=1000 + comm.rank))
+
+
+@needs_ranks(2)
+def test_cost_models_that_differ_are_told(comm):
+    model = replace(DEFAULT, links=2 if comm.rank else 1)
+    with pytest.raises(AgreementError, match=r"rank 0: Communicator\(.*links=1"):
+        mpistrat.Communicator(comm, model=model)
+    with mpistrat.Communicator(comm, model=DEFAULT) as communicator:
+        assert communicator.all_reduce("sum", np.ones(1)) == [comm.size]
 
 
 def test_what_was_closed_refuses_every_verb(comm):
