@@ -47,8 +47,8 @@ def build_hierarchy(
         check_num_packs(num_packs)
 
     with rendezvous("Communicator", rendezvous_seconds(options), comm) as job:
-        told = "" if model is None else f", model={model}"
-        job.agree(f"Communicator(options={options}, num_packs={num_packs}{told})", check)
+        own_model = "" if model is None else f", model={model}"
+        job.agree(f"Communicator(options={options}, num_packs={num_packs}{own_model})", check)
         return Hierarchy(job.comm, job.world)
 
 
