@@ -342,8 +342,9 @@ class CollectiveGuard:
         self.fail(verb, error)
         if self._watcher is not None and not isinstance(error, CollectiveError):
             where = f"rank {self._rank} has left collective {self.number}, {self.signature.text}"
-            why = f"{where}: it raised {type(error).__name__} there, and ranks may be out of step; make a new strategy on all"
-            self._watcher.post_failure((self.communicator, self.number), UnavailableError(why))
+            raised = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            why = UnavailableError(f"{where}, where it raised {raised}. Ranks may be out of step; make a new strategy on all")
+            self._watcher.post_failure((self.communicator, self.number), why)
 
     def refuse_from_now_on(self, why: str) -> None:
         """Refuse all further collectives."""
