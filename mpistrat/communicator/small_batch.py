@@ -95,7 +95,7 @@ class SmallBatch:
         if self._divisor > 1:
             divide(total, self._divisor, out=total)
         # item() returns the fields of a record as views, all in one call
-        results = list(np.ndarray((), self._record, total.astype(self._dtype) if self._is_cast else total).item())
+        results: list[Any] = list(np.ndarray((), self._record, total.astype(self._dtype) if self._is_cast else total).item())
         for index in self._scalars:
             results[index] = results[index].reshape(())
         return results

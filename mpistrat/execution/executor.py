@@ -107,7 +107,7 @@ class Executor:
         self.timeline = Timeline()
         self.transports = host_transports(hierarchy) if transports is None else transports
         self.intra, self.world, self.rails = self.transports.intra, self.transports.world, self.transports.rails
-        self._arena = np.empty(0, np.uint8)
+        self._arena: Array = np.empty(0, np.uint8)
         self.slots = Slots()
         self.generation = 0
         self.bound_plans: WeakSet[ScratchUser] = WeakSet()

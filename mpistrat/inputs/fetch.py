@@ -84,7 +84,8 @@ class _Slot:
 
     def __init__(self, device: Device, stream: Stream) -> None:
         self.device, self._stream = device, stream
-        self.pinned, self.memory = np.empty(0, np.uint8), None
+        self.pinned: Array = np.empty(0, np.uint8)
+        self.memory: DeviceArray = None
         self.filled: Event | None = None
         self.emptied: Event | None = None
         self.kept: Sequence[_Part] = ()

@@ -10,6 +10,7 @@ from zlib import crc32
 
 import numpy as np
 
+from mpistrat.arrays import Array
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.inputs.array_spec import spec_of
 from mpistrat.inputs.checks import checked_int
@@ -136,7 +137,7 @@ class FileDataset(Dataset):
 
     def _parts(self, epoch: int) -> Iterator[Any]:
         """Yield the parts of this shard's files, in the order of an epoch."""
-        order = np.arange(len(self._files))
+        order: Array = np.arange(len(self._files))
         if self._shuffle:
             order = np.random.default_rng((self._seed, epoch)).permutation(order)
         for number in (int(order[place]) for place in self._places):

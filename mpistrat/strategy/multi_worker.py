@@ -7,6 +7,7 @@ import warnings
 
 import numpy as np
 
+from mpistrat.arrays import Array
 from mpistrat.cluster.mpi_resolver import MPIClusterResolver
 from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.tf_config import TFConfigClusterResolver
@@ -182,8 +183,9 @@ def _chief(job: Rendezvous, resolver: ClusterResolver) -> int:
 
 def _check_health(communicator: BaseCommunicator) -> None:
     """Reduce one number over all ranks, to detect problems before the first step. A collective call."""
+    ones: list[Array] = [np.ones(1, np.int64)]
     try:
-        [total] = communicator.all_reduce(ReduceOp.SUM, [np.ones(1, np.int64)])
+        [total] = communicator.all_reduce(ReduceOp.SUM, ones)
     except DeadlineExceededError:
         raise  # ranks are missing, so `close`, a collective call, would wait for them
     except Exception:

@@ -50,7 +50,7 @@ class Subject:
         self.transport = make(group)
         self.blocking_verbs = blocking_verbs
         self.checks = 0
-        self._arena = np.empty(0, np.uint8)
+        self._arena: Array = np.empty(0, np.uint8)
         self._seed = 0
         self._problems: list[str] = []
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mpistrat.arrays import Array
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.reduction import ReduceOp
@@ -121,7 +122,7 @@ def compare(ops: Communicator, sizes: Sequence[int]) -> Comparison:
 
 def _measure(ops: Communicator, nbytes: int, wire: WireRate | None, copied: float) -> Size:
     comm = ops.hierarchy.world_group.comm
-    source = np.full(nbytes // ITEM_BYTES, ops.rank + 1, np.float32)
+    source: Array = np.full(nbytes // ITEM_BYTES, ops.rank + 1, np.float32)
     target = np.empty_like(source)
     choice = ops.choose(source.size, source.dtype)
 

@@ -41,7 +41,7 @@ class IoVectors:
     __slots__ = ("_rows", "at", "count", "nbytes")
 
     def __init__(self, addresses: int | NDArray[Any], sizes_bytes: int | NDArray[Any]) -> None:
-        self._rows = np.empty((np.size(sizes_bytes), 2), np.uint64)
+        self._rows: NDArray[np.uint64] = np.empty((np.size(sizes_bytes), 2), np.uint64)
         self._rows[:, 0], self._rows[:, 1] = addresses, sizes_bytes
         self._note()
 

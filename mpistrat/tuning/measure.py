@@ -79,8 +79,8 @@ def measure(
     measured = {name: make(Hierarchy(comm, world), name) for name in PLANNERS if _plan(name, world, _MIN_BYTES) is not None}
 
     def runs(num_bytes: int) -> dict[str, Run]:
-        arrays = [np.ones(num_bytes // ITEM_BYTES, np.float32)]
-        targets = [np.empty_like(arrays[0])]
+        arrays: list[Array] = [np.ones(num_bytes // ITEM_BYTES, np.float32)]
+        targets: list[Array] = [np.empty_like(arrays[0])]
         runs: dict[Plan | None, Run] = {}  # algorithms with equal plans are timed once
         for name, each in measured.items():
             runs.setdefault(_plan(name, world, num_bytes), partial(each.all_reduce, ReduceOp.SUM, arrays, None, targets))

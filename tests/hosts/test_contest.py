@@ -12,14 +12,18 @@ from tests.benchmarks.contest import Contender, Contest, ContestError
 _PEERS = Path(__file__).parents[1] / "benchmarks" / "peers"
 _MPI = Contender("MPI", "openmpi", [sys.executable, str(_PEERS / "mpi_ranks.py")])
 _LIAR = """
-import os, sys
+import os, sys, time
 sys.path.insert(0, sys.argv[1])
 from turns import Task, serve
+rank, runs = int(os.environ["CONTEST_RANK"]), []
+def slow_on_rank_0():
+    runs.append(time.sleep(0.6 * (rank == 0)))
 tasks = {
     "all_reduce": lambda request: Task(lambda: None, lambda: False, lambda: None),
     "nothing": lambda request: Task(lambda: None, lambda: True, lambda: None),
+    "uneven": lambda request: Task(slow_on_rank_0, lambda: True, lambda: None),
 }
-serve(int(os.environ["CONTEST_RANK"]), {"liar": "1"}, tasks, {"rank": lambda: int(os.environ["CONTEST_RANK"])})
+serve(rank, {"liar": "1"}, tasks, {"rank": lambda: rank, "runs": lambda: len(runs)})
 """
 _PLACEMENT = "1+1+0+0"
 
@@ -57,6 +61,12 @@ def test_bytes_that_went_round_the_links_are_no_result(contest):
 
 def test_calls_are_answered_in_the_order_of_the_ranks(contest):
     assert contest.call("liar", "rank") == [0, 1]
+
+
+def test_all_ranks_repeat_a_task_equally_often_whatever_their_clocks_say(contest):
+    contest.compare({"kind": "uneven"}, seconds=0.01, names=["liar"])
+    first, second = contest.call("liar", "runs")
+    assert first == second > 1
 
 
 def test_a_program_that_fails_says_why(contest):

@@ -17,8 +17,6 @@ from typing import Any
 
 __all__ = ["Task", "serve"]
 
-_LONG_SECONDS = 0.5  # what takes longer is warm after one run
-
 
 @dataclass(frozen=True)
 class Task:
@@ -85,20 +83,11 @@ def _answer(request: dict[str, Any], tasks: Any, calls: Any, kept: dict[str, Tas
     key = json.dumps(request["task"], sort_keys=True)
     if request["do"] == "prepare":
         kept[key] = tasks[request["task"]["kind"]](request["task"])
-        return _prepare(kept[key])
+        kept[key].is_right()  # spoils what is there
+    if request["do"] in ("prepare", "again"):
+        [seconds] = _time(kept[key], 0, 1)
+        return {"seconds": seconds, "right": kept[key].is_right(), "facts": dict(kept[key].facts or {})}
     return {"seconds": _time(kept[key], request["warm"], request["repeats"])}
-
-
-def _prepare(task: Task) -> dict[str, Any]:
-    """Run until it is warm; return how long it takes, and whether the result is right each time."""
-    task.is_right()  # spoils what is there
-    times, right = [], True
-    for _ in range(3):
-        times += _time(task, 0, 1)
-        right = task.is_right() and right
-        if times[-1] > _LONG_SECONDS:
-            break
-    return {"seconds": min(times), "right": right, "facts": dict(task.facts or {})}
 
 
 def _time(task: Task, warm: int, repeats: int) -> list[float]:
