@@ -252,7 +252,7 @@ def test_parts_are_joined_and_the_newer_case_wins(tmp_path):
 
 
 def test_a_name_that_no_probe_has_is_an_error(tmp_path, capsys):
-    """On a machine that is lent for minutes a slip must not look like a run in which all was well."""
+    """A slip of the pen must not look like a run in which all was well."""
     with pytest.raises(SystemExit):
         gpu_evidence.main(["--out", str(tmp_path / "gpu.json"), "--only", "sanitizer", "ipc 2x1"])
     assert "no probe has 'ipc 2x1' in its name; timing pack, " in capsys.readouterr().err
