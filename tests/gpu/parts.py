@@ -1,4 +1,4 @@
-"""Evidence that several runs have collected, joined: a machine is lent for minutes, and NCCL comes in one version at a time."""
+"""Evidence of several runs, merged: NCCL comes in one version at a time, and a GPU may be free for minutes only."""
 
 from __future__ import annotations
 
