@@ -484,7 +484,7 @@ def _point_to_point(verb: str, start: int, nbytes: int, kind: int, peer: int) ->
 
 def _cupy_nccl() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # `probe` returns that there is no NCCL
+        warnings.simplefilter("ignore", UserWarning)  # `probe` reports a missing NCCL
         from cupy.cuda import nccl
     return nccl
 
