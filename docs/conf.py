@@ -85,6 +85,11 @@ def write_api_pages(app: Sphinx) -> None:
 def _directive(name: str, thing: Any) -> str:
     kind = "class" if inspect.isclass(thing) else "function" if callable(thing) else "data"
     option = "   :show-inheritance:\n" if _bases(thing) else ""
+    private = [
+        base for base in getattr(thing, "__bases__", ()) if base.__module__.startswith("mpistrat.") and base not in _CLASSES
+    ]
+    if kind == "class" and not private:
+        option += "   :no-inherited-members:\n"  # all bases have pages of their own
     return f".. auto{kind}:: mpistrat.{name}\n{option}"
 
 

@@ -1,6 +1,6 @@
 """The tf.distribute programming model for NumPy and CuPy arrays on MPI.
 
-File law: importing the package starts neither MPI nor CUDA and reads no environment variable. The module of a public name is
+Invariant: importing the package starts neither MPI nor CUDA and reads no environment variable. The module of a public name is
 imported when the name is first used.
 """
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from mpistrat.cross_device.ops import CrossDeviceOps as CrossDeviceOps
     from mpistrat.cross_device.to_one_device import ReductionToOneDevice as ReductionToOneDevice
     from mpistrat.execution.memory import MemoryReport as MemoryReport
-    from mpistrat.inputs.array_dataset import ArrayDataset as ArrayDataset
-    from mpistrat.inputs.array_spec import ArraySpec as ArraySpec
     from mpistrat.inputs.dataset import Dataset as Dataset
     from mpistrat.inputs.distribute import DistributedDataset as DistributedDataset
-    from mpistrat.inputs.files import FileDataset as FileDataset
     from mpistrat.inputs.input_options import SHARD_HINT as SHARD_HINT
     from mpistrat.inputs.input_options import AutoShardPolicy as AutoShardPolicy
     from mpistrat.inputs.input_options import InputOptions as InputOptions
     from mpistrat.inputs.input_options import InputReplicationMode as InputReplicationMode
     from mpistrat.inputs.iterator import DistributedIterator as DistributedIterator
     from mpistrat.inputs.iterator import OptionalElement as OptionalElement
-    from mpistrat.inputs.map_dataset import MapDataset as MapDataset
-    from mpistrat.parameter_server.server import Server as Server
+    from mpistrat.inputs.rebatch import ArraySpec as ArraySpec
+    from mpistrat.inputs.sources import ArrayDataset as ArrayDataset
+    from mpistrat.inputs.sources import FileDataset as FileDataset
+    from mpistrat.inputs.sources import MapDataset as MapDataset
+    from mpistrat.parameter_server.strategy import Server as Server
     from mpistrat.reduction import ReduceOp as ReduceOp
     from mpistrat.state.aggregation import VariableAggregation as VariableAggregation
     from mpistrat.state.aggregation import VariableSynchronization as VariableSynchronization
@@ -49,18 +49,18 @@ if TYPE_CHECKING:
     from mpistrat.strategy import get_strategy as get_strategy
     from mpistrat.strategy import has_strategy as has_strategy
     from mpistrat.strategy import in_cross_replica_context as in_cross_replica_context
+    from mpistrat.strategy.deprecated import RunOptions as RunOptions
     from mpistrat.strategy.deprecated import get_loss_reduction as get_loss_reduction
     from mpistrat.strategy.extended import StrategyExtended as StrategyExtended
     from mpistrat.strategy.mirrored import MirroredStrategy as MirroredStrategy
-    from mpistrat.strategy.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+    from mpistrat.strategy.mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
     from mpistrat.strategy.one_device import OneDeviceStrategy as OneDeviceStrategy
     from mpistrat.strategy.replica_context import ReplicaContext as ReplicaContext
-    from mpistrat.strategy.run_options import RunOptions as RunOptions
     from mpistrat.strategy.strategy import Strategy as Strategy
 
 _HOMES = {
-    "ArrayDataset": "mpistrat.inputs.array_dataset",
-    "ArraySpec": "mpistrat.inputs.array_spec",
+    "ArrayDataset": "mpistrat.inputs.sources",
+    "ArraySpec": "mpistrat.inputs.rebatch",
     "AutoShardPolicy": "mpistrat.inputs.input_options",
     "ClusterSpec": "mpistrat.cluster.spec",
     "CollectiveAllReduce": "mpistrat.cross_device.all_reduce",
@@ -70,18 +70,18 @@ _HOMES = {
     "DistributedDataset": "mpistrat.inputs.distribute",
     "DistributedIterator": "mpistrat.inputs.iterator",
     "DistributedValues": "mpistrat.context.values",
-    "FileDataset": "mpistrat.inputs.files",
+    "FileDataset": "mpistrat.inputs.sources",
     "HierarchicalAllReduce": "mpistrat.cross_device.all_reduce",
     "HierarchicalCopyAllReduce": "mpistrat.cross_device.all_reduce",
     "IndexedSlices": "mpistrat.communicator.sparse",
     "InputContext": "mpistrat.context.input_context",
     "InputOptions": "mpistrat.inputs.input_options",
     "InputReplicationMode": "mpistrat.inputs.input_options",
-    "MapDataset": "mpistrat.inputs.map_dataset",
+    "MapDataset": "mpistrat.inputs.sources",
     "MemoryReport": "mpistrat.execution.memory",
     "Mirrored": "mpistrat.context.values",
     "MirroredStrategy": "mpistrat.strategy.mirrored",
-    "MultiWorkerMirroredStrategy": "mpistrat.strategy.multi_worker",
+    "MultiWorkerMirroredStrategy": "mpistrat.strategy.mirrored",
     "NcclAllReduce": "mpistrat.cross_device.all_reduce",
     "OneDeviceStrategy": "mpistrat.strategy.one_device",
     "OptionalElement": "mpistrat.inputs.iterator",
@@ -89,9 +89,9 @@ _HOMES = {
     "ReduceOp": "mpistrat.reduction",
     "ReductionToOneDevice": "mpistrat.cross_device.to_one_device",
     "ReplicaContext": "mpistrat.strategy.replica_context",
-    "RunOptions": "mpistrat.strategy.run_options",
+    "RunOptions": "mpistrat.strategy.deprecated",
     "SHARD_HINT": "mpistrat.inputs.input_options",
-    "Server": "mpistrat.parameter_server.server",
+    "Server": "mpistrat.parameter_server.strategy",
     "Strategy": "mpistrat.strategy.strategy",
     "StrategyExtended": "mpistrat.strategy.extended",
     "Variable": "mpistrat.state.variables",

@@ -13,21 +13,7 @@ from mpistrat.device import interop
 from mpistrat.device.binding import bound_device, own_device, why_cpu
 from mpistrat.device.interop import is_a
 from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
-
-__all__ = [
-    "Array",
-    "Readable",
-    "array_module",
-    "as_array",
-    "as_bytes",
-    "as_operand",
-    "flat",
-    "in_dtype",
-    "is_on_device",
-    "like",
-    "to_device",
-    "to_host",
-]
+from mpistrat.reduction import quiet
 
 Array = NDArray[Any]
 """A NumPy array; if this process computes on a GPU, also a CuPy array."""
@@ -96,37 +82,27 @@ def as_bytes(array: Array) -> Array:
 
 
 def flat(array: Array) -> Array:
-    """Return a contiguous array with one axis, a copy if needed: `reshape` alone may return a strided view."""
-    return array.reshape(-1) if array.flags.c_contiguous else array.copy().reshape(-1)
+    """Return a contiguous, aligned array with one axis, a copy if needed: `reshape` alone may return a strided view."""
+    return array.reshape(-1) if array.flags.c_contiguous and is_aligned(array) else array.copy().reshape(-1)
+
+
+def is_aligned(array: Array) -> bool:
+    """Return whether the address of each element suits its dtype, as MPI needs; a view of packed bytes may differ."""
+    return getattr(array.flags, "aligned", True)  # arrays on GPUs always are
 
 
 def in_dtype(array: Array, dtype: np.dtype[Any]) -> Array:
     """Return an array converted to a dtype, without a copy if it has it already; a NumPy scalar becomes a 0-d array."""
-    return array.astype(dtype, copy=False) if is_on_device(array) else np.asarray(array, dtype)
+    return array.astype(dtype, copy=False) if is_on_device(array) else cast("Array", quiet()(np.asarray, array, dtype))
 
 
 def as_array(value: Any, name: str = "value") -> Array:
     """Return `value` as an array, without a copy wherever that is possible.
 
-    The result is a NumPy array, or a CuPy array if the value is in the memory of the GPU that this process computes on.
-
-    Parameters
-    ----------
-    value : array_like
-        An array, a Python number, a (rectangular) list of numbers, or anything in host memory that supports ``__array__``,
-        ``__array_interface__``, the buffer protocol or DLPack: PyTorch tensors and JAX arrays for example, bfloat16 included.
-        If the value is read-only, as JAX arrays are, so is the result. A tensor that requires a gradient is read by its
-        values: no gradient flows through a collective. If this process computes on a GPU, also anything in its memory that
-        CuPy accepts, by DLPack or ``__cuda_array_interface__``.
-    name : str
-        The name of the value in error messages.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If it is in the memory of another device than this replica's; the message names both.
-    UnsupportedDtypeError
-        If it is a ragged list, a masked or sparse array, or its elements are objects, strings, dates or records.
+    The result is a NumPy array, or a CuPy array if the value is in the memory of the GPU that this process computes on. In host
+    memory anything is read that supports ``__array__``, ``__array_interface__``, the buffer protocol or DLPack, numbers, and
+    rectangular lists of them. If the value is read-only, as JAX arrays are, so is the result. A tensor that requires a gradient
+    is read by its values: no gradient flows through a collective. `name` is that of the value in errors.
     """
     array: Array = value if type(value) is np.ndarray else _read(value, name)
     if array.dtype.kind in "OUSMmT" or array.dtype.type is np.void:
@@ -141,18 +117,11 @@ def as_operand(value: Any, name: str = "value") -> Array:
     """Return `value` as an array, like `as_array`, for use as the operand of a collective.
 
     An array whose elements are not aligned, as in a view of packed bytes, is copied: neither MPI nor mpi4py works on such
-    memory.
-
-    Raises
-    ------
-    InvalidArgumentError
-        Also if it is an array in host memory although this process computes on a GPU: an implicit copy would hide that the
-        program computes on the wrong device. Numbers are accepted.
-    UnsupportedDtypeError
-        As for `as_array`.
+    memory. An array in host memory is refused if this process computes on a GPU: an implicit copy would hide that the program
+    computes on the wrong device. Numbers are accepted.
     """
     array = as_array(value, name)
-    if type(array) is np.ndarray and not array.flags.aligned:
+    if not is_aligned(array):
         array = array.copy()
     if array.ndim and bound_device() is not None and not is_on_device(array):
         copied = _DEVICE_COPIES.get(_library(value), "strategy.array_module.asarray({name})").format(name=name)
@@ -163,25 +132,25 @@ def as_operand(value: Any, name: str = "value") -> Array:
     return array
 
 
+def as_target(target: Any, name: str = "out") -> Array:
+    """Return the memory of an array that a result is written to; what would be a copy of it is refused."""
+    device = bound_device()
+    is_tensor = is_a(target, "torch", "Tensor")
+    is_array = isinstance(target, np.ndarray) or (device is not None and isinstance(target, device.array_module.ndarray))
+    if not (is_tensor or is_array) or (is_tensor and (target.is_conj() or target.is_neg())):
+        raise InvalidArgumentError(
+            f"{name} must be an array to write to: NumPy's, CuPy's, or a tensor of PyTorch; got {type(target).__name__}"
+        )
+    return as_array(target, name)
+
+
 def like(result: Array, original: Any) -> Any:
-    """Return `result` as an array of the library that `original` belongs to.
+    """Return `result`, which the caller must not write to any more, as an array of the library that `original` belongs to.
 
-    Parameters
-    ----------
-    result : array
-        The result computed from `original`; the caller must not write to it afterwards. Shape and dtype may differ.
-    original : array_like
-        The value that was passed to `as_array`.
-
-    Returns
-    -------
-    array
-        For PyTorch, a tensor without a gradient on the device of `original`, which shares the memory of `result` if that is
-        on the same device. For JAX, an array on the device of `original`, which shares the memory if its address has the
-        alignment that JAX needs, and else is a copy; JAX without 64-bit types keeps 32 bits. For CuPy, an array on this
-        replica's GPU. For other arrays of the array API standard, the result of their namespace's ``asarray``. For everything
-        else, numbers and lists too, `result` itself; but for a number, if this process computes on a GPU, a NumPy scalar:
-        CuPy computes with these, and not with 0-d NumPy arrays.
+    For PyTorch and JAX it is on the device of `original`, for CuPy on this replica's GPU. It shares the memory of `result` if
+    that is on the same device, and for JAX if its address has the alignment that JAX needs. JAX without 64-bit types keeps 32
+    bits. For everything else, numbers and lists too, it is `result` itself; but for a number, if this process computes on a
+    GPU, a NumPy scalar: CuPy computes with these, and not with 0-d NumPy arrays.
     """
     if type(original) is np.ndarray:
         return result

@@ -14,21 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["checksum", "folder", "read", "record", "write"]
-
 T = TypeVar("T")
 
 MAX_BYTES = 1 << 24  # a thousand times the size of the files that we write
 
 
 def folder() -> Path:
-    """Return the cache folder: ``$XDG_CACHE_HOME/mpistrat`` or ``~/.cache/mpistrat``.
-
-    Raises
-    ------
-    RuntimeError
-        If there is no home folder.
-    """
+    """Return the cache folder, ``$XDG_CACHE_HOME/mpistrat`` or ``~/.cache/mpistrat``; a RuntimeError if there is no home."""
     from platformdirs import user_cache_path
 
     found = user_cache_path("mpistrat")
@@ -43,15 +35,7 @@ def checksum(key: DataclassInstance) -> str:
 
 
 def read(path: Path) -> Any:
-    """Return the JSON document in a file.
-
-    Raises
-    ------
-    OSError
-        If it cannot be read, or is not a regular file: reading a pipe could block for ever.
-    ValueError
-        If it is larger than any file of this cache, is not JSON, or is nested too deeply.
-    """
+    """Return the JSON document in a file; an OSError for what is no regular file: a pipe could block."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -65,13 +49,7 @@ def read(path: Path) -> Any:
 
 
 def record(kind: type[T], fields: dict[str, Any]) -> T:
-    """Return an instance of a dataclass, made from the fields of a JSON document.
-
-    Raises
-    ------
-    TypeError
-        If fields are missing or unknown, or a value is not of the declared type: the string ``"no"`` would count as true.
-    """
+    """Return a dataclass made of the fields of a JSON document; a TypeError for wrong types: ``"no"`` would count as true."""
     made = kind(**fields)
     for name, expected in get_type_hints(kind).items():
         if type(getattr(made, name)) is not expected:
@@ -80,13 +58,7 @@ def record(kind: type[T], fields: dict[str, Any]) -> T:
 
 
 def write(document: Any, path: Path) -> None:
-    """Write a JSON document atomically: a concurrent reader finds either the old file or the new one.
-
-    Raises
-    ------
-    OSError
-        If it cannot be written.
-    """
+    """Write a JSON document atomically: a concurrent reader finds either the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".new", delete=False) as file:
         file.write(json.dumps(document, indent=1) + "\n")

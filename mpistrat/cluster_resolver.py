@@ -1,10 +1,8 @@
 """TensorFlow's ``tf.distribute.cluster_resolver``: the tasks of a cluster, and the task of this process."""
 
 from mpistrat.cluster.mpi_resolver import MPIClusterResolver
-from mpistrat.cluster.resolver import ClusterResolver, SimpleClusterResolver
+from mpistrat.cluster.resolver import ClusterResolver, SimpleClusterResolver, TFConfigClusterResolver, UnionResolver
 from mpistrat.cluster.slurm import SlurmClusterResolver
-from mpistrat.cluster.tf_config import TFConfigClusterResolver
-from mpistrat.cluster.union import UnionResolver
 
 __all__ = [
     "ClusterResolver",

@@ -88,7 +88,15 @@ class CancelledError(MpistratError, RuntimeError):
 
 
 class CollectiveError(MpistratError, RuntimeError):
-    """A collective failed between ranks."""
+    """A collective failed between ranks.
+
+    Attributes
+    ----------
+    calls : tuple of str
+        The different calls that ranks made, where they have compared them.
+    """
+
+    calls: tuple[str, ...] = ()
 
 
 class AgreementError(CollectiveError):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpistrat.arrays import as_operand, like
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.communicator.of_job import job_communicator
-from mpistrat.errors import MpistratError
+from mpistrat.communicator.of_job import average_leaves
 
 __all__ = ["average"]
 
@@ -33,14 +31,10 @@ def average(tree: Any, communicator: BaseCommunicator | None = None) -> Any:
     """
     import jax
 
-    communicator = job_communicator() if communicator is None else communicator
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    try:
-        arrays = [as_operand(leaf, f"tree{jax.tree_util.keystr(path)}") for path, leaf in leaves]
-    except MpistratError as error:
-        communicator.refuse("average", error)
-    communicator.note(f"average of {structure}")
-    averages = communicator.all_reduce("mean", arrays) if arrays else []
-    return jax.tree_util.tree_unflatten(
-        structure, [like(found, leaf) for found, (_, leaf) in zip(averages, leaves, strict=True)]
-    )
+    with_paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = [leaf for _, leaf in with_paths]
+
+    def names() -> list[str]:
+        return [f"tree{jax.tree_util.keystr(path)}" for path, _ in with_paths]
+
+    return jax.tree_util.tree_unflatten(structure, average_leaves(leaves, names, structure, communicator))

@@ -10,17 +10,9 @@ import logging
 import sys
 from typing import TextIO
 
-__all__ = ["StderrHandler", "logger"]
-
 
 class StderrHandler(logging.Handler):
-    """Writes a record in one call, so that lines of several ranks do not interleave.
-
-    Parameters
-    ----------
-    stream : TextIO, optional
-        Where to; by default what ``sys.stderr`` is at that time.
-    """
+    """Writes a record in one call, so that lines of several ranks do not interleave."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Every ``MPISTRAT_*`` environment variable: name, type, default, meaning.
 
-File law: nothing is read at import; a setting is read when it is asked for.
+Invariant: nothing is read at import; a setting is read when it is asked for.
 """
 
 from __future__ import annotations
@@ -12,34 +12,6 @@ from typing import Any, Generic, TypeVar
 
 from mpistrat.errors import SettingError
 
-__all__ = [
-    "ABORT",
-    "ALGORITHM",
-    "ALLOW_SHARED_GPU",
-    "CHECK",
-    "CHUNK_BYTES",
-    "DEVICE",
-    "INTER_TRANSPORT",
-    "INTRA_TRANSPORT",
-    "MAX_MESSAGE_BYTES",
-    "MPI_GPU",
-    "ONE_SHOT_BYTES",
-    "PEER_MEMORY",
-    "SETTINGS",
-    "SHARED",
-    "STALL_SECONDS",
-    "STRICT",
-    "TIMELINE",
-    "TIMEOUT_SECONDS",
-    "TUNING",
-    "VERBOSE",
-    "VIRTUAL_NODES",
-    "Setting",
-    "misspelt",
-    "misspelt_text",
-    "parse_bytes",
-]
-
 T = TypeVar("T")
 
 _PREFIX = "MPISTRAT_"
@@ -48,40 +20,25 @@ _INTERNAL = ("RANK_PID",)  # set by ranks for the processes that they start
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
+SETTINGS: list[Setting[Any]] = []
+"""All settings, in the order of their declarations below."""
+
+
 @dataclass(frozen=True)
 class Setting(Generic[T]):
-    """One environment variable.
-
-    Attributes
-    ----------
-    name : str
-        The variable, ``MPISTRAT_…``.
-    parse : callable
-        Turns the text into a value; raises a ValueError that lists the accepted values.
-    default : object
-        The value where the variable is unset or empty.
-    meaning : str
-        One sentence for the reference page.
-    """
+    """One environment variable; declaring it registers it."""
 
     name: str
-    parse: Callable[[str], T]
-    default: T
-    meaning: str
+    parse: Callable[[str], T]  # raises a ValueError that lists the accepted values
+    default: T  # where the variable is unset or empty
+    meaning: str  # one sentence, for the reference page
+    is_shared: bool = False  # all ranks must have the same value: else they would plan and send differently
+
+    def __post_init__(self) -> None:
+        SETTINGS.append(self)
 
     def read(self, environ: Mapping[str, str] | None = None) -> T:
-        """Return the value of this setting now.
-
-        Parameters
-        ----------
-        environ : mapping, optional
-            Where to look; the process's environment by default.
-
-        Raises
-        ------
-        SettingError
-            If the variable is set to a value that the setting does not accept.
-        """
+        """Return the value of this setting now, in the process's environment by default."""
         text = (os.environ if environ is None else environ).get(self.name, "").strip()
         if not text:
             return self.default
@@ -91,14 +48,25 @@ class Setting(Generic[T]):
             raise SettingError(f"{self.name}={text!r} was found; {error}. Meaning: {self.meaning}") from error
 
 
-def misspelt(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the unknown ``MPISTRAT_…`` variables, each with the nearest known name or an empty string.
+class Snapshot:
+    """The values of all settings at one moment; `error` says why one of them cannot be read, which has its default here."""
 
-    Parameters
-    ----------
-    environ : mapping, optional
-        Where to look; the process's environment by default.
-    """
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        self._values: dict[str, Any] = {}
+        self.error: SettingError | None = None
+        for setting in SETTINGS:
+            try:
+                self._values[setting.name] = setting.read(environ)
+            except SettingError as error:
+                self._values[setting.name], self.error = setting.default, error
+
+    def __getitem__(self, setting: Setting[T]) -> T:
+        value: T = self._values[setting.name]
+        return value
+
+
+def misspelt(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the unknown ``MPISTRAT_…`` variables, each with the nearest known name or an empty string."""
     wanted = [setting.name.removeprefix(_PREFIX) for setting in SETTINGS]
     names = sorted(name for name in (os.environ if environ is None else environ) if name.upper().startswith(_PREFIX))
     unknown = [name for name in names if name not in {_PREFIX + known for known in (*wanted, *_INTERNAL)}]
@@ -116,13 +84,7 @@ def misspelt_text(name: str, near: str) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the number of bytes in a text such as ``64MiB``, ``1.5 KiB``, ``8`` or ``1GB``.
-
-    Raises
-    ------
-    ValueError
-        If the text is not a number followed by one of B, KiB, MiB, GiB, KB, MB, GB.
-    """
+    """Return the number of bytes in a text such as ``64MiB``, ``1.5 KiB``, ``8`` or ``1GB``; raise a ValueError for others."""
     compact = text.replace(" ", "")
     digits = compact.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
     unit = compact[len(digits) :].upper()
@@ -134,6 +96,13 @@ def parse_bytes(text: str) -> int:
         raise ValueError(f"{text!r} is not a size: {accepted}") from None
     if count < 0 or count != amount:
         raise ValueError(f"{text!r} is not a whole, non-negative number of bytes")
+    return count
+
+
+def _parse_some_bytes(text: str) -> int:
+    count = parse_bytes(text)
+    if not count:
+        raise ValueError("at least 1 byte is accepted")
     return count
 
 
@@ -182,12 +151,14 @@ CHECK = Setting(
     _parse_bool,
     True,
     "Compare the collective calls of all ranks. Off: ranks that make different calls get wrong results or hang.",
+    is_shared=True,
 )
 STRICT = Setting(
     "MPISTRAT_STRICT",
     _parse_bool,
     False,
     "Compare each call completely before its result is returned, instead of leaving part of the comparison to a later call.",
+    is_shared=True,
 )
 ABORT = Setting("MPISTRAT_ABORT", _parse_bool, True, "Abort the whole job when one rank has an uncaught exception.")
 TRACEBACK = Setting(
@@ -199,15 +170,24 @@ TRACEBACK = Setting(
 )
 ALGORITHM = Setting(
     "MPISTRAT_ALGORITHM",
-    _one_of("auto", "flat", "leader", "hierarchical", "pipelined"),
+    _one_of("auto", "flat", "hierarchical"),
     "auto",
-    "The all-reduce algorithm of calls that do not name one.",
+    "The all-reduce algorithm of calls that do not name one; hierarchical cuts large buffers into chunks that overlap.",
+    is_shared=True,
 )
 CHUNK_BYTES = Setting(
-    "MPISTRAT_CHUNK_BYTES", parse_bytes, 0, "The chunk size of a pipelined all-reduce. 0: chosen by the planner."
+    "MPISTRAT_CHUNK_BYTES",
+    parse_bytes,
+    0,
+    "The chunk size of a hierarchical all-reduce. 0: chosen by the planner.",
+    is_shared=True,
 )
 MAX_MESSAGE_BYTES = Setting(
-    "MPISTRAT_MAX_MESSAGE_BYTES", parse_bytes, 2**30, "The largest message passed to MPI in one call; larger ones are split."
+    "MPISTRAT_MAX_MESSAGE_BYTES",
+    _parse_some_bytes,
+    2**30,
+    "The largest message passed to MPI in one call; larger ones are split.",
+    is_shared=True,
 )
 INTRA_TRANSPORT = Setting(
     "MPISTRAT_INTRA_TRANSPORT",
@@ -215,6 +195,7 @@ INTRA_TRANSPORT = Setting(
     "auto",
     "The transport between ranks of one node: shared_memory or mpi for arrays in host memory; nccl, cuda_ipc, or staged "
     "(through host memory; mpi means the same) for arrays on GPUs.",
+    is_shared=True,
 )
 INTER_TRANSPORT = Setting(
     "MPISTRAT_INTER_TRANSPORT",
@@ -223,6 +204,7 @@ INTER_TRANSPORT = Setting(
     "The transport between nodes: mpi_ring or mpi, over which arrays on GPUs are staged through host memory; nccl for arrays "
     "on GPUs. With auto, what mpistrat tune has measured decides whether arrays on GPUs use NCCL, and MPISTRAT_MPI_GPU how MPI "
     "gets them.",
+    is_shared=True,
 )
 MPI_GPU = Setting(
     "MPISTRAT_MPI_GPU",
@@ -237,6 +219,7 @@ ONE_SHOT_BYTES: Setting[int | None] = Setting(
     None,
     "The largest buffer of which cuda_ipc lets each GPU of a node read and sum everything, after one barrier of the ranks; in "
     "larger ones each sums a part, with two barriers. Unset: as mpistrat tune has measured, else 256KiB.",
+    is_shared=True,
 )
 PEER_MEMORY = Setting(
     "MPISTRAT_PEER_MEMORY",
@@ -271,39 +254,4 @@ TIMELINE = Setting(
 )
 VERBOSE = Setting(
     "MPISTRAT_VERBOSE", _parse_bool, False, "Rank 0 prints the nodes that it found, and each plan that is chosen and why."
-)
-
-SETTINGS: tuple[Setting[Any], ...] = (
-    VIRTUAL_NODES,
-    DEVICE,
-    ALLOW_SHARED_GPU,
-    CHECK,
-    STRICT,
-    ABORT,
-    TRACEBACK,
-    ALGORITHM,
-    CHUNK_BYTES,
-    MAX_MESSAGE_BYTES,
-    INTRA_TRANSPORT,
-    INTER_TRANSPORT,
-    MPI_GPU,
-    ONE_SHOT_BYTES,
-    PEER_MEMORY,
-    TUNING,
-    TIMEOUT_SECONDS,
-    STALL_SECONDS,
-    TIMELINE,
-    VERBOSE,
-)
-
-# must have the same value on all ranks, or they would plan and send differently
-SHARED: tuple[Setting[Any], ...] = (
-    CHECK,
-    STRICT,
-    ALGORITHM,
-    CHUNK_BYTES,
-    MAX_MESSAGE_BYTES,
-    INTRA_TRANSPORT,
-    INTER_TRANSPORT,
-    ONE_SHOT_BYTES,
 )

@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 import optree
 
-__all__ = ["MAX_CACHED_STRUCTURES", "ONE_LEAF", "Structure", "flatten", "flatten_arrays", "leaf_names", "map_leaves"]
-
 Structure = optree.PyTreeSpec
 
 ONE_LEAF: Structure = optree.tree_structure(0)  # type: ignore[arg-type]

@@ -4,17 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = [
-    "format_bytes",
-    "format_count",
-    "format_elapsed",
-    "format_seconds",
-    "format_table",
-    "parse_spans",
-    "ranks_text",
-    "spans_text",
-]
-
 _BINARY = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
@@ -52,15 +41,7 @@ def format_count(count: int, noun: str) -> str:
 
 
 def format_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Return rows as lines with aligned columns.
-
-    Parameters
-    ----------
-    rows : sequence of sequences of str
-        All of equal length.
-    right : sequence of int
-        Columns aligned to the right; the others are aligned to the left.
-    """
+    """Return rows of equal length as lines with aligned columns: those in `right` to the right, the others to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(

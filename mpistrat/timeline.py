@@ -15,8 +15,6 @@ from typing import NamedTuple
 from mpistrat import settings
 from mpistrat.logger import logger
 
-__all__ = ["Timeline", "TimelineEvent", "merged", "skip_write_at_exit", "write_chrome_trace", "write_trace"]
-
 _kept: list[Timeline] = []
 
 

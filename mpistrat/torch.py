@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.arrays import Array, as_array, as_operand, like
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.communicator.of_job import job_communicator
-from mpistrat.communicator.small_batch import SMALL_BATCH_BYTES
-from mpistrat.errors import InvalidArgumentError, MpistratError, UnavailableError, UnsupportedDtypeError
+from mpistrat.communicator.of_job import average_leaves, job_communicator
+from mpistrat.errors import InvalidArgumentError, UnavailableError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
-from mpistrat.structures import map_leaves
+from mpistrat.structures import flatten, leaf_names, map_leaves
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["average_gradients", "broadcast_state"]
+__all__ = ["average", "average_gradients", "broadcast_state"]
 
 BUCKET_BYTES = 8 << 20
 """Gradients that are reduced together, at most; a larger one is a bucket of its own."""
@@ -28,8 +28,9 @@ def average_gradients(model: torch.nn.Module, communicator: BaseCommunicator | N
     """Return a context that leaves the gradients of `model` averaged over all ranks. Leaving it is a collective call.
 
     Put ``loss.backward()`` into it: gradients are reduced, in buckets, while those of earlier layers are still computed. When
-    the block ends, ``parameter.grad`` is the average, in place. Gradients that were there before take part, so that of
-    several backward passes only the last belongs into the block. An empty block averages what there is, without overlap.
+    the block ends, ``parameter.grad`` is the average, in place. Gradients that were there before take part. Several
+    backward passes in a block add up, as they do outside; but it is cheaper to have only the last one in it, because gradients
+    to which a later pass adds are averaged again when the block ends. An empty block averages what there is, without overlap.
 
     A gradient that is None on all ranks stays None.
 
@@ -46,10 +47,36 @@ def average_gradients(model: torch.nn.Module, communicator: BaseCommunicator | N
         On every rank, if gradients have other shapes or dtypes, or are None on some ranks only; it names these.
     UnsupportedDtypeError
         If a gradient is sparse.
-    RuntimeError
-        If there are two backward passes in the block.
+    TypeError
+        If `model` is not a module.
     """
-    return _AveragedGradients(model, job_communicator() if communicator is None else communicator)
+    communicator = job_communicator() if communicator is None else communicator
+    _check_module("average_gradients", model, communicator)
+    return _AveragedGradients(model, communicator)
+
+
+def average(value: Any, communicator: BaseCommunicator | None = None) -> Any:
+    """Return the mean over all ranks of a loss or metric, or of each one in a nest. A collective call.
+
+    No gradient flows through it. Closures of optimizers return the mean loss: by losses of their own, ranks would take
+    different steps of a line search.
+
+    Parameters
+    ----------
+    value : nest of torch.Tensor or float
+        Of the same structure, shapes and dtypes on all ranks.
+    communicator : Communicator, optional
+        Whose ranks average; by default all ranks of the job.
+
+    Raises
+    ------
+    AgreementError
+        On every rank, if structures, shapes or dtypes differ.
+    UnsupportedDtypeError
+        If a leaf is not an array of floats.
+    """
+    leaves, structure = flatten(value)
+    return structure.unflatten(average_leaves(leaves, lambda: leaf_names(value), structure, communicator))
 
 
 def broadcast_state(
@@ -78,8 +105,11 @@ def broadcast_state(
     ------
     AgreementError, InvalidArgumentError
         If models have other names, shapes or dtypes: on every rank.
+    TypeError
+        If `model` is not a module.
     """
     communicator = job_communicator() if communicator is None else communicator
+    _check_module("broadcast_state", model, communicator)
     named = [*model.named_parameters(), *model.named_buffers()]
     communicator.note(f"broadcast_state of {', '.join(name for name, _ in named)}")
     tensors = [tensor.detach() for _, tensor in named]
@@ -100,7 +130,7 @@ class _Bucket:
 
     named: list[tuple[str, torch.nn.Parameter]] = field(default_factory=list)
     nbytes: int = 0
-    num_ready: int = 0
+    ready: set[str] = field(default_factory=set)
     work: Work[list[Array]] | None = None
 
 
@@ -108,32 +138,32 @@ class _AveragedGradients:
     """What `average_gradients` returns."""
 
     def __init__(self, model: torch.nn.Module, communicator: BaseCommunicator) -> None:
-        self._communicator = communicator
-        self._buckets = _buckets_of(model)
+        self._model, self._communicator = model, communicator
+        self._buckets: list[_Bucket] = []
         self._num_started = 0
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._was_entered = False
 
     def __enter__(self) -> None:
         self._was_entered = True
+        self._buckets, self._num_started = _buckets_of(self._model), 0
         # what is ready last has nothing to overlap with
         for bucket in self._buckets[:-1]:
-            for _, parameter in bucket.named:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._ready(bucket)))
+            for name, parameter in bucket.named:
+                self._hooks.append(parameter.register_hook(partial(self._wait_before_adding, bucket)))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._ready, bucket, name)))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        while self._hooks:
+            self._hooks.pop().remove()
         if kind is not None:
             return
         self._wait()
-        for bucket in self._buckets[self._num_started :]:
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                continue
             arrays = self._gradients(bucket)
-            if sum(array.nbytes for array in arrays) <= SMALL_BATCH_BYTES:
-                # their fast path returns new arrays
-                for array, mean in zip(arrays, self._communicator.all_reduce("mean", arrays) if arrays else [], strict=True):
-                    array[...] = mean
-            else:
+            if arrays:
                 self._communicator.all_reduce("mean", arrays, out=arrays)
             _hand_back(arrays, [parameter.grad for _, parameter in bucket.named if parameter.grad is not None])
 
@@ -147,17 +177,17 @@ class _AveragedGradients:
                 stacklevel=2,
             )
 
-    def _ready(self, bucket: _Bucket) -> None:
-        """Count a gradient that is there, and start the buckets that are complete, in the same order on all ranks."""
+    def _wait_before_adding(self, bucket: _Bucket, _: torch.Tensor) -> None:
+        """Wait for a bucket that a later backward pass adds to; equal averages stay as they are when it is averaged again."""
         if bucket.work is not None:
-            raise RuntimeError(
-                "a second backward pass in one block of average_gradients: its gradients are being averaged already.\n"
-                "    incorrect:  with average_gradients(model): first.backward(); second.backward()\n"
-                "    correct:    first.backward(), and then: with average_gradients(model): second.backward()"
-            )
-        bucket.num_ready += 1
+            bucket.work.wait()
+            bucket.work = None
+
+    def _ready(self, bucket: _Bucket, name: str, _: torch.Tensor) -> None:
+        """Note a gradient that is there, and start the buckets that are complete, in the same order on all ranks."""
+        bucket.ready.add(name)
         for following in self._buckets[self._num_started : -1]:
-            if following.num_ready < len(following.named):
+            if len(following.ready) < len(following.named):
                 return
             arrays = self._gradients(following)
             try:
@@ -169,19 +199,29 @@ class _AveragedGradients:
 
     def _wait(self) -> None:
         """Wait for the buckets that have been started."""
-        for bucket in self._buckets[: self._num_started]:
-            assert bucket.work is not None, "buckets are started in order"
-            bucket.work.wait()
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
 
     def _gradients(self, bucket: _Bucket) -> list[Array]:
         """Return the gradients of a bucket that are there; ranks compare which are not."""
         missing = [name for name, parameter in bucket.named if parameter.grad is None]
         if missing:
             self._communicator.note(f"average_gradients without a gradient of {', '.join(missing)}")
-        try:
+        with self._communicator.refusing("average_gradients"):
             return [_gradient(name, parameter) for name, parameter in bucket.named if parameter.grad is not None]
-        except MpistratError as error:
-            self._communicator.refuse("average_gradients", error)
+
+
+def _check_module(call: str, model: object, communicator: BaseCommunicator) -> None:
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        error = TypeError(
+            f"{call} takes a torch.nn.Module, whose parameters have names; got {type(model).__name__}.\n"
+            f"    incorrect:  {call}(model.parameters()); {call}(model.state_dict())\n"
+            f"    correct:    {call}(model); {call}(torch.nn.ModuleList([first, second]))"
+        )
+        communicator.refuse(call, error)
 
 
 def _buckets_of(model: torch.nn.Module) -> list[_Bucket]:

@@ -8,7 +8,7 @@ of replica r of n, or what is raised.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -276,11 +276,17 @@ def check_arrays(strategy: Any, variable: Any, expected: Callable[[int], list[fl
 
 
 def check_per_replica(strategy: Any, method: str, synchronization: VariableSynchronization, where: str) -> None:
-    """Check that a value which differs between replicas is refused."""
+    """Check that outside an update a mirrored variable takes the component of this replica, and that all else is refused."""
     variable = declared(strategy, synchronization, VariableAggregation.SUM)
-    value = PerReplica(np.array(START))
-    check_refused(VARIES, lambda: _perform(strategy, variable, where, lambda: getattr(variable, method)(value)))
-    check_arrays(strategy, variable, lambda replica: START)
+    is_scatter = method.startswith("scatter")
+    value = PerReplica(IndexedSlices([6.0] * len(TOUCHED), TOUCHED) if is_scatter else np.full(3, 6.0))
+    changed: Sequence[int] = ()
+    if where == "scope" and synchronization is VariableSynchronization.ON_WRITE:
+        getattr(variable, method)(value)
+        changed = TOUCHED if is_scatter else range(3)
+    else:
+        check_refused(VARIES, lambda: _perform(strategy, variable, where, lambda: getattr(variable, method)(value)))
+    check_arrays(strategy, variable, lambda replica: [PLAIN[method](x) if i in changed else x for i, x in enumerate(START)])
 
 
 def _is_none(cell: Cell) -> bool:

@@ -1,63 +1,36 @@
 """Choose the plan of an all-reduce on a world, and say why.
 
-============  ======================================  ======================================================
-algorithm     phases                                  chosen for
-============  ======================================  ======================================================
-flat          one, over all ranks                     small buffers: up to some hundred KiB
-leader        reduce, all-reduce, broadcast           none by ``auto``; one rank of each node sends to other nodes
-hierarchical  reduce-scatter, all-reduce, all-gather  medium buffers: from about 512 KiB
-pipelined     the same, on overlapping chunks         large buffers: from about 1 MiB
-============  ======================================  ======================================================
-
-File law: the choice depends on nothing but the arguments, so that all ranks make the same one without communicating.
+Invariant: the choice depends on nothing but the arguments, so that all ranks make the same one without communicating.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
-from mpistrat.algorithms import flat, hierarchical, leader, pipelined
+from mpistrat.algorithms import planners
 from mpistrat.algorithms.cost import DEFAULT, CostModel, predict_seconds
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
-from mpistrat.errors import InvalidArgumentError, Unsuitable
+from mpistrat.errors import InvalidArgumentError
 from mpistrat.topology.world import World
 
 __all__ = ["PLANNERS", "Candidate", "Choice", "choose"]
 
-PLANNERS: dict[str, Callable[[World, int, int, int], Plan]] = {
-    "flat": flat.plan,
-    "leader": leader.plan,
-    "hierarchical": hierarchical.plan,
-    "pipelined": pipelined.plan,
+PLANNERS: dict[str, Callable[[World, int, int, int], Sequence[Plan]]] = {
+    "flat": planners.flat,
+    "hierarchical": planners.hierarchical,
 }
-"""The planner of each algorithm: ``plan(world, count, itemsize, chunk_bytes)`` returns the plan for a buffer of `count`
-elements, and raises Unsuitable on a world that it is not for. Only ``pipelined`` uses `chunk_bytes`, the size of every chunk;
-the chunk of the others is the whole buffer, or as much of it as the limit of scratch memory allows."""
+"""The planner of each algorithm: ``planner(world, count, itemsize, chunk_bytes)`` returns one or more plans for a buffer of
+`count` elements, of which the one with the shortest predicted time is taken. `chunk_bytes` is the size of every chunk, 0 if the
+caller asked for none."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """The plan of one algorithm, or why it declined.
+    """The plan of one algorithm, and its predicted time."""
 
-    Attributes
-    ----------
-    algorithm : str
-        A name in `PLANNERS`.
-    plan : Plan or None
-        Its plan; None if it declined.
-    seconds : float
-        The predicted time of the plan; infinity if it declined.
-    declined : str
-        Why it declined; empty if it did not.
-    """
-
-    algorithm: str
-    plan: Plan | None
-    seconds: float = math.inf
-    declined: str = ""
+    plan: Plan
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -78,6 +51,7 @@ def choose(
     model: CostModel = DEFAULT,
     wire_itemsize: int = 0,
     one_intra_phase: bool = False,
+    default_chunk_bytes: int = 0,
 ) -> Choice:
     """Choose the plan of an all-reduce.
 
@@ -92,32 +66,41 @@ def choose(
     algorithm : str
         A name in `PLANNERS`, or ``auto``: the one with the shortest predicted time, the first of those that tie.
     chunk_bytes : int
-        The largest chunk of a pipelined plan, in bytes; 0: chosen by the planner.
+        The largest chunk of a hierarchical plan, in bytes; 0: chosen by the planner.
     model : CostModel
         Predicts the times.
     wire_itemsize : int
         Bytes of one element between nodes, if it is cast for that; 0: `itemsize`.
     one_intra_phase : bool
         On a single node, plan one INTRA all-reduce instead of a reduce-scatter and an all-gather: NCCL does that faster.
+    default_chunk_bytes : int
+        The largest overlapping chunk if `chunk_bytes` is 0: GPUs take larger ones than the planner; the whole buffer is still
+        a candidate. 0: chosen by the planner.
 
     Raises
     ------
     InvalidArgumentError
         If the name is unknown, or a number is out of range.
-    Unsuitable
-        If the algorithm asked for by name declines.
     """
     _check(count, itemsize, algorithm, chunk_bytes)
-    plans = ((name, partial(_plan, name, world, count, itemsize, chunk_bytes, one_intra_phase)) for name in PLANNERS)
-    considered = tuple(_consider(name, plan, model, wire_itemsize) for name, plan in plans)
-    fastest, *others = sorted(considered, key=lambda candidate: candidate.seconds)
+
+    def fastest_of(planner: Callable[[World, int, int, int], Sequence[Plan]]) -> Candidate:
+        plans = list(planner(world, count, itemsize, chunk_bytes))
+        if default_chunk_bytes and not chunk_bytes:
+            plans = [plans[0], *planner(world, count, itemsize, default_chunk_bytes)]
+        plans = [replace(plan, wire_itemsize=wire_itemsize) for plan in plans]
+        if one_intra_phase:
+            plans = [_in_one_intra_phase(plan) for plan in plans]
+        return min((Candidate(plan, predict_seconds(plan, model)) for plan in plans), key=_seconds)
+
+    considered = tuple(map(fastest_of, PLANNERS.values()))
+    fastest, second, *_ = sorted(considered, key=_seconds)
     if algorithm == "auto":
-        chosen, reason = fastest, _why_fastest(fastest, others[0])
-    else:
-        chosen = next(candidate for candidate in considered if candidate.algorithm == algorithm)
-        reason = f"{algorithm} was asked for by name; auto would choose {fastest.algorithm}"
-    if chosen.plan is None:
-        raise Unsuitable(_why_not(chosen, world, considered))
+        name, next_name = fastest.plan.algorithm, second.plan.algorithm
+        times = f"{fastest.seconds * 1e3:.3g} ms; next: {next_name} {second.seconds * 1e3:.3g} ms"
+        return Choice(fastest.plan, f"{name} is predicted fastest: {times}", considered)
+    chosen = next(candidate for candidate in considered if candidate.plan.algorithm == algorithm)
+    reason = f"{algorithm} was asked for by name; auto would choose {fastest.plan.algorithm}"
     return Choice(chosen.plan, reason, considered)
 
 
@@ -129,26 +112,11 @@ def _check(count: int, itemsize: int, algorithm: str, chunk_bytes: int) -> None:
             raise InvalidArgumentError(f"{name} must be at least {least}; got {value}")
 
 
-def _plan(name: str, world: World, count: int, itemsize: int, chunk_bytes: int, one_intra_phase: bool) -> Plan:
-    plan = PLANNERS[name](world, count, itemsize, chunk_bytes)
-    if one_intra_phase and len(plan.phases) > 1 and {phase.scope for phase in plan.phases} == {Scope.INTRA}:
+def _in_one_intra_phase(plan: Plan) -> Plan:
+    if len(plan.phases) > 1 and {phase.scope for phase in plan.phases} == {Scope.INTRA}:
         return replace(plan, phases=(Phase(Verb.ALL_REDUCE, Scope.INTRA),))
     return plan
 
 
-def _consider(name: str, make_plan: Callable[[], Plan], model: CostModel, wire_itemsize: int) -> Candidate:
-    try:
-        plan = replace(make_plan(), wire_itemsize=wire_itemsize)
-    except Unsuitable as declined:
-        return Candidate(name, None, declined=str(declined))
-    return Candidate(name, plan, predict_seconds(plan, model))
-
-
-def _why_fastest(fastest: Candidate, second: Candidate) -> str:
-    against = "no other applies" if second.plan is None else f"{second.algorithm} {second.seconds * 1e3:.3g} ms"
-    return f"{fastest.algorithm} is predicted fastest: {fastest.seconds * 1e3:.3g} ms; next: {against}"
-
-
-def _why_not(named: Candidate, world: World, considered: tuple[Candidate, ...]) -> str:
-    accepted = ", ".join(candidate.algorithm for candidate in considered if candidate.plan)
-    return f"algorithm {named.algorithm!r} cannot be used on {world}, {named.declined}; accepted here are auto, {accepted}"
+def _seconds(candidate: Candidate) -> float:
+    return candidate.seconds

@@ -1,6 +1,6 @@
 """Chunk sizes: the limits of all planners, and how a buffer is cut into chunks.
 
-File law: every size limit of the planners is here; to tune an algorithm, change a row.
+Invariant: every size limit of the planners is here; to tune an algorithm, change a row.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ __all__ = [
     "chunk_elements",
     "chunk_lengths",
     "padded",
+    "part_bounds",
     "pipeline_rule",
     "whole_shards",
 ]
@@ -24,10 +25,10 @@ __all__ = [
 KIB, MIB = 2**10, 2**20
 
 SCRATCH_BYTES = 64 * MIB
-"""The largest chunk of a plan that is not pipelined: it bounds the scratch memory of a rank."""
+"""The largest chunk of a plan without overlapping chunks: it bounds the scratch memory of a rank."""
 
 DEVICE_CHUNK_BYTES = 16 * MIB
-"""The chunk of a pipelined plan on GPUs: larger than on CPUs, because each chunk costs kernel launches. Not measured."""
+"""The chunk of a hierarchical plan on GPUs: larger than on CPUs, because each chunk costs kernel launches. Not measured."""
 
 SCATTER_FROM_BYTES = 512 * KIB
 """The smallest array that is reduced and scattered: below, an all-reduce takes fewer steps, and each rank its part of that."""
@@ -35,7 +36,7 @@ SCATTER_FROM_BYTES = 512 * KIB
 
 @dataclass(frozen=True)
 class PipelineRule:
-    """The chunk sizes of the pipelined algorithm, unless the caller sets one.
+    """The sizes of overlapping chunks, unless the caller sets one.
 
     Attributes
     ----------
@@ -59,7 +60,7 @@ _SEVERAL_NODES = PipelineRule(end_bytes=512 * KIB, max_bytes=2 * MIB, depth=3)
 
 
 def pipeline_rule(world: World) -> PipelineRule:
-    """Return the chunk sizes of the pipelined algorithm on this world."""
+    """Return the sizes of overlapping chunks on this world."""
     return _ONE_NODE if world.num_nodes == 1 else _SEVERAL_NODES
 
 
@@ -111,6 +112,12 @@ def chunk_lengths(world: World, count: int, end: int, largest: int) -> list[int]
 def whole_shards(world: World, itemsize: int, num_bytes: int) -> int:
     """Return the elements of `num_bytes`, rounded down to equal shards of at least one element."""
     return max(num_bytes // itemsize // world.num_shards, 1) * world.num_shards
+
+
+def part_bounds(extent: int, num_parts: int) -> list[int]:
+    """Return where parts begin that are as equal as can be, the first ones longer by one; and where the last one ends."""
+    least, longer = divmod(extent, num_parts)
+    return [part * least + min(part, longer) for part in range(num_parts + 1)]
 
 
 def _even(world: World, count: int, largest: int) -> int:

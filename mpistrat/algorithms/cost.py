@@ -103,7 +103,7 @@ class CostModel:
         1/β: bandwidth of a link of a node, in each direction.
     links : int
         Links of a node that its rails use at the same time, if the smallest node has as many ranks: 1 for an adapter that all
-        ranks share, as many as GPUs if each has one. A phase in which one rank of a node sends at a time uses one.
+        ranks share, as many as GPUs if each has one.
     link_efficiency : float
         The fraction of it that a ring along a rail reaches.
     memory_bytes_per_second, cache_bytes_per_second : float
@@ -258,7 +258,7 @@ def _direct_seconds(world: World, num_bytes: float, model: CostModel) -> dict[st
 
 def _wire_ratio(plan: Plan, phase: Phase) -> float:
     """Return the bytes that a phase sends for each byte of the buffer: less than 1 if values are cast between nodes."""
-    crosses = phase.scope in (Scope.INTER, Scope.LEADERS)
+    crosses = phase.scope is Scope.INTER
     return plan.wire_itemsize / plan.itemsize if crosses and plan.wire_itemsize else 1.0
 
 
@@ -268,8 +268,6 @@ def _rates(world: World, phase: Phase, chunk_bytes: float, model: CostModel) -> 
     memory = model.cache_bytes_per_second if is_cached else model.memory_bytes_per_second
     if phase.scope is not Scope.INTRA and model.staging_bytes_per_second:
         memory = model.staging_bytes_per_second
-    if phase.scope is Scope.LEADERS:  # left to MPI, with one rank per node
-        return model.link_bytes_per_second * model.flat_link_efficiency, memory
     if phase.scope is not Scope.WORLD:
         return _links(world, model) * model.link_bytes_per_second * model.link_efficiency, memory
     crowded = world.num_nodes > 2 or world.num_shards > 1
@@ -309,25 +307,8 @@ def _intra_all_reduce(world: World) -> _Load:
     return _Load(1, 0, memory=9 / 4 * ranks / 2, intra_steps=2 * _doublings(ranks))
 
 
-def _intra_reduce(world: World) -> _Load:
-    ranks = world.num_shards
-    return _Load(1, 0, memory=2 + ranks + 1, intra_steps=2 * _doublings(ranks))
-
-
-def _intra_broadcast(world: World) -> _Load:
-    return _Load(1, 0, memory=2 + 2, intra_steps=2 * _doublings(world.num_shards))
-
-
 def _inter_all_reduce(world: World) -> _Load:
-    return _rail(world.num_nodes, _most_shards(world) / world.num_shards)
-
-
-def _leaders_all_reduce(world: World) -> _Load:
-    return _rail(world.num_nodes, share=1.0)
-
-
-def _rail(nodes: int, share: float) -> _Load:
-    """Return the load of the rings between nodes; the busiest rank works on this share of the buffer."""
+    nodes, share = world.num_nodes, _most_shards(world) / world.num_shards  # of the buffer, that the busiest rank works on
     return _Load(_ring(nodes) * share, _ring(nodes), memory=_ring(nodes) * share * 3 / 2, inter_steps=2 * (nodes - 1))
 
 
@@ -372,10 +353,7 @@ _LOADS: dict[tuple[Verb, Scope], Callable[[World], _Load]] = {
     (Verb.REDUCE_SCATTER, Scope.INTRA): _intra_reduce_scatter,
     (Verb.ALL_GATHER, Scope.INTRA): _intra_all_gather,
     (Verb.ALL_REDUCE, Scope.INTRA): _intra_all_reduce,
-    (Verb.REDUCE, Scope.INTRA): _intra_reduce,
-    (Verb.BROADCAST, Scope.INTRA): _intra_broadcast,
     (Verb.ALL_REDUCE, Scope.INTER): _inter_all_reduce,
-    (Verb.ALL_REDUCE, Scope.LEADERS): _leaders_all_reduce,
 }
 
 

@@ -13,10 +13,9 @@ REDUCE_SCATTER    INTRA    each rank holds, in the shards it owns, the sum over 
 ALL_REDUCE        INTER    each rank holds, in the shards it owns, the sum over the owners on all nodes
 ALL_GATHER        INTRA    every rank holds every shard as its owner on this node had it
 ALL_REDUCE        INTRA    every rank holds the sum over its node
-REDUCE            INTRA    the leader holds the sum over its node
-ALL_REDUCE        LEADERS  each leader holds the sum over the leaders
-BROADCAST         INTRA    every rank holds what its leader had
 ================  =======  ==================================================================================
+
+A reduce-scatter ends with REDUCE_SCATTER in INTER: each rank holds its part of the shard that it owns.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from mpistrat.algorithms.chunks import chunk_lengths, padded
 from mpistrat.topology.world import World
@@ -38,7 +37,6 @@ class Scope(str, Enum):
     WORLD = "world"
     INTRA = "intra"
     INTER = "inter"
-    LEADERS = "leaders"
 
 
 class Verb(str, Enum):
@@ -47,8 +45,6 @@ class Verb(str, Enum):
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_GATHER = "all_gather"
-    REDUCE = "reduce"
-    BROADCAST = "broadcast"
 
 
 @dataclass(frozen=True)
@@ -91,6 +87,9 @@ class Plan:
         and halve again. 0: all chunks are equal.
     by_mpi : bool
         Whether MPI combines between nodes although NCCL joins all ranks.
+    bounds : tuple of int
+        Of a reduce-scatter: rank r gets elements ``bounds[r]:bounds[r + 1]``, and a chunk has equally many of each part, see
+        `parts`. Empty: an all-reduce.
     """
 
     algorithm: str
@@ -104,6 +103,7 @@ class Plan:
     wire_itemsize: int = 0
     end_count: int = 0
     by_mpi: bool = False
+    bounds: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -113,20 +113,38 @@ class Plan:
     @property
     def num_chunks(self) -> int:
         """Number of chunks; 0 for an empty buffer."""
-        return len(self.chunks())
+        return len(self.parts() if self.bounds else self.chunks())
 
     def padded(self, count: int) -> int:
         """Return `count` rounded up to a multiple of the number of shards."""
         return padded(self.world, count)
 
     def chunks(self) -> list[tuple[int, int]]:
-        """Return (first element, elements) of each chunk, without padding."""
+        """Return (first element, elements) of each chunk of an all-reduce, without padding."""
         return self._chunks
 
     @cached_property
     def _chunks(self) -> list[tuple[int, int]]:
         lengths = chunk_lengths(self.world, self.count, self.end_count or self.chunk_count, self.chunk_count)
         return list(zip(accumulate(lengths, initial=0), lengths, strict=False))
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """In which order parts follow each other in a chunk of a reduce-scatter: rail after rail.
+
+        Shard s of the phase inside nodes is then what the ranks of rail s divide between them in the other one.
+        """
+        return tuple(rank for rail in self.world.rails for rank in rail)
+
+    def parts(self) -> list[list[slice]]:
+        """Return, for each chunk of a reduce-scatter, which elements of the buffer it has: of each part, in `order`."""
+        step, parts = self.chunk_count // self.world.size, list(pairwise(self.bounds))
+        longest = max(stop - start for start, stop in parts)
+        in_order = [parts[rank] for rank in self.order]
+        return [
+            [slice(min(start + first, stop), min(start + first + step, stop)) for start, stop in in_order]
+            for first in range(0, longest, step)
+        ]
 
     def __str__(self) -> str:
         steps = " -> ".join(map(str, self.phases)) or "nothing to do"

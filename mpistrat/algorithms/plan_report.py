@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpistrat.algorithms.choose import Candidate, Choice
+from mpistrat.algorithms.choose import Choice
 from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel, link_bytes, phase_bytes, phase_seconds, predict_seconds
 from mpistrat.algorithms.plan import Plan, Scope
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
@@ -35,8 +35,11 @@ def phases_text(plan: Plan, model: CostModel = DEFAULT) -> str:
 
 
 def alternatives_text(choice: Choice) -> str:
-    """Return the predicted time of every algorithm, or why it declines, as a table."""
-    rows = [_alternative(candidate, choice.plan) for candidate in choice.considered]
+    """Return the predicted time of every algorithm, as a table."""
+    rows = [
+        (each.plan.algorithm, format_seconds(each.seconds), "chosen" if each.plan == choice.plan else "")
+        for each in choice.considered
+    ]
     return format_table([("alternative", "predicted", ""), *rows])
 
 
@@ -48,10 +51,10 @@ def basis_text(model: CostModel = DEFAULT) -> str:
         "per rank"
     )
     if model.source == DEFAULT.source:
-        return f"Predicted for {rates}: default constants; mpistrat tune replaces them by measurements of this cluster."
+        return f"Predicted for {rates}: default constants; mpistrat tune corrects them by measurements of this cluster."
     if model.source == ON_DEVICE.source:
         return f"Predicted for {rates}: default constants for GPUs, of which mpistrat tune measures only the number of links."
-    return f"Predicted for {rates}, fitted to measurements and corrected by them: {model.source}."
+    return f"Predicted for {rates}, corrected by measurements: {model.source}."
 
 
 def choice_document(choice: Choice, model: CostModel = DEFAULT) -> dict[str, Any]:
@@ -71,15 +74,6 @@ def choice_document(choice: Choice, model: CostModel = DEFAULT) -> dict[str, Any
             }
             for phase in plan.phases
         ],
-        "alternatives": [
-            {"algorithm": each.algorithm, **({"seconds": each.seconds} if each.plan else {"declines": each.declined})}
-            for each in choice.considered
-        ],
+        "alternatives": [{"algorithm": each.plan.algorithm, "seconds": each.seconds} for each in choice.considered],
         "basis": basis_text(model),
     }
-
-
-def _alternative(candidate: Candidate, chosen: Plan) -> tuple[str, str, str]:
-    if candidate.plan is None:
-        return candidate.algorithm, "declines", candidate.declined
-    return candidate.algorithm, format_seconds(candidate.seconds), "chosen" if candidate.plan == chosen else ""

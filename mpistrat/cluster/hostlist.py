@@ -3,7 +3,7 @@
 ``n[009-011],login`` is n009, n010, n011, login; ``3(x2),2,1`` is 3, 3, 2, 1. The order is that of the list, which is the
 order of ranks; leading zeros are kept.
 
-File law: no MPI and no environment here.
+Invariant: no MPI and no environment here.
 """
 
 from __future__ import annotations

@@ -1,13 +1,20 @@
-"""ClusterResolver: the cluster, and which of its tasks this process is; SimpleClusterResolver is given both."""
+"""ClusterResolver: the cluster, and which of its tasks this process is; as given, of several clusters, or in TF_CONFIG."""
 
 from __future__ import annotations
 
+import json
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.errors import InvalidArgumentError
 
-__all__ = ["ClusterResolver", "SimpleClusterResolver", "url"]
+__all__ = ["ClusterResolver", "SimpleClusterResolver", "TFConfigClusterResolver", "UnionResolver", "url"]
+
+_KEYWORDS = ("rpc_layer", "task_type", "task_id")
+_EXAMPLE = '{"cluster": {"worker": ["a:8888", "b:8888"]}, "task": {"type": "worker", "index": 0}}'
 
 
 class ClusterResolver(ABC):
@@ -130,6 +137,191 @@ class SimpleClusterResolver(ClusterResolver):
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
         """Return the numbers that the resolver was created with, whatever the task."""
         return dict(self._num_accelerators)
+
+
+class UnionResolver(ClusterResolver):
+    """Joins the clusters of several resolvers; everything else comes from the first one.
+
+    If several resolvers have a job of the same name, its lists of addresses are concatenated; if one of them gives a dict, each
+    task index may occur only once.
+
+    Parameters
+    ----------
+    *resolvers : ClusterResolver
+        At least one.
+    **keywords : str or int
+        `rpc_layer`, `task_type` and `task_id` replace those of the first resolver.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If there is no resolver, or another keyword.
+    TypeError
+        If one is not a ClusterResolver.
+    """
+
+    def __init__(self, *resolvers: ClusterResolver, **keywords: Any) -> None:
+        unknown = sorted(set(keywords) - set(_KEYWORDS))
+        if unknown:
+            raise InvalidArgumentError(f"UnionResolver takes the keywords {', '.join(_KEYWORDS)}; got {', '.join(unknown)}")
+        if not resolvers:
+            raise InvalidArgumentError("UnionResolver needs at least one ClusterResolver; got none")
+        for resolver in resolvers:
+            if not isinstance(resolver, ClusterResolver):
+                raise TypeError(f"UnionResolver joins ClusterResolvers; got {type(resolver).__name__}")
+        self._resolvers = resolvers
+        for name in _KEYWORDS:
+            given = keywords.get(name)
+            setattr(self, name, getattr(resolvers[0], name) if given is None else given)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return a new ClusterSpec with the jobs of all resolvers.
+
+        Raises
+        ------
+        KeyError
+            If two resolvers give the same task of a job.
+        """
+        specs = [resolver.cluster_spec() for resolver in self._resolvers]
+        jobs = dict.fromkeys(job for spec in specs for job in spec.jobs)
+        return ClusterSpec({job: _joined(job, [spec.as_dict()[job] for spec in specs if job in spec.jobs]) for job in jobs})
+
+    @property
+    def environment(self) -> str:
+        """The environment of the first resolver."""
+        return self._resolvers[0].environment
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """Return the address of a task of any cluster; if none is asked for, the `master` of the first resolver.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If there is no such task.
+        """
+        if task_type is not None and task_id is not None:
+            return super().master(task_type, task_id, rpc_layer)
+        return self._resolvers[0].master(rpc_layer=self.rpc_layer if rpc_layer is None else rpc_layer)
+
+    def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
+        """Return the accelerators that the first resolver gives."""
+        return self._resolvers[0].num_accelerators(task_type, task_id)
+
+
+def _joined(job: str, parts: Iterable[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
+    """Return the tasks of a job that is in several clusters."""
+    parts = list(parts)
+    lists = [part for part in parts if isinstance(part, list)]
+    if len(lists) == len(parts):
+        return [address for part in lists for address in part]
+    tasks: dict[int, str] = {}
+    for part in parts:
+        for index, address in part.items() if isinstance(part, dict) else enumerate(part):
+            if index in tasks:
+                raise KeyError(f"task {index} of job {job!r} is both {tasks[index]} and {address}")
+            tasks[index] = address
+    return tasks
+
+
+class TFConfigClusterResolver(ClusterResolver):
+    """Reads the cluster, and which task this process is, from ``TF_CONFIG``; if that is not set, the cluster is empty.
+
+    Parameters
+    ----------
+    task_type : str, optional
+        The job of this process; by default the one in ``TF_CONFIG``, as for the arguments that follow.
+    task_id : int, optional
+        The index of this process in its job.
+    rpc_layer : str, optional
+        The protocol that `master` puts before an address.
+    environment : str, optional
+        The environment that the cluster runs in.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If ``TF_CONFIG`` is not valid JSON, or has another structure.
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+    ) -> None:
+        config = _read()
+        task = _part(config, "task")
+        self.task_type = _text(task.get("type")) if task_type is None else task_type
+        self.task_id = _index(task.get("index") if task_id is None else task_id)
+        self.rpc_layer = _text(config.get("rpc_layer")) if rpc_layer is None else rpc_layer
+        self._environment = environment
+
+    def cluster_spec(self) -> ClusterSpec:
+        """Return the cluster in the present value of ``TF_CONFIG``.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If ``TF_CONFIG`` is not valid JSON, or has another structure.
+        """
+        return ClusterSpec(_part(_read(), "cluster"))
+
+    @property
+    def environment(self) -> str:
+        """The environment that the cluster runs in."""
+        return str(_read().get("environment", "")) if self._environment is None else self._environment
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """Return the ``session_master`` of ``TF_CONFIG``, or the address of a task; empty if the cluster has only one.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If the cluster has no such task.
+        """
+        session_master = _read().get("session_master")
+        if session_master is not None:
+            return str(session_master)
+        spec = self.cluster_spec()
+        if sum(spec.num_tasks(job) for job in spec.jobs) < 2:
+            return ""
+        return super().master(task_type, task_id, rpc_layer)
+
+
+def _read() -> dict[str, Any]:
+    text = os.environ.get("TF_CONFIG", "").strip() or "{}"
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise InvalidArgumentError(f"TF_CONFIG={text!r} is not valid JSON ({error}); accepted is {_EXAMPLE}") from None
+    if not isinstance(config, dict):
+        raise InvalidArgumentError(f"TF_CONFIG={text!r} is not a JSON object; accepted is {_EXAMPLE}")
+    return config
+
+
+def _part(config: dict[str, Any], key: str) -> dict[str, Any]:
+    part = config.get(key) or {}
+    if not isinstance(part, dict):
+        raise InvalidArgumentError(f"{key!r} of TF_CONFIG must be an object; got {part!r}; accepted is {_EXAMPLE}")
+    return part
+
+
+def _text(value: Any) -> str | None:
+    """Return a name that may have been written as a number."""
+    return None if value is None else str(value)
+
+
+def _index(value: Any) -> int | None:
+    if value is None:
+        return None
+    try:
+        number = int(value)
+        if isinstance(value, float) and value != number:
+            raise ValueError("a fraction")
+        return number
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidArgumentError(f"the task index must be a number; got {value!r}; TF_CONFIG is as in {_EXAMPLE}") from None
 
 
 def url(address: str, rpc_layer: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Roles: the types of tasks, which task is the chief, and how the tasks that train are numbered.
+"""Roles: the types of tasks, which task is the chief, and which tasks the ranks of synchronous training play.
 
 =============  =======================================================
 ``chief``      trains, and writes checkpoints and summaries; at most one
@@ -11,18 +11,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
+from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.spec import ClusterSpec, Tasks
-from mpistrat.errors import InvalidArgumentError
+from mpistrat.errors import InvalidArgumentError, LaunchError
 
-__all__ = ["check_role", "id_in_cluster", "is_chief", "worker_count"]
+__all__ = ["Role", "check_role", "chief_rank", "id_in_cluster", "is_chief", "training_role", "worker_count"]
 
 Cluster: TypeAlias = ClusterSpec | Mapping[str, Tasks]
 
 _TYPES = ("chief", "master", "worker", "ps", "evaluator")
 _CHIEFS = ("chief", "master")
+_TRAINING = ("chief", "master", "worker")
 
 
 def check_role(cluster: Cluster, task_type: str | None, task_id: int | None) -> ClusterSpec:
@@ -42,10 +45,7 @@ def check_role(cluster: Cluster, task_type: str | None, task_id: int | None) -> 
             raise InvalidArgumentError(f"a cluster has at most one {group[0]}; {spec!r} has {count}")
     if task_type == "evaluator" and task_type not in spec.jobs:
         return spec
-    if task_type not in spec.jobs:
-        raise InvalidArgumentError(
-            f"task type {task_type!r} is not a job of the cluster, which has {', '.join(spec.jobs) or 'none'}"
-        )
+    _check_job(spec, task_type)
     known = spec.task_indices(task_type)
     if task_id not in known:
         tasks = ", ".join(map(str, known))
@@ -65,6 +65,72 @@ def is_chief(cluster: Cluster, task_type: str | None, task_id: int | None) -> bo
     if task_type in (*_CHIEFS, "evaluator"):
         return True
     return task_type == "worker" and task_id == 0 and not _num_chiefs(spec)
+
+
+@dataclass(frozen=True)
+class Role:
+    """The task of one rank in a cluster; None if the cluster is empty."""
+
+    spec: ClusterSpec
+    task_type: str | None = None
+    task_id: int | None = None
+
+
+def training_role(resolver: ClusterResolver) -> Role:
+    """Return the task that a resolver gives this rank.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If there is a cluster, and the resolver names no task of it for this process, or one that does not train.
+    """
+    spec = ClusterSpec(resolver.cluster_spec())
+    name = type(resolver).__name__
+    if not spec:
+        return Role(spec)
+    if resolver.task_type is None or resolver.task_id is None:
+        raise InvalidArgumentError(
+            f"{name} gives a cluster with the jobs {', '.join(spec.jobs)}, but not which task of it this process is: task_type "
+            f"is {resolver.task_type!r} and task_id {resolver.task_id!r}; both are needed, as in task_type='worker', task_id=0"
+        )
+    check_role(spec, resolver.task_type, resolver.task_id)
+    if resolver.task_type not in _TRAINING or "evaluator" in spec.jobs:
+        raise InvalidArgumentError(
+            f"{name} says that this process is {resolver.task_type} {resolver.task_id} of a cluster with the jobs "
+            f"{', '.join(spec.jobs)}: only chief and workers train together; start an evaluator as a job of its own"
+        )
+    return Role(spec, resolver.task_type, resolver.task_id)
+
+
+def chief_rank(roles: Sequence[Role]) -> int:
+    """Return the lowest rank whose task is the chief; rank 0 if there is no cluster, or no such task in it.
+
+    Parameters
+    ----------
+    roles : sequence of Role
+        The task of each rank, in one cluster. Several ranks may have the same task, which is then a node.
+
+    Raises
+    ------
+    LaunchError
+        On every rank, if a task that trains has no rank.
+    """
+    spec = roles[0].spec
+    if not spec:
+        return 0
+    played = {(role.task_type, role.task_id) for role in roles}
+    tasks = [(job, index) for job in _TRAINING if job in spec.jobs for index in spec.task_indices(job)]
+    missing = [f"{job} {index}" for job, index in tasks if (job, index) not in played]
+    if missing:
+        found = ", ".join(f"{job} {index}" for job, index in tasks if (job, index) in played)
+        error = LaunchError(
+            f"the cluster has {len(tasks)} tasks that train, but this job of {len(roles)} ranks has only {found}; no rank is "
+            f"{', '.join(missing)}. The ranks come from MPI: start all tasks as one job, with mpistrat run, mpiexec or "
+            "srun, or leave out of the cluster (TF_CONFIG, or the resolver's) the tasks that are not started"
+        )
+        error.raised_everywhere = True
+        raise error
+    return next((rank for rank, role in enumerate(roles) if is_chief(spec, role.task_type, role.task_id)), 0)
 
 
 def id_in_cluster(cluster: Cluster, task_type: str | None, task_id: int | None) -> int:
@@ -90,14 +156,22 @@ def worker_count(cluster: Cluster, task_type: str | None) -> int:
     Raises
     ------
     InvalidArgumentError
-        For a ``ps``, which does not train, and if the type is unknown.
+        For a ``ps``, which does not train, and if the type is unknown or not in the cluster.
     """
     spec = ClusterSpec(cluster)
     if task_type not in _TYPES or task_type == "ps":
         raise InvalidArgumentError(f"worker_count counts chief, worker and evaluator; got task type {task_type!r}")
     if task_type == "evaluator":
         return 1
+    _check_job(spec, task_type)
     return _num_chiefs(spec) + (spec.num_tasks("worker") if "worker" in spec.jobs else 0)
+
+
+def _check_job(spec: ClusterSpec, task_type: str) -> None:
+    if task_type not in spec.jobs:
+        raise InvalidArgumentError(
+            f"task type {task_type!r} is not a job of the cluster, which has {', '.join(spec.jobs) or 'none'}"
+        )
 
 
 def _num_chiefs(spec: ClusterSpec) -> int:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from mpistrat.cluster.hostlist import expand_hosts, expand_tasks
-from mpistrat.cluster.ranks import RankResolver
+from mpistrat.cluster.mpi_resolver import RankResolver
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch import environment
 from mpistrat.topology.world import World

@@ -11,19 +11,15 @@ import numpy as np
 
 from mpistrat.algorithms.plan import Plan
 from mpistrat.arrays import Array
-from mpistrat.execution.binder import bind
-from mpistrat.execution.bound_plan import BoundPlan, DirectPlan
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.execution.bound_plan import BoundPlan, DirectPlan, bind
 from mpistrat.execution.bound_scatter import BoundScatter
-from mpistrat.execution.device_scatter import DeviceScatter
+from mpistrat.execution.device_executor import DeviceScatter
 from mpistrat.execution.executor import Executor
 from mpistrat.groups.agreement import Signature
-from mpistrat.packing.buckets import pack_by_bytes, split_evenly
-from mpistrat.packing.layout import Layout
+from mpistrat.packing.layout import Layout, pack_by_bytes, split_evenly
 from mpistrat.packing.wire import Wire
 from mpistrat.reduction import ReduceOp
-
-__all__ = ["BoundBatch", "Bucket", "LaidOut", "Packing", "bind_batch", "is_current", "lay_out"]
-
 
 LaidOut = tuple[np.dtype[Any], tuple[int, ...], Layout]
 """Arrays that share a bucket: the dtype that they are combined in, their indices, and their layout."""
@@ -40,21 +36,8 @@ class Bucket:
 class BoundBatch(list[Bucket]):
     """The buckets of a batch, in the order in which they are reduced.
 
-    Parameters
-    ----------
-    buckets : iterable of Bucket
-        In this order.
-    text : str
-        Arguments of the calls that use this batch.
-    details : tuple of (str, str, int)
-        Recorded for such calls: the operation, the dtypes, and the bytes that this rank passes.
-
-    Attributes
-    ----------
-    seconds : float or None
-        Duration of the last reduction on this rank; None if there was none.
-    scattered_dtype : dtype or None
-        The dtype that a reduce-scatter is bound to, of which each rank gets only its part; None: an all-reduce.
+    `seconds` is the duration of the last reduction on this rank. A reduce-scatter has a `scattered_dtype`, that of the array of
+    which each rank gets only its part.
     """
 
     seconds: float | None = None
@@ -71,9 +54,9 @@ class BoundBatch(list[Bucket]):
         return bool(self) and self[0].bound.begins_with_barrier
 
     @cached_property
-    def is_compared(self) -> bool:
-        """Whether ranks in another call cannot take part in this one; if they can, calls are compared afterwards."""
-        return all(bucket.bound.is_compared for bucket in self)
+    def detects_mismatch(self) -> bool:
+        """Whether a rank in another call is found before results are used; if not, calls are compared afterwards."""
+        return all(bucket.bound.detects_mismatch for bucket in self)
 
     def signature(self, verb: str) -> Signature:
         """Return the signature of a call of `verb` with this batch."""
@@ -81,23 +64,6 @@ class BoundBatch(list[Bucket]):
             plans = ", ".join(dict.fromkeys(bucket.bound.plan.algorithm for bucket in self))
             self._signatures[verb] = Signature(verb + self._text, (*self._details, plans))
         return self._signatures[verb]
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How arrays of one dtype share buckets.
-
-    Attributes
-    ----------
-    bytes_per_pack : int
-        Whole arrays in packs of about this many bytes; 0: one pack. See `packing.buckets.pack_by_bytes`.
-    num_packs : int or None
-        All elements in this many equal packs, whatever `bytes_per_pack` says; 0: each array by itself; None: pack by bytes.
-        See `packing.buckets.split_evenly`.
-    """
-
-    bytes_per_pack: int = 0
-    num_packs: int | None = None
 
 
 def bind_batch(
@@ -110,20 +76,7 @@ def bind_batch(
 ) -> BoundBatch:
     """Choose a plan for each pack of arrays of these shapes and dtypes, and bind it. A collective call.
 
-    Parameters
-    ----------
-    executor : Executor
-        Binds the plans.
-    op : ReduceOp
-        How to combine.
-    arrays : sequence of ndarray
-        Only their shapes and dtypes are used.
-    packs : sequence of LaidOut
-        What `lay_out` returns.
-    choose : callable
-        Returns the plan for a number of elements of a dtype, the dtype of its buckets, and the wire dtype between nodes.
-    text : str
-        Arguments of the calls that use the batch.
+    `choose` returns the plan for a number of elements of a dtype, the dtype of its buckets, and the wire dtype between nodes.
     """
     dtypes = ", ".join(sorted({array.dtype.name for array in arrays}))
     batch = BoundBatch(text=text, details=(op.name, dtypes, sum(array.nbytes for array in arrays)))
@@ -137,7 +90,7 @@ def bind_batch(
     return bind_batch(executor, op, arrays, packs, choose, text)
 
 
-def lay_out(counts: Sequence[int], dtypes: Sequence[np.dtype[Any]], packing: Packing) -> list[LaidOut]:
+def lay_out(counts: Sequence[int], dtypes: Sequence[np.dtype[Any]], options: CommunicationOptions) -> list[LaidOut]:
     """Return the packs of arrays, given the elements of each array, and the dtype that it is combined in."""
     by_dtype: dict[np.dtype[Any], list[int]] = {}
     for index, dtype in enumerate(dtypes):
@@ -146,7 +99,7 @@ def lay_out(counts: Sequence[int], dtypes: Sequence[np.dtype[Any]], packing: Pac
         (dtype, members, layout)
         for dtype, indices in by_dtype.items()
         # backpropagation computes the last gradients first, so they are packed first
-        for members, layout in _pack(indices[::-1], counts, dtype.itemsize, packing)
+        for members, layout in _pack(indices[::-1], counts, dtype.itemsize, options)
     ]
 
 
@@ -156,21 +109,21 @@ def is_current(batch: BoundBatch, executor: Executor) -> bool:
 
 
 def _pack(
-    indices: list[int], counts: Sequence[int], itemsize: int, packing: Packing
+    indices: list[int], counts: Sequence[int], itemsize: int, options: CommunicationOptions
 ) -> Iterator[tuple[tuple[int, ...], Layout]]:
     """Yield the indices of the arrays of each bucket, and their layout."""
-    if packing.num_packs:
+    if options.num_packs:
         sizes = [counts[index] for index in indices]
         first = 0
-        for count in split_evenly(sum(sizes), packing.num_packs):
+        for count in split_evenly(sum(sizes), options.num_packs):
             yield tuple(indices), Layout(sizes, first, count)
             first += count
         return
-    alone = packing.num_packs == 0
+    alone = options.num_packs == 0
     packs = (
         [[p] for p in range(len(indices))]
         if alone
-        else pack_by_bytes([counts[index] * itemsize for index in indices], packing.bytes_per_pack)
+        else pack_by_bytes([counts[index] * itemsize for index in indices], options.bytes_per_pack)
     )
     for pack in packs:
         members = tuple(indices[position] for position in pack)

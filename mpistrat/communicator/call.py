@@ -10,42 +10,20 @@ from functools import cached_property
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.groups.agreement import after
 
-__all__ = ["CollectiveCall"]
-
 _LEAST_SECONDS = 0.2  # a call that all ranks entered just before the deadline still gets this long
 
 
 @dataclass
 class CollectiveCall:
-    """The description and the deadline of a collective call.
-
-    Attributes
-    ----------
-    number : int
-        Sequence number.
-    verb : str
-        Name of the collective.
-    describe : callable
-        Returns the call with its arguments, as text.
-    options : CommunicationOptions
-        The call's options merged over the communicator's.
-    is_started : bool
-        Whether it runs asynchronously, on the engine.
-    ends : float
-        Deadline on the clock of `time.monotonic`; 0 if there is none, or the call has not begun.
-    noted : int
-        Hash of the notes that are compared with it.
-    notes : tuple of str
-        These notes.
-    """
+    """The description and the deadline of a collective call."""
 
     number: int
     verb: str
     describe: Callable[[], str]
     options: CommunicationOptions
     is_started: bool = False
-    ends: float = 0.0
-    noted: int = 0
+    ends: float = 0.0  # on the clock of `time.monotonic`; 0: there is no deadline, or the call has not begun
+    noted: int = 0  # hash of the notes that are compared with it
     notes: tuple[str, ...] = field(default=())
 
     def __str__(self) -> str:

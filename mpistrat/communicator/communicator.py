@@ -6,7 +6,11 @@ same shapes and dtypes reuse them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from threading import get_ident
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -14,22 +18,27 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.algorithms.choose import Choice
 from mpistrat.algorithms.cost import DEFAULT, CostModel
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, like
 from mpistrat.communicator.call_sequence import CallSequence
 from mpistrat.communicator.construction import build_hierarchy
 from mpistrat.communicator.data_movement import DataMovement
 from mpistrat.communicator.explain import Explanation
-from mpistrat.communicator.fast_paths import SIGNATURE, KnownBatch
-from mpistrat.communicator.gpu_arrays import GpuArrays
+from mpistrat.communicator.fast_paths import FastPath, FastPaths
+from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
 from mpistrat.communicator.guard import CollectiveGuard
 from mpistrat.communicator.interface import Arrays, BaseCommunicator
-from mpistrat.communicator.options import CommunicationOptions, shared_defaults
+from mpistrat.communicator.lifetime import forget
+from mpistrat.communicator.options import DEFAULTS, CommunicationOptions, shared_defaults
 from mpistrat.communicator.plan_cache import PlanCache
 from mpistrat.communicator.reductions import Reductions
-from mpistrat.communicator.small_batch import OneArray, SmallBatch
-from mpistrat.communicator.validate import check_array, check_num_packs, for_each
+from mpistrat.communicator.validate import alike, read_arrays
 from mpistrat.device.binding import bound_device
-from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    MpistratError,
+    UnavailableError,
+)
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.work import Work
@@ -38,20 +47,24 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.logger import logger
 from mpistrat.reduction import ReduceOp
 from mpistrat.tuning.file import shared_model
-from mpistrat.watch.recorder import recorder
+from mpistrat.watch.recorder import recorder, write_entry
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["Communicator", "by_algorithm"]
 
+_frame_at = sys._getframe
+_MOST_PASSED_BYTES = 1 << 14  # MPI is faster up to here, on one node too: see docs/benchmarks/index.md
+
 
 class Communicator(BaseCommunicator):
     """Hierarchical collectives on NumPy and CuPy arrays over all ranks of an MPI communicator.
 
     Making one is a collective call of these ranks. As a context manager it closes itself. Every verb takes an array or a list
-    of arrays and returns the same; the options of a call override those of the communicator. All messages are sent on
-    duplicates of `comm`, so they never match messages of the program.
+    of arrays and returns the same; tensors of PyTorch, arrays of JAX and others, and numbers, are taken as by a strategy, and
+    masked arrays refused. The options of a call override those of the communicator. All messages are sent on duplicates of
+    `comm`, so they never match messages of the program.
 
     Ranks compare their calls. If they make different calls, or pass different operations, shapes, dtypes or options that must
     agree, every verb raises AgreementError on all ranks before it returns a result, except for calls that `confirm` compares
@@ -101,42 +114,46 @@ class Communicator(BaseCommunicator):
         uses_gpu: bool = True,
     ) -> None:
         if isinstance(comm, Hierarchy):
-            check_num_packs(num_packs)
+            CommunicationOptions(num_packs=num_packs)  # raises if it is negative, before the hierarchy is this communicator's
         self.hierarchy = comm if isinstance(comm, Hierarchy) else build_hierarchy(comm, options, num_packs, model)
+        self._owned = ExitStack()
+        self._owned.callback(self.hierarchy.close)
+        try:
+            self._build(options, num_packs, model, uses_gpu)
+        except (DeadlineExceededError, UnavailableError):  # a rank is missing
+            raise
+        except MpistratError:  # raised on all ranks, which free together what they made
+            self._owned.close()
+            raise
+
+    def _build(
+        self, options: CommunicationOptions | None, num_packs: int | None, model: CostModel | None, uses_gpu: bool
+    ) -> None:
         self.world, self.rank, self.size = self.hierarchy.world, self.hierarchy.rank, self.hierarchy.world.size
-        agreement = Agreement(self.hierarchy.world_group)
-        self._options = shared_defaults(agreement).merge(options)
+        packs, agreement = CommunicationOptions(num_packs=num_packs), Agreement(self.hierarchy.world_group)
+        self._options = shared_defaults(agreement, self.hierarchy.settings).merge(options).merge(packs)
         self._executor = Executor(self.hierarchy)
+        self._owned.callback(self._executor.close)
         self.timeline = self._executor.timeline
         self._guard = CollectiveGuard(self.hierarchy, agreement, self._executor.intra.window, self._options, self)
-        self._recorder, self._present = recorder(), self.hierarchy.call
-        self._verbose = self.rank == 0 and settings.VERBOSE.read()
+        self._owned.callback(forget, self._guard)
+        self._recorder, self._current = recorder(), self.hierarchy.call
+        self._verbose = self.rank == 0 and self.hierarchy.settings[settings.VERBOSE]
         self._say(f"{self.world}: {', '.join(f'{node.name} has ranks {node.ranks}' for node in self.world.nodes)}")
         plans = PlanCache(self._executor, self._say, shared_model(self.hierarchy, by_algorithm) if model is None else model)
         device = bound_device() if uses_gpu else None
         self._gpu = None if device is None else GpuArrays(device, self._executor, plans, self._guard, self._say)
-        self._calls = CallSequence(self._guard, self._options)
+        if self._gpu is not None:
+            self._owned.callback(self._gpu.executor.close)
+        self._calls = CallSequence(self._guard, self._options, self.hierarchy.settings[settings.STRICT])
         self._movement = DataMovement(self._executor, self._guard, self._calls, self._gpu)
         self._reductions = Reductions(self._executor, self._guard, self._calls, plans, self._gpu)
-        self._reductions.num_packs = num_packs
-        self._plans, self._fast = self._reductions.plans, self._reductions.fast
-        # one small array in one all-reduce is the most common call: where ranks share cores, each line of Python counts
-        self._fast_paths = self._fast.paths
+        self._plans, self._fast, self._active = self._reductions.plans, self._reductions.fast, self._reductions.active
 
     @property
     def num_collectives(self) -> int:
         """Collective calls made so far: the sequence number of the last one."""
         return self._guard.number
-
-    @property
-    def num_packs(self) -> int | None:
-        """How a batch is packed, None or a number; set the same on all ranks. A negative one raises InvalidArgumentError."""
-        return self._reductions.num_packs
-
-    @num_packs.setter
-    def num_packs(self, num_packs: int | None) -> None:
-        self._reductions.num_packs = check_num_packs(num_packs)
-        self._fast.clear()
 
     @property
     def is_strict(self) -> bool:
@@ -170,12 +187,13 @@ class Communicator(BaseCommunicator):
         op : ReduceOp or str
             SUM, MEAN, MIN, MAX or PROD, in upper or lower case; MEAN is SUM and one division by the number of ranks.
         arrays : ndarray or list of ndarray
-            NumPy or CuPy arrays of any shapes and of dtypes that `ReduceOp` accepts, contiguous or not; shapes and dtypes are
-            the same on all ranks. The arrays of a list are reduced together.
+            Arrays of any shapes and of dtypes that `ReduceOp` accepts, contiguous or not; shapes and dtypes are the same on all
+            ranks. The arrays of a list are reduced together.
         options : CommunicationOptions, optional
             Override those of the communicator.
         out : ndarray or list of ndarray, optional
-            C-contiguous arrays of the same shapes and dtypes for the results; they may be `arrays` themselves.
+            C-contiguous arrays of the same shapes and dtypes for the results, that share no memory; they may be `arrays`
+            themselves.
 
         Returns
         -------
@@ -185,55 +203,75 @@ class Communicator(BaseCommunicator):
         Raises
         ------
         UnsupportedDtypeError
-            If `op` is not defined for a dtype.
+            If `op` is not defined for a dtype, or a value cannot be read as an array.
         InvalidArgumentError
-            If the operation is unknown, `out` has other shapes or dtypes, or the options cannot be used.
+            If an array is in the memory of another device, the operation is unknown, `out` has other shapes or dtypes, or the
+            options cannot be used.
         """
         op = op if type(op) is ReduceOp else self._parsed(op, "all_reduce", options)
         given: Any = arrays
         targets: Any = out
-        if is_one := not isinstance(given, (list, tuple)):
+        if is_one := type(given) is np.ndarray or not isinstance(given, (list, tuple)):
             given, targets = [given], None if out is None else [out]
-        results = self.all_reduce_again(op, given, 0, 2, targets) if options is None else None
+        path = self._fast.find(op, given, options, targets)
+        results = None if path is None else self.run_fast(path, given, targets)
         if results is None:
-            self._check_arrays("all_reduce", given, options)
-            results = self._reductions.all_reduce(op, given, options, targets)
+            sources, memory = self._read("all_reduce", given, targets, options)
+            results = alike(self._reductions.all_reduce(op, sources, options, memory), given, targets)
         return results[0] if is_one else results
 
-    def all_reduce_again(
-        self, op: ReduceOp, arrays: Sequence[Array], noted: int = 0, frames: int = 2, out: Sequence[Array] | None = None
+    def try_fast_all_reduce(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions | None = None,
+        out: Sequence[Array] | None = None,
+        noted: int = 0,
+        frames: int = 2,
     ) -> list[Array] | None:
-        """Combine arrays by their fast path, if they have one: see `BaseCommunicator.all_reduce_again`. A collective call."""
+        """Combine arrays like earlier ones, if there were any: see `BaseCommunicator`. A collective call."""
+        path = self._fast.find(op, arrays, options, out)
+        return None if path is None else self.run_fast(path, arrays, out, noted, frames + 1)
+
+    def run_fast(
+        self, path: FastPath, arrays: Sequence[Array], out: Sequence[Array] | None, noted: int = 0, frames: int = 2
+    ) -> list[Array] | None:
+        """Combine arrays by a fast path, if the next call may take one: see `try_fast_all_reduce`. A collective call."""
         guard = self._guard
-        path: OneArray | SmallBatch | KnownBatch | None
-        try:
-            if out is not None:
-                path = self._fast.find_with_out(op, arrays, out)
-            elif len(arrays) == 1:
-                [array] = arrays
-                path = self._fast_paths.get((op._value_, (array.shape, array.dtype, type(array))))
-            else:
-                path = self._fast_paths.get((op._value_, *map(SIGNATURE, arrays)))
-        except AttributeError:  # not an array: the slow path raises the error
+        if self._gpu is not None and not self._gpu.admits(arrays if out is None else [*arrays, *out]):
             return None
-        if path is None or self.timeline.enabled or guard.refusal or not guard.lock.acquire(False):
+        if self.timeline.enabled or guard.refusal or guard.thread != get_ident() or not guard.lock.acquire(False):
             return None
+        slot = 0
         try:
             guard.number = number = guard.number + 1
             guard.signature = call = path.signature
-            self._present.digest = key = path.digest ^ (guard.take_noted_digest(noted) if guard.noted else noted)
+            self._current.digest = key = path.digest ^ (guard.take_noted_digest(noted) if guard.noted else noted)
             index = guard.indexes.get(key) or guard.index(key, "all_reduce", call.text_after(key ^ call.digest), call.details)
-            slot = self._recorder.enter(guard.communicator, number, index, frames + 1)
-            if self._present.unconfirmed:
-                self._present.count()
-            results = path.run(arrays) if out is None or not isinstance(path, OneArray) else [path.combine(arrays[0], out[0])]
-            self._recorder.leave(slot)
+            frame, record = _frame_at(frames), self._recorder
+            line = record.places.get((id(frame.f_code), frame.f_lasti)) or record.find_line(frame)
+            start, slot = next(record.slots)
+            write_entry(record.memory, start, number, guard.communicator, index, line, monotonic_ns())
+            if self._current.unconfirmed:
+                self._current.count()
+            results = path.run(arrays, out)
+            record.words[slot] = monotonic_ns()
             return results
         except BaseException as error:
-            self._recorder.fail(slot)
+            if slot:
+                self._recorder.fail(slot)
             raise guard.explain(error) from None
         finally:
             guard.lock.release()
+
+    def pass_small_arrays(self) -> FastPaths:
+        """Hand arrays of up to 16 KiB to MPI as they are, and compare their calls later, unless calls must be compared first.
+
+        All ranks make this call, before any other. Return what makes such calls with little Python.
+        """
+        if not (self.is_strict or self._options != DEFAULTS):
+            self._executor.world.most_passed_bytes = _MOST_PASSED_BYTES
+        return self._fast
 
     def start_all_reduce(
         self,
@@ -259,12 +297,17 @@ class Communicator(BaseCommunicator):
         """
         given: Any = arrays
         targets: Any = out
-        self._check_arrays("start_all_reduce", given, options)
         op = self._parsed(op, "start_all_reduce", options)
-        if isinstance(given, (list, tuple)):
-            return self._reductions.start_all_reduce(op, given, options, targets, structure)
-        work = self._reductions.start_all_reduce(op, [given], options, None if out is None else [targets], structure)
-        return work.then(lambda results: results[0])
+        if is_one := not isinstance(given, (list, tuple)):
+            given, targets = [given], None if out is None else [out]
+        sources, memory = self._read("start_all_reduce", given, targets, options)
+        given = list(given)  # the program may change its list
+
+        def finish(results: list[Array]) -> Any:
+            found = alike(results, given, targets)
+            return found[0] if is_one else found
+
+        return self._reductions.start_all_reduce(op, sources, options, memory, structure).then(finish)
 
     def reduce_scatter(
         self,
@@ -328,7 +371,13 @@ class Communicator(BaseCommunicator):
         root, options : int, CommunicationOptions
             The rank that receives them; options that override those of the communicator.
         """
-        return self._each("gather", lambda array, _: self._movement.gather(array, root, options), arrays, None, options)
+
+        def of_ranks(results: Sequence[Any], values: Sequence[Any], _: object) -> list[Any]:
+            return [each and [like(one, value) for one in each] for each, value in zip(results, values, strict=True)]
+
+        return self._each(
+            "gather", lambda array, _: self._movement.gather(array, root, options), arrays, None, options, of_ranks
+        )
 
     def all_to_all(self, arrays: Arrays, options: CommunicationOptions | None = None) -> Any:
         """Send array i to rank i; return the arrays received, in rank order. A collective call.
@@ -344,11 +393,13 @@ class Communicator(BaseCommunicator):
         InvalidArgumentError
             If there is not one array for each rank, or shapes or dtypes do not match.
         """
-        self._check_arrays("all_to_all", arrays, options)
-        with self._reductions.active():
-            if isinstance(arrays, (list, tuple)):
-                return self._movement.all_to_all(arrays, options)
-            return self._movement.all_to_all_parts(arrays, options)
+        is_list = isinstance(arrays, (list, tuple))
+        given: Any = arrays if is_list else [arrays]
+        sources, _ = self._read("all_to_all", given, None, options)
+        with self._active():
+            if is_list:
+                return alike(self._movement.all_to_all(sources, options), given, None)
+            return like(self._movement.all_to_all_parts(sources[0], options), arrays)
 
     def broadcast(
         self, arrays: Arrays, root: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None
@@ -400,9 +451,7 @@ class Communicator(BaseCommunicator):
 
     def confirm(self) -> None:
         """Compare the calls that were not compared when they were made: see `BaseCommunicator.confirm`. A collective call."""
-        if self._present.unconfirmed:
-            with self._guard:
-                self._present.settle()
+        self._guard.confirm()
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions | None = None) -> Choice:
         """Return the plan for a sum of `count` elements over all ranks, and why it was chosen. Sends nothing."""
@@ -418,10 +467,10 @@ class Communicator(BaseCommunicator):
             As `all_reduce`, where the arrays cannot be combined with these options.
         """
         self._require_open()
-        given: Any = arrays if isinstance(arrays, (list, tuple)) else [arrays]
+        given, _ = read_arrays(arrays if isinstance(arrays, (list, tuple)) else [arrays])
         wanted = self._options.merge(options)
         self._plans.check(ReduceOp.SUM, given, wanted)
-        return self._plans.explain(given, wanted, self.num_packs)
+        return self._plans.explain(given, wanted)
 
     def memory_report(self) -> MemoryReport:
         """Return the memory this rank holds for communication, in bytes: windows, scratch memory and plans."""
@@ -446,49 +495,31 @@ class Communicator(BaseCommunicator):
             with self._guard:
                 self._calls.enter("close", lambda _: "()", None)  # all ranks free the memory together
             self.confirm()
-            if self._gpu is not None:
-                self._gpu.executor.close()
             self._plans.clear()
-            self._executor.close()
-            self.hierarchy.close()
+            self._owned.close()
         super().close(owner)
+
+    def _read(
+        self, verb: str, values: Sequence[Any], out: Any, options: CommunicationOptions | None
+    ) -> tuple[list[Array], list[Array] | None]:
+        sources, targets = super()._read(verb, values, out, options)
+        if self._gpu is not None and has_arrays(sources) and self._gpu.is_capturing():
+            why = (
+                "a CUDA graph is being captured on this stream, and a collective cannot be a part of it: ranks meet on the host"
+            )
+            self.refuse(verb, InvalidArgumentError(f"{why}. Call {verb} before the capture or after it"), options)
+        return sources, targets
 
     def _require_open(self) -> None:
         if self.is_closed:
             self._guard.raise_if_failed()  # the error of a failed collective is more helpful
         super()._require_open()
 
-    def _check_arrays(self, verb: str, arrays: Any, options: CommunicationOptions | None) -> None:
-        """Check that the communicator is open and that these are arrays."""
-        self._require_open()
-        try:
-            for array in arrays if isinstance(arrays, (list, tuple)) else [arrays]:
-                check_array(array)
-        except UnsupportedDtypeError as error:
-            self.refuse(verb, error, options)
-
     def _parsed(self, op: ReduceOp | str, verb: str, options: CommunicationOptions | None) -> ReduceOp:
         try:
             return ReduceOp.parse(op)
         except (TypeError, InvalidArgumentError) as error:
             self.refuse(verb, error, options)
-
-    def _each(
-        self,
-        verb: str,
-        act: Callable[[Array, Array | None], Any],
-        arrays: Array | Sequence[Array],
-        out: Any,
-        options: CommunicationOptions | None,
-    ) -> Any:
-        """Apply a verb to one array, or to each array of a list, which must be equally long on all ranks."""
-        self._check_arrays(verb, arrays, options)
-        if isinstance(arrays, (list, tuple)):
-            if out is not None and len(out) != len(arrays):
-                self.refuse(verb, InvalidArgumentError(f"out must hold {len(arrays)} arrays, one for each; got {len(out)}"))
-            self.note(f"{verb} of {len(arrays)} arrays", options)
-        with self._reductions.active():
-            return for_each(act, arrays, out)
 
     def _say(self, text: str) -> None:
         if self._verbose:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from mpistrat import settings
 from mpistrat.algorithms.cost import CostModel
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.communicator.validate import check_num_packs
 from mpistrat.errors import InvalidArgumentError, SettingError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.groups.rendezvous import rendezvous
@@ -15,36 +14,17 @@ from mpistrat.groups.rendezvous import rendezvous
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["build_hierarchy", "rendezvous_seconds"]
-
 
 def build_hierarchy(
     comm: MPI.Intracomm, options: CommunicationOptions | None, num_packs: int | None, model: CostModel | None
 ) -> Hierarchy:
-    """Return the hierarchy of groups over the ranks of `comm`, which is duplicated. A collective call.
-
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        Any ranks of the job.
-    options, num_packs, model : CommunicationOptions, int, CostModel
-        Arguments of the communicator: the same on all ranks.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If `comm` is not an intracommunicator of this rank, or the options cannot be used.
-    AgreementError
-        If ranks pass different arguments, or those of another rank are refused.
-    LaunchError, TopologyError, DeadlineExceededError
-        As `groups.rendezvous`.
-    """
+    """Return the hierarchy of groups over the ranks of `comm`, which is duplicated. A collective call."""
     _check_comm(comm)
 
     def check() -> None:
         if not isinstance(options, (CommunicationOptions, type(None))):
             raise InvalidArgumentError(f"options must be CommunicationOptions or None; got {type(options).__name__}")
-        check_num_packs(num_packs)
+        CommunicationOptions(num_packs=num_packs)  # raises if it is negative
 
     with rendezvous("Communicator", rendezvous_seconds(options), comm) as job:
         own_model = "" if model is None else f", model={model}"

@@ -14,7 +14,6 @@ from typing import TypeVar
 import numpy as np
 
 from mpistrat.arrays import Array, is_on_device, like
-from mpistrat.communicator.allocate import allocate
 from mpistrat.communicator.call import CollectiveCall
 from mpistrat.communicator.call_sequence import CallSequence, Facts
 from mpistrat.communicator.device_mover import DeviceMover
@@ -30,27 +29,13 @@ from mpistrat.groups.agreement import Signature
 from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.transports.mpi import until_complete
 
-__all__ = ["DataMovement"]
-
 T = TypeVar("T")
 
 Mover = HostMover | DeviceMover
 
 
 class DataMovement:
-    """Moves arrays between the ranks of a communicator, one call at a time.
-
-    Parameters
-    ----------
-    executor : Executor
-        Of its host memory.
-    guard : CollectiveGuard
-        Admits calls and runs their steps.
-    calls : CallSequence
-        Begins each call.
-    gpu : GpuArrays or None
-        For arrays on GPUs, if ranks compute there.
-    """
+    """Moves arrays between the ranks of a communicator, one call at a time."""
 
     def __init__(self, executor: Executor, guard: CollectiveGuard, calls: CallSequence, gpu: GpuArrays | None) -> None:
         self._group = group = executor.hierarchy.world_group
@@ -221,14 +206,14 @@ class DataMovement:
         return self._by_nccl
 
     def _allocate(self, call: CollectiveCall, make: Callable[[], T]) -> T:
-        return allocate(self._guard, self._rank, make, call.verb)
+        return self._guard.allocate(make, call.verb)
 
     def _exchange_extents(self, call: CollectiveCall, arrays: Sequence[Array]) -> list[int]:
         """Return the first extent of the array that each rank sends to this one; 1 for scalars."""
         mine = np.array([array.shape[0] if array.ndim else 1 for array in arrays], np.int64)
         received = np.empty_like(mine)
         request = self._group.comm.Ialltoall(mine, received)
-        self._guard.run(call, until_complete(request, (mine, received)))
+        self._guard.run(call, until_complete([request], (mine, received)))
         return [int(extent) for extent in received]
 
 

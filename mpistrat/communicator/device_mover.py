@@ -12,22 +12,11 @@ from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.steps import Steps
 from mpistrat.transports.window import NodeWindow
 
-__all__ = ["DeviceMover"]
-
 
 class DeviceMover:
     """Moves arrays between the ranks of a group, each with a GPU, as bytes.
 
-    File law: NCCL is called after a barrier, when every rank has its memory: its kernels wait for all ranks.
-
-    Parameters
-    ----------
-    window : NodeWindow or None
-        Of the node, for the barrier; None: the barrier is by messages.
-    gpu : GpuArrays
-        Makes the memory.
-    nccl : NcclTransport
-        Joins the ranks.
+    Invariant: NCCL is called after a barrier, when every rank has its memory: its kernels wait for all ranks.
     """
 
     def __init__(self, window: NodeWindow | None, gpu: GpuArrays, nccl: NcclTransport) -> None:

@@ -9,19 +9,17 @@ from typing import Any
 import numpy as np
 
 from mpistrat import settings
-from mpistrat.algorithms import flat
+from mpistrat.algorithms import planners
 from mpistrat.algorithms.choose import Choice, choose
 from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
-from mpistrat.algorithms.plan import Scope
-from mpistrat.algorithms.reduce_scatter import ScatterPlan
+from mpistrat.algorithms.plan import Plan, Scope
 from mpistrat.arrays import Array, is_on_device
 from mpistrat.communicator.bound_batch import BoundBatch, Bucket
 from mpistrat.communicator.explain import Explanation, Pack
 from mpistrat.communicator.options import NATIVE, CommunicationImplementation, CommunicationOptions
 from mpistrat.communicator.plan_cache import PlanCache
 from mpistrat.communicator.validate import describe_all_reduce
-from mpistrat.execution.device_executor import DeviceExecutor
-from mpistrat.execution.device_scatter import DeviceScatter
+from mpistrat.execution.device_executor import DeviceExecutor, DeviceScatter
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.packing.wire import Wire
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
@@ -29,8 +27,6 @@ from mpistrat.transports.nccl import NcclTransport
 
 __all__ = ["DevicePlanCache", "MixedPlanCache"]
 
-_LEADERS = frozenset({Scope.LEADERS})
-_BETWEEN = frozenset({Scope.WORLD, Scope.INTER, Scope.LEADERS})
 _ROUNDING_OPS = (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PROD)
 
 
@@ -48,12 +44,12 @@ class DevicePlanCache(PlanCache):
     def __init__(self, executor: DeviceExecutor, say: Callable[[str], None]) -> None:
         super().__init__(executor, say, executor.model)
         self._device_executor = executor
-        self._chunk_bytes = self._chunk_bytes or DEVICE_CHUNK_BYTES
-        self._nccl_is_asked_for = settings.INTER_TRANSPORT.read() == NcclTransport.name
+        self._wanted_chunk_bytes, self._chunk_bytes = self._chunk_bytes, self._chunk_bytes or DEVICE_CHUNK_BYTES
+        self._nccl_is_asked_for = executor.hierarchy.settings[settings.INTER_TRANSPORT] == NcclTransport.name
 
-    def explain(self, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Explanation:
+    def explain(self, arrays: Sequence[Array], options: CommunicationOptions) -> Explanation:
         """Return how a sum of such arrays is computed: see `PlanCache.explain`. What is only enqueued is not timed."""
-        found = super().explain(arrays, options, num_packs)
+        found = super().explain(arrays, options)
         last_seconds = None if self._device_executor.enqueues else found.last_seconds
         return replace(found, last_seconds=last_seconds, path=str(self._device_executor.transports))
 
@@ -71,7 +67,9 @@ class DevicePlanCache(PlanCache):
         nccl = self._device_executor.transports.everywhere
         if nccl is None or nccl.refusal(dtype, op):
             return None
-        plan = ScatterPlan(self._world, tuple(bounds), max(bounds[-1], 1))
+        phases, count = planners.scatter_phases(self._world), bounds[-1]
+        chunk_count = max(count, 1) * self._world.size
+        plan = Plan("hierarchical", self._world, count, dtype.itemsize, phases, chunk_count, bounds=tuple(bounds))
         return DeviceScatter(self._device_executor, nccl, plan, dtype, op)
 
     def _combined_in(self, op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> np.dtype[Any]:
@@ -90,12 +88,13 @@ class DevicePlanCache(PlanCache):
         if joins_nodes and by_nccl and options.algorithm == "auto":
             is_faster, why = self._compare_nccl(count * dtype.itemsize)
             if is_faster:
-                return Choice(flat.plan(self._world, count, dtype.itemsize), why, ())
+                [plan] = planners.flat(self._world, count, dtype.itemsize)
+                return Choice(plan, why, ())
         # algorithms by name too: what was measured is one call of NCCL
         by_mpi = joins_nodes and not self._nccl_is_asked_for
         choice = super()._choice(op, count, dtype, options, wire)
-        if dtype in HALF_DTYPES:
-            choice = _without_halves_in_mpi(choice, _LEADERS if by_nccl and not by_mpi else _BETWEEN)
+        if dtype in HALF_DTYPES and not (by_nccl and not by_mpi):
+            choice = _without_halves_in_mpi(choice)
         if by_mpi:
             reason = f"{choice.reason}; {why}" if why else choice.reason
             return replace(choice, plan=replace(choice.plan, by_mpi=True), reason=reason)
@@ -115,19 +114,27 @@ class DevicePlanCache(PlanCache):
     def _best(self, count: int, itemsize: int, algorithm: str, wire_itemsize: int) -> Choice:
         # inside a node NCCL chooses the algorithm of an all-reduce itself
         return choose(
-            self._world, count, itemsize, algorithm, self._chunk_bytes, self.model, wire_itemsize, one_intra_phase=True
+            self._world,
+            count,
+            itemsize,
+            algorithm,
+            self._wanted_chunk_bytes,
+            self.model,
+            wire_itemsize,
+            one_intra_phase=True,
+            default_chunk_bytes=DEVICE_CHUNK_BYTES,
         )
 
 
-def _without_halves_in_mpi(choice: Choice, by_mpi: frozenset[Scope]) -> Choice:
+def _without_halves_in_mpi(choice: Choice) -> Choice:
     """Return a plan in which MPI reduces no 16-bit floats, which it does not know.
 
     In the scopes that MPI joins they are exchanged, and added in float32. A plan without a phase inside nodes gains nothing by
     them: its buckets have float32.
     """
-    plan, scopes = choice.plan, {phase.scope for phase in choice.plan.phases} & by_mpi
+    plan, scopes = choice.plan, {phase.scope for phase in choice.plan.phases} & {Scope.WORLD, Scope.INTER}
     if Scope.WORLD in scopes:
-        return replace(choice, plan=flat.plan(plan.world, plan.count, np.dtype(np.float32).itemsize))
+        return replace(choice, plan=planners.flat(plan.world, plan.count, np.dtype(np.float32).itemsize)[0])
     return replace(choice, plan=replace(plan, in_order=True)) if scopes else choice
 
 
@@ -156,17 +163,16 @@ class MixedPlanCache:
         op: ReduceOp,
         arrays: Sequence[Array],
         options: CommunicationOptions,
-        num_packs: int | None,
         axis: int | None = None,
     ) -> BoundBatch:
         """Return the plan for such arrays: see `PlanCache.find`. A collective call if there is none yet."""
         parts = self._split(arrays)
         if len(parts) == 1:
             cache = parts[0][0]
-            return cache.find(op, arrays, self._options(cache, options), num_packs, axis)
-        found = BoundBatch(text=describe_all_reduce(op, arrays, options, num_packs))
+            return cache.find(op, arrays, self._options(cache, options), axis)
+        found = BoundBatch(text=describe_all_reduce(op, arrays, options))
         for cache, indices in parts:
-            batch = cache.find(op, [arrays[index] for index in indices], self._options(cache, options), num_packs)
+            batch = cache.find(op, [arrays[index] for index in indices], self._options(cache, options))
             found += [Bucket(tuple(indices[index] for index in bucket.indices), bucket.bound) for bucket in batch]
         return found
 
@@ -175,19 +181,18 @@ class MixedPlanCache:
         op: ReduceOp,
         arrays: Sequence[Array],
         options: CommunicationOptions,
-        num_packs: int | None,
         axis: int | None = None,
     ) -> bool:
         """Return whether there is a plan for such arrays: see `PlanCache.has`."""
         return all(
-            cache.has(op, [arrays[index] for index in indices], self._options(cache, options), num_packs, axis)
+            cache.has(op, [arrays[index] for index in indices], self._options(cache, options), axis)
             for cache, indices in self._split(arrays)
         )
 
-    def explain(self, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Explanation:
+    def explain(self, arrays: Sequence[Array], options: CommunicationOptions) -> Explanation:
         """Return how a sum of such arrays is computed: see `PlanCache.explain`."""
         parts = [
-            (cache.explain([arrays[index] for index in indices], self._options(cache, options), num_packs), indices)
+            (cache.explain([arrays[index] for index in indices], self._options(cache, options)), indices)
             for cache, indices in self._split(arrays)
         ]
         if len(parts) == 1:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from mpistrat.algorithms.cost import ON_DEVICE
 from mpistrat.arrays import Array, is_on_device
@@ -19,41 +20,9 @@ from mpistrat.execution.executor import Executor
 from mpistrat.groups.agreement import Agreement, CallsDifferError
 from mpistrat.transports.steps import Steps, until
 
-__all__ = ["GpuArrays", "has_arrays"]
-
 
 class GpuArrays:
-    """Plans, executor and stream for arrays on GPUs. Making one is a collective call.
-
-    Parameters
-    ----------
-    device : Device
-        The GPU of this rank.
-    host : Executor
-        For host memory, through which device memory may be staged.
-    plans : PlanCache
-        For host memory.
-    guard : CollectiveGuard
-        Notifies the other ranks when this one gives up a call.
-    say : callable
-        Logs which plans are chosen, and why.
-
-    Attributes
-    ----------
-    device : Device
-        As given.
-    plans : MixedPlanCache
-        For both memories.
-    executor : DeviceExecutor
-        Binds plans to transports of device memory.
-    stream : Stream
-        What started operations are enqueued on.
-
-    Raises
-    ------
-    TransportError
-        On all ranks, if the settings name a transport that a node does not support.
-    """
+    """Plans, executor and stream for arrays on GPUs. Making one is a collective call."""
 
     def __init__(
         self, device: Device, host: Executor, plans: PlanCache, guard: CollectiveGuard, say: Callable[[str], None]
@@ -64,6 +33,16 @@ class GpuArrays:
         self.plans = MixedPlanCache(plans, DevicePlanCache(self.executor, say))
         self.stream = device.stream()
         self._agreement, self._call = Agreement(host.hierarchy.world_group), host.hierarchy.call
+
+    def admits(self, arrays: Sequence[Any]) -> bool:
+        """Return whether a known call may be made: arrays on a GPU are on that of this rank, and no graph is captured."""
+        there = [array for array in arrays if is_on_device(array)]
+        return not there or (all(array.device.id == self.device.index for array in there) and not self.is_capturing())
+
+    def is_capturing(self) -> bool:
+        """Return whether a CUDA graph is being captured on the caller's stream."""
+        with self.device.activate():
+            return self.device.current_stream().is_capturing()
 
     def barrier(self) -> Steps:
         """Return the steps that wait until all ranks have entered and have their memory, and compare their calls.
@@ -89,15 +68,13 @@ class GpuArrays:
     def finish(self) -> None:
         """Wait on the host until all that was enqueued on the current stream has ended.
 
-        Raises
-        ------
-        TransportError
-            If NCCL was aborted meanwhile: what it should have written is undefined.
-        DeadlineExceededError
-            If the deadline of the communicator passes.
+        If NCCL was aborted meanwhile, what it should have written is undefined, and this raises.
         """
         with self.device.activate():
-            self._guard.drive_current(self.abort_on_error(self._end()))
+            try:
+                self._guard.drive_current(self.abort_on_error(self._end()))
+            except BaseException as error:
+                raise self._guard.explain(error) from None
 
     def _end(self) -> Steps:
         for waits in until(self.device.current_stream().record()):
@@ -106,15 +83,7 @@ class GpuArrays:
         self.executor.raise_failure()
 
     def on_own_stream(self, carry_out: Callable[[], list[Array]], finish: Callable[[Steps], None]) -> Callable[[], list[Array]]:
-        """Return `carry_out` on the stream of started operations, after the work enqueued so far on the current stream.
-
-        Parameters
-        ----------
-        carry_out : callable
-            Enqueues a started operation.
-        finish : callable
-            Runs the steps that wait for its end.
-        """
+        """Return `carry_out` on the stream of started operations, after the work enqueued so far on the current stream."""
         enqueued = self.device.current_stream().record()
 
         def run() -> list[Array]:

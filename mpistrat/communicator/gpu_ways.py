@@ -18,24 +18,9 @@ if TYPE_CHECKING:
 
     from mpistrat.settings import Setting
 
-__all__ = ["gpu_ways"]
-
 
 def gpu_ways(comm: MPI.Intracomm, world: World) -> tuple[dict[str, Communicator], str]:
-    """Return a communicator for each way between which ``auto`` chooses on GPUs, or none and why. A collective call.
-
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        The ranks of `world`, in order, each with a GPU; only duplicated.
-    world : World
-        The placement of the ranks.
-
-    Raises
-    ------
-    TransportError
-        On all ranks, if the settings name a transport that a node does not support.
-    """
+    """Return a communicator for each way between which ``auto`` chooses on GPUs, or none and why. A collective call."""
     several = world.num_nodes > 1
     setting: Setting[str] | Setting[int | None] = settings.INTER_TRANSPORT if several else settings.ONE_SHOT_BYTES
     if setting.read() != setting.default:

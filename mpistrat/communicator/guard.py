@@ -15,7 +15,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any, NoReturn, TypeVar
@@ -26,7 +28,7 @@ from mpistrat import settings
 from mpistrat.communicator.call import CollectiveCall
 from mpistrat.communicator.lifetime import follow
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import CollectiveError, DeadlineExceededError, UnavailableError
+from mpistrat.errors import CollectiveError, DeadlineExceededError, MpistratError, TransportError, UnavailableError
 from mpistrat.execution.engine import Job, back_off, raise_unclaimed_failure, submit, wait_for_gpu
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import (
@@ -41,22 +43,20 @@ from mpistrat.groups.agreement import (
     keep_notes,
 )
 from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS, DeadlineBarrier
-from mpistrat.groups.group import MOST_UNCONFIRMED
+from mpistrat.groups.group import MOST_UNCONFIRMED, keep_alive_for_peers
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.groups.left_memory import leave_to_peers
-from mpistrat.launch import abort
 from mpistrat.transports.steps import Steps, drive
 from mpistrat.transports.window import NodeWindow
-from mpistrat.watch.reader import RankFile
+from mpistrat.watch.record import RankFile
 from mpistrat.watch.recorder import recorder
+from mpistrat.watch.states import entered
 from mpistrat.watch.watcher import start
-
-__all__ = ["FRAMES", "CollectiveGuard"]
 
 T = TypeVar("T")
 
 _INDEXES_KEPT, _NOTES_KEPT = 64, 64
 _OTHER_THREAD = "another thread is in a collective: make all collectives of a strategy on one thread"
+_SAME_THREAD = "this thread is in a collective already: signal handlers, finalizers and callbacks must not make one"
 _ANSWER_SECONDS = 1.0  # for ranks to report their call after a deadline has passed
 FRAMES = 3  # at least this many frames of this library lie between the recorder's caller and the program
 
@@ -64,18 +64,8 @@ FRAMES = 3  # at least this many frames of this library lie between the recorder
 class CollectiveGuard:
     """Admits collective calls one at a time, and none after one has failed.
 
-    Parameters
-    ----------
-    hierarchy : Hierarchy
-        The ranks that call.
-    agreement : Agreement
-        Compares the calls of all ranks.
-    window : NodeWindow or None
-        Shared memory of the ranks of this node, if there are several and they share some.
-    options : CommunicationOptions
-        Defaults of the communicator; calls on fast paths have its deadline.
-    memory : object
-        The memory of the communicator; never freed once a collective has failed.
+    Threads have no order that is the same on all ranks. So a change from the main thread to another one, or back, is noted, and
+    compared with the next call. Other threads cannot be told apart: there is one at a time, the next when it has ended.
 
     Attributes
     ----------
@@ -87,6 +77,8 @@ class CollectiveGuard:
         Whether calls are compared even if nothing else has to be exchanged: unless MPISTRAT_CHECK is off.
     lock : Lock
         Held by the thread that is in a collective.
+    thread : int
+        The identifier of the thread that made the last call; only its calls may take a fast path.
     is_on_gpu : bool
         Whether calls may work on this process's GPU.
     noted : int
@@ -111,11 +103,12 @@ class CollectiveGuard:
         nodes = [world.nodes[world.place(rank).node_index].name for rank in range(world.size)]
         self._deadline_barrier = DeadlineBarrier(hierarchy.world_group, nodes)
         self._agreement, self._memory, self._rank = agreement, memory, hierarchy.rank
-        self._present, self._one_node = hierarchy.call, world.num_nodes == 1
+        self._current, self._one_node = hierarchy.call, world.num_nodes == 1
         self._window = window if hierarchy.intra.size > 1 else None
-        self._options, self.checks, self.number = options, settings.CHECK.read(), 0
-        self._present.confirm, self._present.drive = self._confirm, self.drive_current
-        self._present.must_poll = bool(options.timeout_seconds)
+        self._options, self.checks, self.number = options, hierarchy.settings[settings.CHECK], 0
+        self._seconds = options.timeout_seconds or 0.0
+        self._current.confirm, self._current.drive = self._confirm, self.drive_current
+        self._current.must_poll = bool(options.timeout_seconds)
         self.lock, self.refusal, self.noted, self.is_on_gpu = threading.Lock(), "", 0, False
         self.communicator, self._job_ranks, self._members = hierarchy.number, hierarchy.job_ranks, hierarchy.members
         self.indexes: dict[int, int] = {}
@@ -123,39 +116,91 @@ class CollectiveGuard:
         self.signature = Signature("")
         self._any_deadline, self._notes = False, list[str]()
         self._last: Job | None = None
-        self._last_thread, self._ends, self._failure = 0, 0.0, ""
+        self._ends, self._failure, self._number_before = 0.0, "", 0
         self._cause: BaseException | None = None
+        self._told: BaseException | None = None
+        self.thread, here = threading.get_ident(), threading.current_thread()
+        self._is_main = here is threading.main_thread()
+        # of the threads but the main one: which makes calls, and which were running when it made its first one
+        self._other: threading.Thread | None = None
+        self._beside: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         follow(self)
 
     def __enter__(self) -> None:
-        """Lock the communicator for this thread.
-
-        Raises
-        ------
-        UnavailableError
-            If another thread is in a collective, this process is a fork of a rank, or a collective has failed.
-        """
-        if self._last is not None:
-            self._require_same_thread()
+        """Lock the communicator for this thread."""
+        self._acquire()
+        try:
             self.wait_for_started()
-        if self.is_on_gpu:
-            wait_for_gpu(self)
-        if not self.lock.acquire(blocking=False):
-            raise self._refused(_OTHER_THREAD)
-        if self._failure:
+            if self.is_on_gpu:
+                wait_for_gpu(self)
+            self.raise_if_failed()
+        except BaseException:
             self.lock.release()
-            raise self._refused(self._failure) from self._cause
+            raise
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """Unlock the communicator."""
-        if self._slot:
-            (self._recorder.leave if kind is None else self._recorder.fail)(self._slot)
-            self._slot = 0
-        self._forget_deadline()
-        self.lock.release()
+        try:
+            if error is not None:
+                self._account_for(error, self._slot != 0)
+            if self._slot:
+                (self._recorder.leave if kind is None else self._recorder.fail)(self._slot)
+                self._slot = 0
+            self._forget_deadline()
+        finally:
+            self.lock.release()
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Lock the communicator for this thread while it starts a call; those started before may be under way."""
+        self._acquire()
+        try:
+            self.raise_if_failed()
+            yield
+        except BaseException as error:
+            self._account_for(error, has_begun=False)
+            raise
+        finally:
+            self.lock.release()
+
+    def _acquire(self) -> None:
+        """Lock the communicator, if calls of this thread can be told apart from those of others."""
+        if not self.lock.acquire(blocking=False):
+            raise self._refused(_SAME_THREAD if self.thread == threading.get_ident() else _OTHER_THREAD)
+        try:
+            if self.thread != threading.get_ident():
+                self._change_thread(threading.current_thread())
+            self._number_before = self.number
+        except BaseException:
+            self.lock.release()
+            raise
+
+    def _change_thread(self, now: threading.Thread) -> None:
+        is_main, other = now is threading.main_thread(), self._other
+        if not is_main and now is not other:
+            if other is not None and (other.is_alive() or now in self._beside):
+                error = self._refused(
+                    f"thread {now.name!r} makes one, and so does thread {other.name!r}, which ranks cannot tell apart. "
+                    "Make all collectives of a strategy on one thread, or give each a strategy or Communicator of its own"
+                )
+                self.fail("collective", error)
+                self._post(self.number + 1, error)
+                raise error
+            self._other, self._beside = now, weakref.WeakSet(threading.enumerate())
+        if is_main is not self._is_main:
+            self.note("a change to the main thread" if is_main else "a change from the main thread to another one")
+        self._is_main, self.thread = is_main, threading.get_ident()
+
+    def _account_for(self, error: BaseException, has_begun: bool) -> None:
+        """Notify the other ranks of an error of a call that they make, unless they know of it."""
+        told, self._told = self._told, None
+        if self.number != self._number_before and not (isinstance(error, MpistratError) or error is told or self._failure):
+            if not has_begun:
+                self.signature = Signature("which had not begun there")
+            self._fail_and_notify("collective", error)
 
     def _forget_deadline(self) -> None:
-        self._present.must_poll, self._any_deadline = bool(self._options.timeout_seconds), False
+        self._current.must_poll, self._any_deadline = bool(self._options.timeout_seconds), False
         if self._watcher is not None:
             self._watcher.limit = None
 
@@ -168,13 +213,6 @@ class CollectiveGuard:
         if self._failure:
             raise self._refused(self._failure) from self._cause
 
-    def require_startable(self) -> None:
-        """Raise UnavailableError if a collective has failed, or another thread is in one."""
-        self.raise_if_failed()
-        self._require_same_thread()
-        if self._last is None and self.lock.locked():
-            raise self._refused(_OTHER_THREAD)
-
     def wait_for_started(self) -> None:
         """Wait for all started operations, and raise the first failure that the program has not seen yet."""
         if self._last is not None:
@@ -186,23 +224,34 @@ class CollectiveGuard:
         """Have the engine run a call after all calls started before; until it has ended no other collective can begin."""
         line, index = self._recorder.line(FRAMES), self.index(digest_of(call.text), call.verb, call.text)
 
-        def locked() -> T:
-            with self.lock:
-                slot = self._recorder.enter_started(self.communicator, call.number, index, line)
-                try:
-                    result = carry_out()
-                except BaseException:
-                    self._recorder.fail(slot)
-                    raise
-                finally:
-                    self._forget_deadline()
-                self._recorder.leave(slot)
-                return result
+        def recorded() -> T:
+            job.is_claimed = self._cause is not None  # what this one fails of is told already
+            self.raise_if_failed()
+            slot = self._recorder.enter_started(self.communicator, call.number, index, line)
+            try:
+                result = carry_out()
+            except BaseException as error:
+                self._recorder.fail(slot)
+                if not (isinstance(error, MpistratError) or self._failure):
+                    self._fail_and_notify(call.verb, error)
+                raise
+            finally:
+                self._forget_deadline()
+            self._recorder.leave(slot)
+            return result
 
-        job = Job(locked, lambda: str(call), self, self.is_on_gpu)
-        self._last, self.refusal, self._last_thread = job, _still_running(call.verb), threading.get_ident()
+        job = Job(recorded, lambda: str(call), self, self.is_on_gpu)
+        self._last, self.refusal = job, _still_running(call.verb)
         submit(job)
         return Work(job)
+
+    def give_up_started(self, call: CollectiveCall, error: CollectiveError, is_strict: bool) -> None:
+        """Refuse what was started behind a call in which ranks found a difference, unless all ranks make it nevertheless."""
+        if is_strict and (self.number == call.number or all(text.startswith(call.verb) for text in error.calls)):
+            return
+        self.fail(call.verb, error)
+        why = f"rank {self._rank} makes no collective after {call}, in which calls differed; make a new strategy on all"
+        self._post(call.number + 1, UnavailableError(why))
 
     def note(self, text: str) -> None:
         """Note what all ranks must do here; it is compared with the next collective."""
@@ -218,7 +267,7 @@ class CollectiveGuard:
         if index is None:
             if len(self.indexes) >= _INDEXES_KEPT:
                 self.indexes.clear()
-            index = self.indexes[digest] = self._recorder.intern(verb, *details, text, digest, self._members)
+            index = self.indexes[digest] = self._recorder.intern(text, details[2], digest, self._members)
         return index
 
     def enter(self, call: CollectiveCall, digest: int) -> None:
@@ -243,87 +292,101 @@ class CollectiveGuard:
     def agree(
         self, call: CollectiveCall, error: Exception | None = None, facts: Sequence[int] = (0, 0)
     ) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Wait until all ranks have arrived, check that they make the same call, and exchange two numbers. A collective call.
+        """Wait until all ranks make the same call; return two numbers of each, (ranks, 2), valid until the next call.
 
-        Returns
-        -------
-        ndarray
-            int64, (ranks, 2): the facts of every rank; valid until the next call.
+        A collective call. If calls differ, every rank raises an AgreementError, and one that passes an `error` that error.
 
-        Raises
-        ------
-        DeadlineExceededError
-            If a rank does not arrive in time.
-        AgreementError
-            On every rank, if the calls differ; a rank that passes an `error` raises that error.
+        Ranks of a node compare digests at a barrier in its memory. Where these are all ranks, none with a deadline or an error,
+        that is all; else all ranks compare digests by messages. Where digests differ, all exchange texts, unless a rank has
+        gone on without a comparison: then the watcher asks for them.
         """
-        text, facts = call.text, (*facts, bool(call.ends))
+        text, facts, self._told = call.text, (*facts, bool(call.ends)), error
         self.signature = Signature(call.arguments)
         self.enter(call, self.signature.digest ^ call.noted)
         if self._watcher is not None and call.ends:
             self._watcher.limit = call.ends, lambda: self._blocked_in_mpi(call)
         # also on a rank alone on its node: messages of the call carry it
-        self._present.digest = digest_of(text if error is None else f"{text} {error!r}") | COMPARED
+        self._current.digest = digest_of(text if error is None else f"{text} {error!r}") | COMPARED
         if self._window is not None:
-            try:
-                self._drive(call, self._window.barrier_with(facts), call.rest_seconds)
-                found = np.array(self._window.facts())
-                # if any rank has a deadline, all learn together whether all have arrived in time
-                if self._one_node and error is None and not found[:, 2].any():
-                    return found[:, :2]
-                must_compare_texts = False
-            except CallsDifferError as differ:
-                if not differ.all_compare:
-                    raise self._failed(call, self._mismatch(text)) from None
-                must_compare_texts = self._one_node
-            if must_compare_texts:
-                self._agreement.raise_on_all(text, error, call.number, self._completion(call))
+            found = self._agree_in_node(self._window, call, error, facts)
+            # if any rank has a deadline, all learn together whether all have arrived in time
+            if found is not None and self._one_node and error is None and not found[:, 2].any():
+                return found[:, :2]
         found = self._agreement.check(text, error, self._completion(call), facts, call.number)
         # MPI's blocking and nonblocking collectives do not match: if one rank has a deadline, all use nonblocking ones
         self._any_deadline = bool(found[:, 2].any())
         return found[:, :2]
 
+    def _agree_in_node(
+        self, window: NodeWindow, call: CollectiveCall, error: Exception | None, facts: Sequence[int]
+    ) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+        """Compare a call in the memory of the node, and return the facts of its ranks; None if all ranks will differ."""
+        try:
+            self._drive(call, window.barrier_with(facts), call.rest_seconds)
+        except CallsDifferError as differ:
+            all_compare = differ.all_compare
+        else:
+            return np.array(window.facts())
+        if not all_compare:
+            raise self._failed(call, self._mismatch(call.text))
+        if self._one_node:
+            self._agreement.raise_on_all(call.text, error, call.number, self._completion(call))
+        return None
+
     def refuse(self, call: CollectiveCall, error: Exception) -> NoReturn:
         """Raise the error of a call that this rank cannot make; ranks that make it see it in this rank's record."""
         text = f"{call.text}, which failed: {type(error).__name__}: {error}"
+        self._told = error
         self.enter(replace(call, describe=lambda: text, notes=()), digest_of(text))
         raise error
 
     def begin(self, call: CollectiveCall, signature: Signature) -> None:
         """Make a call the current one. The signature describes it without its notes."""
         self.signature = signature
-        self._present.digest = digest = signature.digest ^ call.noted
+        self._current.digest = digest = signature.digest ^ call.noted
         self.enter(call, digest)
-        self._present.must_poll = bool(call.seconds) or self._any_deadline or call.is_started
-        self._present.count()
+        self._current.must_poll = bool(call.seconds) or self._any_deadline or call.is_started
+        self._current.count()
 
     def run(self, call: CollectiveCall, steps: Steps) -> None:
-        """Run the steps of a call within the rest of its time. After a failure no other collective can be made.
-
-        Raises
-        ------
-        DeadlineExceededError
-            If the deadline passes.
-        AgreementError
-            If ranks turn out to be in different calls.
-        """
+        """Run the steps of a call within the rest of its time. After a failure no other collective can be made."""
         self._drive(call, steps, call.rest_seconds)
 
     def drive_current(self, steps: Steps) -> None:
-        """Run steps of a call on a fast path, under the communicator's deadline."""
-        seconds = self._options.timeout_seconds or 0.0
+        """Run steps of a call on a fast path, under the deadline of `limit`."""
+        seconds = self._seconds
         self._ends = time.monotonic() + seconds if seconds else 0.0
         drive(steps, self._describe_current, seconds, self._overdue, None, self._check_progress)
 
+    def limit(self, seconds: float) -> None:
+        """Give calls on fast paths from now on a deadline; 0 means none."""
+        self._seconds, self._current.must_poll = seconds, bool(seconds)
+
     def explain(self, error: BaseException) -> BaseException:
         """Return the error to raise for what a call on a fast path raised; no other collective can be made."""
-        error = self._diagnosed(error, self.signature.text_after(self._present.digest ^ self.signature.digest))
+        error = self._diagnosed(error, self.signature.text_after(self._current.digest ^ self.signature.digest))
         self._fail_and_notify("all_reduce", error)
         return error
 
     def overdue(self, call: CollectiveCall) -> DeadlineExceededError:
         """Notify all ranks that this one gives up the call, and return the error that names the ranks that do not answer."""
         return self._deadline_barrier.overdue(str(call), call.seconds, self._missing())
+
+    def allocate(self, make: Callable[[], T], verb: str = "all_reduce") -> T:
+        """Return what `make` allocates for the call of `verb` that this rank is in; without memory the others are told."""
+        try:
+            return make()
+        except MemoryError as error:
+            raise self.no_memory(error, verb) from None
+
+    def no_memory(self, error: MemoryError, verb: str = "all_reduce") -> TransportError:
+        """Tell the other ranks that this one has no memory for a call, and return the error to raise."""
+        self.give_up()
+        self.fail(verb, error)
+        return TransportError(
+            f"rank {self._rank}: no memory for the results ({error}); pass out=, or smaller arrays, or free some of "
+            "CuPy's: cupy.get_default_memory_pool().free_all_blocks()"
+        )
 
     def give_up(self) -> None:
         """Notify all ranks that this one will not make any further collective."""
@@ -333,18 +396,24 @@ class CollectiveGuard:
         """Refuse all further collectives: one has failed here, and ranks may be out of step."""
         self._cause, why = error, f"did not end ({type(error).__name__}), and ranks may be out of step"
         self.refusal = self._failure = f"an earlier {verb} {why}; make a new strategy"
+        self._current.has_failed = True
         if self._watcher is not None:
             self._watcher.dismiss(self.communicator)
-        leave_to_peers(self._memory)
+        keep_alive_for_peers(self._memory)
 
     def _fail_and_notify(self, verb: str, error: BaseException) -> None:
         """Refuse all further collectives, and notify the other ranks of an error that they do not find by themselves."""
         self.fail(verb, error)
-        if self._watcher is not None and not isinstance(error, CollectiveError):
+        if not isinstance(error, CollectiveError):
             where = f"rank {self._rank} has left collective {self.number}, {self.signature.text}"
             raised = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             why = UnavailableError(f"{where}, where it raised {raised}. Ranks may be out of step; make a new strategy on all")
-            self._watcher.post_failure((self.communicator, self.number), why)
+            self._post(self.number, why)
+
+    def _post(self, number: int, error: CollectiveError) -> None:
+        """Make the other ranks raise an error in a collective, or in a later one."""
+        if self._watcher is not None:
+            self._watcher.post_failure((self.communicator, number), error)
 
     def refuse_from_now_on(self, why: str) -> None:
         """Refuse all further collectives."""
@@ -357,15 +426,15 @@ class CollectiveGuard:
         self.refuse_from_now_on(f"{who}; compute there, and let the parent communicate")
         self.lock = threading.Lock()
 
-    def confirm_at_exit(self) -> None:
-        """Compare the calls that have not been compared yet, at the end of the program. A collective call if there are any."""
-        if self._failure or not self._present.unconfirmed:
-            return
-        try:
+    def confirm(self) -> None:
+        """Compare the calls that have not been compared yet. A collective call if there are any."""
+        if self._current.unconfirmed:
             with self:
-                self._present.settle()
-        except CollectiveError as error:
-            abort.end(error)
+                self.number += 1
+                self.signature = Signature("confirm()")
+                call = CollectiveCall(self.number, "confirm", lambda: self.signature.text, self._options)
+                self.enter(call, self.signature.digest)
+                self._current.settle()
 
     def _confirm(self, history: int) -> None:
         """Compare the calls that MPI has reduced since the last comparison; name the first that differs. A collective call."""
@@ -373,8 +442,9 @@ class CollectiveGuard:
         found = self._agreement.check(call.text, None, self._completion(call), (history, 0, 0))
         if (found[:, 0] == history).all():
             return
-        records = RankFile(self._recorder.memory).records()
-        mine = {record.number: record.call.text for record in records if record.communicator == self.communicator}
+        calls = RankFile(self._recorder.memory).calls()
+        # the last call of a number: those before it were refused
+        mine = {call.number: call.text for call in reversed(calls) if call.communicator == self.communicator}
         recent = sorted(mine)[-MOST_UNCONFIRMED - 1 :]
         sent = self._agreement.exchange([(number, mine[number]) for number in recent], self._completion(call))
         every: list[dict[int, str]] = [dict(pairs) for pairs in sent]
@@ -397,7 +467,7 @@ class CollectiveGuard:
                 self._ends = call.ends
                 drive(steps, call.describe, timeout_seconds, lambda: self.overdue(call), back, self._check_progress)
         except BaseException as error:
-            if isinstance(error, CallsDifferError) and self._present.digest & COMPARED:
+            if isinstance(error, CallsDifferError) and self._current.digest & COMPARED:
                 raise
             understood = self._diagnosed(error, call.text)
             self._fail_and_notify(call.verb, understood)
@@ -421,7 +491,7 @@ class CollectiveGuard:
         return f"collective {self.number}, {self.signature.text}"
 
     def _overdue(self) -> DeadlineExceededError:
-        return self._deadline_barrier.overdue(self._describe_current(), self._options.timeout_seconds or 0.0, self._missing())
+        return self._deadline_barrier.overdue(self._describe_current(), self._seconds, self._missing())
 
     def _blocked_in_mpi(self, call: CollectiveCall) -> DeadlineExceededError:
         """Return the error of a call whose deadline has passed while this rank is blocked in MPI."""
@@ -439,9 +509,9 @@ class CollectiveGuard:
         """Return the ranks that are known not to have entered the current call."""
         if self._watcher is None:
             return set()
-        key = self.communicator, self.number
         states = self._watcher.compare(_ANSWER_SECONDS, self._job_ranks)
-        return {rank for rank, state in enumerate(states) if state.state != "unknown" and state.at(key) is None}
+        came = entered(states, (self.communicator, self.number))
+        return {rank for rank, state in enumerate(states) if state.state != "unknown" and state.rank not in came}
 
     def _diagnosed(self, error: BaseException, text: str) -> BaseException:
         """Return the error that explains `error`: truncated MPI messages, for instance, come from ranks in different calls."""
@@ -456,27 +526,22 @@ class CollectiveGuard:
     def _mismatch(self, text: str) -> CollectiveError:
         """Return the error that names each rank's call, and send it to the other ranks."""
         error = calls_differ(self.number, self._texts(text))
-        if self._watcher is not None:
-            self._watcher.post_failure((self.communicator, self.number), error)
+        self._post(self.number, error)
         return error
 
     def _texts(self, text: str) -> dict[int, str]:
         """Return the description of each rank's current call; `text` is this rank's."""
         texts = {self._rank: text}
-        for rank, state in enumerate([] if self._watcher is None else self._watcher.compare(ranks=self._job_ranks)):
-            found = state.at((self.communicator, self.number))
+        states = [] if self._watcher is None else self._watcher.compare(ranks=self._job_ranks)
+        calls = entered(states, (self.communicator, self.number))
+        for rank, state in enumerate(states):
+            found = calls.get(state.rank)
             texts.setdefault(rank, found.text if found else f"({state.doing()})")
         return texts
 
     def _failed(self, call: CollectiveCall, error: CollectiveError) -> CollectiveError:
         self.fail(call.verb, error)
         return error
-
-    def _require_same_thread(self) -> None:
-        if self._last is not None and self._last_thread != threading.get_ident() and not self._last.has_ended():
-            raise self._refused(
-                "another thread has started a collective that has not ended: make all collectives of a strategy on one thread"
-            )
 
     def _refused(self, why: str) -> UnavailableError:
         return UnavailableError(f"rank {self._rank}: no further collective can be made: {why}")

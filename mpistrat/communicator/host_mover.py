@@ -12,17 +12,9 @@ from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.pairwise import Pairwise
 from mpistrat.transports.steps import Steps
 
-__all__ = ["HostMover"]
-
 
 class HostMover:
-    """Moves arrays between the ranks of a group through host memory, as bytes.
-
-    Parameters
-    ----------
-    group : Group
-        The ranks.
-    """
+    """Moves arrays between the ranks of a group through host memory, as bytes."""
 
     def __init__(self, group: Group) -> None:
         self._group, self._mpi = group, MpiTransport(group)

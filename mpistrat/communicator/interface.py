@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -14,8 +15,7 @@ from mpistrat.algorithms.choose import Choice
 from mpistrat.arrays import Array
 from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.options import CommunicationOptions, check_options
-from mpistrat.communicator.validate import check_root
-from mpistrat.errors import InvalidArgumentError
+from mpistrat.communicator.validate import alike, check_root, copy_overlapping, read_arrays
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype
@@ -46,9 +46,6 @@ class BaseCommunicator(ABC):
         Whether every call is compared before it returns, including what `note` and `confirm` would compare later.
     is_closed : bool
         Whether `close` was called: then every verb raises RuntimeError.
-    num_packs : int or None
-        Split the elements of a batch into this many equal packs; 0 reduces each array by itself. None packs by
-        `bytes_per_pack`. May be set between calls, to the same value on all replicas.
     """
 
     world: World
@@ -57,8 +54,8 @@ class BaseCommunicator(ABC):
     timeline: Timeline
     is_strict: bool = False
     is_closed: bool = False
-    num_packs: int | None = None
     _closed_with = ""
+    _active: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)  # makes this rank's GPU current
 
     @property
     def node(self) -> int:
@@ -86,23 +83,27 @@ class BaseCommunicator(ABC):
     ) -> Arrays:
         """Combine each array across replicas. A collective call."""
 
-    def all_reduce_again(
-        self, op: ReduceOp, arrays: Sequence[Array], noted: int = 0, frames: int = 2, out: Sequence[Array] | None = None
+    def try_fast_all_reduce(
+        self,
+        op: ReduceOp,
+        arrays: Sequence[Array],
+        options: CommunicationOptions | None = None,
+        out: Sequence[Array] | None = None,
+        noted: int = 0,
+        frames: int = 2,
     ) -> list[Array] | None:
-        """All-reduce arrays whose shapes and dtypes have a fast path already; else do nothing and return None.
+        """All-reduce arrays like those of an earlier call; else do nothing and return None.
 
         A collective call. It lets callers skip their checks of arrays that the communicator has already seen.
 
         Parameters
         ----------
-        op, arrays : ReduceOp, sequence of ndarray
+        op, arrays, options, out : ReduceOp, sequence of ndarray, CommunicationOptions, sequence of ndarray
             As for `all_reduce`.
         noted : int
             The hash (`groups.agreement.digest_of`) of a text that would otherwise be passed to `note` first.
         frames : int
             At least how many frames of this library lie between this call and the program.
-        out : sequence of ndarray, optional
-            As for `all_reduce`.
         """
         return None
 
@@ -191,20 +192,16 @@ class BaseCommunicator(ABC):
         InvalidArgumentError
             If `root` is not a rank.
         """
-        try:
+        with self.refusing("gather_objects"):
             check_root(root, self.size)
-        except (TypeError, InvalidArgumentError) as error:
-            self.refuse("gather_objects", error)
         self.note(f"gather_objects(root={root})")
         mine, nothing = self._pickled("gather_objects", value), np.empty(0, np.uint8)
         arrived = self.all_to_all([mine if rank == root else nothing for rank in range(self.size)])
         return [pickle.loads(each.data) for each in arrived] if self.rank == root else None
 
     def _pickled(self, verb: str, value: Any) -> Array:
-        try:
+        with self.refusing(verb):
             return np.frombuffer(pickle.dumps(value, pickle.HIGHEST_PROTOCOL), np.uint8)
-        except Exception as error:  # a class of the program may raise anything
-            self.refuse(verb, error)
 
     @abstractmethod
     def agree(self, call: str, error: Exception | None = None, options: CommunicationOptions | None = None) -> None:
@@ -243,6 +240,10 @@ class BaseCommunicator(ABC):
         """
         raise error
 
+    def refusing(self, call: str, options: CommunicationOptions | None = None) -> _Refusing:
+        """Return a context that refuses a call, as by `refuse`, if what is in it raises."""
+        return _Refusing(self, call, options)
+
     @abstractmethod
     def choose(self, count: int, dtype: np.dtype[np.generic], options: CommunicationOptions | None = None) -> Choice | None:
         """Return the plan for an all-reduce of `count` elements, and why it was chosen; None where nothing is sent."""
@@ -251,7 +252,8 @@ class BaseCommunicator(ABC):
         """Return how a sum or mean of such arrays is computed, and how long the last one took. Sends nothing."""
         self._require_open()
         check_options(options)
-        for index, array in enumerate(arrays if isinstance(arrays, (list, tuple)) else [arrays]):
+        given: Any = arrays if isinstance(arrays, (list, tuple)) else [arrays]
+        for index, array in enumerate(read_arrays(given)[0]):
             check_dtype(ReduceOp.SUM, array.dtype, f"array {index}")
         return Explanation(self.world)
 
@@ -269,6 +271,40 @@ class BaseCommunicator(ABC):
             The strategy that is closed, for the error of later calls; by default it is the communicator.
         """
         self.is_closed, self._closed_with = True, owner
+
+    def _read(
+        self, verb: str, values: Sequence[Any], out: Any, options: CommunicationOptions | None
+    ) -> tuple[list[Array], list[Array] | None]:
+        """Return values and `out` as arrays; raise on all replicas if one of them cannot be used."""
+        self._require_open()
+        try:
+            return read_arrays(values, out)
+        except Exception as error:  # not `refusing`, which costs a microsecond
+            self.refuse(verb, error, options)
+
+    def _each(
+        self,
+        verb: str,
+        act: Callable[[Array, Array | None], Any],
+        arrays: Any,
+        out: Any = None,
+        options: CommunicationOptions | None = None,
+        alike: Callable[[Sequence[Any], Sequence[Any], Sequence[Any] | None], list[Any]] = alike,
+    ) -> Any:
+        """Apply a verb to one array, or to each array of a list, which must be equally long on all replicas."""
+        is_list = isinstance(arrays, (list, tuple))
+        given, wanted = (arrays, out) if is_list else ([arrays], None if out is None else [out])
+        sources, targets = self._read(verb, given, wanted, options)
+        if is_list:
+            self.note(f"{verb} of {len(sources)} arrays", options)
+        with self._active():
+            if targets is None:
+                found = [act(source, None) for source in sources]
+            else:
+                sources = copy_overlapping(sources, targets) if len(sources) > 1 else sources
+                found = [act(source, target) for source, target in zip(sources, targets, strict=True)]
+            results = alike(found, given, wanted)
+        return results if is_list else results[0]
 
     def _require_open(self) -> None:
         if self.is_closed:
@@ -291,3 +327,17 @@ class BaseCommunicator(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}({self.size}), world={self.world.shape})"
+
+
+class _Refusing:
+    """What `BaseCommunicator.refusing` returns."""
+
+    def __init__(self, communicator: BaseCommunicator, call: str, options: CommunicationOptions | None) -> None:
+        self._communicator, self._call, self._options = communicator, call, options
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception):  # reading a value of the program may raise anything
+            self._communicator.refuse(self._call, error, self._options)

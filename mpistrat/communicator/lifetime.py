@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import weakref
 from functools import cache
 from typing import Protocol
 
-from mpistrat.launch import exit_code, finalize
-
-__all__ = ["follow"]
+from mpistrat.launch import abort
+from mpistrat.watch import watcher
 
 
 class _Guard(Protocol):
     communicator: int
 
-    def confirm_at_exit(self) -> None: ...
+    def is_broken(self) -> bool: ...
+
+    def confirm(self) -> None: ...
 
     def refuse_from_now_on(self, why: str) -> None: ...
 
@@ -32,9 +32,14 @@ def follow(guard: _Guard) -> None:
     _watch_finalize()
 
 
+def forget(guard: _Guard) -> None:
+    """Do nothing more with a guard whose communicator is closed: its groups are freed."""
+    _guards.discard(guard)
+
+
 @cache
 def _watch_finalize() -> None:
-    finalize.call_before(_before_finalize)
+    abort.before_finalize(_before_finalize)
 
 
 def _before_finalize() -> None:
@@ -44,9 +49,13 @@ def _before_finalize() -> None:
 
 
 def _confirm_at_exit() -> None:
-    if exit_code.ending_code() == 0:
-        for guard in sorted(_guards, key=lambda guard: guard.communicator):
-            guard.confirm_at_exit()
+    if abort.ending_code() == 0:
+        try:
+            for guard in sorted(_guards, key=lambda guard: guard.communicator):
+                if not guard.is_broken():
+                    guard.confirm()
+        except Exception as error:
+            abort.end(error)
 
 
 def _refuse_in_child() -> None:
@@ -54,5 +63,5 @@ def _refuse_in_child() -> None:
         guard.refuse_in_child()
 
 
-atexit.register(_confirm_at_exit)
+watcher.call_before_end(_confirm_at_exit)
 os.register_at_fork(after_in_child=_refuse_in_child)

@@ -11,7 +11,7 @@ from mpistrat.algorithms.choose import Choice
 from mpistrat.arrays import Array
 from mpistrat.communicator.interface import Arrays, BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.communicator.validate import check_gather, check_out, check_parts, check_root, copy_overlapping, for_each
+from mpistrat.communicator.validate import alike, check_gather, check_parts, check_root, check_target, copy_overlapping
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_dtype
 from mpistrat.timeline import Timeline
@@ -42,9 +42,11 @@ class LocalCommunicator(BaseCommunicator):
         op = ReduceOp.parse(op)
         given: Any = arrays
         targets: Any = out
-        if isinstance(given, (list, tuple)):
-            return self._copies(op, given, targets)
-        return self._copies(op, [given], None if out is None else [targets])[0]
+        if is_one := not isinstance(given, (list, tuple)):
+            given, targets = [given], None if out is None else [out]
+        sources, memory = self._read("all_reduce", given, targets, options)
+        results = alike(self._copies(op, sources, memory), given, targets)
+        return results[0] if is_one else results
 
     def start_all_reduce(
         self,
@@ -72,7 +74,7 @@ class LocalCommunicator(BaseCommunicator):
             copied: Array = self.all_reduce(op, array, options, target)
             return copied
 
-        return for_each(part, arrays, out)
+        return self._each("reduce_scatter", part, arrays, out)
 
     def all_gather(
         self, arrays: Arrays, axis: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None
@@ -83,27 +85,32 @@ class LocalCommunicator(BaseCommunicator):
             check_gather(array, axis)
             return self._copy(array, target)
 
-        return for_each(whole, arrays, out)
+        return self._each("all_gather", whole, arrays, out)
 
     def gather(self, arrays: Array | list[Array], root: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Return a copy."""
         check_root(root, self.size)
-        return for_each(lambda array, _: [self._copy(array)], arrays)
+        copies = self._each("gather", lambda array, _: self._copy(array), arrays)
+        return [[copied] for copied in copies] if isinstance(arrays, (list, tuple)) else [copies]
 
     def all_to_all(self, arrays: Arrays, options: CommunicationOptions | None = None) -> Any:
         """Return copies."""
-        if not isinstance(arrays, (list, tuple)):
-            check_gather(arrays, 0, "all_to_all")
-            return self._copy(arrays)
-        check_parts(arrays, self.size)
-        return [self._copy(array) for array in arrays]
+        is_list = isinstance(arrays, (list, tuple))
+        given: Any = arrays if is_list else [arrays]
+        sources, _ = self._read("all_to_all", given, None, options)
+        if is_list:
+            check_parts(sources, self.size)
+        else:
+            check_gather(sources[0], 0, "all_to_all")
+        results = alike(list(map(self._copy, sources)), given, None)
+        return results if is_list else results[0]
 
     def broadcast(
         self, arrays: Arrays, root: int = 0, options: CommunicationOptions | None = None, out: Arrays | None = None
     ) -> Any:
         """Return a copy."""
         check_root(root, self.size)
-        return for_each(self._copy, arrays, out)
+        return self._each("broadcast", self._copy, arrays, out)
 
     def barrier(self, options: CommunicationOptions | None = None) -> None:
         """Return at once."""
@@ -129,10 +136,11 @@ class LocalCommunicator(BaseCommunicator):
             check_dtype(op, array.dtype)
         if out is None:
             return [array.copy() for array in arrays]
-        results = check_out(out, arrays)
-        for target, array in zip(results, copy_overlapping(arrays, results), strict=True):
+        for target, array in zip(out, arrays, strict=True):
+            check_target(target, array)
+        for target, array in zip(out, copy_overlapping(arrays, out), strict=True):
             np.copyto(target, array)
-        return results
+        return list(out)
 
     def _copy(self, array: Array, target: Array | None = None) -> Array:
         self._count()

@@ -6,13 +6,16 @@ import math
 import warnings
 from dataclasses import dataclass, fields
 from enum import Enum
+from functools import cached_property
+from typing import Any
 
 from mpistrat import settings
 from mpistrat.algorithms.choose import PLANNERS
-from mpistrat.errors import InvalidArgumentError, SettingError
+from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.agreement import Agreement
 
 __all__ = [
+    "DEFAULTS",
     "WIRE_DTYPES",
     "CollectiveHints",
     "CommunicationImplementation",
@@ -23,6 +26,9 @@ __all__ = [
 
 WIRE_DTYPES = ("bfloat16", "float16")
 NATIVE = "native"
+_INTRA_DTYPES = ("float32", NATIVE)
+
+_MERGED_KEPT = 64
 
 
 class CommunicationImplementation(str, Enum):
@@ -37,6 +43,9 @@ class CommunicationImplementation(str, Enum):
 class CommunicationOptions:
     """Hints for collectives; the options of a call override those of the strategy.
 
+    The first three fields are TensorFlow's and merge as there: a value other than the default wins. In all others None says
+    nothing and any other value wins, so ``algorithm="auto"`` of a call restores the default. Fields merge independently.
+
     Attributes
     ----------
     bytes_per_pack : int
@@ -46,34 +55,38 @@ class CommunicationOptions:
         has. Once a deadline has passed, the strategy cannot make further collectives.
     implementation : CommunicationImplementation or str
         AUTO, RING or NCCL; names in upper or lower case.
-    algorithm : str
-        ``auto``, ``flat``, ``leader``, ``hierarchical`` or ``pipelined``. Not in TensorFlow.
+    algorithm : str or None
+        ``auto``, the default, ``flat`` or ``hierarchical``. Not in TensorFlow.
     wire_dtype : str or None
+        ``native``, the default, sends arrays as they are.
         ``bfloat16`` or ``float16``: float32, float16 and bfloat16 arrays are cast to it between nodes for SUM and MEAN, which
         halves the bytes of float32; they are added in float32. No effect inside a node, on other dtypes and operations, or
         where ``auto`` chooses ``flat``, as for small arrays. With s_i the sum over node i, the error is at most
         ``u * (sum|s_i| + |sum s_i|)`` to first order, for any number of nodes, in addition to the rounding of float32; u is
         2**-8 for bfloat16 and 2**-11 for float16, whose largest number is 65504: larger values overflow to infinity.
         Not in TensorFlow.
-    deterministic : bool
+    deterministic : bool or None
         Combine in the order of the replicas, so that the bits of the result depend on the values alone: not on the nodes, on
         packs, or on `algorithm`, which does not apply. On one node each replica reduces the arrays of all in shared memory; on
         several nodes every replica exchanges a part of each array with every other one, which costs ``2 (n - 1)`` messages per
         replica and, between nodes, up to as many times the bytes of ``hierarchical`` as a node has replicas. Excludes
         `wire_dtype`. Not in TensorFlow.
-    error_feedback : bool
+    error_feedback : bool or None
         With `wire_dtype`: the rounding errors of one call are added to what the next call sends, so that sums over many calls,
         such as those of an optimiser, stay as close as with float32. Errors are kept per bucket of arrays, so give unrelated
         calls different shapes, or make them one call. They are lost when new shapes need more scratch memory, and after 64
         other kinds of calls. Costs four bytes per element that a replica sends. Not in TensorFlow.
     intra_dtype : str or None
         ``native``: SUM, MEAN and PROD of float16 and bfloat16 arrays on GPUs are computed in the dtype of the arrays inside a
-        node, which halves the bytes that GPUs exchange; by default in float32. NCCL rounds after each addition, so the error
-        of a sum over p replicas is at most ``(p - 1) * u * sum|x_i|`` to first order, with the u of `wire_dtype`; sums of
+        node, which halves the bytes that GPUs exchange; by default in ``float32``. NCCL rounds after each addition, so the
+        error of a sum over p replicas is at most ``(p - 1) * u * sum|x_i|`` to first order, with the u of `wire_dtype`; sums of
         float16 overflow at 65504, also for MEAN. Between nodes MPI sends these 16 bits, which are added in float32, and
         `wire_dtype` does not apply; NCCL between nodes adds as inside them. No effect on other arrays, in host memory, where
         arrays are staged through host memory inside a node, or where ``flat`` is used with MPI. Excludes `deterministic`.
         Not in TensorFlow.
+    num_packs : int or None
+        Split the elements of a batch into this many equal packs, whatever `bytes_per_pack` says; the last one takes the
+        remainder. 0: each array by itself. Not in TensorFlow.
 
     Raises
     ------
@@ -85,11 +98,12 @@ class CommunicationOptions:
     bytes_per_pack: int = 0
     timeout_seconds: float | None = None
     implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
-    algorithm: str = "auto"
+    algorithm: str | None = None
     wire_dtype: str | None = None
-    deterministic: bool = False
-    error_feedback: bool = False
+    deterministic: bool | None = None
+    error_feedback: bool | None = None
     intra_dtype: str | None = None
+    num_packs: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.bytes_per_pack, int) or self.bytes_per_pack < 0:
@@ -97,24 +111,26 @@ class CommunicationOptions:
         seconds = self.timeout_seconds
         if seconds is not None and not (isinstance(seconds, (int, float)) and 0 <= seconds < math.inf):
             raise InvalidArgumentError(f"timeout_seconds must be None or a number of seconds >= 0; got {seconds!r}")
-        if self.algorithm not in ("auto", *PLANNERS):
+        if self.algorithm not in (None, "auto", *PLANNERS):
             raise InvalidArgumentError(f"algorithm must be auto or one of {', '.join(PLANNERS)}; got {self.algorithm!r}")
-        if self.wire_dtype not in (None, *WIRE_DTYPES):
-            raise InvalidArgumentError(f"wire_dtype must be None, {' or '.join(WIRE_DTYPES)}; got {self.wire_dtype!r}")
-        if self.intra_dtype not in (None, NATIVE):
-            raise InvalidArgumentError(f"intra_dtype must be None or {NATIVE}; got {self.intra_dtype!r}")
+        if self.wire_dtype not in (None, NATIVE, *WIRE_DTYPES):
+            raise InvalidArgumentError(f"wire_dtype must be {NATIVE}, {' or '.join(WIRE_DTYPES)}; got {self.wire_dtype!r}")
+        if self.intra_dtype not in (None, *_INTRA_DTYPES):
+            raise InvalidArgumentError(f"intra_dtype must be {' or '.join(_INTRA_DTYPES)}; got {self.intra_dtype!r}")
+        if self.num_packs is not None and self.num_packs < 0:
+            raise InvalidArgumentError(f"num_packs must be None, 0 (each array by itself) or positive; got {self.num_packs}")
         for name in ("deterministic", "error_feedback"):
-            if not isinstance(getattr(self, name), bool):
+            if not isinstance(getattr(self, name), (bool, type(None))):
                 raise InvalidArgumentError(f"{name} must be True or False; got {getattr(self, name)!r}")
-        if self.deterministic and self.wire_dtype:
+        if self.deterministic and self.wire_dtype in WIRE_DTYPES:
             raise InvalidArgumentError(
                 f"deterministic=True excludes wire_dtype={self.wire_dtype!r}: what is cast depends on who shares a node"
             )
-        if self.deterministic and self.intra_dtype:
+        if self.deterministic and self.intra_dtype == NATIVE:
             raise InvalidArgumentError(
                 f"deterministic=True excludes intra_dtype={self.intra_dtype!r}: how often sums are rounded depends on the nodes"
             )
-        if self.error_feedback and not self.wire_dtype:
+        if self.error_feedback and self.wire_dtype not in WIRE_DTYPES:
             raise InvalidArgumentError(
                 "error_feedback=True needs a wire_dtype: bfloat16 or float16; what is not cast loses nothing"
             )
@@ -125,22 +141,43 @@ class CommunicationOptions:
             raise InvalidArgumentError(f"implementation must be one of {accepted}; got {self.implementation!r}") from None
         object.__setattr__(self, "implementation", member)
 
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """The values of all fields: a key for dicts, sooner hashed and compared than the options."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
-        """Return these options, overridden by the fields of `other` that are not at their default.
+        """Return these options, overridden by the fields of `other` that have another value than the default of the class.
 
         Raises
         ------
         InvalidArgumentError
             If `other` is neither communication options nor None.
         """
-        check_options(other)
-        if other is None or other == CommunicationOptions():
+        if other is None:
             return self
-        chosen = {
-            field.name: getattr(other if getattr(other, field.name) != field.default else self, field.name)
-            for field in fields(self)
-        }
-        return CommunicationOptions(**chosen)
+        check_options(other)
+        found = self._merged.get(other.key)
+        if found is None:
+            if len(self._merged) == _MERGED_KEPT:
+                self._merged.clear()
+            chosen = {
+                field.name: getattr(other if getattr(other, field.name) != field.default else self, field.name)
+                for field in fields(self)
+            }
+            found = self._merged[other.key] = CommunicationOptions(**chosen)
+        return found
+
+    @cached_property
+    def _merged(self) -> dict[tuple[Any, ...], CommunicationOptions]:
+        """What `merge` has returned, by the key of the other options."""
+        return {}
+
+
+DEFAULTS = CommunicationOptions(
+    algorithm="auto", wire_dtype=NATIVE, deterministic=False, error_feedback=False, intra_dtype=_INTRA_DTYPES[0]
+)
+"""What applies where nothing was said."""
 
 
 def CollectiveHints(bytes_per_pack: int = 0, timeout_seconds: float | None = None) -> CommunicationOptions:  # noqa: N802
@@ -170,7 +207,7 @@ def check_options(options: object) -> None:
         raise InvalidArgumentError(f"options must be CommunicationOptions or None; got {options!r}")
 
 
-def shared_defaults(agreement: Agreement) -> CommunicationOptions:
+def shared_defaults(agreement: Agreement, values: settings.Snapshot) -> CommunicationOptions:
     """Return the default options from the settings, after checking that all ranks have the same. A collective call.
 
     Raises
@@ -180,14 +217,12 @@ def shared_defaults(agreement: Agreement) -> CommunicationOptions:
     AgreementError
         On every other rank in that case, and on all ranks if a setting that must be shared differs.
     """
-    try:
-        values = [f"{setting.name}={setting.read()}" for setting in settings.SHARED]
-        timeout_seconds = settings.TIMEOUT_SECONDS.read() or None
-        # deadlines may differ, but ranks without a deadline do not answer those that have one
-        values.append(f"{settings.TIMEOUT_SECONDS.name} {'set' if timeout_seconds else 'not set'}")
-    except SettingError as error:
-        agreement.check("settings that cannot be read", error)
-        raise
+    if values.error is not None:
+        agreement.check("settings that cannot be read", values.error)
+    shared = [f"{setting.name}={values[setting]}" for setting in settings.SETTINGS if setting.is_shared]
+    timeout_seconds = values[settings.TIMEOUT_SECONDS] or None
+    # deadlines may differ, but ranks without a deadline do not answer those that have one
+    shared.append(f"{settings.TIMEOUT_SECONDS.name} {'set' if timeout_seconds else 'not set'}")
     hint = "a launcher hands variables to other hosts only if told: mpiexec -x NAME (Open MPI), -genv NAME VALUE (MPICH)"
-    agreement.check(f"settings {', '.join(values)} ({hint})")
-    return CommunicationOptions(algorithm=settings.ALGORITHM.read(), timeout_seconds=timeout_seconds)
+    agreement.check(f"settings {', '.join(shared)} ({hint})")
+    return DEFAULTS.merge(CommunicationOptions(algorithm=values[settings.ALGORITHM], timeout_seconds=timeout_seconds))

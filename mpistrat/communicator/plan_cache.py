@@ -10,18 +10,19 @@ from typing import Any
 import numpy as np
 
 from mpistrat import settings
-from mpistrat.algorithms import flat, pipelined, reduce_scatter
+from mpistrat.algorithms import planners
 from mpistrat.algorithms.choose import Choice, choose
+from mpistrat.algorithms.chunks import part_bounds
 from mpistrat.algorithms.cost import DEFAULT, CostModel
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
-from mpistrat.communicator.bound_batch import BoundBatch, Bucket, LaidOut, Packing, bind_batch, is_current, lay_out
+from mpistrat.communicator.bound_batch import BoundBatch, Bucket, LaidOut, bind_batch, is_current, lay_out
 from mpistrat.communicator.explain import Explanation, Pack
-from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.communicator.options import WIRE_DTYPES, CommunicationImplementation, CommunicationOptions
 from mpistrat.communicator.validate import describe_all_reduce
 from mpistrat.errors import InvalidArgumentError, TransportError, Unsuitable
 from mpistrat.execution.bound_scatter import BoundScatter
-from mpistrat.execution.device_scatter import DeviceScatter
+from mpistrat.execution.device_executor import DeviceScatter
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.packing.wire import Wire
@@ -49,7 +50,7 @@ class PlanCache:
 
     def __init__(self, executor: Executor, say: Callable[[str], None], model: CostModel = DEFAULT) -> None:
         self._executor, self._world, self._say, self.model = executor, executor.hierarchy.world, say, model
-        self._chunk_bytes = settings.CHUNK_BYTES.read()
+        self._chunk_bytes = executor.hierarchy.settings[settings.CHUNK_BYTES]
         self._plans: OrderedDict[tuple[Any, ...], BoundBatch] = OrderedDict()
         self._num_evicted = 0
 
@@ -58,14 +59,13 @@ class PlanCache:
         op: ReduceOp,
         arrays: Sequence[Array],
         options: CommunicationOptions,
-        num_packs: int | None,
         axis: int | None = None,
     ) -> BoundBatch:
         """Return the plan for such arrays. A collective call if there is none yet.
 
         Parameters
         ----------
-        op, arrays, options, num_packs : ReduceOp, sequence of ndarray, CommunicationOptions, int or None
+        op, arrays, options : ReduceOp, sequence of ndarray, CommunicationOptions
             As for `Communicator.all_reduce`.
         axis : int or None
             None: an all-reduce. Else a reduce-scatter of one array along this axis, or an all-reduce where a reduce-scatter is
@@ -75,10 +75,8 @@ class PlanCache:
         ------
         UnsupportedDtypeError, TransportError, InvalidArgumentError
             As `check`, if there is no plan yet.
-        Unsuitable
-            If the requested algorithm declines.
         """
-        signature = _signature(op, arrays, options, num_packs, axis)
+        signature = _signature(op, arrays, options, axis)
         batch = self._plans.get(signature)
         if options.implementation is CommunicationImplementation.NCCL:  # not part of the signature
             self.check(op, arrays, options)
@@ -86,8 +84,8 @@ class PlanCache:
             self.check(op, arrays, options)
             batch = None if axis is None else self._bind_scatter(op, arrays[0], axis, options)
             if batch is None:
-                packs = self._lay_out(op, arrays, options, num_packs)
-                text = describe_all_reduce(op, arrays, options, num_packs)
+                packs = self._lay_out(op, arrays, options)
+                text = describe_all_reduce(op, arrays, options)
                 batch = bind_batch(self._executor, op, arrays, packs, lambda n, t: self._choose_one(op, n, t, options), text)
             self._plans[signature] = batch
             if len(self._plans) > BATCHES_KEPT:
@@ -107,20 +105,19 @@ class PlanCache:
         op: ReduceOp,
         arrays: Sequence[Array],
         options: CommunicationOptions,
-        num_packs: int | None,
         axis: int | None = None,
     ) -> bool:
         """Return whether there is a plan for such arrays, so that `find` is not a collective call."""
-        batch = self._plans.get(_signature(op, arrays, options, num_packs, axis))
+        batch = self._plans.get(_signature(op, arrays, options, axis))
         return batch is not None and is_current(batch, self._executor)
 
-    def explain(self, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None) -> Explanation:
+    def explain(self, arrays: Sequence[Array], options: CommunicationOptions) -> Explanation:
         """Return how a sum of such arrays is computed, and how long the last sum or mean took."""
         packs = []
-        for dtype, members, layout in self._lay_out(ReduceOp.SUM, arrays, options, num_packs):
+        for dtype, members, layout in self._lay_out(ReduceOp.SUM, arrays, options):
             choice = self.choose(layout.count, dtype, options)
             packs.append(Pack(members, _bucket_dtype(choice.plan, dtype).name, choice, self.model))
-        batches = [self._plans.get(_signature(op, arrays, options, num_packs)) for op in _WIRE_OPS]
+        batches = [self._plans.get(_signature(op, arrays, options)) for op in _WIRE_OPS]
         seconds = [batch.seconds for batch in batches if batch and not _is_one_call(batch)]
         return Explanation(self._world, tuple(packs), self.model, next(filter(None, seconds), None))
 
@@ -142,10 +139,10 @@ class PlanCache:
                 refusal = self._executor.nccl_refusal(self._combined_in(op, array.dtype, options), op)
                 if refusal:
                     raise TransportError(f"NCCL was asked for, but {refusal}; implementation AUTO or RING is accepted")
-        if options.wire_dtype and options.algorithm == "flat" and self._world.num_nodes > 1:
+        if options.wire_dtype in WIRE_DTYPES and options.algorithm == "flat" and self._world.num_nodes > 1:
             raise InvalidArgumentError(
                 f"wire_dtype={options.wire_dtype!r} needs a step between nodes, which algorithm 'flat' does not have; accepted "
-                "are auto, leader, hierarchical, pipelined, or wire_dtype=None"
+                "are auto, hierarchical, or wire_dtype='native'"
             )
 
     def choose(self, count: int, dtype: np.dtype[Any], options: CommunicationOptions) -> Choice:
@@ -173,12 +170,10 @@ class PlanCache:
         """Return the dtype in which arrays of a dtype are combined."""
         return accumulation_dtype(op, dtype)
 
-    def _lay_out(
-        self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None
-    ) -> list[LaidOut]:
+    def _lay_out(self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions) -> list[LaidOut]:
         """Return which arrays share a bucket."""
         dtypes = [self._combined_in(op, array.dtype, options) for array in arrays]
-        return lay_out([array.size for array in arrays], dtypes, Packing(options.bytes_per_pack, num_packs))
+        return lay_out([array.size for array in arrays], dtypes, options)
 
     def _choose_one(
         self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions
@@ -187,7 +182,7 @@ class PlanCache:
         wire = _wire(op, dtype, options)
         choice = self._choice(op, count, dtype, options, wire)
         self._say(f"{op.name} of {count} elements: {choice.plan}; {choice.reason}")
-        crosses_nodes = any(phase.scope in (Scope.INTER, Scope.LEADERS) for phase in choice.plan.phases)
+        crosses_nodes = any(phase.scope is Scope.INTER for phase in choice.plan.phases)
         return choice.plan, _bucket_dtype(choice.plan, dtype), wire if crosses_nodes else None
 
     def _bind_scatter(self, op: ReduceOp, array: Array, axis: int, options: CommunicationOptions) -> BoundBatch | None:
@@ -196,7 +191,7 @@ class PlanCache:
         if options.deterministic or (_wire(op, dtype, options) is not None and self._world.num_nodes > 1):
             return None
         row_count = array.size // max(array.shape[axis], 1)
-        bounds = [row_count * row for row in reduce_scatter.part_bounds(array.shape[axis], self._world.size)]
+        bounds = [row_count * row for row in part_bounds(array.shape[axis], self._world.size)]
         bound = self._scatter(op, dtype, bounds, options)
         if bound is None:
             return None
@@ -212,10 +207,11 @@ class PlanCache:
         if not self._executor.scatters:
             return None
         try:
-            plan = reduce_scatter.plan(self._world, bounds, dtype.itemsize, options.algorithm, self._chunk_bytes)
+            plan = planners.reduce_scatter(self._world, bounds, dtype.itemsize, options.algorithm or "auto", self._chunk_bytes)
         except Unsuitable:
             return None
-        return BoundScatter(self._executor, plan, dtype, op)
+        self._executor.reserve_exchange()
+        return BoundScatter(self._executor, plan, dtype, op) if self._executor.scatters else None
 
     def _choice(
         self, op: ReduceOp, count: int, dtype: np.dtype[Any], options: CommunicationOptions, wire: Wire | None
@@ -224,7 +220,7 @@ class PlanCache:
         if options.deterministic:
             return Choice(self._plan_in_order(op, count, dtype), "deterministic=True adds in the order of the replicas", ())
         wire_itemsize = wire.dtype.itemsize if wire else 0
-        return self._best(count, dtype.itemsize, options.algorithm, wire_itemsize)
+        return self._best(count, dtype.itemsize, options.algorithm or "auto", wire_itemsize)
 
     def _best(self, count: int, itemsize: int, algorithm: str, wire_itemsize: int) -> Choice:
         """Return the best plan for this memory, where addends may be summed in any order."""
@@ -233,9 +229,10 @@ class PlanCache:
     def _plan_in_order(self, op: ReduceOp, count: int, dtype: np.dtype[Any]) -> Plan:
         """Return a plan that adds in the order of the replicas: inside one node, or by an exchange between all."""
         if self._world.num_nodes > 1 or self._world.size == 1 or not self._executor.adds_in_order(dtype, op):
-            return replace(flat.plan(self._world, count, dtype.itemsize), in_order=True)
-        phases = (Phase(Verb.ALL_REDUCE, Scope.INTRA),)
-        return replace(pipelined.plan(self._world, count, dtype.itemsize, self._chunk_bytes), phases=phases, in_order=True)
+            [plan] = planners.flat(self._world, count, dtype.itemsize)
+            return replace(plan, in_order=True)
+        *_, plan = planners.hierarchical(self._world, count, dtype.itemsize, self._chunk_bytes)  # in chunks
+        return replace(plan, phases=(Phase(Verb.ALL_REDUCE, Scope.INTRA),), in_order=True)
 
 
 def _bucket_dtype(plan: Plan, dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -245,17 +242,17 @@ def _bucket_dtype(plan: Plan, dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def _wire(op: ReduceOp, dtype: np.dtype[Any], options: CommunicationOptions) -> Wire | None:
     """Return the wire dtype for values that are summed in `dtype`, if any."""
-    if options.wire_dtype and op in _WIRE_OPS and dtype == np.float32:
-        return Wire(np.dtype(options.wire_dtype), options.error_feedback)
+    if options.wire_dtype in WIRE_DTYPES and op in _WIRE_OPS and dtype == np.float32:
+        return Wire(np.dtype(options.wire_dtype), bool(options.error_feedback))
     return None
 
 
 def _signature(
-    op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None, axis: int | None = None
+    op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, axis: int | None = None
 ) -> tuple[Any, ...]:
     # only the options that determine a plan: ranks may differ in the others
     shaping = options.algorithm, options.bytes_per_pack, options.wire_dtype, options.error_feedback, options.deterministic
-    return (op, *shaping, options.intra_dtype, num_packs, axis, *[(array.shape, array.dtype) for array in arrays])
+    return (op, *shaping, options.intra_dtype, options.num_packs, axis, *[(array.shape, array.dtype) for array in arrays])
 
 
 def _is_one_call(batch: BoundBatch) -> bool:

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.algorithms.reduce_scatter import part_bounds
+from mpistrat.algorithms.chunks import part_bounds
 from mpistrat.arrays import Array, is_on_device
-from mpistrat.communicator.allocate import allocate, no_memory
 from mpistrat.communicator.bound_batch import BoundBatch
 from mpistrat.communicator.call import CollectiveCall
 from mpistrat.communicator.call_sequence import CallSequence
@@ -22,13 +21,13 @@ from mpistrat.communicator.gpu_arrays import GpuArrays, has_arrays
 from mpistrat.communicator.guard import CollectiveGuard
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.plan_cache import PlanCache
-from mpistrat.communicator.validate import check_gather, check_out, check_target, copy_overlapping, describe_all_reduce
+from mpistrat.communicator.validate import check_gather, check_target, copy_overlapping, describe_all_reduce
 from mpistrat.errors import CollectiveError
 from mpistrat.execution.engine import wait_for_gpu
 from mpistrat.execution.executor import Executor
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import Signature
-from mpistrat.reduction import ReduceOp
+from mpistrat.reduction import ReduceOp, quiet
 from mpistrat.transports.steps import Steps
 
 __all__ = ["Reductions"]
@@ -56,8 +55,6 @@ class Reductions:
         Fast paths of arrays that have been reduced before.
     plans : PlanCache or MixedPlanCache
         For arrays in any memory.
-    num_packs : int or None
-        How a batch is packed: see `mpistrat.Communicator`.
     active : callable
         Returns a context manager that makes this rank's GPU current, if it has one.
     """
@@ -66,12 +63,11 @@ class Reductions:
         self, executor: Executor, guard: CollectiveGuard, calls: CallSequence, plans: PlanCache, gpu: GpuArrays | None
     ) -> None:
         self._executor, self._guard, self._calls, self._gpu = executor, guard, calls, gpu
-        self.fast = FastPaths(executor, self.all_reduce_known)
+        self.fast = FastPaths(executor, guard, calls.options, self.all_reduce_known)
         self.plans: PlanCache | MixedPlanCache = plans if gpu is None else gpu.plans
-        self._present, self._rank, self._size = executor.hierarchy.call, executor.hierarchy.rank, executor.hierarchy.world.size
+        self._current, self._rank, self._size = executor.hierarchy.call, executor.hierarchy.rank, executor.hierarchy.world.size
         self._window = executor.intra.window if executor.hierarchy.intra.size > 1 else None
         self.active: Callable[[], AbstractContextManager[None]] = nullcontext if gpu is None else gpu.device.activate
-        self.num_packs: int | None = None
 
     def all_reduce(
         self, op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions | None, out: Sequence[Array] | None
@@ -79,18 +75,18 @@ class Reductions:
         """Combine each array across ranks: see `mpistrat.Communicator.all_reduce`. A collective call."""
 
         def check(wanted: CommunicationOptions) -> None:
-            self._check(op, arrays, wanted, self.num_packs, out)
+            self._check(op, arrays, wanted, out)
 
         def arguments(wanted: CommunicationOptions) -> str:
-            return describe_all_reduce(op, arrays, wanted, self.num_packs)
+            return describe_all_reduce(op, arrays, wanted)
 
         with self.active(), self._guard:
             call, refused = self._calls.prepare("all_reduce", arguments, options, check)
             self._begin(call, refused)
-            batch = self._batch(call, op, arrays, self.num_packs)
-            if call.options is self._calls.options:
-                # strict calls are compared each time, and calls with a deadline need their own clock
-                self.fast.add(op, arrays, batch, may_skip_checks=not (self._calls.is_strict or call.seconds))
+            # a rank on the fast path does not compare texts
+            is_known = self.fast.find(op, arrays, call.options, None) is not None
+            batch = self._batch(call, op, arrays, is_known=is_known)
+            self.fast.add(op, arrays, options, call.options, batch, self._calls.is_strict)
             self._guard.begin(call, batch.signature("all_reduce"))
             results, sources = self._results_and_sources(arrays, out)
             self._guard.run(call, self._steps(batch, sources, results))
@@ -115,30 +111,29 @@ class Reductions:
         structure: object,
     ) -> Work[list[Array]]:
         """Start what `all_reduce` does: see `mpistrat.Communicator.start_all_reduce`. A collective call."""
-        # the program may change its list and `num_packs` before the engine runs
-        given, num_packs = list(arrays), self.num_packs
+        given = list(arrays)  # the program may change its list before the engine runs
 
         def check(wanted: CommunicationOptions) -> None:
-            self._check(op, given, wanted, num_packs, out)
+            self._check(op, given, wanted, out)
 
         def arguments(wanted: CommunicationOptions) -> str:
-            return describe_all_reduce(op, given, wanted, num_packs)
+            return describe_all_reduce(op, given, wanted)
 
         with self.active():
-            self._guard.require_startable()
-            if structure is not None:
-                self._guard.note(f"start_all_reduce of {structure}")
-            call, refused = self._calls.prepare("start_all_reduce", arguments, options, check)
-            if refused is not None:
-                with self._guard:  # the other ranks find out when the engine begins their call
-                    call.begin()
-                    self._calls.refuse(call, refused)
-            call.is_started = True
-            results, sources = self._results_and_sources(given, out)
-            carry_out: Callable[[], list[Array]] = partial(self._carry_out, call, op, list(sources), results, num_packs)
-            if self._gpu is not None and has_arrays(given):
-                carry_out = self._gpu.on_own_stream(carry_out, partial(self._guard.run, call))
-            return self._guard.start(call, carry_out)
+            with self._guard.starting():
+                if structure is not None:
+                    self._guard.note(f"start_all_reduce of {structure}")
+                call, refused = self._calls.prepare("start_all_reduce", arguments, options, check)
+                if refused is None:
+                    call.is_started = True
+                    results, sources = self._results_and_sources(given, out)
+                    carry_out: Callable[[], list[Array]] = partial(self._carry_out, call, op, list(sources), results)
+                    if self._gpu is not None and has_arrays(given):
+                        carry_out = self._gpu.on_own_stream(carry_out, partial(self._guard.run, call))
+                    return self._guard.start(call, carry_out)
+            with self._guard:  # the other ranks find out when the engine begins their call
+                call.begin()
+                return self._calls.refuse(call, refused)
 
     def reduce_scatter(
         self, op: ReduceOp, array: Array, axis: int, options: CommunicationOptions | None, out: Array | None
@@ -152,12 +147,12 @@ class Reductions:
                 check_target(out, array, self._own_part(array, axis).shape)
 
         def arguments(wanted: CommunicationOptions) -> str:
-            return describe_all_reduce(op, [array], wanted, self.num_packs, axis)
+            return describe_all_reduce(op, [array], wanted, axis)
 
         with self.active(), self._guard:
             call, refused = self._calls.prepare("reduce_scatter", arguments, options, check)
             self._begin(call, refused)
-            batch = self._batch(call, op, [array], self.num_packs, axis % array.ndim)
+            batch = self._batch(call, op, [array], axis % array.ndim)
             self._guard.begin(call, Signature(call.arguments))
             result = self._new(array, self._own_part(array, axis).shape) if out is None else out
             if batch.scattered_dtype is not None:
@@ -171,13 +166,13 @@ class Reductions:
 
     def _scatter(self, call: CollectiveCall, batch: BoundBatch, dtype: np.dtype[Any], array: Array, part: Array) -> None:
         """Reduce-scatter along the first axis, in a dtype; write this rank's part to `part`."""
-        source: Array = allocate(self._guard, self._rank, lambda: array.astype(dtype, order="C", copy=False))
+        source: Array = self._guard.allocate(lambda: quiet()(array.astype, dtype, "C", "unsafe", True, False))
         # peers may still read the source while the result is written
         is_direct = part.dtype == dtype and part.flags.c_contiguous and not np.may_share_memory(source, part)
         target = part if is_direct else self._new(source, part.shape)
         self._guard.run(call, self._steps(batch, [source], [target]))
         if not is_direct:
-            np.copyto(part, target, casting="unsafe")
+            quiet()(np.copyto, part, target, "unsafe")
 
     def _own_part(self, array: Array, axis: int) -> Array:
         """Return this rank's part of an array along an axis."""
@@ -191,14 +186,14 @@ class Reductions:
         op: ReduceOp,
         arrays: Sequence[Array],
         options: CommunicationOptions,
-        num_packs: int | None,
         out: Sequence[Array] | None,
     ) -> None:
         """Check the arguments of an all-reduce; arrays that have a plan were checked when it was made."""
-        if not self.plans.has(op, arrays, options, num_packs):
+        if not self.plans.has(op, arrays, options):
             self.plans.check(op, arrays, options)
         if out is not None:
-            check_out(out, arrays)
+            for target, array in zip(out, arrays, strict=True):
+                check_target(target, array)
 
     def _begin(self, call: CollectiveCall, refused: Exception | None) -> None:
         """Begin a call, or raise the error if this rank cannot make it."""
@@ -207,17 +202,17 @@ class Reductions:
             self._calls.refuse(call, refused)
 
     def _batch(
-        self, call: CollectiveCall, op: ReduceOp, arrays: Sequence[Array], num_packs: int | None, axis: int | None = None
+        self, call: CollectiveCall, op: ReduceOp, arrays: Sequence[Array], axis: int | None = None, is_known: bool = False
     ) -> BoundBatch:
-        """Return the bound plan of a call. Ranks compare the call first if it binds memory or has a deadline."""
-        is_new = not self.plans.has(op, arrays, call.options, num_packs, axis)
-        if call.ends or self._calls.is_strict or (is_new and self._guard.checks):
+        """Return the bound plan of a call, which ranks compare first if it binds memory, or has a deadline and is not known."""
+        is_new = not self.plans.has(op, arrays, call.options, axis)
+        if (is_new and self._guard.checks) or ((call.ends or self._calls.is_strict) and not is_known):
             self._guard.agree(call)
         if is_new and self._gpu is not None:  # binding may free memory that enqueued operations use
             self._guard.run(call, self._gpu.executor.settle())
         before = self.plans.num_invalidated
         try:
-            return self.plans.find(op, arrays, call.options, num_packs, axis)
+            return self.plans.find(op, arrays, call.options, axis)
         finally:
             if before != self.plans.num_invalidated:
                 # the next call of the evicted kind binds its plan again, in which ranks on a fast path would not take part
@@ -231,11 +226,11 @@ class Reductions:
         try:
             return [self._empty(array, array.shape) for array in arrays], arrays
         except MemoryError as error:
-            raise no_memory(self._guard, self._rank, error) from None
+            raise self._guard.no_memory(error) from None
 
     def _new(self, array: Array, shape: tuple[int, ...]) -> Array:
         """Return a new array, on the GPU if `array` is: see `allocate`."""
-        return allocate(self._guard, self._rank, lambda: self._empty(array, shape))
+        return self._guard.allocate(lambda: self._empty(array, shape))
 
     def _empty(self, array: Array, shape: tuple[int, ...]) -> Array:
         if self._gpu is not None and is_on_device(array):
@@ -254,21 +249,16 @@ class Reductions:
         if self._gpu is not None and self._gpu.executor.compares_by_messages and has_arrays(results):
             yield from self._gpu.barrier()
         yield from _run_batch(batch, sources, results)
-        if not batch.is_compared:
-            self._present.add_unconfirmed(sum(array.nbytes for array in sources))
+        if not batch.detects_mismatch:
+            self._current.add_unconfirmed(sum(array.nbytes for array in sources))
 
-    def _carry_out(
-        self, call: CollectiveCall, op: ReduceOp, arrays: list[Array], results: list[Array], num_packs: int | None
-    ) -> list[Array]:
+    def _carry_out(self, call: CollectiveCall, op: ReduceOp, arrays: list[Array], results: list[Array]) -> list[Array]:
         """Run a started all-reduce, on the engine's thread."""
-        self._guard.raise_if_failed()
         call.begin()
         try:
-            batch = self._batch(call, op, arrays, num_packs)
+            batch = self._batch(call, op, arrays)
         except CollectiveError as error:
-            if not self._calls.is_strict:
-                # the program may have started others behind it already, which ranks that learn of this do not make
-                self._guard.fail(call.verb, error)
+            self._guard.give_up_started(call, error, self._calls.is_strict)
             raise
         self._guard.begin(call, batch.signature("start_all_reduce"))
         self._guard.run(call, self._steps(batch, arrays, results))
@@ -278,7 +268,7 @@ class Reductions:
     def _settle(self) -> None:
         """With MPISTRAT_STRICT, compare at once what could be compared later."""
         if self._calls.is_strict:
-            self._present.settle()
+            self._current.settle()
 
 
 def _run_batch(batch: BoundBatch, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:

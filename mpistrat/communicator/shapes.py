@@ -13,8 +13,6 @@ from mpistrat.groups.agreement import digest_of
 from mpistrat.groups.group import Group
 from mpistrat.reduction import HALF_DTYPES
 
-__all__ = ["decode_shape", "encode_shape", "name_of", "require_equal_shapes", "shape_digest"]
-
 _MAX_NDIM, _NAME_BYTES = 64, 32
 _DIGESTS_KEPT = 1024
 
@@ -38,13 +36,7 @@ def name_of(dtype: np.dtype[Any]) -> str:
 
 
 def require_equal_shapes(digests: np.ndarray[Any, np.dtype[np.int64]], needed: str, group: Group, array: Array) -> None:
-    """Check that the `shape_digest` of all ranks are equal. A collective call if they are not.
-
-    Raises
-    ------
-    InvalidArgumentError
-        On every rank, if they differ.
-    """
+    """Check that the `shape_digest` of all ranks are equal. A collective call if they are not."""
     if (digests == digests[0]).all():
         return
     found = group.comm.allgather(f"{array.dtype} {array.shape}")

@@ -12,7 +12,7 @@ from mpistrat.arrays import Array, as_array, like, to_host
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.reduction import ReduceOp, accumulation_dtype, check_across_replicas, divide
+from mpistrat.reduction import ReduceOp, accumulation_dtype, check_across_replicas, divide, quiet
 
 __all__ = ["IndexedSlices", "all_reduce_slices", "broadcast_slices", "check_slices", "gather_refused"]
 
@@ -142,7 +142,7 @@ def all_reduce_slices(
     if op is ReduceOp.MEAN:
         divide(totals, communicator.size, results)
     else:
-        results[...] = totals
+        quiet()(np.copyto, results, totals, "unsafe")
     return IndexedSlices(like(results, slices.values), like(rows, slices.indices), slices.dense_shape)
 
 
@@ -194,7 +194,8 @@ def _totals(op: ReduceOp, values: Array, indices: Array) -> tuple[Array, Array]:
     ordered = indices[order]
     starts = np.flatnonzero(np.diff(ordered, prepend=-1))
     # without a dtype NumPy would sum small integers and booleans in 64 bits
-    return np.add.reduceat(values[order], starts, axis=0, dtype=accumulation_dtype(op, values.dtype)), ordered[starts]
+    total = quiet()(np.add.reduceat, values[order], starts, 0, accumulation_dtype(op, values.dtype))
+    return total, ordered[starts]
 
 
 def _checked_indices(indices: Any, values: Array) -> Array:

@@ -3,68 +3,43 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
-import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-from mpistrat.arrays import Array, is_on_device
-from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.arrays import Array, as_array, as_target, is_aligned, is_on_device, like
+from mpistrat.communicator.options import DEFAULTS, CommunicationOptions
 from mpistrat.communicator.shapes import name_of
 from mpistrat.device.abstract import address
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp
 
-__all__ = [
-    "can_write_directly",
-    "check_array",
-    "check_gather",
-    "check_num_packs",
-    "check_out",
-    "check_parts",
-    "check_root",
-    "check_target",
-    "copy_overlapping",
-    "describe",
-    "describe_all_reduce",
-    "for_each",
-]
+
+def read_arrays(values: Sequence[Any], out: object = None) -> tuple[list[Array], list[Array] | None]:
+    """Return values as aligned arrays, and the memory of `out`: for a value that is in both, one array in both lists."""
+    if out is None:
+        return [_read(value, "an array") for value in values], None
+    if not isinstance(out, (list, tuple)) or len(out) != len(values):
+        found = len(out) if isinstance(out, (list, tuple)) else type(out).__name__
+        raise InvalidArgumentError(f"out must hold one array for each of the {len(values)} that are passed; got {found}")
+    targets = [as_target(target) for target in out]
+    if len(out) > 1:
+        _check_disjoint(targets)
+    pairs = zip(values, out, targets, strict=True)
+    return [memory if value is target else _read(value, "an array") for value, target, memory in pairs], targets
 
 
-def for_each(act: Callable[[Array, Array | None], Any], arrays: Any, out: Any = None) -> Any:
-    """Apply `act` to one array and its target, or to each array of a list in turn."""
-    if not isinstance(arrays, (list, tuple)):
-        return act(arrays, out)
-    targets = [None] * len(arrays) if out is None else out
-    return [act(array, target) for array, target in zip(arrays, targets, strict=True)]
-
-
-def check_array(array: object) -> None:
-    """Check that a value is a NumPy or CuPy array, or a NumPy scalar.
-
-    Raises
-    ------
-    UnsupportedDtypeError
-        If it is not.
-    """
-    if not (isinstance(array, (np.ndarray, np.generic)) or is_on_device(array)):
-        raise UnsupportedDtypeError(
-            f"a communicator takes arrays of NumPy and CuPy; got {type(array).__name__}: pass numpy.asarray(x), or "
-            "cupy.from_dlpack(x) of what is on the GPU"
-        )
+def alike(results: Sequence[Array], values: Sequence[Any], out: Sequence[Any] | None) -> list[Any]:
+    """Return results as arrays of the libraries of the values, or `out`, where they have been written to."""
+    # of a tensor in `out` too: the streams of its own library wait for what was written
+    found = list(map(like, results, values if out is None else out))
+    return found if out is None else list(out)
 
 
 def check_gather(array: Array, axis: int, verb: str = "all_gather") -> int:
-    """Return `axis` as a non-negative number.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If the array has no axes, or `axis` is out of range.
-    TypeError
-        If `axis` is not an integer.
-    """
+    """Return `axis` as a non-negative number."""
     if array.ndim == 0:
         raise InvalidArgumentError(f"{verb} needs arrays with at least one axis; got a scalar: pass x.reshape(1)")
     axis = _index(axis, "axis")
@@ -74,41 +49,14 @@ def check_gather(array: Array, axis: int, verb: str = "all_gather") -> int:
     return axis % array.ndim
 
 
-def check_num_packs(num_packs: int | None) -> int | None:
-    """Return `num_packs`.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If it is negative.
-    """
-    if num_packs is not None and num_packs < 0:
-        raise InvalidArgumentError(f"num_packs must be None, 0 (each array by itself) or positive; got {num_packs}")
-    return num_packs
-
-
 def check_root(root: int, num_replicas: int) -> None:
-    """Check that `root` is the number of a replica.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If it is not.
-    TypeError
-        If it is not an integer.
-    """
+    """Check that `root` is the number of a replica."""
     if not 0 <= _index(root, "root") < num_replicas:
         raise InvalidArgumentError(f"root must be a replica, 0 to {num_replicas - 1}; got {root}")
 
 
 def check_parts(arrays: Sequence[Array], num_replicas: int) -> None:
-    """Check the arrays of an all-to-all: one for each replica, all of one dtype, and of one shape but for the first axis.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If not.
-    """
+    """Check the arrays of an all-to-all: one for each replica, all of one dtype, and of one shape but for the first axis."""
     if len(arrays) != num_replicas:
         raise InvalidArgumentError(f"all_to_all needs one array for each of the {num_replicas} replicas; got {len(arrays)}")
     if len({(array.dtype, array.ndim, array.shape[1:]) for array in arrays}) > 1:
@@ -119,50 +67,37 @@ def check_parts(arrays: Sequence[Array], num_replicas: int) -> None:
 
 
 def check_out(out: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
-    """Return `out` as a list, after checking that the results for `arrays` can be written to it.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If its length differs, it holds an array twice, or an array in it is refused by `check_target`.
-    """
+    """Return `out` as a list, after checking that the results for `arrays` can be written to it."""
     if len(out) != len(arrays):
         raise InvalidArgumentError(f"out must hold one array for each of the {len(arrays)} that are reduced; got {len(out)}")
-    if len(set(map(id, out))) < len(out):
-        raise InvalidArgumentError("out holds an array twice, and each result needs one of its own; pass different arrays")
+    if len(out) > 1:
+        _check_disjoint(out)
     for target, array in zip(out, arrays, strict=True):
         check_target(target, array)
     return list(out)
 
 
 def check_target(target: Array, array: Array, shape: tuple[int, ...] | None = None) -> None:
-    """Check that the result for an array can be written to `target`.
-
-    Parameters
-    ----------
-    target, array : ndarray
-        The target, and the array that is communicated.
-    shape : tuple of int, optional
-        Shape of the result, -1 for an extent that is not known yet; that of `array` by default.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If `target` is in other memory than `array`, has another shape or dtype, or is not C-contiguous and writable.
-    """
-    check_array(target)
+    """Check that the result for an array can be written to `target`; in `shape`, -1 is an extent that is not known yet."""
     wanted = array.shape if shape is None else shape
     # CuPy has no read-only arrays
     contiguous, writable = target.flags.c_contiguous, getattr(target.flags, "writeable", True)
-    if not (_has_shape(target, wanted) and target.dtype == array.dtype and contiguous and writable):
+    aligned = is_aligned(target)
+    if not (_has_shape(target, wanted) and target.dtype == array.dtype and contiguous and writable and aligned):
         text = str(wanted).replace("-1", "any")
         raise InvalidArgumentError(
             f"out must be a writable, C-contiguous {array.dtype} array of shape {text}; "
-            f"got {target.dtype} {target.shape}, contiguous={contiguous}, writable={writable}"
+            f"got {target.dtype} {target.shape}, contiguous={contiguous}, writable={writable}, aligned={aligned}"
         )
     if is_on_device(target) != is_on_device(array):
         where = ["in host memory", "on a GPU"][:: -1 if is_on_device(array) else 1]
         raise InvalidArgumentError(f"out must lie where the array does: the array is {where[0]}, out {where[1]}")
+
+
+def are_disjoint(arrays: Sequence[Array]) -> bool:
+    """Return whether no two arrays share memory."""
+    bounds = sorted(_bounds(array) for array in arrays if array.size)
+    return all(stop <= start for (_, stop), (start, _) in pairwise(bounds))
 
 
 def copy_overlapping(arrays: Sequence[Array], out: Sequence[Array]) -> list[Array]:
@@ -178,32 +113,33 @@ def copy_overlapping(arrays: Sequence[Array], out: Sequence[Array]) -> list[Arra
     return [array if array is out[index] else array.copy() for index, array in enumerate(arrays)]
 
 
-def can_write_directly(target: Array, source: Array) -> bool:
-    """Return whether MPI can reduce `source` straight into `target`; if not, the slow path copies or raises."""
-    if type(target) is not type(source) or target.shape != source.shape or target.dtype is not source.dtype:
-        return False
-    if not (target.flags.carray and source.flags.aligned):
-        return False
-    # arrays that own their memory do not overlap, unless they are one
-    owners = source.base is None and target.base is None and source is not target
-    return owners or not np.may_share_memory(source, target)
-
-
 def describe(arrays: Sequence[Array]) -> str:
     """Return the dtypes and shapes of arrays, and which of them are on a GPU."""
     return ", ".join(f"{name_of(array.dtype)} {array.shape}{' on a GPU' if is_on_device(array) else ''}" for array in arrays)
 
 
-def describe_all_reduce(
-    op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, num_packs: int | None, axis: int | None = None
-) -> str:
+def describe_all_reduce(op: ReduceOp, arrays: Sequence[Array], options: CommunicationOptions, axis: int | None = None) -> str:
     """Return the arguments of an all-reduce or reduce-scatter that must be the same on all replicas."""
-    shaping = {name: getattr(options, name) for name in ("wire_dtype", "error_feedback", "deterministic", "intra_dtype")}
-    shaping["num_packs"] = num_packs
-    others = "".join(f", {name}={value}" for name, value in shaping.items() if value not in (None, False))
+    shaping = {
+        name: getattr(options, name) for name in ("wire_dtype", "error_feedback", "deterministic", "intra_dtype", "num_packs")
+    }
+    others = "".join(f", {name}={value}" for name, value in shaping.items() if value != getattr(DEFAULTS, name))
     always = f"algorithm={options.algorithm}, bytes_per_pack={options.bytes_per_pack}"
     along = "" if axis is None else f"axis={axis}, "
     return f"({op.name}, [{describe(arrays)}], {along}{always}{others})"
+
+
+def _read(value: Any, name: str) -> Array:
+    if isinstance(value, (list, tuple)):
+        raise UnsupportedDtypeError("a communicator takes an array or a list of arrays; got a list in a list: use a strategy")
+    array = as_array(value, name)
+    return array if is_aligned(array) else array.copy()
+
+
+def _check_disjoint(out: Sequence[Array]) -> None:
+    """Check that no two arrays to write to share memory."""
+    if not are_disjoint(out):
+        raise InvalidArgumentError("out holds an array twice, or arrays that overlap: each result needs memory of its own")
 
 
 def _has_shape(array: Array, wanted: tuple[int, ...]) -> bool:

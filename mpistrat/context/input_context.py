@@ -59,20 +59,7 @@ class InputContext:
 
 @dataclass(frozen=True)
 class ValueContext:
-    """The replica that a value is made for, and the number of replicas.
-
-    Attributes
-    ----------
-    replica_id_in_sync_group : int
-        Index of the replica, from 0.
-    num_replicas_in_sync : int
-        Number of replicas.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If there are no replicas, or the id is out of range.
-    """
+    """The replica that a value is made for, and the number of replicas."""
 
     replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1

@@ -9,7 +9,7 @@ outside all scopes    the default one    its default one  no
 ``merge_call(fn)``    that strategy      none             yes
 ====================  =================  ===============  =============
 
-File law: of this library only errors are imported. The module of the default strategy registers a factory for it.
+Invariant: of this library only errors are imported. The module of the default strategy registers a factory for it.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ __all__ = [
     "in_cross_replica_context",
     "in_replica_context_of",
     "misplaced",
+    "outside_replica",
     "pop",
     "push",
     "register_default",
@@ -110,13 +111,7 @@ def in_cross_replica_context() -> bool:
 
 
 def experimental_set_strategy(strategy: Any) -> None:
-    """Make `strategy` the current one on every thread, without a ``with`` block; None restores the default strategy.
-
-    Raises
-    ------
-    RuntimeError
-        If called inside ``strategy.scope()`` or ``strategy.run``.
-    """
+    """Make `strategy` the current one on every thread, without a ``with`` block; None restores the default strategy."""
     global _process_wide
     if entered.modes:
         raise misplaced(
@@ -149,13 +144,7 @@ def push(mode: Mode) -> None:
 
 
 def pop(mode: Mode) -> None:
-    """Leave the innermost mode of this thread, which must be `mode`.
-
-    Raises
-    ------
-    RuntimeError
-        If another mode is the innermost one: contexts are left out of order, or on another thread.
-    """
+    """Leave the innermost mode of this thread, which must be `mode`."""
     modes = entered.modes
     if not modes or modes[-1] is not mode:
         raise RuntimeError(
@@ -166,13 +155,7 @@ def pop(mode: Mode) -> None:
 
 
 class StrategyScope:
-    """Context manager that enters the cross-replica context of a strategy. It is reentrant.
-
-    Parameters
-    ----------
-    mode : Mode
-        The mode to enter; the same object for every scope of one strategy.
-    """
+    """Context manager that enters the cross-replica context of a strategy. It is reentrant."""
 
     def __init__(self, mode: Mode) -> None:
         self._mode = mode
@@ -197,24 +180,24 @@ class StrategyScope:
 
 
 def enter_or_assert_strategy(strategy: Any) -> AbstractContextManager[Any]:
-    """Return a context manager in which `strategy` is current: its scope, or a null context if it is current already.
-
-    Raises
-    ------
-    RuntimeError
-        On entering, if another strategy is current.
-    """
+    """Return a context manager in which `strategy` is current: its scope, or a null context if it is current already."""
     return nullcontext(strategy) if current().strategy is strategy else strategy.scope()
 
 
-def in_replica_context_of(strategy: Any, call: str) -> bool:
-    """Return whether this thread is inside ``strategy.run``; False in its scope and outside all scopes.
+@contextmanager
+def outside_replica() -> Iterator[None]:
+    """Leave replica context for the time of a ``with`` block; that of the default strategy stays."""
+    found = current()
+    outside = found if found is default_mode() else found.strategy.cross_replica_mode
+    push(outside)
+    try:
+        yield
+    finally:
+        pop(outside)
 
-    Raises
-    ------
-    RuntimeError
-        If another strategy is current; `call` is the call that the message names.
-    """
+
+def in_replica_context_of(strategy: Any, call: str) -> bool:
+    """Return whether this thread is inside ``strategy.run``; False in its scope and outside all scopes."""
     found = current()
     if found is default_mode():
         return False
@@ -224,13 +207,7 @@ def in_replica_context_of(strategy: Any, call: str) -> bool:
 
 
 def require_no_default_scope(call: str) -> None:
-    """Check that the current scope is not nested in the scope of the default strategy.
-
-    Raises
-    ------
-    RuntimeError
-        If it is. TensorFlow refuses to create variables there too. `call` is the call that the message names.
-    """
+    """Check that the current scope is not nested in the scope of the default strategy."""
     found = current()
     if found.strategy is not default_mode().strategy and default_mode() in entered.modes:
         raise RuntimeError(

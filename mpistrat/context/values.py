@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, Readable, array_module, as_array, is_on_device, to_host
+from mpistrat.arrays import Array, Readable, array_module, as_array, is_on_device, to_device, to_host
 from mpistrat.context.stack import current, default_mode
-from mpistrat.errors import InvalidArgumentError
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.structures import flatten, map_leaves
 
 __all__ = [
@@ -19,7 +19,11 @@ __all__ = [
     "Mirrored",
     "PerReplica",
     "across_replicas",
+    "across_replicas_of",
+    "assignable",
     "container_of",
+    "converted",
+    "in_replica",
     "regroup",
     "select_replica",
 ]
@@ -35,11 +39,6 @@ class DistributedValues(Readable, np.lib.mixins.NDArrayOperatorsMixin):
     """A value with one component per replica. Strategies create them.
 
     In operators and NumPy functions it stands for the array that `read` returns, also on a GPU.
-
-    Parameters
-    ----------
-    component : object
-        The component of this rank's replica.
     """
 
     def __init__(self, component: Any) -> None:
@@ -132,13 +131,7 @@ class PerReplica(DistributedValues):
     """A value whose components may differ. It can be read as an array only inside ``strategy.run``: as the local component."""
 
     def read(self) -> Array:
-        """Return the component of this replica.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If called outside ``strategy.run``.
-        """
+        """Return the component of this replica."""
         mode = current()
         if mode.replica_context is None or mode is default_mode():
             raise InvalidArgumentError(
@@ -209,26 +202,24 @@ class Mirrored(DistributedValues):
 
 def select_replica(value: Any) -> Any:
     """Return a nested value in which each distributed value is replaced by its component of this replica."""
-    return map_leaves(_in_replica, value)
+    return map_leaves(in_replica, value)
 
 
 def across_replicas(value: Any) -> Any:
     """Return a nested value in which each distributed value is replaced by what a reduction over replicas takes for it."""
-    return map_leaves(lambda leaf: leaf.across_replicas() if isinstance(leaf, DistributedValues) else leaf, value)
+    return map_leaves(across_replicas_of, value)
+
+
+def across_replicas_of(leaf: Any) -> Any:
+    """Return what replaces a leaf in a reduction over replicas."""
+    return leaf.across_replicas() if isinstance(leaf, DistributedValues) else leaf
 
 
 def regroup(value: Any, num_replicas: int) -> Any:
     """Return what a function returned in ``strategy.run`` with each leaf as a per-replica value.
 
-    Variables and mirrored values stay as they are. That all replicas returned the same structure is checked only when the value
-    is reduced.
-
-    Parameters
-    ----------
-    value : nest
-        What the function returned on this rank.
-    num_replicas : int
-        Number of replicas; with a single one `value` is returned unchanged.
+    Variables, mirrored values and functions stay as they are. That all replicas returned the same structure is checked only
+    when the value is reduced.
     """
     return value if num_replicas == 1 else map_leaves(_per_replica, value)
 
@@ -239,12 +230,13 @@ def container_of(value: Any) -> Any:
     return found if found is not None and found._component is value else value
 
 
-def _in_replica(leaf: Any) -> Any:
+def in_replica(leaf: Any) -> Any:
+    """Return what replaces a leaf in the arguments of a function that ``strategy.run`` calls."""
     return leaf.in_replica() if isinstance(leaf, DistributedValues) else leaf
 
 
 def _per_replica(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, DistributedValues) else PerReplica(leaf)
+    return leaf if isinstance(leaf, DistributedValues) or callable(leaf) else PerReplica(leaf)
 
 
 def _read(leaf: Any) -> Any:
@@ -260,3 +252,33 @@ def _check_targets(targets: Any) -> None:
                 "    incorrect:  variable += value; variable[index] = value; np.add(variable, value, out=variable)\n"
                 "    correct:    variable.assign_add(value), or in replica context ctx.update(variable, fn, (value,))"
             )
+
+
+def assignable(value: Any, target: Array, owner: object) -> Array:
+    """Return `value` as an array that can be assigned to `target`: in its dtype, and on its device."""
+    array = as_array(value)
+    if array.shape != target.shape:
+        raise InvalidArgumentError(
+            f"{owner!r} has shape {target.shape}; a value of shape {array.shape} cannot be assigned to it"
+        )
+    fit = converted(array, target.dtype, owner)
+    return to_device(fit) if is_on_device(target) else to_host(fit)
+
+
+def converted(array: Array, dtype: np.dtype[Any], owner: object) -> Array:
+    """Return `array` in `dtype`, the one of `owner`; signed and unsigned integers count as the same kind of number."""
+    if array.dtype == dtype:
+        return array
+    if not (np.can_cast(array.dtype, dtype, casting="same_kind") or (array.dtype.kind == "i" and dtype.kind == "u")):
+        raise UnsupportedDtypeError(
+            f"{owner!r} has dtype {dtype}, which cannot hold a value of dtype {array.dtype}; cast it first, "
+            f"value.astype({dtype.name!r})"
+        )
+    if dtype.kind in "iu" and array.size:
+        limits, least, greatest = np.iinfo(dtype), int(array.min()), int(array.max())
+        if least < limits.min or greatest > limits.max:
+            raise InvalidArgumentError(
+                f"{owner!r} has dtype {dtype}, which holds {limits.min} to {limits.max}; numbers from {least} to "
+                f"{greatest} would wrap around"
+            )
+    return array.astype(dtype)

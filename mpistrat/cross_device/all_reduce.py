@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from mpistrat.arrays import as_array, like
@@ -11,10 +10,10 @@ from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices
 from mpistrat.context.values import PerReplica
-from mpistrat.cross_device.destinations import deliver, resolve
 from mpistrat.cross_device.ops import CrossDeviceOps, current_communicator
+from mpistrat.cross_device.pairs import deliver, resolve
 from mpistrat.device.binding import bound_device
-from mpistrat.errors import InvalidArgumentError, TransportError
+from mpistrat.errors import TransportError
 from mpistrat.reduction import ReduceOp
 
 __all__ = ["CollectiveAllReduce", "HierarchicalAllReduce", "HierarchicalCopyAllReduce", "NcclAllReduce"]
@@ -36,9 +35,23 @@ class HierarchicalAllReduce(CrossDeviceOps):
     """
 
     def __init__(self, num_packs: int | None = None) -> None:
-        if num_packs is not None and num_packs < 0:
-            raise InvalidArgumentError(f"num_packs must be None, 0 (each array by itself) or positive; got {num_packs}")
-        self.num_packs = num_packs
+        self._options = CommunicationOptions(num_packs=num_packs)
+
+    @property
+    def num_packs(self) -> int | None:
+        """As given."""
+        return self._options.num_packs
+
+    def all_reduce_options(
+        self, communicator: BaseCommunicator, options: CommunicationOptions | None
+    ) -> CommunicationOptions | None:
+        """Return these options, merged over those of this object, unless a subclass reduces in another way."""
+        kind, own = type(self), HierarchicalAllReduce
+        if kind.reduce_implementation is not own.reduce_implementation:
+            return None
+        if kind.batch_reduce_implementation is not own.batch_reduce_implementation:
+            return None
+        return self._merged(communicator, options)
 
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
@@ -54,12 +67,11 @@ class HierarchicalAllReduce(CrossDeviceOps):
 
     def _all_reduce(self, op: ReduceOp, pairs: Sequence[tuple[PerReplica, Any]], options: CommunicationOptions) -> list[Any]:
         communicator = current_communicator()
-        wanted = self._preference(communicator).merge(options)
+        wanted = self._merged(communicator, options)
         destination_ranks = [resolve(destinations, communicator) for _, destinations in pairs]
         components = [component for value, _ in pairs for component in value.values]
         arrays = [as_array(component) for component in components if not isinstance(component, IndexedSlices)]
-        with _packed(communicator, self.num_packs):
-            dense = iter(communicator.all_reduce(op, arrays, wanted) if arrays else ())
+        dense = iter(communicator.all_reduce(op, arrays, wanted) if arrays else ())
         results = [
             all_reduce_slices(communicator, op, component, wanted)
             if isinstance(component, IndexedSlices)
@@ -68,104 +80,52 @@ class HierarchicalAllReduce(CrossDeviceOps):
         ]
         return [deliver(result, ranks, communicator) for result, ranks in zip(results, destination_ranks, strict=True)]
 
-    def _preference(self, communicator: BaseCommunicator) -> CommunicationOptions:
-        """Return the options that this class sets; the options of a call take precedence."""
-        return CommunicationOptions()
+    def _merged(self, communicator: BaseCommunicator, options: CommunicationOptions | None) -> CommunicationOptions:
+        """Return the options of a call, merged over those of this object; raise if the communicator cannot reduce so."""
+        self._check(communicator)
+        return self._options.merge(options)
+
+    def _check(self, communicator: BaseCommunicator) -> None:
+        """Raise if the communicator cannot reduce in this way."""
 
 
 class CollectiveAllReduce(HierarchicalAllReduce):
-    """Reduces by one all-reduce over all ranks (algorithm ``flat``), whatever the nodes.
-
-    Parameters
-    ----------
-    options : CommunicationOptions, optional
-        Defaults; the options of a call take precedence.
-    num_packs : int, optional
-        As for `HierarchicalAllReduce`.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If `num_packs` is negative, or the options are not CommunicationOptions.
-    """
+    """Reduces by one all-reduce over all ranks (algorithm ``flat``), whatever the nodes."""
 
     def __init__(self, options: CommunicationOptions | None = None, num_packs: int | None = None) -> None:
         super().__init__(num_packs)
         check_options(options)
-        self._options = CommunicationOptions(algorithm="flat").merge(options)
+        self._options = CommunicationOptions(algorithm="flat").merge(options).merge(self._options)
 
     def __repr__(self) -> str:
         return f"CollectiveAllReduce(options={self._options}, num_packs={self.num_packs})"
 
-    def _preference(self, communicator: BaseCommunicator) -> CommunicationOptions:
-        return self._options
-
 
 class HierarchicalCopyAllReduce(HierarchicalAllReduce):
-    """Reduces inside one node by a reduce-scatter and an all-gather.
-
-    Parameters
-    ----------
-    num_packs : int
-        As for `HierarchicalAllReduce`.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If `num_packs` is negative.
-    NotImplementedError
-        On use, on all replicas, if they are on several nodes.
-    """
+    """Reduces inside one node by a reduce-scatter and an all-gather."""
 
     def __init__(self, num_packs: int = 1) -> None:
         super().__init__(num_packs)
+        self._options = CommunicationOptions(algorithm="hierarchical", num_packs=num_packs)
 
-    def _preference(self, communicator: BaseCommunicator) -> CommunicationOptions:
+    def _check(self, communicator: BaseCommunicator) -> None:
         if communicator.world.num_nodes > 1:
             raise NotImplementedError(
                 f"HierarchicalCopyAllReduce reduces over the ranks of one node, but these replicas are {communicator.world}: "
                 "use HierarchicalAllReduce(), which reduces inside nodes and then between them"
             )
-        return CommunicationOptions(algorithm="hierarchical")
 
 
 class NcclAllReduce(HierarchicalAllReduce):
-    """Reduces arrays on GPUs by NCCL.
-
-    Parameters
-    ----------
-    num_packs : int
-        As for `HierarchicalAllReduce`.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If `num_packs` is negative.
-    TransportError
-        On use, on all replicas, if they compute in host memory, if NCCL cannot be used on one of their nodes, or if it does not
-        support the dtype or the operation.
-    """
+    """Reduces arrays on GPUs by NCCL."""
 
     def __init__(self, num_packs: int = 1) -> None:
         super().__init__(num_packs)
+        self._options = CommunicationOptions(implementation="NCCL", num_packs=num_packs)
 
-    def _preference(self, communicator: BaseCommunicator) -> CommunicationOptions:
+    def _check(self, communicator: BaseCommunicator) -> None:
         if bound_device() is None:
             raise TransportError(
                 "NcclAllReduce reduces arrays in GPU memory, but these replicas compute in host memory: use "
                 "HierarchicalAllReduce(), the default, or ReductionToOneDevice()"
             )
-        return CommunicationOptions(implementation="NCCL")
-
-
-@contextmanager
-def _packed(communicator: BaseCommunicator, num_packs: int | None) -> Iterator[None]:
-    """Set the number of packs of a communicator for the time of a ``with`` block; None leaves it unchanged."""
-    before = communicator.num_packs
-    if num_packs is not None:  # setting it, even to the same value, clears the plan cache of the communicator
-        communicator.num_packs = num_packs
-    try:
-        yield
-    finally:
-        if num_packs is not None:
-            communicator.num_packs = before

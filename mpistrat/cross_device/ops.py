@@ -1,6 +1,6 @@
 """CrossDeviceOps: base class of the objects that reduce the components of values and deliver the results.
 
-File law: these objects hold no communicator. They use the one of the strategy that is current when they are called.
+Invariant: these objects hold no communicator. They use the one of the strategy that is current when they are called.
 """
 
 from __future__ import annotations
@@ -12,30 +12,22 @@ from mpistrat.arrays import as_array, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, broadcast_slices, gather_refused
-from mpistrat.context.stack import current, default_mode, get_strategy, in_cross_replica_context, misplaced, pop, push
+from mpistrat.context.advice import ADVICE
+from mpistrat.context.stack import current, default_mode, get_strategy, in_cross_replica_context, misplaced, outside_replica
 from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, select_replica
-from mpistrat.cross_device.destinations import OnSomeReplicas, deliver, resolve
-from mpistrat.cross_device.pairs import Pair, broadcast_source, checked_component, checked_pairs, needs_reduction
+from mpistrat.cross_device.pairs import (
+    OnSomeReplicas,
+    Pair,
+    broadcast_source,
+    checked_component,
+    checked_pairs,
+    deliver,
+    needs_reduction,
+    resolve,
+)
 from mpistrat.reduction import ReduceOp
 
 __all__ = ["CrossDeviceOps", "current_communicator"]
-
-# method -> an incorrect line, written inside strategy.run, and the correct one
-_ADVICE = {
-    "reduce": (
-        'def step(): return ops.reduce("sum", value, destinations)',
-        'def step(): return mpistrat.get_replica_context().all_reduce("sum", value); or ops.reduce(…) in strategy.scope()',
-    ),
-    "batch_reduce": (
-        'def step(): return ops.batch_reduce("sum", [(value, destinations), (other, destinations)])',
-        'def step(): return mpistrat.get_replica_context().all_reduce("sum", [value, other]); or ops.batch_reduce(…) in '
-        "strategy.scope()",
-    ),
-    "broadcast": (
-        "def step(): return ops.broadcast(array, destinations)",
-        "with strategy.scope(): ops.broadcast(array, destinations)",
-    ),
-}
 
 _IMPLEMENTATIONS = {"reduce_implementation", "batch_reduce_implementation"}
 
@@ -53,7 +45,10 @@ class CrossDeviceOps:
         `bytes_per_pack` of the options.
     """
 
-    num_packs: int | None = None
+    @property
+    def num_packs(self) -> int | None:
+        """None, if this has no packs."""
+        return None
 
     def reduce(
         self,
@@ -62,12 +57,12 @@ class CrossDeviceOps:
         destinations: Any,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Reduce a value over replicas, and deliver the result to `destinations`. A collective call.
+        """Reduce a value over replicas, and deliver the result to `destinations`. A collective call, outside ``strategy.run``.
 
         Parameters
         ----------
         reduce_op : ReduceOp or str
-            SUM, MEAN, MIN, MAX or PROD; case does not matter.
+            SUM, MEAN, MIN, MAX or PROD; case does not matter. IndexedSlices have SUM and MEAN.
         per_replica_value : DistributedValues, IndexedSlices or array_like
             The value. If it is not a per-replica value, it counts as equal on all replicas: its mean, minimum and maximum are
             the value itself. Its sum and product are ambiguous with several replicas, and refused unless it is zero.
@@ -75,7 +70,7 @@ class CrossDeviceOps:
             The ranks that receive the result. A value, variable or array stands for the replicas that hold it, and is not
             changed; a device string (``rank:2``) or a number stands for that rank; a set stands for all its members.
         options : CommunicationOptions, optional
-            Take precedence over those of the strategy.
+            Override those of the strategy.
 
         Returns
         -------
@@ -85,16 +80,8 @@ class CrossDeviceOps:
 
         Raises
         ------
-        RuntimeError
-            If called inside ``strategy.run``, or outside all scopes with a value of a strategy.
         InvalidArgumentError
             If the value is not an array, its sum or product is ambiguous, or `destinations` is empty or of an unsupported type.
-        UnsupportedDtypeError
-            If `reduce_op` is not defined for the dtype.
-        TypeError
-            If `reduce_op` is neither a ReduceOp nor a str.
-        NotImplementedError
-            If `reduce_op` is neither SUM nor MEAN and the value is IndexedSlices.
         """
         return self._reduce("reduce", reduce_op, [(per_replica_value, destinations)], options)[0]
 
@@ -104,56 +91,16 @@ class CrossDeviceOps:
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Reduce many values as one batch, each with its own destinations. A collective call.
-
-        Parameters
-        ----------
-        reduce_op, options : ReduceOp or str, CommunicationOptions, optional
-            As for `reduce`.
-        value_destination_pairs : iterable of 2-tuples
-            Values and destinations as for `reduce`, dense and sparse in any order.
-
-        Returns
-        -------
-        list
-            One result for each pair, in order.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If `value_destination_pairs` is not an iterable of 2-tuples. All other errors are as for `reduce`.
-        """
+        """Reduce many values as one batch, each with its own destinations: pairs of what `reduce` takes. A collective call."""
         return self._reduce("batch_reduce", reduce_op, value_destination_pairs, options)
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
-        """Broadcast a value to `destinations`. A collective call.
-
-        Parameters
-        ----------
-        tensor : array_like, Mirrored, OnSomeReplicas or IndexedSlices
-            The value of replica 0 is broadcast; if only some replicas hold it, the one of the first of them.
-        destinations : DistributedValues, array, str, int or set
-            As for `reduce`; a variable here is not changed either.
-
-        Returns
-        -------
-        Mirrored, OnSomeReplicas or ndarray
-            As for `reduce`.
-
-        Raises
-        ------
-        RuntimeError
-            If called inside ``strategy.run``, or outside all scopes with a value of a strategy.
-        InvalidArgumentError
-            If the value is a per-replica value or not an array, or `destinations` is empty or of an unsupported type.
-        """
+        """Broadcast a value to `destinations`. A collective call."""
         _require_cross_replica(self, "broadcast")
         communicator = current_communicator()
-        try:
+        with communicator.refusing("broadcast"):
             broadcast_source(tensor)
             ranks = resolve(destinations, communicator)
-        except (TypeError, ValueError) as error:
-            communicator.refuse("broadcast", error)
         communicator.note(f"broadcast of a {type(tensor).__name__} to ranks {ranks}")
         return self.broadcast_implementation(tensor, destinations)
 
@@ -166,15 +113,16 @@ class CrossDeviceOps:
         """
         if not arrays:
             return []
-        found = current()
-        outside = found if found is default_mode() else found.strategy.cross_replica_mode
         values = [PerReplica(array) for array in arrays]
-        push(outside)
-        try:
+        with outside_replica():
             results = self._reduce_each(reduce_op, [(value, value) for value in values], options or CommunicationOptions())
-        finally:
-            pop(outside)
         return [result.in_replica() if isinstance(result, DistributedValues) else result for result in results]
+
+    def all_reduce_options(
+        self, communicator: BaseCommunicator, options: CommunicationOptions | None
+    ) -> CommunicationOptions | None:
+        """Return the options with which an all-reduce of the communicator does the same for arrays; None if none does."""
+        return None
 
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
@@ -195,7 +143,10 @@ class CrossDeviceOps:
         raise _abstract(self)
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """Broadcast a value to `destinations`; may be overridden. A collective call, in cross-replica context."""
+        """Broadcast a value to `destinations`, also for ``broadcast`` of a strategy or replica context; may be overridden.
+
+        A collective call, in cross-replica context.
+        """
         communicator = current_communicator()
         root, component = broadcast_source(tensor)
         if isinstance(component, IndexedSlices):
@@ -205,12 +156,9 @@ class CrossDeviceOps:
         return deliver(copy, resolve(destinations, communicator), communicator)
 
     def gather_implementation(self, per_replica_value: Any, destinations: Any, axis: int, options: CommunicationOptions) -> Any:
-        """Concatenate components along `axis`, in replica order, for ``strategy.gather``; may be overridden. A collective call.
+        """Concatenate components along `axis`, for ``strategy.gather`` and ``ctx.all_gather``; may be overridden.
 
-        Raises
-        ------
-        NotImplementedError
-            If the components are slices.
+        A collective call, in cross-replica context. The components are in replica order.
         """
         communicator = current_communicator()
         component = checked_component(per_replica_value)
@@ -225,12 +173,10 @@ class CrossDeviceOps:
         """Check the arguments, and reduce the values that need it."""
         _require_cross_replica(self, method)
         communicator = current_communicator()
-        try:
+        with communicator.refusing(method, options):
             op = ReduceOp.parse(reduce_op)
             checked = checked_pairs(op, pairs, communicator)
             check_options(options)
-        except (TypeError, ValueError, NotImplementedError) as error:
-            communicator.refuse(method, error, options)
         asked = ", ".join(map(str, checked))
         # not repr(self): the one of a user's class may differ between ranks
         call = f"{type(self).__name__}(num_packs={self.num_packs}).{method}({op.name}, [{asked}])"
@@ -272,7 +218,7 @@ def current_communicator() -> BaseCommunicator:
 
 def _require_cross_replica(ops: CrossDeviceOps, method: str) -> None:
     if not in_cross_replica_context() and current() is not default_mode():
-        raise misplaced(f"{type(ops).__name__}.{method}", "in cross-replica context", *_ADVICE[method])
+        raise misplaced(f"{type(ops).__name__}.{method}", "in cross-replica context", *ADVICE[f"ops.{method}"])
 
 
 def _abstract(ops: CrossDeviceOps) -> NotImplementedError:

@@ -1,27 +1,33 @@
-"""The arguments of CrossDeviceOps: pairs of values and destinations, checked before anything is sent."""
+"""Values and destinations of CrossDeviceOps: checked before anything is sent, and results delivered to some ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from mpistrat.arrays import Array, as_array, as_operand
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.sparse import IndexedSlices, check_slices
 from mpistrat.context.stack import current, default_mode, get_strategy, misplaced
-from mpistrat.context.values import DistributedValues, PerReplica
-from mpistrat.cross_device.destinations import OnSomeReplicas, resolve
+from mpistrat.context.values import DistributedValues, Mirrored, PerReplica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, check_across_replicas
+from mpistrat.text import ranks_text
+from mpistrat.topology.devices import ranks_of
 
 __all__ = [
     "IDEMPOTENT",
+    "OnSomeReplicas",
     "Pair",
     "broadcast_source",
     "check_unambiguous",
     "checked_component",
     "checked_pairs",
+    "deliver",
     "needs_reduction",
+    "resolve",
 ]
 
 # the reduction of equal components is the component itself
@@ -45,18 +51,7 @@ class Pair(NamedTuple):
 
 
 def checked_pairs(op: ReduceOp, pairs: Iterable[tuple[Any, Any]], communicator: BaseCommunicator) -> list[Pair]:
-    """Return pairs of values and destinations, after checking that each value can be reduced with `op`.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If `pairs` is not an iterable of 2-tuples, a value is not an array, its sum is ambiguous, or its destinations are
-        invalid.
-    UnsupportedDtypeError
-        If `op` is not defined for a dtype.
-    RuntimeError
-        If a value of a strategy is reduced outside all scopes.
-    """
+    """Return pairs of values and destinations, after checking that each value can be reduced with `op`."""
     given = list(pairs) if isinstance(pairs, Iterable) else None
     if given is None or any(not isinstance(pair, tuple) or len(pair) != 2 for pair in given):
         raise InvalidArgumentError(
@@ -66,13 +61,7 @@ def checked_pairs(op: ReduceOp, pairs: Iterable[tuple[Any, Any]], communicator: 
 
 
 def checked_component(value: Any) -> Array | IndexedSlices:
-    """Return the component of this rank of any value, distributed or not.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If it is not an array of numbers.
-    """
+    """Return the component of this rank of any value, distributed or not."""
     component = value.in_replica() if isinstance(value, DistributedValues) else value
     if isinstance(component, IndexedSlices):
         return component
@@ -86,15 +75,7 @@ def checked_component(value: Any) -> Array | IndexedSlices:
 
 
 def broadcast_source(tensor: Any) -> tuple[int, Array | IndexedSlices]:
-    """Return the root of the broadcast of a value, and the array that this rank passes to it.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If this is a per-replica value, or not an array of numbers.
-    RuntimeError
-        If the value of a strategy is broadcast outside all scopes.
-    """
+    """Return the root of the broadcast of a value, and the array that this rank passes to it."""
     _check_in_scope(tensor)
     if isinstance(tensor, PerReplica):
         raise InvalidArgumentError(
@@ -108,13 +89,7 @@ def broadcast_source(tensor: Any) -> tuple[int, Array | IndexedSlices]:
 
 
 def check_unambiguous(op: ReduceOp, num_components: int) -> None:
-    """Check that the reduction of a value that is equal on all replicas, and not zero, is not ambiguous.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If there are several components and `op` is SUM or PROD.
-    """
+    """Check that the reduction of a value that is equal on all replicas, and not zero, is not ambiguous."""
     if op not in IDEMPOTENT and num_components > 1:
         raise InvalidArgumentError(
             f"{op.name} of a value that is not a per-replica value is ambiguous with {num_components} replicas: it could count "
@@ -173,3 +148,94 @@ def _check_in_scope(value: Any) -> None:
             'ops.reduce("sum", strategy.run(fn), destinations)',
             'with strategy.scope(): ops.reduce("sum", strategy.run(fn), destinations)',
         )
+
+
+_ACCEPTED = (
+    "accepted are a distributed value, a variable or an array (the replicas that hold it), a device string such as 'rank:0', a "
+    "rank, and a set of ranks and device strings"
+)
+_ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__cuda_array_interface__", "__dlpack__")
+
+
+class OnSomeReplicas(DistributedValues):
+    """A value that only some ranks hold: the destinations of a reduction."""
+
+    def __init__(self, component: Any, ranks: tuple[int, ...], rank: int) -> None:
+        super().__init__(component)
+        self.ranks = ranks
+        self._rank = rank
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank has a component."""
+        return self._rank in self.ranks
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components that this rank holds: a tuple of one, or of none."""
+        return super().values if self.is_here else ()
+
+    def in_replica(self) -> Any:
+        """Return the component; on a rank that has none, this value itself, which cannot be read there."""
+        return self._component if self.is_here else self
+
+    def read(self) -> Array:
+        """Return the component."""
+        if not self.is_here:
+            raise InvalidArgumentError(
+                f"rank {self._rank}: this value was reduced to {ranks_text(self.ranks)} and cannot be read on this rank.\n"
+                '    incorrect:  total = ops.reduce("sum", value, "rank:0"); print(np.asarray(total)), on all ranks\n'
+                "    correct:    if total.is_here: print(np.asarray(total))\n"
+                '    correct:    total = ops.reduce("sum", value, value), to have it on all ranks'
+            )
+        return as_array(self._component)
+
+    def stand_in(self) -> Any:
+        """Return the component, or its placeholder."""
+        return self._component
+
+    def __repr__(self) -> str:
+        held = repr(self._component) if self.is_here else "not here"
+        return f"OnSomeReplicas({held}, on {ranks_text(self.ranks)})"
+
+
+def resolve(destinations: Any, communicator: BaseCommunicator) -> tuple[int, ...]:
+    """Return the ranks that `destinations` stands for, in increasing order.
+
+    A value stands for the ranks that hold it, a device string for the ranks that have the device.
+    """
+    if isinstance(destinations, (set, frozenset, str)) and not destinations:
+        raise InvalidArgumentError(f"destinations must not be empty; {_ACCEPTED}")
+    items = destinations if isinstance(destinations, (set, frozenset)) else (destinations,)
+    return tuple(sorted({rank for item in items for rank in _ranks(item, communicator)}))
+
+
+def deliver(result: Any, ranks: tuple[int, ...], communicator: BaseCommunicator) -> Any:
+    """Return a result, which all ranks have, as a value that only `ranks` hold; with one replica, the result itself."""
+    if communicator.size == 1:
+        return result
+    if len(ranks) == communicator.size:
+        return Mirrored(result)
+    return OnSomeReplicas(result if communicator.rank in ranks else _empty(result), ranks, communicator.rank)
+
+
+def _ranks(destination: Any, communicator: BaseCommunicator) -> Collection[int]:
+    """Return the ranks that one destination stands for."""
+    if isinstance(destination, OnSomeReplicas):
+        return destination.ranks
+    if isinstance(destination, str):
+        return ranks_of(destination, communicator.world)
+    if isinstance(destination, (int, np.integer)) and not isinstance(destination, bool):
+        return ranks_of(f"rank:{destination}", communicator.world)
+    held = isinstance(destination, (DistributedValues, IndexedSlices))
+    if held or any(hasattr(destination, protocol) for protocol in _ARRAY_PROTOCOLS):
+        return range(communicator.size)
+    advice = ": pass a set to name several ranks" if isinstance(destination, (list, tuple)) else ""
+    raise InvalidArgumentError(f"destinations cannot be {destination!r}{advice}; {_ACCEPTED}")
+
+
+def _empty(result: Any) -> Any:
+    """Return an empty placeholder of the type of `result`, so that the memory of `result` can be freed."""
+    if isinstance(result, IndexedSlices):
+        return IndexedSlices(result.values[:0].copy(), result.indices[:0].copy(), result.dense_shape)
+    return as_array(result).reshape(-1)[:0].copy()

@@ -11,12 +11,11 @@ from mpistrat.arrays import Array, as_array, as_operand, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices, all_reduce_slices
-from mpistrat.context.assignment import assignable
-from mpistrat.context.values import PerReplica
-from mpistrat.cross_device.destinations import deliver, resolve
+from mpistrat.context.values import PerReplica, assignable
 from mpistrat.cross_device.ops import CrossDeviceOps, current_communicator
+from mpistrat.cross_device.pairs import deliver, resolve
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, combine, divide
+from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, combine, divide, quiet
 
 __all__ = ["ReductionToOneDevice"]
 
@@ -52,27 +51,16 @@ class ReductionToOneDevice(CrossDeviceOps):
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
     ) -> Any:
-        """Reduce one value: see `CrossDeviceOps.reduce_implementation`. A collective call.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If `reduce_to_device` does not name one rank. On the rank that reduces, also if there is an `accumulation_fn` and
-            the operation is neither SUM nor MEAN, or if it returns an array of another shape or kind of number.
-        AgreementError
-            On the other ranks, if the rank that reduces, or its `accumulation_fn`, raises.
-        """
+        """Reduce one value: see `CrossDeviceOps.reduce_implementation`. A collective call."""
         communicator = current_communicator()
         [component] = per_replica_value.values
         ranks = resolve(destinations, communicator)
         if isinstance(component, IndexedSlices):
             return deliver(all_reduce_slices(communicator, reduce_op, component, options), ranks, communicator)
-        try:
+        with communicator.refusing("ReductionToOneDevice", options):
             array = as_operand(component)
             check_dtype(reduce_op, array.dtype)
             root = ranks[0] if self._reduce_to_device is None else self._root(communicator)
-        except (TypeError, ValueError) as error:
-            communicator.refuse("ReductionToOneDevice", error, options)
         result = self._combined(reduce_op, array, communicator.gather(array, root, options), communicator, options)
         if ranks != (root,):
             result = communicator.broadcast(result, root, options)
@@ -97,7 +85,7 @@ class ReductionToOneDevice(CrossDeviceOps):
     ) -> Array:
         """Return the reduction of `parts` on the rank that has them, and a placeholder elsewhere."""
         if self._accumulation_fn is None:
-            return array if parts is None else _finished(op, _folded(op, parts), array, len(parts))
+            return array if parts is None else _finished(op, quiet()(_folded, op, parts), array, len(parts))
         error: Exception | None = None
         try:
             if parts is not None:
@@ -138,5 +126,5 @@ def _finished(op: ReduceOp, total: Array, array: Array, count: int) -> Array:
     if op is ReduceOp.MEAN:
         divide(total, count, result)
     else:
-        result[...] = total
+        quiet()(result.__setitem__, ..., total)
     return result

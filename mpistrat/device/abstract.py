@@ -1,6 +1,6 @@
 """Device: the interface of a GPU that transports and packing use.
 
-File law: nothing here waits but `Device.get`. Work is enqueued on streams, and its completion is polled with events. A
+Invariant: nothing here waits but `Device.get`. Work is enqueued on streams, and its completion is polled with events. A
 device-wide synchronisation during a collective would stall its peers, and so would allocating or freeing device memory.
 """
 
@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-__all__ = ["Device", "DeviceArray", "Event", "Identity", "Stream", "address"]
 
 DeviceArray = Any
 """A one-dimensional array in device memory: has `size`, `dtype`, `nbytes`, slices, and supports
@@ -53,6 +51,10 @@ class Stream(ABC):
     @abstractmethod
     def wait(self, event: Event) -> None:
         """Make all work that is enqueued from now on wait for an event, which may be of another stream."""
+
+    @abstractmethod
+    def is_capturing(self) -> bool:
+        """Return whether a CUDA graph is being captured on it, so that what is enqueued does not run."""
 
     @abstractmethod
     def launch(self, kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:

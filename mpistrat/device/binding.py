@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from mpistrat.device.abstract import Device
 
-__all__ = ["bind", "bound_device", "own_device", "why_cpu"]
-
 _bound: Device | None = None
 _why_cpu = ""
 

@@ -1,6 +1,6 @@
 """CudaDevice: an NVIDIA GPU, by CuPy.
 
-File law: memory and streams are created on the GPU of the object, whatever the current device of the calling thread: in CUDA
+Invariant: memory and streams are created on the GPU of the object, whatever the current device of the calling thread: in CUDA
 every new thread begins with GPU 0. Events and launches need a thread for which `activate` has been called.
 """
 
@@ -20,13 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.device.abstract import Device, DeviceArray, Event, Identity, Stream, address
-from mpistrat.device.segments import THREADS
+from mpistrat.device.kernels import THREADS
 from mpistrat.errors import TransportError
-
-__all__ = ["CudaDevice", "count_visible"]
 
 _SUCCESS, _NOT_READY = 0, 600  # of cudaError_t
 _EXCLUSIVE_PROCESS = 3  # of cudaComputeMode
+_RELAXED = 2  # of CUstreamCaptureMode
 
 
 def count_visible() -> tuple[int, str]:
@@ -47,13 +46,7 @@ def count_visible() -> tuple[int, str]:
 
 
 class CudaDevice(Device):
-    """A GPU that is visible to this process.
-
-    Parameters
-    ----------
-    index : int, optional
-        CUDA's index in this process; by default the current device of CuPy.
-    """
+    """A GPU that is visible to this process."""
 
     def __init__(self, index: int | None = None) -> None:
         import cupy
@@ -62,21 +55,18 @@ class CudaDevice(Device):
 
     @property
     def array_module(self) -> ModuleType:
-        """CuPy."""
         import cupy
 
         module: ModuleType = cupy
         return module
 
     def identity(self) -> Identity:
-        """Return the identifiers that the driver gives."""
         from cupy.cuda import runtime
 
         name = runtime.getDeviceProperties(self.index)["name"].decode()
         return Identity(name, _uuid(self.index), runtime.deviceGetPCIBusId(self.index).lower())
 
     def is_exclusive(self) -> bool:
-        """Return whether the GPU's compute mode, EXCLUSIVE_PROCESS, keeps a second process from opening it."""
         from cupy.cuda import runtime
 
         return int(runtime.deviceGetAttribute(runtime.cudaDevAttrComputeMode, self.index)) == _EXCLUSIVE_PROCESS
@@ -89,7 +79,6 @@ class CudaDevice(Device):
 
     @contextmanager
     def activate(self, stream: Stream | None = None) -> Iterator[None]:
-        """Make this CuPy's current device on the calling thread, and `stream` its current stream, inside the context."""
         import cupy
 
         with cupy.cuda.Device(self.index):
@@ -101,13 +90,7 @@ class CudaDevice(Device):
                     yield
 
     def allocate(self, nbytes: int) -> DeviceArray:
-        """Return memory from cudaMalloc, not from CuPy's pool: a CUDA IPC handle stands for a whole allocation.
-
-        Raises
-        ------
-        TransportError
-            If the GPU is out of memory.
-        """
+        """Return memory from cudaMalloc, not from CuPy's pool: a CUDA IPC handle stands for a whole allocation."""
         from cupy.cuda import runtime
 
         with self.activate():
@@ -124,13 +107,6 @@ class CudaDevice(Device):
             return self._array(_Memory(start, runtime.free, self), nbytes)
 
     def export(self, memory: DeviceArray) -> bytes:
-        """Return the handle of the allocation.
-
-        Raises
-        ------
-        TransportError
-            If GPU memory cannot be shared between processes on this machine.
-        """
         from cupy.cuda import runtime
 
         try:
@@ -154,7 +130,6 @@ class CudaDevice(Device):
         return self._array(_Memory(start, runtime.ipcCloseMemHandle, self), nbytes)
 
     def pinned(self, nbytes: int) -> NDArray[np.uint8]:
-        """Return pinned (page-locked) host memory."""
         import cupyx
 
         with self.activate():
@@ -162,16 +137,13 @@ class CudaDevice(Device):
         return memory[:nbytes]
 
     def prepare(self, kernel: str) -> None:
-        """Compile a kernel for this GPU and load it, unless that has been done."""
         with self.activate():
             _kernel(kernel)
 
     def put(self, target: DeviceArray, values: NDArray[Any]) -> None:
-        """Copy a host array to the device, on CuPy's current stream."""
         target.set(values)
 
     def get(self, source: DeviceArray) -> NDArray[Any]:
-        """Return a host copy, after all work on CuPy's current stream."""
         values: NDArray[Any] = source.get()
         return values
 
@@ -183,7 +155,6 @@ class CudaDevice(Device):
             return _CudaStream(cupy.cuda.Stream(non_blocking=True))
 
     def current_stream(self) -> Stream:
-        """Return CuPy's current stream of this thread."""
         import cupy
 
         return _CudaStream(cupy.cuda.get_current_stream())
@@ -203,8 +174,13 @@ class _CudaEvent(Event):
     def done(self) -> bool:
         from cupy.cuda import runtime
 
+        # in the default mode a query by any thread invalidates a capture of a CUDA graph that is under way on another one
+        mode = _exchange_capture_mode(_RELAXED)
         # CuPy's `Event.done` would report a GPU that has failed as still busy
-        status = runtime.eventQuery(self.native.ptr)
+        try:
+            status = runtime.eventQuery(self.native.ptr)
+        finally:
+            _exchange_capture_mode(mode)
         if status not in (_SUCCESS, _NOT_READY):
             raise TransportError(f"the GPU has failed: {_error_text(status)}; CUDA cannot be used any more in this process")
         return bool(status == _SUCCESS)
@@ -239,6 +215,14 @@ class _CudaStream(Stream):
         assert isinstance(event, _CudaEvent)
         self.native.wait_event(event.native)
 
+    def is_capturing(self) -> bool:
+        from cupy.cuda import runtime
+
+        try:
+            return bool(self.native.is_capturing())
+        except runtime.CUDARuntimeError:  # of the legacy default stream, which what is captured on another one may not use
+            return True
+
     def launch(self, kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
         _kernel(kernel)((num_blocks,), (THREADS,), arguments, stream=self.native)
 
@@ -264,6 +248,18 @@ def _uuid(index: int) -> str:
     ask = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid  # drivers before 11.4 have only the first one
     failed = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index) or ask(uuid, device)
     return "" if failed else bytes(uuid).hex()
+
+
+def _exchange_capture_mode(mode: int) -> int:
+    """Set which captures calls of this thread may disturb, and return what it was; CuPy has no function for it."""
+    value = ctypes.c_int(mode)
+    _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(value))
+    return value.value
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def _error_text(status: int) -> str:

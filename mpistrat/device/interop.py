@@ -11,8 +11,6 @@ import numpy as np
 from mpistrat.device.abstract import Device, DeviceArray
 from mpistrat.errors import InvalidArgumentError
 
-__all__ = ["export", "is_a", "read"]
-
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _CUDA_KINDS = (2, 13)  # DLPack's device types for CUDA memory, and for CUDA managed memory
 
@@ -27,11 +25,7 @@ def read(value: Any, device: Device, name: str) -> DeviceArray | None:
     """Return `value` as an array of the device's library that shares its memory; None if it is not in GPU memory.
 
     Work on the current stream of the caller is ordered after work that the other library has enqueued on its own stream.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If it is in the memory of another GPU.
+    What is in the memory of another GPU is refused.
     """
     module = device.array_module
     if not isinstance(value, module.ndarray):

@@ -1,6 +1,6 @@
 // CUDA kernels: pack arrays into buckets and unpack them, sum the buffers of several ranks, and divide sums.
 //
-// File law: no barrier, no shared memory, no header. Every thread works independently, so that the same source compiles as C++
+// Invariant: no barrier, no shared memory, no header. Every thread works independently, so that the same source compiles as C++
 // and runs thread after thread on a host, where the tests compare it with NumPy.
 //
 // Memory is moved in packets if both sides are aligned to 16 bytes, and element by element if they are not. A packet has 16 bytes

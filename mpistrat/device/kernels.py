@@ -1,15 +1,16 @@
-"""The names of the kernel instances of `kernels.cu`, for each dtype and operation. Pure."""
+"""The names of the kernel instances of `kernels.cu`, and what one launch of them works on: Segment, SegmentTable. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
-
-__all__ = ["TYPES", "computed_in", "divide_kernel", "fold_into_kernel", "fold_kernel", "move_kernel", "real_dtype"]
 
 TYPES: dict[np.dtype[Any], str] = {
     np.dtype(kind): name
@@ -68,3 +69,48 @@ def computed_in(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def _fold(dtype: np.dtype[Any], op: ReduceOp) -> str:
     return (_FOLDS_OF_BOOL if dtype.kind == "b" else _FOLDS)[op]
+
+
+THREADS = 256  # per block
+BYTES_UNDER_WAY = 64  # that a thread reads at a time
+PACKET_BYTES = 16
+MAX_BLOCKS = 1056
+"""Of a kernel that works through one range: eight for each of the 132 multiprocessors of the largest GPUs there are."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [start, stop) of one array, the first of which is element `offset` of a range of arrays laid end to end."""
+
+    array: int
+    start: int
+    stop: int
+    offset: int
+
+
+class SegmentTable:
+    """For each of many arrays: its source, its target, and the blocks of the launch that copy it.
+
+    `rows` are addresses of source and target, and elements; `first_tile` is the first block of each, `num_tiles` the number of
+    blocks. Empty arrays need none.
+    """
+
+    def __init__(self, counts: Sequence[int], source: np.dtype[Any], target: np.dtype[Any]) -> None:
+        self._kept = [index for index, count in enumerate(counts) if count]
+        per_tile = THREADS * BYTES_UNDER_WAY // source.itemsize
+        tiles = [-(-counts[index] // per_tile) for index in self._kept]
+        self.rows: NDArray[Any] = np.zeros((len(self._kept), 3), np.uint64)
+        self.rows[:, 2] = [counts[index] for index in self._kept]
+        self.first_tile: NDArray[Any] = np.cumsum([0, *tiles[:-1]], dtype=np.uint32)[: len(tiles)]
+        self.num_tiles = sum(tiles)
+
+    def point(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Set the addresses of all arrays; those of empty arrays are ignored."""
+        if self._kept:
+            self.rows[:, :2] = np.array([(sources[index], targets[index]) for index in self._kept], np.uint64)
+
+
+def num_blocks(count: int, itemsize: int) -> int:
+    """Return the blocks of a kernel that works through one range: a packet for each thread, unless there are too many."""
+    per_block = THREADS * max(1, PACKET_BYTES // itemsize)
+    return min(-(-count // per_block), MAX_BLOCKS)

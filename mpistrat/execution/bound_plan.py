@@ -6,7 +6,7 @@ so that a rank can fill a slot while its peers still read the previous one; a si
 The phases inside the node form one lane, those of each chunk between nodes another: a lane is a sequence of steps, and one
 thread advances all lanes in turn.
 
-File law: the order of a lane's operations depends on chunk indexes only, never on what happens to be ready, so that all ranks
+Invariant: the order of a lane's operations depends on chunk indexes only, never on what happens to be ready, so that all ranks
 issue the operations of a group in the same order.
 
 With depth 2 the INTRA lane runs head 0, head 1, tail 0, head 2, tail 1, …. Head k is copy-in and reduce-scatter of chunk k,
@@ -30,13 +30,56 @@ from mpistrat.execution.executor import CopySteps, Executor
 from mpistrat.packing.layout import Layout
 from mpistrat.packing.wire import Cast, Wire
 from mpistrat.reduction import Fold, ReduceOp
-from mpistrat.transports.base import Operation
-from mpistrat.transports.flat_arrays import FlatArrays, SegmentCache
+from mpistrat.transports.base import FlatArrays, Operation, SegmentCache
+from mpistrat.transports.exchange import BLOCK_SLOT_BYTES
 from mpistrat.transports.steps import WAITING, WORKED, Steps
 
-__all__ = ["BoundPlan", "DirectPlan", "interleave", "overlap"]
+__all__ = ["BoundPlan", "DirectPlan", "bind", "interleave", "overlap"]
+
+SLOT_ALIGNMENT_BYTES = 4096
+LONE_SLOT_BYTES = 1 << 22  # a single chunk of at least this size has one slot: that saves memory and costs a short wait
 
 ChunkSteps = Callable[[int], Steps]
+
+
+def bind(
+    executor: Executor,
+    plan: Plan,
+    layout: Layout,
+    dtype: np.dtype[Any],
+    op: ReduceOp,
+    given: Sequence[np.dtype[Any]],
+    wire: Wire | None = None,
+) -> BoundPlan | DirectPlan:
+    """Bind a plan to the caller's arrays if a transport can work on them, else to buckets of `layout`. A collective call.
+
+    `given` has the dtype of each array. With `wire`, ranks send in its dtype between nodes, and add in their order.
+    """
+    executor.largest_pack_bytes = max(executor.largest_pack_bytes, layout.count * dtype.itemsize)
+    all_reduce = None if plan.in_order or wire is not None else executor.bind_direct(plan, layout, dtype, op, given)
+    if all_reduce is not None:
+        direct = DirectPlan(executor, plan, all_reduce, layout, given[0], op)
+        if _is_one_array_in_the_window(executor, plan, layout, dtype, given):
+            is_small = executor.intra.group.size == 2 and plan.num_bytes <= BLOCK_SLOT_BYTES
+            direct.blocking = executor.blocking_pair(dtype, plan.count, direct.fold) if is_small else direct.run_blocking
+        return direct
+    padded = plan.padded(min(plan.chunk_count, plan.count)) * dtype.itemsize
+    slots = 1 if plan.num_chunks == 1 and padded >= LONE_SLOT_BYTES else plan.depth + 1
+    slot_bytes = -(-padded // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+    if plan.num_chunks > 1:  # arrays of other lengths have slightly longer chunks: they find the same slots, already faulted in
+        slot_bytes = 1 << (slot_bytes - 1).bit_length()
+    executor.reserve(slots * slot_bytes)
+    bound = BoundPlan(executor, plan, layout, dtype, op, slots, slot_bytes, wire, given)
+    executor.bound_plans.add(bound)
+    return bound
+
+
+def _is_one_array_in_the_window(
+    executor: Executor, plan: Plan, layout: Layout, dtype: np.dtype[Any], given: Sequence[np.dtype[Any]]
+) -> bool:
+    if {phase.scope for phase in plan.phases} != {Scope.INTRA} or executor.intra.window is None:
+        return False
+    return layout.is_one_array and plan.count > 0 and set(given) == {dtype}
 
 
 class BoundPlan:
@@ -102,11 +145,11 @@ class BoundPlan:
         return self._executor.begins_with_barrier(self.plan.phases[0].scope, is_ordered)
 
     @property
-    def is_compared(self) -> bool:
-        """Whether ranks that run another plan cannot take part in this one: see `Executor.is_compared`."""
+    def detects_mismatch(self) -> bool:
+        """Whether a rank in another call is found before results are used: see `Executor.detects_mismatch`."""
         count = self.plan.padded(min(self.plan.chunk_count, self.plan.count)) // max(self.plan.world.num_shards, 1)
         is_ordered = self.plan.in_order or self._wire is not None
-        return self._executor.is_compared(self.plan.phases, count * self._dtype.itemsize, is_ordered)
+        return self._executor.detects_mismatch(self.plan.phases, count * self._dtype.itemsize, is_ordered)
 
     def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
         """Return the steps that reduce `sources` into C-contiguous `targets`. A collective call."""
@@ -222,21 +265,6 @@ class BoundPlan:
 class DirectPlan:
     """A plan that a transport runs on the caller's arrays, without a bucket.
 
-    Parameters
-    ----------
-    executor : Executor
-        Has the transport.
-    plan : Plan
-        The same on all ranks.
-    all_reduce : callable
-        Returns the steps of an all-reduce: ``all_reduce(arrays, fold)``.
-    layout : Layout
-        Of the arrays.
-    dtype : dtype
-        Of all arrays.
-    op : ReduceOp
-        How to combine.
-
     Attributes
     ----------
     flat_count : int
@@ -259,7 +287,7 @@ class DirectPlan:
         self.plan = plan
         self.flat_count = plan.count if _is_flat(plan) else 0
         self._all_reduce = all_reduce
-        self._executor = executor
+        self._executor, self._intra = executor, executor.intra
         self._count = layout.count
         self._segments = SegmentCache(partial(layout.segments, longest=max(layout.count, 1)))
         self.fold = Fold(op, dtype, plan.world.size if op is ReduceOp.MEAN else 1)
@@ -272,14 +300,14 @@ class DirectPlan:
         return self.plan.count > 0 and not (phases and not self._executor.begins_with_barrier(phases[0].scope, in_order=False))
 
     @property
-    def is_compared(self) -> bool:
-        """Whether ranks that run another plan cannot take part in this one: see `Executor.is_compared`."""
-        return self._executor.is_compared(self.plan.phases)
+    def detects_mismatch(self) -> bool:
+        """Whether a rank in another call is found before results are used: see `Executor.detects_mismatch`."""
+        return self._executor.detects_mismatch(self.plan.phases)
 
     @property
     def generation(self) -> int:
-        """The executor's current one: no scratch memory is bound."""
-        return self._executor.generation
+        """The executor's current one, as no scratch memory is bound, unless it has another transport in the node now."""
+        return self._executor.generation if self._intra is self._executor.intra else -1
 
     @property
     def scratch_bytes(self) -> int:

@@ -15,53 +15,31 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.algorithms.reduce_scatter import ScatterPlan
+from mpistrat.algorithms.plan import Plan
 from mpistrat.arrays import Array
 from mpistrat.execution.bound_plan import overlap
 from mpistrat.execution.executor import Executor
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp, divide
-from mpistrat.transports.base import Operation
-from mpistrat.transports.flat_arrays import FlatArrays, SegmentCache
+from mpistrat.transports.base import FlatArrays, Operation, SegmentCache
 from mpistrat.transports.steps import WORKED, Steps
 
 __all__ = ["BoundScatter"]
 
 
 class BoundScatter:
-    """A plan of a reduce-scatter with its memory, ready to run any number of times. Making one is a collective call.
+    """A plan of a reduce-scatter with its memory, ready to run any number of times. Making one is a collective call."""
 
-    Parameters
-    ----------
-    executor : Executor
-        For host memory; its `scatters` is true.
-    plan : ScatterPlan
-        The same on all ranks.
-    dtype : dtype
-        Of the arrays.
-    op : ReduceOp
-        How to combine.
+    # barriers in shared memory compare calls, and messages carry their digest in the tag
+    flat_count, begins_with_barrier, detects_mismatch = 0, True, True
 
-    Attributes
-    ----------
-    flat_count : int
-        0: it is not an all-reduce of MPI.
-    begins_with_barrier : bool
-        True: its first step is a barrier of the node in shared memory, if ranks share some.
-    is_compared : bool
-        True: barriers in shared memory compare calls, and messages carry their digest in the tag.
-    """
-
-    flat_count, begins_with_barrier, is_compared = 0, True, True
-
-    def __init__(self, executor: Executor, plan: ScatterPlan, dtype: np.dtype[Any], op: ReduceOp) -> None:
-        executor.reserve_exchange()
+    def __init__(self, executor: Executor, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> None:
         executor.largest_pack_bytes = max(executor.largest_pack_bytes, plan.bounds[-1] * dtype.itemsize)
-        self.plan, self._executor, self._op = plan, executor, op
+        self.plan, self._executor, self._op, self._intra = plan, executor, op, executor.intra
         self._place, self._crosses = executor.hierarchy.place, plan.world.num_nodes > 1
         self._divisor = plan.world.size if op is ReduceOp.MEAN else 1
         self._fold = Fold(op, dtype, 1 if self._crosses else self._divisor)
-        chunks = plan.chunks()
+        chunks = plan.parts()
         longest = max(sum(part.stop - part.start for part in parts[self._own]) for parts in chunks) if self._crosses else 0
         self._slots = np.empty((plan.depth, longest), dtype)
         self._rings: dict[tuple[int, ...], Operation] = {}
@@ -69,8 +47,8 @@ class BoundScatter:
 
     @property
     def generation(self) -> int:
-        """The executor's current one: no scratch memory of it is bound."""
-        return self._executor.generation
+        """The executor's current one, as no scratch memory is bound, unless it has another transport in the node now."""
+        return self._executor.generation if self._intra is self._executor.intra else -1
 
     @property
     def scratch_bytes(self) -> int:

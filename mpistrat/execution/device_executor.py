@@ -1,6 +1,6 @@
 """DeviceExecutor: runs plans on GPU memory.
 
-File law: arrays are copied on the caller's current stream, and transports order their work after it. At the end of a plan all
+Invariant: arrays are copied on the caller's current stream, and transports order their work after it. At the end of a plan all
 work is ordered on that stream; the host does not wait for the GPU, unless peers read this rank's memory.
 """
 
@@ -15,43 +15,32 @@ import numpy as np
 from mpistrat.algorithms.cost import CostModel
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
-from mpistrat.device.abstract import Device, Event, address
+from mpistrat.device.abstract import Device, DeviceArray, Event, address
 from mpistrat.device.kernels import divide_kernel
-from mpistrat.execution.device_cast import cast_on_device
 from mpistrat.execution.executor import CopySteps, Executor
 from mpistrat.execution.select import DeviceTransports, device_transports, nccl_rails
-from mpistrat.groups.abort_notice import AbortNotice
+from mpistrat.groups.deadline_barrier import AbortNotice
 from mpistrat.groups.group import Group
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp
-from mpistrat.transports.base import Operation, Part, Transport
+from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
 from mpistrat.transports.cuda_aware import CudaAwareTransport
-from mpistrat.transports.flat_arrays import FlatArrays
 from mpistrat.transports.nccl import NcclTransport, nccl_refusal
 from mpistrat.transports.ordered import Caster, ordered_all_reduce
 from mpistrat.transports.steps import WAITING, Steps
 
-__all__ = ["DeviceExecutor"]
+__all__ = ["DeviceExecutor", "DeviceScatter"]
 
 DIRECT_FROM_BYTES = 1 << 20  # per array: smaller ones are packed faster than one operation each is launched
 
-_REDUCING = (Verb.ALL_REDUCE, Verb.REDUCE_SCATTER, Verb.REDUCE)
+_REDUCING = (Verb.ALL_REDUCE, Verb.REDUCE_SCATTER)
 
 
 class DeviceExecutor(Executor):
     """Binds plans to transports of device memory. Making one is a collective call.
 
     A plan that uses NCCL begins with a barrier: in the shared memory of the node, or, if `compares_by_messages`, by messages.
-
-    Parameters
-    ----------
-    host : Executor
-        For host memory of the same hierarchy: device memory may be staged through its transports, and its timeline is used.
-    device : Device
-        The GPU of this rank.
-    model : CostModel
-        Predicts times on GPUs.
 
     Attributes
     ----------
@@ -127,7 +116,7 @@ class DeviceExecutor(Executor):
     @property
     def pinned_bytes(self) -> int:
         """Bytes of pinned host memory through which device memory is staged."""
-        of_groups = (self.world, self.intra, self.transports.intra_by_host, self.transports.leaders)
+        of_groups = (self.world, self.intra, self.transports.intra_by_host)
         every = [*of_groups, *self.rails.values(), *self.transports.small_rails.values()]
         return sum(transport.pinned_bytes for transport in every if transport is not None)
 
@@ -180,9 +169,9 @@ class DeviceExecutor(Executor):
             self._device.prepare(divide_kernel(dtype))
         return transport.all_reduce_arrays
 
-    def is_compared(self, phases: Sequence[Phase], shard_bytes: int = 0, is_ordered: bool = False) -> bool:
-        """Return whether ranks that run another plan cannot take part: see `Executor.is_compared`."""
-        return self.compares_by_messages or super().is_compared(phases, shard_bytes, is_ordered)
+    def detects_mismatch(self, phases: Sequence[Phase], shard_bytes: int = 0, is_ordered: bool = False) -> bool:
+        """Return whether a rank in another call is found before results are used: see `Executor.detects_mismatch`."""
+        return self.compares_by_messages or super().detects_mismatch(phases, shard_bytes, is_ordered)
 
     def _inside(self, verb: Verb, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
         """Return the transport inside the node, or one through the host if that does not combine such values."""
@@ -208,7 +197,7 @@ class DeviceExecutor(Executor):
         """Let the host wait for no kernel that it need not wait for."""
         call, timeline = self.hierarchy.call, self.timeline
         for transport in self._on_gpus if self.enqueues else ():
-            transport.watch(lambda: call.must_poll or timeline.enabled, self._notice.has_come)
+            transport.watch(lambda: call.must_poll or timeline.enabled, self._notice.has_come, lambda: call.has_failed)
 
     def _in_order(self, group: Group, buffer: Array, op: ReduceOp, channel: int, caster: Caster | None) -> Operation:
         """Bind an ordered all-reduce in host memory, between copies of the whole buffer; casts are made on the GPU.
@@ -218,13 +207,13 @@ class DeviceExecutor(Executor):
         order = [(rank, 0) for rank in range(group.size)]
 
         def through_host(whole: Array, cast: Caster | None) -> Operation:
-            return self.transports.world.around(
+            return self.transports.world.via_host(
                 whole, lambda copy: ordered_all_reduce(group, [copy], order, copy, op, channel, cast)
             )
 
         if caster is None or caster.keeps_errors:
             return through_host(buffer, caster)
-        return cast_on_device(self._device, buffer, caster.dtype, lambda narrow: through_host(narrow, None))
+        return _cast_on_device(self._device, buffer, caster.dtype, lambda narrow: through_host(narrow, None))
 
     def _has_copied_out(self) -> bool:
         with self._device.activate():  # the engine asks too, where it combines arrays of the host
@@ -240,6 +229,35 @@ class DeviceExecutor(Executor):
         self._copied_out = self._device.current_stream().record()
         while self.intra.peers_read and not self._copied_out.done():
             yield WAITING
+
+
+class DeviceScatter:
+    """A plan of a reduce-scatter of one chunk: NCCL combines the caller's arrays, and writes each rank's part where it goes."""
+
+    flat_count, scratch_bytes, begins_with_barrier = 0, 0, False
+
+    def __init__(self, executor: DeviceExecutor, nccl: NcclTransport, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> None:
+        self.plan, self._executor, self._nccl = plan, executor, nccl
+        self._fold = Fold(op, dtype, plan.world.size if op is ReduceOp.MEAN else 1)
+        if op is ReduceOp.MEAN:
+            executor.device.prepare(divide_kernel(dtype))
+
+    @property
+    def generation(self) -> int:
+        """Always the present one: no scratch memory of the executor is bound."""
+        return self._executor.generation
+
+    @property
+    def detects_mismatch(self) -> bool:
+        """Whether a rank in another call is found before results are used: see `Executor.detects_mismatch`."""
+        return self._executor.detects_mismatch(self.plan.phases)
+
+    def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> Steps:
+        """Return the steps that combine one source, and write this rank's part to one target. A collective call.
+
+        Both are C-contiguous, of the dtype that was bound, and share no memory.
+        """
+        return self._nccl.scatter_between(sources[0].reshape(-1), self.plan.bounds, targets[0].reshape(-1), self._fold)
 
 
 class _Before:
@@ -262,3 +280,20 @@ class _After:
     def run(self, arrays: Sequence[Array]) -> Steps:
         yield from self._copy.run(arrays)
         yield from self._steps()
+
+
+def _cast_on_device(
+    device: Device, buffer: DeviceArray, dtype: np.dtype[Any], bind: Callable[[DeviceArray], Operation]
+) -> Operation:
+    """Bind an operation to memory of a narrower dtype, into which a kernel casts a buffer before, and back afterwards."""
+    layout, narrow = Layout([buffer.size]), device.allocate(buffer.size * dtype.itemsize).view(dtype)
+    pack = DeviceCopyIn(device, layout, 0, buffer.size, narrow, [buffer.dtype])
+    outwards = DeviceCopyOut(device, layout, 0, buffer.size, [(0, buffer.size, narrow)], 1, [buffer.dtype])
+    operation = bind(narrow)
+
+    def run() -> Steps:
+        yield from pack.run([buffer])
+        yield from operation.run()
+        yield from outwards.run([buffer])
+
+    return Operation(run, [Part(0, buffer.size, (buffer,))], narrow.nbytes + operation.scratch_bytes)

@@ -1,6 +1,6 @@
 """Rails for GPU memory: passed to MPI directly if MPI is CUDA-aware, else staged through host memory.
 
-File law: all rails of a job use the same transport; if one of them cannot use it, none does.
+Invariant: all rails of a job use the same transport; if one of them cannot use it, none does.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from mpistrat import settings
 from mpistrat.algorithms.cost import CostModel, rail_schedule
 from mpistrat.device.abstract import Device
 from mpistrat.errors import TransportError
+from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.launch.cuda_awareness import agreed_verdict
+from mpistrat.launch.cuda_awareness import find_verdict
 from mpistrat.logger import logger
 from mpistrat.transports.base import Transport
 from mpistrat.transports.cuda_aware import CudaAwareTransport
@@ -32,17 +33,6 @@ def device_rails(
     """Return the transport of each rail for large buffers in GPU memory, and a description of them. A collective call.
 
     If MPI turns out not to be CUDA-aware, rank 0 prints a warning, once.
-
-    Parameters
-    ----------
-    hierarchy : Hierarchy
-        The groups.
-    device : Device
-        The GPU of this rank.
-    host : mapping of int to Transport
-        The transport of each rail for host memory.
-    model : CostModel
-        Predicts the times of the schedules of rails that need no staging.
 
     Raises
     ------
@@ -65,11 +55,11 @@ def staged(group: Group, device: Device, host: Transport) -> Transport:
 
 def _cuda_aware(hierarchy: Hierarchy, device: Device, model: CostModel) -> tuple[Mapping[int, Transport], str]:
     """Return rails that pass GPU memory to MPI, or the reason why there are none."""
-    inter = settings.INTER_TRANSPORT.read()
+    inter = hierarchy.settings[settings.INTER_TRANSPORT]
     if inter != "auto":
         return {}, f"{settings.INTER_TRANSPORT.name}={inter}"
     comm = hierarchy.world_group.comm
-    verdict = agreed_verdict(comm)
+    verdict = bcast_or_raise(comm, find_verdict)
     if not verdict.is_aware:
         if not verdict.is_setting:
             _warn_once(hierarchy, verdict.reason)

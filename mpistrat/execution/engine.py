@@ -1,7 +1,7 @@
 """Engine: the one background thread of a process, which runs asynchronous operations while the program computes.
 
-File law: jobs run one at a time, in the order in which the program submits them; for collective jobs it must be the same on all
-ranks. Program threads submit and wait; only the engine runs jobs. From the submission of a job until it has ended, no
+Invariant: jobs run one at a time, in the order in which the program submits them; for collective jobs it must be the same on
+all ranks. Program threads submit and wait; only the engine runs jobs. From the submission of a job until it has ended, no
 other thread uses its communicator: a call that needs it waits for the job first (`communicator.guard`). The engine holds no
 lock while a job runs, and marks a job as ended last, so that a thread that sees the mark sees everything the job wrote.
 
@@ -20,13 +20,14 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 
 from mpistrat.errors import UnavailableError
-from mpistrat.launch import abort, exit_code
+from mpistrat.launch import abort
 from mpistrat.transports.steps import yield_core
+from mpistrat.watch.recorder import recorder
 
 __all__ = ["Job", "back_off", "raise_unclaimed_failure", "submit", "wait_for_gpu"]
 
@@ -39,28 +40,7 @@ _LEAVE_SECONDS = 1.0
 
 
 class Job:
-    """A function to be run by the engine.
-
-    Parameters
-    ----------
-    carry_out : callable
-        The function; returns the result.
-    what : callable
-        Returns a description, for errors.
-    owner : object, optional
-        Raises the failure if nobody asks for the result.
-    is_on_gpu : bool
-        Whether it may enqueue work on this process's GPU.
-
-    Attributes
-    ----------
-    owner, is_on_gpu : object, bool
-        As given.
-    failure : BaseException or None
-        The exception that `carry_out` raised.
-    is_claimed : bool
-        Whether the failure has been raised in the program.
-    """
+    """A function to be run by the engine."""
 
     def __init__(
         self, carry_out: Callable[[], object], what: Callable[[], str], owner: object = None, is_on_gpu: bool = False
@@ -107,19 +87,19 @@ class Job:
         Raises
         ------
         UnavailableError
-            If the engine's thread is gone, because the process was forked or ends.
+            If the engine's thread is gone, because the process was forked or ends, or if this is the engine's thread.
         """
-        while not self._ended.is_set():
-            _engine.num_waiting += 1
-            try:
-                self._ended.wait(_ALIVE_CHECK_SECONDS)
-            finally:
-                _engine.num_waiting -= 1
-            if not _engine.is_alive() and not self._ended.is_set():
-                raise UnavailableError(
-                    f"{self._what()} will not end: the thread that carries out what was started is gone. Start and wait for it "
-                    "in the process that made the strategy, and before that ends."
-                )
+        if self._ended.is_set():
+            return
+        if _engine.is_this_thread():
+            raise UnavailableError(f"a callback of what was started cannot wait for {self._what()}, which is behind it")
+        with _awaited():
+            while not self._ended.wait(_ALIVE_CHECK_SECONDS):
+                if not _engine.is_alive() and not self._ended.is_set():
+                    raise UnavailableError(
+                        f"{self._what()} will not end: the thread that carries out what was started is gone. Start and wait "
+                        "for it in the process that made the strategy, and before that ends."
+                    )
 
     def result(self) -> object:
         """Return the result of a job that has ended, or raise its failure."""
@@ -149,11 +129,6 @@ def raise_unclaimed_failure(owner: object) -> None:
     """Raise the first failure of an owner's jobs that has not been raised in the program yet.
 
     It is raised only once, and failures of the owner's later jobs, which may be consequences, are dropped.
-
-    Parameters
-    ----------
-    owner : object
-        The jobs' `owner`.
     """
     failure = _engine.take_unclaimed_failure(owner)
     if failure is not None:
@@ -197,6 +172,9 @@ class _Engine:
     def is_alive(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
+    def is_this_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
     def note_failure(self, job: Job) -> None:
         while self._failed and self._failed[0].is_claimed:
             self._failed.popleft()
@@ -217,12 +195,28 @@ class _Engine:
     def _leave(self) -> None:
         """Stop before MPI is finalized: after the last job, or at once if the program ended by an exception or exit code."""
         assert self._thread is not None, "registered when the thread was started"
-        self.is_leaving = exit_code.ending_code() != 0
+        self.is_leaving = abort.ending_code() != 0
         self._jobs.put(None)
-        self._thread.join(_LEAVE_SECONDS if self.is_leaving else None)
+        with _awaited():
+            self._thread.join(_LEAVE_SECONDS if self.is_leaving else None)
         failure = self.take_unclaimed_failure()
         if failure is not None and not self.is_leaving:
             abort.end(failure)
+
+
+@contextmanager
+def _awaited() -> Iterator[None]:
+    """Let the engine poll without sleeping, and the watcher know if the program does not go on meanwhile."""
+    is_main = threading.current_thread() is threading.main_thread()
+    _engine.num_waiting += 1
+    try:
+        if is_main:
+            recorder().await_started(True)
+        yield
+    finally:
+        _engine.num_waiting -= 1
+        if is_main:
+            recorder().await_started(False)
 
 
 def _no_job() -> None:

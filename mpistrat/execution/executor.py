@@ -13,17 +13,17 @@ from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.arrays import Array
 from mpistrat.device.abstract import Device
 from mpistrat.errors import TransportError
-from mpistrat.execution.freed_memory import keep_freed_memory
-from mpistrat.execution.select import Transports, host_transports
+from mpistrat.execution.memory import keep_freed_memory
+from mpistrat.execution.select import Transports, host_transports, warn_of_mpi
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.packing.fuse import CopyIn, CopyOut
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
 from mpistrat.timeline import Timeline
-from mpistrat.transports.base import Operation, Part, Transport
+from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
 from mpistrat.transports.exchange import OneBlock, exchange, exchange_bytes
-from mpistrat.transports.flat_arrays import FlatArrays
+from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.ordered import Caster, ordered_all_reduce
 from mpistrat.transports.steps import Steps
 
@@ -78,13 +78,6 @@ class Slots:
 
 class Executor:
     """Binds phases of plans to the transports of one hierarchy. Making one is a collective call.
-
-    Parameters
-    ----------
-    hierarchy : Hierarchy
-        The groups of this rank.
-    transports : Transports, optional
-        The transports of these groups; by default those of `select.host_transports`.
 
     Attributes
     ----------
@@ -148,7 +141,7 @@ class Executor:
     def operations(
         self, plan: Plan, phase: Phase, slot: int, buffer: Array, op: ReduceOp, casters: Casters | None = None
     ) -> list[tuple[str, Operation]]:
-        """Bind one phase on one chunk; return no operation if this rank does not take part in it."""
+        """Bind one phase on one chunk."""
         world, rank = self.hierarchy.world, self.hierarchy.rank
         shard_count = buffer.size // world.num_shards
         if phase.scope is Scope.INTRA and phase.verb is Verb.ALL_REDUCE and plan.in_order:
@@ -166,9 +159,6 @@ class Executor:
         if phase.scope is Scope.INTER:
             rails = {shard: self._rail(plan, shard, part, op) for shard, part in shards.items()}
             return [(f"{phase} rail {shard}", rails[shard].all_reduce(part, op, slot)) for shard, part in shards.items()]
-        if phase.scope is Scope.LEADERS:
-            leaders = self.transports.leaders
-            return [(str(phase), leaders.all_reduce(buffer, op))] if leaders else []
         return [(str(phase), self._over_all(plan, buffer.dtype, op).all_reduce(buffer, op))]
 
     def _inter_node_buffers(self, phase: Phase, buffer: Array, shards: dict[int, Array]) -> Iterator[tuple[str, Group, Array]]:
@@ -176,10 +166,8 @@ class Executor:
         if phase.scope is Scope.INTER:
             for shard, part in shards.items():
                 yield f"{phase} rail {shard}", self.hierarchy.rails[shard], part
-        elif phase.scope is Scope.WORLD:
+        else:
             yield str(phase), self.hierarchy.world_group, buffer
-        elif self.hierarchy.leaders:
-            yield str(phase), self.hierarchy.leaders, buffer
 
     def begins_with_barrier(self, scope: Scope, in_order: bool) -> bool:
         """Return whether a phase begins with a barrier of the node in shared memory."""
@@ -187,8 +175,8 @@ class Executor:
             return self.intra.window is not None
         return scope is Scope.WORLD and not in_order and self.device is None
 
-    def is_compared(self, phases: Sequence[Phase], shard_bytes: int = 0, is_ordered: bool = False) -> bool:
-        """Return whether ranks that run another plan cannot take part in one of these phases: the same on all ranks.
+    def detects_mismatch(self, phases: Sequence[Phase], shard_bytes: int = 0, is_ordered: bool = False) -> bool:
+        """Return whether a rank in another call is found before results are used: the same on all ranks.
 
         Barriers in shared memory compare calls, and messages carry the digest of the call in their tag. MPI's collectives do
         neither; the transport over all ranks compares calls itself.
@@ -196,14 +184,12 @@ class Executor:
         for phase in phases:
             if phase.scope is Scope.INTRA and not self._shares_memory:
                 return False
-            if phase.scope is Scope.LEADERS and not is_ordered:
-                return False
             if phase.scope is Scope.INTER and not is_ordered and self._rails_by_mpi(shard_bytes):
                 return False
         return True
 
     def _rails_by_mpi(self, shard_bytes: int) -> bool:
-        return shard_bytes < RING_FROM_BYTES or settings.INTER_TRANSPORT.read() == "mpi"
+        return shard_bytes < RING_FROM_BYTES or self.hierarchy.settings[settings.INTER_TRANSPORT] == "mpi"
 
     def adds_in_order(self, dtype: np.dtype[Any], op: ReduceOp) -> bool:
         """Return whether the transport inside the node adds such values in the order of the ranks, as NumPy does."""
@@ -229,11 +215,6 @@ class Executor:
         """Return an all-reduce that works on the caller's arrays, or None if they must be copied to a bucket.
 
         A collective call.
-
-        Parameters
-        ----------
-        plan, layout, dtype, op, given : Plan, Layout, dtype, ReduceOp, sequence of dtype
-            As for `binder.bind`.
         """
         held, scopes = given[0], {phase.scope for phase in plan.phases}
         if len(set(given)) > 1:
@@ -243,12 +224,12 @@ class Executor:
         if scopes != {Scope.INTRA} or not self.intra.combines_arrays or held not in (dtype, *HALF_DTYPES):
             return None
         self.reserve_exchange()
-        return self._direct_all_reduce
+        return self._direct_all_reduce if self.intra.combines_arrays else None
 
     @property
     def scatters(self) -> bool:
         """Whether a true reduce-scatter is possible: through shared memory in each node, and rings between nodes."""
-        return self.device is None and self._shares_memory and settings.INTER_TRANSPORT.read() != "mpi"
+        return self.device is None and self._shares_memory and self.hierarchy.settings[settings.INTER_TRANSPORT] != "mpi"
 
     def direct_reduce_scatter(self, bounds: Sequence[int], arrays: FlatArrays, fold: Fold) -> Steps:
         """Return the steps of a reduce-scatter of the caller's arrays inside the node: see `transports.exchange`.
@@ -283,7 +264,10 @@ class Executor:
         return run
 
     def reserve(self, nbytes: int) -> None:
-        """Enlarge the scratch memory if it is too small, and unbind all plans: a collective call in that case."""
+        """Enlarge the scratch memory if it is too small, and unbind all plans: a collective call in that case.
+
+        Where a node has too little shared memory for it, all ranks go on over MPI, unless a setting asks for shared memory.
+        """
         if nbytes <= self._arena.nbytes:
             return
         for bound in self.bound_plans:
@@ -299,7 +283,8 @@ class Executor:
             self._arena = self.intra.allocate(nbytes)
         except TransportError as error:
             refusal = error
-        self._raise_together(refusal, held_bytes)
+        if not self.hierarchy.all_agree(refusal is None):
+            self._go_on(refusal, nbytes, held_bytes)
 
     def _inside(self, verb: Verb, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
         """Return the transport for a verb inside the node on such values."""
@@ -331,20 +316,26 @@ class Executor:
         yield from steps
         slots.last_release = self.intra.release()
 
-    def _raise_together(self, refusal: TransportError | None, held_bytes: int) -> None:
-        """Raise on all ranks if a node has too little memory, after allocating as much as before."""
-        from mpi4py import MPI
-
-        if not self.hierarchy.world_group.comm.allreduce(refusal is not None, MPI.LOR):
-            return
+    def _go_on(self, refusal: TransportError | None, nbytes: int, held_bytes: int) -> None:
+        """Go on over MPI where a node has too little memory; if a setting asks for shared memory, raise on all ranks."""
+        self._arena = np.empty(0, np.uint8)
         self.intra.close()
-        self._arena = self.intra.allocate(held_bytes) if held_bytes else np.empty(0, np.uint8)
+        wanted = self.hierarchy.settings[settings.INTRA_TRANSPORT]
+        if self.device is None and wanted == "auto":
+            if refusal is not None:
+                warn_of_mpi(self.hierarchy.intra, wanted, str(refusal))
+            # the memory of barriers and small arrays stays, until `close`
+            self.intra, self._shares_memory = MpiTransport(self.hierarchy.intra), False
+            self._arena = self.intra.allocate(nbytes)
+            return
+        if held_bytes:
+            self._arena = self.intra.allocate(held_bytes)
         raise refusal or TransportError("another node has too little memory; its ranks say how much")
 
     def close(self) -> None:
         """Free the scratch memory and the transports. A collective call."""
         self.world.close()
-        self.intra.dispose()
+        self.transports.intra.dispose()
 
 
 def _bind(transport: Transport, verb: Verb, buffer: Array, bounds: list[int], op: ReduceOp) -> Operation:
@@ -353,8 +344,4 @@ def _bind(transport: Transport, verb: Verb, buffer: Array, bounds: list[int], op
         return transport.reduce_scatter(buffer, bounds, op)
     if verb is Verb.ALL_GATHER:
         return transport.all_gather(buffer, bounds)
-    if verb is Verb.REDUCE:
-        return transport.reduce(buffer, op)
-    if verb is Verb.BROADCAST:
-        return transport.broadcast(buffer)
     return transport.all_reduce(buffer, op)

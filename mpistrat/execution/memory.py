@@ -1,12 +1,19 @@
-"""MemoryReport: the memory that a strategy holds on a rank for communication."""
+"""The memory that a strategy holds on a rank for communication, and what malloc does with memory that collectives free."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from dataclasses import dataclass
+
+import numpy as np
 
 from mpistrat.text import format_bytes, format_count
 
-__all__ = ["MemoryReport"]
+__all__ = ["MemoryReport", "keep_freed_memory"]
+
+# with its header below the 32 MiB up to which glibc adapts its limits to what is freed
+_FREED_BYTES = (32 << 20) - (64 << 10)
 
 
 @dataclass(frozen=True)
@@ -62,3 +69,16 @@ class MemoryReport:
             f"rank {self.rank} holds {format_bytes(self.total_bytes)}: {parts} ({format_count(self.num_plans, 'plan')}); "
             f"{self.ratio:.3g} times its largest pack of {format_bytes(self.largest_pack_bytes)}"
         )
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Make malloc keep what is freed, up to 64 MiB, instead of returning it to the system.
+
+    Otherwise a collective that returns a new array of 1 MiB takes 257 page faults for the result, and as many for the buffer
+    that MPI allocates and frees in each call. glibc raises its limits by itself once a block of up to 32 MiB has been freed
+    (mallopt(3), M_MMAP_THRESHOLD), so one is allocated and freed here, untouched. That has no effect with another malloc, or if
+    the user has set MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_.
+    """
+    with contextlib.suppress(MemoryError):
+        np.empty(_FREED_BYTES, np.uint8)

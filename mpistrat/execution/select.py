@@ -1,6 +1,6 @@
 """Select the transports of a rank's groups: those that the settings name, or the first ones that can be used.
 
-File law: all ranks of a group use the same transport. It is used only if every rank supports it; if one rank raises, all do.
+Invariant: all ranks of a group use the same transport. It is used only if every rank supports it; if one rank raises, all do.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from mpistrat.algorithms.cost import CostModel, GpuTimes
 from mpistrat.device.abstract import Device
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import TransportError
-from mpistrat.execution.device_rails import device_rails, staged
+from mpistrat.execution.device_rails import device_rails
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.logger import logger
 from mpistrat.text import format_bytes
 from mpistrat.transports.base import Transport
 from mpistrat.transports.cuda_ipc import ASSUMED_ONE_SHOT_BYTES, CudaIpcTransport
@@ -35,6 +36,7 @@ __all__ = [
     "device_transports",
     "host_transports",
     "nccl_rails",
+    "warn_of_mpi",
 ]
 
 TRANSPORTS: dict[str, type[Transport]] = {
@@ -59,6 +61,8 @@ _INTRA_ON_DEVICE = ("nccl", "cuda_ipc", "staged")
 _COMBINE_HALVES = ("nccl", "cuda_ipc")
 _TRIAL_BYTES = 4096
 
+_warned: set[str] = set()
+
 
 @dataclass
 class Transports:
@@ -70,15 +74,12 @@ class Transports:
         For the ranks of this node, and for all ranks.
     rails, small_rails : mapping of int to Transport
         For each rail of this rank: for large buffers, and for small ones.
-    leaders : Transport or None
-        For the leaders; None on other ranks.
     """
 
     intra: Transport
     world: Transport
     rails: Mapping[int, Transport] = field(default_factory=dict)
     small_rails: Mapping[int, Transport] = field(default_factory=dict)
-    leaders: Transport | None = None
 
 
 @dataclass
@@ -127,33 +128,31 @@ def host_transports(hierarchy: Hierarchy) -> Transports:
     Raises
     ------
     TransportError
-        If the settings name a transport that cannot be used, or one of device memory although ranks compute on CPUs.
+        On all ranks, if the settings name a transport that a node cannot use, or one of device memory although ranks compute
+        on CPUs.
     """
-    intra = _on_host(settings.INTRA_TRANSPORT, _INTRA)
-    inter = _on_host(settings.INTER_TRANSPORT, _INTER)
-    inside = _make(intra, _INTRA, hierarchy.intra)
+    intra = _on_host(hierarchy, settings.INTRA_TRANSPORT, _INTRA)
+    inter = _on_host(hierarchy, settings.INTER_TRANSPORT, _INTER)
+    inside, refusal = None, ""
+    try:
+        inside = _make(intra, _INTRA, hierarchy.intra)
+    except TransportError as error:
+        refusal = str(error)
+    refusals = list(filter(None, hierarchy.world_group.comm.allgather(refusal)))
+    if inside is None or refusals:
+        if inside is not None:
+            inside.dispose()
+        raise TransportError(refusals[0])
     return Transports(
         inside,
         WorldTransport(hierarchy, inside.window),
         {shard: _make(inter, _INTER, rail) for shard, rail in hierarchy.rails.items()},
         {shard: MpiTransport(rail) for shard, rail in hierarchy.rails.items()},
-        MpiTransport(hierarchy.leaders) if hierarchy.leaders else None,
     )
 
 
 def device_transports(hierarchy: Hierarchy, device: Device, host: Transports, model: CostModel) -> DeviceTransports:
     """Return the transports of device memory. A collective call.
-
-    Parameters
-    ----------
-    hierarchy : Hierarchy
-        The groups.
-    device : Device
-        The GPU of this rank.
-    host : Transports
-        The transports of host memory, through which device memory may be staged.
-    model : CostModel
-        Predicts times on GPUs.
 
     Raises
     ------
@@ -170,8 +169,8 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports, mo
         listed = "; ".join(f"{name}: {text}" for name, text in refused.items())
         accepted = ", ".join(("auto", *_INTRA_ON_DEVICE, "mpi"))
         raise TransportError(
-            f"{settings.INTRA_TRANSPORT.name}={settings.INTRA_TRANSPORT.read()} cannot move memory of GPUs here: {listed}. "
-            f"Accepted are {accepted}"
+            f"{settings.INTRA_TRANSPORT.name}={hierarchy.settings[settings.INTRA_TRANSPORT]} cannot move memory of GPUs here: "
+            f"{listed}. Accepted are {accepted}"
         )
     assert intra is not None, "a refusal on this node has raised on all ranks"
     taken = {name: transport for name, transport, alone, _ in answers if not alone}
@@ -187,7 +186,6 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports, mo
         StagedTransport(hierarchy.world_group, device, lambda _: host.world),
         rails,
         rails,
-        staged(hierarchy.leaders, device, host.leaders) if hierarchy.leaders and host.leaders else None,
         StagedTransport(hierarchy.intra, device),
         _path(taken, between),
         next((text for _, _, _, text in answers if text), ""),
@@ -211,7 +209,7 @@ def _join_all(hierarchy: Hierarchy, device: Device, intra: Transport, times: Gpu
     """
     if hierarchy.world.num_nodes == 1:
         return (cast("NcclTransport", intra) if intra.name == NcclTransport.name else None), ""
-    inter = settings.INTER_TRANSPORT.read()
+    inter = hierarchy.settings[settings.INTER_TRANSPORT]
     if inter != NcclTransport.name and not (inter == "auto" and times.nccl_wins):
         return None, ""
     transport, reason = _try(NcclTransport.name, hierarchy.world_group, device)
@@ -223,15 +221,6 @@ def _join_all(hierarchy: Hierarchy, device: Device, intra: Transport, times: Gpu
 
 def nccl_rails(hierarchy: Hierarchy, device: Device, everywhere: NcclTransport) -> Mapping[int, NcclTransport]:
     """Return NCCL along each rail of this rank. A collective call.
-
-    Parameters
-    ----------
-    hierarchy : Hierarchy
-        The groups, on several nodes.
-    device : Device
-        The GPU of this rank.
-    everywhere : NcclTransport
-        NCCL over all ranks: the one rail, where each node has one.
 
     Raises
     ------
@@ -253,7 +242,7 @@ def nccl_rails(hierarchy: Hierarchy, device: Device, everywhere: NcclTransport) 
 
 def _between_nodes(by_mpi: str, hierarchy: Hierarchy, times: GpuTimes, by_nccl: bool, refusal: str) -> str:
     """Return what is between nodes, as text, and what else could be. A collective call."""
-    inter = settings.INTER_TRANSPORT.read()
+    inter = hierarchy.settings[settings.INTER_TRANSPORT]
     if inter == NcclTransport.name:
         return f"{inter} between nodes"
     if by_nccl:
@@ -272,7 +261,7 @@ def _between_nodes(by_mpi: str, hierarchy: Hierarchy, times: GpuTimes, by_nccl: 
 
 def _limit_one_shot(intra: Transport, times: GpuTimes) -> str:
     """Sum in one shot up to the measured size, unless a setting says another; return which, and why, as text."""
-    wanted = settings.ONE_SHOT_BYTES.read()
+    wanted = intra.group.settings[settings.ONE_SHOT_BYTES]
     if wanted is not None:
         return f"one shot up to {format_bytes(wanted)} ({settings.ONE_SHOT_BYTES.name})"
     if times.one_shot_bytes is None:
@@ -290,7 +279,7 @@ def _refused_between(reason: str) -> TransportError:
 
 def _inside_node(group: Group, device: Device) -> tuple[Transport | None, list[str]]:
     """Return the transport of the ranks of a node, or None, and why the faster ones cannot be used."""
-    wanted = settings.INTRA_TRANSPORT.read()
+    wanted = group.settings[settings.INTRA_TRANSPORT]
     if wanted == "mpi":
         return StagedTransport(group, device, MpiTransport), []
     if wanted not in ("auto", *_INTRA_ON_DEVICE):
@@ -318,10 +307,22 @@ def _try(name: str, group: Group, device: Device) -> tuple[Transport | None, str
         transport.close()
     except RuntimeError as error:  # a TransportError, or CUDA's own
         reason = str(error)
-    reason = next(filter(None, group.comm.allgather(reason)), "")
-    if reason and transport is not None:
+    answers = group.comm.allgather((transport is not None, reason))
+    reason = next((text for _, text in answers if text), "")
+    if not reason:
+        return transport, ""
+    if transport is not None:
         transport.abort(reason)
-    return (None, reason) if reason else (transport, "")
+        if all(is_made for is_made, _ in answers):
+            transport.dispose()
+    return None, reason
+
+
+def warn_of_mpi(group: Group, wanted: str, reason: str) -> None:
+    """Say, once, that ranks of a node go on without the shared memory that they lack."""
+    if wanted == "auto" and group.rank == 0 and group.name not in _warned:
+        _warned.add(group.name)
+        logger.warning(f"{reason}. The ranks of this node go on over mpi, which is slower")
 
 
 def _path(taken: Mapping[str, str], between: str) -> str:
@@ -333,9 +334,9 @@ def _path(taken: Mapping[str, str], between: str) -> str:
     return ", ".join(filter(None, (inside, between))) or "one rank: nothing is sent"
 
 
-def _on_host(setting: settings.Setting[str], order: Sequence[str]) -> str:
+def _on_host(hierarchy: Hierarchy, setting: settings.Setting[str], order: Sequence[str]) -> str:
     """Return the transport of host memory that a setting names; auto, if it names one of device memory."""
-    wanted = setting.read()
+    wanted = hierarchy.settings[setting]
     if wanted == "auto" or wanted in order:
         return wanted
     if bound_device() is None:
@@ -354,6 +355,10 @@ def _make(wanted: str, order: Sequence[str], group: Group) -> Transport:
     for name in order if wanted == "auto" else (wanted,):
         reason = TRANSPORTS[name].probe(group)
         if not reason:
-            return TRANSPORTS[name](group)
+            try:
+                return TRANSPORTS[name](group)
+            except TransportError as error:
+                reason = str(error)
+                warn_of_mpi(group, wanted, reason)
         refusals.append(f"{name}: {reason}")
     raise TransportError(f"group {group.name} has no usable transport ({'; '.join(refusals)}); accepted are {', '.join(order)}")

@@ -1,6 +1,6 @@
 """TensorFlow's ``tf.distribute.experimental.partitioners``."""
 
-from mpistrat.parameter_server.partition import (
+from mpistrat.parameter_server.partitioners import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,

@@ -11,32 +11,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
-from mpistrat.errors import AgreementError
-from mpistrat.groups.group import Group
-from mpistrat.groups.left_memory import leave_to_peers
+from mpistrat.errors import AgreementError, MpistratError
+from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.watch.verdict import mismatch_text
 from mpistrat.watch.watcher import watcher
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-__all__ = [
-    "COMPARED",
-    "Agreement",
-    "CallsDifferError",
-    "Completion",
-    "Signature",
-    "after",
-    "calls_differ",
-    "chained",
-    "digest_of",
-    "keep_notes",
-    "pause",
-]
 
 Completion = Callable[[Callable[[], "MPI.Request"]], None]
 """Calls the function that it is given, which starts an exchange, and returns when that has completed."""
@@ -52,21 +37,31 @@ _NOTES_SHOWN = 3
 
 _notes_of: dict[int, tuple[str, ...]] = {}
 
+T = TypeVar("T")
+
+
+def bcast_or_raise(comm: MPI.Intracomm, find: Callable[[], T]) -> T:
+    """Return what `find` returns on the first rank, or raise on all ranks what it raises there. A collective call."""
+    answer: tuple[T | None, MpistratError | None] = None, None
+    cause: Exception | None = None
+    if comm.Get_rank() == 0:
+        try:
+            answer = find(), None
+        except MpistratError as error:
+            answer = None, error
+        except Exception as error:  # others than ours may not be made again from a pickle
+            answer, cause = (None, AgreementError(f"rank 0 failed for all: {type(error).__name__}: {error}")), error
+    found, refusal = comm.bcast(answer)
+    if refusal is None:
+        return found  # type: ignore[no-any-return]
+    refusal.raised_everywhere = True
+    raise refusal from cause
+
 
 class Signature:
     """The part of a call that must be the same on all ranks.
 
-    Parameters
-    ----------
-    text : str
-        The call with its arguments.
-    details : tuple of (str, str, int, str)
-        For the flight record: the operation, the dtype, the bytes of this rank's arrays, and the plan.
-
-    Attributes
-    ----------
-    digest : int
-        The hash of the text that ranks compare: see `digest_of`.
+    `details` are for the flight record: the operation, the dtype, the bytes of this rank's arrays, and the plan.
     """
 
     __slots__ = ("details", "digest", "text")
@@ -80,13 +75,7 @@ class Signature:
 
 
 class CallsDifferError(Exception):
-    """Ranks of a node are in different calls.
-
-    Parameters
-    ----------
-    digests : list of int
-        The digest of the call that each of them is in.
-    """
+    """Ranks of a node are in different calls, of these digests."""
 
     def __init__(self, digests: list[int]) -> None:
         super().__init__("ranks of a node are in different calls")
@@ -132,13 +121,7 @@ def _keep(digest: int, notes: tuple[str, ...]) -> None:
 
 
 class Agreement:
-    """Compares calls across the ranks of a group, before they do anything else.
-
-    Parameters
-    ----------
-    group : Group
-        The ranks that must agree.
-    """
+    """Compares calls across the ranks of a group, before they do anything else."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -154,30 +137,11 @@ class Agreement:
         facts: Sequence[int] = (0, 0, 0),
         number: int = 0,
     ) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Check that all ranks pass the same text; return three numbers that each passes with it. A collective call.
+        """Check that all ranks pass the same text, and return the three `facts` of every rank. A collective call.
 
-        Parameters
-        ----------
-        call : str
-            Describes the call: verb, op, dtypes and shapes.
-        error : Exception, optional
-            Why this rank cannot make the call; it is raised here, and the other ranks raise an AgreementError.
-        complete : callable, optional
-            Starts and completes an exchange; by default MPI is polled without a deadline.
-        facts : sequence of three int
-            Numbers to send to the other ranks.
-        number : int
-            The number of the collective in error messages; by default it is counted here.
-
-        Returns
-        -------
-        ndarray
-            int64, (ranks, 3): the facts of every rank; valid until the next call.
-
-        Raises
-        ------
-        AgreementError
-            On every rank if the texts differ; the message lists the text of each rank.
+        If texts differ, every rank raises an AgreementError that lists them. `error` says why this rank cannot make the call:
+        it is raised here, and the other ranks raise an AgreementError. What is returned, int64 (ranks, 3), is valid until the
+        next call. By default MPI is polled without a deadline, and the `number` in error messages is counted here.
         """
         self._sequence += 1
         digest = digest_of(call if error is None else f"{call} {error!r}")
@@ -192,12 +156,8 @@ class Agreement:
     def barrier(self, digest: int) -> Iterator[bool]:
         """Yield (False) until all ranks have entered, and compare the digests of their calls. A collective call.
 
-        It makes the same call of MPI as `check`, so that a rank in the one is compared with a rank in the other.
-
-        Raises
-        ------
-        CallsDifferError
-            On all ranks, if they differ.
+        It makes the same call of MPI as `check`, so that a rank in the one is compared with a rank in the other. If digests
+        differ, all ranks raise a CallsDifferError.
         """
         self._row[:] = ~digest, 0, 0, 0  # no rank passes such a digest to `check`
         request = self._group.comm.Iallgather(self._row, self._rows)
@@ -205,7 +165,7 @@ class Agreement:
             while not request.Test():
                 yield False
         except BaseException:
-            leave_to_peers(request)
+            keep_alive_for_peers(request)
             raise
         if (self._rows[:, 0] != ~digest).any():
             raise CallsDifferError([~int(row) for row in self._rows[:, 0]])
@@ -213,13 +173,7 @@ class Agreement:
     def raise_on_all(
         self, call: str, error: Exception | None = None, number: int = 0, complete: Completion | None = None
     ) -> NoReturn:
-        """Exchange the texts of all ranks and raise on all. A collective call, made when calls are known to differ.
-
-        Parameters
-        ----------
-        call, error, number, complete : str, Exception, int, callable
-            As for `check`.
-        """
+        """Exchange the texts of all ranks and raise on all. A collective call, made when calls are known to differ."""
         mine = call if error is None else f"{call}, which failed: {type(error).__name__}: {error}"
         answers: list[tuple[str, bool]] = self.exchange((mine, error is not None), complete)
         if error is not None:
@@ -250,17 +204,13 @@ def calls_differ(number: int, texts: Mapping[int, str], group: str = "world") ->
     variants: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
         variants.setdefault(text, []).append(rank)
-    return AgreementError(mismatch_text(f"collective {number} of group {group}", variants))
+    error = AgreementError(mismatch_text(f"collective {number} of group {group}", variants))
+    error.calls = tuple(variants)
+    return error
 
 
 def pause(began: float) -> None:
-    """Give up the core while waiting for other ranks: at first by a yield, later by short sleeps, as the wait may be long.
-
-    Parameters
-    ----------
-    began : float
-        When the wait began, on the clock `time.monotonic`.
-    """
+    """Give up the core in a wait that began then: at first by a yield, later by short sleeps, as the wait may be long."""
     if time.monotonic() - began < _YIELD_SECONDS:
         os.sched_yield()
     else:
@@ -275,5 +225,5 @@ def _poll(enter: Callable[[], MPI.Request]) -> None:
                 watching.raise_verdict()
             pause(began)
     except BaseException:
-        leave_to_peers(request)
+        keep_alive_for_peers(request)
         raise

@@ -4,7 +4,7 @@ A rank enters by starting a nonblocking MPI collective, and polls in turn for it
 passes it sends a notice to the others; ranks that have entered answer at once, so that after a short grace period all know who
 has entered. If the collective has completed by then, all ranks have entered, though late. Otherwise all raise.
 
-File law: a rank that finds a notice before it enters does not enter. So the collective cannot complete on some ranks after
+Invariant: a rank that finds a notice before it enters does not enter. So the collective cannot complete on some ranks after
 others have given it up, which would leave the ranks out of step.
 """
 
@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpistrat.errors import CollectiveError, DeadlineExceededError, UnavailableError
-from mpistrat.groups.group import Group, ranks_text
-from mpistrat.groups.left_memory import leave_to_peers
+from mpistrat.groups.group import Group, keep_alive_for_peers
+from mpistrat.text import ranks_text
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["LONGEST_GRACE_SECONDS", "NOTICE_TAG", "DeadlineBarrier"]
-
-NOTICE_TAG = 32_767  # the largest that every MPI accepts
+_NOTICE_TAG = 32_767  # the largest that every MPI accepts
+_ABORT_TAG = _NOTICE_TAG - 1
 SHORTEST_GRACE_SECONDS, LONGEST_GRACE_SECONDS = 0.2, 1.0
 
 # kinds of notices: "my deadline has passed, and I have entered"; "I have entered", in answer to that; "I enter no further
@@ -40,15 +39,7 @@ _PROBES = 8
 
 
 class DeadlineBarrier:
-    """A barrier of the ranks of a group, with a deadline.
-
-    Parameters
-    ----------
-    group : Group
-        The ranks; nothing else may send messages with NOTICE_TAG on its communicator.
-    nodes : sequence of str
-        The name of each rank's node, for errors.
-    """
+    """A barrier of the ranks of a group, with a deadline; `nodes` are the names of the ranks' nodes, for errors."""
 
     def __init__(self, group: Group, nodes: Sequence[str]) -> None:
         from mpi4py import MPI
@@ -72,23 +63,11 @@ class DeadlineBarrier:
         seconds: float,
         absent: Callable[[], Collection[int]] = frozenset,
     ) -> Iterator[bool]:
-        """Yield (False) until all ranks have entered. A collective call.
+        """Yield (False) until all ranks have started the collective that `enter` starts. A collective call.
 
-        Parameters
-        ----------
-        enter : callable
-            Starts the collective that completes when all ranks have started it.
-        what : callable
-            Returns the text of the call, for an error.
-        seconds : float
-            Deadline in seconds from now; 0 means none of this rank's own: the deadlines of others hold all the same.
-        absent : callable
-            Returns which ranks are known not to be in this call; others that have not entered may be waiting for those.
-
-        Raises
-        ------
-        DeadlineExceededError
-            On every rank that has entered, if the deadline of one passes first; and on a rank that tries to enter later.
+        If the deadline of a rank passes first, every rank that has entered raises a DeadlineExceededError, and so does a rank
+        that tries to enter later. With 0 seconds this rank has none of its own: those of others hold all the same. `absent`
+        returns which ranks are known not to be in this call; others that have not entered may be waiting for those.
         """
         self._turn += 1
         for _ in range(_PROBES):
@@ -100,13 +79,12 @@ class DeadlineBarrier:
         try:
             yield from self._wait(request, what, seconds, absent)
         except BaseException:
-            leave_to_peers(request)  # MPI may still write to its buffers
+            keep_alive_for_peers(request)  # MPI may still write to its buffers
             raise
 
     def _wait(
         self, request: MPI.Request, what: Callable[[], str], seconds: float, absent: Callable[[], Collection[int]]
     ) -> Iterator[bool]:
-        """Yield until all ranks have entered, or one has left."""
         deadline, grace_ends = time.monotonic() + seconds if seconds else math.inf, math.inf
         while not request.Test():
             self._listen()
@@ -165,9 +143,9 @@ class DeadlineBarrier:
     def _listen(self) -> bool:
         """Receive all notices that have arrived; return whether a rank has given up."""
         comm = self._group.comm
-        while comm.Iprobe(self._any, NOTICE_TAG, self._status):
+        while comm.Iprobe(self._any, _NOTICE_TAG, self._status):
             source = self._status.Get_source()
-            comm.Recv(self._notice, source, NOTICE_TAG)
+            comm.Recv(self._notice, source, _NOTICE_TAG)
             kind, turn, entered = (int(word) for word in self._notice)
             if kind in (_GONE, _FAILED):
                 self._gone[source] = turn, bool(entered)
@@ -181,7 +159,7 @@ class DeadlineBarrier:
     def _tell(self, kind: int, entered: bool) -> None:
         # nobody waits for these messages, and the receiver may never receive them
         notice = np.array([kind, self._turn, entered], np.int64)
-        self._sent += [self._group.comm.Isend(notice, rank, NOTICE_TAG) for rank in self._others]
+        self._sent += [self._group.comm.Isend(notice, rank, _NOTICE_TAG) for rank in self._others]
 
     def _silent(self) -> list[int]:
         """Return the ranks that have sent no notice of this turn."""
@@ -217,6 +195,28 @@ class DeadlineBarrier:
         """Return ``ranks 0-2 (node0), rank 3 (node1)``."""
         parts = groupby(sorted(ranks), key=lambda rank: self._nodes[rank])
         return ", ".join(f"{ranks_text([self._group.ranks[rank] for rank in members])} ({node})" for node, members in parts)
+
+
+class AbortNotice:
+    """Tells the other ranks, once at most, that this one has aborted work they enqueued together, which will not end.
+
+    A watching thread probes for it, as does the program's own, so no thread receives it: the other one must find it too.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._sent: list[MPI.Request] = []
+
+    def send(self) -> None:
+        if not self._sent:
+            others = [rank for rank in range(self._group.size) if rank != self._group.rank]
+            self._sent = [self._group.comm.Isend(np.empty(0, np.uint8), rank, _ABORT_TAG) for rank in others]
+
+    def has_come(self) -> bool:
+        """Return whether another rank has sent one."""
+        from mpi4py import MPI
+
+        return not MPI.Is_finalized() and self._group.comm.Iprobe(MPI.ANY_SOURCE, _ABORT_TAG)
 
 
 def _grace(seconds: float) -> float:

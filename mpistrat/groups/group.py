@@ -6,49 +6,40 @@ import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from mpistrat import settings
-from mpistrat.text import ranks_text
+from mpistrat.settings import CHECK, Snapshot
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-__all__ = ["MOST_UNCONFIRMED", "Group", "PresentCall", "ranks_text"]
 
 _CHANNELS = 32
 _FIRST_TAG, _MAX_TAG = 1 << 15, 1 << 30  # smaller tags are used for messages outside of calls
 _MULTIPLIER, _MASK = 0x9E3779B97F4A7C15, (1 << 62) - 1
 MOST_UNCONFIRMED, _BYTES_PER_CALL = 64, 1 << 13
 
+_to_confirm: set[CurrentCall] = set()  # keeps them: ranks collect garbage at different times, and compare at exit together
 
-class PresentCall:
+
+class CurrentCall:
     """The collective call that is under way on the communicators of a hierarchy: one at a time.
 
-    Attributes
-    ----------
-    digest : int
-        A hash of its text: see `groups.agreement.digest_of`. Ranks compare it before one reads memory of another, and messages
-        carry it in their tags, so that messages of different calls are never matched.
-    must_poll : bool
-        Whether the call has a deadline, or was started: a blocking MPI call that waits for other ranks could not be given up.
-    drive : callable
-        Runs the steps of a wait to the end, under the deadline of the call.
-    confirm : callable
-        Compares the digests of calls that ran as MPI collectives without a comparison, on all ranks. A collective call.
-    unconfirmed : int
-        Calls since the first one that has not been confirmed; a large one counts as several. 0 if all are confirmed.
+    Ranks compare its `digest` before one reads memory of another, and messages carry it in their tags, so that messages of
+    different calls are never matched. Calls that MPI carries out without a comparison are `unconfirmed`, a large one counted
+    as several, until `confirm`, a collective call, compares the history of these `calls` on all ranks. `must_poll` is set where
+    the call has a deadline or was started: a blocking MPI call that waits for other ranks could not be given up.
     """
 
-    __slots__ = ("_history", "_span", "confirm", "digest", "drive", "must_poll", "unconfirmed")
+    __slots__ = ("_span", "calls", "confirm", "digest", "drive", "has_failed", "must_poll", "settings", "unconfirmed")
 
     def __init__(self) -> None:
         from mpi4py import MPI
 
-        self.digest = self._history = self.unconfirmed = 0
-        self.must_poll = False
+        self.digest = self.unconfirmed = 0
+        self.calls: list[int] = []
+        self.must_poll, self.has_failed, self.settings = False, False, Snapshot()  # compared by the communicator
         self.confirm: Callable[[int], None] = _confirm_nothing
         self.drive: Callable[[Iterator[bool]], None] = _run_to_end
         tag_ub = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0
-        self._span = (min(int(tag_ub), _MAX_TAG) - _FIRST_TAG) // _CHANNELS if settings.CHECK.read() else 0
+        self._span = (min(int(tag_ub), _MAX_TAG) - _FIRST_TAG) // _CHANNELS if self.settings[CHECK] else 0
 
     def tag(self, channel: int) -> int:
         """Return the tag of the call's messages on a channel, of which there are 32."""
@@ -61,8 +52,10 @@ class PresentCall:
 
         A comparison takes as long as a small call. One for 64 small calls, or for fewer large ones, adds 2 % at most.
         """
-        self._history = (self._history * _MULTIPLIER + self.digest) & _MASK
-        self.unconfirmed += nbytes // _BYTES_PER_CALL + (not self.unconfirmed)
+        if not self.unconfirmed:
+            _to_confirm.add(self)
+        self.calls.append(self.digest)
+        self.unconfirmed += weight(nbytes) - bool(self.unconfirmed)
         if self.unconfirmed >= MOST_UNCONFIRMED:
             self.settle()
 
@@ -76,43 +69,49 @@ class PresentCall:
     def settle(self) -> None:
         """Confirm the calls that have not been confirmed yet. A collective call if there are any."""
         if self.unconfirmed:
-            self.unconfirmed = 0
-            self.confirm(self._history)
+            self.unconfirmed = history = 0
+            for digest in self.calls:
+                history = (history * _MULTIPLIER + digest) & _MASK
+            self.calls.clear()
+            _to_confirm.discard(self)
+            self.confirm(history)
+
+
+def weight(nbytes: int) -> int:
+    """Return as how many unconfirmed calls one of `nbytes` bytes counts."""
+    return nbytes // _BYTES_PER_CALL + 1
 
 
 def _run_to_end(steps: Iterator[bool]) -> None:
-    """Run the steps of a wait without a deadline: the default of `PresentCall.drive`."""
     for _ in steps:
         os.sched_yield()
 
 
 def _confirm_nothing(history: int) -> None:
-    """Do nothing: the default of `PresentCall.confirm`, for calls that are not compared."""
+    """Default of `CurrentCall.confirm`, for calls that are not compared."""
 
 
 class Group:
-    """Some ranks of the world and the communicator that joins them.
+    """Some ranks of the world and the communicator that joins them, made for this group, which frees it.
 
     Parameters
     ----------
     comm : MPI.Intracomm
-        A communicator made for this group; the group owns it and frees it.
+        The communicator.
     name : str
         The name in error messages: ``world``, ``intra node0``, ``rail 1``.
     ranks : tuple of int
         The world ranks, in the order of their rank in `comm`.
-    call : PresentCall, optional
+    call : CurrentCall, optional
         The call that is under way; groups of one hierarchy share it.
     """
 
-    def __init__(self, comm: MPI.Intracomm, name: str, ranks: tuple[int, ...], call: PresentCall | None = None) -> None:
+    def __init__(self, comm: MPI.Intracomm, name: str, ranks: tuple[int, ...], call: CurrentCall | None = None) -> None:
         assert comm.Get_size() == len(ranks), f"group {name} has {comm.Get_size()} members, {len(ranks)} ranks were named"
-        self.comm = comm
-        self.name = name
-        self.ranks = ranks
-        self.rank = comm.Get_rank()
-        self.size = comm.Get_size()
-        self.call = PresentCall() if call is None else call
+        self.comm, self.name, self.ranks = comm, name, ranks
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.call = CurrentCall() if call is None else call
+        self.settings = self.call.settings
 
     def close(self) -> None:
         """Free the communicator. A collective call in this group; the group cannot be used afterwards."""
@@ -120,3 +119,11 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group({self.name}, rank={self.rank}({self.size}))"
+
+
+_kept: list[object] = []
+
+
+def keep_alive_for_peers(memory: object) -> None:
+    """Keep memory of a failed collective for ever: late peers may still use it, and MPI the buffers of a pending request."""
+    _kept.append(memory)

@@ -4,68 +4,46 @@
     0 1 2   3 4          intra node1 = 3 4       rail 1 = 1 3
                                                  rail 2 = 2 4
 
-File law: every communicator is a duplicate owned by this library; nothing is ever sent on the user's.
+Invariant: every communicator is a duplicate owned by this library; nothing is ever sent on the user's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpistrat.groups.group import Group, PresentCall
-from mpistrat.groups.job_ranks import job_ranks_of, members_text
+from mpistrat.groups.group import CurrentCall, Group
+from mpistrat.text import spans_text
 from mpistrat.topology.world import World
+from mpistrat.watch.record import LONGEST_TEXT, NOT_LISTED
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Hierarchy"]
-
 
 class Hierarchy:
-    """The groups of this rank. Making one is a collective call.
-
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        The ranks of `world`, in order; it is only duplicated.
-    world : World
-        The topology, the same on all ranks.
-
-    Attributes
-    ----------
-    world_group, intra : Group
-        All ranks; the ranks of this node.
-    rails : dict
-        Shard -> the group of its owners, for each shard that this rank owns; empty if there is one node.
-    leaders : Group or None
-        The lowest ranks of all nodes; None on other ranks.
-    call : PresentCall
-        The call that is under way in all of them.
-    number : int
-        A unique id of this hierarchy, the same on all its ranks.
-    job_ranks : tuple of int
-        The ranks of these ranks in COMM_WORLD, in order.
-    """
+    """The groups of this rank, of a communicator that is only duplicated. Making one is a collective call."""
 
     _numbers = iter(range(1, 2**31))
 
     def __init__(self, comm: MPI.Intracomm, world: World) -> None:
         assert comm.Get_size() == world.size, f"{world} cannot describe a communicator of {comm.Get_size()} ranks"
-        self.world = world
-        self.rank = comm.Get_rank()
+        self.world, self.rank = world, comm.Get_rank()
         self.place = world.place(self.rank)
-        self.call = PresentCall()
+        self.call = CurrentCall()
+        self.settings = self.call.settings
         self.world_group = Group(comm.Dup(), "world", tuple(range(world.size)), self.call)
-        self.number = self._agree_on_number()
+        self.number = self._agree_on_number()  # a unique id, the same on all ranks
         self.job_ranks = job_ranks_of(comm)
         node = world.nodes[self.place.node_index]
         self.intra = _own(self.world_group.comm.Split(node.index, self.rank), f"intra {node.name}", node.ranks, self.call)
         several = world.num_nodes > 1
-        # each rank creates its rails in rising order, which excludes a deadlock
+        # shard -> the group of its owners, for this rank's shards; created in rising order, which excludes a deadlock
         self.rails = {
             shard: self._subgroup(world.rails[shard], f"rail {shard}", shard) for shard in world.shards_of(self.rank) if several
         }
         is_leader = several and self.rank in world.leaders
+        # the lowest ranks of all nodes; None on other ranks
         self.leaders = self._subgroup(world.leaders, "leaders", world.num_shards) if is_leader else None
 
     def _agree_on_number(self) -> int:
@@ -109,9 +87,30 @@ class Hierarchy:
         return f"Hierarchy({self.world}, {self.place})"
 
 
-def _own(comm: MPI.Comm, name: str, ranks: tuple[int, ...], call: PresentCall) -> Group:
+def _own(comm: MPI.Comm, name: str, ranks: tuple[int, ...], call: CurrentCall) -> Group:
     """Return the group of a communicator, which must be an intracommunicator."""
     from mpi4py import MPI
 
     assert isinstance(comm, MPI.Intracomm), f"{name}: {comm!r} is not an intracommunicator"
     return Group(comm, name, ranks, call)
+
+
+def job_ranks_of(comm: MPI.Intracomm) -> tuple[int, ...]:
+    """Return the ranks in COMM_WORLD of the members of a communicator, in its order."""
+    from mpi4py import MPI
+
+    own, job = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    ranks = own.Translate_ranks(None, job)
+    own.Free()
+    job.Free()
+    return tuple(ranks)
+
+
+def members_text(job_ranks: Sequence[int]) -> str:
+    """Return ranks of the job as text, "0-2 5": empty if they are all, NOT_LISTED if the text is too long."""
+    from mpi4py import MPI
+
+    if len(job_ranks) == MPI.COMM_WORLD.Get_size():
+        return ""
+    text = spans_text(sorted(job_ranks))
+    return text if len(text) <= LONGEST_TEXT else NOT_LISTED

@@ -1,6 +1,6 @@
 """Rendezvous: all ranks wait for each other when a strategy or resolver is created, and agree that each of them can create it.
 
-File law: only the rendezvous itself waits for ranks that have not arrived, and it has a deadline.
+Invariant: only the rendezvous itself waits for ranks that have not arrived, and it has a deadline.
 """
 
 from __future__ import annotations
@@ -13,56 +13,32 @@ from typing import TYPE_CHECKING, TypeVar
 from mpistrat.errors import DeadlineExceededError
 from mpistrat.groups.agreement import Agreement, pause
 from mpistrat.groups.group import Group
-from mpistrat.groups.job_ranks import job_ranks_of, members_text
+from mpistrat.groups.hierarchy import job_ranks_of, members_text
 from mpistrat.launch import bootstrap
 from mpistrat.topology.discover import discover
-from mpistrat.topology.gpu_assignment import check_gpu_assignment
+from mpistrat.topology.gpus import check_gpu_assignment
 from mpistrat.topology.world import World
 from mpistrat.watch import watcher
-from mpistrat.watch.file_layout import NOT_LISTED
-from mpistrat.watch.watched import watched
+from mpistrat.watch.record import NOT_LISTED
+from mpistrat.watch.recorder import watched
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-__all__ = ["Rendezvous", "rendezvous"]
 
 T = TypeVar("T")
 
 
 class Rendezvous:
-    """The ranks of the job during a rendezvous.
-
-    Attributes
-    ----------
-    comm : MPI.Intracomm
-        All ranks that take part; freed when the rendezvous ends.
-    world : World
-        The topology.
-    rank : int
-        This rank.
-    """
+    """The ranks that take part in a rendezvous, which frees their `comm` when it ends, and their topology."""
 
     def __init__(self, group: Group, world: World) -> None:
         self._agreement = Agreement(group)
         self.comm, self.rank, self.world = group.comm, group.rank, world
 
     def agree(self, call: str, check: Callable[[], T]) -> T:
-        """Return the result of `check`, after all ranks have made the same call and none has raised. A collective call.
+        """Return the result of `check` after all ranks have made the same call and none has raised. A collective call.
 
-        Parameters
-        ----------
-        call : str
-            The text of the call with its arguments, which must be the same on all ranks.
-        check : callable
-            Raises if this rank cannot make the call; it must not communicate.
-
-        Raises
-        ------
-        Exception
-            The exception of `check`, on the rank where it was raised.
-        AgreementError
-            On all other ranks then, and on all ranks if the calls differ.
+        `check` must not communicate. If it raises on one rank, the others raise an AgreementError.
         """
         error: Exception | None = None
         try:
@@ -75,25 +51,10 @@ class Rendezvous:
 
 @contextmanager
 def rendezvous(call: str, timeout_seconds: float = 0.0, comm: MPI.Intracomm | None = None) -> Iterator[Rendezvous]:
-    """Start MPI, wait for all ranks, and discover their nodes and devices. A collective call, as is leaving the context.
+    """Start MPI, wait for all ranks (of `comm`), and discover their nodes and devices.
 
-    The watchers of several hosts are connected only where all ranks of the job take part.
-
-    Parameters
-    ----------
-    call : str
-        The text of the call, for errors.
-    timeout_seconds : float
-        How long to wait for the other ranks; 0 means without a limit.
-    comm : MPI.Intracomm, optional
-        The ranks that take part; by default all ranks of the job.
-
-    Raises
-    ------
-    LaunchError, TopologyError
-        As `bootstrap.start`, `topology.discover` and `gpu_assignment.check_gpu_assignment`.
-    DeadlineExceededError
-        If not all ranks arrive in time.
+    A collective call, as is leaving the context. The watchers of several hosts are connected only where all ranks of the job
+    take part.
     """
     early = watcher.start()  # before MPI, because MPI_Init waits for all ranks, too
     if early is not None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.context.input_context import InputContext
 from mpistrat.context.stack import default_mode
-from mpistrat.context.strategy_like import StrategyLike
+from mpistrat.device.binding import bound_device, own_device
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.inputs.dataset import Dataset
 from mpistrat.inputs.input_options import AutoShardPolicy, InputOptions, InputReplicationMode, read_options
-from mpistrat.inputs.iterable import as_dataset
-from mpistrat.inputs.iterator import DistributedIterator, Feed
+from mpistrat.inputs.iterator import DistributedIterator, EpochBatches
 from mpistrat.inputs.rebatch import batched, num_batches_of, share_sizes, shares
+from mpistrat.inputs.sources import as_dataset
 
 __all__ = ["DistributedDataset", "distribute_dataset", "distribute_from_function"]
 
@@ -30,21 +31,11 @@ class DistributedDataset:
     has ended or a batch is small, gets arrays of no rows.
 
     Each iteration is an epoch. Ranks must start the same number of iterations.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        Its replicas get the batches.
-    dataset : Dataset
-        The dataset that this rank reads.
-    policy : AutoShardPolicy or None
-        DATA: this replica's rows of each batch; OFF: all rows, in batches of a replica's size; None: the batches unchanged.
-    options : InputOptions
-        How far to prefetch, and whether to copy batches to the replica's GPU, if it has one.
     """
 
-    def __init__(self, strategy: StrategyLike, dataset: Dataset, policy: AutoShardPolicy | None, options: InputOptions) -> None:
+    def __init__(self, strategy: Any, dataset: Dataset, policy: AutoShardPolicy | None, options: InputOptions) -> None:
         self._strategy = strategy
+        self._communicator: BaseCommunicator = strategy.extended.communicator
         self._dataset = dataset
         self._policy = policy
         self._options = options
@@ -64,8 +55,8 @@ class DistributedDataset:
     def __iter__(self) -> DistributedIterator:
         epoch, self._epoch = self._epoch, self._epoch + 1
         is_agreed = self._policy is DATA and self._length is not None
-        feed = Feed(self._batches(epoch), self._length, is_agreed, epoch)
-        return DistributedIterator(self._strategy, feed, self._options)
+        source = EpochBatches(self._batches(epoch), self._length, is_agreed, epoch)
+        return DistributedIterator(self._strategy, source, self._options)
 
     def __len__(self) -> int:
         """Return the number of elements of an epoch.
@@ -80,8 +71,7 @@ class DistributedDataset:
         return self._length
 
     def __repr__(self) -> str:
-        communicator = self._strategy.extended.communicator
-        return f"DistributedDataset({self._dataset!r}, replica={communicator.rank}({communicator.size}))"
+        return f"DistributedDataset({self._dataset!r}, replica={self._communicator.rank}({self._communicator.size}))"
 
     @property
     def _length(self) -> int | None:
@@ -91,30 +81,29 @@ class DistributedDataset:
             return count
         sizes = self._sizes
         if sizes is None:
-            return count * self._strategy.num_replicas_in_sync
+            return count * self._communicator.size
         rows = self._dataset.num_rows
         return None if rows is None else num_batches_of(rows, sizes)
 
     @property
     def _sizes(self) -> list[int] | None:
         """The numbers of rows of this replica's batches, repeated cyclically; None if batches may have any number."""
-        batch_size, communicator = self._dataset.batch_size, self._strategy.extended.communicator
-        return None if batch_size is None else share_sizes(batch_size, communicator.rank, communicator.size)
+        batch_size = self._dataset.batch_size
+        return None if batch_size is None else share_sizes(batch_size, self._communicator.rank, self._communicator.size)
 
     def _batches(self, epoch: int) -> Iterator[Any]:
-        communicator = self._strategy.extended.communicator
         if self._policy is DATA:
-            return self._dataset.batches(epoch, communicator.rank, communicator.size)
+            return self._dataset.batches(epoch, self._communicator.rank, self._communicator.size)
         whole = self._dataset.batches(epoch)
         if self._policy is None:
             return whole
         sizes = self._sizes
         if sizes is not None:
             return batched(whole, sizes, drop_remainder=False)
-        return (part for batch in whole for part in shares(batch, communicator.rank, communicator.size))
+        return (part for batch in whole for part in shares(batch, self._communicator.rank, self._communicator.size))
 
 
-def distribute_dataset(strategy: StrategyLike, dataset: Any, options: InputOptions | None = None) -> Iterable[Any]:
+def distribute_dataset(strategy: Any, dataset: Any, options: InputOptions | None = None) -> Iterable[Any]:
     """Return what ``strategy.experimental_distribute_dataset(dataset, options)`` returns. A collective call."""
     communicator, call = strategy.extended.communicator, "experimental_distribute_dataset"
     try:
@@ -133,24 +122,25 @@ def distribute_dataset(strategy: StrategyLike, dataset: Any, options: InputOptio
 
 
 def distribute_from_function(
-    strategy: StrategyLike,
+    strategy: Any,
     dataset_fn: Callable[[InputContext], Any],
     options: InputOptions | None = None,
     *,
     accepts_per_replica: bool = False,
 ) -> Iterable[Any]:
-    """Return what ``strategy.distribute_datasets_from_function(dataset_fn, options)`` returns. A collective call.
-
-    Parameters
-    ----------
-    accepts_per_replica : bool, optional
-        Whether the options may ask for replication PER_REPLICA.
-    """
+    """Return what ``strategy.distribute_datasets_from_function(dataset_fn, options)`` returns. A collective call."""
     communicator, call = strategy.extended.communicator, "distribute_datasets_from_function"
     try:
         wanted = read_options(options)
         if not accepts_per_replica:
             _refuse_per_replica(strategy, call, wanted)
+        if wanted.experimental_place_dataset_on_device and bound_device() is not None:
+            raise NotImplementedError(
+                "experimental_place_dataset_on_device=True: datasets are in host memory, and this replica is on "
+                f"{own_device()}.\n"
+                "    incorrect:  InputOptions(False, InputReplicationMode.PER_REPLICA, True)\n"
+                "    correct:    InputOptions(None, InputReplicationMode.PER_REPLICA), which copies elements there ahead"
+            )
         if not callable(dataset_fn):
             raise TypeError(f"dataset_fn must be a function of an InputContext that returns a dataset; got {dataset_fn!r}")
         if default_mode().strategy is strategy:
@@ -164,7 +154,7 @@ def distribute_from_function(
     return DistributedDataset(strategy, part, None, wanted)
 
 
-def _refuse_per_replica(strategy: StrategyLike, call: str, options: InputOptions) -> None:
+def _refuse_per_replica(strategy: Any, call: str, options: InputOptions) -> None:
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise NotImplementedError(
             "InputReplicationMode.PER_REPLICA is for MirroredStrategy.distribute_datasets_from_function only; got "
@@ -173,14 +163,7 @@ def _refuse_per_replica(strategy: StrategyLike, call: str, options: InputOptions
 
 
 def _part_of(dataset: Dataset, policy: AutoShardPolicy, pipeline: int, num_pipelines: int) -> tuple[Dataset, AutoShardPolicy]:
-    """Return the dataset of an input pipeline, and whether a replica takes its rows of each batch (DATA) or all rows (OFF).
-
-    Raises
-    ------
-    InvalidArgumentError
-        If FILE is asked for and it is not a `FileDataset`, or one of fewer files than pipelines; or if HINT is asked for
-        without `SHARD_HINT`, or another policy with it.
-    """
+    """Return the dataset of an input pipeline, and whether a replica takes its rows of each batch (DATA) or all rows (OFF)."""
     if policy is AUTO:
         policy = FILE if dataset.is_file_based else DATA
     if dataset.is_hinted and policy is not HINT:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.checks import checked_int
 
-__all__ = ["SHARD_HINT", "AutoShardPolicy", "InputOptions", "InputReplicationMode", "read_options"]
+__all__ = ["SHARD_HINT", "AutoShardPolicy", "InputOptions", "InputReplicationMode", "checked_int", "read_options"]
 
 SHARD_HINT = -1
 """Stands in ``dataset.shard(SHARD_HINT, SHARD_HINT)`` for the numbers of each input pipeline; see `AutoShardPolicy.HINT`."""
@@ -59,7 +59,8 @@ class InputOptions:
     experimental_replication_mode : InputReplicationMode
         PER_REPLICA is accepted by ``MirroredStrategy.distribute_datasets_from_function`` only.
     experimental_place_dataset_on_device : bool
-        Whether the dataset itself is on the replica's device; only with PER_REPLICA and without fetching.
+        Whether the dataset itself is on the replica's device; only with PER_REPLICA and without fetching. Datasets are in host
+        memory, so that replicas on GPUs refuse it.
     experimental_per_replica_buffer_size : int
         Elements that a thread prefetches while the step runs; with 0 each is read when it is asked for.
     auto_shard_policy : AutoShardPolicy
@@ -107,15 +108,20 @@ class InputOptions:
 
 
 def read_options(options: Any) -> InputOptions:
-    """Return the options, or the default ones for None.
-
-    Raises
-    ------
-    TypeError
-        If they are something else.
-    """
+    """Return the options, or the default ones for None."""
     if options is None:
         return InputOptions()
     if not isinstance(options, InputOptions):
         raise TypeError(f"options must be mpistrat.InputOptions or None; got {type(options).__name__}")
     return options
+
+
+def checked_int(value: Any, argument: str, least: int) -> int:
+    """Return `value` as an int."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{argument} must be an int; got {value!r}") from None
+    if number < least:
+        raise InvalidArgumentError(f"{argument} must be at least {least}; got {number}")
+    return number

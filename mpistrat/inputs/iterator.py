@@ -11,17 +11,15 @@ import numpy as np
 
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.context.stack import in_replica_context_of
-from mpistrat.context.strategy_like import StrategyLike
 from mpistrat.context.values import regroup
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, OutOfRangeError
-from mpistrat.inputs.array_spec import empty_like, spec_of
-from mpistrat.inputs.fetch import Fetcher
 from mpistrat.inputs.input_options import InputOptions
-from mpistrat.inputs.prefetch import Prefetcher
+from mpistrat.inputs.prefetch import Fetcher, Prefetcher
+from mpistrat.inputs.rebatch import empty_like, spec_of
 from mpistrat.reduction import ReduceOp
 
-__all__ = ["DistributedIterator", "Feed", "OptionalElement"]
+__all__ = ["DistributedIterator", "EpochBatches", "OptionalElement"]
 
 # the state of a replica; the maximum over all replicas decides
 _ENDED, _GOES_ON, _FAILED = range(3)
@@ -29,13 +27,7 @@ _UNKNOWN = np.iinfo(np.int64).max
 
 
 class OptionalElement:
-    """An element, or none at the end of the data.
-
-    Parameters
-    ----------
-    *element : object
-        The element, if there is one.
-    """
+    """An element, or none at the end of the data."""
 
     def __init__(self, *element: Any) -> None:
         self._element = element
@@ -60,20 +52,8 @@ class OptionalElement:
         return f"OptionalElement({', '.join(map(repr, self._element))})"
 
 
-class Feed(NamedTuple):
-    """The batches of one replica in one epoch.
-
-    Attributes
-    ----------
-    batches : iterator
-        The batches of this replica.
-    length : int or None
-        Their number; None if unknown.
-    is_agreed : bool
-        Whether all replicas are known to have the same number.
-    epoch : int
-        The number of the epoch.
-    """
+class EpochBatches(NamedTuple):
+    """The batches of one replica in one epoch."""
 
     batches: Iterator[Any]
     length: int | None
@@ -89,23 +69,15 @@ class DistributedIterator(Iterator[Any]):
     a few numbers for each element. An error of one replica ends the iteration on all of them, and so does a replica at another
     element or in another epoch, because it left the loop early: at once if numbers are exchanged or MPISTRAT_STRICT is on, else
     with the next collective.
-
-    Parameters
-    ----------
-    strategy : Strategy
-        Its replicas iterate together.
-    feed : Feed
-        The batches of this replica.
-    options : InputOptions
-        How many elements are prefetched, and whether to the replica's GPU.
     """
 
-    def __init__(self, strategy: StrategyLike, feed: Feed, options: InputOptions) -> None:
+    def __init__(self, strategy: Any, source: EpochBatches, options: InputOptions) -> None:
         self._strategy = strategy
-        self._batches = _prefetched(feed.batches, options)
-        self._length, self._epoch = feed.length, feed.epoch
+        self._communicator: BaseCommunicator = strategy.extended.communicator
+        self._batches = _prefetched(source.batches, options)
+        self._length, self._epoch = source.length, source.epoch
         # number of elements of every replica: known from the start, from the first exchange on, or never
-        self._steps = feed.length if feed.is_agreed else None
+        self._steps = source.length if source.is_agreed else None
         self._taken = 0
         # an element that was read for element_spec, and has not been taken
         self._ahead: tuple[list[Any], Exception | None] | None = None
@@ -179,7 +151,7 @@ class DistributedIterator(Iterator[Any]):
             self.close()
             return []
         self._taken += 1
-        return [regroup(share, self._strategy.num_replicas_in_sync) for share in shares or [self._empty]]
+        return [regroup(share, self._communicator.size) for share in shares or [self._empty]]
 
     def _require_cross_replica(self) -> None:
         """Check that this is outside ``strategy.run``."""
@@ -189,7 +161,7 @@ class DistributedIterator(Iterator[Any]):
                 "    incorrect:  def step(): batch = next(iterator)\n"
                 "    correct:    def step(batch): …, then strategy.run(step, args=(next(iterator),))"
             )
-            self._strategy.extended.communicator.refuse(self._call, error)
+            self._communicator.refuse(self._call, error)
 
     def _attempt(self) -> tuple[list[Any], Exception | None]:
         """Return the next batch in a list, which is empty at the end, and the error if there was one."""
@@ -203,7 +175,7 @@ class DistributedIterator(Iterator[Any]):
 
     def _agree_on_end(self, has_share: bool, error: Exception | None) -> bool:
         """Return whether all replicas are at the end; raise if one has failed."""
-        communicator = self._strategy.extended.communicator
+        communicator = self._communicator
         if communicator.is_strict:
             communicator.agree(self._call, error)
         if self._steps is None and communicator.size > 1:

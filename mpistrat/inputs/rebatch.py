@@ -14,23 +14,36 @@ rows            replicas  shares
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import accumulate, cycle
+from dataclasses import dataclass
+from itertools import accumulate, cycle, pairwise
 from typing import Any, NoReturn
 
 import numpy as np
 
+from mpistrat.algorithms.chunks import part_bounds
 from mpistrat.arrays import Array, as_array, like
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.structures import flatten, leaf_names, map_leaves
 
-__all__ = ["batched", "num_batches_of", "num_rows", "readable", "shard_bounds", "share", "share_sizes", "shares"]
+__all__ = [
+    "ArraySpec",
+    "batched",
+    "empty_like",
+    "num_batches_of",
+    "num_rows",
+    "readable",
+    "shard_bounds",
+    "share",
+    "share_sizes",
+    "shares",
+    "spec_of",
+]
 
 
 def shard_bounds(num_rows: int, replica: int, num_replicas: int) -> tuple[int, int]:
     """Return the bounds [start, stop) of a replica's rows in a batch."""
-    least, rest = divmod(num_rows, num_replicas)
-    start = replica * least + min(replica, rest)
-    return start, start + least + (replica < rest)
+    start, stop = part_bounds(num_rows, num_replicas)[replica : replica + 2]
+    return start, stop
 
 
 def share_sizes(num_rows: int, replica: int, num_replicas: int) -> list[int]:
@@ -38,8 +51,8 @@ def share_sizes(num_rows: int, replica: int, num_replicas: int) -> list[int]:
 
     If all replicas batch their own data by these sizes, cyclically, they have as many rows together in each step as a batch.
     """
-    bounds = [shard_bounds(num_rows, index, num_replicas) for index in range(num_replicas)]
-    sizes = [stop - start for start, stop in bounds]
+    bounds = part_bounds(num_rows, num_replicas)
+    sizes = [stop - start for start, stop in pairwise(bounds)]
     return sizes[replica:] + sizes[:replica]
 
 
@@ -57,26 +70,12 @@ def num_batches_of(num_rows: int, sizes: list[int]) -> int:
 
 
 def readable(leaf: Any) -> Array:
-    """Return a leaf as an array: unlike `as_array`, also arrays of text and dates, which collectives do not support.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If its memory is on a device that is not this replica's.
-    UnsupportedDtypeError
-        If it is not an array, or has a mask.
-    """
+    """Return a leaf as an array: unlike `as_array`, also arrays of text and dates, which collectives do not support."""
     return np.asarray(leaf) if type(leaf) in (np.ndarray, np.memmap) else as_array(leaf)
 
 
 def num_rows(batch: Any) -> int:
-    """Return the number of rows of a batch: the extent of all its arrays along the first axis.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If there are no arrays, one has no axes, or the first extents differ: the dataset was not batched.
-    """
+    """Return the number of rows of a batch: the extent of all its arrays along the first axis."""
     extents = set()
     for leaf in flatten(batch)[0]:
         shape = getattr(leaf, "shape", None)
@@ -89,24 +88,12 @@ def num_rows(batch: Any) -> int:
 
 
 def share(batch: Any, replica: int, num_replicas: int) -> Any:
-    """Return a replica's rows of a global batch, copied: sources may reuse the memory of a batch, and replicas may write to it.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If it is not a batch: see `num_rows`.
-    """
+    """Return a replica's rows of a global batch, copied: sources reuse memory, and replicas may write to it."""
     return map_leaves(_copy, _cut(batch, *shard_bounds(num_rows(batch), replica, num_replicas)))
 
 
 def shares(batch: Any, replica: int, num_replicas: int) -> Iterator[Any]:
-    """Yield all shares of a batch, in the order of `share_sizes`.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If it is not a batch: see `num_rows`.
-    """
+    """Yield all shares of a batch, in the order of `share_sizes`."""
     sizes = share_sizes(num_rows(batch), replica, num_replicas)
     for size, stop in zip(sizes, accumulate(sizes), strict=True):
         yield _cut(batch, stop - size, stop)
@@ -156,3 +143,35 @@ def _refuse_unbatched(batch: Any) -> NoReturn:
         f"{found or 'an element without arrays'}. Batch the dataset with the global batch size, "
         "mpistrat.ArrayDataset(arrays, batch_size) or mpistrat.MapDataset(samples, batch_size) for example"
     )
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """The shape and dtype that one leaf has in every element.
+
+    Attributes
+    ----------
+    shape : tuple
+        Extents; None for the rows of a batch, whose number may vary.
+    dtype : dtype
+        Type of one array element.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: np.dtype[Any]
+
+
+def spec_of(batch: Any) -> Any:
+    """Return the nest of specs of a batch."""
+    num_rows(batch)
+    return map_leaves(lambda leaf: ArraySpec((None, *map(int, leaf.shape[1:])), _dtype(leaf)), batch)
+
+
+def empty_like(batch: Any) -> Any:
+    """Return a batch like `batch`, but without rows, in new arrays of the same kinds."""
+    return map_leaves(lambda spec, leaf: like(np.empty((0, *spec.shape[1:]), spec.dtype), leaf), spec_of(batch), batch)
+
+
+def _dtype(leaf: Any) -> np.dtype[Any]:
+    dtype = leaf.dtype
+    return dtype if isinstance(dtype, np.dtype) else as_array(leaf[:0]).dtype

@@ -1,4 +1,4 @@
-"""Abort the whole job, and say why, when one rank has an uncaught exception or exits with a non-zero code.
+"""How a rank ends: with its exit code, and with it the whole job if it has an uncaught exception or a non-zero code.
 
 Without this a rank that raises would wait in MPI_Finalize for the others, which wait for it in their next collective. The hooks
 run before the interpreter's exit handlers, and MPI_Abort does not return, so MPI_Finalize is never entered. A program that
@@ -8,24 +8,41 @@ exits with a code, ``sys.exit(3)``, runs its exit handlers first; then mpi4py ab
 from __future__ import annotations
 
 import atexit
+import builtins
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from mpistrat.launch import exit_code
-from mpistrat.launch.exception_text import format_exception
+from mpistrat import settings
+from mpistrat.errors import MpistratError, SettingError
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from mpi4py import MPI
 
-__all__ = ["before_end", "end", "install", "say", "say_on"]
+__all__ = [
+    "before_end",
+    "before_finalize",
+    "end",
+    "ending_code",
+    "flush_output",
+    "format_exception",
+    "install",
+    "instead_of_abort",
+    "say",
+    "say_on",
+    "watch_exit",
+]
 
 # If several ranks raise, the traceback of rank 0 is the one to read: the others give it time to print and to end the job, and
 # print theirs if it did not, so that no job ends silently. If a rank raises because another one has failed, the traceback of
@@ -37,20 +54,24 @@ RELAY_SECONDS = 0.2
 
 INTERRUPTED = 128 + signal.SIGINT
 
+_PACKAGE = Path(__file__).parents[1]
+_HINT = "  (frames inside mpistrat are left out; MPISTRAT_TRACEBACK=full shows them)\n"
+
+_original_exit = sys.exit
+_codes: list[int] = []
 _before_end: list[Callable[[], None]] = []
+_before_finalize: list[Callable[[], None]] = []
+_keyvals: list[int] = []
 _stream: TextIO | None = None
+_tell_others: Callable[[int], None] | None = None
 
 
 def install(comm: MPI.Intracomm) -> None:
     """Install the hooks: an uncaught exception of any thread prints a traceback with rank and host, and ends the job.
 
-    A non-zero exit code ends it too, with this code; Ctrl-C ends it with 130. In a job of one rank nothing is installed: no
-    other rank waits for it, and in an interactive session an error should not end anything.
-
-    Parameters
-    ----------
-    comm : Intracomm
-        COMM_WORLD; nothing is sent on it.
+    `comm` is COMM_WORLD; nothing is sent on it. A non-zero exit code ends the job too, with this code; Ctrl-C ends it with 130.
+    In a job of one rank nothing is installed: no other rank waits for it, and in an interactive session an error should not end
+    anything.
     """
     if comm.size == 1:
         return
@@ -63,24 +84,39 @@ def install(comm: MPI.Intracomm) -> None:
 
 
 def end(error: BaseException) -> NoReturn:
-    """End this process, and with it the job, because of an error in an exit handler.
+    """End this process, and with it the job, with code 1, because of an error in an exit handler.
 
     In a job of one rank, exit handlers that were registered earlier are not called any more: Python offers no other way to
     change the exit code at this point.
-
-    Parameters
-    ----------
-    error : BaseException
-        The error to print; the exit code is 1.
     """
     sys.excepthook(type(error), error, error.__traceback__)
-    exit_code.flush_output()
+    flush_output()
     os._exit(1)
 
 
 def before_end(call: Callable[[], None]) -> None:
     """Have a function called when this rank is about to end the job by itself, because of an exception."""
     _before_end.append(call)
+
+
+def before_finalize(call: Callable[[], None]) -> None:
+    """Have a function called at the beginning of MPI_Finalize, where the program calls that; the last one is called first.
+
+    Otherwise mpi4py calls it after the interpreter's exit handlers have run, and Python cannot be called any more.
+    """
+    from mpi4py import MPI
+
+    _before_finalize.insert(0, call)
+    if not _keyvals:  # MPI deletes the attributes of COMM_SELF before it does anything else
+        _keyvals.append(MPI.Comm.Create_keyval(delete_fn=_call_before_finalize))
+        MPI.COMM_SELF.Set_attr(_keyvals[0], None)
+        atexit.register(_forget_finalize)
+
+
+def instead_of_abort(tell_others: Callable[[int], None]) -> None:
+    """Have a function tell the other ranks to end with an exit code, after which this one exits; no rank calls MPI_Abort."""
+    global _tell_others
+    _tell_others = tell_others
 
 
 def say_on(stream: TextIO) -> None:
@@ -94,6 +130,57 @@ def say(text: str) -> None:
     stream = _stream or sys.stderr
     stream.write(text)
     stream.flush()
+
+
+def watch_exit() -> None:
+    """Record from now on the code that the program exits with, for `ending_code`; a second call changes nothing.
+
+    Python calls no hook for an uncaught SystemExit. ``python -m mpi4py``, which `mpistrat run` uses, catches it, and tells
+    mpi4py its code. Under plain ``python`` it is recognised if `sys.exit` has raised it.
+    """
+    from mpi4py import MPI
+
+    if sys.exit is not _original_exit:
+        return
+    set_abort_status = MPI._set_abort_status
+
+    def record(code: int) -> None:
+        if code:
+            _codes.append(_as_exit_code(code))
+        set_abort_status(code)
+
+    MPI._set_abort_status = record  # type: ignore[assignment]
+    sys.exit = builtins.exit = builtins.quit = _exit  # type: ignore[assignment]
+    main = vars(sys.modules["__main__"])  # a script that says `from sys import exit`
+    main.update({name: _exit for name, value in main.items() if value is _original_exit})
+
+
+def ending_code() -> int:
+    """Return the exit code of the process, once its main program has ended: 0 if it has succeeded."""
+    if _codes:
+        return _codes[-1]
+    return int(getattr(sys, "last_value", None) is not None)
+
+
+def flush_output() -> None:
+    """Flush stdout and stderr, before an exit in which Python does not do so."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # it is None, or closed
+            stream.flush()
+
+
+def format_exception(error: BaseException, label: str) -> str:
+    """Return the traceback of an exception, beginning with the user's script, each line prefixed by ``[label]``.
+
+    Frames of this library are left out, unless MPISTRAT_TRACEBACK is ``full``. An error that the library did not raise by a
+    ``raise`` statement, a TypeError for example, may be a bug in it: then all frames are shown.
+    """
+    text = traceback.TracebackException(type(error), error, _without_runner(error.__traceback__))
+    is_folded = False if _wants_all() or _may_be_bug(error, text) else _fold(text)
+    chunks, last = list(text.format()), len(list(text.format_exception_only()))
+    if is_folded:  # the error stays the last thing to read
+        chunks.insert(len(chunks) - last, _HINT)
+    return "".join(f"[{label}] {line}\n" for line in "".join(chunks).splitlines())
 
 
 class _Hooks:
@@ -119,20 +206,22 @@ class _Hooks:
         label = self._label() + (f", thread {arguments.thread.name}" if arguments.thread else "")
         if not isinstance(error, SystemExit):
             self._report_and_end(error, label)
-        elif code := exit_code.as_exit_code(error.code):
+        elif code := _as_exit_code(error.code):
             text = f"[{label}] sys.exit({error.code!r}) in a thread ends the job\n"
             self._end(code, text, _head_start(self._comm.rank, error))
 
     def on_exit(self) -> None:
         """Let mpi4py abort the job instead of finalizing MPI, if the program ends with a non-zero code."""
-        code = exit_code.ending_code()
+        code = ending_code()
         if code == 0 or os.getpid() != self._pid:
             return
         from mpi4py import MPI
 
-        exit_code.flush_output()
+        flush_output()
         time.sleep(RELAY_SECONDS)
-        MPI._set_abort_status(code)  # as `python -m mpi4py` does
+        if _tell_others is not None:
+            _tell_others(code)
+        MPI._set_abort_status(0 if _tell_others else code)
 
     def _label(self) -> str:
         return f"rank {self._comm.rank} on {self._host}"
@@ -150,6 +239,10 @@ class _Hooks:
             for call in _before_end:
                 call()
         finally:  # even after Ctrl-C or with a closed stderr
+            if _tell_others is not None:
+                _tell_others(code)
+                flush_output()
+                os._exit(code)
             self._comm.Abort(code)
 
 
@@ -159,3 +252,97 @@ def _head_start(rank: int, error: BaseException) -> float:
     if getattr(error, "failed_ranks", ()):
         return HEAD_START_SECONDS_RAISED_EVERYWHERE + seconds
     return HEAD_START_SECONDS_RAISED_EVERYWHERE if rank and getattr(error, "raised_everywhere", False) else seconds
+
+
+class _Exit(SystemExit):
+    """What ``sys.exit`` raises: uncaught, its code is read by the interpreter, with no Python frame below."""
+
+    @property
+    def code(self) -> Any:
+        code = super().code
+        if sys._getframe().f_back is None:
+            _codes.append(_as_exit_code(code))
+        return code
+
+    @code.setter
+    def code(self, code: Any) -> None:
+        vars(SystemExit)["code"].__set__(self, code)
+
+
+_Exit.__name__ = SystemExit.__name__  # for those who print one that they have caught
+
+
+def _exit(status: Any = None, /) -> NoReturn:
+    """Exit the interpreter by raising SystemExit(status), as the ``sys.exit`` that it replaces does."""
+    if isinstance(status, SystemExit):
+        raise status
+    # threads end silently by a SystemExit, but not by a subclass of it
+    kind = _Exit if threading.current_thread() is threading.main_thread() else SystemExit
+    raise kind(*status) if isinstance(status, tuple) else kind(status)
+
+
+def _as_exit_code(code: object) -> int:
+    """Return the exit status of ``sys.exit(code)``."""
+    if code is None:
+        return 0
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+def _call_before_finalize(comm: object, keyval: int, value: object) -> None:
+    calls = list(_before_finalize)
+    _before_finalize.clear()
+    for call in calls:
+        call()
+
+
+def _forget_finalize() -> None:
+    """Call nothing at MPI_Finalize any more: the interpreter is about to shut down."""
+    from mpi4py import MPI
+
+    _before_finalize.clear()
+    while _keyvals and not MPI.Is_finalized():
+        MPI.COMM_SELF.Delete_attr(_keyvals[0])
+        MPI.Comm.Free_keyval(_keyvals.pop())
+
+
+def _without_runner(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_next is not None and _is_runner(trace.tb_frame.f_globals):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_runner(module: dict[str, Any]) -> bool:
+    return module.get("__name__") == "runpy" or module.get("__package__") == "mpi4py"
+
+
+def _wants_all() -> bool:
+    try:
+        return settings.TRACEBACK.read() == "full"
+    except SettingError:
+        return True
+
+
+def _may_be_bug(error: BaseException, text: traceback.TracebackException) -> bool:
+    if isinstance(error, MpistratError) or not text.stack:
+        return False
+    innermost = text.stack[-1]
+    return _is_ours(innermost) and not (innermost.line or "").startswith("raise")
+
+
+def _fold(text: traceback.TracebackException | None) -> bool:
+    """Leave out frames of this library, also of causes; return whether there were any."""
+    if text is None:
+        return False
+    others = [frame for frame, next_frame in pairwise([*text.stack, None]) if frame and not _is_ours(frame, next_frame)]
+    is_folded = 0 < len(others) < len(text.stack)
+    if is_folded:
+        text.stack[:] = others
+    causes = [_fold(text.__cause__), _fold(text.__context__)]
+    return is_folded or any(causes)
+
+
+def _is_ours(frame: traceback.FrameSummary, next_frame: traceback.FrameSummary | None = None) -> bool:
+    if frame.filename == "<string>" and next_frame is not None:  # what a dataclass generates
+        return _is_ours(next_frame)
+    path = Path(frame.filename)
+    return path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "tools")

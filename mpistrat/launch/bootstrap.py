@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from mpistrat import settings
 from mpistrat.errors import LaunchError
-from mpistrat.launch import abort, environment, exit_code, forks, gpu_binding, launcher_process, nested, openmpi, survival
-from mpistrat.launch.process import Process
+from mpistrat.launch import abort, children, environment, gpu_binding, openmpi, process, survival
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -40,12 +39,7 @@ def start() -> MPI.Intracomm:
     The first call is collective if it starts MPI. Before that it binds this process's GPU by the local rank that the launcher
     has set; `check_gpu_assignment` compares the GPUs of all ranks later. Then it compares the number of ranks with the number
     that the launcher started, and installs the hooks of `abort` unless MPISTRAT_ABORT is off. Later calls, from any thread,
-    return the same communicator.
-
-    Raises
-    ------
-    LaunchError
-        If there is no MPI library, MPI is not running or lacks threads, or fewer ranks joined than the launcher started.
+    return the same communicator. A LaunchError says that MPI is missing, not running, or lacks threads or ranks.
     """
     global _world
     with _lock:
@@ -57,21 +51,9 @@ def start() -> MPI.Intracomm:
 
 
 def check_launched_size(view: environment.LauncherView | None, size: int, vendor: str, version: str) -> None:
-    """Check that MPI joined as many ranks as the launcher started.
+    """Check that MPI joined as many ranks as the launcher's variables say that it started.
 
-    Parameters
-    ----------
-    view : LauncherView or None
-        What the launcher's variables say.
-    size : int
-        The size of COMM_WORLD.
-    vendor, version : str
-        The MPI library, such as ``Open MPI`` and ``5.0.11``.
-
-    Raises
-    ------
-    LaunchError
-        If COMM_WORLD has fewer ranks: MPI does not understand this launcher, and each rank or group would compute alone.
+    If COMM_WORLD has fewer, MPI does not understand this launcher, and each rank or group would compute alone: a LaunchError.
     """
     if view is None or view.size is None or view.size <= size:
         return
@@ -109,9 +91,9 @@ def no_library(found: str) -> str:
 
 
 def _start() -> MPI.Intracomm:
-    nested.forget_launcher(os.environ)
+    children.forget_launcher(os.environ)
     view = environment.detect()
-    launcher = launcher_process.find_launcher(os.environ)
+    launcher = process.find_launcher(os.environ)
     gpu_binding.bind_device(view)
     if "mpi4py.MPI" not in sys.modules:
         openmpi.set_home(os.environ)
@@ -141,15 +123,14 @@ def _vendor() -> tuple[str, str]:
     return ("Cray MPICH", cray[1]) if cray else (name, ".".join(map(str, version)))
 
 
-def _install_exit_hooks(comm: MPI.Intracomm, launcher: Process | None) -> None:
+def _install_exit_hooks(comm: MPI.Intracomm, launcher: process.Process | None) -> None:
     """Make this process end together with its job, and its forked children end without affecting the job."""
-    exit_code.watch()
-    forks.watch(comm.rank)
-    nested.mark(os.environ)
+    abort.watch_exit()
+    children.mark(os.environ)
     if settings.ABORT.read():
         abort.install(comm)
     if launcher is not None and comm.size > 1:
-        launcher_process.watch(launcher, comm.rank)
+        process.watch_launcher(launcher, comm.rank)
 
 
 def _check_running() -> None:

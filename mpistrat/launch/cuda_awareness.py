@@ -7,59 +7,58 @@ that claim to be CUDA-aware have been seen to crash. The answer is cached in one
 from __future__ import annotations
 
 import ctypes
+import datetime
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from mpistrat import settings
+from mpistrat import cache, settings
 from mpistrat.device.binding import bound_device
-from mpistrat.errors import SettingError
 from mpistrat.launch.bootstrap import library_version
-from mpistrat.launch.cuda_probe import AWARE, WRONG_VALUES
-from mpistrat.launch.cuda_verdicts import Library, Verdict, keep, kept_for
 from mpistrat.launch.environment import without_launcher
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-__all__ = [
-    "agreed_verdict",
-    "find_verdict",
-    "present_library",
-    "probe",
-]
+__all__ = ["STARTED", "Library", "Verdict", "find_verdict", "kept_verdicts", "present_library", "probe"]
 
 PROBE_SECONDS = 60.0
+
+# exit codes of the probe; and what it prints to stderr before the first message: a crash before it says nothing of messages
+AWARE, WRONG_VALUES = 0, 3
+STARTED = "MPI has started"
+
+_COUNTS = (1 << 10, 1 << 21)  # MPI sends short and long messages by different protocols, eager and rendezvous
 
 _TRANSPORT_VARIABLES = re.compile(r"OMPI_MCA_|UCX_|I_MPI_OFFLOAD|MPICH_|MPIR_CVAR_|MV2_|FI_")
 _CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 
 
-def agreed_verdict(comm: MPI.Intracomm) -> Verdict:
-    """Return the verdict of rank 0 on all ranks of `comm`. A collective call.
+@dataclass(frozen=True)
+class Library:
+    """An MPI library and a GPU: everything that the verdict depends on."""
 
-    Raises
-    ------
-    SettingError
-        On all ranks, if rank 0 cannot read MPISTRAT_MPI_GPU.
-    """
-    answer: Verdict | SettingError | None = None
-    if comm.Get_rank() == 0:
-        try:
-            answer = find_verdict()
-        except SettingError as error:
-            answer = error
-        except Exception as error:  # whatever it is: the other ranks wait for an answer
-            answer = Verdict(False, f"the MPI library could not be queried ({type(error).__name__}: {error})", is_final=False)
-    answer = comm.bcast(answer)
-    if isinstance(answer, SettingError):
-        raise answer
-    assert answer is not None
-    return answer
+    path: str
+    version: str
+    modified: int  # in nanoseconds
+    shaped_by: str = ""  # environment variables that affect how it transfers messages
+    gpu: str = ""  # the name of the GPU, such as NVIDIA H200
+
+    @property
+    def file_name(self) -> str:
+        """The name of its cache file."""
+        return f"{cache.checksum(self)}.json"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether device memory is passed to MPI directly, and why."""
+
+    is_aware: bool
+    reason: str
+    is_final: bool = True  # it may be cached, so that the next job need not probe again
+    is_setting: bool = False  # the user has set it with MPISTRAT_MPI_GPU
 
 
 def find_verdict() -> Verdict:
@@ -67,14 +66,17 @@ def find_verdict() -> Verdict:
     wanted = settings.MPI_GPU.read()
     if wanted != "auto":
         return Verdict(wanted == "on", f"{settings.MPI_GPU.name}={wanted}", is_setting=True)
-    library = present_library()
-    kept = kept_for(library)
-    if kept is not None:
-        return kept
-    verdict = _ask(library)
-    if verdict.is_final:
-        keep(library, verdict)
-    return verdict
+    try:
+        library = present_library()
+        kept = _kept_for(library)
+        if kept is not None:
+            return kept
+        verdict = _ask(library)
+        if verdict.is_final:
+            _keep(library, verdict)
+        return verdict
+    except Exception as error:  # a job does without
+        return Verdict(False, f"the MPI library could not be queried ({type(error).__name__}: {error})", is_final=False)
 
 
 def present_library() -> Library:
@@ -89,20 +91,24 @@ def present_library() -> Library:
     return Library(str(path), library_version(), path.stat().st_mtime_ns, shaped_by, device.identity().name if device else "")
 
 
-def probe(device_index: int, seconds: float = PROBE_SECONDS) -> Verdict:
-    """Start a process that sends device memory to itself by MPI, and return whether that worked.
+def kept_verdicts() -> Iterator[tuple[Library, Verdict, str]]:
+    """Yield the cached verdicts of earlier jobs of this user: library, verdict and date."""
+    try:
+        files = sorted(_folder().glob("*.json"))
+    except RuntimeError:  # there is no home folder
+        return
+    for path in files:
+        found = _read(path)
+        if found is not None:
+            yield found
 
-    Parameters
-    ----------
-    device_index : int
-        CUDA's index of the GPU in this process.
-    seconds : float
-        The time limit, after which the process is killed with all its children.
-    """
+
+def probe(device_index: int, seconds: float = PROBE_SECONDS) -> Verdict:
+    """Start a process that sends device memory to itself by MPI, and return whether that worked; it may crash."""
     import subprocess
 
     process = subprocess.Popen(
-        [sys.executable, "-m", "mpistrat.launch.cuda_probe", str(device_index)],
+        [sys.executable, "-m", "mpistrat.launch.cuda_awareness", str(device_index)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -130,7 +136,8 @@ def _ask(library: Library) -> Verdict:
     claimed = f"{library.version} {claim.reason}, and " if claim else ""
     if device.is_exclusive():
         reason = (
-            f"no probe can open the GPU beside this process (EXCLUSIVE_PROCESS mode); {settings.MPI_GPU.name}=on goes without"
+            "the GPU is in EXCLUSIVE_PROCESS mode, so CUDA-awareness cannot be probed; "
+            f"set {settings.MPI_GPU.name}=on to skip the probe"
         )
         return Verdict(False, claimed + reason, is_final=False)
     proof = probe(device.index)
@@ -175,6 +182,66 @@ def _judged(code: int, output: str) -> Verdict:
     if code == WRONG_VALUES:
         return Verdict(False, "a probe got wrong values")
     if code < 0:
-        return Verdict(False, f"a probe died of {signal.Signals(-code).name}")
+        # a crash in a message is an answer; whatever else ends the probe, a launcher or the system, may not do so again
+        is_final = -code in (signal.SIGSEGV, signal.SIGBUS) and STARTED in output
+        return Verdict(False, f"a probe died of {signal.Signals(-code).name}", is_final)
     lines = output.strip().splitlines() or ["it printed nothing"]
     return Verdict(False, f"a probe failed: {lines[-1].strip()}", is_final=False)
+
+
+def _kept_for(library: Library) -> Verdict | None:
+    """Return the verdict that an earlier job has cached for a library; None if there is none."""
+    try:
+        found = _read(_folder() / library.file_name)
+    except RuntimeError:  # there is no home folder
+        return None
+    return found[1] if found is not None and found[0] == library else None
+
+
+def _keep(library: Library, verdict: Verdict) -> None:
+    """Cache a verdict for later jobs, if the cache folder can be written."""
+    document = {"library": asdict(library), "verdict": asdict(verdict), "date": datetime.date.today().isoformat()}
+    try:
+        cache.write(document, _folder() / library.file_name)
+    except (OSError, RuntimeError):
+        return  # the next job probes again
+
+
+def _read(path: Path) -> tuple[Library, Verdict, str] | None:
+    try:
+        document = cache.read(path)
+        library, verdict = cache.record(Library, document["library"]), cache.record(Verdict, document["verdict"])
+        return library, verdict, str(document["date"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # the library is probed again, and the file is overwritten
+
+
+def _folder() -> Path:
+    return cache.folder() / "cuda-aware"
+
+
+def _send_to_itself(device_index: int) -> int:
+    """Return, as an exit code, whether MPI transfers device memory correctly: the program of the probe."""
+    import cupy
+
+    cupy.cuda.Device(device_index).use()
+    from mpi4py import MPI
+
+    print(STARTED, file=sys.stderr, flush=True)
+    for count in _COUNTS:
+        source = cupy.arange(count, dtype="float32")
+        target = cupy.zeros(count, dtype="float32")
+        cupy.cuda.get_current_stream().synchronize()
+        message, landing = (
+            [MPI.buffer.fromaddress(array.data.ptr, array.nbytes), array.nbytes, MPI.BYTE] for array in (source, target)
+        )
+        request = MPI.COMM_SELF.Irecv(landing, 0)
+        MPI.COMM_SELF.Send(message, 0)
+        request.Wait()
+        if not bool((source == target).all()):
+            return WRONG_VALUES
+    return AWARE
+
+
+if __name__ == "__main__":
+    sys.exit(_send_to_itself(int(sys.argv[1])))

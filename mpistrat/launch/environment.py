@@ -1,6 +1,6 @@
 """The launcher's environment variables: one row of LAUNCHERS per launcher.
 
-File law: no MPI here, so that the launcher's number of ranks is known before MPI starts and can be compared with it.
+Invariant: no MPI here, so that the launcher's number of ranks is known before MPI starts and can be compared with it.
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ from dataclasses import dataclass
 
 from mpistrat.errors import LaunchError
 
-__all__ = ["LAUNCHERS", "Launcher", "LauncherView", "detect", "identity", "in_slurm_allocation", "without_launcher"]
+__all__ = [
+    "LAUNCHERS",
+    "MOST_RANKS",
+    "Launcher",
+    "LauncherView",
+    "detect",
+    "identity",
+    "in_slurm_allocation",
+    "without_launcher",
+]
+
+MOST_RANKS = 1 << 20
+"""No job has more: larger numbers in a file or a shape are mistakes, for which no memory is taken."""
 
 
 @dataclass(frozen=True)
 class LauncherView:
-    """The job as the launcher's variables describe it; an attribute whose variable is not set is None.
-
-    Attributes
-    ----------
-    launcher : str
-        The name of the launcher, from LAUNCHERS.
-    rank, size : int or None
-        Position in the job, and number of ranks.
-    local_rank, local_size : int or None
-        Position on this node, and number of ranks on it.
-    """
+    """The job as the launcher's variables describe it; an attribute whose variable is not set is None."""
 
     launcher: str
     rank: int | None = None
@@ -38,40 +40,22 @@ class LauncherView:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables that a launcher sets for each rank.
-
-    Attributes
-    ----------
-    name : str
-        The launcher's name in error messages.
-    rank, size, local_rank, local_size : str
-        Variables that hold a number; empty if there is none.
-    local_ranks : str
-        A variable that lists the ranks of this node, separated by commas, where no variable counts them.
-    marks : tuple of str
-        Variables that distinguish this launcher from others that set the same `rank`; all must be set.
-    """
+    """The variables that a launcher sets for each rank; empty where it sets none."""
 
     name: str
     rank: str
     size: str = ""
     local_rank: str = ""
     local_size: str = ""
-    local_ranks: str = ""
-    marks: tuple[str, ...] = ()
+    local_ranks: str = ""  # a list of the ranks of this node, separated by commas, where no variable counts them
+    marks: tuple[str, ...] = ()  # must be set too: they tell it from others that set the same `rank`
 
     def started(self, environ: Mapping[str, str]) -> bool:
         """Return whether this launcher started the process that has this environment."""
         return all(environ.get(name) for name in (self.rank, *self.marks))
 
     def view(self, environ: Mapping[str, str]) -> LauncherView:
-        """Read this launcher's variables from an environment.
-
-        Raises
-        ------
-        LaunchError
-            If one of its variables is not a number.
-        """
+        """Read this launcher's variables from an environment; raise a LaunchError if one is not a number."""
         rank, size, local_rank, local_size = (
             _number(self.name, name, environ) for name in (self.rank, self.size, self.local_rank, self.local_size)
         )
@@ -143,30 +127,13 @@ _FIRST_SPECIAL_STEP = 2**32 - 16
 
 
 def detect(environ: Mapping[str, str] | None = None) -> LauncherView | None:
-    """Return what the launcher of this process says, or None if no launcher started it as a rank.
-
-    Parameters
-    ----------
-    environ : mapping, optional
-        Where to look; the process's environment by default.
-
-    Raises
-    ------
-    LaunchError
-        If a launcher's variable is not a number.
-    """
+    """Return what the launcher of this process says, or None if no launcher started it as a rank."""
     environ = os.environ if environ is None else environ
     return next((launcher.view(environ) for launcher in _which_started(environ)), None)
 
 
 def identity(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that identify the job and rank of a process; none if it is not a rank.
-
-    Parameters
-    ----------
-    environ : mapping
-        The environment of the process.
-    """
+    """Return the variables that identify the job and rank of a process; none if it is not a rank."""
     ranks = {launcher.rank for launcher in _which_started(environ)}
     return {name: environ[name] for name in sorted({*ranks, *_OF_JOB}) if name in environ} if ranks else {}
 

@@ -1,6 +1,6 @@
 """GPU binding: chosen by local rank, and done before MPI starts, because a CUDA-aware MPI uses the device that is current then.
 
-File law: ``CUDA_VISIBLE_DEVICES`` is never written. Nothing is raised either: if one rank failed before MPI starts, the others
+Invariant: ``CUDA_VISIBLE_DEVICES`` is never written. Nothing is raised either: if one rank failed before MPI starts, the others
 would wait for it in MPI_Init; errors are kept until all ranks can raise them together.
 """
 
@@ -12,47 +12,26 @@ from mpistrat import settings
 from mpistrat.device import binding, cuda
 from mpistrat.errors import SettingError
 from mpistrat.launch.environment import LauncherView
-from mpistrat.launch.kernel_cache import cache_on_node
 
 __all__ = ["Bound", "bind_again", "bind_device", "choose_device", "what_is_bound"]
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The device that this process has bound, and why.
+    """The device that this process has bound, and why."""
 
-    Attributes
-    ----------
-    why : str
-        Why this GPU, or why none.
-    place : tuple of int or None
-        Local rank and number of ranks on the node, by which the GPU was chosen; None if no GPU is bound.
-    launcher : str
-        The launcher that set the local rank; empty if none did, so that local rank 0 was assumed.
-    num_visible : int
-        Number of GPUs that the process sees.
-    problem : str
-        The error that all ranks raise later, together; empty if there is none.
-    """
-
-    why: str
-    place: tuple[int, int] | None = None
-    launcher: str = ""
-    num_visible: int = 0
-    problem: str = ""
+    why: str  # this GPU, or none
+    place: tuple[int, int] | None = None  # local rank and size by which it was chosen; None if no GPU is bound
+    launcher: str = ""  # that set the local rank; empty if none did, so that local rank 0 was assumed
+    num_visible: int = 0  # GPUs that the process sees
+    problem: str = ""  # the error that all ranks raise later, together
 
 
 _bound: Bound | None = None
 
 
 def bind_device(view: LauncherView | None) -> None:
-    """Bind the GPU of this process's local rank, unless a device has been bound before.
-
-    Parameters
-    ----------
-    view : LauncherView or None
-        What the launcher says about the local rank.
-    """
+    """Bind the GPU of this process's local rank, unless a device has been bound before."""
     global _bound
     if binding.bound_device() is None:
         _bound = _bind(view)
@@ -70,15 +49,7 @@ def what_is_bound() -> Bound | None:
 
 
 def choose_device(local_rank: int, local_size: int, num_visible: int) -> tuple[int, str]:
-    """Return the index of the GPU of a rank among the visible ones, and why.
-
-    Parameters
-    ----------
-    local_rank, local_size : int
-        Local rank, and number of ranks on the node.
-    num_visible : int
-        Number of GPUs that this process sees: at least one.
-    """
+    """Return the index of the GPU of a rank among the visible ones, of which there is at least one, and why."""
     if num_visible == 1:
         return 0, "the only GPU that this process sees"
     place = f"local rank {local_rank} of {local_size}"
@@ -106,5 +77,4 @@ def _bind(view: LauncherView | None) -> Bound:
     except RuntimeError as error:
         return Bound(why, problem=f"device {index} ({why}) cannot be used: {error}")
     binding.bind(device)
-    cache_on_node()
     return Bound(why, place, launcher, num_visible)

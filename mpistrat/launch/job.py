@@ -1,21 +1,31 @@
-"""Run mpiexec and wait for it: signals are forwarded to it, it may have a time limit, and its exit code is made reliable."""
+"""Run mpiexec and wait for it: signals are forwarded, it may have a time limit, and its exit code is made reliable.
+
+What it and its ranks print to stderr is handed on at once, but for Open MPI's banners of an aborted job. Open MPI prints such a
+banner when a rank has called MPI_Abort, and may do so before that rank's traceback. They are left out if a rank has said why
+it ends the job, and come last, each once, if none has. Open MPI also ends its messages with a NUL byte, for which grep takes a
+whole log to be binary.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import math
 import os
+import re
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from mpistrat.launch import banners, openmpi
+from mpistrat.launch import openmpi
 
-__all__ = ["TIMED_OUT", "Limit", "follow"]
+__all__ = ["TIMED_OUT", "Banners", "Killed", "Limit", "follow", "relay_stderr"]
 
 TIMED_OUT = 124
 """The exit code of a job that has reached its limit, as timeout(1) returns it."""
@@ -33,37 +43,56 @@ _RELAY_SECONDS = 2.0
 _LONGEST_WAIT_SECONDS = 3600.0
 _PR_SET_PDEATHSIG = 1
 
+# what mpiexec puts before each line of a rank with its option for that
+_TAG = rb"(?:\[[\d,]+\]<stderr>: ?)?"
+_LINE = b"-" * 74 + b"\n"
+_KIND = rb"(?P<kind>MPI_ABORT was invoked|\w+ has exited due to process rank)"
+_BANNER = re.compile(_TAG + _LINE + _TAG + _KIND + rb".*?\n" + _TAG + _LINE, re.DOTALL)
+# what may become a banner when more arrives: dashes; or a line of them, and the beginning of the next line, or of the text
+_BEGINNING = re.compile(_TAG + rb"(?:-{1,74}|" + _LINE + _TAG + rb"(?:[\w ]{0,40}|" + _KIND + rb".*))\Z", re.DOTALL)
+_NUL = re.compile(_TAG + rb"\0")
+# how `abort` says why a rank ends the job
+_REASON = re.compile(rb"\[rank \d+ on [^\]\n]*\] (?:Traceback|interrupted|sys\.exit)")
+# how Open MPI and MPICH say that a signal has ended a process
+_KILLED = re.compile(
+    rb"PID (?P<pid>\d+) (?:on node|RUNNING AT) (?P<node>\S+)"
+    rb"(?: exited on\s+|[^\0]{1,600}?EXIT STRING:[^\n]*\()signal (?P<number>\d+)\D"
+)
+_LONGEST_MESSAGE = 1000
+
+_READ_BYTES = 1 << 16
+# how long what may be the beginning of a banner waits for the rest
+_PATIENCE_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Killed:
+    """A process that a signal has ended, as mpiexec reports it: its pid on a node, and the number of the signal."""
+
+    pid: int
+    node: str
+    number: int
+
 
 @dataclass(frozen=True)
 class Limit:
-    """How long a job may take.
-
-    Attributes
-    ----------
-    seconds : float
-        After so long it is ended.
-    before_end : callable
-        Called with the pid of mpiexec before that.
-    """
+    """How long a job may take; `before_end` is called with the pid of mpiexec before it is ended."""
 
     seconds: float
     before_end: Callable[[int], None]
 
 
-def follow(argv: Sequence[str], environ: Mapping[str, str], limit: Limit | None = None) -> int:
+def follow(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    limit: Limit | None = None,
+    on_killed: Callable[[Killed], None] | None = None,
+) -> int:
     """Run a command, forward signals to it, and return its exit code, whichever it is.
 
     After Ctrl-C that is 130, after SIGTERM 143 unless the program ended with a code of its own, and TIMED_OUT after the limit.
-    What the command prints to stderr goes through `banners`. If this process is killed, the command gets SIGTERM.
-
-    Parameters
-    ----------
-    argv : sequence of str
-        The command.
-    environ : mapping
-        Its whole environment.
-    limit : Limit, optional
-        How long it may take; for ever by default.
+    If this process is killed, the command gets SIGTERM. `on_killed` is called at the end with the first process of the job that
+    a signal has ended, if there is one.
     """
     # under nohup, or in the background of a shell, some of them are ignored
     signals = [signal.SIGCHLD, *(number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN)]
@@ -78,7 +107,8 @@ def follow(argv: Sequence[str], environ: Mapping[str, str], limit: Limit | None 
     source, stderr = os.pipe()
     process = subprocess.Popen(list(argv), env=dict(environ), stderr=stderr, preexec_fn=begin)
     os.close(stderr)
-    relay = threading.Thread(target=banners.relay, args=(source, 2), name="mpistrat stderr", daemon=True)
+    printed = Banners()
+    relay = threading.Thread(target=relay_stderr, args=(source, 2, printed), name="mpistrat stderr", daemon=True)
     relay.start()
     job = _Followed(process, limit)
     job.wait(signals)
@@ -86,6 +116,8 @@ def follow(argv: Sequence[str], environ: Mapping[str, str], limit: Limit | None 
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if job.timed_out:
         return TIMED_OUT
+    if printed.killed is not None and on_killed is not None and not job.ended_by:
+        on_killed(printed.killed)
     # told to end, mpiexec returns 1 or dies; another code after SIGTERM is the program's own
     ends = process.returncode != 0 if job.ended_by == signal.SIGINT else process.returncode in (1, -job.ended_by)
     if job.ended_by and ends:
@@ -101,6 +133,7 @@ class _Followed:
         self._forward_at = math.inf
         self._end_at = time.monotonic() + limit.seconds if limit else math.inf
         self.timed_out, self.ended_by = False, 0
+        self._segments: set[Path] = set()
 
     def wait(self, signals: Sequence[int]) -> None:
         """Wait until mpiexec has exited; `signals`, of which SIGCHLD is one, are blocked."""
@@ -111,11 +144,14 @@ class _Followed:
                 self._forward.append(received.si_signo)
                 self._forward_at = time.monotonic() + _FORWARD_SECONDS
                 if received.si_signo in _ENDING:
+                    self._segments |= openmpi.mapped_segments(self._process.pid)
                     self.ended_by = self.ended_by or received.si_signo
             if time.monotonic() >= self._forward_at:  # the signal was sent to this process alone
                 self._forward_signals()
             if time.monotonic() >= self._end_at:
                 self._end()
+        for path in self._segments:
+            path.unlink(missing_ok=True)
 
     def _forward_signals(self) -> None:
         for number in self._forward:
@@ -130,6 +166,83 @@ class _Followed:
             return
         assert self._limit is not None, "there is an end"
         self.timed_out = True
+        self._segments |= openmpi.mapped_segments(self._process.pid)
         self._limit.before_end(self._process.pid)
         self._process.terminate()
         self._end_at = time.monotonic() + _END_SECONDS
+
+
+class Banners:
+    """Hold back the banners of an aborted job until its end, and note which process a signal has ended first."""
+
+    def __init__(self) -> None:
+        self._undecided = self._seen = b""
+        self._held: dict[bytes, bytes] = {}
+        self._has_message = self._has_reason = False
+        self.killed: Killed | None = None
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the last bytes may be the beginning of a banner."""
+        return bool(self._undecided)
+
+    def feed(self, data: bytes) -> bytes:
+        """Return what is to be printed after these bytes have arrived."""
+        self._look(data)
+        data = self._undecided + data
+        if not data.endswith(b"-") and _LINE not in data:  # nearly always, and much faster than what follows
+            self._undecided = b""
+            return self._without_nul(data)
+        # MPI_ABORT's own is printed once for each rank that calls it: the first is the one to read
+        for banner in _BANNER.finditer(data):
+            self._held.setdefault(banner["kind"], banner[0])
+        data = _BANNER.sub(b"", data)
+        beginning = _BEGINNING.search(data)
+        end = beginning.start() if beginning else len(data)
+        self._undecided = data[end:]
+        return self._without_nul(data[:end])
+
+    def give_up(self) -> bytes:
+        """Return the undecided bytes: the rest of a banner would have come by now."""
+        data, self._undecided = self._undecided, b""
+        return self._without_nul(data)
+
+    def end(self) -> bytes:
+        """Return what is left when there is no more: undecided bytes, then the banners unless a rank has given the reason."""
+        return self.give_up() + (b"" if self._has_reason else b"".join(self._held.values()))
+
+    def _look(self, data: bytes) -> None:
+        """Note whether a rank says why it ends the job, and which process was killed."""
+        self._seen = self._seen[-_LONGEST_MESSAGE:] + data
+        self._has_reason = self._has_reason or _REASON.search(self._seen) is not None
+        if self.killed is None and (found := _KILLED.search(self._seen)):
+            self.killed = Killed(int(found["pid"]), found["node"].decode(errors="replace"), int(found["number"]))
+
+    def _without_nul(self, data: bytes) -> bytes:
+        # only messages of mpiexec have a line of dashes before; what a program prints otherwise stays as it is
+        self._has_message |= bool(self._held) or _LINE in data
+        return _NUL.sub(b"", data) if self._has_message and b"\0" in data else data
+
+
+def relay_stderr(source: int, target: int, banners: Banners) -> None:
+    """Copy bytes as they arrive, through `banners`, until there are no more or nobody reads them.
+
+    `source` is closed, so that its writers see if nobody reads `target`.
+    """
+    with suppress(OSError), os.fdopen(source, "rb", buffering=0) as stream:
+        while True:
+            if banners.is_undecided and not select.select([stream], [], [], _PATIENCE_SECONDS)[0]:
+                _write(target, banners.give_up())
+            data = stream.read(_READ_BYTES)
+            if not data:
+                break
+            _write(target, banners.feed(data))
+        _write(target, banners.end())
+
+
+def _write(target: int, data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(target, data) :]
+        except BlockingIOError:  # mpiexec sets its stdout to non-blocking, which may be the same terminal
+            select.select([], [target], [])

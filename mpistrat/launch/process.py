@@ -1,4 +1,4 @@
-"""Processes of this host, as /proc shows them: which program one is, whether it still exists, and what started it.
+"""Processes of this host, as /proc shows them, and the launcher that started this rank: when it has exited, the rank exits too.
 
 A pid is given to another process later; together with the start time it is unique.
 """
@@ -7,12 +7,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["Process", "ancestors", "find", "pid_namespace"]
+from mpistrat.launch.environment import identity
+
+__all__ = ["Process", "ancestors", "find", "find_launcher", "pid_namespace", "watch_launcher", "watched_launcher"]
+
+_POLL_SECONDS = 1.0
+_EXIT_CODE = 1
 
 _STOPPED, _ENDED = "Tt", "ZXx"
 # programs that start ranks, and daemons between them and the ranks; the kernel cuts names to 15 characters
@@ -21,28 +31,18 @@ _LAUNCHERS = re.compile(
     r"srun|slurmstepd|aprun|palsd?"
 )
 
+_launcher: Process | None = None
+
 
 @dataclass(frozen=True)
 class Process:
-    """A process that existed when it was looked up.
-
-    Attributes
-    ----------
-    pid, parent : int
-        Its process id and that of its parent.
-    started : int
-        Start time, in clock ticks since the host booted.
-    name : str
-        Name of its program, cut to 15 characters by the kernel: ``prterun``.
-    is_stopped : bool
-        Whether a signal or a debugger has stopped it.
-    """
+    """A process that existed when it was looked up."""
 
     pid: int
     parent: int
-    started: int
-    name: str
-    is_stopped: bool
+    started: int  # in clock ticks since the host booted
+    name: str  # of its program, cut to 15 characters by the kernel
+    is_stopped: bool  # by a signal or a debugger
 
     @property
     def is_launcher(self) -> bool:
@@ -84,6 +84,39 @@ def ancestors(pid: int | None = None) -> Iterator[Process]:
         yield found
 
 
+def find_launcher(environ: Mapping[str, str]) -> Process | None:
+    """Return the process that started this rank; None if it cannot be found or this process is not a rank.
+
+    It is not always the parent, as in ``mpiexec bash -c "python x.py"``: it is the nearest ancestor that does not itself have
+    the rank's variables. Call this before MPI starts: MPI_Init succeeds only while the launcher is alive.
+    """
+    mine = identity(environ)
+    if not mine:
+        return None
+    for found in ancestors():
+        # a daemon of another user, such as slurmstepd, shows no variables; it is not a process of this job
+        if identity(found.environment() or {}) != mine:
+            # process 1 adopts processes whose parent has exited
+            return found if found.pid > 1 and not found.is_gone() else None
+    return None
+
+
+def watch_launcher(launcher: Process, rank: int) -> None:
+    """Start a thread that ends this process soon after its launcher has exited.
+
+    The kernel can signal a parent's death (PR_SET_PDEATHSIG), but it signals the death of the *thread* that forked, and
+    launchers fork from threads that end early. So the thread polls once a second.
+    """
+    global _launcher
+    _launcher = launcher
+    threading.Thread(target=_poll, args=(launcher, rank), name="mpistrat launcher watch", daemon=True).start()
+
+
+def watched_launcher() -> Process | None:
+    """Return the launcher that `watch_launcher` was given: an ancestor of all ranks of this node."""
+    return _launcher
+
+
 @cache
 def pid_namespace() -> int:
     """Return the namespace that pids are counted in, which differs between containers; 0 if that is not known."""
@@ -100,3 +133,20 @@ def _read(pid: int) -> Process | None:
     if fields[0] in _ENDED:
         return None
     return Process(pid, int(fields[1]), int(fields[19]), head.partition("(")[2], fields[0] in _STOPPED)
+
+
+def _poll(launcher: Process, rank: int) -> None:
+    while not launcher.is_gone():
+        time.sleep(_POLL_SECONDS)
+    _end(
+        f"[rank {rank} on {socket.gethostname()}] {launcher.name} (process {launcher.pid}), which started this rank, is gone: "
+        "the rank ends\n"
+    )
+
+
+def _end(text: str) -> None:
+    """Exit at once, without MPI_Abort, which would need the launcher."""
+    with suppress(OSError, ValueError):
+        if select.select([], [2], [], 0)[1]:  # the reader of stderr is probably gone as well, and a full pipe would block
+            os.write(2, text.encode())
+    os._exit(_EXIT_CODE)

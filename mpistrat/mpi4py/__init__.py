@@ -1,6 +1,6 @@
 """A communicator with mpi4py's methods, whose collectives are those of `mpistrat.Communicator`.
 
-File law: importing the package does not start MPI.
+Invariant: importing the package does not start MPI.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Buffer:
 
     Raises
     ------
-    ValueError, TypeError, KeyError
+    ValueError, TypeError, KeyError, BufferError
         If it is none of these, or not contiguous.
     InvalidArgumentError
         If it is ``MPI.BOTTOM``, or in memory that this rank does not compute in.
@@ -132,14 +132,14 @@ def _flat(obj: Any, count: int | None) -> Array:
     if not array.flags.c_contiguous:
         array = array.T
     if not array.flags.c_contiguous:
-        raise ValueError("a buffer must be contiguous; pass numpy.ascontiguousarray(x) to send it")
+        raise BufferError("a buffer must be contiguous; pass numpy.ascontiguousarray(x) to send it")
     return array.reshape(-1)
 
 
 def _shared(obj: Any) -> Array:
     """Return an array that shares the memory of an object."""
     if isinstance(obj, np.ndarray):
-        return obj
+        return as_array(obj, "the buffer") if isinstance(obj, np.ma.MaskedArray) else obj.view(np.ndarray)
     if hasattr(obj, "__cuda_array_interface__") or hasattr(obj, "__dlpack__"):
         array = as_array(obj, "the buffer")
         if is_on_device(array) or array.flags.writeable or hasattr(obj, "__array__"):

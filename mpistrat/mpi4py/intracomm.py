@@ -1,6 +1,6 @@
 """WrappedIntracomm: an intracommunicator of mpi4py whose collectives are made by a `mpistrat.Communicator`.
 
-File law: whether a call is made here or by MPI follows only from what MPI requires to be the same on all ranks: the
+Invariant: whether a call is made here or by MPI follows only from what MPI requires to be the same on all ranks: the
 operation, the datatype, and which calls were made before. Where MPI makes a reduction, ranks compare that first, so that no two
 ranks are on different sides unnoticed.
 """
@@ -8,13 +8,15 @@ ranks are on different sides unnoticed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, cast
 
+import numpy as np
 from mpi4py import MPI
 
-from mpistrat.arrays import Array, is_on_device
+from mpistrat.arrays import Array, is_aligned, is_on_device
 from mpistrat.communicator.communicator import Communicator
+from mpistrat.communicator.fast_paths import FastPaths
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import CollectiveError, MpistratError
 from mpistrat.mpi4py.buffers import Buffer, is_in_place, numbers_of
@@ -60,6 +62,8 @@ class WrappedIntracomm(MPI.Intracomm):
 
     _options: CommunicationOptions | None = None
     _communicator: Communicator | None = None
+    _fast: FastPaths
+    _pass_on: Callable[[Any, Any, MPI.Op], bool] = staticmethod(lambda *_: False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what it is restored from, if mpi4py restores what it wraps; its collectives are prepared anew then."""
@@ -69,20 +73,24 @@ class WrappedIntracomm(MPI.Intracomm):
         """Return what makes the collectives; the first call makes that, and is a collective one."""
         if self._communicator is None:
             self._communicator = Communicator(self, self._options)
+            self._fast = self._communicator.pass_small_arrays()
+            self._pass_on = self._fast.passing(self._communicator.run_fast)
         return self._communicator
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:  # noqa: N802 - MPI's name
         """Combine arrays of all ranks; each gets the result in `recvbuf`. A collective call."""
+        if self._pass_on(sendbuf, recvbuf, op):
+            return
         communicator = self.open()
-        with _Telling(communicator, "Allreduce"):
+        with _RefuseOnError(communicator, "Allreduce"):
             operands = self._operands(sendbuf, recvbuf, op)
         if operands is None:
             communicator.agree("Allreduce by MPI")
             super().Allreduce(sendbuf, recvbuf, op)
             return
         reduce_op, source, target = operands
-        if communicator.all_reduce_again(reduce_op, [source], 0, 2, [target]) is None:
-            communicator.all_reduce(reduce_op, source, out=target)
+        _write(target, lambda out: communicator.all_reduce(reduce_op, source, out=out))
+        self._fast.add_passed(op.handle, reduce_op, target)
         _finish(communicator, target)
 
     def Iallreduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> MPI.Request:  # noqa: N802
@@ -90,31 +98,33 @@ class WrappedIntracomm(MPI.Intracomm):
         communicator = self._communicator
         if communicator is None:
             return super().Iallreduce(sendbuf, recvbuf, op)
-        with _Telling(communicator, "Iallreduce"):
+        with _RefuseOnError(communicator, "Iallreduce"):
             operands = self._operands(sendbuf, recvbuf, op)
         if operands is None:
             communicator.note("Iallreduce by MPI")  # compared with the next collective: to compare it now would wait
             return super().Iallreduce(sendbuf, recvbuf, op)
         reduce_op, source, target = operands
+        if not is_aligned(target):
+            return WorkRequest.of(communicator.start_all_reduce(reduce_op, source).then(partial(np.copyto, target)))
         return WorkRequest.of(communicator.start_all_reduce(reduce_op, source, out=target))
 
     def Reduce_scatter_block(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:  # noqa: N802
         """Combine arrays of all ranks; each gets its part, of equal lengths, in `recvbuf`. A collective call."""
         communicator = self.open()
-        with _Telling(communicator, "Reduce_scatter_block"):
+        with _RefuseOnError(communicator, "Reduce_scatter_block"):
             operands = self._operands(sendbuf, recvbuf, op, self.size)
         if operands is None:
             communicator.agree("Reduce_scatter_block by MPI")
             super().Reduce_scatter_block(sendbuf, recvbuf, op)
             return
         reduce_op, source, target = operands
-        communicator.reduce_scatter(reduce_op, source, out=target)
+        _write(target, lambda out: communicator.reduce_scatter(reduce_op, source, out=out))
         _finish(communicator, target)
 
     def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:  # noqa: N802
         """Gather the elements of all ranks, in rank order, in `recvbuf` of each. A collective call."""
         communicator = self.open()
-        with _Telling(communicator, "Allgather"):
+        with _RefuseOnError(communicator, "Allgather"):
             target = Buffer(recvbuf, self.size)
             memory = target.receive_memory()
             share = len(memory) // self.size
@@ -132,7 +142,7 @@ class WrappedIntracomm(MPI.Intracomm):
     def Bcast(self, buf: Any, root: int = 0) -> None:  # noqa: N802
         """Send the elements of rank `root` to `buf` of all. A collective call."""
         communicator = self.open()
-        with _Telling(communicator, "Bcast"):
+        with _RefuseOnError(communicator, "Bcast"):
             buffer = Buffer(buf)
             memory = buffer.contents(self) if self.rank == root else buffer.receive_memory()
         communicator.broadcast(memory, root, out=None if self.rank == root else memory)
@@ -175,7 +185,7 @@ class WrappedIntracomm(MPI.Intracomm):
         return reduce_op, source, target
 
 
-class _Telling:
+class _RefuseOnError:
     """A context that lets the other ranks know of what this one raises before a call; a generator would be slower.
 
     Parameters
@@ -226,6 +236,14 @@ def _deriving(method: Callable[..., MPI.Intracomm]) -> Callable[..., MPI.Intraco
         return wrapped(made, self._options) if made else made
 
     return derive
+
+
+def _write(target: Array, reduce: Callable[[Array | None], Array]) -> None:
+    """Call ``reduce(target)``; without the target, which is then written to, if its elements are not aligned."""
+    if is_aligned(target):
+        reduce(target)
+    else:
+        target[...] = reduce(None)
 
 
 def _finish(communicator: Communicator, result: Array) -> None:

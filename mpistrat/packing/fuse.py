@@ -14,23 +14,11 @@ from mpistrat.arrays import Array
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp, combine, divide
 
-__all__ = ["CopyIn", "CopyOut"]
-
 SEGMENT_BYTES = 1 << 18
 
 
 class CopyIn:
-    """Copies arrays into one range of a bucket's buffer.
-
-    Parameters
-    ----------
-    layout : Layout
-        The bucket.
-    start, stop : int
-        The range, in elements of the bucket.
-    buffer : ndarray
-        The memory for the range; elements beyond it are padding, and set to zero.
-    """
+    """Copies arrays into `buffer`, the range [start, stop) of a bucket; what lies beyond it is padding, and set to zero."""
 
     def __init__(self, layout: Layout, start: int, stop: int, buffer: Array) -> None:
         self._moves = [
@@ -49,20 +37,9 @@ class CopyIn:
 
 
 class CopyOut:
-    """Copies parts of a bucket's buffer out to arrays.
+    """Copies parts of a range of a bucket out to arrays, divided by `divisor`.
 
-    Parameters
-    ----------
-    layout : Layout
-        The bucket.
-    start, stop : int
-        The range of the bucket that the parts belong to.
-    parts : sequence of (first, last, addends)
-        Elements [first, last) of the range are the addends, combined with `op` in this order.
-    op : ReduceOp
-        How to combine.
-    divisor : int
-        Divides the result; 1 for every operation but MEAN.
+    A part ``(first, last, addends)`` says that elements [first, last) of the range are the addends, combined in this order.
     """
 
     def __init__(

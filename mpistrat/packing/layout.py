@@ -1,4 +1,4 @@
-"""Layout: the position of each array in a bucket's buffer. Pure."""
+"""Which arrays share a bucket, by bytes_per_pack and num_packs as TensorFlow defines them, and where each lies in it. Pure."""
 
 from __future__ import annotations
 
@@ -6,23 +6,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from mpistrat.device.segments import Segment
-
-__all__ = ["Layout"]
+from mpistrat.device.kernels import Segment
+from mpistrat.errors import InvalidArgumentError
 
 
 class Layout:
-    """Arrays that lie one after the other, or a range of their elements.
-
-    Parameters
-    ----------
-    counts : sequence of int
-        Elements of each array.
-    first : int
-        The first element of the range, counted over all arrays.
-    count : int, optional
-        Elements of the range; by default it extends to the end of the last array.
-    """
+    """Arrays that lie one after the other, or `count` of their elements from `first` on; by default all the rest."""
 
     def __init__(self, counts: Sequence[int], first: int = 0, count: int | None = None) -> None:
         self.offsets = [0, *accumulate(counts)]
@@ -53,3 +42,29 @@ class Layout:
             ]
             array += 1
         return found
+
+
+def pack_by_bytes(sizes_bytes: Sequence[int], bytes_per_pack: int) -> list[list[int]]:
+    """Return packs of indices, in order; one pack if the limit is 0.
+
+    A pack is complete when it is larger than the limit, so packs exceed it a little.
+    """
+    if bytes_per_pack < 0:
+        raise InvalidArgumentError(f"bytes_per_pack must be 0 (one pack) or a positive number of bytes; got {bytes_per_pack}")
+    packs: list[list[int]] = []
+    open_bytes = 0
+    for index, size in enumerate(sizes_bytes):
+        if not packs or (bytes_per_pack and open_bytes > bytes_per_pack):
+            packs.append([])
+            open_bytes = 0
+        packs[-1].append(index)
+        open_bytes += size
+    return packs
+
+
+def split_evenly(count: int, num_packs: int) -> list[int]:
+    """Return the elements of each of equal packs; the last one takes the remainder."""
+    if num_packs < 1:
+        raise InvalidArgumentError(f"num_packs must be at least 1 to cut a buffer; got {num_packs}")
+    width = count // num_packs
+    return [width] * (num_packs - 1) + [count - width * (num_packs - 1)]

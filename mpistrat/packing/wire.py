@@ -17,8 +17,6 @@ import numpy as np
 
 from mpistrat.arrays import Array
 
-__all__ = ["Cast", "Wire"]
-
 _FLOAT16 = np.dtype(np.float16)
 # NumPy casts float16 element by element; for a block of at least so many, a dozen passes of integer arithmetic are faster
 _BLOCK, _MIN_BLOCK = 1 << 15, 1 << 13
@@ -27,30 +25,14 @@ _OVERFLOW = np.float32(65520)  # smaller values round to a finite float16
 
 @dataclass(frozen=True)
 class Wire:
-    """The dtype of float32 values between nodes, and whether their rounding errors are added in the next call.
+    """The dtype of float32 values between nodes, and whether their rounding errors are added in the next call."""
 
-    Attributes
-    ----------
-    dtype : dtype
-        bfloat16 or float16.
-    error_feedback : bool
-        Whether casts keep their rounding errors for the next call.
-    """
-
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any]  # bfloat16 or float16
     error_feedback: bool = False
 
 
 class Cast:
-    """Casts the values at `count` positions of a buffer, the same ones in every call.
-
-    Parameters
-    ----------
-    wire : Wire
-        The dtype to cast to.
-    count : int
-        Number of positions.
-    """
+    """Casts the values at `count` positions of a buffer, the same ones in every call."""
 
     def __init__(self, wire: Wire, count: int) -> None:
         self.dtype, self.keeps_errors = wire.dtype, wire.error_feedback
@@ -63,7 +45,7 @@ class Cast:
         """Bytes of the kept rounding errors and of the work memory."""
         return sum(array.nbytes for array in (self._lost, self._scratch) if array is not None)
 
-    def contribute(self, values: Array, sent: Array, first: int) -> None:
+    def compress(self, values: Array, sent: Array, first: int) -> None:
         """Round float32 `values`, for the positions from `first` on, into `sent`; kept rounding errors are added first."""
         if self._lost is None:
             self._narrow(values, sent)
@@ -73,7 +55,7 @@ class Cast:
         self._narrow(lost, sent)
         _keep_remainder(lost, sent)
 
-    def publish(self, total: Array, sent: Array, first: int) -> None:
+    def compress_total(self, total: Array, sent: Array, first: int) -> None:
         """Round sums over all ranks into `sent`; this rank keeps their rounding errors. Changes `total`."""
         self._narrow(total, sent)
         if self._lost is not None:
@@ -81,7 +63,7 @@ class Cast:
             lost = self._lost[first : first + total.size]
             np.add(lost, total, out=lost)
 
-    def widen(self, sent: Array, values: Array) -> None:
+    def decompress(self, sent: Array, values: Array) -> None:
         """Convert what was sent to float32, into `values`."""
         for start in range(0, sent.size, _BLOCK):
             piece, target = sent[start : start + _BLOCK], values[start : start + _BLOCK]

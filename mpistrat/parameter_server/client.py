@@ -1,66 +1,122 @@
 """Client: what a worker, or the chief, does with the variables on the servers.
 
 Writes are not answered one by one. What a rank asks a server for is done in the order in which it asks, so it reads what it has
-written; `flush` waits until everybody does. What a server of this node keeps is read where it lies, once the server has made
-all updates of this rank.
+written; `flush` waits until everybody does.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 
-from mpistrat import settings
 from mpistrat.arrays import Array
-from mpistrat.errors import UnavailableError
-from mpistrat.parameter_server.frames import REPLY, REQUEST, Channel, Frame, FrameReceiver, Op
+from mpistrat.errors import CollectiveError, UnavailableError
+from mpistrat.groups.group import keep_alive_for_peers
 from mpistrat.parameter_server.functions import FunctionTable, dumps, loads, loads_error
-from mpistrat.parameter_server.shared_arrays import AttachedArray, attach
-from mpistrat.parameter_server.tasks import WORKER
+from mpistrat.parameter_server.messages import (
+    REPLY,
+    REQUEST,
+    SCATTERS,
+    WRITES,
+    Channel,
+    Create,
+    Flush,
+    Message,
+    Read,
+    ReadRows,
+    Receiver,
+    Scatter,
+    Update,
+    Write,
+)
+from mpistrat.parameter_server.tasks import CHIEF
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-__all__ = ["Client", "Placed", "here", "install"]
+__all__ = ["Client", "Placed", "current_client", "install", "uninstall"]
 
 # how many writes a server may have before it is asked whether it has done them
 _MOST_WRITES = 64
 
-_client: Client | None = None
-
-T = TypeVar("T")
+_clients: dict[int, Client] = {}  # by the numbers of their groups
 
 
-class Placed(NamedTuple):
-    """Where a variable or shard is kept.
+class Placed:
+    """Where a variable or shard is kept; its server frees that once the chief has no reference to this any more.
 
     Attributes
     ----------
-    server : int
-        The task id of the server.
-    number : int
-        Its number there.
+    group : int
+        The number of the group of tasks.
+    server, number : int
+        The task id of the server, and the number of the variable there.
     name : str
         What errors call it.
+    nbytes : int
+        How large it is.
+    is_dropped : bool
+        Whether the chief has dropped it: it cannot be used any more.
     """
 
-    server: int
-    number: int
-    name: str
+    def __init__(self, group: int, server: int, number: int, name: str, nbytes: int) -> None:
+        self.group, self.server, self.number, self.name, self.nbytes = group, server, number, name, nbytes
+        self.is_dropped = False
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What no other variable of the group has."""
+        return self.server, self.number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _placed, (self.group, self.server, self.number, self.name, self.nbytes)
+
+
+class _Pending:
+    """What a server was asked for, with the messages that are under way for it and, once it is there, the answer."""
+
+    def __init__(self, name: str, what: str, server: int, number: int, *, is_answered: bool = False) -> None:
+        self.name, self.what, self.server, self.number, self.is_answered = name, what, server, number, is_answered
+        self.requests: list[Any] = []
+        self.has_ended = False
+        self.answer: tuple[bool, bytes] | None = None
+
+    def describe(self) -> str:
+        return f"an answer of {self.name}: {self.what}"
+
+
+class _Calls:
+    """Is held by each call to the servers; refuses all calls after one that was given up before it had its answers."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self.lock, self.under_way = name, threading.RLock(), list[_Pending]()
+        self._given_up: tuple[BaseException, str] | None = None
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        if self._given_up is not None:
+            self.lock.release()
+            cause, what = self._given_up
+            raise CollectiveError(
+                f"{self._name}: no call can reach the servers any more, since an earlier one was given up "
+                f"({type(cause).__name__}) while it waited for {what}, which may still come. Start "
+                "the job again; MPISTRAT_TIMEOUT_SECONDS sets how long a call waits, 0 without a limit"
+            ) from cause
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        if error is not None and self.under_way:
+            keep_alive_for_peers(self.under_way)
+            self._given_up, self.under_way = (error, self.under_way[0].describe()), []
+        self.lock.release()
 
 
 class Client:
     """Reads and changes variables on servers; requests to several servers are under way at once.
-
-    Parameters
-    ----------
-    channel : Channel
-        To the servers.
 
     Attributes
     ----------
@@ -68,10 +124,10 @@ class Client:
         What a worker keeps for functions, such as datasets, by the number of the call that made it.
     strategy : object
         The strategy of this process.
-    is_worker : bool
-        Whether this rank is a worker.
-    staleness : Counter
-        Of reads with a bound: how many have lacked 0, 1, 2, … updates.
+    placed : WeakValueDictionary
+        The variables that this process refers to, by their keys.
+    dropped : deque
+        On the chief: the keys of those that it has dropped, and that are to be freed.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -79,297 +135,256 @@ class Client:
         self.resources: dict[int, Any] = {}
         self.strategy: Any = None
         self.functions = FunctionTable(channel)
-        self._writes = [0] * len(self._ranks)
-        self._created = [0] * len(self._ranks)
-        self._replies = [FrameReceiver(channel, REPLY, rank) for rank in self._ranks]
-        self._lock = threading.RLock()
-        self._rank, self.is_worker = channel.comm.Get_rank(), channel.group.task_type == WORKER
-        shares = settings.INTRA_TRANSPORT.read() in ("auto", "shared_memory")
-        self._is_near = [shares and channel.group.nodes[rank] == channel.group.nodes[self._rank] for rank in self._ranks]
-        self._attached: dict[Placed, AttachedArray | None] = {}
-        self._updates = [0] * len(self._ranks)
-        self._copies: dict[Placed, tuple[int, Array]] = {}
-        self.staleness: Counter[int] = Counter()
+        self.placed: weakref.WeakValueDictionary[tuple[int, int], Placed] = weakref.WeakValueDictionary()
+        self.dropped: deque[tuple[int, int]] = deque()
+        self._known_as_dropped = set[tuple[int, int]]()
+        self._is_chief = channel.group.task_type == CHIEF
+        self._writes, self._created, self._numbers = ([0] * len(self._ranks) for _ in range(3))
+        self._replies = [Receiver(channel, REPLY, rank) for rank in self._ranks]
+        self._calls = _Calls(channel.name)
 
     def create(self, server: int, name: str, array: Array) -> Placed:
         """Have a server keep a variable; only the chief does this."""
-        with self._lock:
+        with self._calls:
             data = dumps((name, array.dtype.str if array.dtype.kind != "V" else array.dtype, array.shape), name)
-            requests = self.channel.send(self._ranks[server], REQUEST, Op.CREATE, data)
-            self._finish(server, f"{name}, which is new", requests)
-            placed = Placed(server, self._created[server], name)
+            placed = Placed(self.channel.group.number, server, self._created[server], name, array.nbytes)
             self._created[server] += 1
-            self.write(Op.ASSIGN, [(placed, 0, array)])
+            number = self._next_number(server)
+            self._ask(server, f"{name}, which is new", Create(number, placed.number), data)
+            self._finish()
+            self.placed[placed.key] = placed
+            weakref.finalize(placed, self.dropped.append, placed.key).atexit = False  # at any moment: only notes it
+            self.write("assign", [(placed, 0, array)])
             return placed
 
     def read(self, parts: Sequence[tuple[Placed, int, Array]]) -> None:
-        """Read variables, or consecutive rows of them.
-
-        Parameters
-        ----------
-        parts : sequence of (Placed, int, ndarray)
-            From which variable, from which row on, and into which C-contiguous array.
-        """
-        with self._lock:
-            under_way = []
-            for placed, start, target in [part for part in parts if not self._reads_shared(*part)]:
-                rank = self._ranks[placed.server]
-                requests = self.channel.start_receiving(target, rank, REPLY)
-                if requests:
-                    stop = start + len(target) if target.ndim else 0
-                    requests += self.channel.send(rank, REQUEST, Op.READ, variable=placed.number, first=start, second=stop)
-                under_way.append((placed.server, f"read of {placed.name}", requests))
-            self._for_each(under_way, self._finish)
-
-    def read_bounded(self, parts: Sequence[tuple[Placed, Array]], max_staleness: int) -> None:
-        """Read whole variables, each of which may lack as many updates; count how many it lacks.
-
-        Parameters
-        ----------
-        parts : sequence of (Placed, ndarray)
-            Which variable, and into which C-contiguous array.
-        max_staleness : int
-            How many updates that its server has made a copy may lack.
-        """
-        with self._lock:
-            by_message = [part for part in parts if not self._reads_shared(part[0], 0, part[1])]
-            self.staleness[0] += len(parts) - len(by_message)
-            under_way = []
-            for placed, target in by_message:
-                version, _ = self._copies.get(placed, (-1, target))
-                requests = self.channel.send(
-                    self._ranks[placed.server],
-                    REQUEST,
-                    Op.READ_NEWER,
-                    variable=placed.number,
-                    first=version,
-                    second=max_staleness,
-                )
-                under_way.append((placed, target, requests))
-            self._for_each(under_way, self._take_newer)
+        """Read variables, or consecutive rows: of which, from which row on, and into which C-contiguous array."""
+        with self._calls:
+            _check_living(parts)
+            for placed, start, target in parts:
+                if target.nbytes:
+                    number, stop = self._next_number(placed.server), start + len(target) if target.ndim else 0
+                    message = Read(number, placed.number, start, stop)
+                    self._ask(placed.server, f"read of {placed.name}", message, into=target)
+            self._finish()
 
     def read_rows(self, parts: Sequence[tuple[Placed, Array]], target: Array) -> None:
-        """Read single rows; each server is asked once, and for a row once.
-
-        Parameters
-        ----------
-        parts : sequence of (Placed, ndarray)
-            From which variable, and which rows, as int64 along one axis; those of one server follow each other.
-        target : ndarray
-            C-contiguous; takes the rows of all parts, one behind the other.
-        """
-        with self._lock:
-            by_message, start = [], 0
+        """Read single rows, each server's parts behind each other; each server is asked once, and for a row once."""
+        with self._calls:
+            _check_living(parts)
+            arrived, start = [], 0
             for server, group in groupby(parts, lambda part: part[0].server):
                 shards = list(group)
                 stop = start + sum(len(rows) for _, rows in shards)
-                wanted = target[start:stop]
-                if wanted.nbytes and not self._takes_shared(shards, wanted):
-                    by_message.append((server, shards, wanted))
-                start = stop
-            under_way = [(server, wanted, *self._ask_rows(server, shards, wanted)) for server, shards, wanted in by_message]
-            self._for_each(under_way, self._take_rows)
+                wanted, start = target[start:stop], stop
+                if wanted.nbytes:
+                    arrived.append((*self._ask_rows(server, shards, wanted), wanted))
+            self._finish()
+            for rows, position, wanted in arrived:
+                rows.take(position, 0, wanted, "clip")
 
-    def write(self, op: int, parts: Sequence[tuple[Placed, int, Array]]) -> None:
-        """Assign, add or subtract arrays; it is done before anything that this rank asks for later.
-
-        Parameters
-        ----------
-        op : int
-            ASSIGN, ASSIGN_ADD or ASSIGN_SUB.
-        parts : sequence of (Placed, int, ndarray)
-            To which variable, from which row on, and a C-contiguous array of its dtype.
-        """
-        with self._lock:
-            under_way = []
+    def write(self, method: str, parts: Sequence[tuple[Placed, int, Array]]) -> None:
+        """Change variables by one of `WRITES`, from a row on; it is done before anything that this rank asks for later."""
+        with self._calls:
+            _check_living(parts)
             for placed, start, array in parts:
                 if array.nbytes:
-                    stop = start + len(array) if array.ndim else 0
-                    requests = self.channel.send(
-                        self._ranks[placed.server], REQUEST, op, array, variable=placed.number, first=start, second=stop
-                    )
-                    under_way.append((placed.server, f"update of {placed.name}", requests))
-            self._for_each(under_way, self._finish_write)
+                    number, stop = self._next_number(placed.server), start + len(array) if array.ndim else 0
+                    self._ask_to_write(placed, Write(number, placed.number, WRITES.index(method), start, stop), array)
+            self._finish_writes()
 
-    def scatter(self, method: int, parts: Sequence[tuple[Placed, Array, Array]]) -> None:
-        """Apply rows to variables by a method of `SCATTER_METHODS`, given as its index there; as `write` otherwise."""
-        with self._lock:
-            under_way = []
+    def scatter(self, method: str, parts: Sequence[tuple[Placed, Array, Array]]) -> None:
+        """Apply rows, with their indices, to variables by one of `SCATTERS`; as `write` otherwise."""
+        with self._calls:
+            _check_living(parts)
             for placed, indices, rows in parts:
                 if len(indices):
-                    requests = self.channel.send(
-                        self._ranks[placed.server],
-                        REQUEST,
-                        Op.SCATTER,
-                        indices,
-                        rows,
-                        method=method,
-                        variable=placed.number,
-                        first=len(indices),
-                    )
-                    under_way.append((placed.server, f"update of {placed.name}", requests))
-            self._for_each(under_way, self._finish_write)
+                    number = self._next_number(placed.server)
+                    message = Scatter(number, placed.number, SCATTERS.index(method), len(indices))
+                    self._ask_to_write(placed, message, indices, rows)
+            self._finish_writes()
 
     def update(
         self, fn: Callable[..., Any], parts: Sequence[tuple[Placed, tuple[Any, ...], dict[str, Any]]], wants_results: bool
     ) -> list[Any]:
-        """Call a function where variables live, and return its results.
-
-        Parameters
-        ----------
-        fn : callable
-            Is called with each variable and its arguments.
-        parts : sequence of (Placed, tuple, dict)
-            The variables, the other arguments, and those by keyword.
-        wants_results : bool
-            Whether the results are to be returned, or None for each.
-
-        Raises
-        ------
-        Exception
-            The first error of the function, after all calls have ended.
-        """
-        with self._lock:
+        """Call a function where variables live; when all calls have ended, raise its first error, or return the results."""
+        with self._calls:
+            _check_living(parts)
             function = self.functions.find(fn)
             payloads = [dumps((*given, wants_results), f"an argument of {function.name}") for _, *given in parts]
-            under_way = []
+            asked = []
             for (placed, *_), payload in zip(parts, payloads, strict=True):
-                rank = self._ranks[placed.server]
-                requests = self.functions.send(function, rank)
-                requests += self.channel.send(rank, REQUEST, Op.UPDATE, payload, variable=placed.number, first=function.number)
-                under_way.append((placed, f"call of {function.name}", requests))
-            answers = self._for_each(under_way, self._answer)
-        for failed, answer in answers:
-            if failed:
+                sent = self.functions.send(function, self._ranks[placed.server])
+                message = Update(self._next_number(placed.server), placed.number, function.number)
+                what = f"call of {function.name} of {placed.name}"
+                asked.append(self._ask(placed.server, what, message, payload, before=sent, is_answered=True))
+            self._finish()
+        answers = [one.answer for one in asked if one.answer is not None]
+        for is_error, answer in answers:
+            if is_error:
                 raise loads_error(answer)
         return [loads(answer) if wants_results else None for _, answer in answers]
 
     def flush(self) -> None:
         """Wait until the servers have done all that this rank has asked them for."""
-        with self._lock:
-            self._for_each([(server,) for server, writes in enumerate(self._writes) if writes], self._flush)
+        if any(self._writes):
+            with self._calls:
+                self._flush([server for server, writes in enumerate(self._writes) if writes])
+
+    def find(self, placed: Placed) -> Placed:
+        """Return this process's object of a variable that another one has sent; the chief has all that it has not dropped."""
+        with self._calls.lock:
+            found = self.placed.get(placed.key)
+            if found is not None:
+                return found
+            placed.is_dropped = self._is_chief or placed.key in self._known_as_dropped
+            if not placed.is_dropped:
+                self.placed[placed.key] = placed
+            return placed
+
+    def forget(self, keys: Sequence[tuple[int, int]]) -> None:
+        """Use variables no more that the chief has dropped; all that this rank has asked their servers for is done then."""
+        with self._calls.lock:
+            self._known_as_dropped.update(keys)
+            for key in keys:
+                if (placed := self.placed.get(key)) is not None:
+                    placed.is_dropped = True
+        with suppress(Exception):  # where calls were given up, nothing is sent any more
+            self.flush()
 
     def close(self) -> None:
         """Give up what this rank still waits for."""
         for receiver in self._replies:
             receiver.close()
 
-    def _reads_shared(self, placed: Placed, start: int, target: Array) -> bool:
-        """Read rows from memory that the server shares; return False if it does not, or is changing them again and again."""
-        array = self._shared(placed)
-        return array is not None and array.read(start, target)
+    def _next_number(self, server: int) -> int:
+        self._numbers[server] += 1
+        return self._numbers[server]
 
-    def _takes_shared(self, shards: Sequence[tuple[Placed, Array]], target: Array) -> bool:
-        """Read single rows as `_reads_shared` does."""
-        start = 0
-        for placed, rows in shards:
-            array, stop = self._shared(placed), start + len(rows)
-            if array is None or not array.take(rows, target[start:stop]):
-                return False
-            start = stop
-        return True
+    def _ask(
+        self,
+        server: int,
+        what: str,
+        message: Message,
+        *payload: Any,
+        into: Array | None = None,
+        before: Sequence[Any] = (),
+        is_answered: bool = False,
+    ) -> _Pending:
+        """Start to ask a server for something; what it answers without a header goes `into` an array."""
+        rank = self._ranks[server]
+        pending = _Pending(self.channel.group.names[rank], what, server, message[0], is_answered=is_answered)
+        self._calls.under_way.append(pending)
+        pending.requests.extend(before)
+        if into is not None:
+            pending.requests.extend(self.channel.start_receiving(into, rank, REPLY))
+        pending.requests.extend(self.channel.send(rank, REQUEST, message, *payload))
+        return pending
 
-    def _shared(self, placed: Placed) -> AttachedArray | None:
-        """Return a variable in memory that its server shares; None if it does not, is lost, or lacks updates of this rank."""
-        if not self._is_near[placed.server] or self.channel.has_lost(self._ranks[placed.server]):
-            return None
-        if placed not in self._attached:
-            self._attached[placed] = self._attach(placed)
-        array = self._attached[placed]
-        return None if array is None or array.done[self._rank] < self._updates[placed.server] else array
-
-    def _attach(self, placed: Placed) -> AttachedArray | None:
-        requests = self.channel.send(self._ranks[placed.server], REQUEST, Op.LOCATE, variable=placed.number)
-        address = loads(self._answer(placed, "place", requests)[1])
-        return None if address is None else attach(address, self.channel.comm.Get_size())
-
-    def _take_newer(self, placed: Placed, target: Array, requests: list[Any]) -> None:
-        """Take a variable that has come, or the copy of it that is new enough; count how many updates that lacks."""
-        frame = self._reply(placed, "read", requests)
-        version, has_come = frame.first, frame.second
-        if has_come:
-            self.channel.receive_payload(frame, REPLY, target)
-            self._copies[placed] = version, target.copy()
-            self.staleness[0] += 1
-        else:
-            kept, target[...] = self._copies[placed]
-            self.staleness[version - kept] += 1
-
-    def _ask_rows(
-        self, server: int, shards: Sequence[tuple[Placed, Array]], like: Array
-    ) -> tuple[Array, Array, list[MPI.Request]]:
-        """Ask for each row once; return where they will be, which of them is wanted in each place, and the requests."""
+    def _ask_rows(self, server: int, shards: Sequence[tuple[Placed, Array]], like: Array) -> tuple[Array, Array]:
+        """Ask for each row once; return where they will be, and which of them is wanted in each place."""
         found = [np.unique(rows, return_inverse=True) for _, rows in shards]
         counts = [len(different) for different, _ in found]
         firsts = np.cumsum([0, *counts[:-1]])
         position = np.concatenate([inverse + first for (_, inverse), first in zip(found, firsts, strict=True)])
         arrived = np.empty((sum(counts), *like.shape[1:]), like.dtype)
-        requests = self.channel.start_receiving(arrived, self._ranks[server], REPLY)
-        asked = np.array([[placed.number for placed, _ in shards], counts], np.int64)
+        wanted = np.array([[placed.number for placed, _ in shards], counts], np.int64)
         different = [rows for rows, _ in found]
-        requests += self.channel.send(self._ranks[server], REQUEST, Op.READ_ROWS, asked, *different, first=len(shards))
-        return arrived, position, requests
+        message = ReadRows(self._next_number(server), len(shards))
+        self._ask(server, "read of rows", message, wanted, *different, into=arrived)
+        return arrived, position
 
-    def _take_rows(self, server: int, target: Array, arrived: Array, position: Array, requests: list[Any]) -> None:
-        self._finish(server, "read of rows", requests)
-        arrived.take(position, 0, target, "clip")
+    def _ask_to_write(self, placed: Placed, message: Message, *payload: Array) -> None:
+        self._writes[placed.server] += 1
+        self._ask(placed.server, f"update of {placed.name}", message, *payload)
 
-    def _answer(self, placed: Placed, what: str, requests: list[Any]) -> tuple[bool, bytes]:
-        frame = self._reply(placed, what, requests)
-        return frame.op == Op.FAILED, bytes(self.channel.payload(frame, REPLY))
+    def _finish_writes(self) -> None:
+        self._finish()
+        full = [server for server, writes in enumerate(self._writes) if writes >= _MOST_WRITES]
+        if full:
+            self._flush(full)
 
-    def _reply(self, placed: Placed, what: str, requests: list[Any]) -> Frame:
-        self._finish(placed.server, what, requests)
-        receiver, found = self._replies[placed.server], list[Frame]()
+    def _flush(self, servers: Sequence[int]) -> None:
+        for server in servers:
+            self._ask(server, "updates before", Flush(self._next_number(server)), into=np.empty(1, np.uint8))
+        self._finish()
+        for server in servers:
+            self._writes[server] = 0
 
-        def has_come() -> bool:
-            frame = receiver.poll()
-            if frame is not None:
-                found.append(frame)
-            return frame is not None
+    def _finish(self) -> None:
+        """Wait for all that is under way, also where one server is lost: the others still answer."""
+        left, lost = self._calls.under_way, list[UnavailableError]()
 
-        self.channel.wait_until(has_come, lambda: self._waits_for(placed.server, f"{what} of {placed.name}"))
-        return found[0]
+        def have_ended() -> bool:
+            busy = set[int]()  # a server does one thing after the other, and answers in this order
+            for pending in left:
+                if pending.server not in busy and not self._has_ended(pending, lost):
+                    busy.add(pending.server)
+            left[:] = [pending for pending in left if not pending.has_ended]
+            return not left
 
-    def _finish_write(self, server: int, what: str, requests: list[Any]) -> None:
-        self._finish(server, what, requests)
-        self._updates[server] += 1
-        self._writes[server] += 1
-        if self._writes[server] >= _MOST_WRITES:
-            self._flush(server)
+        if not have_ended():
+            self.channel.wait_until(have_ended, lambda: left[0].describe())
+        if lost:
+            raise lost[0]
 
-    def _flush(self, server: int) -> None:
-        answer, rank = np.empty(1, np.uint8), self._ranks[server]
-        requests = self.channel.start_receiving(answer, rank, REPLY)
-        self._finish(server, "updates before", [*requests, *self.channel.send(rank, REQUEST, Op.FLUSH)])
-        self._writes[server] = 0
-
-    def _for_each(self, under_way: Sequence[tuple[Any, ...]], finish: Callable[..., T]) -> list[T]:
-        """Finish requests to several servers; all of them where one is lost, too: the others still answer."""
-        found, lost = list[T](), None
-        for one in under_way:
+    def _has_ended(self, pending: _Pending, lost: list[UnavailableError]) -> bool:
+        while pending.requests:
             try:
-                found.append(finish(*one))
-            except UnavailableError as error:
-                lost = error
-        if lost is not None:
-            raise lost
-        return found
+                if not self.channel.has_ended(pending.requests[-1]):
+                    return False
+            except UnavailableError as error:  # the others must end, too: nothing may arrive in memory that is given back
+                lost.append(error)
+                pending.is_answered = False
+            pending.requests.pop()
+        try:
+            pending.has_ended = not pending.is_answered or self._has_come(pending)
+        except UnavailableError as error:
+            lost.append(error)
+            pending.has_ended = True
+        return pending.has_ended
 
-    def _finish(self, server: int, what: str, requests: Sequence[Any]) -> None:
-        self.channel.wait(requests, lambda: self._waits_for(server, what))
+    def _has_come(self, pending: _Pending) -> bool:
+        """Take the answer to a request, if it is there: answers of a server come in the order of requests."""
+        received = self._replies[pending.server].poll()
+        if received is None:
+            return False
+        if received.message.number != pending.number:
+            raise CollectiveError(
+                f"{self.channel.name}: waited for {pending.describe()}, request {pending.number}; what came answers request "
+                f"{received.message.number}"
+            )
+        pending.answer = bool(received.message.is_error), bytes(self.channel.payload(received, REPLY))
+        return True
 
-    def _waits_for(self, server: int, what: str) -> str:
-        return f"an answer of {self.channel.group.names[self._ranks[server]]}: {what}"
+
+def _check_living(parts: Sequence[tuple[Any, ...]]) -> None:
+    for placed, *_ in parts:
+        if placed.is_dropped:
+            raise RuntimeError(
+                f"{placed.name} was dropped by the chief, and its server has freed it: keep the variable on the chief for as "
+                "long as functions use it"
+            )
 
 
-def install(client: Client | None) -> None:
-    """Make a client the one of this process: what is unpickled here uses it."""
-    global _client
-    _client = client
+def _placed(*fields: Any) -> Placed:
+    """Return what was pickled; a server, which uses no variables of others, need not know it."""
+    placed = Placed(*fields)
+    client = _clients.get(placed.group)
+    return placed if client is None else client.find(placed)
 
 
-def here(group: int) -> Client:
+def install(client: Client) -> None:
+    """Have what belongs to a group of tasks, and is unpickled here, use a client."""
+    _clients[client.channel.group.number] = client
+
+
+def uninstall(client: Client) -> None:
+    """Undo `install`."""
+    _clients.pop(client.channel.group.number, None)
+
+
+def current_client(group: int) -> Client:
     """Return the client of this process in a group of tasks, given by its number.
 
     Raises
@@ -377,10 +392,10 @@ def here(group: int) -> Client:
     RuntimeError
         If this process has none: it is a server, or its strategy was closed.
     """
-    if _client is None or _client.channel.group.number != group:
+    if group not in _clients:
         raise RuntimeError(
             "variables on servers are read and changed by the chief and by functions that workers run; this process is "
             "neither, or the strategy that made the variable was closed. A function that extended.update calls on a server has "
             "the variable as its first argument"
         )
-    return _client
+    return _clients[group]

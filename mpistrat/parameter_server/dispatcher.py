@@ -11,46 +11,103 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import count
 from typing import Any
 
 from mpistrat.errors import CancelledError, UnavailableError
 from mpistrat.logger import logger
 from mpistrat.parameter_server.client import Client
-from mpistrat.parameter_server.frames import REQUEST, RESULT, Frame, FrameReceiver, Op
-from mpistrat.parameter_server.functions import SentFunction, loads_error
-from mpistrat.parameter_server.remote_value import RemoteValue, RemoteValueStatus
+from mpistrat.parameter_server.functions import SentFunction, dumps, loads, loads_error
+from mpistrat.parameter_server.messages import (
+    REQUEST,
+    RESULT,
+    Cancel,
+    Cancelled,
+    ForgetResource,
+    ForgetVariables,
+    Forgotten,
+    Free,
+    Message,
+    Received,
+    Receiver,
+    Run,
+    Stop,
+    Stopped,
+)
 
-__all__ = ["MOST_QUEUED", "Dispatcher", "ScheduledCall"]
+__all__ = ["Dispatcher", "RemoteValue", "RemoteValueStatus", "ScheduledCall"]
 
 MOST_QUEUED = 1024
 """How many functions may be scheduled that no worker has yet: `schedule` waits for room."""
-_IN_FLIGHT = 4  # functions that a worker has: one that runs, and some that it begins without asking
 _BESIDE_SECONDS = 0.001
 _NOTICE_SECONDS = 5.0  # in which all ranks that are left notice the loss of one
 
 
+class RemoteValueStatus(Enum):
+    """Whether a value is there."""
+
+    NOT_READY = "NOT_READY"
+    ABORTED = "ABORTED"
+    READY = "READY"
+
+
+class RemoteValue:
+    """What a scheduled function returns, once it has run. `ClusterCoordinator.schedule` returns one."""
+
+    def __init__(self, wait: Callable[[RemoteValue], None]) -> None:
+        self._wait = wait
+        self._status = RemoteValueStatus.NOT_READY
+        self._data: bytes | None = None
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    @property
+    def status(self) -> RemoteValueStatus:
+        """Whether the value is there: NOT_READY, READY, or ABORTED where the function failed or was cancelled."""
+        return self._status
+
+    def fetch(self) -> Any:
+        """Wait for the value, and return it.
+
+        Raises
+        ------
+        Exception
+            The error of the function.
+        CancelledError
+            If it was cancelled because of another function's error, or because the strategy was closed.
+        """
+        self._wait(self)
+        if self._error is not None:
+            raise self._error
+        if self._data is not None:
+            self._value, self._data = loads(self._data), None
+        return self._value
+
+    def get(self) -> Any:
+        """Return the same as `fetch`."""
+        return self.fetch()
+
+    def set_data(self, data: bytes) -> None:
+        """Take the result of the function, as bytes."""
+        self._data, self._status = data, RemoteValueStatus.READY
+
+    def abort(self, error: BaseException) -> None:
+        """Take the error of the function, or that it was cancelled."""
+        self._error, self._status = error, RemoteValueStatus.ABORTED
+
+    def __repr__(self) -> str:
+        return f"RemoteValue({self._status.name})"
+
+
 @dataclass
 class ScheduledCall:
-    """A function that was scheduled.
+    """A function that was scheduled: on any worker or on one alone, which may keep what it returns.
 
-    Attributes
-    ----------
-    function : SentFunction
-        What to run.
-    arguments : callable
-        Returns the arguments, as bytes, for a worker.
-    value : RemoteValue
-        Takes the result.
-    worker : int or None
-        The only worker that may run it; None if any may.
-    is_kept : bool
-        Whether the worker keeps what it returns.
-    number : int
-        Its number.
+    `arguments` returns them, as bytes, for a worker; `uses` is what the workers must keep until it has run, such as iterators.
     """
 
     function: SentFunction
@@ -58,17 +115,12 @@ class ScheduledCall:
     value: RemoteValue
     worker: int | None = None
     is_kept: bool = False
+    uses: Sequence[Any] = ()
     number: int = field(default_factory=count().__next__)
 
 
 class Dispatcher:
-    """Knows which worker runs what.
-
-    Parameters
-    ----------
-    client : Client
-        That of the chief.
-    """
+    """Knows which worker runs what; the chief has one."""
 
     def __init__(self, client: Client) -> None:
         self._client, self._channel = client, client.channel
@@ -76,17 +128,22 @@ class Dispatcher:
         self._ranks = list(self._channel.group.workers)
         self._queue: deque[ScheduledCall] = deque()
         self._in_flight: dict[int, tuple[ScheduledCall, int]] = {}
-        # of each worker: how many functions it has, and the number of the last one that it was given
-        self._load, self._last = [0] * len(self._ranks), [-1] * len(self._ranks)
+        self._load = Counter[int]()  # how many functions each rank has
+        self._last = [-1] * len(self._ranks)  # the number of the last function that each worker was given
         self._made: dict[int, tuple[ScheduledCall, int]] = {}  # what workers keep, to make it again
         self._sends: list[Any] = []
-        self._receiver = FrameReceiver(self._channel, RESULT)
+        self._receiver = Receiver(self._channel, RESULT)
         self._error: BaseException | None = None
         self._epoch = self._taken = 0
         self._told_to_stop, self._stopped = set[int](), set[int]()
         self._lost: frozenset[int] = frozenset()
         self._unavailable = ""
         self._released: deque[int] = deque()
+        self._newest = -1  # the number of the call that was submitted last
+        self._dropped: deque[tuple[int, tuple[int, int]]] = deque()  # variables, each with the last call that may use it
+        # what is freed when these ranks use it no more
+        self._forgetting: dict[int, tuple[set[int], list[tuple[int, int]]]] = {}
+        self._batches = count()
         self._is_ending = self.is_closed = False
         self._lock = threading.RLock()
         self._num_waiting = 0
@@ -94,17 +151,12 @@ class Dispatcher:
         self._beside = threading.Thread(target=self._run_beside, name="mpistrat dispatcher", daemon=True)
 
     def submit(self, call: ScheduledCall) -> None:
-        """Send a function to a worker that is free, or queue it; where the queue is full, wait for room.
-
-        Raises
-        ------
-        UnavailableError
-            If a server, or all workers, are lost.
-        """
+        """Send a function to a worker that is free, or queue it; where the queue is full, wait for room."""
         self._client.flush()  # what this rank has written the function reads
         if len(self._queue) >= MOST_QUEUED:
             self.wait(lambda: len(self._queue) < MOST_QUEUED, "room in the queue of scheduled functions")
         with self._lock:
+            self._newest = max(self._newest, call.number)  # of several threads
             if call.worker is None:
                 self._queue.append(call)
             else:
@@ -122,11 +174,13 @@ class Dispatcher:
     def pump(self) -> None:
         """Take the results that have arrived, and send queued functions to workers that are free."""
         with self._lock:
-            self._pump()
+            if not self.is_closed:
+                self._pump()
 
     def is_idle(self) -> bool:
         """Return whether everything that was scheduled has run, failed or been cancelled."""
-        return not self._queue and not self._in_flight
+        with self._lock:  # not while the thread beside the program has a call that is in neither
+            return not self._queue and not self._in_flight
 
     def wait(self, has_come: Callable[[], bool], what: str) -> None:
         """Wait until a condition holds, which results may bring about. There is no deadline: functions take their time."""
@@ -148,13 +202,7 @@ class Dispatcher:
             self.wait(lambda: value.status is not RemoteValueStatus.NOT_READY, "the result of a scheduled function")
 
     def raise_error(self) -> None:
-        """Raise the first error of a function, unless it has been raised, once nothing else runs.
-
-        Raises
-        ------
-        UnavailableError
-            Each time, if a server, or all workers, are lost.
-        """
+        """Raise the first error of a function once nothing else runs; where a server or all workers are lost, each time."""
         self._check_available()
         if self._error is None:
             return
@@ -167,13 +215,7 @@ class Dispatcher:
         raise error
 
     def stop(self, patience: float = math.inf) -> None:
-        """Cancel what has not begun, and have first the workers end and then the servers.
-
-        Parameters
-        ----------
-        patience : float
-            Seconds to wait for functions that run; where they take longer, nothing is closed, and this can be called again.
-        """
+        """Cancel what has not begun, and end the workers, then the servers; where functions run for longer, call it again."""
         if self.is_closed:
             return
         with self._lock:
@@ -189,20 +231,13 @@ class Dispatcher:
         self._receiver.close()
         self._client.close()
 
-    def dismiss(self) -> None:
-        """Tell workers and servers to end, and wait for none: after a loss the end of this rank may not end them."""
-        if self._channel.survives and not self.is_closed:
-            with self._lock:
-                for rank in (*self._channel.group.workers, *self._channel.group.servers):
-                    self._send_frame(rank, Op.STOP, first=self._epoch)
-
     def _pump_and(self, has_come: Callable[[], bool]) -> bool:
         self.pump()
         return has_come()
 
     def _pump(self) -> None:
-        while (frame := self._receiver.poll()) is not None:
-            self._take(frame)
+        while (received := self._receiver.poll()) is not None:
+            self._take(received)
         if self._channel.lost != self._lost:
             self._do_without(self._channel.lost)
         if self._sends:
@@ -211,54 +246,92 @@ class Dispatcher:
             number = self._released.popleft()
             self._made.pop(number, None)
             for rank in set(self._ranks):
-                self._send_frame(rank, Op.FORGET, method=1, first=number)
+                self._tell(rank, ForgetResource(number))
+        if not self._is_ending:
+            self._free_dropped()
         while self._queue:
-            # of workers that have equally few, the one that has waited longest: short functions would all go to the first one
-            load, _, worker = min(zip(self._load, self._last, range(len(self._load)), strict=True))
-            if load >= _IN_FLIGHT:
+            # one at a time, since the next one would wait behind a long one while others have nothing to do; to the worker that
+            # has waited longest: short functions would all go to the first one
+            free = [worker for worker, rank in enumerate(self._ranks) if not self._load[rank]]
+            if not free:
                 break
-            self._send(self._queue.popleft(), worker)
+            self._send(self._queue.popleft(), min(free, key=self._last.__getitem__))
+
+    def _free_dropped(self) -> None:
+        """Free what the chief has dropped: once no scheduled call may use it, first on all workers, and then on the servers."""
+        while self._client.dropped:
+            self._dropped.append((self._newest, self._client.dropped.popleft()))
+        if self._dropped:
+            oldest = min([*self._in_flight, *(call.number for call in self._queue)], default=math.inf)
+            keys = []
+            while self._dropped and self._dropped[0][0] < oldest:
+                keys.append(self._dropped.popleft()[1])
+            if keys:
+                number, ranks = next(self._batches), set(self._ranks)
+                self._forgetting[number] = ranks, keys
+                for rank in ranks:
+                    self._tell(rank, ForgetVariables(number), dumps(keys, "variables"))
+        for number, (ranks, keys) in list(self._forgetting.items()):
+            if ranks <= self._channel.lost:
+                del self._forgetting[number]
+                for server, variable in keys:
+                    self._tell(self._channel.group.servers[server], Free(variable))
 
     def _send(self, call: ScheduledCall, worker: int) -> None:
         rank = self._ranks[worker]
         self._in_flight[call.number] = call, worker
         if call.is_kept and self._channel.survives:
             self._made[call.number] = call, worker
-        self._load[worker] += 1
+        self._load[rank] += 1
         self._last[worker] = call.number
         self._sends += self._client.functions.send(call.function, rank)
-        self._send_frame(
-            rank,
-            Op.MAKE if call.is_kept else Op.RUN,
-            call.arguments(worker),
-            variable=self._epoch,
-            first=call.number,
-            second=call.function.number,
-        )
+        self._tell(rank, Run(call.number, call.function.number, self._epoch, call.is_kept), call.arguments(worker))
 
-    def _send_frame(self, rank: int, op: int, *payload: bytes, **numbers: int) -> None:
-        """Start to send a frame to a worker or server."""
-        self._sends += self._channel.send(rank, REQUEST, op, *payload, **numbers)
+    def _tell(self, rank: int, message: Message, *payload: bytes) -> None:
+        """Start to send a message to a worker or server."""
+        self._sends += self._channel.send(rank, REQUEST, message, *payload)
 
-    def _take(self, frame: Frame) -> None:
+    def _take(self, received: Received) -> None:
         self._taken += 1
-        if frame.op == Op.STOPPED:
-            self._stopped.add(frame.source)
+        source, message = received.source, received.message
+        if type(message) is Stopped:
+            self._stopped.add(source)
+            return
+        if type(message) is Forgotten:
+            if message.batch in self._forgetting:
+                self._forgetting[message.batch][0].discard(source)
             return
         try:
-            data = bytes(self._channel.payload(frame, RESULT))
+            data = bytes(self._channel.payload(received, RESULT))
         except UnavailableError:
             return
-        if frame.source in self._channel.lost or frame.first not in self._in_flight:
+        except BaseException as error:
+            self._give_up_result(message.call, error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        if source in self._channel.lost or message.call not in self._in_flight:
             return  # another worker runs it, or nobody wants it any more
-        call, worker = self._in_flight.pop(frame.first)
-        self._load[worker] -= 1
-        if frame.op == Op.DONE:
-            call.value.set_data(data)
-        elif frame.op == Op.CANCELLED:
+        call = self._ended(message.call)
+        if type(message) is Cancelled:
             call.value.abort(self._cancelled_error(call))
-        else:
+        elif message.is_error:
             self._fail(call, loads_error(data))
+        else:
+            call.value.set_data(data)
+
+    def _ended(self, number: int) -> ScheduledCall:
+        call, worker = self._in_flight.pop(number)
+        self._load[self._ranks[worker]] -= 1
+        return call
+
+    def _give_up_result(self, number: int, error: BaseException) -> None:
+        """Fail a call whose result did not come whole: it does not come again."""
+        if number in self._in_flight:
+            call = self._ended(number)
+            if not isinstance(error, Exception):
+                error = CancelledError(f"{self._channel.name}: the result of function {call.function.name} was given up")
+            self._fail(call, error)
 
     def _fail(self, call: ScheduledCall, error: BaseException) -> None:
         call.value.abort(error)
@@ -266,7 +339,7 @@ class Dispatcher:
             self._error = error
         self._cancel_queued()
         for worker in {worker for _, worker in self._in_flight.values()}:
-            self._send_frame(self._ranks[worker], Op.CANCEL, first=self._epoch)
+            self._tell(self._ranks[worker], Cancel(self._epoch))
         self._epoch += 1
 
     def _do_without(self, lost: frozenset[int]) -> None:
@@ -286,19 +359,22 @@ class Dispatcher:
                 logger.warning(f"{self._channel.lost_error([rank])}; {other} does its work from now on")
 
     def _send_again(self, worker: int) -> None:
-        """Send to the rank that now does the work of a worker what it had, and what it was to run."""
+        """Send to the rank that now does the work of a worker what it had; what it was to run goes to any that is free."""
         had = [call for call, one in self._made.values() if one == worker]
-        was_to_run = [call for call, one in self._in_flight.values() if one == worker and not call.is_kept]
+        was_to_run = [call for call, one in self._in_flight.values() if one == worker]
         for call in was_to_run:
             del self._in_flight[call.number]
-        self._load[worker] = 0
         for call in had:
             self._send(call, worker)
         for call in was_to_run:
-            if self._error is None:
-                self._send(call, worker)
-            else:
+            if call.is_kept:
+                continue  # it is made again, or nobody wants it any more
+            if self._error is not None:
                 call.value.abort(self._cancelled_error(call))
+            elif call.worker is None:
+                self._queue.appendleft(call)
+            else:
+                self._send(call, worker)
 
     def _give_up(self, newly_lost: Collection[int]) -> None:
         """Cancel everything, since nothing can run any more."""
@@ -308,7 +384,7 @@ class Dispatcher:
         for call, _ in self._in_flight.values():
             call.value.abort(self._cancelled_error(call))
         self._in_flight.clear()
-        self._load = [0] * len(self._ranks)
+        self._load.clear()
 
     def _check_available(self) -> None:
         if self._unavailable:
@@ -335,7 +411,7 @@ class Dispatcher:
 
         with self._lock:
             for rank in set(ranks) - self._told_to_stop:
-                self._send_frame(rank, Op.STOP, first=self._epoch)
+                self._tell(rank, Stop(self._epoch))
             self._told_to_stop |= set(ranks)
         self.wait(lambda: have_ended() or time.monotonic() > deadline, what)
         return have_ended()
@@ -347,9 +423,9 @@ class Dispatcher:
 
     def _run_beside(self) -> None:
         while not self.is_closed:
-            if self.is_idle():
+            if self.is_idle() and not self._forgetting:
                 self._is_busy.clear()
-                if self.is_idle():
+                if self.is_idle() and not self.is_closed:  # again: either may have changed before that was cleared
                     self._is_busy.wait()
             if not self._num_waiting:
                 self.pump()

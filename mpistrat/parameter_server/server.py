@@ -1,149 +1,376 @@
-"""Server: what a worker or a ps runs until the job is done."""
+"""What servers and workers run until the chief ends them: one loop, in which servers answer requests and workers run functions.
+
+Invariant: a request changes a variable only when no answer is being sent from its array, so nobody reads half an update; and
+where the job survives the loss of ranks, only when all of it has arrived.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpistrat.cluster.resolver import url
-from mpistrat.cluster.spec import ClusterSpec
-from mpistrat.errors import InvalidArgumentError
-from mpistrat.parameter_server.client import Client, install
-from mpistrat.parameter_server.frames import Channel
-from mpistrat.parameter_server.server_extended import ParameterServerExtended
-from mpistrat.parameter_server.tasks import CHIEF, PS, WORKER, TaskGroup, join_cluster
-from mpistrat.parameter_server.termination import names_the_killed
-from mpistrat.parameter_server.variable_server import VariableServer
-from mpistrat.parameter_server.worker import Worker
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.errors import OutOfRangeError, UnavailableError
+from mpistrat.groups.agreement import pause
+from mpistrat.groups.group import keep_alive_for_peers
+from mpistrat.parameter_server.client import Client
+from mpistrat.parameter_server.functions import dumps, dumps_error, loads
+from mpistrat.parameter_server.messages import (
+    REPLY,
+    REQUEST,
+    RESULT,
+    SCATTERS,
+    WRITES,
+    Answer,
+    Cancel,
+    Cancelled,
+    Channel,
+    Create,
+    Define,
+    Flush,
+    ForgetFunction,
+    ForgetResource,
+    ForgetVariables,
+    Forgotten,
+    Free,
+    Message,
+    Read,
+    ReadRows,
+    Received,
+    Receiver,
+    Result,
+    Run,
+    Scatter,
+    Stop,
+    Update,
+    Write,
+)
+from mpistrat.parameter_server.variables import StoredVariable
+from mpistrat.state.scatter import apply
 from mpistrat.strategy.strategy import Strategy
 
-__all__ = ["Server"]
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["FailedResource", "VariableServer", "Worker"]
+
+_MOST_SENDS = 32  # before those that have ended are looked for, where requests come without a pause
 
 
-class Server:
-    """Makes this rank a worker or a ps of a job with parameter servers; `join` is its program.
+class FailedResource(NamedTuple):
+    """Stands on a worker for what could not be made: functions that use it raise the error."""
 
-    Parameters
-    ----------
-    server_or_cluster_def : ClusterSpec or dict
-        The tasks of the job; or what `server_def` of another server returns.
-    job_name : str, optional
-        The job of this rank; it may be left out where the cluster has but one job, or `server_or_cluster_def` says it.
-    task_index : int, optional
-        Its index there; it may be left out where the job has but one task, or likewise.
-    protocol : str, optional
-        What `target` puts before the address.
-    config : object, optional
-        Without effect; accepted because programs for TensorFlow pass it.
-    start : bool
-        Whether to `start` at once, which is a collective call of all ranks of the job.
+    error: Exception
+    trace: Any
 
-    Raises
-    ------
-    TypeError
-        If `server_or_cluster_def` is neither.
-    InvalidArgumentError
-        If the job or the index is not known, or it is the chief, which makes a `ParameterServerStrategy` instead. From `start`
-        on every rank, if the tasks are not those that such a job has.
-    LaunchError
-        From `start` on every rank, if a task is played by no rank or by several.
-    """
 
-    def __init__(
-        self,
-        server_or_cluster_def: Any,
-        job_name: str | None = None,
-        task_index: int | None = None,
-        protocol: str | None = None,
-        config: Any = None,
-        start: bool = True,
-    ) -> None:
-        given = server_or_cluster_def
-        if isinstance(given, Mapping) and set(given) == {"cluster", "job_name", "task_index", "protocol"}:
-            job_name = given["job_name"] if job_name is None else job_name
-            task_index = given["task_index"] if task_index is None else task_index
-            protocol, given = protocol or given["protocol"], given["cluster"]
-        if not isinstance(given, (ClusterSpec, Mapping)):
-            raise TypeError(
-                f"server_or_cluster_def must be a ClusterSpec, a dict from job to addresses, or a server_def; got {given!r}"
-            )
-        self._cluster = ClusterSpec(given)
-        self._job, self._index = _inferred(self._cluster, job_name, task_index)
-        self._protocol = protocol or "mpi"
-        self._group: TaskGroup | None = None
-        if start:
-            self.start()
+class _FreedError(Exception):
+    """The variable of a request was freed: a rank that is lost had asked, since all others have forgotten it."""
 
-    @property
-    def server_def(self) -> dict[str, Any]:
-        """What another server can be made from: cluster, job, index and protocol."""
-        return {
-            "cluster": self._cluster.as_dict(),
-            "job_name": self._job,
-            "task_index": self._index,
-            "protocol": self._protocol,
-        }
 
-    @property
-    def target(self) -> str:
-        """The address of this task, with its protocol. Messages go by MPI, which does not need it."""
-        return url(self._cluster.task_address(self._job, self._index), self._protocol)
+class _Sending(NamedTuple):
+    """An answer that is being sent to a rank, from the array of a variable; -1 if from memory of its own."""
 
-    def start(self) -> None:
-        """Connect to the other tasks, unless that has been done. A collective call of all ranks of the job, the first time."""
-        if self._group is None:
-            self._group = join_cluster(self._cluster, self._job, self._index)
+    rank: int
+    requests: list[MPI.Request]
+    variable: int
 
-    def join(self) -> None:
-        """Serve until the chief closes the strategy or its program ends; for an evaluator, return at once.
 
-        Raises
-        ------
-        RuntimeError
-            If the server was not started.
-        UnavailableError
-            If the chief is lost, where the job survives the loss of ranks.
-        """
-        if self._group is None:
-            raise RuntimeError("the server was made with start=False: call start() on all ranks before join()")
-        if self._group.comm is None:
-            return
-        channel = Channel(self._group)
-        with names_the_killed(self._group):
-            if self._job == PS:
-                VariableServer(channel).serve()
+class _Task:
+    """The loop: looks at whatever has come, then runs what that has left to do, one after the other."""
+
+    idle: str
+    handlers: dict[type, Callable[[Any, Received], None]]  # of messages
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.to_do: deque[Callable[[], object]] = deque()
+        self.is_stopped = False
+        self._sends: list[_Sending] = []
+
+    def serve(self) -> None:
+        """Do what is asked for until the chief says that the job is done."""
+        receiver = Receiver(self.channel, REQUEST)
+        try:
+            self._serve_until_stopped(receiver)
+        finally:
+            receiver.close()
+            keep_alive_for_peers(self._sends)  # of ranks that have given up what they had asked for: all others have it
+
+    def _serve_until_stopped(self, receiver: Receiver) -> None:
+        self.channel.activity.set(self.idle)
+        began = time.monotonic()
+        while True:
+            # whatever has come is looked at before a function is run: it may cancel that
+            received = receiver.poll()
+            if received is not None:
+                with suppress(UnavailableError, _FreedError):  # whoever has asked is lost
+                    self.handlers[type(received.message)](self, received)
+            elif self.to_do:
+                self.to_do.popleft()()
+            elif self.is_stopped:
+                break
             else:
-                _work(channel)
+                self._sends = self._left()
+                self.channel.check(self.channel.group.chief)
+                pause(began)
+                continue
+            began = time.monotonic()
+        self.channel.report_end()
+        self._sends = self._left()
+        self.channel.activity.set("")
 
-    def __repr__(self) -> str:
-        return f"Server({self._job} {self._index})"
+    def answer(self, rank: int, requests: list[MPI.Request], variable: int = -1) -> None:
+        """Keep what is being sent until it has left."""
+        if not self.channel.left(requests):
+            return
+        if len(self._sends) >= _MOST_SENDS:
+            self._sends = self._left()
+        self._sends.append(_Sending(rank, requests, variable))
+
+    def finish_sends(self, variable: int) -> None:
+        """Wait until nothing is being sent from the array of a variable."""
+        if self._sends:
+            for one in [one for one in self._sends if one.variable == variable]:
+                what = partial("{}, to take what it has read".format, self.channel.group.names[one.rank])
+                with suppress(UnavailableError):  # it takes nothing any more
+                    self.channel.wait(one.requests, what, has_deadline=False)
+
+    def _left(self) -> list[_Sending]:
+        return [one for one in self._sends if self.channel.left(one.requests)]
 
 
-def _work(channel: Channel) -> None:
-    client = Client(channel)
-    client.strategy = Strategy(ParameterServerExtended(client))
-    install(client)
+class VariableServer(_Task):
+    """A server: keeps variables, and answers requests for them."""
+
+    idle = "waits for requests"
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(channel)
+        self._variables: dict[int, StoredVariable] = {}
+        self._functions: dict[tuple[int, int], Callable[..., Any]] = {}
+
+    def _create(self, received: Received) -> None:
+        name, dtype, shape = loads(self.channel.payload(received, REQUEST))
+        self._variables[received.message.variable] = StoredVariable(name, np.zeros(shape, dtype))
+
+    def _free(self, received: Received) -> None:
+        del self._variables[received.message.variable]
+
+    def _read(self, received: Received) -> None:
+        message: Read = received.message
+        array = self._variable(message.variable).value
+        rows = array[message.start : message.stop] if array.ndim else array
+        self.answer(received.source, self.channel.send_bare(rows, received.source, REPLY), message.variable)
+
+    def _read_rows(self, received: Received) -> None:
+        num_variables = received.message.num_variables
+        asked = np.frombuffer(self.channel.payload(received, REQUEST), np.int64)
+        numbers, counts = asked[: 2 * num_variables].reshape(2, -1).tolist()
+        found, start = [], 2 * num_variables
+        for number, count in zip(numbers, counts, strict=True):
+            found.append(self._variable(number).value.take(asked[start : start + count], axis=0))
+            start += count
+        rows = found[0] if len(found) == 1 else np.concatenate(found)
+        self.answer(received.source, self.channel.send_bare(rows, received.source, REPLY))
+
+    def _write(self, received: Received) -> None:
+        message: Write = received.message
+        array, method = self._changed(message.variable).value, WRITES[message.method]
+        target = array[message.start : message.stop] if array.ndim else array
+        if method == "assign" and not self.channel.survives:
+            self.channel.receive_payload(received, REQUEST, target)
+            return
+        value = self._value(received, target)
+        if method == "assign":
+            target[...] = value
+        else:
+            (np.add if method == "assign_add" else np.subtract)(target, value, out=target)
+
+    def _scatter(self, received: Received) -> None:
+        message: Scatter = received.message
+        array = self._changed(message.variable).value
+        indices, rows = np.empty(message.num_rows, np.int64), np.empty((message.num_rows, *array.shape[1:]), array.dtype)
+        self.channel.receive_payload(received, REQUEST, indices, rows)
+        apply(SCATTERS[message.method], array, (rows, indices))
+
+    def _update(self, received: Received) -> None:
+        """Call a function with a variable, and answer what it returns, or its error."""
+        message: Update = received.message
+        data, variable, is_error = self.channel.payload(received, REQUEST), self._changed(message.variable), False
+        try:
+            args, kwargs, wants_result = loads(data)
+            fn = self._functions[received.source, message.function]
+            self.channel.activity.set(f"runs {getattr(fn, '__qualname__', fn)} on {variable.name}")
+            result = fn(variable, *args, **kwargs)
+            answer = dumps(result, f"the result of an update of {variable!r}") if wants_result else b""
+        except Exception as error:
+            is_error, answer = True, dumps_error(error, self.channel.name)
+        self.channel.activity.set(self.idle)
+        self.answer(received.source, self.channel.send(received.source, REPLY, Answer(message.number, is_error), answer))
+
+    def _flush(self, received: Received) -> None:
+        self.answer(received.source, self.channel.send_bare(b"\0", received.source, REPLY))
+
+    def _define(self, received: Received) -> None:
+        fn = _loaded(bytes(self.channel.payload(received, REQUEST)))
+        self._functions[received.source, received.message.function] = fn
+
+    def _forget_function(self, received: Received) -> None:
+        self._functions.pop((received.source, received.message.function), None)
+
+    def _stop(self, received: Received) -> None:
+        self.is_stopped = True
+
+    def _variable(self, number: int) -> StoredVariable:
+        try:
+            return self._variables[number]
+        except KeyError:
+            raise _FreedError from None
+
+    def _changed(self, number: int) -> StoredVariable:
+        """Return a variable that nobody reads now."""
+        self.finish_sends(number)
+        return self._variable(number)
+
+    def _value(self, received: Received, like: Array) -> Array:
+        """Return the payload as an array of a shape: where it is inline, without a copy."""
+        if received.inline is not None:
+            return np.frombuffer(received.inline, like.dtype).reshape(like.shape)
+        value = np.empty_like(like)
+        self.channel.receive_payload(received, REQUEST, value)
+        return value
+
+    handlers = {  # noqa: RUF012
+        Create: _create,
+        Free: _free,
+        Read: _read,
+        ReadRows: _read_rows,
+        Write: _write,
+        Scatter: _scatter,
+        Update: _update,
+        Flush: _flush,
+        Define: _define,
+        ForgetFunction: _forget_function,
+        Stop: _stop,
+    }
+
+
+class Worker(_Task):
+    """A worker: runs functions in the scope of its strategy, one after the other."""
+
+    idle = "waits for a function"
+
+    def __init__(self, client: Client, strategy: Strategy) -> None:
+        super().__init__(client.channel)
+        self._client, self._strategy = client, strategy
+        self._functions: dict[int, bytes | Callable[..., Any]] = {}
+        self._cancelled = -1
+
+    def _define(self, received: Received) -> None:
+        self._functions[received.message.function] = bytes(self.channel.payload(received, REQUEST))
+
+    def _forget_function(self, received: Received) -> None:
+        self._functions.pop(received.message.function, None)
+
+    # after the functions that have come before, some of which may work on it
+
+    def _forget_resource(self, received: Received) -> None:
+        self.to_do.append(partial(self._client.resources.pop, received.message.call, None))
+
+    def _forget_variables(self, received: Received) -> None:
+        keys = loads(self.channel.payload(received, REQUEST))
+
+        def forget() -> None:
+            self._client.forget(keys)
+            self._tell(Forgotten(received.message.batch))
+
+        self.to_do.append(forget)
+
+    def _run(self, received: Received) -> None:
+        self.to_do.append(partial(self._call, received.message, bytes(self.channel.payload(received, REQUEST))))
+
+    def _cancel(self, received: Received) -> None:
+        self._cancelled = received.message.epoch
+
+    def _stop(self, received: Received) -> None:
+        self.is_stopped = True
+        self._cancelled = max(self._cancelled, received.message.epoch)
+
+    def _call(self, run: Run, arguments: bytes) -> None:
+        if run.epoch <= self._cancelled and not run.is_kept:
+            self._tell(Cancelled(run.call))
+            return
+        is_error = False
+        try:
+            try:
+                answer = self._result(run, arguments)
+            except Exception:
+                with suppress(Exception):  # the error of the function is the one to tell
+                    self._client.flush()
+                raise
+            self._client.flush()
+        except Exception as error:
+            if run.is_kept:
+                self._client.resources[run.call], answer = FailedResource(error, error.__traceback__), b""
+            else:
+                is_error, answer = True, dumps_error(_of_function(error), self.channel.name)
+        self.channel.activity.set(self.idle)
+        self._tell(Result(run.call, is_error), answer)
+
+    def _result(self, run: Run, arguments: bytes) -> bytes:
+        """Run a function, and return its result as bytes; what is kept here instead has an empty one."""
+        with self._strategy.scope():
+            args, kwargs = loads(arguments)
+            fn = self._functions[run.function]
+            if isinstance(fn, bytes):
+                fn = self._functions[run.function] = loads(fn)
+            self.channel.activity.set(f"runs {getattr(fn, '__qualname__', fn)} (function {run.function})")
+            result = fn(*args, **kwargs)
+        if run.is_kept:
+            self._client.resources[run.call] = result
+            return b""
+        return dumps(result, f"the result of function {getattr(fn, '__qualname__', fn)}")
+
+    def _tell(self, message: Message, answer: bytes = b"") -> None:
+        """Tell the chief."""
+        chief = self.channel.group.chief
+        self.answer(chief, self.channel.send(chief, RESULT, message, answer))
+
+    handlers = {  # noqa: RUF012
+        Define: _define,
+        ForgetFunction: _forget_function,
+        ForgetResource: _forget_resource,
+        ForgetVariables: _forget_variables,
+        Run: _run,
+        Cancel: _cancel,
+        Stop: _stop,
+    }
+
+
+def _of_function(error: Exception) -> Exception:
+    """Return an error as the chief raises it: the end of a dataset by the name that it has there."""
+    if type(error) is not StopIteration:
+        return error
+    ended = OutOfRangeError("the dataset of the worker has ended")
+    ended.__cause__ = error
+    return ended
+
+
+def _loaded(data: bytes) -> Callable[..., Any]:
+    """Return a function; one that cannot be loaded here says so when it is called."""
     try:
-        Worker(client, client.strategy).serve()
-    finally:
-        install(None)
-        client.close()
+        fn: Callable[..., Any] = loads(data)
+    except Exception as error:
+        found = error
 
+        def fn(*args: Any, **kwargs: Any) -> Any:
+            raise TypeError(f"the function cannot be loaded on this rank: {type(found).__name__}: {found}") from found
 
-def _inferred(cluster: ClusterSpec, job: str | None, index: int | None) -> tuple[str, int]:
-    if job is None:
-        if len(cluster.jobs) != 1:
-            raise InvalidArgumentError(f"job_name is needed, for the cluster has the jobs {', '.join(cluster.jobs) or 'none'}")
-        job = cluster.jobs[0]
-    if job == CHIEF:
-        raise InvalidArgumentError(
-            "the chief is not a server: it makes a ParameterServerStrategy.\n"
-            '    incorrect:  mpistrat.Server(resolver.cluster_spec(), job_name="chief").join()\n'
-            f'    correct:    if resolver.task_type in ("{WORKER}", "{PS}"): mpistrat.Server(…).join()'
-        )
-    if index is None:
-        known = cluster.task_indices(job)
-        if len(known) != 1:
-            raise InvalidArgumentError(f"task_index is needed, for job {job!r} has the tasks {', '.join(map(str, known))}")
-        index = known[0]
-    return job, index
+    return fn

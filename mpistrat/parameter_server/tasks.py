@@ -1,12 +1,21 @@
 """Tasks of a job with parameter servers: which rank plays which, and the communicator that they share.
 
-File law: every rank of the job takes part in `join_cluster`; what is wrong is raised on all of them.
+Invariant: every rank of the job takes part in `join_cluster`; what is wrong is raised on all of them.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from itertools import count
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from mpistrat.cluster.resolver import ClusterResolver
@@ -14,14 +23,19 @@ from mpistrat.cluster.roles import check_role
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.groups.rendezvous import rendezvous
+from mpistrat.launch import survival
+from mpistrat.settings import MAX_MESSAGE_BYTES, Snapshot
+from mpistrat.watch.recorder import recorder
+from mpistrat.watch.states import Neighbours
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["CHIEF", "EVALUATOR", "JOBS", "PS", "WORKER", "TaskGroup", "check_tasks", "join_cluster", "task_of"]
+__all__ = ["CHIEF", "PS", "WORKER", "TaskGroup", "check_tasks", "join_cluster", "names_the_killed", "task_of"]
 
 CHIEF, WORKER, PS, EVALUATOR = JOBS = "chief", "worker", "ps", "evaluator"
 
+_LOOK_SECONDS = 0.2  # those that are left look around before any of them ends by itself
 
 _numbers = count()
 
@@ -34,18 +48,10 @@ class TaskGroup:
     ----------
     comm : MPI.Comm or None
         Of these ranks alone, in the order of the ranks of the job; None on an evaluator, which is not one of them.
-    task_type : str
-        The job of this rank: ``chief``, ``worker``, ``ps`` or ``evaluator``.
-    task_id : int
-        Its index there.
-    chief : int
-        The rank of the chief in `comm`.
-    workers, servers : tuple of int
-        The ranks of the workers and of the servers, in the order of their task ids.
+    chief, workers, servers : int, tuple of int
+        Their ranks in `comm`, in the order of their task ids.
     names : tuple of str
         What each rank is called in errors: its task, rank and node.
-    nodes : tuple of int
-        The index of each rank's node.
     job_ranks : tuple of int
         Each rank's number among all of the job.
     number : int
@@ -59,9 +65,9 @@ class TaskGroup:
     workers: tuple[int, ...]
     servers: tuple[int, ...]
     names: tuple[str, ...]
-    nodes: tuple[int, ...]
     job_ranks: tuple[int, ...]
     number: int
+    settings: Snapshot
 
     @property
     def rank(self) -> int:
@@ -76,13 +82,7 @@ class TaskGroup:
 
 
 def check_tasks(cluster: ClusterSpec) -> None:
-    """Check that a cluster can train with parameter servers.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If it has other jobs than chief, worker, ps and evaluator, not exactly one chief, or no worker or no ps.
-    """
+    """Check that a cluster can train with parameter servers."""
     found = ", ".join(f"{cluster.num_tasks(job)} {job}" for job in cluster.jobs) or "no tasks"
     unknown = [job for job in cluster.jobs if job not in JOBS]
     if unknown:
@@ -97,13 +97,7 @@ def check_tasks(cluster: ClusterSpec) -> None:
 
 
 def task_of(resolver: object) -> tuple[ClusterSpec, str | None, int | None]:
-    """Return the cluster of a resolver, and which task of it this rank is.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If it is not a ClusterResolver.
-    """
+    """Return the cluster of a resolver, and which task of it this rank is."""
     if not isinstance(resolver, ClusterResolver):
         raise InvalidArgumentError(
             f"cluster_resolver must be a ClusterResolver, such as MPIClusterResolver(chief=1, ps=1); got {resolver!r}"
@@ -112,39 +106,28 @@ def task_of(resolver: object) -> tuple[ClusterSpec, str | None, int | None]:
 
 
 def join_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | None) -> TaskGroup:
-    """Return the tasks of the job. A collective call of all its ranks, evaluators included.
-
-    Parameters
-    ----------
-    cluster : ClusterSpec
-        The tasks.
-    task_type, task_id : str, int
-        Which of them this rank is.
-
-    Raises
-    ------
-    InvalidArgumentError
-        On every rank, as `check_tasks`; or if this task is not one of the cluster.
-    LaunchError
-        On every rank, if a task is played by no rank or by several.
-    AgreementError
-        On the others where one rank is refused, and on all that read different clusters.
-    """
+    """Return the tasks of the job. A collective call of all its ranks, evaluators included; what is wrong all of them raise."""
+    settings = Snapshot()
     with rendezvous("joining the cluster of parameter servers") as job:
 
         def check() -> None:
+            _check_installed()
+            if settings.error is not None:
+                raise settings.error
             check_tasks(cluster)
             check_role(cluster, task_type, task_id)
 
-        job.agree(f"joining the parameter servers of {cluster!r}", check)
+        limit = f"{MAX_MESSAGE_BYTES.name}={settings[MAX_MESSAGE_BYTES]}"  # both ends of a message are cut alike
+        job.agree(f"joining the parameter servers of {cluster!r}, {limit}", check)
         assert task_type is not None, "check_role has found the task"
         assert task_id is not None, "check_role has found the task"
         played: list[tuple[str, int]] = job.comm.allgather((task_type, task_id))
         _check_played(cluster, played)
+        if survival.is_on(os.environ):
+            survival.end_together(job.comm)
         is_outside = task_type == EVALUATOR
         comm = job.comm.Split(_undefined() if is_outside else 0, job.rank)
-        nodes = [job.world.place(rank).node_index for rank in range(job.comm.Get_size())]
-        node_names = [job.world.nodes[node].name for node in nodes]
+        node_names = [job.world.nodes[job.world.place(rank).node_index].name for rank in range(job.comm.Get_size())]
     inside = [(rank, task) for rank, task in enumerate(played) if task[0] != EVALUATOR]
     by_task = {task: rank for rank, (_, task) in enumerate(inside)}
     return TaskGroup(
@@ -155,10 +138,18 @@ def join_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | Non
         tuple(by_task[WORKER, index] for index in cluster.task_indices(WORKER)),
         tuple(by_task[PS, index] for index in cluster.task_indices(PS)),
         tuple(f"{kind} {index} (rank {rank} on {node_names[rank]})" for rank, (kind, index) in inside),
-        tuple(nodes[rank] for rank, _ in inside),
         tuple(rank for rank, _ in inside),
         next(_numbers),
+        settings,
     )
+
+
+def _check_installed() -> None:
+    if find_spec("cloudpickle") is None:
+        raise LaunchError(
+            "parameter servers send functions by cloudpickle, which is not installed: pip install '.[parameter-server]' in the "
+            "checkout"
+        )
 
 
 def _check_played(cluster: ClusterSpec, played: list[tuple[str, int]]) -> None:
@@ -181,3 +172,33 @@ def _undefined() -> int:
     from mpi4py import MPI
 
     return MPI.UNDEFINED
+
+
+@contextmanager
+def names_the_killed(group: TaskGroup) -> Iterator[None]:
+    """Say in this context, when SIGTERM comes, which task of this host was killed; unless the program handles SIGTERM itself.
+
+    Open MPI's launcher sends it to the ranks that are left, and kills them a moment later; MPICH's kills them at once.
+    """
+    is_ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if is_ours:
+        signal.signal(signal.SIGTERM, partial(_end, group))
+    try:
+        yield
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end(group: TaskGroup, number: int, frame: FrameType | None) -> None:
+    path, mine = recorder().path, group.job_rank
+    states = Neighbours(path.parent).states()[0] if path else []
+    gone = [state.rank for state in states if state.state == "gone"]
+    alive = [state.rank for state in states if state.state in ("in", "out")]
+    # of one that is slow to come here the others may be gone by now
+    if len(gone) == 1 and mine == min(alive, default=mine) and gone[0] in group.job_ranks:
+        name = group.names[group.job_ranks.index(gone[0])]
+        os.write(2, f"mpistrat: {name} was killed, and the launcher ends the job\n".encode())
+    time.sleep(_LOOK_SECONDS)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

@@ -16,7 +16,7 @@ from mpistrat.pytest.rank_shapes import PARAMETER, shape_of, shapes_of
 
 if TYPE_CHECKING:
     from mpistrat.communicator.communicator import Communicator
-    from mpistrat.strategy.multi_worker import MultiWorkerMirroredStrategy
+    from mpistrat.strategy.mirrored import MultiWorkerMirroredStrategy
 
 __all__ = [
     "communicator",
@@ -33,7 +33,7 @@ TIMEOUT_SECONDS = 300.0
 @pytest.fixture
 def strategy(request: pytest.FixtureRequest) -> Iterator[MultiWorkerMirroredStrategy]:
     """Give a `MultiWorkerMirroredStrategy` over the ranks that the test runs on. A collective call."""
-    from mpistrat.strategy.multi_worker import MultiWorkerMirroredStrategy
+    from mpistrat.strategy.mirrored import MultiWorkerMirroredStrategy
 
     made = MultiWorkerMirroredStrategy()
     yield made

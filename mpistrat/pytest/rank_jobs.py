@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
+import json
+import marshal
+import os
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mpistrat.pytest.rank_job import JobError, RankJob
 from mpistrat.pytest.rank_shapes import shape_of
 
 __all__ = ["RankJobs"]
+
+START_SECONDS = 300.0  # until the ranks have collected the tests
+TERMINATE_SECONDS = 10.0
+_POLL_SECONDS = 0.002
+
+# Options that concern the pytest process that shows the results, or choose the tests, which it has done.
+_NOT_ON_RANKS: dict[str, Any] = {
+    "keyword": "",
+    "markexpr": "",
+    "lf": False,
+    "failedfirst": False,
+    "newfirst": False,
+    "stepwise": False,
+    "usepdb": False,
+    "trace": False,
+    "maxfail": 0,
+    "collectonly": False,
+    "xmlpath": None,
+    "cov_source": [],
+    "dist": "no",
+    "numprocesses": None,
+    "tx": [],
+}
 
 
 class RankJobs:
     """The plugin of a pytest process that is not a rank itself.
 
-    All tests of one number of ranks share a job, which is started when the first of them is due. If a test ends the job, the
-    next one starts another for those that are left.
-
-    Parameters
-    ----------
-    config : pytest.Config
-        The configuration of this pytest process.
-
-    Raises
-    ------
-    UsageError
-        If the setting ``ranks_timeout`` is not a number of seconds.
+    Tests of one number of ranks that follow each other share a job, which is started when the first of them is due. If a test
+    ends the job, the next one starts another.
     """
 
     def __init__(self, config: pytest.Config) -> None:
         self._config, self._timeout = config, _timeout(config)
-        self._left: list[pytest.Item] = []
+        self._items: list[pytest.Item] = []
         self._job: RankJob | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -40,15 +61,15 @@ class RankJobs:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Have the tests with the mark run last, and those of one number of ranks together."""
         items.sort(key=_num_ranks)
-        self._left = [item for item in items if _num_ranks(item)]
+        self._items = items
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         """Report the results that a job sends of a test with the mark; other tests run in this process."""
         if not _num_ranks(item):
             return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in self._reports(item):
+        for report in self._reports(item, nextitem):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
@@ -59,28 +80,135 @@ class RankJobs:
         if self._folder is not None:
             self._folder.cleanup()
 
-    def _reports(self, item: pytest.Item) -> Iterator[pytest.TestReport]:
+    def _reports(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[pytest.TestReport]:
         job = self._job_of(item)
+        following = nextitem if nextitem is not None and _num_ranks(nextitem) == job.num_ranks else None
         try:
-            yield from job.reports(item)
+            yield from job.reports(item, following)
         except JobError as error:
             yield pytest.TestReport(item.nodeid, item.location, dict.fromkeys(item.keywords, 1), "failed", str(error), "call")
             if job.has_begun:  # else the next one would not begin either
                 self._end_job()
-        self._left.remove(item)
+        if following is None:
+            self._end_job()
 
     def _job_of(self, item: pytest.Item) -> RankJob:
         number = _num_ranks(item)
         if self._job is None or self._job.num_ranks != number:
             self._end_job()
             self._folder = self._folder or tempfile.TemporaryDirectory(prefix="mpistrat-pytest-")
-            self._job = RankJob(self._config, number, _together(self._left, number), self._folder.name, self._timeout)
+            files = dict.fromkeys(str(each.path) for each in self._items if _num_ranks(each) == number)
+            self._job = RankJob(self._config, number, list(files), self._folder.name, self._timeout)
         return self._job
 
     def _end_job(self) -> None:
         if self._job is not None:
             self._job.end()
         self._job = None
+
+
+class JobError(Exception):
+    """A job did not report on a test: it has ended, or was ended because the test took too long."""
+
+
+class RankJob:
+    """An MPI job that runs the tests it is asked for; a test that takes longer than `timeout` seconds ends it."""
+
+    def __init__(self, config: pytest.Config, num_ranks: int, files: Sequence[str], folder: str, timeout: float) -> None:
+        self.num_ranks = num_ranks
+        self.has_begun = False  # it has collected the tests
+        self._config, self._timeout = config, timeout
+        here = Path(tempfile.mkdtemp(prefix=f"{num_ranks}-ranks-", dir=folder))
+        reports = here / "reports"
+        reports.touch()
+        self._reports = reports.open()
+        self._asked = here / "asked"
+        self._asked.touch()
+        self._line = ""
+        self._ended_because = ""
+        self._output = here / "output"
+        self._told = 0
+        description = here / "job"
+        description.write_bytes(marshal.dumps(_description(config, files, reports, self._asked, here)))
+        self._process = self._start(description)
+
+    def reports(self, item: pytest.Item, following: pytest.Item | None) -> Iterator[pytest.TestReport]:
+        """Run a test, and yield its reports as they come; fixtures stay that the following one uses.
+
+        A job that ends before the last of them raises a JobError with what the ranks printed.
+        """
+        if not self.has_begun:
+            self._next(START_SECONDS, "has not collected the tests")
+            self.has_begun = True
+        self._ask([item.nodeid, following and following.nodeid])
+        while True:
+            document = self._next(self._timeout, "is not done with this test")
+            report = self._config.hook.pytest_report_from_serializable(config=self._config, data=document)
+            if report.failed and self._output_size() > self._told:
+                report.sections.append(("output of the job", self._output_text()))
+            yield report
+            if report.when == "teardown":
+                self._told = self._output_size()
+                return
+
+    def end(self) -> None:
+        """End the job, if it still runs: by itself, if its ranks are not in a test."""
+        self._ask(None)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(TERMINATE_SECONDS)
+        self._stop()
+        self._reports.close()
+
+    def _ask(self, what: object) -> None:
+        with self._asked.open("a") as asked:
+            print(json.dumps(what), file=asked)
+
+    def _stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+        try:
+            self._process.wait(TERMINATE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self, description: Path) -> subprocess.Popen[bytes]:
+        argv = [sys.executable, "-m", "mpistrat", "run", "-n", str(self.num_ranks), "-m", "mpistrat.pytest.rank_main"]
+        # os.environ, because an earlier test may have started MPI here, which sets variables that only C programs see
+        if self._config.option.capture == "no":
+            return subprocess.Popen([*argv, str(description)], stdin=subprocess.DEVNULL, env=dict(os.environ))
+        with self._output.open("wb") as output:
+            return subprocess.Popen(
+                [*argv, str(description)], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=dict(os.environ)
+            )
+
+    def _next(self, seconds: float, what: str) -> object:
+        """Return the next document that rank 0 sends; after these seconds, end the job and say what it has not done."""
+        deadline = time.monotonic() + seconds
+        while True:
+            has_ended = self._process.poll() is not None  # before the last look
+            self._line += self._reports.readline()
+            if self._line.endswith("\n"):
+                line, self._line = self._line, ""
+                return json.loads(line)
+            if has_ended:
+                reason = self._ended_because or f"ended with {self._process.returncode}"
+                raise JobError(f"the job of {self.num_ranks} ranks {reason}\n{self._output_text()}")
+            if time.monotonic() > deadline:
+                self._ended_because = f"{what} after {seconds:g} s"
+                self._stop()
+            time.sleep(_POLL_SECONDS)
+
+    def _output_text(self) -> str:
+        """Return what the job has printed during the present test; nothing if that goes to the terminal."""
+        if not self._output.exists():
+            return ""
+        with self._output.open(errors="replace") as output:
+            output.seek(self._told)
+            return output.read().replace("\0", "").rstrip()
+
+    def _output_size(self) -> int:
+        return self._output.stat().st_size if self._output.exists() else 0
 
 
 def _timeout(config: pytest.Config) -> float:
@@ -91,10 +219,29 @@ def _timeout(config: pytest.Config) -> float:
         raise pytest.UsageError(f"ranks_timeout = {text}: a number of seconds was expected") from None
 
 
-def _together(items: Sequence[pytest.Item], num_ranks: int) -> list[pytest.Item]:
-    return [item for item in items if _num_ranks(item) == num_ranks]
-
-
 def _num_ranks(item: pytest.Item) -> int:
     shape = shape_of(item)
     return shape.num_ranks if shape else 0
+
+
+def _description(config: pytest.Config, files: Sequence[str], reports: Path, asked: Path, folder: Path) -> dict[str, Any]:
+    """Return what the ranks need to know: builtin types only, as `marshal` takes them."""
+    options = {name: value for name, value in vars(config.option).items() if _is_builtin(value)} | _NOT_ON_RANKS
+    options |= {"rootdir": str(config.rootpath), "inifilename": str(config.inipath or "") or None, "with_mpi": True}
+    options["plugins"] = [*config.option.plugins, "no:terminal"]
+    return {
+        "options": options,
+        "files": list(files),
+        "asked": str(asked),
+        "asker": os.getpid(),
+        "reports": str(reports),
+        "folder": str(folder),
+    }
+
+
+def _is_builtin(value: Any) -> bool:
+    try:
+        marshal.dumps(value)
+    except ValueError:
+        return False
+    return True

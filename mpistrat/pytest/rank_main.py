@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -20,6 +21,8 @@ from mpistrat.pytest.rank_session import RankSession
 
 __all__ = ["main"]
 
+_POLL_SECONDS = 0.001
+
 
 def main() -> int:
     """Run the tests that the file describes; return 0 if their results were sent, and else pytest's exit code."""
@@ -31,9 +34,9 @@ def main() -> int:
     config = pytest.Config.fromdictargs({**job["options"], "basetemp": own}, job["files"])
     # As in workers of pytest-xdist, plugins that write files leave that to the process that has started the job.
     config.workerinput = {"workerid": "rank"}  # type: ignore[attr-defined]
-    with Path(job["reports"]).open("a") as reports:
-        send = partial(_send, reports)
-        config.pluginmanager.register(RankSession(config, job["tests"], send), RankSession.NAME)
+    with Path(job["reports"]).open("a") as reports, Path(job["asked"]).open() as asked:
+        session = RankSession(config, partial(_next_test, asked, job["asker"]), partial(_send, reports))
+        config.pluginmanager.register(session, RankSession.NAME)
         code: int = config.hook.pytest_cmdline_main(config=config)
     shutil.rmtree(own, ignore_errors=True)
     return 0 if code == pytest.ExitCode.TESTS_FAILED else code
@@ -41,6 +44,20 @@ def main() -> int:
 
 def _send(reports: TextIO, document: object) -> None:
     print(json.dumps(document, default=str), file=reports, flush=True)
+
+
+def _next_test(asked: TextIO, asker: int) -> tuple[str, str | None] | None:
+    """Wait for the next test, and return it and the one that follows; None at the end, or if the asker is gone."""
+    line = ""
+    while not line.endswith("\n"):
+        line += asked.readline()
+        try:
+            os.kill(asker, 0)
+        except ProcessLookupError:
+            return None
+        time.sleep(_POLL_SECONDS)
+    found: tuple[str, str | None] | None = json.loads(line)
+    return found
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from mpistrat.errors import CollectiveError
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.launch import abort
 from mpistrat.pytest.rank_shapes import shape_of
-from mpistrat.watch.watched import watched
+from mpistrat.watch.recorder import watched
 from mpistrat.watch.watcher import watcher
 
 if TYPE_CHECKING:
@@ -55,14 +55,9 @@ class _Outcome(NamedTuple):
 class RankSession:
     """The plugin of a session that is one rank. Creating it starts MPI, and is a collective call.
 
-    Parameters
-    ----------
-    config : pytest.Config
-        The configuration of this pytest process.
-    wanted : sequence of str, optional
-        The tests to run, in this order; by default all that are collected.
-    send : callable, optional
-        Takes documents for the pytest process that has started this job: the number of tests, and then each report of rank 0.
+    `next_test` returns the next test to run and the one that follows it or None, or None if there is no other: on all ranks the
+    same; by default all tests that are collected are run. `send` takes documents for the pytest process that has started this
+    job: the number of tests, and then each report of rank 0.
     """
 
     NAME = "mpistrat-rank-session"
@@ -70,12 +65,13 @@ class RankSession:
     def __init__(
         self,
         config: pytest.Config,
-        wanted: Sequence[str] | None = None,
+        next_test: Callable[[], tuple[str, str | None] | None] | None = None,
         send: Callable[[object], None] | None = None,
     ) -> None:
         with rendezvous("pytest") as found:
             self._comm = found.comm.Dup()
-        self._config, self._wanted = config, wanted
+        self._config, self._next_test = config, next_test
+        self._not_collected: list[str] = []
         self._send = send if self._comm.rank == 0 else None
 
     @pytest.hookimpl(trylast=True)
@@ -85,9 +81,7 @@ class RankSession:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Select the tests, and check that all ranks have the same."""
-        if self._wanted is not None:
-            items[:] = _selected(items, self._wanted)
+        """Check that all ranks have the same tests."""
         theirs = self._comm.allgather([item.nodeid for item in items])
         if any(other != theirs[0] for other in theirs):
             raise pytest.UsageError(
@@ -97,8 +91,29 @@ class RankSession:
             shape = shape_of(item)
             if shape and shape.num_ranks != self._comm.size:
                 item.add_marker(pytest.mark.skip(reason=f"{shape.num_ranks} ranks are wanted, and there are {self._comm.size}"))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep what could not be collected."""
+        if report.failed:
+            self._not_collected.append(report.longreprtext)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Run the tests that are asked for, if they are."""
+        if self._next_test is None:
+            return None
+        if self._not_collected:
+            raise pytest.UsageError("\n".join(["this rank could not collect all tests", *self._not_collected]))
         if self._send:
-            self._send(len(items))
+            self._send(len(session.items))
+        found = {item.nodeid: item for item in session.items}
+        while asked := self._next_test():
+            name, following = asked
+            if name not in found:
+                raise pytest.UsageError(f"the pytest process that started this job has collected {name}, and this rank has not")
+            item, nextitem = found[name], found.get(following or "")
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
+        return True
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -161,7 +176,7 @@ class RankSession:
         with suppress(CollectiveError), watched(f"the end of {mine.test} ({mine.when})"):
             while not self._have_come(everybody, deadline, mine):
                 if watching is not None:
-                    watching.raise_verdict()  # those that it is true of raise it, too, and come here
+                    watching.raise_verdict()  # ranks that wait in another collective raise it too, and come here
         while not self._have_come(everybody, deadline, mine):
             pass
         return digests == mine.digest * self._comm.size
@@ -177,14 +192,6 @@ class RankSession:
             self._comm.Abort(1)
         time.sleep(_PAUSE_SECONDS)
         return False
-
-
-def _selected(items: Sequence[pytest.Item], wanted: Sequence[str]) -> list[pytest.Item]:
-    found = {item.nodeid: item for item in items}
-    missing = [name for name in wanted if name not in found]
-    if missing:
-        raise pytest.UsageError(f"the pytest process that started this job has collected {missing[0]}, and this rank has not")
-    return [found[name] for name in wanted]
 
 
 def _draw_equal_examples(config: pytest.Config) -> None:

@@ -18,18 +18,10 @@ PARAMETER = "ranks_shape"
 
 @dataclass(frozen=True)
 class Shape:
-    """The ranks that a test runs on.
-
-    Attributes
-    ----------
-    num_ranks : int
-        How many.
-    nodes : str
-        The shape of virtual nodes, such as ``2x2``; the real nodes if it is empty.
-    """
+    """The ranks that a test runs on."""
 
     num_ranks: int
-    nodes: str = ""
+    nodes: str = ""  # the shape of virtual nodes, such as 2x2; the real nodes if it is empty
 
     def __str__(self) -> str:
         return self.nodes or f"{self.num_ranks}-ranks"
@@ -43,13 +35,7 @@ def shape_of(item: pytest.Item) -> Shape | None:
 
 
 def shapes_of(mark: pytest.Mark) -> list[Shape]:
-    """Return the shapes that a ``ranks`` mark names.
-
-    Raises
-    ------
-    ValueError
-        If the mark is malformed; says what is accepted.
-    """
+    """Return the shapes that a ``ranks`` mark names; a ValueError says what is accepted instead."""
     nodes = mark.kwargs.get("nodes", ())
     shapes: Sequence[object] = (nodes,) if isinstance(nodes, str) else nodes
     unknown = set(mark.kwargs) - {"nodes"}

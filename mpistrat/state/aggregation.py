@@ -10,14 +10,12 @@ import numpy as np
 
 from mpistrat.arrays import Array, in_dtype, to_host
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.context.strategy_like import StrategyLike
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.reduction import ReduceOp
 
 __all__ = [
     "VariableAggregation",
     "VariableSynchronization",
-    "aggregated",
     "check_equal",
     "checked_aggregation",
     "checked_synchronization",
@@ -45,13 +43,7 @@ class VariableAggregation(Enum):
 
 
 def checked_synchronization(synchronization: object) -> VariableSynchronization:
-    """Return ON_WRITE or ON_READ; None means AUTO, as it does in TensorFlow.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If `synchronization` is NONE or no member.
-    """
+    """Return ON_WRITE or ON_READ; None means AUTO, as it does in TensorFlow."""
     kinds = VariableSynchronization
     if synchronization in (None, kinds.AUTO, kinds.ON_WRITE):
         return kinds.ON_WRITE
@@ -61,36 +53,12 @@ def checked_synchronization(synchronization: object) -> VariableSynchronization:
 
 
 def checked_aggregation(aggregation: object) -> VariableAggregation:
-    """Return `aggregation`; None means NONE, as it does in TensorFlow.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If it is not a member.
-    """
+    """Return `aggregation`; None means NONE, as it does in TensorFlow."""
     if aggregation is None:
         return VariableAggregation.NONE
     if isinstance(aggregation, VariableAggregation):
         return aggregation
     raise _unknown("aggregation", aggregation, VariableAggregation)
-
-
-def aggregated(aggregation: VariableAggregation, array: Array, strategy: StrategyLike) -> Array:
-    """Return the combined arrays of all replicas. A collective call, inside ``run`` of the strategy or outside.
-
-    Parameters
-    ----------
-    aggregation : VariableAggregation
-        Any but NONE. SUM and MEAN add 16-bit floats in float32.
-    array : ndarray
-        The array of this replica; shape and dtype are equal on all.
-    strategy : Strategy
-        The strategy of the replicas.
-    """
-    if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        return strategy.extended.communicator.broadcast(array)
-    total: Array = strategy.extended.all_reduce(ReduceOp[aggregation.name], [array])[0]
-    return total
 
 
 def share(total: Array, communicator: BaseCommunicator) -> Array:
@@ -104,13 +72,7 @@ def share(total: Array, communicator: BaseCommunicator) -> Array:
 
 
 def check_equal(call: str, arrays: tuple[Array, ...], communicator: BaseCommunicator) -> None:
-    """Check that all replicas pass the same arrays, bit by bit. A collective call.
-
-    Raises
-    ------
-    AgreementError
-        On every replica, if they do not; the message names the `call`.
-    """
+    """Check that all replicas pass the same arrays, bit by bit. A collective call."""
     arrays = tuple(map(to_host, arrays))
     mine = checksum(arrays)
     least = communicator.all_reduce(ReduceOp.MIN, [np.array([mine, -mine])])[0]
@@ -119,10 +81,12 @@ def check_equal(call: str, arrays: tuple[Array, ...], communicator: BaseCommunic
         communicator.agree(f"{call} of {shown} (checksum {mine:x})")
 
 
-def checksum(arrays: tuple[Array, ...]) -> int:
-    """Return a hash of the bits of arrays, below 2**62."""
+def checksum(arrays: Iterable[Array], most_bytes: int | None = None) -> int:
+    """Return a hash of the bits of arrays, below 2**62; of a larger array than `most_bytes`, of evenly spaced elements."""
     digest = blake2b(digest_size=8)
     for array in arrays:
+        if most_bytes is not None and array.nbytes > most_bytes:
+            array = array.reshape(-1)[:: -(-array.nbytes // most_bytes)]
         digest.update(np.ascontiguousarray(to_host(array)).view(np.uint8).data)
     return int.from_bytes(digest.digest(), "little") >> 2
 

@@ -15,17 +15,34 @@ Rows with the same index are applied one after another; none is lost.
 
 from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
 import numpy as np
 
-from mpistrat.arrays import Array, is_on_device, like, to_host
+from mpistrat.arrays import Array, as_array, is_on_device, like, to_host
+from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.sparse import IndexedSlices
-from mpistrat.context.assignment import converted
-from mpistrat.context.strategy_like import StrategyLike
+from mpistrat.context.values import converted
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
 from mpistrat.state.aggregation import VariableAggregation
 
-__all__ = ["COMPARING", "Rows", "apply", "by_rows", "checked_rows", "gathered_rows"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "COMPARING",
+    "Rows",
+    "ScatterMethods",
+    "apply",
+    "by_rows",
+    "checked_rows",
+    "checked_slices",
+    "flat_indices",
+    "flattened",
+    "gathered_rows",
+]
 
 # the rows, and their indices
 Rows = tuple[Array, Array]
@@ -44,23 +61,71 @@ _UFUNCS = {
 _ORDERED = {"scatter_min": ReduceOp.MIN, "scatter_max": ReduceOp.MAX}
 
 
+class ScatterMethods:
+    """The scatter updates of variables of all kinds; `_scatter` makes them."""
+
+    def _scatter(self, method: str, delta: Any) -> Self:
+        """Apply rows, and return the variable."""
+        raise NotImplementedError
+
+    def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
+        """Add rows to the rows with the given indices, and return the variable.
+
+        A collective call inside ``strategy.run``: the rows of all replicas are applied, in replica order; with MEAN each is
+        divided by their number, with ONLY_FIRST_REPLICA only those of replica 0 are, with NONE the replicas' rows must be
+        equal and are applied once. Outside it ranks compare their rows as `assign` does its values. Rows with the
+        same index are applied one after another. Variables synchronized ON_READ refuse it.
+
+        Parameters
+        ----------
+        sparse_delta : IndexedSlices
+            The rows and their indices. Replicas may have different numbers of rows, or none.
+        use_locking, name : bool, str
+            Without effect, as in TensorFlow.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If rows have another shape than those of the variable or an index is out of range; under central storage also
+            inside ``strategy.run`` with aggregation NONE.
+        """
+        return self._scatter("scatter_add", sparse_delta)
+
+    def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
+        """Subtract rows, and return the variable; communicates and raises like `scatter_add`."""
+        return self._scatter("scatter_sub", sparse_delta)
+
+    def scatter_mul(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
+        """Multiply by rows, and return the variable; communicates and raises like `scatter_add`."""
+        return self._scatter("scatter_mul", sparse_delta)
+
+    def scatter_div(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
+        """Divide by rows, and return the variable; communicates and raises like `scatter_add`. Not defined for integers."""
+        return self._scatter("scatter_div", sparse_delta)
+
+    def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
+        """Keep the elementwise minimum of rows and variable, and return it; communicates and raises like `scatter_update`."""
+        return self._scatter("scatter_min", sparse_delta)
+
+    def scatter_max(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
+        """Keep the elementwise maximum of rows and variable, and return it; communicates and raises like `scatter_update`."""
+        return self._scatter("scatter_max", sparse_delta)
+
+    def scatter_update(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
+        """Replace rows, and return the variable; communicates and raises like `scatter_add`.
+
+        Inside ``strategy.run`` the aggregation must be ONLY_FIRST_REPLICA or NONE.
+        """
+        return self._scatter("scatter_update", sparse_delta)
+
+
 def by_rows(method: str) -> str:
     """Return the method for rows that corresponds to ``scatter_nd_…`` for single entries."""
     return method.replace("_nd_", "_")
 
 
 def checked_rows(method: str, delta: object, target: Array, owner: object) -> Rows:
-    """Return the rows of `delta`, after checking that `method` can apply them to `target`, the array of `owner`.
-
-    Raises
-    ------
-    TypeError
-        If `delta` is not an IndexedSlices.
-    InvalidArgumentError
-        If the rows have another shape, or an index or a value is out of range.
-    UnsupportedDtypeError
-        If the array cannot hold the rows' kind of number, or `method` is not defined for its dtype.
-    """
+    """Return the rows of `delta`, after checking that `method` can apply them to `target`, the array of `owner`."""
     if not isinstance(delta, IndexedSlices):
         raise TypeError(
             f"{owner!r}.{method} takes IndexedSlices; got {type(delta).__name__}.\n"
@@ -79,19 +144,8 @@ def checked_rows(method: str, delta: object, target: Array, owner: object) -> Ro
     return converted(values, target.dtype, owner), indices
 
 
-def gathered_rows(rows: Rows, aggregation: VariableAggregation, strategy: StrategyLike) -> Rows:
-    """Return the rows of all replicas, in replica order. A collective call.
-
-    Parameters
-    ----------
-    rows : Rows
-        The rows of this replica; replicas may have different numbers of them.
-    aggregation : VariableAggregation
-        SUM: all rows; MEAN: all, each divided by the number of replicas; ONLY_FIRST_REPLICA: the rows of replica 0.
-    strategy : Strategy
-        The strategy of the replicas.
-    """
-    communicator = strategy.extended.communicator
+def gathered_rows(rows: Rows, aggregation: VariableAggregation, communicator: BaseCommunicator) -> Rows:
+    """Return the rows of all replicas, in replica order. A collective call."""
     rows = to_host(rows[0]), to_host(rows[1])  # rows are applied in host memory
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         return communicator.broadcast(rows[0]), communicator.broadcast(rows[1])
@@ -139,3 +193,47 @@ def _check_method(method: str, target: Array, owner: object) -> None:
             f"{owner!r}.{method} is not defined for {target.dtype}, which cannot hold a quotient; accepted are floats and "
             "complex numbers, or scatter_update with the quotients that you have rounded"
         )
+
+
+class FlatIndices(NamedTuple):
+    """Indices of entries of an array whose leading axes are flattened to one."""
+
+    numbers: Array
+    shape: tuple[int, ...]
+
+
+def flat_indices(call: str, indices: Any, shape: tuple[int, ...]) -> FlatIndices:
+    """Return the flat indices of `indices` into an array of a shape."""
+    array = to_host(as_array(indices, "indices"))
+    if array.size and array.dtype.kind not in "iu":
+        raise UnsupportedDtypeError(f"{call}: indices must be integers; got dtype {array.dtype}")
+    if not array.ndim or array.shape[-1] > len(shape):
+        raise InvalidArgumentError(
+            f"{call}: the last axis of indices holds up to {len(shape)} indices, one for each axis of shape {shape}; got "
+            f"indices of shape {array.shape}"
+        )
+    depth = array.shape[-1]
+    numbers = np.zeros(array.shape[:-1], np.int64)
+    for axis, extent in enumerate(shape[:depth]):
+        along = array[..., axis]
+        if along.size and not 0 <= int(along.min()) <= int(along.max()) < extent:
+            raise InvalidArgumentError(
+                f"{call}: indices along axis {axis} must be 0 to {extent - 1}; got {int(along.min())} to {int(along.max())}"
+            )
+        numbers = numbers * extent + along.astype(np.int64)
+    return FlatIndices(numbers, shape[depth:])
+
+
+def flattened(array: Array, entry: tuple[int, ...]) -> Array:
+    """Return an array with its axes before those of an entry flattened to one: a view if it is contiguous."""
+    leading = array.shape[: array.ndim - len(entry)]
+    return array.reshape(math.prod(leading), *entry)
+
+
+def checked_slices(call: str, indices: Any, updates: Any, shape: tuple[int, ...]) -> IndexedSlices:
+    """Return updates of single entries as rows, with their flat indices."""
+    numbers, entry = flat_indices(call, indices, shape)
+    values = as_array(updates, "updates")
+    if values.shape != numbers.shape + entry:
+        raise InvalidArgumentError(f"{call}: these indices need updates of shape {numbers.shape + entry}; got {values.shape}")
+    return IndexedSlices(values.reshape(numbers.size, *entry), numbers.reshape(-1))

@@ -6,29 +6,86 @@ The docstring of `mpistrat.state` has a table of all operations, inside ``run`` 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
 from typing import Any, NoReturn
 
 import numpy as np
 
 from mpistrat.arrays import Array, as_array, in_dtype, is_on_device, like, to_device, to_host
-from mpistrat.communicator.sparse import IndexedSlices
-from mpistrat.context.assignment import assignable
-from mpistrat.context.stack import default_mode, get_strategy, in_replica_context_of, misplaced, require_no_default_scope
-from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, select_replica
-from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.state import refusals
-from mpistrat.state.aggregation import VariableAggregation, VariableSynchronization, aggregated, share
-from mpistrat.state.declaration import Declaration, UpdateScope, initial_array
-from mpistrat.state.indices import checked_slices, flat_indices, flattened
-from mpistrat.state.made_by_scope import MadeByScope
-from mpistrat.state.scatter import COMPARING, Rows, apply, by_rows, checked_rows, gathered_rows
-from mpistrat.state.variable_call import VariableCall
+from mpistrat.communicator.interface import BaseCommunicator
+from mpistrat.context.stack import (
+    default_mode,
+    get_strategy,
+    get_update_replica_id,
+    in_replica_context_of,
+    misplaced,
+    require_no_default_scope,
+)
+from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, assignable, converted, select_replica
+from mpistrat.errors import AgreementError, InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.reduction import ReduceOp
+from mpistrat.state.aggregation import (
+    VariableAggregation,
+    VariableSynchronization,
+    check_equal,
+    checked_aggregation,
+    checked_synchronization,
+    checksum,
+    share,
+)
+from mpistrat.state.scatter import (
+    COMPARING,
+    Rows,
+    ScatterMethods,
+    apply,
+    by_rows,
+    checked_rows,
+    checked_slices,
+    flat_indices,
+    flattened,
+    gathered_rows,
+)
 
-__all__ = ["Variable"]
+__all__ = ["Variable", "initial_array", "register"]
+
+_COMPARED_BYTES = 1 << 20  # of larger assigned values, evenly spaced elements are compared
 
 
-class Variable(Mirrored, metaclass=MadeByScope):  # type: ignore[metaclass]  # a stub says ABC, where NumPy has none
+class Scope(Enum):
+    """The ranks that take part in a call of a variable: this one only, the replicas inside ``run``, or all ranks outside it."""
+
+    LOCAL = 0
+    REPLICAS = 1
+    ALL_RANKS = 2
+
+
+class MadeByScope(type):
+    """The metaclass of `Variable`: calling that calls ``create_variable`` of the strategy, if it has one."""
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """What the class is called with, as its own variables are made."""
+        made = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return made.replace(parameters=list(made.parameters.values())[1:], return_annotation=made.empty)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return super().__instancecheck__(instance) or isinstance(instance, vars(cls).get("_kinds", ()))
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return a new variable."""
+        create = getattr(get_strategy().extended, "create_variable", None)
+        return super().__call__(*args, **kwargs) if create is None else create(*args, **kwargs)
+
+
+def register(cls: Any, kind: type) -> None:
+    """Have variables of another kind, which strategies make, be instances of a class whose metaclass is `MadeByScope`."""
+    cls._kinds = (*vars(cls).get("_kinds", ()), kind)
+
+
+class Variable(Mirrored, ScatterMethods, metaclass=MadeByScope):  # type: ignore[metaclass]  # a stub says ABC, where NumPy has none
     """An array that the replicas of the current strategy share. It can be used like an array; `assign` changes it.
 
     Creating one is a collective call: the initial value of replica 0 is broadcast. Outside all scopes it belongs to the default
@@ -79,17 +136,26 @@ class Variable(Mirrored, metaclass=MadeByScope):  # type: ignore[metaclass]  # a
         shape: Sequence[int] | None = None,
     ) -> None:
         strategy, name = get_strategy(), name or "Variable"
-        communicator = strategy.extended.communicator
-        try:
+        self._strategy, self._name, self._constraint = strategy, name, constraint
+        self._communicator: BaseCommunicator = strategy.extended.communicator
+        with self._communicator.refusing(f"Variable(name={name!r})"):
             require_no_default_scope("mpistrat.Variable")
-            declared = Declaration.checked(strategy, name, trainable, constraint, synchronization, aggregation)
+            if not (constraint is None or callable(constraint)):
+                raise InvalidArgumentError(
+                    f"{name}: constraint must be None or a function of the new value; got {constraint!r}"
+                )
+            self._synchronization = checked_synchronization(synchronization)
+            self._aggregation = checked_aggregation(aggregation)
             value = initial_array(initial_value, dtype, shape, name)
-        except Exception as error:
-            communicator.refuse(f"Variable(name={name!r})", error)
-        communicator.note(f"Variable({name!r}, {value.dtype} {value.shape}, {declared})")
-        self._declaration = declared
-        self._hold(to_device(np.array(communicator.broadcast(value), order="C")))
-        if declared.aggregation is VariableAggregation.MEAN and self.dtype.kind in "biu":
+        is_on_read = self._synchronization is VariableSynchronization.ON_READ
+        self._trainable = not is_on_read if trainable is None else bool(trainable)
+        # the rank that keeps the array, under central storage, where ON_READ acts as ON_WRITE
+        self._root: int | None = strategy.extended.root if getattr(strategy.extended, "is_central", False) else None
+        self._is_on_read = is_on_read and self._root is None
+        declared = f"{self._synchronization.name}, {self._aggregation.name}, trainable={self._trainable}"
+        self._communicator.note(f"Variable({name!r}, {value.dtype} {value.shape}, {declared})")
+        self._hold(to_device(np.array(self._communicator.broadcast(value), order="C")))
+        if self._aggregation is VariableAggregation.MEAN and self.dtype.kind in "biu":
             raise InvalidArgumentError(
                 f"{name} has dtype {self.dtype}, which cannot hold a mean: use aggregation SUM or a float dtype"
             )
@@ -97,28 +163,22 @@ class Variable(Mirrored, metaclass=MadeByScope):  # type: ignore[metaclass]  # a
     @property
     def name(self) -> str:
         """The name in errors."""
-        return self._declaration.name
+        return self._name
 
     @property
     def trainable(self) -> bool:
         """Whether an optimiser should change it."""
-        return self._declaration.trainable
+        return self._trainable
 
     @property
     def constraint(self) -> Callable[[Any], Any] | None:
         """A function for optimisers, whose result replaces a new value; the variable never calls it."""
-        return self._declaration.constraint
+        return self._constraint
 
     @property
     def initial_value(self) -> NoReturn:
-        """Not kept, as in TensorFlow without graphs: read the variable right after creating it.
-
-        Raises
-        ------
-        RuntimeError
-            Always; the message says how to keep it.
-        """
-        raise refusals.not_kept(self)
+        """Not kept, as in TensorFlow without graphs: read the variable right after creating it."""
+        raise self._refusal("initial value", "initial_value")
 
     def is_initialized(self, name: str | None = None) -> bool:
         """Return True: a variable is initialized when it is created. `name` has no effect, as in TensorFlow."""
@@ -127,17 +187,17 @@ class Variable(Mirrored, metaclass=MadeByScope):  # type: ignore[metaclass]  # a
     @property
     def synchronization(self) -> VariableSynchronization:
         """ON_WRITE or ON_READ."""
-        return self._declaration.synchronization
+        return self._synchronization
 
     @property
     def aggregation(self) -> VariableAggregation:
         """How the values of the replicas are combined."""
-        return self._declaration.aggregation
+        return self._aggregation
 
     @property
     def distribute_strategy(self) -> Any:
         """The strategy in whose scope it was created."""
-        return self._declaration.strategy
+        return self._strategy
 
     @property
     def value(self) -> Array:
@@ -163,26 +223,19 @@ class Variable(Mirrored, metaclass=MadeByScope):  # type: ignore[metaclass]  # a
 
     def across_replicas(self) -> DistributedValues:
         """Return the value for ``strategy.reduce``: the per-replica arrays with ON_READ, else the variable itself."""
-        return PerReplica(self._view) if self._declaration.is_on_read else self
+        return PerReplica(self._view) if self._is_on_read else self
 
     def read(self) -> Array:
         """Return the array. With ON_READ, outside ``strategy.run``, this is a collective call that combines the arrays.
 
-        Raises
-        ------
-        RuntimeError
-            If another strategy is current. A variable of the default strategy can be read anywhere.
-        InvalidArgumentError
-            If the arrays have to be combined and the aggregation is NONE.
+        With aggregation NONE they cannot be combined, which raises InvalidArgumentError.
         """
-        declared = self._declaration
-        if not declared.is_combined_here():
+        if not self._is_combined_here():
             return self._view
-        call = self._call("read", UpdateScope.OUTSIDE)
-        if declared.aggregation is VariableAggregation.NONE:
-            call.refuse(refusals.unreadable(self, declared.strategy.num_replicas_in_sync))
-        call.compare()
-        return aggregated(declared.aggregation, self._array, declared.strategy)
+        if self._aggregation is VariableAggregation.NONE:
+            self._communicator.refuse(f"{self!r}.read", self._refusal("read", "read"))
+        self._compare("read", Scope.ALL_RANKS)
+        return self._aggregated(self._array)
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Array:
         """Return some of the rows, as a new array; communicates and raises like `read`.
@@ -191,29 +244,11 @@ class Variable(Mirrored, metaclass=MadeByScope):  # type: ignore[metaclass]  # a
         ----------
         indices : array_like of int
             Indices of rows along the first axis, in any shape; the shape of the result is this one, followed by that of a row.
-        name : str, optional
-            Without effect, as in TensorFlow.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If an index is negative or out of range, or the variable has no axis.
-        UnsupportedDtypeError
-            If the indices are not integers.
         """
         return self._take("sparse_read", lambda: as_array(indices, "indices")[..., np.newaxis])
 
     def gather_nd(self, indices: Any, name: str | None = None) -> Array:
-        """Return single entries, as a new array; communicates and raises like `sparse_read`.
-
-        Parameters
-        ----------
-        indices : array_like of int
-            Its last axis holds the indices of one entry along the first axes of the variable: of all of them for a number, of
-            fewer for an array.
-        name : str, optional
-            Without effect, as in TensorFlow.
-        """
+        """Return single entries, as a new array; communicates and raises like `read`. For `indices` see `scatter_nd_add`."""
         return self._take("gather_nd", lambda: indices)
 
     def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
@@ -229,21 +264,12 @@ class Variable(Mirrored, metaclass=MadeByScope):  # type: ignore[metaclass]  # a
         use_locking, name : bool, str
             Without effect, as in TensorFlow.
         read_value : bool
-            Whether to return the variable.
-
-        Returns
-        -------
-        Variable or None
-            The variable; None where `read_value` is False.
+            Whether to return the variable; else None.
 
         Raises
         ------
         InvalidArgumentError
             If the shapes differ; under central storage also inside ``strategy.run`` with aggregation NONE.
-        TypeError
-            If it is a per-replica value outside ``strategy.run``, or the variable cannot hold its kind of number.
-        RuntimeError
-            If another strategy is current.
         AgreementError
             On every replica, if they pass different values inside ``strategy.run`` and the aggregation is NONE. From the next
             collective, if ranks pass different ones outside it.
@@ -267,70 +293,6 @@ class Variable(Mirrored, metaclass=MadeByScope):  # type: ignore[metaclass]  # a
         self._send_root()
         return self if read_value else None
 
-    def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
-        """Add rows to the rows with the given indices, and return the variable.
-
-        A collective call inside ``strategy.run``: the rows of all replicas are applied, in replica order; with MEAN each is
-        divided by their number, with ONLY_FIRST_REPLICA only those of replica 0 are, with NONE the replicas' rows must be
-        equal and are applied once. Outside it ranks compare their rows as `assign` does its values. Rows with the
-        same index are applied one after another.
-
-        Parameters
-        ----------
-        sparse_delta : IndexedSlices
-            The rows and their indices. Replicas may have different numbers of rows, or none.
-        use_locking, name : bool, str
-            Without effect, as in TensorFlow.
-
-        Raises
-        ------
-        NotImplementedError
-            If the variable is synchronized ON_READ.
-        InvalidArgumentError
-            If rows have another shape than those of the variable or an index is out of range; under central storage also
-            inside ``strategy.run`` with aggregation NONE.
-        TypeError
-            If it is not an IndexedSlices, or the operation is not defined for the kind of number.
-        RuntimeError
-            If another strategy is current.
-        AgreementError
-            On every replica, if they pass different rows inside ``strategy.run`` with aggregation NONE. From the next
-            collective, if ranks pass different ones outside it.
-        """
-        return self._scatter("scatter_add", sparse_delta)
-
-    def scatter_sub(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
-        """Subtract rows, and return the variable; communicates and raises like `scatter_add`."""
-        return self._scatter("scatter_sub", sparse_delta)
-
-    def scatter_mul(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
-        """Multiply by rows, and return the variable; communicates and raises like `scatter_add`."""
-        return self._scatter("scatter_mul", sparse_delta)
-
-    def scatter_div(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
-        """Divide by rows, and return the variable; communicates and raises like `scatter_add`. Not defined for integers."""
-        return self._scatter("scatter_div", sparse_delta)
-
-    def scatter_min(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
-        """Keep the elementwise minimum of rows and variable, and return it; communicates and raises like `scatter_update`."""
-        return self._scatter("scatter_min", sparse_delta)
-
-    def scatter_max(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
-        """Keep the elementwise maximum of rows and variable, and return it; communicates and raises like `scatter_update`."""
-        return self._scatter("scatter_max", sparse_delta)
-
-    def scatter_update(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Variable:
-        """Replace rows, and return the variable; communicates and raises like `scatter_add`.
-
-        Inside ``strategy.run`` the aggregation must be ONLY_FIRST_REPLICA or NONE.
-
-        Raises
-        ------
-        NotImplementedError
-            Inside ``strategy.run`` with aggregation SUM or MEAN.
-        """
-        return self._scatter("scatter_update", sparse_delta)
-
     def scatter_nd_add(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
         """Add to single entries, and return the variable; communicates and raises like `scatter_add`.
 
@@ -341,8 +303,6 @@ class Variable(Mirrored, metaclass=MadeByScope):  # type: ignore[metaclass]  # a
             fewer for an array.
         updates : array_like
             One for each entry, of its shape.
-        name : str, optional
-            Without effect, as in TensorFlow.
         """
         return self._scatter("scatter_nd_add", (indices, updates))
 
@@ -363,17 +323,11 @@ class Variable(Mirrored, metaclass=MadeByScope):  # type: ignore[metaclass]  # a
         return self._scatter("scatter_nd_update", (indices, updates))
 
     def writable(self) -> Array:
-        """Return the writable array of this replica, which ``ctx.update(variable, fn)`` passes to `fn`.
-
-        Raises
-        ------
-        RuntimeError
-            Outside ``run`` of the variable's strategy. A variable of the default strategy is writable outside all scopes.
-        """
-        if self._declaration.update_scope("ctx.update of a variable") is UpdateScope.OUTSIDE:
+        """Return the writable array of this replica, which ``ctx.update(variable, fn)`` passes to `fn`; only inside ``run``."""
+        if self._scope("ctx.update of a variable") is Scope.ALL_RANKS:
             raise misplaced(
                 f"ctx.update of {self!r}",
-                f"inside strategy.run of {self._declaration.strategy!r}",
+                f"inside strategy.run of {self._strategy!r}",
                 "mpistrat.get_replica_context().update(variable, fn), outside strategy.run",
                 "def step(): mpistrat.get_replica_context().update(variable, fn), then strategy.run(step)",
             )
@@ -390,17 +344,16 @@ class Variable(Mirrored, metaclass=MadeByScope):  # type: ignore[metaclass]  # a
         return fn(self, *select_replica(tuple(args)), **select_replica(dict(kwargs or {})))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        in_replica_context_of(self._declaration.strategy, "copy.deepcopy of a variable")  # refused under another strategy
+        in_replica_context_of(self._strategy, "copy.deepcopy of a variable")  # refused under another strategy
         copied = copy.copy(self)
         copied._hold(self._array.copy())
         memo[id(self)] = copied
         return copied
 
     def __repr__(self) -> str:
-        declared = self._declaration
-        is_plain = declared.aggregation is VariableAggregation.NONE
-        kind = "" if is_plain else f", {declared.synchronization.name} {declared.aggregation.name}"
-        return f"{type(self).__name__}({declared.name!r}, {self._array.dtype} {self._array.shape}{kind})"
+        kind = f", {self._synchronization.name} {self._aggregation.name}"
+        kind = "" if self._aggregation is VariableAggregation.NONE else kind
+        return f"{type(self).__name__}({self._name!r}, {self._array.dtype} {self._array.shape}{kind})"
 
     def _hold(self, array: Array) -> None:
         """Make `array` the array of this replica, of which users get a read-only view, if the array library has such."""
@@ -410,89 +363,210 @@ class Variable(Mirrored, metaclass=MadeByScope):  # type: ignore[metaclass]  # a
             self._view.flags.writeable = False
         self._component = self._view
 
-    def _call(self, method: str, scope: UpdateScope | None = None) -> VariableCall:
-        scope = self._declaration.update_scope(f"Variable.{method}") if scope is None else scope
-        return VariableCall(self, self._declaration, method, scope)
+    def _scope(self, call: str) -> Scope:
+        """Return the ranks that take part in a call in the present context; another strategy's is refused."""
+        inside = in_replica_context_of(self._strategy, call)
+        if self._strategy is default_mode().strategy or get_update_replica_id() is not None:
+            return Scope.LOCAL
+        return Scope.REPLICAS if inside else Scope.ALL_RANKS
+
+    def _is_combined_here(self) -> bool:
+        """Return whether reading the variable in the present context is a collective."""
+        if self._strategy is default_mode().strategy:
+            return False
+        return self._scope("reading a variable") is Scope.ALL_RANKS and self._is_on_read
+
+    def _concerns_others(self, scope: Scope) -> bool:
+        return scope is Scope.ALL_RANKS or (scope is Scope.REPLICAS and not self._is_on_read)
+
+    def _refusing(self, method: str, scope: Scope) -> AbstractContextManager[None]:
+        """Return a context whose errors are raised on the other ranks that take part, too."""
+        return self._communicator.refusing(f"{self!r}.{method}") if self._concerns_others(scope) else nullcontext()
+
+    def _refusal(self, key: str, method: str, found: object = "") -> Exception:
+        """Return an error of the table below."""
+        kind, text = _REFUSALS[key]
+        return kind(text.format(variable=self, method=method, replicas=self._communicator.size, found=found))
+
+    def _own_part(self, method: str, scope: Scope, value: Any) -> Any:
+        """Return an argument, with this replica's component for a per-replica value where that is accepted."""
+        if not isinstance(value, PerReplica):
+            return value
+        is_mirrored = not self._is_on_read and self._root is None
+        if scope is Scope.REPLICAS or (scope is Scope.ALL_RANKS and is_mirrored):
+            return value.in_replica()
+        raise self._refusal("per-replica value", method)
+
+    def _compare(self, method: str, scope: Scope, *arrays: Array) -> None:
+        """Compare a call on all ranks that take part, with the next collective; outside ``run`` also the arrays.
+
+        With MPISTRAT_STRICT the arrays are compared at once, which is a collective call.
+        """
+        if not self._concerns_others(scope):
+            return
+        communicator, call = self._communicator, f"{self!r}.{method}"
+        communicator.note(call)
+        if not arrays or scope is not Scope.ALL_RANKS or self._root is not None:
+            return
+        if communicator.is_strict:
+            check_equal(call, arrays, communicator)
+        else:
+            communicator.note(f"with arrays of checksum {checksum(arrays, _COMPARED_BYTES):x}")
+
+    def _require_equal(self, method: str, *arrays: Array) -> None:
+        """Check that all replicas pass the same arrays, because there is no aggregation. A collective call."""
+        if self._communicator.size == 1:
+            return
+        try:
+            check_equal(f"{self!r}.{method}", arrays, self._communicator)
+        except AgreementError as error:
+            raise self._refusal("different values", method, error) from None
+
+    def _aggregated(self, array: Array) -> Array:
+        """Return the combined arrays of all replicas, in either context. A collective call."""
+        if self._aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return self._communicator.broadcast(array)
+        total: Array = self._strategy.extended.all_reduce(ReduceOp[self._aggregation.name], [array])[0]
+        return total
 
     def _take(self, method: str, indices: Callable[[], Any]) -> Array:
         """Return the entries whose indices the function returns."""
-        try:
+        with self._refusing(method, Scope.ALL_RANKS if self._is_combined_here() else Scope.LOCAL):
             numbers, entry = flat_indices(f"{self!r}.{method}", indices(), self.shape)
-        except (TypeError, ValueError) as error:
-            is_combined = self._declaration.is_combined_here()
-            self._call(method, UpdateScope.OUTSIDE if is_combined else UpdateScope.HERE).refuse(error)
         array = self.read()
         taken = flattened(array, entry).take(like(numbers, array), axis=0)
         return in_dtype(taken, taken.dtype)  # numbers become arrays without axes
 
     def _incoming(self, method: str, value: Any) -> Array:
         """Return the array to assign to, or add to, the array of this replica, for a value passed in the present context."""
-        call, declared = self._call(method), self._declaration
-        try:
-            array = self._checked(call, value)
-        except (TypeError, ValueError) as error:
-            call.refuse(error)
-        call.compare(array)
-        if call.scope is UpdateScope.IN_RUN and not declared.is_on_read:
-            if declared.aggregation is VariableAggregation.NONE:
-                call.require_equal(array)
-                return array
-            return aggregated(declared.aggregation, array, declared.strategy)
-        is_summed = declared.is_on_read and declared.aggregation is VariableAggregation.SUM
-        if is_summed and call.scope is UpdateScope.OUTSIDE:
-            return share(array, declared.communicator)
-        return array
+        scope = self._scope(f"Variable.{method}")
+        is_shared = scope is Scope.ALL_RANKS and self._is_on_read and self._aggregation is VariableAggregation.SUM
+        with self._refusing(method, scope):
+            value = self._own_part(method, scope, value)
+            if method == "assign_sub" and self.dtype.kind == "b":
+                raise UnsupportedDtypeError(
+                    f"{self!r}.{method} is not defined for bool; accepted are integers, floats and complex"
+                )
+            array = assignable(value, self._array, self)
+            if is_shared and method != "assign":
+                raise self._refusal("sum outside run", method)
+            self._require_aggregation(method, scope)
+        self._compare(method, scope, array)
+        if scope is Scope.REPLICAS and not self._is_on_read:
+            if self._aggregation is not VariableAggregation.NONE:
+                return self._aggregated(array)
+            self._require_equal(method, array)
+        return share(array, self._communicator) if is_shared else array
 
-    def _checked(self, call: VariableCall, value: Any) -> Array:
-        value, declared = call.component(value), self._declaration
-        if call.method == "assign_sub" and self.dtype.kind == "b":
-            raise UnsupportedDtypeError(f"{call} is not defined for bool; accepted are integers, floats and complex")
-        array = assignable(value, self._array, self)
-        is_summed = declared.is_on_read and declared.aggregation is VariableAggregation.SUM
-        if is_summed and call.scope is UpdateScope.OUTSIDE and call.method != "assign":
-            raise refusals.sum_outside_run(self, call.method)
-        if call.scope is UpdateScope.IN_RUN and declared.needs_aggregation:
-            raise refusals.no_aggregation(self, call.method, declared.strategy.num_replicas_in_sync)
-        return array
+    def _require_aggregation(self, method: str, scope: Scope) -> None:
+        """Refuse the replicas' values where there is one array, under central storage, and no aggregation."""
+        if scope is Scope.REPLICAS and self._root is not None and self._aggregation is VariableAggregation.NONE:
+            raise self._refusal("no aggregation", method)
 
     def _scatter(self, method: str, delta: Any) -> Variable:
         """Apply rows, or for ``scatter_nd_…`` indices and updates, of the ranks that take part, and return the variable."""
-        call, declared = self._call(method), self._declaration
-        try:
-            target, rows = self._checked_rows(call, delta)
-        except (TypeError, ValueError, NotImplementedError) as error:
-            call.refuse(error)
-        call.compare(*rows)
-        if call.scope is UpdateScope.IN_RUN:
-            if declared.aggregation is VariableAggregation.NONE:
-                call.require_equal(*rows)
+        scope = self._scope(f"Variable.{method}")
+        with self._refusing(method, scope):
+            target, rows = self._checked_rows(method, scope, delta)
+        self._compare(method, scope, *rows)
+        if scope is Scope.REPLICAS:
+            if self._aggregation is VariableAggregation.NONE:
+                self._require_equal(method, *rows)
             else:
-                rows = gathered_rows(rows, declared.aggregation, declared.strategy)
+                rows = gathered_rows(rows, self._aggregation, self._communicator)
         apply(by_rows(method), target, rows)
         self._send_root()
         return self
 
-    def _checked_rows(self, call: VariableCall, delta: Any) -> tuple[Array, Rows]:
+    def _checked_rows(self, method: str, scope: Scope, delta: Any) -> tuple[Array, Rows]:
         """Return the array whose rows are changed, which may be a view with flattened leading axes, and the rows."""
-        declared, method = self._declaration, by_rows(call.method)
-        by_entries = method != call.method
-        given = [call.component(part) for part in (delta if by_entries else (delta,))]
-        if declared.is_on_read and declared.strategy is not default_mode().strategy:
-            raise refusals.no_scatter(self, call.method)
-        if call.scope is UpdateScope.IN_RUN:
-            is_comparing = method in COMPARING
-            if is_comparing and declared.aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
-                raise refusals.no_such_aggregation(self, call.method)
-            if not is_comparing and declared.needs_aggregation:
-                raise refusals.no_aggregation(self, call.method, declared.strategy.num_replicas_in_sync)
+        of_rows = by_rows(method)
+        by_entries = method != of_rows
+        given = [self._own_part(method, scope, part) for part in (delta if by_entries else (delta,))]
+        if self._is_on_read and self._strategy is not default_mode().strategy:
+            raise self._refusal("scatter", method)
+        if of_rows not in COMPARING:
+            self._require_aggregation(method, scope)
+        elif scope is Scope.REPLICAS and self._aggregation in (VariableAggregation.SUM, VariableAggregation.MEAN):
+            raise self._refusal("scatter aggregation", method)
         if not by_entries:
-            return self._array, checked_rows(method, given[0], self._array, self)
-        slices = checked_slices(str(call), given[0], given[1], self.shape)
+            return self._array, checked_rows(of_rows, given[0], self._array, self)
+        slices = checked_slices(f"{self!r}.{method}", given[0], given[1], self.shape)
         target = flattened(self._array, slices.values.shape[1:])
-        return target, checked_rows(method, slices, target, self)
+        return target, checked_rows(of_rows, slices, target, self)
 
     def _send_root(self) -> None:
         """Broadcast the array of the root, under central storage."""
-        root = self._declaration.root
-        if root is not None:
-            self._array[...] = self._declaration.communicator.broadcast(self._array, root)
+        if self._root is not None:
+            self._array[...] = self._communicator.broadcast(self._array, self._root)
+
+
+def initial_array(given: Any, dtype: Any, shape: Sequence[int] | None, name: str) -> Array:
+    """Return an initial value, or the result of the function given as one, in host memory and the given dtype."""
+    value = to_host(as_array(given() if callable(given) else given, name))
+    if shape is not None and value.shape != tuple(shape):
+        raise InvalidArgumentError(
+            f"{name} must have shape {tuple(shape)}; got an initial value of shape {value.shape}; each extent must be a "
+            "number, because the shape of a variable does not change"
+        )
+    wanted = value.dtype if dtype is None else as_array(np.empty(0, dtype), name).dtype
+    return converted(value, wanted, name)
+
+
+_UNDEFINED = "{variable!r} has aggregation NONE, so the values of {replicas} replicas cannot be combined."
+_WITH_AGGREGATION = (
+    "    correct:    mpistrat.Variable(…, aggregation=mpistrat.VariableAggregation.MEAN); SUM, ONLY_FIRST_REPLICA too"
+)
+_WAYS_OUT = (
+    "    incorrect:  def step(): variable.{method}(value)\n"
+    f"{_WITH_AGGREGATION}\n"
+    '    correct:    def step(): ctx.update(variable, lambda old, new: new, (ctx.all_reduce("mean", value),))\n'
+    "    correct:    variable.{method}(value) outside strategy.run"
+)
+
+# what a variable does not support: the error, and its text with an incorrect line and correct ones
+_REFUSALS: dict[str, tuple[type[Exception], str]] = {
+    "per-replica value": (
+        TypeError,
+        "{variable!r}.{method} got a per-replica value, which differs between replicas.\n"
+        "    incorrect:  variable.{method}(strategy.run(fn))\n"
+        '    correct:    variable.{method}(strategy.reduce("mean", strategy.run(fn), axis=None))',
+    ),
+    "no aggregation": (InvalidArgumentError, f"{_UNDEFINED}\n{_WAYS_OUT}"),
+    "different values": (AgreementError, f"{_UNDEFINED} Equal values are accepted; {{found}}\n{_WAYS_OUT}"),
+    "initial value": (
+        RuntimeError,
+        "{variable!r} does not keep its initial value.\n"
+        "    incorrect:  variable.initial_value\n"
+        "    correct:    initial_value = variable.numpy(), right after making the variable",
+    ),
+    "read": (
+        InvalidArgumentError,
+        f"{_UNDEFINED}\n"
+        "    incorrect:  np.asarray(variable), outside strategy.run\n"
+        f"{_WITH_AGGREGATION}\n"
+        "    correct:    strategy.run(lambda: variable.numpy()), the array of each replica",
+    ),
+    "sum outside run": (
+        InvalidArgumentError,
+        "{variable!r}.{method} outside strategy.run is undefined: the replicas' arrays are summed when it is read.\n"
+        "    incorrect:  variable.{method}(delta)\n"
+        "    correct:    def step(): variable.{method}(delta), then strategy.run(step)\n"
+        "    correct:    variable.assign(value), which gives each replica its part",
+    ),
+    "scatter": (
+        NotImplementedError,
+        "{variable!r}.{method} is not defined for variables that are synchronized ON_READ.\n"
+        "    incorrect:  mpistrat.Variable(…, synchronization=mpistrat.VariableSynchronization.ON_READ).{method}(slices)\n"
+        "    correct:    mpistrat.Variable(…, aggregation=mpistrat.VariableAggregation.SUM).{method}(slices)\n"
+        "    correct:    def step(): variable.assign_add(slices.to_dense())",
+    ),
+    "scatter aggregation": (
+        NotImplementedError,
+        "{variable!r}.{method} inside strategy.run needs aggregation ONLY_FIRST_REPLICA or NONE: rows are compared or "
+        "replaced, not summed.\n"
+        "    incorrect:  def step(): variable.{method}(slices)\n"
+        "    correct:    mpistrat.Variable(…, aggregation=mpistrat.VariableAggregation.ONLY_FIRST_REPLICA).{method}(slices)\n"
+        "    correct:    variable.{method}(slices) outside strategy.run",
+    ),
+}

@@ -5,4 +5,4 @@ from mpistrat.context.stack import get_replica_context as get_replica_context
 from mpistrat.context.stack import get_strategy as get_strategy
 from mpistrat.context.stack import has_strategy as has_strategy
 from mpistrat.context.stack import in_cross_replica_context as in_cross_replica_context
-from mpistrat.strategy import default_strategy as default_strategy  # importing the layer registers the default strategy
+from mpistrat.strategy import one_device as one_device  # importing the layer registers the default strategy

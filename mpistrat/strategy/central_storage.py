@@ -8,13 +8,12 @@ from typing import Any
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.context.stack import in_replica_context_of
 from mpistrat.context.values import Mirrored, PerReplica
-from mpistrat.cross_device.destinations import OnSomeReplicas
+from mpistrat.cross_device.pairs import OnSomeReplicas
 from mpistrat.cross_device.to_one_device import ReductionToOneDevice
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.make_communicator import call_text, make_communicator
-from mpistrat.strategy.one_node import check_devices, check_one_node, node_devices, node_hierarchy
+from mpistrat.strategy.mirrored import call_text, check_devices, check_one_node, make_communicator, node_devices, node_hierarchy
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.structures import flatten, map_leaves
 from mpistrat.topology.devices import device_name, ranks_of
@@ -66,20 +65,7 @@ class CentralStorageStrategy(Strategy):
 
 
 class CentralStorageExtended(StrategyExtended):
-    """The extended part of `CentralStorageStrategy`.
-
-    Parameters
-    ----------
-    communicator : BaseCommunicator
-        Over the ranks of the node.
-    root : int
-        The rank that keeps the variables.
-
-    Attributes
-    ----------
-    is_central : bool
-        True: the change of a variable is computed on `root` and broadcast.
-    """
+    """The extended part of `CentralStorageStrategy`: the change of a variable is computed on the rank `root` and broadcast."""
 
     is_central = True
 
@@ -114,19 +100,13 @@ class CentralStorageExtended(StrategyExtended):
     ) -> Any:
         """Call ``fn(variable, *args, **kwargs)``, and broadcast the variable of the root. A collective call.
 
-        As `StrategyExtended.update`, but arguments may also be values that were reduced to the variable.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If an argument is a per-replica value, or a mirrored one with several components: the variable has only one.
+        As `StrategyExtended.update`, but arguments may be values that were reduced to the variable, and have one component: the
+        variable has only one.
         """
         if not in_replica_context_of(self._strategy, "strategy.extended.update"):
             given = tuple(args), dict(kwargs or {})
-            try:
+            with self.communicator.refusing("extended.update"):
                 self._check_single(flatten(given)[0])
-            except InvalidArgumentError as error:
-                self.communicator.refuse("extended.update", error)
             args, kwargs = map_leaves(self._shared, given)
         return super().update(var, fn, args, kwargs, group)
 

@@ -4,38 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Number
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, as_array
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.communicator.validate import check_out
+from mpistrat.context.advice import ADVICE
 from mpistrat.context.stack import (
     current,
     default_mode,
     enter_or_assert_strategy,
     in_replica_context_of,
     misplaced,
+    outside_replica,
     updating,
 )
 from mpistrat.context.values import PerReplica, container_of, select_replica
 from mpistrat.cross_device.all_reduce import HierarchicalAllReduce
-from mpistrat.cross_device.destinations import OnSomeReplicas
 from mpistrat.cross_device.ops import CrossDeviceOps
+from mpistrat.cross_device.pairs import OnSomeReplicas
 from mpistrat.device.binding import own_device
-from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_across_replicas
-from mpistrat.strategy.advice import ADVICE
+from mpistrat.state.aggregation import checksum
 from mpistrat.strategy.deprecated import merge_hints
 from mpistrat.structures import flatten, map_leaves
 
 __all__ = ["StrategyExtended"]
 
+# Of each argument of an update: a value that was not reduced differs nearly everywhere.
+_COMPARED_BYTES = 1 << 16
 _BOOL, _DTYPE = np.dtype(bool), attrgetter("dtype")
 
 
@@ -52,6 +57,8 @@ class StrategyExtended:
         The devices that replicas compute on: the one of this rank, which is the default, or those of all replicas in order.
     parameter_devices : sequence of str, optional
         The devices that hold the variables; the worker devices by default.
+    is_chief : bool, optional
+        Whether this rank writes checkpoints and logs; by default rank 0 does.
     """
 
     def __init__(
@@ -60,8 +67,10 @@ class StrategyExtended:
         cross_device_ops: CrossDeviceOps | None = None,
         worker_devices: Sequence[str] | None = None,
         parameter_devices: Sequence[str] | None = None,
+        is_chief: bool | None = None,
     ) -> None:
         self.communicator = communicator
+        self._is_chief = communicator.rank == 0 if is_chief is None else is_chief
         self._cross_device_ops = cross_device_ops or HierarchicalAllReduce()
         # the default ops add nothing to the communicator, so reductions can call it directly
         self.uses_default_ops = (
@@ -81,25 +90,13 @@ class StrategyExtended:
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The devices that replicas compute on.
-
-        Raises
-        ------
-        RuntimeError
-            If this is the default strategy.
-        """
+        """The devices that replicas compute on; the default strategy has none, and raises RuntimeError."""
         self._require_devices("worker_devices")
         return self._worker_devices
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The devices that hold the variables.
-
-        Raises
-        ------
-        RuntimeError
-            If this is the default strategy.
-        """
+        """The devices that hold the variables; the default strategy has none, and raises RuntimeError."""
         self._require_devices("parameter_devices")
         return self._parameter_devices
 
@@ -125,13 +122,13 @@ class StrategyExtended:
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this rank writes checkpoints: True on replica 0."""
-        return self.communicator.rank == 0
+        """Whether this rank writes checkpoints: True on the chief."""
+        return self._is_chief
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this rank writes logs: True on replica 0."""
-        return self.communicator.rank == 0
+        """Whether this rank writes logs: True on the chief."""
+        return self._is_chief
 
     def reduce_to(
         self,
@@ -142,23 +139,7 @@ class StrategyExtended:
         *,
         experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
-        """Reduce a value over replicas, and deliver the result to `destinations`. A collective call.
-
-        `CrossDeviceOps.reduce` documents the arguments, the result and the errors.
-
-        Parameters
-        ----------
-        reduce_op : ReduceOp or str
-            The operation.
-        value : DistributedValues, IndexedSlices or array_like
-            The value.
-        destinations : DistributedValues, array, str, int or set
-            The ranks that receive the result.
-        options : CommunicationOptions, optional
-            Take precedence over those of the strategy.
-        experimental_hints : CommunicationOptions, optional
-            The old name of `options`; deprecated.
-        """
+        """Reduce a value over replicas, and deliver the result. As `CrossDeviceOps.reduce`. A collective call."""
         with self.in_scope("reduce_to"):
             return self._cross_device_ops.reduce(reduce_op, value, destinations, merge_hints(options, experimental_hints))
 
@@ -170,27 +151,13 @@ class StrategyExtended:
         *,
         experimental_hints: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Reduce many values as one batch, each with its own destinations. A collective call.
-
-        `CrossDeviceOps.batch_reduce` documents the arguments, the result and the errors.
-
-        Parameters
-        ----------
-        reduce_op : ReduceOp or str
-            The operation.
-        value_destination_pairs : iterable of 2-tuples
-            Values and destinations.
-        options : CommunicationOptions, optional
-            Take precedence over those of the strategy.
-        experimental_hints : CommunicationOptions, optional
-            The old name of `options`; deprecated.
-        """
+        """Reduce many values as one batch. As `CrossDeviceOps.batch_reduce`. A collective call."""
         with self.in_scope("batch_reduce_to"):
             wanted = merge_hints(options, experimental_hints)
             return self._cross_device_ops.batch_reduce(reduce_op, value_destination_pairs, wanted)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """Broadcast a value to `destinations`. A collective call: see `CrossDeviceOps.broadcast`."""
+        """Broadcast a value to `destinations`. As `CrossDeviceOps.broadcast`. A collective call."""
         with self.in_scope("broadcast_to"):
             return self._cross_device_ops.broadcast(tensor, destinations)
 
@@ -201,17 +168,12 @@ class StrategyExtended:
         options: CommunicationOptions | None = None,
         out: list[Array] | None = None,
     ) -> list[Any]:
-        """Reduce arrays and IndexedSlices over all replicas, in either context; into `out`, if given. A collective call.
-
-        Raises
-        ------
-        UnsupportedDtypeError
-            If `op` is SUM and an array has dtype bool.
-        """
+        """Reduce arrays and IndexedSlices over all replicas, in either context; into `out`, if given. A collective call."""
         if op is ReduceOp.SUM and _BOOL in map(_DTYPE, arrays):
             self._refuse_booleans(op, arrays, options)
-        if self.uses_default_ops and not any(isinstance(array, IndexedSlices) for array in arrays):
-            return self.communicator.all_reduce(op, arrays, options, out)
+        wanted = self._direct_options(arrays, options)
+        if wanted is not None:
+            return self.communicator.all_reduce(op, arrays, wanted, out)
         with enter_or_assert_strategy(self._strategy):
             results = self._cross_device_ops.all_reduce_in_replica(op, arrays, options)
         if out is None:
@@ -223,19 +185,35 @@ class StrategyExtended:
     def start_all_reduce(
         self, op: ReduceOp, arrays: list[Any], options: CommunicationOptions | None = None, structure: object = None
     ) -> Work[list[Any]]:
-        """Start `all_reduce`; with other than the default ops it is complete when this returns. A collective call."""
-        if self.uses_default_ops and not any(isinstance(array, IndexedSlices) for array in arrays):
-            return self.communicator.start_all_reduce(op, arrays, options, structure=structure)
+        """Start `all_reduce`; with ops that reduce in another way it is complete when this returns. A collective call."""
+        wanted = self._direct_options(arrays, options)
+        if wanted is not None:
+            return self.communicator.start_all_reduce(op, arrays, wanted, structure=structure)
         self.communicator.note(f"start_all_reduce({op.name}) of {structure}", options)
         return Work.ended(self.all_reduce(op, arrays, options))
 
+    def _direct_options(self, arrays: list[Any], options: CommunicationOptions | None) -> CommunicationOptions | None:
+        """Return the options with which the communicator reduces these arrays itself; None if the ops must."""
+        if any(isinstance(array, IndexedSlices) for array in arrays) or not (arrays or self.uses_default_ops):
+            return None
+        return self._cross_device_ops.all_reduce_options(self.communicator, options)
+
     def all_gather(self, array: Array, axis: int, options: CommunicationOptions | None = None) -> Any:
-        """Concatenate the arrays of all ranks along `axis`, in cross-replica context. A collective call."""
-        if self.uses_default_ops:
+        """Concatenate the arrays of all ranks along `axis`, in either context. A collective call."""
+        if type(self._cross_device_ops).gather_implementation is CrossDeviceOps.gather_implementation:
             return self.communicator.all_gather(array, axis, options)
         value = PerReplica(array)
-        with enter_or_assert_strategy(self._strategy):
+        with enter_or_assert_strategy(self._strategy), outside_replica():
             whole = self._cross_device_ops.gather_implementation(value, value, axis, options or CommunicationOptions())
+        return select_replica(whole)
+
+    def broadcast(self, array: Array, root: int, options: CommunicationOptions | None = None) -> Any:
+        """Return the array of the rank `root`, in either context. A collective call."""
+        if type(self._cross_device_ops).broadcast_implementation is CrossDeviceOps.broadcast_implementation:
+            return self.communicator.broadcast(array, root, options)
+        source = array if root == 0 else OnSomeReplicas(array, (root,), self.communicator.rank)
+        with enter_or_assert_strategy(self._strategy), outside_replica():
+            whole = self._cross_device_ops.broadcast_implementation(source, PerReplica(array))
         return select_replica(whole)
 
     def call_for_each_replica(
@@ -255,8 +233,8 @@ class StrategyExtended:
         """Call ``fn(variable, *args, **kwargs)`` to update the component of a variable on this rank.
 
         Assigning in `fn` changes the array of this rank, without communication, so the arguments must be equal on all replicas
-        for the variable to stay mirrored. Inside ``strategy.run`` this is a `merge_call`. All ranks make the call; their calls
-        are compared with the next collective.
+        for the variable to stay mirrored. Inside ``strategy.run`` this is a `merge_call`. All ranks make the call; their calls,
+        and the components of per-replica arguments, are compared with the next collective.
 
         Parameters
         ----------
@@ -265,33 +243,25 @@ class StrategyExtended:
         fn : callable
             The update.
         args, kwargs : sequence, mapping
-            Distributed values in them are replaced by their component. Per-replica values are accepted only for a variable that
-            is synchronized ON_READ.
+            Distributed values in them are replaced by their component, which every replica must hold. Those of per-replica
+            values must be equal, as those that `all_reduce` has returned are, unless the variable is synchronized ON_READ.
         group : bool
-            True: return None.
-
-        Returns
-        -------
-        None or nest of list
-            What `fn` returned, with a list of one component, that of this rank, in place of each leaf.
+            True: return None. False: return what `fn` returned, with a list of one component, that of this rank, for each leaf.
 
         Raises
         ------
-        TypeError
-            If `var` is not a variable, an argument is a per-replica value although `var` is mirrored, or an argument is held by
-            some replicas only.
         AgreementError
-            On the other ranks, from the next collective, if one rank raises one of these errors.
-        RuntimeError
-            If the variable belongs to another strategy.
+            From the next collective: on all ranks if components differ, on the other ranks if one rank is refused.
         """
         if in_replica_context_of(self._strategy, "strategy.extended.update"):
             return current().replica_context.merge_call(lambda _: self.update(var, fn, args, kwargs, group))
-        try:
-            _check_update(var, args, kwargs)
-        except TypeError as error:
-            self.communicator.refuse("extended.update", error)
-        self.communicator.note(f"extended.update of {var!r}")
+        with self.communicator.refusing("extended.update"):
+            if not hasattr(var, "update_component"):
+                raise TypeError(f"extended.update changes a mpistrat.Variable; got {var!r}")
+            given = _given_by_all(args, kwargs)
+            may_differ = isinstance(var.across_replicas(), PerReplica)  # ON_READ
+            fingerprint = "" if may_differ else _fingerprint(given)
+        self.communicator.note(f"extended.update of {var!r}{fingerprint}")
         with enter_or_assert_strategy(self._strategy):
             in_replica_context_of(var.distribute_strategy, "strategy.extended.update")  # refused under another strategy
             with updating(self.communicator.rank):
@@ -305,34 +275,14 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Call ``fn(*args, **kwargs)`` to update optimizer state that belongs to no variable. Returns the same as `update`.
+        """Call ``fn(*args, **kwargs)`` to update optimizer state that belongs to no variable, outside ``strategy.run``.
 
-        Parameters
-        ----------
-        colocate_with : object
-            The device of the state, as returned by `non_slot_devices`.
-        fn : callable
-            The update.
-        args, kwargs : sequence, mapping
-            As for `update`.
-        group : bool
-            As for `update`.
-
-        Raises
-        ------
-        RuntimeError
-            If called inside ``strategy.run``.
-        TypeError
-            If an argument is a per-replica value, or only some replicas hold it.
-        AgreementError
-            On the other ranks, from the next collective, if one rank raises one of these errors.
+        `colocate_with` is the device of the state, as returned by `non_slot_devices`. All else is as for `update`.
         """
         with self.in_scope("update_non_slot"):
-            try:
-                _check_mirrored(args, kwargs)
-            except TypeError as error:
-                self.communicator.refuse("extended.update_non_slot", error)
-            self.communicator.note("extended.update_non_slot")
+            with self.communicator.refusing("extended.update_non_slot"):
+                fingerprint = _fingerprint(_given_by_all(args, kwargs))
+            self.communicator.note(f"extended.update_non_slot{fingerprint}")
             with updating(self.communicator.rank):
                 return _results(fn(*select_replica(tuple(args)), **select_replica(dict(kwargs or {}))), group)
 
@@ -341,13 +291,7 @@ class StrategyExtended:
         return self._parameter_devices
 
     def read_var(self, v: Any) -> Any:
-        """Return a copy of the array of a variable. An ON_READ variable is reduced first, by a collective call.
-
-        Raises
-        ------
-        RuntimeError
-            If called inside ``strategy.run``.
-        """
+        """Return a copy of the array of a variable, outside ``strategy.run``. A collective call for an ON_READ variable."""
         with self.in_scope("read_var"):
             return v.read().copy()  # so that later assignments do not change the result
 
@@ -361,15 +305,7 @@ class StrategyExtended:
 
     @contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
-        """Create variables on the device of another one. Has no effect: all variables of a rank are on one device.
-
-        Raises
-        ------
-        RuntimeError
-            On entering, outside the strategy's scope.
-        InvalidArgumentError
-            On entering, if the variable was not created in the scope of this strategy.
-        """
+        """Create variables on the device of another one. Has no effect: all variables of a rank are on one device."""
         if current().strategy is not self._strategy:
             raise misplaced("strategy.extended.colocate_vars_with", "in the strategy's scope", *ADVICE["colocate_vars_with"])
         self.require_cross_replica("strategy.extended.colocate_vars_with")
@@ -381,13 +317,7 @@ class StrategyExtended:
         yield
 
     def require_cross_replica(self, call: str) -> None:
-        """Check that this is not inside ``strategy.run``.
-
-        Raises
-        ------
-        RuntimeError
-            If it is, or if another strategy is current; `call` is the call as the user wrote it.
-        """
+        """Check that this is not inside ``strategy.run``; `call` is the call as the user wrote it."""
         if in_replica_context_of(self._strategy, call):
             raise misplaced(call, "in cross-replica context", *ADVICE[call.rpartition(".")[2]])
 
@@ -399,11 +329,9 @@ class StrategyExtended:
             yield
 
     def _refuse_booleans(self, op: ReduceOp, arrays: list[Any], options: CommunicationOptions | None) -> None:
-        try:
+        with self.communicator.refusing("all_reduce", options):
             for index, array in enumerate(arrays):
                 check_across_replicas(op, array.dtype, f"array {index}")
-        except UnsupportedDtypeError as error:
-            self.communicator.refuse("all_reduce", error, options)
 
     def _require_devices(self, name: str) -> None:
         if default_mode().strategy is self._strategy:
@@ -414,28 +342,37 @@ class StrategyExtended:
             )
 
 
-def _check_update(var: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
-    if not hasattr(var, "update_component"):
-        raise TypeError(f"extended.update changes a mpistrat.Variable; got {var!r}")
-    # the components of an ON_READ variable may differ
-    _check_mirrored(args, kwargs, may_differ=isinstance(var.across_replicas(), PerReplica))
-
-
-def _check_mirrored(args: Sequence[Any], kwargs: Mapping[str, Any] | None, *, may_differ: bool = False) -> None:
-    for leaf in flatten((tuple(args), dict(kwargs or {})))[0]:
+def _given_by_all(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]:
+    """Return the leaves of the arguments of an update, after checking that every replica has them."""
+    leaves = flatten((tuple(args), dict(kwargs or {})))[0]
+    for leaf in leaves:
         if isinstance(leaf, OnSomeReplicas):
             raise TypeError(
                 f"extended.update got {leaf!r}, but every replica runs the update: reduce the value to the variable.\n"
                 '    incorrect:  extended.update(variable, fn, args=(extended.reduce_to("sum", value, "rank:0"),))\n'
                 '    correct:    extended.update(variable, fn, args=(extended.reduce_to("sum", value, variable),))'
             )
-        if isinstance(leaf, PerReplica) and not may_differ:
-            raise TypeError(
-                f"extended.update got {leaf!r}; it differs between replicas, so the variable would too: reduce it first.\n"
-                "    incorrect:  strategy.extended.update(variable, fn, args=(strategy.run(gradient),))\n"
-                '    correct:    total = strategy.reduce("sum", strategy.run(gradient), axis=None); '
-                "strategy.extended.update(variable, fn, args=(total,))"
-            )
+    return leaves
+
+
+def _fingerprint(leaves: list[Any]) -> str:
+    """Return a text that differs between ranks where components of per-replica values differ."""
+    arrays = [array for leaf in leaves if isinstance(leaf, PerReplica) for array in _arrays_of(leaf.in_replica())]
+    if not arrays:
+        return ""
+    found = checksum(arrays, _COMPARED_BYTES)
+    return f" with per-replica values, which must be equal: all_reduce them first (checksum {found:x})"
+
+
+def _arrays_of(component: Any) -> list[Array]:
+    """Return the arrays of a component, which may also be slices, or no array at all."""
+    if isinstance(component, IndexedSlices):
+        return [as_array(component.indices), as_array(component.values)]
+    return (
+        [as_array(component, "an argument of extended.update")]
+        if hasattr(component, "dtype") or isinstance(component, Number)
+        else []
+    )
 
 
 def _results(result: Any, group: bool) -> Any:

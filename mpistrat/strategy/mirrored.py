@@ -1,19 +1,52 @@
-"""MirroredStrategy: synchronous replicas on the ranks of one node."""
+"""MirroredStrategy and MultiWorkerMirroredStrategy: synchronous replicas on one node, or on all ranks of the job."""
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
+import numpy as np
+
+from mpistrat.arrays import Array
+from mpistrat.cluster.mpi_resolver import MPIClusterResolver
+from mpistrat.cluster.resolver import ClusterResolver, TFConfigClusterResolver
+from mpistrat.cluster.roles import chief_rank, training_role
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.construction import rendezvous_seconds
-from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.interface import BaseCommunicator
+from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.cross_device.all_reduce import HierarchicalAllReduce
 from mpistrat.cross_device.ops import CrossDeviceOps
-from mpistrat.groups.rendezvous import rendezvous
+from mpistrat.device.binding import own_device
+from mpistrat.errors import CollectiveError, DeadlineExceededError, InvalidArgumentError, LaunchError
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.groups.rendezvous import Rendezvous, rendezvous
+from mpistrat.reduction import ReduceOp
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.make_communicator import call_text, check_communication, make_communicator
-from mpistrat.strategy.one_node import check_devices, check_one_node, node_devices, node_hierarchy, node_world
 from mpistrat.strategy.strategy import Strategy
+from mpistrat.text import format_count
+from mpistrat.topology.devices import device_name, ranks_of
+from mpistrat.topology.world import World
+from mpistrat.watch.recorder import watched
 
-__all__ = ["MirroredStrategy"]
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "ExperimentalMultiWorkerMirroredStrategy",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "call_text",
+    "check_communication",
+    "check_devices",
+    "check_one_node",
+    "make_communicator",
+    "node_devices",
+    "node_hierarchy",
+    "node_world",
+]
 
 
 class MirroredStrategy(Strategy):
@@ -83,3 +116,254 @@ class MirroredStrategy(Strategy):
             hierarchy = node_hierarchy(job)
         communicator = make_communicator(hierarchy, communication_options, num_packs)
         super().__init__(StrategyExtended(communicator, cross_device_ops, node_devices(hierarchy.world)))
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Keeps a copy of each variable on every rank of the job; the copies stay equal. Reduces inside nodes, then between them.
+
+    Creating one is a collective call of all ranks of the job.
+
+    Parameters
+    ----------
+    cluster_resolver : ClusterResolver, optional
+        Defines which rank is the chief, which writes checkpoints and logs; the ranks themselves are known from MPI. By default
+        a TFConfigClusterResolver if ``TF_CONFIG`` is set, else a MPIClusterResolver. With an empty cluster rank 0 is the chief.
+    communication_options : CommunicationOptions, optional
+        Defaults of every call.
+    num_packs : int, optional
+        Number of equal packs that the elements of a batch are cut into; 0: each array is reduced separately. None (the
+        default): packs follow `bytes_per_pack` of the options.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If `cluster_resolver` is not a ClusterResolver, or does not define the task of this rank, or defines one that does not
+        train; if ``TF_CONFIG`` is invalid; if the options are not CommunicationOptions; or if `num_packs` is negative.
+    LaunchError
+        On every rank, if no rank plays a training task of the cluster.
+    AgreementError
+        If ranks passed different arguments or read different clusters, or if another rank raised one of these errors.
+    DeadlineExceededError
+        If the options have a deadline, and not all ranks make this call in time.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        num_packs: int | None = None,
+    ) -> None:
+        call = call_text(
+            "MultiWorkerMirroredStrategy",
+            cluster_resolver=_kind(cluster_resolver),
+            communication_options=communication_options,
+            num_packs=num_packs,
+        )
+
+        def check() -> ClusterResolver | None:
+            _check_resolver(cluster_resolver)
+            check_communication(None, communication_options, num_packs)
+            reads_variable = cluster_resolver is None and _default_kind() is TFConfigClusterResolver
+            return TFConfigClusterResolver() if reads_variable else cluster_resolver
+
+        with rendezvous("MultiWorkerMirroredStrategy", rendezvous_seconds(communication_options)) as job:
+            found = job.agree(call, check)
+            self._cluster_resolver = MPIClusterResolver() if found is None else found
+            chief = _chief(job, self._cluster_resolver)
+            hierarchy = Hierarchy(job.comm, job.world)
+        communicator = make_communicator(hierarchy, communication_options, num_packs)
+        _check_health(communicator)
+        devices = (device_name(communicator.rank),)
+        super().__init__(StrategyExtended(communicator, worker_devices=devices, is_chief=communicator.rank == chief))
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """Defines the task of each rank."""
+        return self._cluster_resolver
+
+
+class _OldName(type):
+    """Makes every multi-worker strategy an instance of the deprecated name, as in TensorFlow: libraries check for it."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        wanted = MultiWorkerMirroredStrategy if cls is ExperimentalMultiWorkerMirroredStrategy else cls
+        return type.__instancecheck__(wanted, instance)
+
+
+class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy, metaclass=_OldName):
+    """TensorFlow's deprecated ``experimental.MultiWorkerMirroredStrategy``; use `MultiWorkerMirroredStrategy`.
+
+    Creating one is a collective call of all ranks of the job. Every `MultiWorkerMirroredStrategy` is an instance of this class.
+
+    Parameters
+    ----------
+    communication : CommunicationImplementation or str
+        AUTO, RING or NCCL.
+    cluster_resolver : ClusterResolver, optional
+        As for `MultiWorkerMirroredStrategy`, as are the errors.
+    """
+
+    def __init__(
+        self,
+        communication: CommunicationImplementation | str = CommunicationImplementation.AUTO,
+        cluster_resolver: ClusterResolver | None = None,
+    ) -> None:
+        warnings.warn(
+            "mpistrat.experimental.MultiWorkerMirroredStrategy is deprecated; use mpistrat.MultiWorkerMirroredStrategy("
+            "communication_options=mpistrat.experimental.CommunicationOptions(implementation=…))",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        name = "experimental.MultiWorkerMirroredStrategy"
+        with rendezvous(name) as job:
+            call = call_text(name, communication=communication)
+            options = job.agree(call, lambda: CommunicationOptions(implementation=communication))
+        super().__init__(cluster_resolver, options)
+
+
+def _default_kind() -> type[TFConfigClusterResolver | MPIClusterResolver]:
+    return TFConfigClusterResolver if os.environ.get("TF_CONFIG", "").strip() else MPIClusterResolver
+
+
+def _kind(resolver: object) -> type:
+    return _default_kind() if resolver is None else type(resolver)
+
+
+def _check_resolver(resolver: object) -> None:
+    if not isinstance(resolver, (ClusterResolver, type(None))):
+        raise InvalidArgumentError(
+            f"cluster_resolver must be a ClusterResolver or None; got {type(resolver).__name__}.\n"
+            "    incorrect:  mpistrat.MultiWorkerMirroredStrategy(options)\n"
+            "    correct:    mpistrat.MultiWorkerMirroredStrategy(communication_options=options)"
+        )
+
+
+def _chief(job: Rendezvous, resolver: ClusterResolver) -> int:
+    """Return the rank of the chief, after checking that all ranks have read the same cluster. A collective call."""
+    role = job.agree("reading the cluster resolver", lambda: training_role(resolver))
+    job.agree(f"{role.spec!r}, read from the cluster resolver", lambda: None)
+    return chief_rank(job.comm.allgather(role))
+
+
+def _check_health(communicator: BaseCommunicator) -> None:
+    """Reduce one number over all ranks, to detect problems before the first step. A collective call."""
+    ones: list[Array] = [np.ones(1, np.int64)]
+    try:
+        [total] = communicator.all_reduce(ReduceOp.SUM, ones)
+    except DeadlineExceededError:
+        raise  # ranks are missing, so `close`, a collective call, would wait for them
+    except Exception:
+        communicator.close()
+        raise
+    if total != communicator.size:
+        raise CollectiveError(
+            f"the first all-reduce is wrong: {communicator.size} ranks contributed 1 each, and the result is {int(total[0])}"
+        )
+
+
+def check_one_node(strategy: str, world: World, otherwise: str) -> None:
+    """Check that the job is on one node; `otherwise` is the error's advice."""
+    if world.num_nodes == 1:
+        return
+    error = LaunchError(
+        f"{strategy} trains on the ranks of one node, but this job has {world.size} ranks on {world.num_nodes} nodes "
+        f"({', '.join(node.name for node in world.nodes)}), which would train {world.num_nodes} unrelated models. "
+        f"Use MultiWorkerMirroredStrategy to train one model on all of them, or {otherwise}."
+    )
+    error.raised_everywhere = True
+    raise error
+
+
+def check_devices(argument: str, devices: Sequence[str] | None, world: World) -> None:
+    """Check that a list of devices names each rank of a node once, in order. None is accepted."""
+    if devices is None:
+        return
+    if not isinstance(devices, (list, tuple)):
+        raise TypeError(f"{argument} must be None or a list of device names, {_all_devices(world)!r} here; got {devices!r}")
+    named = [ranks_of(device, world) for device in devices]
+    problem = _problem(devices, named, world)
+    if problem:
+        raise InvalidArgumentError(
+            f"{argument}={list(devices)!r} {problem}. This node has {format_count(world.size, 'rank')}, and a "
+            f"replica runs on each: pass {argument}=None or {_all_devices(world)!r}, or launch another number of ranks"
+        )
+
+
+def node_world(rendezvous: Rendezvous) -> World:
+    """Return the world that consists of this rank's node only, with ranks from 0."""
+    node = rendezvous.world.nodes[rendezvous.world.place(rendezvous.rank).node_index]
+    return World.from_node_of_rank([0] * len(node.ranks), [node.name] * len(node.ranks))
+
+
+def node_hierarchy(rendezvous: Rendezvous) -> Hierarchy:
+    """Return the groups of this rank's node. A collective call of all ranks of the job."""
+    node_comm = cast(
+        "MPI.Intracomm", rendezvous.comm.Split(rendezvous.world.place(rendezvous.rank).node_index, rendezvous.rank)
+    )
+    hierarchy = Hierarchy(node_comm, node_world(rendezvous))
+    node_comm.Free()
+    return hierarchy
+
+
+def node_devices(world: World) -> tuple[str, ...]:
+    """Return the full name of each rank's device."""
+    return tuple(device_name(rank) for rank in range(world.size))
+
+
+def _all_devices(world: World) -> list[str]:
+    return [own_device()] if world.size == 1 else [f"rank:{rank}" for rank in range(world.size)]
+
+
+def _problem(devices: Sequence[str], named: Sequence[tuple[int, ...]], world: World) -> str:
+    """Return what is wrong with the devices, or an empty text."""
+    for device, owners in zip(devices, named, strict=True):
+        if len(owners) > 1:
+            return f"is ambiguous: every rank has a device {device!r}"
+    ranks = [owners[0] for owners in named]
+    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    missing = sorted(set(range(world.size)) - set(ranks))
+    if twice:
+        return f"names rank {twice[0]} more than once"
+    if missing:
+        return f"leaves out {', '.join(f'rank {rank}' for rank in missing)}"
+    return "" if ranks == sorted(ranks) else "is not in the order of ranks, which is that of replicas"
+
+
+def call_text(strategy: str, **arguments: object) -> str:
+    """Return the text of the call that creates a strategy, by which ranks compare their arguments."""
+    return f"{strategy}({', '.join(f'{name}={_named(value)}' for name, value in arguments.items())})"
+
+
+def check_communication(cross_device_ops: object, options: object, num_packs: int | None) -> None:
+    """Check the arguments of a strategy that concern communication."""
+    if not isinstance(options, (CommunicationOptions, type(None))):
+        raise InvalidArgumentError(f"communication_options must be CommunicationOptions or None; got {type(options).__name__}")
+    HierarchicalAllReduce(num_packs)  # raises if it is negative
+    if cross_device_ops is None:
+        return
+    if not isinstance(cross_device_ops, CrossDeviceOps):
+        raise TypeError(
+            f"cross_device_ops must be a CrossDeviceOps, such as mpistrat.ReductionToOneDevice(); got {cross_device_ops!r}"
+        )
+    if num_packs is not None:
+        raise InvalidArgumentError(
+            f"num_packs={num_packs} was passed together with cross_device_ops, which have their own num_packs.\n"
+            "    incorrect:  mpistrat.MirroredStrategy(cross_device_ops=mpistrat.HierarchicalAllReduce(), num_packs=2)\n"
+            "    correct:    mpistrat.MirroredStrategy(cross_device_ops=mpistrat.HierarchicalAllReduce(num_packs=2))"
+        )
+
+
+def make_communicator(hierarchy: Hierarchy, options: CommunicationOptions | None, num_packs: int | None) -> Communicator:
+    """Return the communicator over `hierarchy`. A collective call."""
+    with watched("creating a strategy: its communicator"):
+        return Communicator(hierarchy, options, num_packs=num_packs)
+
+
+def _named(value: object) -> str:
+    """Return the text of an argument: its repr, or only its type if the repr is an address, which differs between ranks."""
+    if isinstance(value, CrossDeviceOps):
+        return f"{type(value).__name__}(num_packs={value.num_packs})"
+    if isinstance(value, type):
+        return value.__name__
+    return type(value).__name__ if type(value).__repr__ is object.__repr__ else repr(value)

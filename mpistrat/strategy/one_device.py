@@ -1,17 +1,25 @@
-"""OneDeviceStrategy: one replica, independent of other ranks."""
+"""Strategies of one replica: OneDeviceStrategy, and the default strategy, which is current outside all scopes."""
 
 from __future__ import annotations
 
+import sys
+import warnings
+from pathlib import Path
+
+from mpistrat import settings
 from mpistrat.communicator.local import LocalCommunicator
+from mpistrat.context.advice import ADVICE
+from mpistrat.context.stack import Mode, register_default
 from mpistrat.device.binding import own_device
 from mpistrat.errors import LaunchError
-from mpistrat.launch.environment import detect
+from mpistrat.launch.environment import LauncherView, detect
 from mpistrat.launch.gpu_binding import bind_device, what_is_bound
 from mpistrat.strategy.extended import StrategyExtended
+from mpistrat.strategy.replica_context import ReplicaContext
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.topology.devices import parse_device, ranks_of
 
-__all__ = ["OneDeviceStrategy"]
+__all__ = ["DefaultReplicaContext", "OneDeviceStrategy"]
 
 
 class OneDeviceStrategy(Strategy):
@@ -47,3 +55,63 @@ def _bind() -> None:
     bound = what_is_bound()
     if bound is not None and bound.problem:
         raise LaunchError(f"{bound.problem}. Set MPISTRAT_DEVICE=cpu to compute in host memory")
+
+
+_COLLECTIVES = {"all_reduce", "start_all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all", "barrier"}
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+class DefaultReplicaContext(ReplicaContext):
+    """The replica context of the default strategy. As in TensorFlow, its collectives return the value of this rank.
+
+    In a job of several ranks that is rarely intended: the first collective warns, and with MPISTRAT_STRICT every one raises.
+    The number of ranks is read from the launcher's variables, so that MPI is not started for it.
+    """
+
+    _has_checked_peers = False
+
+    def _require_current(self, method: str) -> None:
+        super()._require_current(method)
+        if not self._has_checked_peers and method in _COLLECTIVES:
+            self._check_peers(method)
+
+    def _check_peers(self, method: str) -> None:
+        view = detect()
+        if view is None or not _has_peers(view):
+            self._has_checked_peers = True
+            return
+        if settings.STRICT.read():
+            raise RuntimeError(_text(method, view))
+        self._has_checked_peers = True
+        warnings.warn(_text(method, view), UserWarning, stacklevel=_levels_to_user())
+
+
+@register_default
+def _default_mode() -> Mode:
+    strategy = Strategy(StrategyExtended(LocalCommunicator()))
+    strategy.replica_context = DefaultReplicaContext(strategy)
+    return strategy.replica_context.mode
+
+
+def _has_peers(view: LauncherView) -> bool:
+    return view.size > 1 if view.size is not None else bool(view.rank)
+
+
+def _text(method: str, view: LauncherView) -> str:
+    line = ADVICE[f"ctx.{method}"][0].partition("ctx.")[2]
+    job = f"{view.size} ranks" if view.size else "several ranks"
+    return (
+        f"rank {view.rank}: ReplicaContext.{method} was called outside strategy.run, in a job of {job}. There it reduces "
+        "nothing, as in TensorFlow: each rank gets its own value back.\n"
+        f"    incorrect:  mpistrat.get_replica_context().{line}\n"
+        f"    correct:    strategy.run(lambda: mpistrat.get_replica_context().{line}), of a strategy such as "
+        "mpistrat.MultiWorkerMirroredStrategy()"
+    )
+
+
+def _levels_to_user() -> int:
+    """Return the stacklevel at which the caller's warning names the innermost line outside this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -9,28 +10,35 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_operand, like
+from mpistrat.arrays import Array, as_operand, as_target, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, gather_refused
-from mpistrat.context.assignment import assignable
+from mpistrat.context.advice import ADVICE
 from mpistrat.context.stack import Mode, current, entered, in_replica_context_of, misplaced, pop, push
-from mpistrat.context.values import regroup, select_replica
+from mpistrat.context.values import across_replicas_of, assignable, in_replica, regroup, select_replica
 from mpistrat.device.binding import bound_device
-from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
+from mpistrat.groups.agreement import digest_of
 from mpistrat.reduction import ReduceOp, check_across_replicas
-from mpistrat.strategy.advice import ADVICE
-from mpistrat.strategy.call_digests import OF_NESTS, OPERATIONS, all_reduce_text, digest_of_nest
 from mpistrat.strategy.deprecated import merge_hints
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.leaves import check_dtypes, read_leaves
-from mpistrat.strategy.out_arrays import read_out
-from mpistrat.strategy.replica_id import checked_id
-from mpistrat.strategy.weighting import weighted_part
-from mpistrat.structures import ONE_LEAF, flatten, flatten_arrays
+from mpistrat.strategy.local_reduction import weighted_part
+from mpistrat.structures import MAX_CACHED_STRUCTURES, ONE_LEAF, Structure, flatten, flatten_arrays, leaf_names
 
-__all__ = ["ReplicaContext", "Updatable"]
+__all__ = [
+    "OF_NESTS",
+    "OPERATIONS",
+    "ReplicaContext",
+    "Updatable",
+    "all_reduce_text",
+    "check_dtypes",
+    "checked_id",
+    "digest_of_nest",
+    "read_leaves",
+    "read_out",
+]
 
 _FRAMES = 3  # stack frames between the communicator's method and the user's line, which a stall report names
 
@@ -45,9 +53,11 @@ class Updatable(Protocol):
 class ReplicaContext:
     """The replica inside ``strategy.run``; a context manager.
 
-    Every replica makes the same collective calls, in the same order. Values are nests: dicts, lists, tuples and registered
-    classes of arrays, at any depth. Results are arrays of the library that the arguments belong to: CuPy for CuPy, PyTorch for
-    PyTorch, NumPy for NumPy and numbers. A variable stands for its array on this replica.
+    Every replica makes the same collective calls, in the same order, with values of the same structure; otherwise all raise
+    AgreementError. Values are nests: dicts, lists, tuples and registered classes of arrays, at any depth. Results are arrays of
+    the library that the arguments belong to: CuPy for CuPy, PyTorch for PyTorch, NumPy for NumPy and numbers. A variable stands
+    for its array on this replica. `Communicator` documents the collectives; options of a call override those of the strategy.
+    Calls raise RuntimeError if this replica context is not the current one.
 
     Parameters
     ----------
@@ -67,7 +77,8 @@ class ReplicaContext:
         self._extended: StrategyExtended = strategy.extended
         self._communicator: BaseCommunicator = self._extended.communicator
         # the fast path takes NumPy arrays without checks; replicas that compute on GPUs refuse these
-        self._has_fast_path = self._extended.uses_default_ops and bound_device() is None
+        self._has_fast_path = bound_device() is None
+        self._ops = None if self._extended.uses_default_ops else self._extended.cross_device_ops
         if replica_id_in_sync_group is None:
             replica_id_in_sync_group = self._communicator.rank
         self._replica_id = checked_id(replica_id_in_sync_group, self._communicator.size)
@@ -110,18 +121,12 @@ class ReplicaContext:
         out: Any = None,
         experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
-        """Reduce a value over all replicas; every replica receives the result.
-
-        A collective call: every replica makes it, with the same structure, shapes and dtypes.
+        """Reduce a value over all replicas; every replica receives the result. As `Communicator.all_reduce`. A collective call.
 
         Parameters
         ----------
-        reduce_op : ReduceOp or str
-            SUM, MEAN, MIN, MAX or PROD; case does not matter.
         value : nest of array_like or IndexedSlices
-            The leaves are reduced together, as one batch.
-        options : CommunicationOptions, optional
-            Take precedence over those of the strategy.
+            The leaves are reduced together, as one batch. IndexedSlices are summed or averaged.
         weight : float, optional
             For the MEAN of floats or complex numbers: the weight of this replica, for example the number of its examples. The
             result is the sum of ``weight * value`` over all replicas, divided by the sum of the weights; NaN if all weights are
@@ -132,45 +137,27 @@ class ReplicaContext:
         experimental_hints : CommunicationOptions, optional
             The old name of `options`; deprecated.
 
-        Returns
-        -------
-        nest of array
-            `out`, or new arrays of the same shapes and dtypes, in the same structure.
-
         Raises
         ------
-        RuntimeError
-            If this replica context is not the current one.
-        TypeError
-            If `reduce_op` is neither ReduceOp nor str.
-        InvalidArgumentError
-            If the operation is unknown, `options` have another type, `out` does not fit, or `weight` is negative, not a
-            number, out of range for the dtype of a leaf, or passed with another operation than MEAN.
-        UnsupportedDtypeError
-            If a leaf is not an array, or the operation is not defined for its dtype, such as SUM for booleans.
-        NotImplementedError
-            If a leaf is IndexedSlices, and the operation is neither SUM nor MEAN, or there is a `weight`.
         AgreementError
             On every replica, if replicas pass different structures, shapes, dtypes or operations. If MPI reduces the arrays
             between nodes, a later call raises it; with MPISTRAT_STRICT this one does.
         """
         self._require_current("all_reduce")
-        is_plain = options is None and weight is None and experimental_hints is None and out is None
-        if is_plain and (reduced := self._fast_all_reduce(reduce_op, value)) is not None:
-            return reduced
+        if self._has_fast_path and weight is None and experimental_hints is None:
+            reduced = self._try_fast_all_reduce(reduce_op, value, options, out)
+            if reduced is not None:
+                return reduced
         leaves, structure = flatten(value)
         if experimental_hints is not None:
             options = merge_hints(options, experimental_hints)
-        try:
-            if options is not None:
-                check_options(options)
+        with self._communicator.refusing("all_reduce", options):
+            check_options(options)
             op = ReduceOp.parse(reduce_op)
             arrays = read_leaves(value, leaves)
             if weight is not None:
                 sent, finish = weighted_part(op, arrays, weight, out)
             targets, arrays = (None, arrays) if out is None else read_out(out, structure, leaves, arrays)
-        except Exception as error:  # the other replicas must raise too, whatever reading the user's arrays raises
-            self._communicator.refuse("all_reduce", error, options)
         if weight is not None:
             self._communicator.note(f"all_reduce({op.name}, weighted) of {structure}", options)
             results = finish(self._extended.all_reduce(ReduceOp.SUM, sent, options))
@@ -188,36 +175,20 @@ class ReplicaContext:
         return out
 
     def start_all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None) -> Work[Any]:
-        """Start an `all_reduce`, and return a handle to wait for it. Not in TensorFlow.
+        """Start an `all_reduce`, and return a handle to wait for it. As `Communicator.start_all_reduce`. Not in TensorFlow.
 
         A collective call. Started operations run in the background, one after the other in the order of the calls, which must
         be the same on all replicas. Any number can be started; every other collective of the strategy waits until they are
         complete. The arrays of `value` must not be changed before ``wait()`` returns. The deadline of an operation counts from
         when it begins to run.
-
-        Parameters
-        ----------
-        reduce_op : ReduceOp or str
-            SUM, MEAN, MIN, MAX or PROD; case does not matter.
-        value : nest of array_like or IndexedSlices
-            As for `all_reduce`, which also documents the errors.
-        options : CommunicationOptions, optional
-            Take precedence over those of the strategy.
-
-        Returns
-        -------
-        Work
-            ``done()`` tells whether it is complete; ``wait()`` returns the result of the `all_reduce`. Both raise its error.
         """
         self._require_current("start_all_reduce")
         leaves, structure = flatten(value)
-        try:
+        with self._communicator.refusing("start_all_reduce", options):
             check_options(options)
             op = ReduceOp.parse(reduce_op)
             arrays = read_leaves(value, leaves)
             check_dtypes(op, value, arrays)
-        except Exception as error:  # as in `all_reduce`
-            self._communicator.refuse("start_all_reduce", error, options)
         work = self._extended.start_all_reduce(op, arrays, options, structure)
         return work.then(lambda results: structure.unflatten(list(map(like, results, leaves))))
 
@@ -229,103 +200,48 @@ class ReplicaContext:
         *,
         experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
-        """Concatenate the components of a value along an axis, in replica order; every replica receives the result.
+        """Concatenate the components of a value along an axis, in replica order. As `Communicator.all_gather`.
 
         A collective call.
-
-        Parameters
-        ----------
-        value : nest of array_like
-            Each leaf has at least one axis, and the same shape on all replicas except along `axis`.
-        axis : int
-            The axis to concatenate along.
-        options : CommunicationOptions, optional
-            Take precedence over those of the strategy.
-        experimental_hints : CommunicationOptions, optional
-            The old name of `options`; deprecated.
-
-        Raises
-        ------
-        RuntimeError
-            If this replica context is not the current one.
-        InvalidArgumentError
-            If a leaf has no such axis, or the shapes differ along another one.
-        UnsupportedDtypeError
-            If a leaf is not an array of numbers.
-        NotImplementedError
-            If a leaf is IndexedSlices.
         """
         wanted = merge_hints(options, experimental_hints)
-        return self._for_each_leaf(
-            "all_gather", f"axis={axis}", value, wanted, lambda array: self._communicator.all_gather(array, axis, wanted)
+        self._require_current("all_gather")
+        return for_each_leaf(
+            self._communicator,
+            "all_gather",
+            f"axis={axis}",
+            value,
+            wanted,
+            lambda array: self._extended.all_gather(array, axis, wanted),
         )
 
     def broadcast(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
-        """Return the value of replica `root`, on every replica. Not in TensorFlow.
+        """Return the value of replica `root`, on every replica. As `Communicator.broadcast`. Not in TensorFlow.
 
-        A collective call.
-
-        Parameters
-        ----------
-        value : nest of array_like
-            The same structure on all replicas; shapes and dtypes are those of `root`.
-        root : int
-            The replica whose value is returned.
-        options : CommunicationOptions, optional
-            Take precedence over those of the strategy.
-
-        Raises
-        ------
-        RuntimeError
-            If this replica context is not the current one.
-        InvalidArgumentError
-            If `root` is not a replica.
-        UnsupportedDtypeError
-            If a leaf is not an array of numbers.
-        NotImplementedError
-            If a leaf is IndexedSlices.
+        A collective call. The structure is the same on all replicas; shapes and dtypes are those of `root`.
         """
-        return self._for_each_leaf(
-            "broadcast", f"root={root}", value, options, lambda array: self._communicator.broadcast(array, root, options)
+        self._require_current("broadcast")
+        return for_each_leaf(
+            self._communicator,
+            "broadcast",
+            f"root={root}",
+            value,
+            options,
+            lambda array: self._extended.broadcast(array, root, options),
         )
 
     def reduce_scatter(
         self, reduce_op: ReduceOp | str, value: Any, axis: int = 0, options: CommunicationOptions | None = None
     ) -> Any:
-        """Reduce a value over all replicas; each replica receives its shard along `axis`. Not in TensorFlow.
+        """Reduce a value; each replica receives its shard along `axis`. As `Communicator.reduce_scatter`. Not in TensorFlow.
 
-        A collective call. Shards are in replica order, as by ``np.array_split``: the first ones may be longer by one.
-
-        Parameters
-        ----------
-        reduce_op : ReduceOp or str
-            SUM, MEAN, MIN, MAX or PROD; case does not matter.
-        value : nest of array_like
-            Each leaf has at least one axis, and the same shape on all replicas.
-        axis : int
-            The axis to split along.
-        options : CommunicationOptions, optional
-            Take precedence over those of the strategy.
-
-        Raises
-        ------
-        RuntimeError
-            If this replica context is not the current one.
-        TypeError
-            If `reduce_op` is neither ReduceOp nor str.
-        InvalidArgumentError
-            If the operation is unknown, or a leaf has no such axis.
-        UnsupportedDtypeError
-            If a leaf is not an array, or the operation is not defined for its dtype, such as SUM for booleans.
-        NotImplementedError
-            If a leaf is IndexedSlices.
+        A collective call.
         """
         self._require_current("reduce_scatter")
-        try:
+        with self._communicator.refusing("reduce_scatter", options):
             op = ReduceOp.parse(reduce_op)
-        except (TypeError, ValueError) as error:
-            self._communicator.refuse("reduce_scatter", error, options)
-        return self._for_each_leaf(
+        return for_each_leaf(
+            self._communicator,
             "reduce_scatter",
             f"{op.name}, axis={axis}",
             value,
@@ -335,65 +251,29 @@ class ReplicaContext:
         )
 
     def all_to_all(self, values: Sequence[Any], options: CommunicationOptions | None = None) -> list[Any]:
-        """Send array i to replica i; return the arrays received from all replicas, in replica order. Not in TensorFlow.
+        """Send array i to replica i; return those received, in replica order. As `Communicator.all_to_all`. Not in TensorFlow.
 
         A collective call.
-
-        Parameters
-        ----------
-        values : sequence of array_like
-            One array for each replica, all of the same dtype, and of the same shape except along axis 0.
-        options : CommunicationOptions, optional
-            Take precedence over those of the strategy.
-
-        Raises
-        ------
-        RuntimeError
-            If this replica context is not the current one.
-        InvalidArgumentError
-            If there is not one array for each replica, or their dtypes or shapes do not match.
-        UnsupportedDtypeError
-            If one of them is not an array of numbers.
         """
         self._require_current("all_to_all")
         leaves = list(values)
-        try:
+        with self._communicator.refusing("all_to_all", options):
             check_options(options)
             arrays = [as_operand(leaf, f"values[{index}]") for index, leaf in enumerate(leaves)]
-        except Exception as error:  # as in `all_reduce`
-            self._communicator.refuse("all_to_all", error, options)
         return list(map(like, self._communicator.all_to_all(arrays, options), leaves))
 
     def barrier(self, options: CommunicationOptions | None = None) -> None:
-        """Wait until all replicas have called this. A collective call. Not in TensorFlow.
-
-        Raises
-        ------
-        RuntimeError
-            If this replica context is not the current one.
-        """
+        """Wait until all replicas have called this. A collective call. Not in TensorFlow."""
         self._require_current("barrier")
         self._communicator.barrier(options)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call ``merge_fn(strategy, *args, **kwargs)`` in cross-replica context, and return to replica context.
+        """Call ``merge_fn(strategy, *args, **kwargs)`` in cross-replica context; return this replica's component of its result.
 
         A collective call: every replica makes it. `merge_fn` runs once on every rank, with the arguments of the replicas as
         per-replica values.
-
-        Returns
-        -------
-        nest
-            The component of this replica of what `merge_fn` returned.
-
-        Raises
-        ------
-        RuntimeError
-            If this replica context is not the current one: in cross-replica context, or on another thread.
-        AgreementError
-            On every replica, from the next collective, if some make another call or pass another structure.
         """
         self._require_current("merge_call")
         outside = self._strategy.cross_replica_mode
@@ -419,15 +299,8 @@ class ReplicaContext:
         variable : Variable
             The variable to update.
         fn : callable
-            Called as ``fn(array, *args, **kwargs)`` with the array of this replica. It returns the new value, or writes to the
-            array and returns None.
-
-        Raises
-        ------
-        RuntimeError
-            If this replica context is not the current one, or the variable belongs to another strategy.
-        InvalidArgumentError
-            If the new value has another shape than the variable.
+            Called as ``fn(array, *args, **kwargs)`` with the array of this replica. It returns the new value, of the same
+            shape, or writes to the array and returns None.
         """
         self._require_current("update")
         component = variable.writable()
@@ -448,51 +321,127 @@ class ReplicaContext:
     def __repr__(self) -> str:
         return f"ReplicaContext(replica={self._replica_id}({self._communicator.size}))"
 
-    def _fast_all_reduce(self, reduce_op: ReduceOp | str, value: Any) -> Any:
+    def _try_fast_all_reduce(
+        self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None, out: Any
+    ) -> Any:
         """Reduce a nest of NumPy arrays like an earlier one by the communicator's fast path; return None if there is none."""
-        if not self._has_fast_path:
-            return None
         try:
             op = OPERATIONS[reduce_op]
         except (TypeError, InvalidArgumentError):
             return None  # the full path refuses the operation on all replicas
+        structure: Structure | None = None
         if type(value) is np.ndarray:
-            results = self._communicator.all_reduce_again(op, (value,), 0, _FRAMES)
-            return None if results is None else results[0]
-        nest = flatten_arrays(value)
-        if nest is None:
+            leaves, targets, noted = [value], None if out is None else [out], 0
+        else:
+            nest = flatten_arrays(value)
+            into = nest if out is value else None if out is None else flatten_arrays(out)
+            if nest is None or (out is not None and (into is None or into[1] != nest[1])):
+                return None
+            leaves, structure = nest
+            targets = None if into is None else into[0]
+            found = OF_NESTS.get((op._value_, id(structure)))
+            noted = found[0] if found else digest_of_nest(op, structure)
+        if self._ops is not None and (options := self._ops.all_reduce_options(self._communicator, options)) is None:
             return None
-        leaves, structure = nest
-        found = OF_NESTS.get((op._value_, id(structure)))
-        results = self._communicator.all_reduce_again(op, leaves, found[0] if found else digest_of_nest(op, structure), _FRAMES)
-        return None if results is None else structure.unflatten(results)
-
-    def _for_each_leaf(
-        self,
-        method: str,
-        what: str,
-        value: Any,
-        options: CommunicationOptions | None,
-        collective: Callable[[Array], Array],
-        check: Callable[[Array], None] | None = None,
-    ) -> Any:
-        """Check all leaves of a nest, then make a collective call for each."""
-        self._require_current(method)
-        leaves, structure = flatten(value)
-        try:
-            check_options(options)
-            arrays = read_leaves(value, leaves)
-            for array in arrays:
-                if isinstance(array, IndexedSlices):
-                    raise gather_refused(array)
-                if check is not None:
-                    check(array)
-        except Exception as error:  # as in `all_reduce`
-            self._communicator.refuse(method, error, options)
-        self._communicator.note(f"{method}({what}) of {structure}", options)
-        return structure.unflatten([like(collective(array), leaf) for array, leaf in zip(arrays, leaves, strict=True)])
+        results = self._communicator.try_fast_all_reduce(op, leaves, options, targets, noted, _FRAMES)
+        if results is None:
+            return None
+        if out is not None:
+            return out
+        return results[0] if structure is None else structure.unflatten(results)
 
     def _require_current(self, method: str) -> None:
         modes = entered.modes
         if not (modes and modes[-1] is self.mode) and current().replica_context is not self:
             raise misplaced(f"ReplicaContext.{method}", "in the replica context it belongs to", *ADVICE[f"ctx.{method}"])
+
+
+def for_each_leaf(
+    communicator: BaseCommunicator,
+    method: str,
+    what: str,
+    value: Any,
+    options: CommunicationOptions | None,
+    collective: Callable[[Array], Array],
+    check: Callable[[Array], object] | None = None,
+) -> Any:
+    """Check this replica's components of all leaves of a nest, then make a collective call for each."""
+    leaves, structure = flatten(value)
+    leaves = [in_replica(across_replicas_of(leaf)) for leaf in leaves]
+    with communicator.refusing(method, options):
+        check_options(options)
+        arrays = read_leaves(value, leaves)
+        for array in arrays:
+            if isinstance(array, IndexedSlices):
+                raise gather_refused(array)
+            if check is not None:
+                check(array)
+    communicator.note(f"{method}({what}) of {structure}", options)
+    return structure.unflatten([like(collective(array), leaf) for array, leaf in zip(arrays, leaves, strict=True)])
+
+
+def read_leaves(value: Any, leaves: list[Any]) -> list[Any]:
+    """Return the leaves of a value as arrays; IndexedSlices are returned as they are."""
+    try:
+        return [leaf if isinstance(leaf, IndexedSlices) else as_operand(leaf) for leaf in leaves]
+    except MpistratError:
+        for name, leaf in zip(leaf_names(value), leaves, strict=True):
+            if not isinstance(leaf, IndexedSlices):
+                as_operand(leaf, name)
+        raise
+
+
+def check_dtypes(op: ReduceOp, value: Any, arrays: list[Any]) -> None:
+    """Check that `op` is defined across replicas for the dtype of each leaf of a value; the error names the leaf."""
+    for name, array in zip(leaf_names(value), arrays, strict=True):
+        check_across_replicas(op, array.dtype, name)
+
+
+def read_out(out: Any, structure: Structure, leaves: Sequence[Any], arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+    """Return the memory of the leaves of `out`, and what is reduced: for a leaf that is in both, one array in both lists."""
+    targets, found = flatten(out)
+    if found != structure:
+        raise InvalidArgumentError(f"out must have the structure of the value, {structure}; got {found}")
+    memory = [as_target(target, name) for target, name in zip(targets, leaf_names(out, "out"), strict=True)]
+    given = zip(targets, leaves, memory, arrays, strict=True)
+    return memory, [each if target is leaf else array for target, leaf, each, array in given]
+
+
+def checked_id(replica_id: Any, num_replicas: int) -> int:
+    """Return the index of a replica as an int."""
+    try:
+        index = operator.index(replica_id)
+    except TypeError:
+        index = -1
+    if not 0 <= index < num_replicas:
+        raise InvalidArgumentError(
+            f"replica_id_in_sync_group must be None or an integer from 0 to {num_replicas - 1}; got {replica_id!r}"
+        )
+    return index
+
+
+def all_reduce_text(op: ReduceOp, structure: Structure) -> str:
+    """Return the text of an all-reduce of a nest of this structure."""
+    return f"all_reduce({op.name}) of {structure}"
+
+
+class _Operations(dict[ReduceOp | str, ReduceOp]):
+    def __missing__(self, reduce_op: ReduceOp | str) -> ReduceOp:
+        op = self[reduce_op] = ReduceOp.parse(reduce_op)
+        return op
+
+
+OPERATIONS = _Operations()
+"""For each spelling of an operation: the operation."""
+
+OF_NESTS: dict[tuple[str, int], tuple[int, Structure]] = {}
+"""The cache of `digest_of_nest`, by the name of the operation and the id of the structure, which is kept alive."""
+
+
+def digest_of_nest(op: ReduceOp, structure: Structure) -> int:
+    """Return the digest of an all-reduce of a nest, and cache it."""
+    if len(OF_NESTS) >= MAX_CACHED_STRUCTURES:
+        OF_NESTS.clear()
+    digest = digest_of(all_reduce_text(op, structure))
+    OF_NESTS[op._value_, id(structure)] = digest, structure
+    return digest

@@ -6,33 +6,33 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from mpistrat.arrays import Array, array_module, as_array, as_operand, like
+from mpistrat.arrays import array_module, as_array, like
 from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.local import LocalCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
-from mpistrat.communicator.sparse import IndexedSlices, gather_refused
 from mpistrat.communicator.validate import check_gather
 from mpistrat.context.input_context import InputContext, ValueContext
 from mpistrat.context.stack import Mode, StrategyScope, default_mode
-from mpistrat.context.values import across_replicas, regroup, select_replica
+from mpistrat.context.values import across_replicas, across_replicas_of, in_replica, regroup, select_replica
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.inputs.distribute import distribute_dataset, distribute_from_function
 from mpistrat.reduction import ReduceOp
-from mpistrat.strategy import deprecated
-from mpistrat.strategy.axis_reduction import check_ambiguous, reduce_locally
-from mpistrat.strategy.deprecated import merge_hints
+from mpistrat.strategy.deprecated import DeprecatedNames, RunOptions, merge_hints
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.replica_context import ReplicaContext
-from mpistrat.strategy.run_options import RunOptions
+from mpistrat.strategy.local_reduction import check_ambiguous, reduce_locally
+from mpistrat.strategy.replica_context import ReplicaContext, for_each_leaf
 from mpistrat.structures import flatten
 
 __all__ = ["Strategy"]
 
 
-class Strategy:
+class Strategy(DeprecatedNames):
     """Runs one program on many replicas. One rank is one replica.
+
+    `Communicator` documents the collectives. The options of a call override those of the strategy. Methods raise RuntimeError
+    if they are called in the scope of another strategy; all but `run`, `local` and `explain` also inside `run`.
 
     Parameters
     ----------
@@ -138,10 +138,6 @@ class Strategy:
         ------
         InvalidArgumentError
             If `args` is neither a list nor a tuple.
-        TypeError
-            If `options` are not RunOptions.
-        RuntimeError
-            If called inside `run`, or in the scope of another strategy.
         """
         if not isinstance(args, (list, tuple)):
             raise InvalidArgumentError(f"args must be a list or tuple, for example args=(batch,); got {type(args).__name__}")
@@ -152,13 +148,7 @@ class Strategy:
         return regroup(result, self.num_replicas_in_sync)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the components on this rank, a tuple of one; a value that is not distributed is its own component.
-
-        Raises
-        ------
-        RuntimeError
-            If called inside `run`, or in the scope of another strategy.
-        """
+        """Return the components on this rank, a tuple of one; a value that is not distributed is its own component."""
         self._extended.require_cross_replica("strategy.experimental_local_results")
         return (select_replica(across_replicas(value)),)
 
@@ -179,9 +169,9 @@ class Strategy:
         *,
         experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
-        """Reduce a per-replica value over all replicas; every rank receives the result as plain arrays.
+        """Reduce a per-replica value over all replicas; every rank receives the result as plain arrays. A collective call.
 
-        A collective call.
+        As `Communicator.all_reduce`, but for these parameters.
 
         Parameters
         ----------
@@ -195,8 +185,6 @@ class Strategy:
             Axes to reduce each component over first. MEAN then divides the sum over all replicas by the number of elements on
             all replicas, so replicas with fewer or no rows have the right weight. Booleans are counted, as in NumPy; with
             ``axis=None`` SUM and MEAN are not defined for them.
-        options : CommunicationOptions, optional
-            Take precedence over those of the strategy. Not in TensorFlow.
         experimental_hints : CommunicationOptions, optional
             The old name of `options`; deprecated.
 
@@ -204,39 +192,28 @@ class Strategy:
         -------
         nest of array
             Arrays of the library that the components belong to: NumPy for NumPy, PyTorch for PyTorch. IndexedSlices for
-            IndexedSlices.
+            IndexedSlices, of which there are only SUM and MEAN with ``axis=None``.
 
         Raises
         ------
-        RuntimeError
-            If called inside `run`, or in the scope of another strategy.
-        TypeError
-            If `reduce_op` is neither ReduceOp nor str, or `axis` of another type.
-        InvalidArgumentError
-            If the operation is unknown, an axis is out of range, the sum is ambiguous, or `options` have another type.
-        UnsupportedDtypeError
-            If a component is not an array, or the operation is not defined for its dtype.
-        NotImplementedError
-            If a component is IndexedSlices, and an axis is given or the operation is neither SUM nor MEAN.
         AgreementError
             On every rank, if ranks pass different structures, shapes, dtypes, axes or operations, or did so in an earlier call.
         """
         self._extended.require_cross_replica("strategy.reduce")
         communicator = self._extended.communicator
-        leaves, structure = flatten(across_replicas(value))
-        wanted = merge_hints(options, experimental_hints)
-        try:
+        leaves, structure = flatten(value)
+        wanted, given = merge_hints(options, experimental_hints), [across_replicas_of(leaf) for leaf in leaves]
+        components = [in_replica(leaf) for leaf in given]
+        with communicator.refusing("reduce", wanted):
             check_options(wanted)
             op = ReduceOp.parse(reduce_op)
-            part = reduce_locally(op, leaves, axis, communicator.size)
-        except Exception as error:  # the other ranks must raise too, whatever reading the user's arrays raises
-            communicator.refuse("reduce", error, wanted)
+            part = reduce_locally(op, given, components, axis, communicator.size)
         call = f"reduce({op.name}, axis={axis!r}) of {structure}, {len(part.sent)} arrays to combine"
         communicator.note(call, wanted)
         check_ambiguous(part, communicator, wanted)
         totals = part.finish(self._extended.all_reduce(part.op, part.sent, wanted))
         communicator.confirm()
-        return structure.unflatten([like(*pair) for pair in zip(totals, select_replica(leaves), strict=True)])
+        return structure.unflatten([like(*pair) for pair in zip(totals, components, strict=True)])
 
     def gather(
         self,
@@ -246,72 +223,36 @@ class Strategy:
         *,
         experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
-        """Concatenate the components of a per-replica value along an axis, in replica order; every rank receives the result.
+        """Concatenate the components of a per-replica value along an axis, in replica order. As `Communicator.all_gather`.
 
-        A collective call.
-
-        Parameters
-        ----------
-        value : nest of per-replica values
-            Components have at least one axis, and the same shape except along `axis`. A leaf that is not a distributed value is
-            the component that this rank passes.
-        axis : int
-            The axis to concatenate along.
-        options : CommunicationOptions, optional
-            Take precedence over those of the strategy. Not in TensorFlow.
-        experimental_hints : CommunicationOptions, optional
-            The old name of `options`; deprecated.
-
-        Raises
-        ------
-        RuntimeError
-            If called inside `run`, or in the scope of another strategy.
-        InvalidArgumentError
-            If a component has no such axis, shapes differ along another one, or `options` have another type.
-        NotImplementedError
-            If a component is IndexedSlices.
-        AgreementError
-            On every rank, if ranks pass different structures, dtypes or axes.
+        A collective call. A leaf that is not a distributed value is the component that this rank passes.
         """
         self._extended.require_cross_replica("strategy.gather")
-        communicator = self._extended.communicator
-        leaves, structure = flatten(across_replicas(value))
         wanted = merge_hints(options, experimental_hints)
-        try:
-            check_options(wanted)
-            arrays = [_gatherable(leaf, axis) for leaf in leaves]
-        except Exception as error:  # as in `reduce`
-            communicator.refuse("gather", error, wanted)
-        communicator.note(f"gather(axis={axis}) of {structure}", wanted)
-        results = [self._extended.all_gather(array, axis, wanted) for array in arrays]
-        return structure.unflatten([like(*pair) for pair in zip(results, select_replica(leaves), strict=True)])
+        return for_each_leaf(
+            self._extended.communicator,
+            "gather",
+            f"axis={axis}",
+            value,
+            wanted,
+            lambda array: self._extended.all_gather(array, axis, wanted),
+            lambda array: check_gather(array, axis),
+        )
 
     def broadcast(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
-        """Return the value of replica `root` as plain arrays, on every rank. Not in TensorFlow.
+        """Return the value of replica `root` as plain arrays, on every rank. As `Communicator.broadcast`. Not in TensorFlow.
 
-        A collective call.
-
-        Parameters
-        ----------
-        value : nest of array_like
-            The same structure on all ranks; shapes and dtypes are those of `root`.
-        root : int
-            The replica whose value is returned.
-        options : CommunicationOptions, optional
-            Take precedence over those of the strategy.
-
-        Raises
-        ------
-        RuntimeError
-            If called inside `run`, or in the scope of another strategy.
-        InvalidArgumentError
-            If `root` is not a replica.
-        UnsupportedDtypeError
-            If a leaf is not an array of numbers.
+        A collective call. The structure is the same on all ranks; shapes and dtypes are those of `root`.
         """
         self._extended.require_cross_replica("strategy.broadcast")
-        with self.replica_context as context:
-            return context.broadcast(select_replica(value), root, options)
+        return for_each_leaf(
+            self._extended.communicator,
+            "broadcast",
+            f"root={root}",
+            select_replica(value),
+            options,
+            lambda array: self._extended.broadcast(array, root, options),
+        )
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Iterable[Any]:
         """Return a dataset that splits each global batch of `dataset` over the replicas.
@@ -323,18 +264,7 @@ class Strategy:
         dataset : ArrayDataset or iterable
             Batched with the global batch size. The default strategy returns it unchanged.
         options : InputOptions, optional
-            How batches are split, and how many are prefetched.
-
-        Raises
-        ------
-        RuntimeError
-            If called inside `run`, or in the scope of another strategy.
-        TypeError
-            If it is not a dataset, or the options are not InputOptions.
-        NotImplementedError, InvalidArgumentError
-            If the options ask for replication PER_REPLICA; if the dataset cannot be sharded by their policy.
-        AgreementError
-            If ranks pass different datasets or policies, or one of them raises: on all others.
+            How batches are split, and how many are prefetched. Replication PER_REPLICA is refused.
         """
         self._extended.require_cross_replica("strategy.experimental_distribute_dataset")
         if hasattr(dataset, "distribute") and default_mode().strategy is not self:
@@ -355,16 +285,7 @@ class Strategy:
         dataset_fn : callable
             Takes an `InputContext`, with the index of the input pipeline and the number of replicas; returns a dataset.
         options : InputOptions, optional
-            How many batches are prefetched.
-
-        Raises
-        ------
-        RuntimeError
-            If called inside `run`, or in the scope of another strategy.
-        TypeError
-            If the function does not return a dataset, or the options are not InputOptions.
-        NotImplementedError
-            If the options ask for replication PER_REPLICA, and this is not a MirroredStrategy.
+            How many batches are prefetched. Only MirroredStrategy accepts replication PER_REPLICA.
         """
         self._extended.require_cross_replica("strategy.distribute_datasets_from_function")
         return distribute_from_function(self, dataset_fn, options, accepts_per_replica=self._accepts_per_replica)
@@ -372,20 +293,8 @@ class Strategy:
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Return per-replica values; the component of this replica is ``value_fn(context)``, which every rank calls once.
 
-        Parameters
-        ----------
-        value_fn : callable
-            Takes a `ValueContext`, with the index of the replica; returns a nest.
-
-        Returns
-        -------
-        nest
-            Each leaf as a per-replica value; with one replica, what `value_fn` returned, unchanged.
-
-        Raises
-        ------
-        RuntimeError
-            If called inside `run`, or in the scope of another strategy.
+        `value_fn` takes a `ValueContext`, with the index of the replica, and returns a nest. With one replica that is returned
+        unchanged.
         """
         self._extended.require_cross_replica("strategy.experimental_distribute_values_from_function")
         communicator = self._extended.communicator
@@ -394,28 +303,7 @@ class Strategy:
     def explain(self, value: Any, options: CommunicationOptions | None = None) -> Explanation:
         """Explain how a value would be all-reduced: packs, plans, bytes, predicted times and the last measured time.
 
-        Not a collective call; works in either context. Not in TensorFlow.
-
-        Parameters
-        ----------
-        value : nest of array_like or per-replica values
-            The value to sum or average; for a per-replica value, the component of this rank is used.
-        options : CommunicationOptions, optional
-            Take precedence over those of the strategy.
-
-        Returns
-        -------
-        Explanation
-            Print it.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If `options` have another type, or cannot be fulfilled.
-        UnsupportedDtypeError
-            If a leaf is not an array, or SUM is not defined for its dtype.
-        RuntimeError
-            If the strategy was closed.
+        Not a collective call; works in either context. Print what it returns. Not in TensorFlow.
         """
         check_options(options)
         leaves = flatten(select_replica(value))[0]
@@ -425,16 +313,6 @@ class Strategy:
         """Return the memory that this rank uses for communication: windows, scratch memory and plans. Not in TensorFlow.
 
         Not a collective call. The memory is allocated by the first calls with arrays of some shapes, and kept until `close`.
-
-        Returns
-        -------
-        MemoryReport
-            Sizes in bytes; its text is one line.
-
-        Raises
-        ------
-        RuntimeError
-            If the strategy was closed.
         """
         return self._extended.communicator.memory_report()
 
@@ -443,27 +321,10 @@ class Strategy:
 
         A collective call. Later collectives raise RuntimeError; closing again does nothing. It need not be called at the end of
         a program. It has no effect on the default strategy.
-
-        Raises
-        ------
-        RuntimeError
-            If called inside `run`, or in the scope of another strategy.
         """
         self._extended.require_cross_replica("strategy.close")
         if default_mode().strategy is not self:
             self._extended.communicator.close(owner=repr(self))
-
-    # deprecated names
-    unwrap = deprecated.unwrap
-    group = deprecated.group
-    configure = deprecated.configure
-    update_config_proto = deprecated.update_config_proto
-    experimental_run = deprecated.experimental_run
-    make_dataset_iterator = deprecated.make_dataset_iterator
-    make_input_fn_iterator = deprecated.make_input_fn_iterator
-    experimental_make_numpy_dataset = deprecated.experimental_make_numpy_dataset
-    experimental_distribute_datasets_from_function = deprecated.experimental_distribute_datasets_from_function
-    colocate_vars_with = deprecated.colocate_vars_with
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError(
@@ -487,14 +348,6 @@ class Strategy:
         return copied
 
     def __repr__(self) -> str:
-        ops = self._extended.communicator
-        return f"{type(self).__name__}(replica={ops.rank}({ops.size}), world={ops.world.shape})"
-
-
-def _gatherable(leaf: Any, axis: int) -> Array:
-    component = select_replica(leaf)
-    if isinstance(component, IndexedSlices):
-        raise gather_refused(component)
-    array = as_operand(component)
-    check_gather(array, axis)
-    return array
+        communicator = self._extended.communicator
+        place = f"replica={communicator.rank}({communicator.size}), world={communicator.world.shape}"
+        return f"{type(self).__name__}({place})"

@@ -123,22 +123,6 @@ def _intra_all_gather(world: World, state: State) -> None:
             state[_on(node.ranks), shard] = state[world.owner(shard, node.index), shard]
 
 
-def _intra_reduce(world: World, state: State) -> None:
-    for node in world.nodes:
-        total = _total(state[_on(node.ranks)])
-        state[_on(node.ranks)] = POISON
-        state[node.ranks[0]] = total
-
-
-def _leaders_all_reduce(world: World, state: State) -> None:
-    state[_on(world.leaders)] = _total(state[_on(world.leaders)])
-
-
-def _intra_broadcast(world: World, state: State) -> None:
-    for node in world.nodes:
-        state[_on(node.ranks)] = state[node.ranks[0]]
-
-
 def _on(ranks: Sequence[int]) -> list[int]:
     """Return `ranks` as an index of the state's first axis; a tuple would index several axes."""
     return list(ranks)
@@ -150,7 +134,4 @@ _VERBS: dict[tuple[Verb, Scope], Callable[[World, State], None]] = {
     (Verb.ALL_REDUCE, Scope.INTER): _inter_all_reduce,
     (Verb.ALL_GATHER, Scope.INTRA): _intra_all_gather,
     (Verb.ALL_REDUCE, Scope.INTRA): _intra_all_reduce,
-    (Verb.REDUCE, Scope.INTRA): _intra_reduce,
-    (Verb.ALL_REDUCE, Scope.LEADERS): _leaders_all_reduce,
-    (Verb.BROADCAST, Scope.INTRA): _intra_broadcast,
 }

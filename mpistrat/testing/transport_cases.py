@@ -35,8 +35,6 @@ class Case:
         Dtype and length of the buffer, and the operation.
     bounds : sequence of int
         Elements ``bounds[r]:bounds[r + 1]`` are rank r's part.
-    root : int
-        For the verbs that have one.
     """
 
     verb: str
@@ -44,7 +42,6 @@ class Case:
     op: ReduceOp
     count: int
     bounds: Sequence[int]
-    root: int = 0
 
     def given(self, rank: int) -> slice:
         """Return the elements that `rank` contributes; the rest of its buffer is poisoned."""
@@ -60,8 +57,7 @@ class Case:
 
     def __str__(self) -> str:
         details = {"reduce_scatter": f", bounds {list(self.bounds)}", "all_gather": f", bounds {list(self.bounds)}"}
-        root = f", root {self.root}" if self.verb in ("reduce", "broadcast") else ""
-        return f"{self.verb}({self.count} x {self.dtype}, {self.op.name}{details.get(self.verb, root)})"
+        return f"{self.verb}({self.count} x {self.dtype}, {self.op.name}{details.get(self.verb, '')})"
 
 
 @dataclass(frozen=True)
@@ -93,10 +89,6 @@ def _part(case: Case, rank: int) -> slice:
     return slice(case.bounds[rank], case.bounds[rank + 1])
 
 
-def _at_root(case: Case, rank: int) -> slice:
-    return slice(0, case.count if rank == case.root else 0)
-
-
 def _total(case: Case, given: Array) -> Array:
     total: Array = combine(case.op).reduce(given, axis=0, dtype=given.dtype)
     return total
@@ -116,15 +108,6 @@ VERBS: dict[str, VerbSpec] = {
         in_place=True,
     ),
     "all_gather": VerbSpec(lambda transport, buffer, case: transport.all_gather(buffer, case.bounds), _part, _all, _joined),
-    "reduce": VerbSpec(
-        lambda transport, buffer, case: transport.reduce(buffer, case.op, case.root), _all, _at_root, _total, in_place=True
-    ),
-    "broadcast": VerbSpec(
-        lambda transport, buffer, case: transport.broadcast(buffer, case.root),
-        _at_root,
-        _all,
-        lambda case, given: given[case.root],
-    ),
 }
 
 
@@ -148,13 +131,11 @@ def divisions(count: int, size: int) -> list[list[int]]:
 
 
 def cases(dtype: np.dtype[Any], op: ReduceOp, count: int, size: int) -> Iterator[Case]:
-    """Return each verb with every division and every root."""
+    """Return each verb with every division."""
     even = divisions(count, size)[0]
     yield Case("all_reduce", dtype, op, count, even)
     for verb, bounds in product(("reduce_scatter", "all_gather"), divisions(count, size)):
         yield Case(verb, dtype, op, count, bounds)
-    for verb, root in product(("reduce", "broadcast"), range(size)):
-        yield Case(verb, dtype, op, count, even, root)
 
 
 def inputs(dtype: np.dtype[Any], op: ReduceOp, count: int, size: int, seed: int) -> Array:

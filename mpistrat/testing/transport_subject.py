@@ -1,6 +1,6 @@
 """A transport under test: its memory, running a case on it, and the failures found.
 
-File law: ranks agree on the outcome of each rule before any of them leaves it, so that a violated rule is an AssertionError on
+Invariant: ranks agree on the outcome of each rule before any of them leaves it, so that a violated rule is an AssertionError on
 all ranks and no rank hangs in a collective.
 """
 

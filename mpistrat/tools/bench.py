@@ -13,7 +13,6 @@ import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,10 +26,9 @@ from mpistrat.launch.bootstrap import library_version, start
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes
-from mpistrat.tools import own_ranks
+from mpistrat.tools import run
 from mpistrat.tools.bench_memory import DEVICES, communicator, filled, place_text, prefer, timed
-from mpistrat.tools.compare import COMPARED_BYTES, compare
-from mpistrat.tools.turns import check_sum, take_turns
+from mpistrat.tools.interleaved import check_sum, time_interleaved
 
 __all__ = ["Row", "add_arguments", "execute", "measure"]
 
@@ -75,16 +73,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of a job: srun python -m mpistrat bench all_reduce."
     )
     parser.add_argument("collective", choices=("all_reduce",), help="the collective to benchmark")
-    own_ranks.add_arguments(parser)
+    run.add_own_rank_options(parser)
     parser.add_argument("--min-bytes", default="8", metavar="SIZE", help="smallest array (default: 8)")
     parser.add_argument("--max-bytes", default="64MiB", metavar="SIZE", help="largest array (default: 64MiB)")
     parser.add_argument("--step-factor", type=int, default=4, metavar="N", help="factor from one size to the next (default: 4)")
     parser.add_argument("--algorithm", default="auto", choices=ALGORITHMS, help="default: auto; mpi: plain MPI")
     parser.add_argument(
         "--device", default="auto", choices=DEVICES, help="memory of the arrays: gpu, cpu, or auto (default: the ranks' device)"
-    )
-    parser.add_argument(
-        "--compare", action="store_true", help="compare all algorithms and MPI at a few sizes with the hardware limit"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the bandwidths to FILE (needs matplotlib)")
@@ -102,19 +97,16 @@ def execute(arguments: argparse.Namespace) -> int:
     LaunchError
         If there is no MPI, or no matplotlib for a plot.
     """
-    sizes = _compared_sizes(arguments) if arguments.compare else _sizes(arguments)
+    sizes = _sizes(arguments)
     _check_files(arguments)
-    code = own_ranks.start_own_ranks(arguments)
+    code = run.start_own_ranks(arguments)
     if code is not None:
         return code
     prefer(arguments.device)
     ops = communicator(start())
     if ops.rank == 0:
         print(f"all_reduce of float32, SUM, {ops.world}, {library_version()}; {place_text(ops)}", flush=True)
-    if arguments.compare:
-        _compare(arguments, ops, sizes)
-    else:
-        _tabulate(arguments, ops, sizes)
+    _tabulate(arguments, ops, sizes)
     ops.close()
     return 0
 
@@ -136,21 +128,13 @@ def measure(ops: Communicator, nbytes: int, algorithm: str) -> Row:
         comm.Allreduce(*in_host)
 
     ours, plan = (bare, "mpi") if algorithm == "mpi" else _ours(ops, source, target, algorithm)
-    contenders: list[Callable[[], object]] = [timed(ours, ops), bare]
-    for run, result in zip(contenders, (in_host[1] if algorithm == "mpi" else target, in_host[1]), strict=True):
-        check_sum(comm, run, result)
-    (seconds, mpi_seconds), rounds = take_turns(comm, contenders)
+    calls: list[Callable[[], object]] = [timed(ours, ops), bare]
+    for call, result in zip(calls, (in_host[1] if algorithm == "mpi" else target, in_host[1]), strict=True):
+        check_sum(comm, call, result)
+    (seconds, mpi_seconds), rounds = time_interleaved(comm, calls)
     algorithm_gbs = nbytes / seconds / 1e9
     bus_gbs = algorithm_gbs * 2 * (ops.size - 1) / ops.size
     return Row(nbytes, plan, seconds, mpi_seconds, algorithm_gbs, bus_gbs, mpi_seconds / seconds, rounds)
-
-
-def _compare(arguments: argparse.Namespace, ops: Communicator, sizes: list[int]) -> None:
-    comparison = compare(ops, sizes)
-    if ops.rank == 0:
-        print(comparison.text())
-        if arguments.json:
-            _write_json(arguments.json, ops, asdict(comparison))
 
 
 def _tabulate(arguments: argparse.Namespace, ops: Communicator, sizes: list[int]) -> None:
@@ -165,7 +149,7 @@ def _tabulate(arguments: argparse.Namespace, ops: Communicator, sizes: list[int]
             rates = f"{row.algorithm_gbs:9.3f}  {row.bus_gbs:9.3f}  {row.ratio:6.2f}"
             print(f"{format_bytes(row.nbytes):>10}  {row.plan:<12}  {times}  {rates}", flush=True)
     if chief and arguments.json:
-        _write_json(arguments.json, ops, {"rows": [asdict(row) for row in rows]})
+        _write_json(arguments.json, ops, rows)
     if chief and arguments.plot:
         _write_plot(arguments.plot, ops, rows)
 
@@ -193,24 +177,6 @@ def _sizes(arguments: argparse.Namespace) -> list[int]:
     return sizes
 
 
-def _compared_sizes(arguments: argparse.Namespace) -> list[int]:
-    """Return the sizes to compare, between --min-bytes and --max-bytes."""
-    if arguments.device == "gpu":
-        raise InvalidArgumentError("--compare measures arrays in host memory only: leave out --device gpu")
-    arguments.device = "cpu"
-    if arguments.algorithm != "auto" or arguments.plot:
-        raise InvalidArgumentError("--compare measures every algorithm, and has no plot: leave out --algorithm and --plot")
-    every = _sizes(arguments)
-    last = parse_bytes(arguments.max_bytes)
-    sizes = [nbytes for nbytes in COMPARED_BYTES if every[0] <= nbytes <= last]
-    if not sizes:
-        known = ", ".join(format_bytes(nbytes) for nbytes in COMPARED_BYTES)
-        raise InvalidArgumentError(
-            f"--compare has no size between {arguments.min_bytes} and {arguments.max_bytes}; it has {known}"
-        )
-    return sizes
-
-
 def _check_files(arguments: argparse.Namespace) -> None:
     """Check on every rank, though only one writes: if that one alone failed, the others would wait for it in MPI."""
     for option, path in (("--json", arguments.json), ("--plot", arguments.plot)):
@@ -235,7 +201,9 @@ def _check_plot(path: Path) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
-        raise LaunchError(f"--plot needs matplotlib ({error}): pip install matplotlib, or leave out --plot") from None
+        raise LaunchError(
+            f"--plot needs matplotlib ({error}): pip install '.[demo]' in the checkout, or leave out --plot"
+        ) from None
     known = sorted(f".{kind}" for kind in FigureCanvasBase.get_supported_filetypes())
     if path.suffix.lower() not in known:
         raise InvalidArgumentError(
@@ -243,7 +211,7 @@ def _check_plot(path: Path) -> None:
         )
 
 
-def _write_json(path: Path, ops: Communicator, figures: dict[str, Any]) -> None:
+def _write_json(path: Path, ops: Communicator, rows: list[Row]) -> None:
     document = {
         "collective": "all_reduce",
         "dtype": "float32",
@@ -253,7 +221,7 @@ def _write_json(path: Path, ops: Communicator, figures: dict[str, Any]) -> None:
         "world": ops.world.shape,
         "ranks": ops.size,
         "arrays": place_text(ops),
-        **figures,
+        "rows": [asdict(row) for row in rows],
     }
     path.write_text(json.dumps(document, indent=1) + "\n")
 

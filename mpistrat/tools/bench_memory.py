@@ -15,7 +15,7 @@ from mpistrat.device.binding import bound_device
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.gpu_binding import what_is_bound
 from mpistrat.topology.discover import discover
-from mpistrat.topology.gpu_assignment import check_gpu_assignment
+from mpistrat.topology.gpus import check_gpu_assignment
 from mpistrat.tuning.gpu_measurements import wait_until_complete
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def communicator(comm: MPI.Intracomm) -> Communicator:
     Raises
     ------
     LaunchError, TopologyError
-        As `topology.gpu_assignment.check_gpu_assignment`, if the devices of the ranks are not compatible.
+        As `topology.gpus.check_gpu_assignment`, if the devices of the ranks are not compatible.
     """
     check_gpu_assignment(comm)
     return Communicator(Hierarchy(comm, discover(comm)))

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 import mpistrat
 from mpistrat.errors import MpistratError
@@ -24,7 +23,6 @@ COMMANDS = {
     "doctor": ("mpistrat.tools.doctor", "show what each rank of a job on this host is doing, and which rank waits for which"),
     "info": ("mpistrat.tools.info", "show versions, the MPI library that is found, GPUs and settings; does not start MPI"),
     "tune": ("mpistrat.tools.tune", "benchmark this cluster and cache the results for auto, on ranks of its own or of a job"),
-    "completion": ("mpistrat.tools.completion", "print a script that completes commands and options in bash, zsh or fish"),
 }
 
 
@@ -38,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser(words[0] if words else "")
-    # what few commands ask for: the words that were typed, and the parser of all commands
-    arguments = parser.parse_args(words, argparse.Namespace(words=words, make_parser=partial(make_parser, "*")))
+    arguments = parser.parse_args(words, argparse.Namespace(words=words))
     try:
         code: int = importlib.import_module(COMMANDS[arguments.command][0]).execute(arguments)
         if sys.stdout is not None:  # it was closed before Python started
@@ -71,8 +68,8 @@ def _after_closed_pipe() -> int:
     return 128 + signal.SIGPIPE
 
 
-def make_parser(needed: str = "") -> argparse.ArgumentParser:
-    """Return the parser of all commands; only the module of the command `needed`, or with ``*`` of all, is imported."""
+def make_parser(needed: str = "*") -> argparse.ArgumentParser:
+    """Return the parser of all commands; only the module of the command `needed` is imported, by default of all."""
     parser = argparse.ArgumentParser("mpistrat", description=mpistrat.__doc__.split("\n")[0] if mpistrat.__doc__ else "")
     parser.add_argument("--version", action="version", version=f"mpistrat {mpistrat.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -40,17 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Check all arguments, then start the ranks and wait for them.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If a number is less than 1, --error-feedback has no --wire-dtype, or the folder cannot be made.
-    TopologyError
-        If the node shape is malformed or has another number of ranks.
-    LaunchError
-        If the packages of the extra ``demo``, or an MPI, are missing.
-    """
+    """Check all arguments, then start the ranks and wait for them."""
     for name in ("ranks", "epochs"):
         value = getattr(arguments, name)
         if value is not None and value < 1:

@@ -6,8 +6,12 @@ import argparse
 import io
 import pickle
 import socket
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -22,15 +26,51 @@ from mpistrat.launch.gpu_binding import what_is_bound
 from mpistrat.text import format_bytes, format_count, format_table
 from mpistrat.timeline import Timeline, write_chrome_trace
 from mpistrat.tools import train_digits
-from mpistrat.tools.meter import Meter, Step, images_per_second, mean_loss, share_communicating
 from mpistrat.topology.world import World
 
-__all__ = ["main"]
+__all__ = ["Meter", "Step", "images_per_second", "main", "mean_loss", "share_communicating"]
 
 # wide enough for more than 1 MiB of gradients
 HIDDEN, RATE = 4096, 0.03
 # the progress bar shows the mean of so many steps, because single steps vary
 RECENT = 10
+# every scope of a plan; training steps have their own lane
+LANES = ("intra", "inter", "world")
+
+
+@dataclass(frozen=True)
+class Step:
+    """The measurements of one training step, from the end of the previous one on, or from the meter's `start`."""
+
+    epoch: int  # counted from 0
+    loss: float  # mean over the images of the global batch
+    images: int  # of the global batch
+    seconds: float
+    communicating_seconds: float  # in which this rank was in a collective: copying, sending or waiting for other ranks
+
+
+class Meter:
+    """Measures steps, and records them on the timeline of this rank's collectives, which it enables."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.steps: list[Step] = []
+        self._timeline = timeline
+        self._timeline.enabled = True
+        self.start()
+
+    def start(self) -> None:
+        """Begin the first step now; what came before is no part of it."""
+        self._started = time.perf_counter()
+        self._busy_seconds = self._timeline.busy_seconds(LANES)
+
+    def end_step(self, epoch: int, loss: float, images: int) -> Step:
+        """End a step now, and return its measurements."""
+        self._timeline.record(f"step {len(self.steps)}", "step", self._started)
+        now, busy_seconds = time.perf_counter(), self._timeline.busy_seconds(LANES)
+        step = Step(epoch, loss, images, now - self._started, busy_seconds - self._busy_seconds)
+        self._started, self._busy_seconds = now, busy_seconds
+        self.steps.append(step)
+        return step
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -44,49 +84,49 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     options = CommunicationOptions(wire_dtype=arguments.wire_dtype, error_feedback=arguments.error_feedback)
     strategy = mpistrat.MultiWorkerMirroredStrategy(communication_options=options)
-    ops, chief = strategy.extended.communicator, strategy.extended.should_save_summary
+    communicator, chief = strategy.extended.communicator, strategy.extended.should_save_summary
     console = Console(
         force_terminal=arguments.width > 0, width=arguments.width or None, soft_wrap=True, highlight=False, quiet=not chief
     )
-    _introduce(console, ops, options)
-    meter = Meter(ops.timeline)
+    _introduce(console, communicator, options)
+    meter = Meter(communicator.timeline)
     accuracy = _train(console, strategy, arguments.epochs, meter)
-    timelines = _all_timelines(ops)
+    timelines = _all_timelines(communicator)
     if chief:
-        from mpistrat.tools.demo_plot import plot_training  # slow to import, and no other rank needs it
-
-        title = f"{_sizes(ops.world)}: test accuracy {accuracy:.3f}"
-        plot_training(arguments.out / "training.png", title, meter.steps)
+        title = f"{_sizes(communicator.world)}: test accuracy {accuracy:.3f}"
+        _plot(arguments.out / "training.png", title, meter.steps)
         write_chrome_trace(arguments.out / "timeline.json", timelines)
     _conclude(console, accuracy, meter.steps, arguments.out)
 
 
-def _introduce(console: Console, ops: BaseCommunicator, options: CommunicationOptions) -> None:
+def _introduce(console: Console, communicator: BaseCommunicator, options: CommunicationOptions) -> None:
     """Show the topology, and the plan for the gradients."""
     # the loss and the number of images are reduced together with the gradients
     count = sum(array.size for array in train_digits.first_weights(HIDDEN).values()) + 2
     dtype = np.dtype(np.float32)
     kind = "virtual nodes on" if settings.VIRTUAL_NODES.read() else "real nodes, this is"
-    choice = ops.choose(count, dtype)
+    choice = communicator.choose(count, dtype)
     facts = [
-        ("computed", escape(_where(ops))),
+        ("computed", escape(_where(communicator))),
         ("gradients", f"{format_bytes(count * dtype.itemsize)} of {dtype} on each rank, summed over all ranks in each step"),
         ("plan", "one replica: nothing is sent" if choice is None else str(choice.plan)),
         ("why", "there is only one rank" if choice is None else choice.reason),
     ]
     if options.wire_dtype:
-        later = ", and the rounding error is added in the next step" * options.error_feedback
+        later = ", and the rounding error is added in the next step" * bool(options.error_feedback)
         facts.append(("between nodes", f"sums are rounded to {options.wire_dtype}{later}"))
-    console.print(f"[bold]A network learns handwritten digits on {_sizes(ops.world)}[/], {kind} {socket.gethostname()}\n")
-    console.print(_topology(ops.world), "", format_table(facts), "", sep="\n")
+    console.print(
+        f"[bold]A network learns handwritten digits on {_sizes(communicator.world)}[/], {kind} {socket.gethostname()}\n"
+    )
+    console.print(_topology(communicator.world), "", format_table(facts), "", sep="\n")
 
 
-def _where(ops: BaseCommunicator) -> str:
+def _where(communicator: BaseCommunicator) -> str:
     """Return the device of this rank and why, and on GPUs by which transports gradients are combined."""
     found = what_is_bound()
     assert found is not None, "a strategy binds what it computes on"
-    if ops.path:
-        return f"on GPUs, with CuPy ({found.why}); arrays are combined by {ops.path}"
+    if communicator.path:
+        return f"on GPUs, with CuPy ({found.why}); arrays are combined by {communicator.path}"
     return f"in host memory, with NumPy: {found.why}"
 
 
@@ -99,6 +139,7 @@ def _topology(world: World) -> str:
 
 def _train(console: Console, strategy: mpistrat.Strategy, epochs: int, meter: Meter) -> float:
     """Train with a progress bar, or without a terminal a line per epoch; return the accuracy on the test data."""
+    console.print("rank 0 loads the images: it imports scikit-learn …")
     columns = (TextColumn("epoch {task.fields[epoch]}"), BarColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         total = epochs * train_digits.TRAINING_IMAGES
@@ -111,7 +152,7 @@ def _train(console: Console, strategy: mpistrat.Strategy, epochs: int, meter: Me
             if ended and not console.is_terminal:
                 console.print(f"epoch {epoch + 1}/{epochs}  {_summary([step for step in meter.steps if step.epoch == epoch])}")
 
-        return train_digits.train(strategy, epochs, rate=RATE, hidden=HIDDEN, on_step=on_step)[1]
+        return train_digits.train(strategy, epochs, rate=RATE, hidden=HIDDEN, on_start=meter.start, on_step=on_step)[1]
 
 
 def _summary(steps: Sequence[Step]) -> str:
@@ -119,11 +160,11 @@ def _summary(steps: Sequence[Step]) -> str:
     return f"loss {mean_loss(steps):.3f}  {rate:6.0f} images/s  {share:4.0%} communicating"
 
 
-def _all_timelines(ops: BaseCommunicator) -> dict[int, Timeline]:
+def _all_timelines(communicator: BaseCommunicator) -> dict[int, Timeline]:
     """Return the timelines of all ranks. A collective call."""
-    pickled = np.frombuffer(pickle.dumps(ops.timeline), np.uint8)
-    stream = io.BytesIO(ops.all_gather(pickled).tobytes())
-    return {rank: pickle.load(stream) for rank in range(ops.size)}
+    pickled = np.frombuffer(pickle.dumps(communicator.timeline), np.uint8)
+    stream = io.BytesIO(communicator.all_gather(pickled).tobytes())
+    return {rank: pickle.load(stream) for rank in range(communicator.size)}
 
 
 def _conclude(console: Console, accuracy: float, steps: Sequence[Step], out: Path) -> None:
@@ -140,6 +181,54 @@ def _conclude(console: Console, accuracy: float, steps: Sequence[Step], out: Pat
 
 def _sizes(world: World) -> str:
     return f"{format_count(world.size, 'rank')} on {format_count(world.num_nodes, 'node')} ({world.shape})"
+
+
+def mean_loss(steps: Sequence[Step]) -> float:
+    """Return the mean loss over the images of some steps."""
+    return sum(step.loss * step.images for step in steps) / sum(step.images for step in steps)
+
+
+def images_per_second(steps: Sequence[Step]) -> float:
+    """Return the throughput of all ranks over some steps."""
+    return sum(step.images for step in steps) / sum(step.seconds for step in steps)
+
+
+def share_communicating(steps: Sequence[Step]) -> float:
+    """Return the share, 0 to 1, of the time of some steps that this rank spent communicating."""
+    return sum(step.communicating_seconds for step in steps) / sum(step.seconds for step in steps)
+
+
+def _plot(path: Path, title: str, steps: Sequence[Step]) -> None:
+    """Draw the loss and the throughput of each step into a PNG file."""
+    import matplotlib  # slow, and no other rank needs it
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    epochs = [list(group) for _, group in groupby(steps, key=lambda step: step.epoch)]
+    figure, (upper, lower) = plt.subplots(2, 1, sharex=True, figsize=(8, 5.5), layout="constrained")
+    figure.suptitle(title)
+    _draw(upper, epochs, [step.loss for step in steps], [mean_loss(epoch) for epoch in epochs], "#2a6fb0")
+    upper.set_yscale("log")
+    upper.set_ylabel("training loss")
+    rates = [images_per_second([step]) for step in steps]
+    _draw(lower, epochs, rates, [images_per_second(epoch) for epoch in epochs], "#c2571a")
+    lower.set_ylim(0, 1.1 * max(rates))
+    lower.set_ylabel("images per second")
+    lower.set_xlabel(f"epoch ({share_communicating(steps):.0%} of the time communicating, copies and waiting included)")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _draw(axes: Any, epochs: Sequence[Sequence[Step]], values: Sequence[float], means: Sequence[float], color: str) -> None:
+    """Draw a value of each step where the step ends, in epochs, and the means of the epochs."""
+    places = [number + (index + 1) / len(epoch) for number, epoch in enumerate(epochs) for index in range(len(epoch))]
+    axes.plot(places, values, color=color, alpha=0.35, label="each step")
+    axes.stairs(means, range(len(epochs) + 1), baseline=None, color=color, linewidth=2, label="mean of the epoch")
+    axes.set_xlim(0, len(epochs))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
 
 
 if __name__ == "__main__":

@@ -15,16 +15,15 @@ from mpistrat.errors import InvalidArgumentError
 from mpistrat.launch import process
 from mpistrat.text import format_count, format_elapsed, format_table, ranks_text
 from mpistrat.watch import folder
-from mpistrat.watch.neighbours import Neighbours
-from mpistrat.watch.states import RankState, encode
-from mpistrat.watch.survey import here
+from mpistrat.watch.states import Neighbours, RankState, encode, local_states
 from mpistrat.watch.verdict import judge, waits_for
 
-__all__ = ["Examined", "add_arguments", "describe", "examine", "execute"]
+__all__ = ["JobReport", "add_arguments", "describe", "examine", "execute"]
 
 # a finding must be confirmed by a second look, because ranks go on while their records are read
 _AGAIN_SECONDS = 0.3
 _MOST_SHOWN = 16
+_MOST_ENDED = 5  # in the list of jobs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,13 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Print what was found; return 0, or 1 where there is no such job.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If the job that was asked for does not exist.
-    """
+    """Print what was found; return 0, or 1 where there is no such job."""
     jobs = [job for _, job in sorted(_all_jobs(), key=lambda found: (not found[1].is_running, -found[0]))]
     chosen = _chosen(jobs, arguments.job)
     if arguments.json:
@@ -60,9 +53,7 @@ def execute(arguments: argparse.Namespace) -> int:
     elif len(chosen) == 1:
         print(_report(chosen[0]))
     else:
-        rows = [("job", "ranks here", "state", "program"), *(_row(job) for job in chosen[:_MOST_SHOWN])]
-        more = f" of {len(chosen)}" if len(chosen) > _MOST_SHOWN else ""
-        print(f"{format_table(rows)}\n\nmpistrat doctor JOB shows one of them{more}")
+        print(_list(chosen))
     return 0 if chosen else 1
 
 
@@ -72,7 +63,7 @@ def describe(pid: int) -> str:
     return "\n\n".join(_report(job) for path in started if (job := examine(path)) is not None)
 
 
-def _all_jobs() -> Iterator[tuple[float, Examined]]:
+def _all_jobs() -> Iterator[tuple[float, JobReport]]:
     """Return jobs, each with the time at which a rank last began to record."""
     for path in folder.jobs():
         with suppress(OSError):  # it has just ended
@@ -82,28 +73,14 @@ def _all_jobs() -> Iterator[tuple[float, Examined]]:
 
 
 @dataclass(frozen=True)
-class Examined:
-    """The state of a job.
+class JobReport:
+    """The state of a job."""
 
-    Attributes
-    ----------
-    path : Path
-        The folder with the records of its ranks.
-    size : int
-        Number of ranks on all hosts.
-    states : list of RankState
-        What the ranks of this host are doing.
-    waits_for : dict
-        Rank -> the ranks of this host that have not entered the collective that it is in.
-    finding : str
-        Why ranks wait in vain, or an empty string.
-    """
-
-    path: Path
-    size: int
-    states: list[RankState]
-    waits_for: dict[int, list[int]]
-    finding: str
+    path: Path  # the folder with the records of its ranks
+    size: int  # number of ranks on all hosts
+    states: list[RankState]  # what the ranks of this host are doing
+    waits_for: dict[int, list[int]]  # rank -> the ranks of this host that have not entered the collective that it is in
+    finding: str  # why ranks wait in vain, or empty
 
     @property
     def name(self) -> str:
@@ -113,7 +90,7 @@ class Examined:
     @property
     def is_running(self) -> bool:
         """Whether a process of it is alive."""
-        return any(state.state not in ("gone", "ended", "failed", "unknown") for state in self.states)
+        return any(state.state not in ("gone", "killed", "ended", "failed", "unknown") for state in self.states)
 
     @property
     def program(self) -> str:
@@ -133,24 +110,24 @@ class Examined:
         }
 
 
-def examine(job: Path) -> Examined | None:
+def examine(job: Path) -> JobReport | None:
     """Return the state of the job whose ranks keep their records in a folder, or None if there are no records."""
     neighbours = Neighbours(job)
     files = neighbours.files()
     if not files:
         return None
     size = max(file.size for file in files)
-    states, keys = here(neighbours, (), range(size))
+    states, keys = local_states(neighbours, (), range(size))
     finding = judge(states, keys)
     if finding is not None and any(state.state in ("in", "out") for state in states):
         time.sleep(_AGAIN_SECONDS)
         states, keys = neighbours.states(keys)
         again = judge(states, keys)
         finding = again if again is not None and again.fingerprint == finding.fingerprint else None
-    return Examined(job, size, states, waits_for(states, keys), finding.notice.text if finding else "")
+    return JobReport(job, size, states, waits_for(states, keys), finding.notice.text if finding else "")
 
 
-def _chosen(jobs: Sequence[Examined], wanted: str) -> list[Examined]:
+def _chosen(jobs: Sequence[JobReport], wanted: str) -> list[JobReport]:
     if not wanted:
         running = [job for job in jobs if job.is_running]
         return running if len(running) == 1 else [*jobs]
@@ -162,7 +139,7 @@ def _chosen(jobs: Sequence[Examined], wanted: str) -> list[Examined]:
     return found
 
 
-def _of_process(jobs: Sequence[Examined], pid: int) -> list[Examined]:
+def _of_process(jobs: Sequence[JobReport], pid: int) -> list[JobReport]:
     """Return the jobs for which a process is a rank or has started one; if there is none, the last job that had this pid.
 
     A killed job counts only in the second case, because pids are reused.
@@ -171,7 +148,7 @@ def _of_process(jobs: Sequence[Examined], pid: int) -> list[Examined]:
     return there or [job for job in jobs if any(state.pid == pid for state in job.states)][:1]
 
 
-def _processes(job: Examined) -> Iterator[process.Process | None]:
+def _processes(job: JobReport) -> Iterator[process.Process | None]:
     """Yield the processes of a job's ranks that exist: those with a record, and others that were seen."""
     yield from _recorded(job.path)
     recorded = {file.rank for file in Neighbours(job.path).files()}
@@ -188,11 +165,20 @@ def _descends_from(found: process.Process | None, pid: int) -> bool:
     return found is not None and any(each.pid == pid for each in (found, *process.ancestors(found.pid)))
 
 
-def _row(job: Examined) -> tuple[str, str, str, str]:
+def _list(jobs: Sequence[JobReport]) -> str:
+    """Return a table of jobs, the running ones first, with the last few of those that have ended."""
+    running, ended = ([job for job in jobs if job.is_running is state] for state in (True, False))
+    shown = [*running, *ended[:_MOST_ENDED]]
+    more = f"; {len(ended) - _MOST_ENDED} more have ended" if len(ended) > _MOST_ENDED else ""
+    table = format_table([("job", "ranks here", "state", "program"), *map(_row, shown)])
+    return f"{table}\n\nmpistrat doctor JOB shows one of them{more}"
+
+
+def _row(job: JobReport) -> tuple[str, str, str, str]:
     return job.name, f"{len(job.states)} of {job.size}", "runs" if job.is_running else "has ended", job.program
 
 
-def _report(job: Examined) -> str:
+def _report(job: JobReport) -> str:
     state = "runs" if job.is_running else "has ended"
     ranks = f"{format_count(job.size, 'rank')}, {len(job.states)} of them on this host"
     head = f"job {job.name}: {ranks}; it {state}\n{job.program}"
@@ -218,7 +204,7 @@ def _rank_row(state: RankState) -> tuple[str, ...]:
     return *beginning, f"{call.number}, {call.text}", since, call.line or "not known", now_at
 
 
-def _waiting(job: Examined) -> list[str]:
+def _waiting(job: JobReport) -> list[str]:
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, others in job.waits_for.items():
         groups.setdefault(tuple(others), []).append(rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpistrat import settings
-from mpistrat.launch.cuda_verdicts import kept_verdicts
+from mpistrat.launch.cuda_awareness import kept_verdicts
 from mpistrat.settings import Setting
 from mpistrat.text import format_table
 from mpistrat.topology.world import World
@@ -67,7 +67,7 @@ def _measured(world: World) -> list[str]:
     ]
     if world.num_nodes > 1:
         return found or ["nothing, so auto takes MPI between nodes: mpistrat tune compares it with NCCL"]
-    return found or ["nothing of cuda_ipc, whose limit of one shot is assumed: mpistrat tune compares it with two"]
+    return found or ["cuda_ipc was not measured; the built-in one-shot limit is used. Run mpistrat tune."]
 
 
 def _transport(is_aware: bool) -> str:

@@ -21,7 +21,6 @@ from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtyp
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_table
 from mpistrat.tools.gpu_paths import paths_text
-from mpistrat.tools.plan_at_scale import AtScale
 from mpistrat.topology.world import World
 from mpistrat.tuning.model import Tuning
 
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32", metavar="NAME", help="type of its elements (default: float32)")
     parser.add_argument("--algorithm", default="auto", metavar="NAME", help=f"auto (default), {', '.join(PLANNERS)}")
     parser.add_argument(
-        "--chunk-bytes", default="0", metavar="SIZE", help="largest chunk of a pipelined plan; 0: chosen by the planner"
+        "--chunk-bytes", default="0", metavar="SIZE", help="chunks of a hierarchical plan; 0: chosen by the planner"
     )
     parser.add_argument(
         "--device",
@@ -54,8 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--links", type=int, metavar="N", help="network links of a node, used at the same time (default: 1, or as measured)"
     )
     parser.add_argument("--tuning", type=Path, metavar="FILE", help="predict by the measurements of mpistrat tune in FILE")
-    parser.add_argument("--scale", action="store_true", help="predict the time on 1 to 10 000 such nodes instead")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="with --scale: plot it to FILE (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
@@ -70,21 +67,23 @@ def execute(arguments: argparse.Namespace) -> int:
                 f"{itemsize}"
             )
         on_gpu = arguments.device == "gpu"
-        if on_gpu and (arguments.tuning or arguments.scale or arguments.plot):
-            raise InvalidArgumentError("--device gpu cannot be combined with --tuning or --scale, which are for host memory")
+        if on_gpu and arguments.tuning:
+            raise InvalidArgumentError("--device gpu cannot be combined with --tuning, which is for host memory")
         model = ON_DEVICE if on_gpu else _model(arguments.tuning, world)
         if arguments.links is not None:
             model = _with_links(model, arguments.links)
-        if arguments.scale or arguments.plot:
-            text = _at_scale(AtScale.predict(world, num_bytes, model), arguments.plot, arguments.json)
-        else:
-            chunk_bytes = chunk_bytes or DEVICE_CHUNK_BYTES * on_gpu
-            choice = choose(
-                world, num_bytes // itemsize, itemsize, arguments.algorithm, chunk_bytes, model, one_intra_phase=on_gpu
-            )
-            paths = paths_text(world) if on_gpu else ""
-            report = _document if arguments.json else _report
-            text = report(choice, arguments.world, arguments.dtype, model, paths)
+        choice = choose(
+            world,
+            num_bytes // itemsize,
+            itemsize,
+            arguments.algorithm,
+            chunk_bytes,
+            model,
+            one_intra_phase=on_gpu,
+            default_chunk_bytes=DEVICE_CHUNK_BYTES * on_gpu,
+        )
+        report = _document if arguments.json else _report
+        text = report(choice, arguments.world, arguments.dtype, model, paths_text(world) if on_gpu else "")
     except (MpistratError, ValueError, OSError) as error:
         print(f"mpistrat plan: {error}", file=sys.stderr)
         return 2
@@ -99,7 +98,7 @@ def _itemsize(name: str) -> int:
 
 
 def _model(path: Path | None, world: World) -> CostModel:
-    """Return the model of a tuning file; its measurements correct predictions only for the world that it was measured on."""
+    """Return the model of a tuning file, if it was measured on this world."""
     if path is None:
         return DEFAULT
     try:
@@ -108,19 +107,13 @@ def _model(path: Path | None, world: World) -> CostModel:
         raise InvalidArgumentError(f"--tuning {path} cannot be used: {error}") from None
     if tuning.conditions.world == f"{world.shape} {world.placement}":
         return tuning.model(str(path))
-    return replace(tuning.constants, source=f"constants of {path}, measured {tuning.date} on {tuning.conditions.world}")
+    raise InvalidArgumentError(f"--tuning {path} was measured on {tuning.conditions.world}, and says nothing of other worlds")
 
 
 def _with_links(model: CostModel, links: int) -> CostModel:
     if links < 1:
         raise InvalidArgumentError(f"--links must be at least 1; got {links}")
     return replace(model, links=links)
-
-
-def _at_scale(found: AtScale, plot: Path | None, as_json: bool) -> str:
-    if plot is not None:
-        found.draw(plot)
-    return json.dumps(found.document(), indent=1) if as_json else found.text()
 
 
 def _report(choice: Choice, shape: str, dtype: str, model: CostModel, paths: str) -> str:

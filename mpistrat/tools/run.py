@@ -6,18 +6,21 @@ import argparse
 import os
 import re
 import shlex
+import signal
+import socket
 import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from mpistrat import settings
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch import environment, mpiexec, openmpi
-from mpistrat.launch.job import Limit, follow
-from mpistrat.text import format_elapsed
+from mpistrat.launch.job import Killed, Limit, follow
+from mpistrat.text import format_count, format_elapsed
 from mpistrat.topology.world import World
 
-__all__ = ["add_arguments", "add_rank_options", "count_ranks", "execute", "start"]
+__all__ = ["add_arguments", "add_own_rank_options", "add_rank_options", "execute", "start", "start_own_ranks"]
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -47,22 +50,21 @@ def add_rank_options(parser: argparse.ArgumentParser, ranks: str, nodes: str) ->
     parser.add_argument("--nodes", default="", metavar="SHAPE", help=nodes)
 
 
-def execute(arguments: argparse.Namespace) -> int:
-    """Start the job, or print its command; return the exit code.
+def add_own_rank_options(parser: argparse.ArgumentParser) -> None:
+    """Declare -n and --nodes of a command that starts the ranks which it runs on, or runs on those of a job."""
+    add_rank_options(
+        parser,
+        ranks="start this many ranks; in a job that mpiexec or srun has started, its ranks run the command",
+        nodes="treat them as virtual nodes: 2x2, 3+1, 2x2:cyclic",
+    )
 
-    Raises
-    ------
-    InvalidArgumentError
-        If there is no script, no number of ranks, no such hostfile, or the timeout is not a time.
-    TopologyError
-        If the node shape is malformed or does not have N ranks.
-    LaunchError
-        If there is no MPI, it cannot survive the loss of a rank and is to, or this process is one of several ranks itself.
-    """
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Start the job, or print its command; return the exit code."""
     program = ["-m", *arguments.module] if arguments.module else arguments.program
     program = program[1:] if program[:1] == ["--"] else program  # the usual end of the options
     _check_program(program)
-    num_ranks = count_ranks(arguments.ranks, arguments.nodes)
+    num_ranks = _count_ranks(arguments.ranks, arguments.nodes)
     return start(
         program,
         num_ranks,
@@ -86,31 +88,9 @@ def start(
     timeout: float = 0.0,
     dry_run: bool = False,
 ) -> int:
-    """Start a job, and wait for its end. Signals are forwarded to mpiexec, whose exit code is returned.
+    """Start a job, wait for its end, and return its exit code, as `follow` does; a dry run only prints the command.
 
-    Parameters
-    ----------
-    program : sequence of str
-        A script, or ``-m`` and a module, and its arguments.
-    num_ranks, nodes, survive, tag_output, hostfile : int, str, bool, bool, Path
-        As for `mpiexec.command`.
-    timeout : float
-        Seconds after which the job is ended, after a report of what its ranks are doing; 0: none.
-    dry_run : bool
-        Whether to print the command instead.
-
-    Returns
-    -------
-    int
-        0 after a dry run; 130 if Ctrl-C ended the job, 143 if SIGTERM did, and 124 if the timeout did; otherwise the exit code
-        of mpiexec.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If the hostfile cannot be read or names no host.
-    LaunchError
-        If there is no MPI, it cannot survive the loss of a rank and is to, or this process is one of several ranks itself.
+    At the timeout, 0 for none, the job is ended, after a report of what its ranks are doing.
     """
     _check_alone()
     # with python -m mpi4py, a rank that fails before it has made a strategy ends the job, too (afterwards `launch.abort` does)
@@ -122,21 +102,13 @@ def start(
         extra_environ |= _share_of_cores(num_ranks)
     if not dry_run:
         limit = Limit(timeout, partial(_report_timeout, timeout)) if timeout else None
-        return follow(command, {**os.environ, **extra_environ}, limit)
+        return follow(command, {**os.environ, **extra_environ}, limit, _report_killed)
     print(_as_shell_line(command, extra_environ))
     return 0
 
 
-def count_ranks(ranks: int | None, nodes: str) -> int:
-    """Return the number of ranks that -n and --nodes ask for.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If neither is given, or the number is less than 1.
-    TopologyError
-        If the node shape is malformed or has another number of ranks.
-    """
+def _count_ranks(ranks: int | None, nodes: str) -> int:
+    """Return the number of ranks that -n and --nodes ask for."""
     if ranks is None and not nodes:
         raise InvalidArgumentError("the number of ranks is missing: -n N, or --nodes SHAPE for virtual nodes")
     if ranks is not None and ranks < 1:
@@ -145,6 +117,29 @@ def count_ranks(ranks: int | None, nodes: str) -> int:
         assert ranks is not None, "either is given"
         return ranks
     return World.from_shape(nodes, ranks).size
+
+
+def start_own_ranks(arguments: argparse.Namespace) -> int | None:
+    """Run the same command, its `words`, on the ranks that -n and --nodes ask for, and return its exit code.
+
+    None if nothing was started: there is neither option, or this process is one of these ranks.
+    """
+    if arguments.ranks is None and not arguments.nodes:
+        return None
+    num_ranks = _count_ranks(arguments.ranks, arguments.nodes)
+    view = environment.detect()
+    if view is None:
+        return start(["-m", "mpistrat", *arguments.words], num_ranks, arguments.nodes)
+    if view.size != num_ranks:
+        raise InvalidArgumentError(
+            f"{format_count(num_ranks, 'rank')} are asked for inside a job of {view.size}, which {view.launcher} has started: "
+            "leave out -n and --nodes there"
+        )
+    if arguments.nodes and arguments.nodes != settings.VIRTUAL_NODES.read():
+        raise InvalidArgumentError(
+            f"--nodes {arguments.nodes} inside a job: {settings.VIRTUAL_NODES.name} says it there, set before the job starts"
+        )
+    return None
 
 
 def _share_of_cores(num_ranks: int) -> dict[str, str]:
@@ -170,6 +165,25 @@ def _report_timeout(seconds: float, mpiexec_pid: int) -> None:
     )
     nothing = "What its ranks were doing is not known: none on this host has made a strategy."
     print(doctor.describe(mpiexec_pid) or nothing, file=sys.stderr, flush=True)
+
+
+def _report_killed(killed: Killed) -> None:
+    from mpistrat.watch.folder import mark_killed  # as above
+
+    found = mark_killed(killed.pid) if killed.node.partition(".")[0] == socket.gethostname().partition(".")[0] else None
+    who = (
+        f"process {killed.pid} on {killed.node}"
+        if found is None
+        else f"rank {found[0]} on {killed.node} (process {killed.pid})"
+    )
+    name = signal.strsignal(killed.number) or "unknown"
+    memory = "; the system does that to processes when memory runs out" if killed.number == signal.SIGKILL else ""
+    advice = "" if found is None else f". What each rank was doing: mpistrat doctor {found[1]}"
+    print(
+        f"mpistrat run: {who} was ended by signal {killed.number} ({name}{memory}), and the other ranks with it{advice}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _check_program(program: list[str]) -> None:

@@ -23,7 +23,7 @@ TRAINING_IMAGES = 1497  # of 1797; the others are for the test
 
 def load() -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """Return training and test data as (images, labels): rows of 64 pixels between 0 and 1, and digits."""
-    from sklearn.datasets import load_digits  # takes a second, which an import of this module does not need
+    from sklearn.datasets import load_digits  # takes seconds, which ranks that receive the data need not wait for
 
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
@@ -65,13 +65,15 @@ def train(
     rate: float = 0.1,
     momentum: float = 0.9,
     hidden: int = 64,
+    on_start: Callable[[], None] | None = None,
     on_step: Callable[[int, float, int], None] | None = None,
 ) -> tuple[Arrays, float, list[float]]:
     """Return the weights, the accuracy on the test data, and the loss of each step.
 
-    After each step, ``on_step(epoch, loss, examples)`` is called on every rank.
+    On every rank ``on_start()`` is called before the first step, and ``on_step(epoch, loss, examples)`` after each one.
     """
-    training, (test_images, test_labels) = load()
+    # one rank loads: that all import scikit-learn would take longer than training
+    training, (test_images, test_labels) = strategy.communicator.broadcast_object(load() if strategy.rank == 0 else None)
     start = first_weights(hidden)
     with strategy.scope():
         weights = {name: mpistrat.Variable(value, name=name) for name, value in start.items()}
@@ -91,6 +93,8 @@ def train(
     history = []
     dataset = mpistrat.ArrayDataset(training, batch_size, shuffle=True)
     batches = strategy.experimental_distribute_dataset(dataset)
+    if on_start:
+        on_start()
     for epoch in range(epochs):
         for batch in batches:
             [(loss, examples)] = strategy.experimental_local_results(strategy.run(step, args=(batch,)))

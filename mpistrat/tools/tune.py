@@ -19,11 +19,11 @@ from mpistrat.launch.bootstrap import start
 from mpistrat.launch.environment import detect
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
-from mpistrat.tools import own_ranks
+from mpistrat.tools import run
 from mpistrat.topology.discover import discover
 from mpistrat.topology.world import World
+from mpistrat.tuning.corrections import ITEM_BYTES, Measurement
 from mpistrat.tuning.file import kept, kept_files, tuning_path
-from mpistrat.tuning.fit import ITEM_BYTES, Measurement, modelled_seconds, require_scipy
 from mpistrat.tuning.gpu_measurements import GpuMeasurements, measure_on_gpus
 from mpistrat.tuning.links import measure_links
 from mpistrat.tuning.measure import MAX_BYTES, Times, measure
@@ -41,12 +41,12 @@ MAX_SHOT_BYTES = 1 << 22  # beyond, one shot reads far more than two do
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``mpistrat tune``."""
     parser.description = (
-        "Benchmark every all-reduce algorithm for some seconds, fit the constants of the cost model, and cache both in a file "
+        "Benchmark every all-reduce algorithm for some seconds, and cache the times in a file "
         "for this cluster, this MPI and this rank placement; auto chooses algorithms by it from then on. Where all ranks drive "
         "GPUs, it compares NCCL with MPI between nodes too, or on one node the two ways of cuda_ipc. mpistrat tune -n 4 "
         "starts four ranks; or start it on all ranks of a job: srun python -m mpistrat tune."
     )
-    own_ranks.add_arguments(parser)
+    run.add_own_rank_options(parser)
     parser.add_argument("--max-bytes", default=str(MAX_BYTES), metavar="SIZE", help="largest array (default: 16MiB)")
     parser.add_argument("--show", action="store_true", help="show the cached files, and measure nothing")
     parser.add_argument("--json", action="store_true", help="print what was measured, or with --show the files, as JSON")
@@ -64,7 +64,7 @@ def execute(arguments: argparse.Namespace) -> int:
         If the size is invalid or too small for a measurement, --json comes with --delete, or -n is not the number of ranks
         of this job.
     LaunchError
-        If there is no MPI, no SciPy, or only one rank; or the file cannot be written.
+        If there is no MPI, or only one rank; or the file cannot be written.
     """
     if arguments.json and arguments.delete:
         raise InvalidArgumentError("--json shows what was measured, and --delete prints what it deletes: leave out one of them")
@@ -74,8 +74,7 @@ def execute(arguments: argparse.Namespace) -> int:
             _delete() if arguments.delete else _show(arguments.json)
         return 0
     max_bytes = _size(arguments.max_bytes)
-    require_scipy()
-    code = own_ranks.start_own_ranks(arguments)
+    code = run.start_own_ranks(arguments)
     if code is not None:
         return code
     comm = start()
@@ -129,25 +128,23 @@ _ADVICE = "Programs use it automatically; MPISTRAT_TUNING=off ignores it, mpistr
 
 
 def describe(tuning: Tuning, path: Path) -> str:
-    """Return the measurements, the choices of ``auto``, and the constants, as text."""
+    """Return the measurements and the choices of ``auto`` as text."""
     model = tuning.model(str(path))
     conditions = tuning.conditions
     heading = [("cluster", conditions.cluster), ("processor", conditions.processor), ("MPI", conditions.mpi)]
-    heading += [("ranks", conditions.world), ("measured", tuning.date)]
+    heading += [("ranks", conditions.world), ("links of a node", str(tuning.links)), ("measured", tuning.date)]
     heading += [("settings", conditions.settings)] if conditions.settings else []
-    parts = [format_table(heading), _choices(tuning.measurements, model), _constants(tuning)]
+    parts = [format_table(heading), _choices(tuning.measurements, model)]
     return "\n\n".join([*parts, _on_gpus(tuning.gpus, tuning.date)] if tuning.gpus else parts)
 
 
 def _document(tuning: Tuning, path: Path) -> dict[str, Any]:
     """Return the same as a JSON document: what the file holds, and what follows from it."""
-    median, most = _errors(tuning)
     return {
         "path": str(path),
         **tuning.document(),
         "auto_chooses": _chosen(tuning.measurements, tuning.model(str(path))),
         **({"auto_chooses_on_gpus": tuning.gpus.chosen()} if tuning.gpus else {}),
-        "errors_of_constants": {"median": median, "most": most},
     }
 
 
@@ -172,42 +169,12 @@ def _chosen(measurements: tuple[Measurement, ...], model: CostModel) -> dict[int
     return {num_bytes: choice.plan.algorithm for num_bytes, choice in zip(sizes, choices, strict=True)}
 
 
-def _constants(tuning: Tuning) -> str:
-    constants = tuning.constants
-    median, most = _errors(tuning)
-    rows = [
-        ("overhead of a phase of a chunk", format_seconds(constants.call_seconds)),
-        ("synchronisation of two ranks of a node", format_seconds(constants.intra_step_seconds)),
-        ("latency of a message between nodes", format_seconds(constants.inter_step_seconds)),
-        ("links of a node, used by its rails together", str(constants.links)),
-        ("link bandwidth of a node, each way, per link", _rate(constants.link_bytes_per_second * constants.link_efficiency)),
-        ("memory bandwidth of a rank, chunks in the cache", _rate(constants.cache_bytes_per_second)),
-        ("memory bandwidth of a rank, larger chunks", _rate(constants.memory_bytes_per_second)),
-    ]
-    if len(tuning.measurements[0].world.nodes) == 1:
-        rows = [row for row in rows if "between nodes" not in row[0] and "link" not in row[0]]
-    return (
-        f"{format_table(rows)}\n\nPredictions by these constants alone are off by {median:.0%} in the median "
-        f"and by {most:.0%} at most; the measured times correct them for each algorithm and size."
-    )
-
-
 def _on_gpus(gpus: GpuMeasurements, date: str) -> str:
     """Return a table with the measurements on GPUs and the choice of auto for each size, and what follows."""
     chosen = gpus.chosen()
     rows = [(format_bytes(size), *map(format_seconds, times), chosen[size]) for size, *times in gpus.rows]
     table = format_table([("size", *gpus.ways, "auto chooses"), *rows], right=(1, 2))
     return f"On {gpus.device}: {gpus.times(date)}.\n\n{table}"
-
-
-def _errors(tuning: Tuning) -> tuple[float, float]:
-    """Return by how much predictions of the constants alone are off, as a share of the time: in the median, and at most."""
-    errors = sorted(abs(modelled_seconds(each, tuning.constants) / each.seconds - 1) for each in tuning.measurements)
-    return errors[len(errors) // 2], errors[-1]
-
-
-def _rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e9:.3g} GB/s"
 
 
 def _show(as_json: bool) -> None:

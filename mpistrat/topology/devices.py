@@ -11,8 +11,8 @@ name                                      device
 ``/job:worker/replica:0/task:3/…``        the same; ``device_name(3)`` returns this form
 ========================================  ===============================================================
 
-File law: neither MPI nor CUDA is started here; names are looked up in a `World`. Either all ranks compute on GPUs or none does,
-so the others have the kind of device that this process has.
+Invariant: neither MPI nor CUDA is started here; names are looked up in a `World`. Either all ranks compute on GPUs or none
+does, so the others have the kind of device that this process has.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from mpistrat.device.binding import own_device
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.topology.world import World
-
-__all__ = ["DeviceSpec", "device_name", "parse_device", "ranks_of"]
 
 _ACCEPTED = "accepted are /cpu:0, CPU:0, /gpu:0, /device:CPU:0, /job:worker/replica:0/task:1/device:CPU:0 and rank:1"
 _RANK = re.compile(r"rank:(\d+)", re.IGNORECASE)
@@ -37,21 +35,11 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A parsed device name.
+    """A parsed device name."""
 
-    Attributes
-    ----------
-    kind : str
-        ``CPU`` or ``GPU``; empty if the name has only a rank.
-    index : int
-        Index among the rank's devices of that kind.
-    rank : int or None
-        The rank whose device it is; None means the rank that uses the name.
-    """
-
-    kind: str
-    index: int = 0
-    rank: int | None = None
+    kind: str  # CPU or GPU; empty if the name has only a rank
+    index: int = 0  # among the rank's devices of that kind
+    rank: int | None = None  # None: the rank that uses the name
 
     def __str__(self) -> str:
         own = f"{self.kind}:{self.index}"
@@ -61,13 +49,7 @@ class DeviceSpec:
 
 
 def parse_device(name: object) -> DeviceSpec:
-    """Parse a device name, whether or not there is such a device.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If it is not a device name.
-    """
+    """Parse a device name, whether or not there is such a device."""
     text = name.strip() if isinstance(name, str) else ""
     ranked = _RANK.fullmatch(text)
     if ranked:
@@ -92,13 +74,7 @@ def device_name(rank: int) -> str:
 
 
 def ranks_of(name: object, world: World) -> tuple[int, ...]:
-    """Return the ranks of a world that have the device of this name: one rank, or all if each has its own.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If it is not a device name, or no rank of `world` has such a device.
-    """
+    """Return the ranks of a world that have the device of this name: one rank, or all if each has its own."""
     device = parse_device(name)
     driven = parse_device(own_device()).kind
     if device.kind not in ("", driven):

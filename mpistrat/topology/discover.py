@@ -11,27 +11,14 @@ from mpistrat.topology.world import World
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["discover"]
-
 
 def discover(comm: MPI.Intracomm, virtual_nodes: str | None = None) -> World:
     """Return the topology of the ranks of `comm`. A collective call.
 
     Ranks are on one node if they can share memory. The launcher's variables are not used: they often describe the launcher's
-    daemon instead of the rank.
-
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        The ranks.
-    virtual_nodes : str, optional
-        The shape of virtual nodes (``2x2``, ``3+1``, ``2x2:cyclic``); by default MPISTRAT_VIRTUAL_NODES of rank 0, which is the
-        shape of the whole job: the ranks of a smaller `comm` keep their places in it.
-
-    Raises
-    ------
-    TopologyError
-        On every rank, if the shape is malformed, has another number of ranks, or puts ranks of two machines on one node.
+    daemon instead of the rank. The shape of virtual nodes is by default MPISTRAT_VIRTUAL_NODES of rank 0, which is that of the
+    whole job: the ranks of a smaller `comm` keep their places in it. Every rank raises a TopologyError if the shape is
+    malformed, has another number of ranks, or puts ranks of two machines on one node.
     """
     labels, names = _real_nodes(comm)
     shape = comm.bcast(settings.VIRTUAL_NODES.read() if virtual_nodes is None else virtual_nodes)

@@ -1,6 +1,6 @@
 """World, Node, Place: which rank is placed on which node, immutable; can be built for any shape, without a job.
 
-File law: no MPI and no GPU here; `topology.discover` builds the world of a running job.
+Invariant: no MPI and no GPU here; `topology.discover` builds the world of a running job.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mpistrat.errors import TopologyError
+from mpistrat.launch.environment import MOST_RANKS
 from mpistrat.text import format_count
-
-__all__ = ["Node", "Place", "World", "parse_shape"]
 
 _ACCEPTED = "accepted are NODESxRANKS (2x4), ranks per node joined by + (3+1), each with :block or :cyclic behind it"
 
@@ -183,20 +182,16 @@ class World:
 
 
 def parse_shape(shape: str) -> tuple[tuple[int, ...], str]:
-    """Return the number of ranks of each node, and the placement (``block`` or ``cyclic``), of a shape.
-
-    Raises
-    ------
-    TopologyError
-        If the shape is malformed.
-    """
+    """Return the number of ranks of each node, and the placement (``block`` or ``cyclic``), of a shape."""
     match = re.fullmatch(r"\s*(?:(\d+)x(\d+)|(\d+(?:\+\d+)*))\s*(?::\s*(block|cyclic)\s*)?", shape)
     if match is None:
         raise TopologyError(f"node shape {shape!r} is malformed; {_ACCEPTED}")
     if match[1] is not None:
-        sizes = (int(match[2]),) * int(match[1])
+        sizes = (int(match[2]),) * min(int(match[1]), MOST_RANKS + 1)
     else:
         sizes = tuple(int(size) for size in match[3].split("+"))
+    if sum(sizes) > MOST_RANKS:
+        raise TopologyError(f"node shape {shape!r} has more than {MOST_RANKS} ranks; {_ACCEPTED}")
     if not sizes or min(sizes) < 1:
         raise TopologyError(f"node shape {shape!r} has a node without ranks or no nodes; {_ACCEPTED}")
     return sizes, match[4] or "block"

@@ -3,28 +3,72 @@
 As with MPI 4's persistent collectives, binding does all the planning: a verb takes a buffer and returns an `Operation`, which
 allocates nothing when it runs.
 
-File law: an operation does not block. ``run()`` returns steps, so that one thread can advance several operations, and
+Invariant: an operation does not block. ``run()`` returns steps, so that one thread can advance several operations, and
 deadlines are checked in one place (`steps.drive`). Callers look at a transport's attributes, never at its class.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from mpistrat.arrays import Array
 from mpistrat.device.abstract import Device
+from mpistrat.device.kernels import Segment
 from mpistrat.groups.group import Group
 from mpistrat.reduction import Fold, ReduceOp
-from mpistrat.transports.flat_arrays import FlatArrays
 from mpistrat.transports.steps import Steps
 from mpistrat.transports.window import NodeWindow
 
-__all__ = ["Operation", "Part", "Transport"]
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["FlatArrays", "Operation", "Part", "SegmentCache", "Transport"]
+
+
+class SegmentCache:
+    """The segments of ranges of a list of arrays: they depend on the arrays' sizes, not on their addresses.
+
+    Parameters
+    ----------
+    find : callable
+        Returns the segments in elements [start, stop) of all arrays, in order.
+
+    Attributes
+    ----------
+    find : callable
+        The same, cached.
+    derived : dict
+        What else has been computed from them.
+    """
+
+    def __init__(self, find: Callable[[int, int], Sequence[Segment]]) -> None:
+        self.find = cache(find)
+        self.derived: dict[Hashable, Any] = {}
+
+
+class FlatArrays:
+    """The caller's arrays, C-contiguous, one-dimensional and of one dtype; sources and targets may be the same.
+
+    Parameters
+    ----------
+    sources, targets : sequence of ndarray
+        The arrays to combine, and those for the results.
+    count : int
+        Elements of all arrays, or of the range of them that is combined.
+    segments : SegmentCache
+        Of these arrays.
+    """
+
+    def __init__(self, sources: Sequence[Array], targets: Sequence[Array], count: int, segments: SegmentCache) -> None:
+        self.sources, self.targets, self.count, self.segments = sources, targets, count, segments
+        self.dtype = targets[0].dtype
+        self.nbytes = count * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -80,6 +124,8 @@ class Transport(ABC):
     """The shared memory of the ranks of a node; None if they share none."""
     combines_arrays: ClassVar[bool] = False
     """Whether `all_reduce_arrays` is implemented."""
+    most_passed_bytes = 0
+    """Arrays of at most so many bytes are handed to MPI as they are: their calls are compared later, inside a node too."""
     adds_in_order: ClassVar[bool] = False
     """Whether `all_reduce_in_order` adds in the order of the ranks."""
     peers_read: bool = False
@@ -125,14 +171,6 @@ class Transport(ABC):
     def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
         """Bind: every rank gets elements ``bounds[r]:bounds[r + 1]`` of each rank r."""
 
-    @abstractmethod
-    def reduce(self, buffer: Array, op: ReduceOp, root: int = 0) -> Operation:
-        """Bind: combine the buffers; `root` gets the result in place. The buffers of the others are undefined."""
-
-    @abstractmethod
-    def broadcast(self, buffer: Array, root: int = 0) -> Operation:
-        """Bind: every rank gets the buffer of `root`."""
-
     def all_reduce_arrays(self, arrays: FlatArrays, fold: Fold) -> Steps:
         """Combine the caller's arrays without a buffer, if `combines_arrays` is true. A collective call.
 
@@ -154,6 +192,10 @@ class Transport(ABC):
         """
         raise NotImplementedError(f"{self.name} works on buffers")
 
+    def passing_call(self, op: ReduceOp, dtype: np.dtype[Any]) -> tuple[Callable[..., None], MPI.Op]:
+        """Return MPI's all-reduce for arrays of at most `most_passed_bytes`, and the operation that is passed to it."""
+        raise NotImplementedError(f"{self.name} hands nothing to MPI")
+
     def refusal(self, dtype: np.dtype[Any], op: ReduceOp) -> str:
         """Return why such values cannot be combined, or an empty text; binding a verb to them raises TransportError."""
         return ""
@@ -166,7 +208,9 @@ class Transport(ABC):
         """Wait until all peers have called `release` `number` times: then memory can be written again."""
         return iter(())
 
-    def watch(self, must_wait: Callable[[], bool], peer_has_aborted: Callable[[], bool]) -> None:  # noqa: B027
+    def watch(  # noqa: B027
+        self, must_wait: Callable[[], bool], peer_has_aborted: Callable[[], bool], has_raised: Callable[[], bool]
+    ) -> None:
         """Let operations on a device end, from now on, when they are enqueued, if they can.
 
         Parameters
@@ -175,6 +219,8 @@ class Transport(ABC):
             Whether the present one is to end when it is done all the same.
         peer_has_aborted : callable
             Whether what is under way will not end; asked by a thread as long as something is.
+        has_raised : callable
+            Whether the program has got an error of a collective.
         """
 
     def raise_failure(self) -> None:  # noqa: B027 - most transports raise in the operation that fails

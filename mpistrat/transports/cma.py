@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from mpistrat import settings
 from mpistrat.errors import UnavailableError
 from mpistrat.groups.group import Group
-from mpistrat.launch import launcher_process
+from mpistrat.launch import process
+from mpistrat.settings import PEER_MEMORY
 from mpistrat.transports.steps import address
 
 __all__ = ["CrossMemoryAttach", "IoVectors"]
@@ -30,13 +30,7 @@ _IOV_MAX, _IOVEC_BYTES = 1024, 16
 
 
 class IoVectors:
-    """An array of ``struct iovec``: ranges of memory that are copied by one system call.
-
-    Parameters
-    ----------
-    addresses, sizes_bytes : int or ndarray
-        The first address and the size of each range.
-    """
+    """An array of ``struct iovec``: ranges of memory that are copied by one system call."""
 
     __slots__ = ("_rows", "at", "count", "nbytes")
 
@@ -63,11 +57,6 @@ class IoVectors:
 class CrossMemoryAttach:
     """Reads from and writes to the ranks of a group. Making one is a collective call.
 
-    Parameters
-    ----------
-    group : Group
-        Ranks of one node.
-
     Attributes
     ----------
     refusal : str
@@ -82,7 +71,7 @@ class CrossMemoryAttach:
             if move is not None:
                 move.restype = ctypes.c_ssize_t
                 move.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
-        if settings.PEER_MEMORY.read():
+        if group.settings[PEER_MEMORY]:
             _admit_ranks(library)
         self.refusal = self._try()
 
@@ -135,7 +124,7 @@ class CrossMemoryAttach:
         proof = np.array([_PROOF], np.uint64)
         seen = np.empty_like(proof)
         here = IoVectors(address(seen), seen.nbytes)
-        is_wanted = settings.PEER_MEMORY.read() and None not in self._move
+        is_wanted = self._group.settings[PEER_MEMORY] and None not in self._move
         facts = self._group.comm.allgather((os.getpid(), address(proof), is_wanted))
         self._pids = [pid for pid, _, _ in facts]
         if not all(wanted for _, _, wanted in facts):
@@ -160,6 +149,6 @@ def _admit_ranks(library: Any) -> None:
 
     This overrides the MPI library, which may have admitted all processes.
     """
-    launcher = launcher_process.watched()
+    launcher = process.watched_launcher()
     if launcher is not None:
         library.prctl(_PR_SET_PTRACER, ctypes.c_ulong(launcher.pid), 0, 0, 0)

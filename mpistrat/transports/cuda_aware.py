@@ -5,7 +5,7 @@
 MPI moves bytes between GPUs and does nothing else: its own reductions of device memory run on the host's processor, where
 they work at all.
 
-File law: MPI knows no streams. What is sent has been written, which the host has seen by an event; what was received is read
+Invariant: MPI knows no streams. What is sent has been written, which the host has seen by an event; what was received is read
 by work that is put on a stream afterwards. MPI gets address, count and datatype, never an array: it would sum the bytes of a
 bfloat16.
 """
@@ -23,12 +23,11 @@ from mpistrat import settings
 from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
 from mpistrat.device.binding import bound_device
 from mpistrat.device.cuda import CudaDevice
-from mpistrat.device.kernels import fold_into_kernel, fold_kernel
-from mpistrat.device.segments import PACKET_BYTES, THREADS
+from mpistrat.device.kernels import PACKET_BYTES, THREADS, fold_into_kernel, fold_kernel
 from mpistrat.errors import DeadlineExceededError, TransportError
-from mpistrat.groups.group import Group
-from mpistrat.groups.left_memory import leave_to_peers
-from mpistrat.launch.cuda_awareness import agreed_verdict
+from mpistrat.groups.agreement import bcast_or_raise
+from mpistrat.groups.group import Group, keep_alive_for_peers
+from mpistrat.launch.cuda_awareness import find_verdict
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.halving import Halving, Round
@@ -53,17 +52,8 @@ _FIRST_SECONDS = 60.0
 class CudaAwareTransport(Transport):
     """All verbs on device memory, for an MPI that takes it.
 
-    Parameters
-    ----------
-    group : Group
-        Ranks with a GPU each, on several nodes: inside a node other transports are faster.
-    device : Device, optional
-        This rank's GPU.
-    segment_bytes : int
-        The longest message of a ring; a multiple of 16.
-    schedule : callable
-        Returns the schedule of an all-reduce of so many bytes, ``ring``, ``halving`` or ``gather``: the same on all ranks. What
-        does not fit in the memory of the ring's segments goes by the ring.
+    ``schedule(num_bytes)`` returns ``ring``, ``halving`` or ``gather``, the same on all ranks; what does not fit in the memory
+    of the ring's segments goes by the ring.
     """
 
     name = "cuda_aware"
@@ -84,7 +74,7 @@ class CudaAwareTransport(Transport):
     @classmethod
     def probe(cls, group: Group) -> str:
         """Return why MPI is not used on device memory, or an empty text: its build says so, or a first sum was wrong."""
-        verdict = agreed_verdict(group.comm)
+        verdict = bcast_or_raise(group.comm, find_verdict)
         return cls(group, bound_device()).first_exchange() if verdict.is_aware else verdict.reason
 
     def first_exchange(self) -> str:
@@ -131,14 +121,6 @@ class CudaAwareTransport(Transport):
         ring = Ring.all_gather(self.group.rank, self.group.size, bounds, self._limit(buffer, _longest(bounds)))
         return self._operation(buffer, ring, ReduceOp.SUM)
 
-    def reduce(self, buffer: DeviceArray, op: ReduceOp, root: int = 0) -> Operation:
-        """Bind a reduce-scatter in which all is the root's."""
-        return self.reduce_scatter(buffer, self._all_of(root, buffer), op)
-
-    def broadcast(self, buffer: DeviceArray, root: int = 0) -> Operation:
-        """Bind an all-gather in which all is the root's."""
-        return self.all_gather(buffer, self._all_of(root, buffer))
-
     @property
     def scratch_bytes(self) -> int:
         """The memory in which segments are received: as many for each channel as are received ahead."""
@@ -153,17 +135,14 @@ class CudaAwareTransport(Transport):
             drive(self.all_reduce(buffer, ReduceOp.SUM).run(), lambda: "the first exchange of device memory", _FIRST_SECONDS)
             return np.array_equal(self._device.get(buffer), values * size + sum(range(size)))
 
-    def _all_of(self, root: int, buffer: DeviceArray) -> list[int]:
-        return [0 if rank <= root else buffer.size for rank in range(self.group.size + 1)]
-
     def _limit(self, buffer: DeviceArray, longest_part: int) -> int:
         """Return the elements of the longest segment, if a part has up to `longest_part` of them."""
         itemsize = int(buffer.dtype.itemsize)
         longest = segment_bytes(longest_part * itemsize, self._segment_bytes)
-        return min(longest, settings.MAX_MESSAGE_BYTES.read()) // itemsize
+        return min(longest, self.group.settings[settings.MAX_MESSAGE_BYTES]) // itemsize
 
     def _halving(self, buffer: DeviceArray, op: ReduceOp, channel: int) -> Operation:
-        limit = settings.MAX_MESSAGE_BYTES.read() // int(buffer.dtype.itemsize)
+        limit = self.group.settings[settings.MAX_MESSAGE_BYTES] // int(buffer.dtype.itemsize)
         halving = Halving.all_reduce(self.group.rank, self.group.size, buffer.size, limit)
         kernel, received = fold_into_kernel(buffer.dtype, op), self._receive_buffer(channel)
         bound = _DeviceRounds(self.group, self._device, self._stream, buffer, halving.rounds, kernel, received, channel)
@@ -172,7 +151,8 @@ class CudaAwareTransport(Transport):
     def _gathered(self, buffer: DeviceArray, op: ReduceOp, channel: int) -> Operation:
         """Bind: gather the buffers of all ranks, and fold them in the order of the ranks: all get the same bits."""
         rank, size, stride, received = self.group.rank, self.group.size, _stride(buffer), self._receive_buffer(channel)
-        halving = Halving.all_gather(rank, size, range(0, (size + 1) * stride, stride), settings.MAX_MESSAGE_BYTES.read())
+        limit = self.group.settings[settings.MAX_MESSAGE_BYTES]
+        halving = Halving.all_gather(rank, size, range(0, (size + 1) * stride, stride), limit)
         bound = _DeviceRounds(self.group, self._device, self._stream, received, halving.rounds, "", received, channel)
         kernel, table = fold_kernel(buffer.dtype, op), self._device.allocate(8 * size)
         self._device.prepare(kernel)
@@ -248,11 +228,12 @@ class _DeviceRing:
         # the buffer is written, and nobody reads what will be overwritten
         yield from until(self._device.current_stream().record())
         self._tag = self._call.tag(self._channel)
-        sent = [self._comm.Isend(message, self._right, self._tag) for message in self._sends[: self._segments]]
+        sent: list[MPI.Request] = []
         arriving: list[MPI.Request] = []
         folding: list[Event | None] = []  # of each message that has arrived, until it is there
         passed_on = 0
         try:
+            sent.extend(self._comm.Isend(message, self._right, self._tag) for message in self._sends[: self._segments])
             while passed_on < count:
                 worked = self._receive_ahead(arriving, sent, passed_on)
                 if len(folding) < len(arriving) and arriving[len(folding)].Test():
@@ -269,7 +250,7 @@ class _DeviceRing:
                 while not request.Test():
                     yield WAITING
         except BaseException:
-            leave_to_peers((self, sent, arriving))  # MPI may still write there
+            keep_alive_for_peers((self, sent, arriving))  # MPI may still write there
             raise
 
     def _receive_ahead(self, arriving: list[MPI.Request], sent: list[MPI.Request], passed_on: int) -> bool:
@@ -345,7 +326,7 @@ class _DeviceRounds:
                             yield WAITING
                     yield from self._fold(each)
         except BaseException:
-            leave_to_peers((self, requests))
+            keep_alive_for_peers((self, requests))
             raise
 
     def _fold(self, each: _BoundRound) -> Steps:

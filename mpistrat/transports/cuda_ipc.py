@@ -10,7 +10,7 @@ one takes one shot: each rank sums everything. It reads more, and takes one barr
 A sum in part k begins with the arena of rank k + 1, then that of rank k + 2, and so on, whichever rank computes it: all ranks
 get the same bits, with one shot or two, and read different GPUs at a time.
 
-File law: no kernel waits for another process. A rank announces that its memory is ready after the host has seen the event
+Invariant: no kernel waits for another process. A rank announces that its memory is ready after the host has seen the event
 of what wrote it, so that neither time slicing nor a peer that died holds up a GPU.
 """
 
@@ -21,14 +21,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpistrat import settings
 from mpistrat.device.abstract import Device, DeviceArray, address
 from mpistrat.device.cuda import CudaDevice
-from mpistrat.device.kernels import fold_kernel
-from mpistrat.device.segments import PACKET_BYTES, num_blocks
+from mpistrat.device.kernels import PACKET_BYTES, fold_kernel, num_blocks
 from mpistrat.errors import TransportError
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
+from mpistrat.settings import ONE_SHOT_BYTES
 from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.steps import Steps, until
 from mpistrat.transports.window import NodeWindow, window_refusal
@@ -40,15 +39,7 @@ SHARED_BLOCK_BYTES = 1 << 21  # CUDA shares whole blocks of this size, and small
 
 
 class CudaIpcTransport(Transport):
-    """The verbs over mapped memory. They work only on memory that `allocate` returned.
-
-    Parameters
-    ----------
-    group : Group
-        Ranks of one node.
-    device : Device, optional
-        This rank's GPU.
-    """
+    """The verbs over mapped memory. They work only on memory that `allocate` returned."""
 
     name = "cuda_ipc"
     adds_in_order = True
@@ -59,7 +50,7 @@ class CudaIpcTransport(Transport):
         self.peers_read = group.size > 1
         self._stream = self._device.stream()
         self._sync_window = NodeWindow(group)
-        wanted = settings.ONE_SHOT_BYTES.read()
+        wanted = group.settings[ONE_SHOT_BYTES]
         self.one_shot_bytes: int = ASSUMED_ONE_SHOT_BYTES if wanted is None else wanted
         self._arenas: list[DeviceArray] = []
         self._table: DeviceArray = None
@@ -130,17 +121,6 @@ class CudaIpcTransport(Transport):
             if bounds[rank] < bounds[rank + 1]
         ]
         return self._after_all(None, parts)
-
-    def reduce(self, buffer: DeviceArray, op: ReduceOp, root: int = 0) -> Operation:
-        """Bind: wait for all; the root sums all arenas."""
-        if self.group.rank != root:
-            return self._after_all(None, [])
-        fold = self._fold_here(buffer, 0, buffer.size, op, (root + 1) % self.group.size)
-        return self._after_all(fold, [Part(0, buffer.size, (buffer,))])
-
-    def broadcast(self, buffer: DeviceArray, root: int = 0) -> Operation:
-        """Bind: wait for all; the one part is the root's memory."""
-        return self._after_all(None, [Part(0, buffer.size, (self._views(buffer)[root],))])
 
     def release(self) -> int:
         """Announce that this rank's device has read every result so far; the caller has waited for that."""

@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpistrat.arrays import Array
-from mpistrat.device.segments import Segment
-from mpistrat.groups.left_memory import leave_to_peers
-from mpistrat.reduction import Fold
+from mpistrat.device.kernels import Segment
+from mpistrat.groups.group import keep_alive_for_peers
+from mpistrat.reduction import Fold, quiet
+from mpistrat.transports.base import FlatArrays
 from mpistrat.transports.cma import IoVectors
-from mpistrat.transports.flat_arrays import FlatArrays
 from mpistrat.transports.steps import WORKED, Steps, address
 from mpistrat.transports.window import NodeWindow
 
@@ -50,17 +50,7 @@ def exchange_bytes(num_ranks: int) -> int:
 def exchange(window: NodeWindow, arrays: FlatArrays, fold: Fold, bounds: Sequence[int] | None = None) -> Steps:
     """Return the steps that combine the sources of all ranks into the targets. A collective call.
 
-    Parameters
-    ----------
-    window : NodeWindow
-        Its arenas are at least as long as `exchange_bytes` returns.
-    arrays : FlatArrays
-        The arrays, of the same number and sizes on all ranks.
-    fold : Fold
-        How to combine.
-    bounds : sequence of int, optional
-        Makes it a reduce-scatter: rank r gets only elements ``bounds[r]:bounds[r + 1]``, in targets that share no memory with
-        the sources.
+    With `bounds` rank r gets only elements ``bounds[r]:bounds[r + 1]``, in targets that share no memory with the sources.
     """
     # where summing takes longer than copying (16-bit floats), no element is summed twice
     is_pair = window.group.size == 2 and not fold.widens and bounds is None
@@ -128,21 +118,7 @@ class _SumAll(_Exchange):
 
 
 class OneBlock:
-    """`_SumAll` for one array of one block, as a blocking call with less Python, which counts for small arrays.
-
-    Parameters
-    ----------
-    window : NodeWindow
-        Of two ranks.
-    dtype : dtype
-        Of the array; not a 16-bit float.
-    count : int
-        Elements of the array, at most BLOCK_SLOT_BYTES in bytes.
-    fold : Fold
-        How to combine.
-    drive : callable
-        Runs the steps of a wait.
-    """
+    """`_SumAll` for one array of one block, but of no 16-bit floats, as a blocking call with less Python."""
 
     def __init__(
         self,
@@ -153,6 +129,7 @@ class OneBlock:
         drive: Callable[[Steps], None],
     ) -> None:
         self._window, self._rank, self._fold, self._drive = window, window.group.rank, fold, drive
+        self._quiet = quiet()
         self._turns = [_slots(window, turn, count * dtype.itemsize, dtype) for turn in range(EXCHANGE_SLOTS)]
 
     def run(self, source: Array, target: Array) -> None:
@@ -163,7 +140,7 @@ class OneBlock:
         addends[self._rank] = flat = source.reshape(-1)
         np.copyto(slots[self._rank], flat)
         self._drive(self._window.barrier())
-        self._fold.into(target.reshape(-1), addends)
+        self._quiet(self._fold.into, target.reshape(-1), addends)
 
 
 def _slots(window: NodeWindow, turn: int, nbytes: int, dtype: np.dtype[Any]) -> list[Array]:
@@ -245,7 +222,7 @@ class _CrossMemory(_Exchange):
             # the caller may change its arrays when no peer reads or writes them any more
             yield from window.barrier()
         except BaseException:
-            leave_to_peers((arrays.sources, arrays.targets))
+            keep_alive_for_peers((arrays.sources, arrays.targets))
             raise
 
     def _walk(self, is_in_place: bool) -> Steps:
@@ -287,17 +264,6 @@ class _CrossMemory(_Exchange):
 
 class _Blocks:
     """The reads and writes of each block; `locate` sets the addresses in each call.
-
-    Parameters
-    ----------
-    segments : sequence of sequence of Segment
-        Of each block.
-    itemsize : int
-        Bytes of an element.
-    rank : int
-        This rank.
-    others : sequence of int
-        Its peers.
 
     Attributes
     ----------

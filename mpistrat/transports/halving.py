@@ -48,15 +48,6 @@ class Halving:
     Rounds that sum never receive what a rank has already sent, and those that gather receive only that. Each part is summed by
     one rank, so all ranks get the same bits.
 
-    Parameters
-    ----------
-    rank, size : int
-        This rank, and the number of ranks.
-    bounds : sequence of int
-        Part r of the buffer is its elements ``bounds[r]:bounds[r + 1]``.
-    limit : int
-        The longest message, in elements.
-
     Attributes
     ----------
     rounds : list of Round

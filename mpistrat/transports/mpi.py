@@ -1,21 +1,23 @@
 """mpi: MPI's own nonblocking collectives.
 
 They do not block, so every wait can end at its deadline, or when ranks turn out to be in different calls.
+
+Invariant: an operation starts all its calls of MPI in its first step. Ranks begin operations in one order, but advance them as
+messages happen to arrive, and MPI matches the collectives of a communicator by the order in which they start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat import settings
 from mpistrat.arrays import Array
-from mpistrat.groups.group import Group
-from mpistrat.groups.left_memory import leave_to_peers
-from mpistrat.reduction import ReduceOp, combine
+from mpistrat.groups.group import Group, keep_alive_for_peers
+from mpistrat.reduction import ReduceOp, combine, quiet
+from mpistrat.settings import MAX_MESSAGE_BYTES
 from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.steps import WAITING, Steps
 
@@ -33,7 +35,7 @@ class MpiTransport(Transport):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._ops: dict[tuple[ReduceOp, np.dtype[Any]], MPI.Op] = {}
-        self._limit_bytes = settings.MAX_MESSAGE_BYTES.read()
+        self._limit_bytes = group.settings[MAX_MESSAGE_BYTES]
 
     @classmethod
     def probe(cls, group: Group) -> str:
@@ -75,10 +77,6 @@ class MpiTransport(Transport):
             for part in self._split(buffer[bounds[root] : bounds[root + 1]])
         ]
         return _operation(buffer, calls)
-
-    def reduce(self, buffer: Array, op: ReduceOp, root: int = 0) -> Operation:
-        """Bind MPI_Ireduce, in place at the root."""
-        return _operation(buffer, [self._reduction(part, op, root) for part in self._split(buffer)])
 
     def broadcast(self, buffer: Array, root: int = 0) -> Operation:
         """Bind MPI_Ibcast."""
@@ -137,7 +135,7 @@ def _ufunc_op(fold: np.ufunc, dtype: np.dtype[Any]) -> MPI.Op:
 
     def combine_buffers(source: Any, inout: Any, datatype: MPI.Datatype) -> None:
         target = np.frombuffer(inout, dtype)
-        fold(np.frombuffer(source, dtype), target, out=target)
+        quiet()(fold, np.frombuffer(source, dtype), target, out=target)
 
     return MPI.Op.Create(combine_buffers, commute=True)
 
@@ -146,19 +144,21 @@ def _message(array: Array) -> list[Any]:
     return [array, array.size, mpi_datatype(array.dtype)]
 
 
-def until_complete(request: MPI.Request, memory: object) -> Steps:
-    """Wait for a request; if that fails, `memory`, which it works on, is never freed."""
+def until_complete(requests: Iterable[MPI.Request], memory: object) -> Steps:
+    """Start all requests, then wait for them; if one fails, the `memory` that they work on is never freed."""
+    started: list[MPI.Request] = []
     try:
-        while not request.Test():
-            yield WAITING
+        started.extend(requests)
+        for request in started:
+            while not request.Test():
+                yield WAITING
     except BaseException:  # MPI may go on reading and writing there
-        leave_to_peers((request, memory))
+        keep_alive_for_peers((started, memory))
         raise
 
 
 def _operation(buffer: Array, starts: Sequence[Callable[[], MPI.Request]]) -> Operation:
     def run() -> Steps:
-        for start in starts:
-            yield from until_complete(start(), buffer)
+        yield from until_complete((start() for start in starts), buffer)
 
     return Operation(run, [Part(0, buffer.size, (buffer,))])

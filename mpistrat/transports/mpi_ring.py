@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, combine
+from mpistrat.settings import MAX_MESSAGE_BYTES
 from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.mpi import MpiTransport, mpi_datatype
 from mpistrat.transports.ring import Ring
@@ -27,7 +27,7 @@ RECEIVES_AHEAD = 8
 
 
 class MpiRingTransport(Transport):
-    """Ring all-reduce, reduce-scatter and all-gather; reduce and broadcast are MPI's own."""
+    """All-reduce, reduce-scatter and all-gather by rings."""
 
     name = "mpi_ring"
 
@@ -47,31 +47,26 @@ class MpiRingTransport(Transport):
 
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind a ring reduce-scatter, followed without a barrier by a ring all-gather."""
-        ring = Ring.all_reduce(self.group.rank, self.group.size, buffer.size, _limit(buffer))
+        ring = Ring.all_reduce(self.group.rank, self.group.size, buffer.size, self._limit(buffer))
         return _Ring(self.group, buffer, ring, op, self._receive_memory(channel), channel).operation()
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind the first half of the ring, shifted so that rank r ends with part r."""
-        ring = Ring.reduce_scatter(self.group.rank, self.group.size, bounds, _limit(buffer))
+        ring = Ring.reduce_scatter(self.group.rank, self.group.size, bounds, self._limit(buffer))
         return _Ring(self.group, buffer, ring, op, self._receive_memory()).operation()
 
     def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
         """Bind the second half of the ring."""
-        ring = Ring.all_gather(self.group.rank, self.group.size, bounds, _limit(buffer))
+        ring = Ring.all_gather(self.group.rank, self.group.size, bounds, self._limit(buffer))
         return _Ring(self.group, buffer, ring, ReduceOp.SUM, self._receive_memory()).operation()
-
-    def reduce(self, buffer: Array, op: ReduceOp, root: int = 0) -> Operation:
-        """Bind MPI_Reduce."""
-        return self._mpi.reduce(buffer, op, root)
-
-    def broadcast(self, buffer: Array, root: int = 0) -> Operation:
-        """Bind MPI_Bcast."""
-        return self._mpi.broadcast(buffer, root)
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the receive buffers of all channels."""
         return sum(memory.nbytes for memory in self._scratch.values())
+
+    def _limit(self, buffer: Array) -> int:
+        return min(SEGMENT_BYTES, self.group.settings[MAX_MESSAGE_BYTES]) // buffer.itemsize
 
     def _receive_memory(self, channel: int = 0) -> Array:
         """Return the receive buffers of a channel, shared by its operations, which run one after the other."""
@@ -133,7 +128,3 @@ class _Ring:
         for request in sent:
             while not request.Test():
                 yield WAITING
-
-
-def _limit(buffer: Array) -> int:
-    return min(SEGMENT_BYTES, settings.MAX_MESSAGE_BYTES.read()) // buffer.itemsize

@@ -3,8 +3,8 @@
 Parts of equal size use NCCL's own reduce-scatter and all-gather; unequal ones a group of reduces or broadcasts, which NCCL
 carries out together, as it does the sends and receives of an exchange. What moves without being combined moves as bytes.
 
-File law: one thread issues all calls, in an order that is the same on all ranks, and kernels begin in that order, also those of
-other communicators on the GPU. A communicator that failed, or whose operation was given up, is aborted: its kernels would
+Invariant: one thread issues all calls, in an order that is the same on all ranks, and kernels begin in that order, also those
+of other communicators on the GPU. A communicator that failed, or whose operation was given up, is aborted: its kernels would
 wait for the peers for ever.
 """
 
@@ -22,13 +22,13 @@ import numpy as np
 
 from mpistrat.device.abstract import Device, DeviceArray, Stream, address
 from mpistrat.device.cuda import CudaDevice
-from mpistrat.device.kernels import computed_in, divide_kernel, real_dtype
-from mpistrat.device.segments import num_blocks
+from mpistrat.device.kernels import computed_in, divide_kernel, num_blocks, real_dtype
 from mpistrat.errors import TransportError
-from mpistrat.groups.group import Group, ranks_text
+from mpistrat.groups.agreement import bcast_or_raise
+from mpistrat.groups.group import Group
 from mpistrat.reduction import HALF_DTYPES, Fold, ReduceOp
-from mpistrat.transports.base import Operation, Part, Transport
-from mpistrat.transports.flat_arrays import FlatArrays
+from mpistrat.text import ranks_text
+from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
 from mpistrat.transports.nccl_watcher import NcclWatcher
 from mpistrat.transports.ordered_device import ordered_on_device
 from mpistrat.transports.steps import WAITING, Steps
@@ -52,19 +52,13 @@ _TYPES = {
     "float64": "FLOAT64",
 }
 _OPS = {ReduceOp.SUM: "SUM", ReduceOp.MEAN: "SUM", ReduceOp.MIN: "MIN", ReduceOp.MAX: "MAX", ReduceOp.PROD: "PROD"}
+# NCCL destroys a communicator on all ranks of a node together: garbage collection, at any moment of one rank, must not
+_undisposed: set[Any] = set()
 _OPS_OF_BOOL = {ReduceOp.SUM: "MAX", ReduceOp.MAX: "MAX", ReduceOp.MIN: "MIN", ReduceOp.PROD: "MIN"}
 
 
 def native_type(dtype: np.dtype[Any], op: ReduceOp) -> tuple[str, int, str] | None:
-    """Return how NCCL combines such values: its type, how many of these make one value, and its operation; None: not as we do.
-
-    Parameters
-    ----------
-    dtype : dtype
-        Of the values.
-    op : ReduceOp
-        How they are combined.
-    """
+    """Return how NCCL combines such values, or None: its type, how many of these make one value, and its operation."""
     if dtype.kind == "b":
         return "UINT8", 1, _OPS_OF_BOOL[op]
     if dtype.kind == "c" and op in (ReduceOp.SUM, ReduceOp.MEAN):
@@ -81,15 +75,6 @@ def nccl_refusal(dtype: np.dtype[Any], op: ReduceOp) -> str:
 
 class NcclTransport(Transport):
     """The verbs of NCCL. Making one is a collective call.
-
-    Parameters
-    ----------
-    group : Group
-        The ranks to join, each with a GPU of its own.
-    device : Device, optional
-        This rank's GPU.
-    library : module, optional
-        The binding of NCCL: `cupy.cuda.nccl`, or a module with the same names.
 
     Raises
     ------
@@ -112,6 +97,7 @@ class NcclTransport(Transport):
         self._lock = threading.Lock()
         self._watcher: NcclWatcher | None = None
         self._comm = self._join()
+        _undisposed.add(self._comm)
 
     @classmethod
     def probe(cls, group: Group) -> str:
@@ -120,7 +106,7 @@ class NcclTransport(Transport):
             available = bool(_cupy_nccl().available)
         except ImportError as error:
             return f"CuPy cannot be imported ({error})"
-        return "" if available else "CuPy finds no libnccl.so.2; pip install nvidia-nccl-cu12 (or -cu13)"
+        return "" if available else "CuPy finds no libnccl.so.2; pip install '.[cuda12]' in the checkout, or cuda13"
 
     def allocate(self, nbytes: int) -> DeviceArray:
         """Return memory of the device."""
@@ -162,17 +148,7 @@ class NcclTransport(Transport):
         return self._operation(calls, [Part(own.start, own.stop, (buffer[own],))])
 
     def scatter_between(self, source: DeviceArray, bounds: Sequence[int], target: DeviceArray, fold: Fold) -> Steps:
-        """Combine arrays of the caller; rank r gets elements ``bounds[r]:bounds[r + 1]``. A collective call.
-
-        Parameters
-        ----------
-        source, target : device array
-            One-dimensional and contiguous; they share no memory.
-        bounds : sequence of int
-            Where the parts of the source begin, and where the last one ends.
-        fold : Fold
-            How to combine.
-        """
+        """Combine arrays that share no memory; rank r gets elements ``bounds[r]:bounds[r + 1]``. A collective call."""
         yield from self._operation(self._scatter_calls(source, bounds, address(target), fold.op), []).run()
         self._divide(target, fold.divisor)
 
@@ -190,13 +166,6 @@ class NcclTransport(Transport):
             calls = [lambda comm, stream: comm.allGather(source, starts[0], count, kind, stream)]
         return self._operation(calls, [Part(0, buffer.size, (buffer,))])
 
-    def reduce(self, buffer: DeviceArray, op: ReduceOp, root: int = 0) -> Operation:
-        """Bind ncclReduce, in place at the root."""
-        kind, width, native = self._native(buffer, op)
-        start, count = address(buffer), buffer.size * width
-        call = lambda comm, stream: comm.reduce(start, start, count, kind, native, root, stream)  # noqa: E731
-        return self._operation([call], [Part(0, buffer.size, (buffer,))])
-
     def broadcast(self, buffer: DeviceArray, root: int = 0) -> Operation:
         """Bind ncclBroadcast, in place."""
         kind, start, nbytes = self._nccl.NCCL_UINT8, address(buffer), buffer.nbytes
@@ -204,14 +173,7 @@ class NcclTransport(Transport):
         return self._operation([call], [Part(0, buffer.size, (buffer,))])
 
     def exchange(self, sends: Sequence[DeviceArray], receives: Sequence[DeviceArray]) -> Steps:
-        """Send an array of the caller to each peer, and receive one from each, all together. A collective call.
-
-        Parameters
-        ----------
-        sends, receives : sequence of device array
-            What goes to and what comes from each rank, contiguous; the place of this rank is not looked at. Peers expect as
-            many bytes as are sent to them.
-        """
+        """Send an array of the caller to each peer, and receive one from each, all together. A collective call."""
         kind, rank, size = self._nccl.NCCL_UINT8, self.group.rank, self.group.size
         calls: list[_Call] = []
         pairs: set[tuple[str, int]] = set()
@@ -227,16 +189,20 @@ class NcclTransport(Transport):
             yield from self._operation(calls, [], connects=not pairs <= self._connected).run()
             self._connected |= pairs
 
-    def watch(self, must_wait: Callable[[], bool], peer_has_aborted: Callable[[], bool]) -> None:
+    def watch(
+        self, must_wait: Callable[[], bool], peer_has_aborted: Callable[[], bool], has_raised: Callable[[], bool]
+    ) -> None:
         """Let operations end, from now on, when they are enqueued: the caller's stream waits for them, and not the host."""
         if self._watcher is None:
             self._watcher = NcclWatcher(
-                f"nccl watcher {self.group.name}", self._device, self._check, must_wait, peer_has_aborted
+                f"nccl watcher {self.group.name}", self._device, self._check, must_wait, peer_has_aborted, has_raised
             )
 
     def raise_failure(self) -> None:
         """Raise TransportError if the communicator was aborted."""
         if self._failure:
+            if self._watcher is not None:
+                self._watcher.note_raised()
             raise TransportError(f"{self.group.name}: NCCL has failed: {self._failure}; make a new strategy to go on")
 
     def settle(self) -> Steps:
@@ -258,6 +224,7 @@ class NcclTransport(Transport):
         if not self._failure:
             self._failure = "it was closed"
             self._comm.destroy()
+        _undisposed.discard(self._comm)
         self._comm = None
 
     def _divide(self, values: DeviceArray, divisor: int) -> None:
@@ -452,19 +419,17 @@ class NcclTransport(Transport):
 
     def _identifier(self) -> Any:
         """Return what names the communicator on all ranks; the first one has NCCL make it, which looks for a network then."""
-        identifier, problem = None, ""
-        if self.group.rank == 0:
+
+        def find() -> Any:
             try:
-                identifier = self._nccl.get_unique_id()
-            except Exception as error:  # the others wait for an answer
-                problem = f"{error}"
-        identifier, problem = self.group.comm.bcast((identifier, problem))
-        if problem:
-            raise TransportError(
-                f"{self.group.name}: NCCL could not begin on rank {self.group.ranks[0]}: {problem}. NCCL_DEBUG=WARN shows "
-                "more, NCCL_SOCKET_IFNAME names the network interface"
-            )
-        return identifier
+                return self._nccl.get_unique_id()
+            except Exception as error:
+                raise TransportError(
+                    f"{self.group.name}: NCCL could not begin on rank {self.group.ranks[0]}: {error}. NCCL_DEBUG=WARN shows "
+                    "more, NCCL_SOCKET_IFNAME names the network interface"
+                ) from error
+
+        return bcast_or_raise(self.group.comm, find)
 
     def _check_versions(self) -> None:
         versions = self.group.comm.allgather(int(self._nccl.get_version()))

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mpistrat import settings
 from mpistrat.arrays import Array
-from mpistrat.groups.group import Group
-from mpistrat.groups.left_memory import leave_to_peers
+from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, combine
+from mpistrat.settings import MAX_MESSAGE_BYTES
 from mpistrat.transports.base import Operation, Part
 from mpistrat.transports.mpi_ring import SEGMENT_BYTES
 from mpistrat.transports.steps import WAITING, WORKED, Steps
@@ -37,13 +36,13 @@ class Caster(Protocol):
     keeps_errors: bool
     """Whether rounding errors are kept, and added to what is cast next."""
 
-    def contribute(self, values: Array, sent: Array, first: int) -> None:
+    def compress(self, values: Array, sent: Array, first: int) -> None:
         """Cast this rank's `values`, which begin at element `first`, to `sent`."""
 
-    def publish(self, total: Array, sent: Array, first: int) -> None:
+    def compress_total(self, total: Array, sent: Array, first: int) -> None:
         """Cast sums over all ranks to `sent`; may change `total`."""
 
-    def widen(self, sent: Array, values: Array) -> None:
+    def decompress(self, sent: Array, values: Array) -> None:
         """Cast back to `values`."""
 
 
@@ -58,22 +57,9 @@ def ordered_all_reduce(
 ) -> Operation:
     """Bind: fold the addends of all ranks in a given order; every rank gets the same bits.
 
-    Parameters
-    ----------
-    group : Group
-        The ranks.
-    addends : sequence of ndarray
-        This rank's addends: one-dimensional and contiguous, of one dtype and length on all ranks.
-    order : sequence of (int, int)
-        The rank in the group, and the index there, of each addend in turn; the same on all ranks.
-    target : ndarray
-        For the result; may be one of the addends. 16-bit floats are folded in float32, and rounded once.
-    op : ReduceOp
-        How to combine; MEAN combines as SUM.
-    channel : int
-        Operations on different channels may be in flight at the same time.
-    caster : Caster, optional
-        Casts the addends and results that are sent; they are folded in the dtype of the target. For one addend per rank.
+    `addends` are this rank's; `order` has the rank in the group, and the index there, of each addend in turn. The target may be
+    one of the addends. 16-bit floats are folded in float32, and rounded once. A caster, for one addend per rank, casts what is
+    sent; it is folded in the dtype of the target.
     """
     bound = _Ordered(group, addends, order, target, op, channel, caster)
     return Operation(bound.run, [Part(0, target.size, (target,))], bound.scratch_bytes)
@@ -98,7 +84,7 @@ class _Ordered:
         self.group, self.channel, self.fold, self.caster = group, channel, combine(op), caster
         self.addends, self.target = addends, target
         dtype = target.dtype if caster is None else caster.dtype
-        step = max(1, min(SEGMENT_BYTES, settings.MAX_MESSAGE_BYTES.read()) // dtype.itemsize)
+        step = max(1, min(SEGMENT_BYTES, group.settings[MAX_MESSAGE_BYTES]) // dtype.itemsize)
         self.segments = _segments(target.size, group.size, step)
         # each rank begins with the next one, so that not all send to the same rank first
         self.peers = [(group.rank + distance) % group.size for distance in range(1, group.size)]
@@ -121,7 +107,7 @@ class _Ordered:
         try:
             yield from self._run(requests)
         except BaseException:
-            leave_to_peers((self, requests))
+            keep_alive_for_peers((self, requests))
             raise
 
     def _run(self, requests: list[MPI.Request]) -> Steps:
@@ -169,7 +155,7 @@ class _Ordered:
                 for start, stop in self.segments[peer][turn : turn + 1]:
                     for addend, sent in zip(self.addends, self.sent, strict=True):
                         if self.caster is not None:
-                            self.caster.contribute(addend[start:stop], sent[start:stop], start)
+                            self.caster.compress(addend[start:stop], sent[start:stop], start)
                         if peer != self.group.rank:
                             requests.append(self._send(sent[start:stop], peer))
                     yield WORKED
@@ -181,24 +167,22 @@ class _Ordered:
         addend = row
         if self.caster is not None:
             addend = self.wide[: row.size]
-            self.caster.widen(row, addend)
-        # if NumPy's warnings are errors, one raised on this rank alone would leave the others waiting
-        with np.errstate(over="ignore", invalid="ignore"):
-            self.fold(total, addend, out=total)
+            self.caster.decompress(row, addend)
+        self.fold(total, addend, out=total)
 
     def _publish(self, total: Array, start: int, stop: int) -> None:
         published = self.published[start:stop]
         if self.caster is None:
             np.copyto(published, total)
         else:
-            self.caster.publish(total, published, start)
+            self.caster.compress_total(total, published, start)
         self._take(published, self.target[start:stop])
 
     def _take(self, sent: Array, values: Array) -> None:
         if self.caster is None:
             np.copyto(values, sent)
         else:
-            self.caster.widen(sent, values)
+            self.caster.decompress(sent, values)
 
     def _send(self, array: Array, peer: int) -> MPI.Request:
         return self.group.comm.Isend(_message(array), peer, self.tag)

@@ -12,8 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from mpistrat.device.abstract import Device, DeviceArray, address
-from mpistrat.device.kernels import fold_kernel
-from mpistrat.device.segments import PACKET_BYTES, num_blocks
+from mpistrat.device.kernels import PACKET_BYTES, fold_kernel, num_blocks
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import Operation
 from mpistrat.transports.steps import Steps
@@ -32,25 +31,7 @@ def ordered_on_device(
     exchange: Exchange,
     gather: Operation,
 ) -> Operation:
-    """Bind: fold the buffers of all ranks in the order of the ranks; every rank gets the same bits.
-
-    Parameters
-    ----------
-    device : Device
-        This rank's GPU.
-    rank : int
-        This rank.
-    buffer : device array
-        One-dimensional and contiguous, of one dtype and length on all ranks; worked on in place.
-    bounds : sequence of int
-        Rank r adds elements ``bounds[r]:bounds[r + 1]``.
-    op : ReduceOp
-        How to combine; MEAN combines as SUM.
-    exchange : callable
-        Sends an array to each rank, and receives one from each: ``exchange(sends, receives)``.
-    gather : Operation
-        The all-gather of the buffer with these bounds.
-    """
+    """Bind: fold the buffers of all ranks in the order of the ranks; every rank gets the same bits."""
     size, itemsize = len(bounds) - 1, int(buffer.dtype.itemsize)
     parts = [buffer[start:stop] for start, stop in pairwise(bounds)]
     own = parts[rank]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
-from mpistrat import settings
 from mpistrat.arrays import Array, as_bytes
 from mpistrat.groups.group import Group
-from mpistrat.groups.left_memory import leave_to_peers
-from mpistrat.transports.steps import WAITING, Steps
+from mpistrat.settings import MAX_MESSAGE_BYTES
+from mpistrat.transports.mpi import until_complete
+from mpistrat.transports.steps import Steps
 
 __all__ = ["Pairwise"]
 
@@ -17,19 +18,12 @@ __all__ = ["Pairwise"]
 class Pairwise:
     """Sends one array to each peer and receives one from each; bound once and run any number of times by all ranks.
 
-    Parameters
-    ----------
-    group : Group
-        The ranks.
-    sends, receives : sequence of ndarray
-        The arrays sent to and received from each rank, C-contiguous, of matching sizes; this rank's own entry is ignored.
-    channel : int
-        Exchanges on different channels may be in flight at the same time.
+    There is one C-contiguous array for each rank; this rank's own is ignored.
     """
 
     def __init__(self, group: Group, sends: Sequence[Array], receives: Sequence[Array], channel: int = 0) -> None:
         self._comm, self._call, self._channel = group.comm, group.call, channel
-        limit = settings.MAX_MESSAGE_BYTES.read()
+        limit = group.settings[MAX_MESSAGE_BYTES]
         # each rank begins with the next one, so that not all send to the same rank first
         peers = [(group.rank + distance) % group.size for distance in range(1, group.size)]
         self._sends = [(message, peer) for peer in peers for message in _messages(sends[peer], limit)]
@@ -38,15 +32,9 @@ class Pairwise:
     def run(self) -> Steps:
         """Return the steps of one exchange. A collective call."""
         comm, tag = self._comm, self._call.tag(self._channel)
-        requests = [comm.Irecv(message, peer, tag) for message, peer in self._receives]
-        requests += [comm.Isend(message, peer, tag) for message, peer in self._sends]
-        try:
-            for request in requests:
-                while not request.Test():
-                    yield WAITING
-        except BaseException:
-            leave_to_peers(requests)
-            raise
+        receives = (comm.Irecv(message, peer, tag) for message, peer in self._receives)
+        sends = (comm.Isend(message, peer, tag) for message, peer in self._sends)
+        yield from until_complete(chain(receives, sends), self)
 
 
 def _messages(array: Array, limit_bytes: int) -> list[list[Any]]:

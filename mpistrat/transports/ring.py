@@ -20,15 +20,6 @@ class Ring:
     Message i of a step can be sent when message i of the previous step has been received (and summed): message
     ``index + segments`` after message `index`, and the first `segments` messages at once.
 
-    Parameters
-    ----------
-    rank, size : int
-        This rank, and the number of ranks.
-    bounds : sequence of int
-        Part r of the buffer is its elements ``bounds[r]:bounds[r + 1]``.
-    limit : int
-        The longest segment, in elements.
-
     Attributes
     ----------
     segments : int

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from mpistrat.arrays import Array
 from mpistrat.groups.group import Group
 from mpistrat.reduction import Fold, ReduceOp, combine
-from mpistrat.transports.base import Operation, Part, Transport
+from mpistrat.transports.base import FlatArrays, Operation, Part, Transport
 from mpistrat.transports.exchange import exchange
-from mpistrat.transports.flat_arrays import FlatArrays
 from mpistrat.transports.steps import WORKED, Steps
 from mpistrat.transports.window import NodeWindow, window_refusal
 
@@ -24,16 +23,6 @@ BLOCK_BYTES = 1 << 17  # the blocks of all peers and of the sum fit in the cache
 
 class SharedMemoryTransport(Transport):
     """Collectives over a shared window, on memory that `allocate` returned only. Making one is a collective call.
-
-    Parameters
-    ----------
-    group : Group
-        The ranks of a node.
-
-    Attributes
-    ----------
-    window : NodeWindow
-        The shared memory.
 
     Raises
     ------
@@ -82,16 +71,6 @@ class SharedMemoryTransport(Transport):
             if bounds[rank] < bounds[rank + 1]
         ]
         return self._after_barrier(None, parts)
-
-    def reduce(self, buffer: Array, op: ReduceOp, root: int = 0) -> Operation:
-        """Bind: a barrier; the root sums all arenas."""
-        is_root = self.group.rank == root
-        fold = self._fold(buffer, 0, buffer.size, op) if is_root else None
-        return self._after_barrier(fold, [Part(0, buffer.size, (buffer,))] if is_root else [])
-
-    def broadcast(self, buffer: Array, root: int = 0) -> Operation:
-        """Bind: a barrier; the one part is the root's memory."""
-        return self._after_barrier(None, [Part(0, buffer.size, (self.window.views(buffer)[root],))])
 
     def release(self) -> int:
         """Publish that this rank has read every result so far."""

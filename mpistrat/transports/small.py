@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 
 from mpistrat.arrays import Array
-from mpistrat.groups.group import Group
+from mpistrat.groups.group import CurrentCall, Group, keep_alive_for_peers
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.openmpi import num_cores, yields_when_idle
-from mpistrat.reduction import ReduceOp, combine
-from mpistrat.transports.leader_messages import LeaderMessages
+from mpistrat.reduction import ReduceOp, combine, quiet
 from mpistrat.transports.steps import WAITING, Steps
 from mpistrat.transports.window import CALL, ENTERED, LEAST_SMALL_BYTES, RESULT, NodeWindow
 
@@ -40,15 +39,7 @@ _RESULT_SLOTS = 2  # index of the first one
 
 
 class SmallExchange:
-    """The shared state of all small all-reduces. Making one is a collective call.
-
-    Parameters
-    ----------
-    hierarchy : Hierarchy
-        All ranks.
-    window : NodeWindow or None
-        Of the ranks of this node; None if they share no memory.
-    """
+    """The shared state of all small all-reduces. Making one is a collective call."""
 
     def __init__(self, hierarchy: Hierarchy, window: NodeWindow | None) -> None:
         self.window, self.call, self.leaders = window, hierarchy.call, hierarchy.leaders
@@ -139,20 +130,36 @@ class SmallExchange:
         return hierarchy.all_agree(mine)
 
 
-class SmallAllReduce:
-    """The all-reduce of an array of one shape and dtype.
+class LeaderMessages:
+    """Arrays exchanged between the leaders of all nodes, by persistent requests, which start faster than new ones."""
 
-    Parameters
-    ----------
-    exchange : SmallExchange
-        It `serves` arrays of this size.
-    op : ReduceOp
-        How to combine; MEAN combines as SUM.
-    dtype : dtype
-        Of the array, and of the sum.
-    shape : tuple of int
-        Of the array.
-    """
+    def __init__(self, group: Group, call: CurrentCall, arrays: Sequence[Array]) -> None:
+        from mpi4py import MPI
+
+        tag = call.tag(0)
+        peers = [rank for rank in range(group.size) if rank != group.rank]
+        self.digest, self._arrays = call.digest, arrays
+        self._requests = [group.comm.Recv_init(_message(arrays[peer]), peer, tag) for peer in peers]
+        self._requests += [group.comm.Send_init(_message(arrays[group.rank]), peer, tag) for peer in peers]
+        self._start_all, self._is_finalized = MPI.Prequest.Startall, MPI.Is_finalized
+        self.tests = [request.Test for request in self._requests]
+
+    def start(self) -> None:
+        """Start all requests."""
+        self._start_all(self._requests)
+
+    def give_up(self) -> None:
+        """Keep the requests and arrays alive forever: a late peer may still write to them."""
+        keep_alive_for_peers(self)
+
+    def __del__(self) -> None:
+        if not self._is_finalized():
+            for request in self._requests:
+                request.Free()
+
+
+class SmallAllReduce:
+    """The all-reduce of an array of one shape and dtype."""
 
     def __init__(self, exchange: SmallExchange, op: ReduceOp, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self._exchange, self._fold, self._shape, self._dtype = exchange, combine(op), shape, dtype
@@ -168,7 +175,7 @@ class SmallAllReduce:
         # two, used alternately: NumPy combines single elements in place three times as slowly
         self._partials = [np.empty(shape, dtype) for _ in range(2)]
         self._messages: LeaderMessages | None = None
-        self._one_node = exchange.is_one_node
+        self._one_node, self._quiet = exchange.is_one_node, quiet()
         if exchange.leaders:
             self._prepare_leader(exchange.leaders)
 
@@ -214,7 +221,7 @@ class SmallAllReduce:
         np.copyto(target, self._results[exchange.turn])
 
     def _on_one_node(self) -> Callable[[Array, Array | None], Array]:
-        fold, shape, dtype = self._fold, self._shape, self._dtype
+        quiet, fold, shape, dtype = self._quiet, self._fold, self._shape, self._dtype
         assert self._exchange.window is not None, "ranks of a node share memory"
         barrier = self._node_barrier(self._exchange.window)
         partials = self._partials
@@ -223,16 +230,16 @@ class SmallAllReduce:
         def run(source: Array, target: Array | None = None) -> Array:
             total, others, last = slots[barrier(source)]
             for slot, partial_sum in others:
-                total = fold(total, slot, out=partial_sum)
+                total = quiet(fold, total, slot, out=partial_sum)
             if target is None and not shape:  # NumPy would return a scalar
                 target = np.empty(shape, dtype)
-            result: Array = fold(total, last, out=target)
+            result: Array = quiet(fold, total, last, out=target)
             return result
 
         return run
 
     def _on_single_rank_node(self) -> Callable[[Array, Array | None], Array]:
-        exchange, fold, shape, dtype = self._exchange, self._fold, self._shape, self._dtype
+        exchange, quiet, fold, shape, dtype = self._exchange, self._quiet, self._fold, self._shape, self._dtype
         wait, sums = exchange.wait, self._sums
         assert exchange.leaders is not None, "this rank is a leader"
         own = sums[exchange.leaders.rank]
@@ -250,11 +257,11 @@ class SmallAllReduce:
                 raise
             if is_pair:
                 first, second = sums
-                total: Array = fold(first, second, out=target)
+                total: Array = quiet(fold, first, second, out=target)
                 return total
             if target is None:
                 target = np.empty(shape, dtype)
-            self._publish(target)
+            quiet(self._publish, target)
             return target
 
         return run
@@ -368,7 +375,7 @@ class SmallAllReduce:
         self._add_nodes = [self._sum_for_others(self._sums, result) for result in self._results]
 
     def _sum_for_others(self, arrays: Sequence[Array], target: Array) -> Callable[[], None]:
-        """Return what sums arrays without raising, even if NumPy's warnings are errors: other ranks wait for the sum."""
+        """Return what sums arrays."""
         fold, (first, *others) = self._fold, arrays
         if not others:
             return partial(np.copyto, target, first)
@@ -379,14 +386,7 @@ class SmallAllReduce:
             for array, out in steps:
                 total = fold(total, array, out=out)
 
-        def add_for_others() -> None:
-            try:
-                add()
-            except Exception:
-                with np.errstate(all="ignore"):
-                    add()
-
-        return add_for_others
+        return partial(self._quiet, add)
 
     def _start_messages(self) -> LeaderMessages:
         """Start the exchange of the sums of all nodes, with the tag of the current call."""
@@ -407,6 +407,12 @@ class SmallAllReduce:
         window.fence_memory()
         window.own[RESULT] = exchange.count
         np.copyto(target, self._results[exchange.turn])
+
+
+def _message(array: Array) -> list[Any]:
+    from mpi4py import MPI
+
+    return [array, array.nbytes, MPI.BYTE]
 
 
 def _until(has_arrived: Callable[[], bool]) -> Steps:

@@ -12,8 +12,7 @@ from typing import Any
 
 from mpistrat.device.abstract import Device, DeviceArray, Event, address
 from mpistrat.device.cuda import CudaDevice
-from mpistrat.groups.group import Group
-from mpistrat.groups.left_memory import leave_to_peers
+from mpistrat.groups.group import Group, keep_alive_for_peers
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.mpi_ring import MpiRingTransport
@@ -29,19 +28,7 @@ AHEAD = NUM_SLOTS - 1
 
 
 class StagedTransport(Transport):
-    """Every verb of a host transport, on device buffers.
-
-    Parameters
-    ----------
-    group : Group
-        The ranks to join.
-    device : Device, optional
-        This rank's GPU.
-    make_host : callable
-        Makes the transport that moves the bytes between hosts: one that leaves results in place, and keeps channels apart.
-    chunk_bytes : int
-        What a slot holds at most.
-    """
+    """Every verb of a host transport, which leaves results in place and keeps channels apart, on device buffers."""
 
     name = "staged"
 
@@ -85,15 +72,7 @@ class StagedTransport(Transport):
             buffer, 0, own, _all, lambda part, first: self._host.all_gather(part, _within(bounds, first, part.size))
         )
 
-    def reduce(self, buffer: DeviceArray, op: ReduceOp, root: int = 0) -> Operation:
-        """Bind the host transport's reduce, chunk by chunk."""
-        return self._bind(buffer, 0, _all, self._at(root), lambda part, first: self._host.reduce(part, op, root))
-
-    def broadcast(self, buffer: DeviceArray, root: int = 0) -> Operation:
-        """Bind the host transport's broadcast, chunk by chunk."""
-        return self._bind(buffer, 0, self._at(root), _all, lambda part, first: self._host.broadcast(part, root))
-
-    def around(self, buffer: DeviceArray, bind: Callable[[Any], Operation]) -> Operation:
+    def via_host(self, buffer: DeviceArray, bind: Callable[[Any], Operation]) -> Operation:
         """Bind an operation of host memory: it gets the whole buffer at once, and what it makes of that is copied back."""
         slot = self._device.pinned(buffer.nbytes).view(buffer.dtype)
         operation, move = bind(slot), self._move(buffer, slot, 0, 0, buffer.size)
@@ -112,13 +91,10 @@ class StagedTransport(Transport):
 
         return own
 
-    def _at(self, root: int) -> _Range:
-        return _all if self.group.rank == root else _nothing
-
     def _bind(
-        self, buffer: DeviceArray, channel: int, given: _Range, promised: _Range, bind: Callable[[Any, int], Operation]
+        self, buffer: DeviceArray, channel: int, d2h: _Range, h2d: _Range, bind: Callable[[Any, int], Operation]
     ) -> Operation:
-        """Bind a verb: `given` and `promised` return the parts of a range that this rank puts in and gets out."""
+        """Bind a verb: `d2h` and `h2d` return the parts of a range that this rank puts in and gets out."""
         chunk_bytes = self._chunk_bytes_of(buffer.nbytes)
         slots = self._slots_of(channel, min(buffer.nbytes, chunk_bytes))
         per_chunk = max(1, chunk_bytes // buffer.dtype.itemsize)
@@ -127,7 +103,7 @@ class StagedTransport(Transport):
             count = min(per_chunk, buffer.size - first)
             slot = slots[index % NUM_SLOTS][: count * buffer.dtype.itemsize].view(buffer.dtype)
             stop = first + count
-            moves = [self._move(buffer, slot, first, *wanted(first, stop)) for wanted in (given, promised)]
+            moves = [self._move(buffer, slot, first, *wanted(first, stop)) for wanted in (d2h, h2d)]
             chunks.append(_StagedChunk(bind(slot, first), *moves))
         return Operation(lambda: self._run(chunks, (buffer, slots)), [Part(0, buffer.size, (buffer,))])
 
@@ -151,7 +127,7 @@ class StagedTransport(Transport):
         try:
             yield from self._copy_and_combine(chunks)
         except BaseException:
-            leave_to_peers(memory)  # and to copies that are under way
+            keep_alive_for_peers(memory)  # and to copies that are under way
             raise
 
     def _copy_and_combine(self, chunks: list[_StagedChunk]) -> Steps:
@@ -168,16 +144,16 @@ class StagedTransport(Transport):
                 arrived.append(self._fetch(chunks[index + AHEAD]))
             yield from until(arrived[index])
             yield from chunk.operation.run()
-            if chunk.promised.nbytes:
-                self._up.copy(chunk.promised.device, chunk.promised.host, chunk.promised.nbytes)
+            if chunk.h2d.nbytes:
+                self._up.copy(chunk.h2d.device, chunk.h2d.host, chunk.h2d.nbytes)
             returned.append(self._up.record())
         for event in returned[-NUM_SLOTS:]:
             # the slots are free for the next operation, and the caller's stream need not wait for anything
             yield from until(event)
 
     def _fetch(self, chunk: _StagedChunk) -> Event:
-        if chunk.given.nbytes:
-            self._down.copy(chunk.given.host, chunk.given.device, chunk.given.nbytes)
+        if chunk.d2h.nbytes:
+            self._down.copy(chunk.d2h.host, chunk.d2h.device, chunk.d2h.nbytes)
         return self._down.record()
 
 
@@ -193,8 +169,8 @@ class _Move:
 @dataclass(frozen=True)
 class _StagedChunk:
     operation: Operation
-    given: _Move
-    promised: _Move
+    d2h: _Move
+    h2d: _Move
 
 
 _Range = Callable[[int, int], tuple[int, int]]
@@ -203,10 +179,6 @@ _Range = Callable[[int, int], tuple[int, int]]
 
 def _all(first: int, stop: int) -> tuple[int, int]:
     return first, stop
-
-
-def _nothing(first: int, stop: int) -> tuple[int, int]:
-    return first, first
 
 
 def _within(bounds: Sequence[int], first: int, count: int) -> list[int]:

@@ -12,16 +12,13 @@ from collections.abc import Callable, Generator, Iterator
 from mpistrat.arrays import Array
 from mpistrat.device.abstract import Event
 from mpistrat.errors import DeadlineExceededError
+from mpistrat.reduction import quiet
 
 __all__ = ["WAITING", "WORKED", "Steps", "address", "drive", "until", "yield_core"]
 
 Steps = Iterator[bool]
 WAITING, WORKED = False, True
 
-# a longer sched_yield has let another process run on this core, perhaps while another core is idle: the scheduler moves a rank
-# that sleeps to an idle core, while ranks that only yield to each other may share one for long
-_SHARED_CORE_SECONDS = 20e-6
-_SLEEP_SECONDS = 1e-6
 _POLLS_PER_CLOCK = 256
 
 
@@ -33,7 +30,7 @@ def drive(
     back_off: Callable[[int], None] | None = None,
     check: Callable[[], None] | None = None,
 ) -> None:
-    """Advance `steps` to the end, yielding the core whenever they wait.
+    """Advance `steps` to the end, yielding the core whenever they wait. NumPy raises nothing for their arithmetic.
 
     Parameters
     ----------
@@ -55,6 +52,17 @@ def drive(
     DeadlineExceededError
         If the deadline passes first.
     """
+    quiet()(_drive, steps, what, timeout_seconds, overdue, back_off, check)
+
+
+def _drive(
+    steps: Steps,
+    what: Callable[[], str],
+    timeout_seconds: float,
+    overdue: Callable[[], DeadlineExceededError] | None,
+    back_off: Callable[[int], None] | None,
+    check: Callable[[], None] | None,
+) -> None:
     wait = yield_core if back_off is None else back_off
     polls_per_clock = _POLLS_PER_CLOCK if back_off is None else 1
     polls = waits = 0
@@ -90,11 +98,12 @@ def until(event: Event) -> Steps:
 
 
 def yield_core(waits: int = 0) -> None:
-    """Yield the core to another process; sleep for a moment if one was waiting for it."""
-    before = time.perf_counter()
+    """Yield the core to another process, without ever sleeping.
+
+    Where eight ranks shared two cores and slept for a moment after long yields, Linux left single ranks out for up to 400 ms,
+    while all others waited for them.
+    """
     os.sched_yield()
-    if time.perf_counter() - before > _SHARED_CORE_SECONDS:
-        time.sleep(_SLEEP_SECONDS)
 
 
 def address(array: Array) -> int:

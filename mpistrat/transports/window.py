@@ -4,7 +4,7 @@ There are two MPI shared windows. The control window lives as long as the object
 its current call, and slots for small arrays. The data window has one arena per rank; buffers of one collective lie at equal
 offsets in all arenas.
 
-File law: one counter of each rank counts the barriers it has entered, another the results it has released. A memory fence
+Invariant: one counter of each rank counts the barriers it has entered, another the results it has released. A memory fence
 between data and counter makes stores visible in order. At every barrier ranks compare the digests of their calls before one
 reads what another has written.
 """
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrat import settings
 from mpistrat.arrays import Array
 from mpistrat.errors import TransportError
 from mpistrat.groups.agreement import CallsDifferError
 from mpistrat.groups.group import Group
+from mpistrat.settings import CHECK
 from mpistrat.text import format_bytes
 from mpistrat.transports.cma import CrossMemoryAttach
 from mpistrat.transports.steps import WAITING, Steps, address
@@ -77,11 +77,6 @@ def window_refusal(group: Group) -> str:
 class NodeWindow:
     """The shared memory of the ranks of a node. Making one is a collective call.
 
-    Parameters
-    ----------
-    group : Group
-        The ranks.
-
     Attributes
     ----------
     words : list of memoryview
@@ -119,7 +114,7 @@ class NodeWindow:
         self._control.Sync()
         self.words = [memoryview(buffer)[:HEADER_BYTES].cast("Q") for buffer in memory]
         self.others = [words for rank, words in enumerate(self.words) if rank != group.rank]
-        self.compared = self.others if settings.CHECK.read() else []
+        self.compared = self.others if group.settings[CHECK] else []
         self.own = self.words[group.rank]
         self.small = [
             [np.frombuffer(buffer, np.uint8)[HEADER_BYTES + slot * nbytes :][:nbytes] for slot in range(SMALL_SLOTS)]
@@ -181,10 +176,13 @@ class NodeWindow:
         folder = os.statvfs("/dev/shm")
         free = folder.f_bavail * folder.f_frsize
         needed = self.group.size * nbytes
-        if self.group.comm.allreduce(free < needed, MPI.LOR):
+        lacks_inodes = folder.f_files > 0 and folder.f_favail < 2
+        if self.group.comm.allreduce(free < needed or lacks_inodes, MPI.LOR):
+            inodes = ", which has no inodes left" if lacks_inodes else ""
             raise TransportError(
                 f"{self.group.name}: {format_bytes(needed)} of shared memory are needed, {format_bytes(free)} are free in "
-                "/dev/shm; enlarge it (containers: --shm-size), lower MPISTRAT_CHUNK_BYTES, or set MPISTRAT_INTRA_TRANSPORT=mpi"
+                f"/dev/shm{inodes}; remove what ended jobs have left there, enlarge it (containers: --shm-size), lower "
+                "MPISTRAT_CHUNK_BYTES, or set MPISTRAT_INTRA_TRANSPORT=mpi"
             )
 
     def views(self, buffer: Array) -> list[Array]:
@@ -268,8 +266,15 @@ class NodeWindow:
         assert nbytes > 0
         self._check_space(nbytes)
         info = MPI.Info.Create({"alloc_shared_noncontig": "true"})
-        window = MPI.Win.Allocate_shared(nbytes, 1, info, self.group.comm)
+        window, failure = None, ""
+        try:
+            window = MPI.Win.Allocate_shared(nbytes, 1, info, self.group.comm)
+        except MPI.Exception as error:
+            failure = str(error)
         info.Free()
+        failures = [text for text in self.group.comm.allgather(failure) if text]
+        if window is None or failures:  # other ranks may have the window, but it can be freed by all ranks only
+            raise TransportError(f"{self.group.name}: MPI cannot allocate shared memory: {failures[0]}")
         window.Lock_all(MPI.MODE_NOCHECK)
         memory: list[Any] = [window.Shared_query(rank)[0] for rank in range(self.group.size)]
         return window, memory

@@ -1,1 +1,1 @@
-"""Benchmark the algorithms on this cluster, and fit the cost model that auto chooses by."""
+"""Benchmark the algorithms on this cluster, and correct the cost model that auto chooses by."""

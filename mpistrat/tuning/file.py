@@ -1,6 +1,6 @@
 """Tuning files: where they are cached, and how all ranks get the cost model that rank 0 has read.
 
-File law: only rank 0 accesses files, and a bad one never stops a program: it is logged, and the built-in constants hold.
+Invariant: only rank 0 accesses files, and a bad one never stops a program: it is logged, and the built-in constants hold.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 from mpistrat import cache, settings
 from mpistrat.algorithms.cost import DEFAULT, CostModel
 from mpistrat.device.binding import bound_device
-from mpistrat.errors import LaunchError, Unsuitable
+from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.logger import logger
 from mpistrat.topology.world import World
-from mpistrat.tuning.fit import Measurement, require_scipy
+from mpistrat.tuning.corrections import Measurement
 from mpistrat.tuning.links import measure_links
 from mpistrat.tuning.measure import Make, measure
 from mpistrat.tuning.model import Conditions, Tuning, present_conditions
@@ -69,7 +69,7 @@ def read(path: Path, world: World, conditions: Conditions) -> CostModel | None:
         logger.warning(
             f"MPISTRAT_TUNING names {path}, which does not exist: mpistrat tune writes it; the built-in constants are used"
         )
-    except (OSError, ValueError, ArithmeticError, Unsuitable) as error:
+    except (OSError, ValueError, ArithmeticError) as error:
         logger.warning(f"{path} is ignored: {error}; mpistrat tune writes it anew, mpistrat tune --delete removes it")
     return None
 
@@ -83,28 +83,19 @@ def shared_model(hierarchy: Hierarchy, make: Make) -> CostModel:
         The ranks.
     make : callable
         As for `measure`, if this call has to measure.
-
-    Raises
-    ------
-    LaunchError
-        On all ranks, if MPISTRAT_TUNING asks for measuring and rank 0 has no SciPy, which the fit needs.
     """
     if hierarchy.world.size == 1:
         return DEFAULT
     comm = hierarchy.world_group.comm
-    found: CostModel | LaunchError | None = comm.bcast(_find(hierarchy.world) if hierarchy.rank == 0 else None)
-    if isinstance(found, LaunchError):
-        found.raised_everywhere = True
-        raise found
+    found = bcast_or_raise(comm, lambda: _find(hierarchy.world))
     if found is not None:
         return found
     links, measurements = measure_links(comm, hierarchy.world), measure(comm, hierarchy.world, make)
-    tuned: CostModel = comm.bcast(_keep(hierarchy.world, measurements, links) if hierarchy.rank == 0 else None)
-    return tuned
+    return bcast_or_raise(comm, lambda: _keep(hierarchy.world, measurements, links))
 
 
-def _find(world: World) -> CostModel | LaunchError | None:
-    """Return the model for a world; None if it has to be measured, or the error if that is impossible."""
+def _find(world: World) -> CostModel | None:
+    """Return the model for a world; None if it has to be measured."""
     wanted = settings.TUNING.read().lower()
     if wanted == "off":
         return DEFAULT
@@ -116,10 +107,6 @@ def _find(world: World) -> CostModel | LaunchError | None:
         model = None
     if model is not None or wanted != "measure":
         return model or DEFAULT
-    try:
-        require_scipy()
-    except LaunchError as error:
-        return error
     return None
 
 

@@ -15,7 +15,7 @@ from mpistrat.algorithms.cost import GpuTimes
 from mpistrat.device.abstract import Device
 from mpistrat.reduction import ReduceOp
 from mpistrat.transports.steps import drive, until
-from mpistrat.tuning.fit import ITEM_BYTES
+from mpistrat.tuning.corrections import ITEM_BYTES
 from mpistrat.tuning.measure import Measured, Run, Times, race
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
@@ -13,13 +12,12 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from mpistrat.algorithms.choose import PLANNERS
-from mpistrat.algorithms.plan import Plan
 from mpistrat.arrays import Array
-from mpistrat.errors import TransportError, Unsuitable
+from mpistrat.errors import TransportError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
-from mpistrat.tuning.fit import ITEM_BYTES, Measurement
+from mpistrat.tuning.corrections import ITEM_BYTES, Measurement
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -31,7 +29,7 @@ _MIN_BYTES, _STEP_FACTOR = 16, 4
 _MIN_PASSES, _MAX_PASSES = 3, 8  # over all sizes in turn, so that drift of the machine favours none
 _PASS_SECONDS, _ENOUGH_SECONDS = 0.06, 0.5  # of one size: about the time of a pass, and the total after which there is none
 _MIN_ROUNDS, _MAX_ROUNDS = 2, 30
-_HOPELESS = 1.5  # times the fastest: slower algorithms are tried only once
+_HOPELESS = 1.5  # times the fastest: slower algorithms are tried once in each pass, and not timed in rounds
 _SHORT_SECONDS, _TRIES = 0.005, 6
 
 Times = dict[str, float]
@@ -58,7 +56,7 @@ def measure(
     max_bytes: int | None = None,
     report: Callable[[int, Times], None] | None = None,
 ) -> list[Measurement]:
-    """Return the time of each algorithm that applies to a world, from 16 bytes up. A collective call.
+    """Return the time of each algorithm on a world, from 16 bytes up. A collective call.
 
     Sizes increase by a factor of 4; where the fastest algorithm changes, the size between is measured too. Algorithms are timed
     in alternating blocks of repeated calls.
@@ -76,15 +74,12 @@ def measure(
     report : callable, optional
         Called with each size and the seconds of each algorithm, the same on all ranks.
     """
-    measured = {name: make(Hierarchy(comm, world), name) for name in PLANNERS if _plan(name, world, _MIN_BYTES) is not None}
+    measured = {name: make(Hierarchy(comm, world), name) for name in PLANNERS}
 
     def runs(num_bytes: int) -> dict[str, Run]:
         arrays: list[Array] = [np.ones(num_bytes // ITEM_BYTES, np.float32)]
         targets: list[Array] = [np.empty_like(arrays[0])]
-        runs: dict[Plan | None, Run] = {}  # algorithms with equal plans are timed once
-        for name, each in measured.items():
-            runs.setdefault(_plan(name, world, num_bytes), partial(each.all_reduce, ReduceOp.SUM, arrays, None, targets))
-        return {name: runs[_plan(name, world, num_bytes)] for name in measured}
+        return {name: partial(each.all_reduce, ReduceOp.SUM, arrays, None, targets) for name, each in measured.items()}
 
     found = race(comm, runs, max_bytes or MAX_BYTES, report)
     for each in measured.values():
@@ -109,7 +104,7 @@ def race(
     comm : MPI.Intracomm
         The ranks that take part.
     runs : callable
-        Returns what does it once at a size, by names; those that share one are timed once.
+        Returns what does it once at a size, by names.
     max_bytes, report : int, callable
         As for `measure`.
     """
@@ -125,21 +120,18 @@ class _Race:
     Attributes
     ----------
     tried : dict
-        Name -> seconds of the first try.
+        Name -> seconds of the best try.
     samples : dict
         Name -> seconds of each round, for those that are not hopelessly slow.
     """
 
     def __init__(self, comm: MPI.Intracomm, runs: dict[str, Run]) -> None:
         self._comm, self._runs = comm, runs
-        self._sharing: dict[Run, list[str]] = {}
-        for name, run in runs.items():
-            self._sharing.setdefault(run, []).append(name)
         self.tried: Times = {}
-        for first, *_ in self._sharing.values():
-            self._try(first)
-        limit = _HOPELESS * min(self.tried.values())
-        self.samples: dict[str, list[float]] = {name: [] for name, seconds in self.tried.items() if seconds < limit}
+        for name in runs:
+            self._try(name)
+        self.samples: dict[str, list[float]] = {}
+        self._admit()
         affordable = _PASS_SECONDS / sum(self.tried[name] for name in self.samples)
         self._rounds = int(min(max(affordable, _MIN_ROUNDS), _MAX_ROUNDS))
 
@@ -151,7 +143,14 @@ class _Race:
         [seconds] = self._slowest(name, 1)
         if seconds < _SHORT_SECONDS:  # short calls reach their speed only after some repetitions
             seconds = min(self._slowest(name, _TRIES))
-        self.tried[name] = seconds
+        self.tried[name] = min(seconds, self.tried.get(name, seconds))
+
+    def _admit(self) -> None:
+        """Let those take part in the rounds that are not hopelessly slow."""
+        limit = _HOPELESS * min(self.tried.values())
+        for name, seconds in self.tried.items():
+            if seconds < limit:
+                self.samples.setdefault(name, [])
 
     @property
     def seconds(self) -> float:
@@ -160,14 +159,16 @@ class _Race:
 
     def run(self) -> None:
         """Time one pass. A collective call."""
+        for name in [name for name in self.tried if name not in self.samples]:
+            self._try(name)  # the machine may have been busy when it was slow
+        self._admit()
         for name, sample in self.samples.items():
             self._runs[name]()
             sample += self._slowest(name, self._rounds)
 
     def times(self) -> Times:
-        """Return the seconds of each algorithm: the median of its rounds, or the first try of slow ones."""
-        timed = {**self.tried, **{name: statistics.median(sample) for name, sample in self.samples.items()}}
-        return {name: timed[names[0]] for names in self._sharing.values() for name in names if names[0] in timed}
+        """Return the seconds of each algorithm: the median of its rounds, or the best try of slow ones."""
+        return {**self.tried, **{name: statistics.median(sample) for name, sample in self.samples.items() if sample}}
 
     def _slowest(self, name: str, rounds: int) -> list[float]:
         """Return the time of the slowest rank in each of some rounds. A collective call."""
@@ -210,10 +211,3 @@ def _sizes(max_bytes: int) -> list[int]:
 
 def _fastest(times: Times) -> str:
     return min(times, key=lambda name: times[name])
-
-
-def _plan(name: str, world: World, num_bytes: int) -> Plan | None:
-    try:
-        return replace(PLANNERS[name](world, num_bytes // ITEM_BYTES, ITEM_BYTES, 0), algorithm="")
-    except Unsuitable:
-        return None

@@ -1,4 +1,4 @@
-"""Tuning: the measurements of a cluster, as a document that can be cached, and the cost model fitted to them."""
+"""Tuning: the measurements of a cluster, as a document that can be cached, and the cost model that they correct."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from mpistrat import cache, settings
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.algorithms.cost import DEFAULT, CostModel
 from mpistrat.launch.bootstrap import library_version
+from mpistrat.launch.environment import MOST_RANKS
 from mpistrat.topology.world import World
-from mpistrat.tuning.fit import CONSTANTS, Measurement, corrected, fit
+from mpistrat.tuning.corrections import Measurement, corrected
 from mpistrat.tuning.gpu_measurements import GpuMeasurements
 
 __all__ = ["Conditions", "Tuning", "present_conditions"]
 
-FORMAT = 1  # to be increased when algorithms become faster, which makes older measurements useless
+_MOST_BYTES = 2.0**40
+FORMAT = 2  # to be increased when algorithms become faster, which makes older measurements useless
 # the settings that change the time of a collective
 _SHAPING: tuple[settings.Setting[Any], ...] = (
     settings.VIRTUAL_NODES, settings.STRICT, settings.CHUNK_BYTES, settings.MAX_MESSAGE_BYTES,
@@ -62,7 +64,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Measurements, their conditions, and the constants fitted to them.
+    """Measurements, and their conditions.
 
     Attributes
     ----------
@@ -70,8 +72,8 @@ class Tuning:
         Under which it is valid.
     date : str
         When it was measured: ``2026-11-20``.
-    constants : CostModel
-        The result of `fit`.
+    links : int
+        Of a node, that its rails use at the same time.
     measurements : tuple of Measurement
         All of one world.
     gpus : GpuMeasurements or None
@@ -80,7 +82,7 @@ class Tuning:
 
     conditions: Conditions
     date: str
-    constants: CostModel
+    links: int
     measurements: tuple[Measurement, ...]
     gpus: GpuMeasurements | None = None
 
@@ -89,12 +91,12 @@ class Tuning:
         cls, conditions: Conditions, measurements: Sequence[Measurement], links: int = 1, gpus: GpuMeasurements | None = None
     ) -> Tuning:
         """Return the tuning of measurements made just now, on nodes with so many links."""
-        constants = fit(measurements, replace(DEFAULT, links=links))
-        return cls(conditions, datetime.date.today().isoformat(), constants, tuple(measurements), gpus)
+        return cls(conditions, datetime.date.today().isoformat(), links, tuple(measurements), gpus)
 
     def model(self, source: str) -> CostModel:
         """Return the model for the measured world; `source` says where the measurements come from."""
-        model = replace(corrected(self.constants, self.measurements), source=f"{source}, measured {self.date}")
+        model = replace(DEFAULT, links=self.links, source=f"{source}, measured {self.date}")
+        model = corrected(model, self.measurements)
         return replace(model, gpu_times=self.gpus.times(self.date)) if self.gpus else model
 
     def document(self) -> dict[str, Any]:
@@ -106,8 +108,7 @@ class Tuning:
             "format": FORMAT,
             "date": self.date,
             "conditions": asdict(self.conditions),
-            "constants": {name: getattr(self.constants, name) for name in CONSTANTS},
-            "links": self.constants.links,
+            "links": self.links,
             "seconds": seconds,
             **({"gpus": self.gpus.document()} if self.gpus else {}),
         }
@@ -132,20 +133,18 @@ class Tuning:
             if document["format"] != FORMAT:
                 raise ValueError(f"it has format {document['format']!r}, and this version of mpistrat reads format {FORMAT}")
             conditions = cache.record(Conditions, document["conditions"])
-            constants: dict[str, Any] = {name: _positive(document["constants"][name]) for name in CONSTANTS}
-            constants["links"] = _links(document.get("links", 1))  # older files have none
             world = world or _world(conditions)
             unknown = sorted(set(document["seconds"]) - set(PLANNERS))
             if unknown:
                 raise ValueError(f"it names unknown algorithms: {', '.join(unknown)}")
             measurements = tuple(
-                Measurement(world, algorithm, int(_positive(int(num_bytes))), _positive(seconds))
+                Measurement(world, algorithm, int(_positive(int(num_bytes), _MOST_BYTES)), _positive(seconds))
                 for algorithm, ladder in document["seconds"].items()
                 for num_bytes, seconds in ladder.items()
             )
-            # older files, and those of jobs without GPUs, have none
+            # files of jobs without GPUs have none
             gpus = GpuMeasurements.from_document(document["gpus"], _positive) if "gpus" in document else None
-            return cls(conditions, str(document["date"]), replace(DEFAULT, **constants), measurements, gpus)
+            return cls(conditions, str(document["date"]), _links(document["links"]), measurements, gpus)
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"it is not a file of mpistrat tune ({type(error).__name__}: {error})") from None
 
@@ -166,14 +165,14 @@ def present_conditions(world: World) -> Conditions:
     )
 
 
-def _positive(number: Any) -> float:
-    if not (type(number) in (int, float) and 0 < number < float("inf")):
-        raise ValueError(f"it is not a file of mpistrat tune ({number!r} is not a positive number)")
+def _positive(number: Any, below: float = float("inf")) -> float:
+    if not (type(number) in (int, float) and 0 < number < below):
+        raise ValueError(f"it is not a file of mpistrat tune ({number!r} is not a positive number below {below:g})")
     return float(number)
 
 
 def _links(number: Any) -> int:
-    if type(number) is not int or number < 1:
+    if type(number) is not int or not 1 <= number <= MOST_RANKS:
         raise ValueError(f"it is not a file of mpistrat tune ({number!r} is not a number of links)")
     return number
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from mpistrat.launch import environment, process
-from mpistrat.watch.file_layout import FILE_BYTES, Field
+from mpistrat.watch.record import FILE_BYTES, Field, State
 
-__all__ = ["bases", "has_owner", "job_name", "jobs", "make_job", "remove", "remove_old_jobs"]
+__all__ = ["bases", "has_owner", "job_name", "jobs", "make_job", "mark_killed", "remove", "remove_old_jobs"]
 
 # records of killed jobs are kept for this long, up to this size, and up to this share of the file system
 KEEP_SECONDS, KEEP_BYTES, KEEP_SHARE = 24 * 3600.0, 32 << 20, 1 / 16
@@ -69,6 +70,19 @@ def remove(file: Path) -> None:
             file.parent.rmdir()
 
 
+def mark_killed(pid: int) -> tuple[int, str] | None:
+    """Write to its record that a process was killed; return its rank and the name of its job, or None if it has no record."""
+    for job in sorted(jobs(), key=lambda job: job.stat().st_mtime, reverse=True):  # pids are reused
+        for path in sorted(job.glob(f"{_RANK}*")):
+            with suppress(OSError, ValueError), path.open("r+b") as file:
+                words = memoryview(file.read(8 * len(Field))).cast("Q")
+                if words[Field.PID] == pid and words[Field.STATE] == State.RUNNING:
+                    file.seek(8 * Field.STATE)
+                    file.write(int(State.KILLED).to_bytes(8, sys.byteorder))
+                    return words[Field.RANK], job.name
+    return None
+
+
 def remove_old_jobs(base: Path) -> None:
     """Remove the records of killed jobs: after a day, or when later ones need the room."""
     left = []
@@ -105,14 +119,8 @@ def has_owner(path: Path) -> bool:
 def job_name(environ: Mapping[str, str] | None = None, pid: int | None = None) -> str:
     """Return a name that the ranks of a job on this node find alike, without communication, and no other job has.
 
-    It consists of the launcher's name of the job, and the launcher process that started the ranks of this node.
-
-    Parameters
-    ----------
-    environ : mapping, optional
-        The variables of a rank; those of this process by default.
-    pid : int, optional
-        The process of that rank; this one by default.
+    It consists of the launcher's name of the job, and the launcher process that started the ranks of this node. `environ` and
+    `pid` are those of a rank, by default of this process.
     """
     environ, pid = os.environ if environ is None else environ, os.getpid() if pid is None else pid
     own = process.find(pid)

@@ -1,32 +1,38 @@
 """FlightRecorder: the last collectives of this process, in a file that other processes can read, even after it was killed.
 
-File law: nothing here communicates, and `enter` and `leave` together take half a microsecond.
+Invariant: nothing here communicates, and `enter` and `leave` together take half a microsecond.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import mmap
 import os
+import site
 import socket
 import struct
 import sys
 import threading
-from collections import OrderedDict
-from contextlib import suppress
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
 from hashlib import blake2b
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
 from time import monotonic_ns
 from types import CodeType, FrameType
+from zlib import crc32
 
 from mpistrat.errors import LaunchError
-from mpistrat.launch import environment, exit_code, process
-from mpistrat.watch import folder, users
-from mpistrat.watch.file_layout import (
+from mpistrat.launch import abort, environment, process
+from mpistrat.watch import folder
+from mpistrat.watch.record import (
     CALLS,
     FAILED_BIT,
     FILE_BYTES,
+    LINE_WORD,
     LINES,
     MAGIC,
     RING_RECORDS,
@@ -40,115 +46,108 @@ from mpistrat.watch.file_layout import (
     Table,
 )
 
-__all__ = ["FlightRecorder", "digest", "encoded_activity", "recorder"]
+__all__ = [
+    "FlightRecorder",
+    "collection_paused",
+    "digest",
+    "encoded_activity",
+    "innermost",
+    "recorder",
+    "watched",
+    "write_entry",
+]
 
 _MOST_PLACES = 16_384
 _ACTIVITY = TEXTS["activity"][0]
-_write_entry = struct.Struct("=5Q").pack_into
+write_entry = struct.Struct("=5Q").pack_into
 _frame_at = sys._getframe
+
+_SOME_RANKS = 1 << 63  # begins the numbers of groups that have no communicator yet; those of communicators are lower
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
+
+# standard-library modules that may lie on the stack between the program and this library
+_BETWEEN = ("threading", "contextlib")
 
 _lock = threading.Lock()
 _recorder: FlightRecorder | None = None
 
 
 class FlightRecorder:
-    """Records the collectives that this process enters and leaves. One per process: see `recorder`.
+    """Records the collectives that this process enters and leaves, in a file or, without a path, in memory of this process.
 
-    Parameters
-    ----------
-    path : Path or None
-        The file to make; None keeps the record in memory of this process.
-    rank, size : int
-        The rank of this process, and the number of ranks.
-
-    Attributes
-    ----------
-    path : Path or None
-        The path of the file.
-    memory : memoryview
-        Its bytes.
+    One per process: see `recorder`. What `enter` and `leave` do is also written out in `communicator.fast_paths`.
     """
 
     def __init__(self, path: Path | None, rank: int = 0, size: int = 1) -> None:
         self.path = path
         self.memory = memoryview(_anonymous() if path is None else _mapped(path))
-        self._words = self.memory.cast("Q")
+        self.words = self.memory.cast("Q")
         # of each record the offset in bytes, and the index of its word `left`
         starts = range(RING_START, RING_START + RING_RECORDS * WORDS * 8, WORDS * 8)
-        self._slots = cycle([(start, start // 8 + WORDS - 1) for start in starts])
+        self.slots = cycle([(start, start // 8 + WORDS - 1) for start in starts])
         self._calls = _Interned(CALLS, self.memory)
         self._lines = _Interned(LINES, self.memory)
         # (id of the code, instruction) -> index of the line, 0 inside this library; codes are kept, so that ids stay unique
-        self._places: dict[tuple[int, int], int] = {}
+        self.places: dict[tuple[int, int], int] = {}
         self._codes: dict[int, CodeType] = {}
+        # of the last asynchronous collective the index of its word `line`; and whether the program waits for it
+        self._started, self._is_awaited, self._marking = 0, False, threading.RLock()
         self._introduce(rank, size)
 
-    def intern(
-        self, verb: str, op: str, dtype: str, nbytes: int, plan: str, text: str, call_digest: int | None = None, ranks: str = ""
-    ) -> int:
+    def intern(self, text: str, nbytes: int = 0, call_digest: int | None = None, ranks: str = "") -> int:
         """Return the index of the description of a call, written unless it is among the 256 in the file.
 
-        Parameters
-        ----------
-        verb, op, dtype, plan : str
-            The collective, and its arguments; empty if it has none such.
-        nbytes : int
-            Bytes that this rank passes.
-        text : str
-            The call with its arguments, the same on all ranks.
-        call_digest : int, optional
-            Hash of the call, the same on all ranks; by default that of the text.
-        ranks : str
-            The ranks of the job that take part, as `spans_text` writes them; empty for all.
+        Text and digest, by default that of the text, are the same on all ranks; `nbytes` is what this rank passes, and `ranks`
+        those of the job that take part, as `spans_text` writes them; empty for all.
         """
-        key = "\0".join((verb, op, dtype, plan, ranks, text))
+        key = f"{ranks}\0{text}"
         call_digest = digest(text) if call_digest is None else call_digest
         return self._calls.index((key, nbytes, call_digest), key, nbytes, call_digest)
 
     def line(self, depth: int = 1) -> int:
-        """Return the index of the line of the user's program that makes this call.
-
-        Parameters
-        ----------
-        depth : int
-            The first frame to look at: 1 is the caller, 2 the caller's caller; frames of this library are skipped.
-        """
-        return self._find_line(_frame_at(depth))
+        """Return the index of the line of the user's program that makes this call; `depth` as for `enter`."""
+        return self.find_line(_frame_at(depth))
 
     def enter(self, communicator: int, number: int, index: int, depth: int = 1) -> int:
         """Record that a collective is entered, and return its slot for `leave` or `fail`, one of which must follow.
 
-        Parameters
-        ----------
-        communicator : int
-            Number of the communicator, the same on all ranks.
-        number : int
-            Number of the collective on this communicator, the same on all ranks.
-        index : int
-            What `intern` returned for the call.
-        depth : int
-            The first frame to look at for the user's line: 1 is the caller; frames of this library are skipped, each of which
-            costs a tenth of a microsecond.
+        `depth` is the first frame to look at for the user's line: 1 is the caller; frames of this library are skipped, each of
+        which costs a tenth of a microsecond.
         """
         frame = _frame_at(depth)
-        line = self._places.get((id(frame.f_code), frame.f_lasti)) or self._find_line(frame)
-        start, slot = next(self._slots)
-        _write_entry(self.memory, start, number, communicator, index, line, monotonic_ns())
+        line = self.places.get((id(frame.f_code), frame.f_lasti)) or self.find_line(frame)
+        start, slot = next(self.slots)
+        write_entry(self.memory, start, number, communicator, index, line, monotonic_ns())
         return slot
 
     def enter_started(self, communicator: int, number: int, index: int, line: int) -> int:
         """Record that an asynchronous collective begins; `line` is where the program started it."""
-        start, slot = next(self._slots)
-        _write_entry(self.memory, start, number, communicator, index, line | STARTED_BIT, monotonic_ns())
+        start, slot = next(self.slots)
+        with self._marking:
+            self._mark(is_started=True)
+            self._started = start // 8 + LINE_WORD
+            write_entry(self.memory, start, number, communicator, index, line, monotonic_ns())
+            self._mark(is_started=not self._is_awaited)
         return slot
+
+    def await_started(self, is_awaited: bool) -> None:
+        """Record whether the main thread waits for what was started: then the program does not go on meanwhile."""
+        with self._marking:
+            self._is_awaited = is_awaited
+            self._mark(is_started=not is_awaited)
+
+    def _mark(self, is_started: bool) -> None:
+        if self._started:
+            line = self.words[self._started] & ~STARTED_BIT
+            self.words[self._started] = line | STARTED_BIT if is_started else line
 
     def leave(self, slot: int) -> None:
         """Record that the collective of a slot has returned."""
-        self._words[slot] = monotonic_ns()
+        self.words[slot] = monotonic_ns()
 
     def fail(self, slot: int) -> None:
         """Record that the collective of a slot has raised."""
-        self._words[slot] = monotonic_ns() | FAILED_BIT
+        self.words[slot] = monotonic_ns() | FAILED_BIT
 
     def set_node(self, name: str) -> None:
         """Record the name of this rank's node."""
@@ -187,7 +186,7 @@ class FlightRecorder:
         memory = memoryview(_anonymous())
         memory[:] = self.memory
         self.memory = self._calls.memory = self._lines.memory = memory
-        self._words = memory.cast("Q")
+        self.words = memory.cast("Q")
 
     def _introduce(self, rank: int, size: int) -> None:
         own = process.find(os.getpid())
@@ -203,15 +202,15 @@ class FlightRecorder:
         self._put(Field.MAGIC, MAGIC)  # written last: where it is, the header is complete
 
     def _put(self, field: Field, value: int) -> None:
-        self._words[field] = value
+        self.words[field] = value
 
-    def _find_line(self, frame: FrameType | None) -> int:
+    def find_line(self, frame: FrameType | None) -> int:
         """Return the index of the line of the first frame outside this library; 0 if there is none."""
         while frame is not None:
             place = (id(frame.f_code), frame.f_lasti)
-            line = self._places.get(place)
+            line = self.places.get(place)
             if line is None:
-                line = 0 if users.is_ours(frame) else self._lines_of(frame)
+                line = 0 if _is_ours(frame) else self._lines_of(frame)
                 self._remember(place, frame.f_code, line)
             if line:
                 return line
@@ -223,11 +222,11 @@ class FlightRecorder:
         return self._lines.index(text, _end_of(text, LINES.text_bytes))
 
     def _remember(self, place: tuple[int, int], code: CodeType, line: int) -> None:
-        if len(self._places) >= _MOST_PLACES or self._lines.has_overwritten:
-            self._places.clear()
+        if len(self.places) >= _MOST_PLACES or self._lines.has_overwritten:
+            self.places.clear()
             self._codes.clear()
             self._lines.has_overwritten = False
-        self._places[place] = line
+        self.places[place] = line
         self._codes[id(code)] = code
 
 
@@ -267,6 +266,49 @@ def recorder() -> FlightRecorder:
     return _recorder
 
 
+@contextmanager
+def watched(text: str, members: str = "") -> Iterator[None]:
+    """Record a collective that no communicator makes, such as creating a strategy; `members` are its ranks, empty for all."""
+    mine = recorder()
+    communicator = _SOME_RANKS | crc32(members.encode()) if members else 0
+    index = mine.intern(text, ranks=members)
+    slot = mine.enter(communicator, next(_numbers[members]), index)
+    try:
+        yield
+    except BaseException:
+        mine.fail(slot)
+        raise
+    mine.leave(slot)
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pause the garbage collector while frames of another thread are looked at.
+
+    Before Python 3.12 that may collect garbage, and a finalizer may let the other thread go on, whose frame is gone then.
+    """
+    if sys.version_info < (3, 12) and gc.isenabled():
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.enable()
+    else:
+        yield
+
+
+def innermost(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the user's program; if everything is installed, the innermost that is not ours."""
+    other = None
+    while frame is not None:
+        if not _is_ours(frame):
+            if not _is_installed(frame.f_code.co_filename):
+                return frame
+            other = other or frame
+        frame = frame.f_back
+    return other
+
+
 def _end_of(text: str, room: int) -> str:
     """Return a text cut at its beginning to at most `room` bytes: the end of a path is what identifies a file."""
     encoded = text.encode("utf-8", "backslashreplace")
@@ -287,7 +329,6 @@ def digest(text: str) -> int:
 
 def _make() -> FlightRecorder:
     os.register_at_fork(after_in_child=_after_fork)
-    atexit.register(_close_at_exit)
     with suppress(LaunchError):
         view = environment.detect()
         rank, size = (view.rank or 0, view.size or 1) if view else (0, 1)
@@ -307,8 +348,11 @@ def _free(path: Path) -> Path:
 
 def _close_at_exit() -> None:
     """Remove the file of a program that has succeeded; what a failed one did last is kept."""
-    if _recorder is not None and exit_code.ending_code() == 0:
+    if _recorder is not None and abort.ending_code() == 0:
         _recorder.close()
+
+
+atexit.register(_close_at_exit)
 
 
 def _after_fork() -> None:
@@ -352,3 +396,19 @@ def _encoded(name: str, text: str) -> bytes:
     """Return a text as it stands in the header: its length, then UTF-8."""
     encoded = text.encode("utf-8", "backslashreplace")[: TEXTS[name][1] - 8]
     return len(encoded).to_bytes(8, sys.byteorder) + encoded
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Return whether a frame belongs to this library; its commands count as programs that use it."""
+    name = str(frame.f_globals.get("__name__", ""))
+    return name in _BETWEEN or (name.partition(".")[0] == "mpistrat" and not name.startswith("mpistrat.tools."))
+
+
+@cache
+def _is_installed(filename: str) -> bool:
+    return filename.startswith(("<frozen", *_folders()))
+
+
+@cache
+def _folders() -> tuple[str, ...]:
+    return tuple(f"{place}/" for place in [Path(os.__file__).parent, *site.getsitepackages()])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpistrat.text import format_elapsed, ranks_text
-from mpistrat.watch.states import Call, RankState
+from mpistrat.watch.record import Call
+from mpistrat.watch.states import RankState, entered
 
 __all__ = ["end_report", "others_report", "stall_report"]
 
@@ -13,19 +14,12 @@ _MOST_MISSING = 16
 
 
 def stall_report(own: RankState, states: Sequence[RankState]) -> str:
-    """Return the report of a rank that waits.
-
-    Parameters
-    ----------
-    own : RankState
-        A rank that waits.
-    states : sequence of RankState
-        All ranks; the collective that `own` waits in was looked up.
-    """
+    """Return the report of a rank that waits; in all `states` the collective that it waits in was looked up."""
     waiting = own.waits_in
     assert waiting is not None, "only a rank that waits has a report"
-    came = [(state, call) for state in states if (call := state.at(waiting.key)) is not None]
-    missing = [state for state in states if waiting.takes(state.rank) and state.at(waiting.key) is None]
+    calls = entered(states, waiting.key)
+    came = [(state, calls[state.rank]) for state in states if state.rank in calls]
+    missing = [state for state in states if waiting.takes(state.rank) and state.rank not in calls]
     failed = [state for state, call in came if call.has_failed]
     # in the collective, but not running
     held = [
@@ -40,7 +34,7 @@ def stall_report(own: RankState, states: Sequence[RankState]) -> str:
         *_each("in it, but not running", held),
     ]
     if not (missing or failed):
-        lines.append("  no rank is missing: all have come, and what they exchange does not end")
+        lines.append("  no rank is missing: all ranks are in the collective, but it does not complete")
     lines.append(
         "  The job waits on. `mpistrat doctor` on any of its hosts shows this at any time; MPISTRAT_TIMEOUT_SECONDS ends "
         "such a wait with an error; MPISTRAT_STALL_SECONDS=0 turns this report off."
@@ -49,17 +43,7 @@ def stall_report(own: RankState, states: Sequence[RankState]) -> str:
 
 
 def end_report(own: RankState, waited_seconds: float, states: Sequence[RankState]) -> str:
-    """Return the report of a rank whose program has ended, while others go on.
-
-    Parameters
-    ----------
-    own : RankState
-        That rank.
-    waited_seconds : float
-        Seconds since its program ended.
-    states : sequence of RankState
-        All ranks.
-    """
+    """Return the report of a rank whose program has ended, while others go on."""
     ended = [state.rank for state in states if state.state == "ended"]
     return "\n".join(
         [

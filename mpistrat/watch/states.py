@@ -1,114 +1,45 @@
-"""RankState: what a rank is doing, from its record and its process, read here or by a rank of its node."""
+"""RankState: what a rank is doing, from its record and its process; and the ranks of a job on this host."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from mpistrat.text import format_elapsed, parse_spans
-from mpistrat.watch.file_layout import NOT_LISTED, State
-from mpistrat.watch.reader import RankFile, Record
+from mpistrat.launch import environment, process
+from mpistrat.text import format_elapsed
+from mpistrat.watch import folder
+from mpistrat.watch.record import Call, Key, RankFile, State
 
-__all__ = ["Call", "Key", "RankState", "aged", "decode", "encode", "look"]
-
-Key = tuple[int, int]
-"""A collective: its communicator, and its number there."""
+__all__ = ["Neighbours", "RankState", "decode", "encode", "entered", "local_states", "look"]
 
 # a watching thread that has not woken for this long is blocked
 SILENT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
-class Call:
-    """A collective that a rank has entered.
-
-    Attributes
-    ----------
-    communicator, number : int
-        Its key.
-    text : str
-        The call with its arguments; a long one is cut.
-    digest : int
-        Hash of the whole text; 0 if it was overwritten.
-    line : str
-        The user's line, ``path:line (function)``, or an empty string.
-    entered : int
-        When, in nanoseconds of the host's clock: distinguishes two entries of the same collective.
-    entered_seconds_ago : float
-        How long before the record was read.
-    left_seconds_ago : float or None
-        When it was left, likewise; None while the rank is inside.
-    has_failed, is_started : bool
-        Whether it raised; whether it is asynchronous, so that the program goes on meanwhile.
-    ranks : str
-        The ranks that take part, as text; empty for all, NOT_LISTED if the list is too long: then no rank counts as missing.
-    """
-
-    communicator: int
-    number: int
-    text: str
-    digest: int
-    line: str
-    entered: int
-    entered_seconds_ago: float
-    left_seconds_ago: float | None
-    has_failed: bool = False
-    is_started: bool = False
-    ranks: str = ""
-
-    def takes(self, rank: int) -> bool:
-        """Return whether a rank of the job takes part."""
-        return not self.ranks or rank in _members(self.ranks)
-
-    @property
-    def key(self) -> Key:
-        """The collective."""
-        return self.communicator, self.number
-
-
-@dataclass(frozen=True)
 class RankState:
     """What a rank is doing.
 
-    Attributes
-    ----------
-    rank : int
-        The rank.
-    node : str
-        The name of its node, or an empty string if unknown.
-    pid : int
-        Its process id; 0 if unknown.
-    state : str
-        ``in`` a collective; ``out`` of any; ``failed``: its program has raised; ``ended``: its program has ended; ``stopped``:
-        a signal or a debugger holds it; ``gone``: its process was killed; ``absent``: its process has not called this library
-        yet; ``unknown``.
-    calls : tuple of Call
-        The collectives that it is inside, the last one first; then the last one left, and those that were looked up.
-    now_at : str
-        The line at which its main thread was seen, ``path:line (function)``, or an empty string.
-    seen_seconds_ago : float
-        When that was.
-    is_silent : bool
-        Whether its watching thread is blocked: a call in C holds the interpreter lock, or no core is free.
-    program : str
-        Its command line.
-    activity : str
-        What it is doing beside collectives, such as a task of a job with parameter servers; empty where there is no such thing.
+    Its `state` is ``in`` a collective; ``out`` of any; ``failed``: its program has raised; ``ended``: its program has ended;
+    ``stopped``: a signal or a debugger holds it; ``killed``: a signal has ended its process; ``gone``: it has ended without a
+    word, like the others when mpiexec ends the job; ``absent``: its process has not called this library yet; ``unknown``.
     """
 
     rank: int
     node: str = ""
     pid: int = 0
     state: str = "unknown"
-    calls: tuple[Call, ...] = ()
-    now_at: str = ""
+    calls: tuple[Call, ...] = ()  # those that it is inside, the last one first; the last one left; those that were looked up
+    now_at: str = ""  # the line at which its main thread was seen
     seen_seconds_ago: float = 0.0
-    is_silent: bool = False
+    is_silent: bool = False  # its watching thread is blocked: a call in C holds the interpreter lock, or no core is free
     program: str = ""
-    activity: str = ""
+    activity: str = ""  # what it is doing beside collectives, such as a task of a job with parameter servers
 
     @property
     def call(self) -> Call | None:
@@ -123,10 +54,6 @@ class RankState:
         call = self.call
         return call if call is not None and call.left_seconds_ago is None and self.state in ("in", "stopped") else None
 
-    def at(self, key: Key) -> Call | None:
-        """Return its call of a collective, if that was looked up and entered."""
-        return next((call for call in self.calls if call.key == key), None)
-
     def doing(self) -> str:
         """Return a description of what it is doing, and where."""
         return f"{self._condition()}; {self.activity or self._last()}{self._where()}"
@@ -138,6 +65,7 @@ class RankState:
             "failed": "its program has raised an error",
             "ended": "its program has ended",
             "stopped": "stopped (by a signal or a debugger)",
+            "killed": "a signal has ended its process",
             "gone": "its process is gone",
             "absent": "alive, and has made no strategy yet",
             "unknown": "does not answer",
@@ -148,13 +76,12 @@ class RankState:
     def _last(self) -> str:
         call = self.call
         if call is None:
-            return "no collective yet" if self.state != "unknown" else "nothing is known of it"
+            return "no collective yet" if self.state != "unknown" else "mpistrat doctor on its host shows what it does"
         if call.left_seconds_ago is None:
             since = format_elapsed(call.entered_seconds_ago)
             return f"in collective {call.number}, {call.text}, since {since}" + (f", from {call.line}" if call.line else "")
         outcome = "failed" if call.has_failed else "ended"
-        place = f" at {call.line}" if call.line else ""
-        return f"last collective {call.number}, {call.text}{place}, {outcome} {format_elapsed(call.left_seconds_ago)} ago"
+        return f"last collective {call.number}, {call.place}, {outcome} {format_elapsed(call.left_seconds_ago)} ago"
 
     def _where(self) -> str:
         if not self.now_at or self.state == "ended":
@@ -164,21 +91,56 @@ class RankState:
         return f"; last seen {format_elapsed(self.seen_seconds_ago)} ago at {self.now_at}"
 
 
-@lru_cache(256)
-def _members(ranks: str) -> frozenset[int]:
-    return frozenset() if ranks == NOT_LISTED else frozenset().union(*parse_spans(ranks))
+class Neighbours:
+    """Reads the record files of a job; `own` is that of this process, which exists even if the folder does not."""
+
+    def __init__(self, job: Path, own: RankFile | None = None) -> None:
+        self.job, self._own = job, own
+        self._files: dict[str, tuple[int, RankFile]] = {}
+
+    def files(self) -> list[RankFile]:
+        """Return the files of the ranks of this host, in rank order."""
+        found: dict[str, tuple[int, RankFile]] = {}
+        with suppress(OSError):
+            for entry in os.scandir(self.job):
+                if not entry.name.startswith("rank-"):
+                    continue
+                known = self._files.get(entry.name)
+                with suppress(OSError, ValueError):
+                    same = known is not None and known[0] == entry.inode()
+                    found[entry.name] = known if known and same else (entry.inode(), RankFile.open(Path(entry.path)))
+        # a rank that has ended removes its file; its last contents stay mapped
+        self._files |= found
+        files = {file.rank: file for _, file in self._files.values()}
+        if self._own is not None:
+            files[self._own.rank] = self._own
+        return [files[rank] for rank in sorted(files)]
+
+    def states(self, wanted: Iterable[Key] = ()) -> tuple[list[RankState], set[Key]]:
+        """Return the states of the ranks of this host, and the keys that were looked up: those they wait in, and `wanted`."""
+        files = self.files()
+        keys = {*wanted}
+        for file in files:
+            keys |= {call.key for call in file.inside()}
+        return [look(file, keys) for file in files], keys
+
+
+def local_states(
+    neighbours: Neighbours, wanted: Collection[Key], expected: Collection[int]
+) -> tuple[list[RankState], set[Key]]:
+    """Return the states of the ranks of this host, and the keys looked up; `expected` ranks without a file are searched for."""
+    states, keys = neighbours.states(wanted)
+    missing = {*expected} - {state.rank for state in states}
+    return [*states, *(_absent(neighbours.job, missing) if missing else [])], keys
 
 
 def look(file: RankFile, wanted: Collection[Key] = ()) -> RankState:
     """Return the state of a rank of this host, with its calls of the `wanted` collectives."""
-    now = time.monotonic_ns()
-    inside = file.inside()
-    last = file.last()
-    found = {record.entered: record for record in [*inside, *([last] if last else [])]}
-    for key in wanted:
-        record = file.find(*key)
-        if record is not None:
-            found.setdefault(record.entered, record)
+    now, inside = time.monotonic_ns(), file.inside()
+    found: dict[int, Call] = {}
+    for call in [*inside, file.last(), *(call for key in wanted for call in file.find(key))]:
+        if call is not None:
+            found.setdefault(call.entered, call)
     line, sampled = file.now_at
     state, alive = _state(file, bool(inside))
     return RankState(
@@ -186,26 +148,24 @@ def look(file: RankFile, wanted: Collection[Key] = ()) -> RankState:
         file.text("node"),
         file.pid,
         state,
-        tuple(_call(record, now) for record in found.values()),
+        tuple(found.values()),
         line,
         (now - sampled) / 1e9,
         alive and state != "stopped" and 0 < file.looked < now - SILENT_SECONDS * 1e9,
         file.text("program"),
-        file.text("activity") if state in ("in", "out", "stopped", "gone") else "",
+        file.text("activity") if state in ("in", "out", "stopped", "gone", "killed") else "",
     )
 
 
-def aged(state: RankState, seconds: float) -> RankState:
-    """Return a state from some time ago, of a rank that has not answered since."""
-    calls = [
-        replace(
-            call,
-            entered_seconds_ago=call.entered_seconds_ago + seconds,
-            left_seconds_ago=None if call.left_seconds_ago is None else call.left_seconds_ago + seconds,
-        )
-        for call in state.calls
-    ]
-    return replace(state, state="unknown", calls=tuple(calls), seen_seconds_ago=state.seen_seconds_ago + seconds)
+def entered(states: Iterable[RankState], key: Key) -> dict[int, Call]:
+    """Return the call of each rank that has come to a collective, by rank.
+
+    Calls that a rank refuses take no number: the record of what all have refused says nothing of the call that comes next.
+    """
+    found = {state.rank: [call for call in state.calls if call.key == key] for state in states}
+    refused = {rank: sum(call.has_failed for call in calls) for rank, calls in found.items()}
+    before = min((refused[rank] for rank, calls in found.items() if calls and calls[0].left_seconds_ago is None), default=0)
+    return {rank: calls[0] for rank, calls in found.items() if calls and not (calls[0].has_failed and refused[rank] <= before)}
 
 
 def encode(states: Iterable[RankState]) -> list[dict[str, Any]]:
@@ -230,23 +190,36 @@ def _state(file: RankFile, is_inside: bool) -> tuple[str, bool]:
         if process is None and recorded is State.RUNNING:
             return "gone", alive
     if recorded is not State.RUNNING:
-        return ("ended" if recorded is State.ENDED else "failed"), alive
+        return recorded.name.lower(), alive
     if process is not None and process.is_stopped:
         return "stopped", alive
     return ("in" if is_inside else "out"), alive
 
 
-def _call(record: Record, now: int) -> Call:
-    return Call(
-        record.communicator,
-        record.number,
-        record.call.text,
-        record.call.digest,
-        record.line,
-        record.entered,
-        (now - record.entered) / 1e9,
-        (now - record.left) / 1e9 if record.left else None,
-        record.has_failed,
-        record.is_started,
-        record.call.ranks,
-    )
+def _absent(job: Path, ranks: Collection[int]) -> list[RankState]:
+    """Return the processes of this host that were started as these ranks of the job, and have no record file.
+
+    They are found by their launcher's variables; of several the newest counts, because a wrapper script precedes the program.
+    """
+    found: dict[int, RankState] = {}
+    for entry in Path("/proc").iterdir():
+        seen = process.find(int(entry.name)) if entry.name.isdigit() else None
+        variables = seen.environment() if seen else None
+        if seen is None or not variables:
+            continue
+        row = next((row for row in environment.LAUNCHERS if row.started(variables)), None)
+        text = variables[row.rank] if row else ""
+        if not text.isdigit() or int(text) not in ranks or folder.job_name(variables, seen.pid) != job.name:
+            continue
+        before = found.get(int(text))
+        if before is None or before.pid < seen.pid:
+            state = "stopped" if seen.is_stopped else "absent"
+            found[int(text)] = RankState(int(text), os.uname().nodename, seen.pid, state, program=_program(seen.pid))
+    return [found[rank] for rank in sorted(found)]
+
+
+def _program(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""

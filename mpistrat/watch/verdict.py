@@ -3,68 +3,87 @@
 A rank that waits in a collective waits for the ranks that have not entered it. If those wait themselves, for ranks that wait,
 or have ended, none of them will go on, at any speed of the network. A rank that computes, or is slow, is not deadlocked.
 
-File law: pure. States are read one after another, so a finding must be confirmed by a second one before it is acted on.
+Invariant: pure. States are read one after another, so a finding must be confirmed by a second one before it is acted on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
+from mpistrat.errors import AgreementError, CollectiveError, UnavailableError
 from mpistrat.text import ranks_text
-from mpistrat.watch.notices import Notice
-from mpistrat.watch.states import Call, Key, RankState
+from mpistrat.watch.record import Call, Key
+from mpistrat.watch.states import RankState, entered
 
-__all__ = ["Finding", "judge", "mismatch_text", "waits_for"]
+__all__ = ["Finding", "Notice", "Notices", "judge", "mismatch_text", "waits_for"]
 
-_OVER = ("ended", "failed", "gone")
+_PREFIX = "verdict-"
+_OVER = ("ended", "failed", "killed", "gone")
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A deadlock, a mismatch of calls, or a rank that has failed: of several about one collective the first counts."""
+
+    communicator: int
+    number: int
+    text: str  # of the error
+    is_mismatch: bool  # ranks made different calls; otherwise one has ended or failed
+    is_for_all: bool = True  # otherwise only ranks in this collective or a later one of its communicator raise it
+
+    def concerns(self, inside: Collection[Key]) -> Key | None:
+        """Return the collective, of those that a rank is inside, that cannot end because of this; None if there is none."""
+        return next((key for key in inside if key[0] == self.communicator and key[1] >= self.number), None)
+
+    @property
+    def name(self) -> str:
+        """The name of its file, after the prefix."""
+        return f"{self.communicator}-{self.number}"
+
+    def error(self) -> CollectiveError:
+        """Return the error to raise."""
+        return AgreementError(self.text) if self.is_mismatch else UnavailableError(self.text)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A deadlock, or a mismatch of calls, that one survey shows.
-
-    Attributes
-    ----------
-    notice : Notice
-        Why, for all ranks.
-    fingerprint : tuple
-        Which rank was where: the same finding, made again, has an equal one.
-    """
+    """A deadlock, or a mismatch of calls, that one survey shows; the fingerprint, which rank was where, recognises it again."""
 
     notice: Notice
     fingerprint: tuple[object, ...]
 
 
 def judge(states: Sequence[RankState], looked_up: Collection[Key]) -> Finding | None:
-    """Return the deadlock or mismatch that states show; None if there is none for certain.
+    """Return the deadlock or mismatch that the states of all ranks show; None if there is none for certain.
 
-    Parameters
-    ----------
-    states : sequence of RankState
-        The state of each rank, in rank order.
-    looked_up : collection of Key
-        The collectives that were looked up for every rank: a rank whose state lacks one of them has not entered it.
+    A rank whose state lacks a collective that was looked up has not entered it.
     """
     return _different(states) or _stuck(states, looked_up)
 
 
 def waits_for(states: Sequence[RankState], looked_up: Collection[Key]) -> dict[int, list[int]]:
     """Return for each waiting rank the ranks that have not entered its collective."""
-    waiting = {state.rank: state.waits_in for state in states}
+    waiting = {state.rank: call for state in states if (call := state.waits_in) is not None and call.key in looked_up}
+    came = {key: entered(states, key) for key in {call.key for call in waiting.values()}}
     return {
         rank: [
-            other.rank for other in states if other.state != "unknown" and call.takes(other.rank) and other.at(call.key) is None
+            other.rank
+            for other in states
+            if other.state != "unknown" and call.takes(other.rank) and other.rank not in came[call.key]
         ]
         for rank, call in waiting.items()
-        if call is not None and call.key in looked_up
     }
 
 
 def _different(states: Sequence[RankState]) -> Finding | None:
     """Find a collective that ranks entered with different calls, and that one of them waits in."""
     for key in sorted({call.key for state in states if (call := state.waits_in) is not None}):
-        calls = {state.rank: call for state in states if (call := state.at(key)) is not None}
+        calls = entered(states, key)
         if len({call.digest for call in calls.values()} - {0}) < 2:
             continue
         variants: dict[str, list[int]] = {}
@@ -73,7 +92,7 @@ def _different(states: Sequence[RankState]) -> Finding | None:
             if not first.takes(state.rank):
                 continue
             call = calls.get(state.rank)
-            text = (call.text + (f" at {call.line}" if call.line else "")) if call else f"has not come to it: {state.doing()}"
+            text = call.place if call else f"has not come to it: {state.doing()}"
             variants.setdefault(text, []).append(state.rank)
         text = mismatch_text(f"collective {key[1]} of group world", variants)
         return Finding(Notice(*key, text, True), tuple((rank, call.digest, call.entered) for rank, call in calls.items()))
@@ -106,8 +125,8 @@ def _stuck(states: Sequence[RankState], looked_up: Collection[Key]) -> Finding |
     variants: dict[str, list[int]] = {}
     for state in states:
         call = state.waits_in
-        place = f"collective {call.number} of communicator {call.communicator}, {call.text}" if call else state.doing()
-        variants.setdefault(place + (f" at {call.line}" if call and call.line else ""), []).append(state.rank)
+        place = f"collective {call.number} of communicator {call.communicator}, {call.place}" if call else state.doing()
+        variants.setdefault(place, []).append(state.rank)
     return Finding(Notice(*key, mismatch_text("they wait for each other", variants), True), fingerprint)
 
 
@@ -115,7 +134,7 @@ def mismatch_text(what: str, variants: Mapping[str, Sequence[int]]) -> str:
     """Return the text of an AgreementError: which ranks (world ranks, by text of the call) are in which call."""
     lines = [f"  {ranks_text(ranks)}: {text}" for text, ranks in variants.items()]
     if len(variants) == 1:
-        lines.append("  They differ in what preceded this call, or in whether they compare it before it begins (`is_strict`).")
+        lines.append("  The calls are equal; an earlier call differed, or `is_strict` is not the same on all ranks.")
     return (
         f"ranks made different calls ({what}):\n"
         + "\n".join(lines)
@@ -128,7 +147,7 @@ def _ended(by_rank: dict[int, RankState], waiting: Sequence[int], reached: Seque
     calls: dict[str, list[int]] = {}
     for rank in waiting:
         call = _call(by_rank[rank])
-        calls.setdefault(f"collective {call.number}, {call.text}" + (f" at {call.line}" if call.line else ""), []).append(rank)
+        calls.setdefault(f"collective {call.number}, {call.place}", []).append(rank)
     who = [f"  rank {rank} ({by_rank[rank].node}): {by_rank[rank].doing()}" for rank in reached]
     where = [f"  {ranks_text(ranks)}: {text}" for text, ranks in calls.items()]
     return (
@@ -143,3 +162,49 @@ def _call(state: RankState) -> Call:
     call = state.waits_in
     assert call is not None, "it waits"
     return call
+
+
+class Notices:
+    """The notices of a job on one host, in its folder; if that does not exist, they stay in this process."""
+
+    def __init__(self, job: Path) -> None:
+        self._job = job
+        self._own: list[Notice] = []
+        self._ignored: set[str] = set()
+        self._failed: set[int] = set()
+
+    def post(self, notice: Notice) -> None:
+        """Post a notice for the ranks of this host."""
+        self._own.append(notice)
+        path = self._job / f"{_PREFIX}{notice.name}"
+        new = path.with_name(f".{path.name}-{os.getpid()}")
+        with suppress(OSError):
+            new.write_text(json.dumps(asdict(notice)))
+            with suppress(FileExistsError):
+                os.link(new, path)
+            new.unlink()
+
+    def first(self, inside: Collection[Key]) -> Notice | None:
+        """Return the first notice for a rank inside these collectives that is not ignored; None if there is none."""
+        return next((notice for notice in self._all() if notice.is_for_all or notice.concerns(inside)), None)
+
+    def dismiss(self, communicator: int) -> None:
+        """Ignore all notices, also later ones, about a communicator that has failed on this rank."""
+        self._failed.add(communicator)
+
+    def ignore(self) -> None:
+        """Ignore the notices for all that were posted so far; others are about a communicator that may still be used."""
+        self._ignored |= {notice.name for notice in self._all() if notice.is_for_all}
+
+    def _all(self) -> Iterator[Notice]:
+        for path in self._paths():
+            with suppress(OSError, ValueError, TypeError):
+                yield Notice(**json.loads(path.read_text()))
+        yield from (notice for notice in self._own if self._counts(notice.name))
+
+    def _paths(self) -> list[Path]:
+        found = sorted(self._job.glob(f"{_PREFIX}*"))
+        return [path for path in found if self._counts(path.name.removeprefix(_PREFIX))]
+
+    def _counts(self, name: str) -> bool:
+        return name not in self._ignored and int(name.partition("-")[0]) not in self._failed

@@ -1,6 +1,6 @@
 """Watcher: a thread that reports when the program waits long in a collective, and detects deadlocks.
 
-File law: no MPI call here blocks, and none is made before MPI runs or while it is being finalized.
+Invariant: no MPI call here blocks, and none is made before MPI runs or while it is being finalized.
 """
 
 from __future__ import annotations
@@ -15,29 +15,25 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from mpistrat import settings, timeline
 from mpistrat.errors import AgreementError, CollectiveError, LaunchError, SettingError
-from mpistrat.launch import abort, environment, exit_code, finalize, survival
+from mpistrat.launch import abort, environment, survival
 from mpistrat.logger import logger
-from mpistrat.watch import takeover, trace, users
-from mpistrat.watch.file_layout import State
-from mpistrat.watch.neighbours import Neighbours
-from mpistrat.watch.notices import Notice, Notices
-from mpistrat.watch.reader import RankFile, Record, seconds_since
-from mpistrat.watch.recorder import FlightRecorder, recorder
+from mpistrat.timeline import Timeline, TimelineEvent
+from mpistrat.watch.record import Call, Key, RankFile, State, seconds_since
+from mpistrat.watch.recorder import FlightRecorder, collection_paused, innermost, recorder
 from mpistrat.watch.stall_report import end_report, stall_report
-from mpistrat.watch.states import Key, RankState, aged, decode, encode, look
-from mpistrat.watch.survey import Survey, here
-from mpistrat.watch.talk import Message, Talk
-from mpistrat.watch.verdict import Finding, judge
+from mpistrat.watch.states import Neighbours, RankState, encode, local_states, look
+from mpistrat.watch.survey import HostMessages, Message, Survey
+from mpistrat.watch.verdict import Finding, Notice, Notices, judge
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Watcher", "introduce", "start", "watcher"]
+__all__ = ["Watcher", "call_before_end", "introduce", "start", "watcher"]
 
 WAKE_SECONDS = 0.25
 # a rank that has waited this long surveys the others
@@ -48,45 +44,35 @@ TURN_SECONDS = 0.01
 ANSWER_SECONDS = 0.9
 # how often to look for answers while some are missing
 POLL_SECONDS = 0.01
-# how often a rank sends its state to one of another host
-BACKUP_SECONDS = 2.0
 # a program that has not raised the verdict, or its deadline's error, after this long is stuck in a call in C
 TAKE_SECONDS = 3.0
 
+# the time that other ranks have to print their tracebacks
+OTHERS_SECONDS = 1.0
 LONGEST_GOODBYE_SECONDS = 5.0
 
 _lock = threading.Lock()
 _watcher: Watcher | None = None
 _warned: set[str] = set()
+_before_end: list[Callable[[], None]] = []
 
 
 class Watcher:
-    """The watching thread of this process. One per process, in jobs of several ranks: see `start`.
-
-    Parameters
-    ----------
-    size : int
-        How many ranks the job has.
-
-    Attributes
-    ----------
-    limit : tuple of float and callable, or None
-        Deadline of the present call, on the clock of `time.monotonic`, and a function that returns its error. The program
-        raises that itself; if it cannot, because it is in a call in C, the watcher prints it and ends the job.
-    verdict : CollectiveError or None
-        The error of a deadlock or mismatch that is certain: a program that waits in a collective, or enters one, raises it.
-    """
+    """The watching thread of this process. One per process, in jobs of several ranks: see `start`."""
 
     def __init__(self, size: int) -> None:
+        # the error of a deadlock or mismatch that is certain: a program that waits in a collective, or enters one, raises it
         self.verdict: CollectiveError | None = None
         self._verdict_on: Key | None = None  # the only collective that it is raised in; None if in any
+        # the deadline of the current call, on the clock of `time.monotonic`, and its error, which the program raises itself; if
+        # it cannot, because it is in a call in C, the watcher prints it and ends the job
         self.limit: tuple[float, Callable[[], CollectiveError]] | None = None
         self._recorder: FlightRecorder = recorder()
         self._own = RankFile(self._recorder.memory)
         self._size, self._pid = size, os.getpid()
         job = self._recorder.path.parent if self._recorder.path else Path(os.devnull)
         self._neighbours, self._notices = Neighbours(job, self._own), Notices(job)
-        self._talk: Talk | None = None
+        self._messages: HostMessages | None = None
         self._wants_trace = self._has_failed_rank = False
         self._main = threading.main_thread().ident
         self._wake, self._stopping = threading.Event(), False
@@ -94,17 +80,15 @@ class Watcher:
         self._to_post: Notice | None = None
         self._surveyed = -math.inf  # when another host, of lower ranks, last looked around
         self._turn_seconds = 0.0
-        self._backed_up, self._heard = 0.0, dict[int, tuple[float, RankState]]()
         self._asked: _Question | None = None
         self._wanted: set[Key] = set()
         self._next_look = 0.0
         self._next_report = self._patience = _stall_seconds()
-        self._waiting: Record | None = None
+        self._waiting: Call | None = None
         self._suspicion: Finding | None = None
-        self._judged: tuple[float, Record] | None = None
+        self._judged: tuple[float, Call] | None = None
         self._thread = threading.Thread(target=self._run, name="mpistrat watcher", daemon=True)
         self._thread.start()
-        atexit.register(self.end)
         abort.before_end(lambda: self._recorder.set_state(State.FAILED))
 
     def raise_verdict(self) -> None:
@@ -117,7 +101,7 @@ class Watcher:
         raise type(self.verdict)(*self.verdict.args)
 
     def _inside(self) -> set[Key]:
-        return set(map(_key, self._own.inside()))
+        return {call.key for call in self._own.inside()}
 
     def begin(self) -> None:
         """Ignore earlier disagreements: a new strategy is being created."""
@@ -128,10 +112,7 @@ class Watcher:
     def join(self, comm: MPI.Intracomm) -> None:
         """Exchange messages with the other hosts from now on. A collective call, made once.
 
-        Parameters
-        ----------
-        comm : Intracomm
-            All ranks of the job; the watcher keeps it. Unused where the job survives the loss of ranks.
+        `comm` has all ranks of the job; the watcher keeps it. It is unused where the job survives the loss of ranks.
         """
         own = self._recorder
         own.set_place(comm.Get_rank(), comm.Get_size())
@@ -143,32 +124,26 @@ class Watcher:
             found = own.path.parent.stat()
             place = f"{Path('/proc/sys/kernel/random/boot_id').read_text()} {found.st_dev} {found.st_ino}"
         joined = comm.allgather((place or f"rank {comm.Get_rank()}", bool(settings.TIMELINE.read())))
-        talk = Talk(comm, [place for place, _ in joined])
-        self._send_backup(talk)
-        self._talk = talk
-        self._turn_seconds = min(talk.place * TURN_SECONDS, LONGEST_BETWEEN_LOOKS_SECONDS)
+        messages = HostMessages(comm, [place for place, _ in joined])
+        self._messages = messages
+        self._turn_seconds = min(messages.place * TURN_SECONDS, LONGEST_BETWEEN_LOOKS_SECONDS)
         self._wants_trace = joined[0][1]  # rank 0 writes it, and asks all
         if self._wants_trace:
             timeline.skip_write_at_exit()
-        finalize.call_before(self.end)
+        abort.before_finalize(self.end)
 
     @property
     def has_joined(self) -> bool:
         """Whether it exchanges messages with other hosts."""
-        return self._talk is not None
+        return self._messages is not None
 
     def compare(self, timeout_seconds: float = 2.0, ranks: Sequence[int] | None = None) -> list[RankState]:
-        """Ask all ranks for their states, and return those of `ranks`, or of all, in rank order.
+        """Ask all ranks for their states, and return those of `ranks` of the job, or of all, in rank order.
 
-        Parameters
-        ----------
-        timeout_seconds : float
-            How long to wait for answers; ranks whose host does not answer are ``unknown``.
-        ranks : sequence of int, optional
-            Which ranks of the job.
+        Those whose host does not answer in time are ``unknown``.
         """
         own = self._own.last()
-        question = _Question({(own.communicator, own.number)} if own else set(), timeout_seconds)
+        question = _Question({own.key} if own else set(), timeout_seconds)
         self._asked = question
         self._wake.set()
         deadline = time.monotonic() + timeout_seconds + 1.0
@@ -178,15 +153,7 @@ class Watcher:
         return states if ranks is None else [states[rank] for rank in ranks]
 
     def post_failure(self, key: Key, error: CollectiveError) -> None:
-        """Make the other ranks in a collective, or in a later one of its communicator, raise an error.
-
-        Parameters
-        ----------
-        key : Key
-            The collective, which has failed here: this rank makes no further one of the communicator.
-        error : AgreementError or UnavailableError
-            Why.
-        """
+        """Make the other ranks in a collective that has failed here, or in a later one of its communicator, raise an error."""
         self._to_post = Notice(*key, str(error), is_mismatch=isinstance(error, AgreementError), is_for_all=False)
         self._wake.set()
 
@@ -199,20 +166,20 @@ class Watcher:
         """Record that this program has ended, wait until all have, and stop; then MPI can be finalized."""
         if os.getpid() != self._pid or self._stopping:
             return
-        has_failed = exit_code.ending_code() != 0
+        has_failed = abort.ending_code() != 0
         self._recorder.set_state(State.FAILED if has_failed else State.ENDED)
-        talk = self._talker()
-        if talk is not None and not has_failed:  # a failed rank ends the job at once, with its own exit code
-            all_have_ended = self._wait_for_all(talk.comm)
+        messages = self._live_messages()
+        if messages is not None and not has_failed:  # a failed rank ends the job at once, with its own exit code
+            all_have_ended = self._wait_for_all(messages.comm)
             if all_have_ended and self._wants_trace:
-                trace.write_merged(talk.comm, self._own)
+                _write_trace(messages.comm, self._own)
         self._stopping = True
         self._wake.set()
         self._thread.join(LONGEST_GOODBYE_SECONDS)
-        if talk is not None:
-            deque(talk.received(), 0)  # receive what has arrived, so that MPI is finalized without pending messages
-        if has_failed and talk is not None:
-            talk.send({"failed": self._own.rank}, [rank for ranks in talk.others for rank in ranks])
+        if messages is not None:
+            deque(messages.received(), 0)  # receive what has arrived, so that MPI is finalized without pending messages
+        if has_failed and messages is not None:
+            messages.send({"failed": self._own.rank}, [rank for ranks in messages.others for rank in ranks])
 
     def _wait_for_all(self, comm: MPI.Intracomm) -> bool:
         """Wait until all programs have ended; return False if one has failed instead."""
@@ -245,7 +212,7 @@ class Watcher:
     def _watch(self) -> None:
         self._note_look()
         while not self._stopping:
-            is_busy = self._survey is not None or (self._talk is not None and self._talk.is_sending())
+            is_busy = self._survey is not None or (self._messages is not None and self._messages.is_sending())
             self._wake.wait(POLL_SECONDS if is_busy else WAKE_SECONDS)
             self._wake.clear()
             if self._stopping or os.getpid() != self._pid:
@@ -256,8 +223,8 @@ class Watcher:
 
     def _note_look(self) -> None:
         """Record that this thread is awake, and where the program is."""
-        with users.collection_paused():
-            self._recorder.note_look(users.innermost(self._program()))
+        with collection_paused():
+            self._recorder.note_look(innermost(self._program()))
 
     def _program(self) -> FrameType | None:
         """Return the frame of the main thread."""
@@ -278,14 +245,12 @@ class Watcher:
                 self._conclude(survey, waiting)
         elif self._asked is not None:
             question = self._asked
-            self._survey = Survey(
-                self._size, self._neighbours, self._talker(), question.wanted, question.seconds, heard=self._heard_of()
-            )
+            self._survey = Survey(self._size, self._neighbours, self._live_messages(), question.wanted, question.seconds)
             question.survey = self._survey
         elif waiting is not None and time.monotonic() >= self._next_look:
             self._look(waiting)
 
-    def _follow(self, waiting: Record | None) -> None:
+    def _follow(self, waiting: Call | None) -> None:
         """Update what this rank waits in; end the job if the program does not raise a verdict or deadline."""
         before, self._waiting = self._waiting, waiting
         if waiting is None or before is None or waiting.entered != before.entered:
@@ -295,27 +260,25 @@ class Watcher:
         limit = self.limit
         if limit is not None and waiting is not None and time.monotonic() > limit[0] + TAKE_SECONDS:
             self.limit = None
-            takeover.end_job(limit[1](), self._program(), self._own)
-        if self.verdict is None or waiting is None or waiting.is_started or self._verdict_on not in (None, _key(waiting)):
+            _end_job(limit[1](), self._program(), self._own)
+        if self.verdict is None or waiting is None or waiting.is_started or self._verdict_on not in (None, waiting.key):
             self._judged = None
         elif self._judged is None or self._judged[1].entered != waiting.entered:
             self._judged = time.monotonic(), waiting
         elif time.monotonic() > self._judged[0] + TAKE_SECONDS:
             self._judged = math.inf, waiting
-            takeover.end_job(self.verdict, self._program(), self._own)
+            _end_job(self.verdict, self._program(), self._own)
 
-    def _look(self, waiting: Record) -> None:
+    def _look(self, waiting: Call) -> None:
         """Begin a survey, if this is the rank of its host that does."""
         waited = seconds_since(waiting.entered)
         self._next_look = time.monotonic() + min(max(WAKE_SECONDS, waited / 8), LONGEST_BETWEEN_LOOKS_SECONDS)
         if self._patience and waited < self._next_report:
             self._next_look = min(self._next_look, time.monotonic() + self._next_report - waited)
         is_overdue = bool(self._patience) and waited >= self._next_report
-        wanted = {*self._wanted, (waiting.communicator, waiting.number)}
+        wanted = {*self._wanted, waiting.key}
         if self._is_lowest_waiting() and time.monotonic() > self._surveyed + 2 * LONGEST_BETWEEN_LOOKS_SECONDS:
-            self._survey = Survey(
-                self._size, self._neighbours, self._talker(), wanted, ANSWER_SECONDS, is_overdue, self._heard_of()
-            )
+            self._survey = Survey(self._size, self._neighbours, self._live_messages(), wanted, ANSWER_SECONDS, is_overdue)
         elif is_overdue:
             self._put_off_report(waited)
 
@@ -323,10 +286,10 @@ class Watcher:
         """Return whether this is the lowest waiting rank of its host, which surveys for all of them."""
         return not any(_reports(look(file)) for file in self._neighbours.files() if file.rank < self._own.rank)
 
-    def _talker(self) -> Talk | None:
-        return self._talk if self._talk is not None and _mpi_runs() else None
+    def _live_messages(self) -> HostMessages | None:
+        return self._messages if self._messages is not None and _mpi_runs() else None
 
-    def _conclude(self, survey: Survey, waiting: Record | None) -> None:
+    def _conclude(self, survey: Survey, waiting: Call | None) -> None:
         states = survey.states()
         question = self._asked
         if question is not None and question.survey is survey:
@@ -356,9 +319,9 @@ class Watcher:
 
     def _post(self, notice: Notice) -> None:
         self._notices.post(notice)
-        talk = self._talker()
-        if talk is not None:
-            talk.send({"notice": asdict(notice)}, [rank for ranks in talk.others for rank in ranks])
+        messages = self._live_messages()
+        if messages is not None:
+            messages.send({"notice": asdict(notice)}, [rank for ranks in messages.others for rank in ranks])
         self._take_notices()
 
     def _take_notices(self) -> None:
@@ -372,39 +335,26 @@ class Watcher:
                 self.verdict = notice.error()
 
     def _listen(self) -> None:
-        talk = self._talker()
-        if talk is None:
+        messages = self._live_messages()
+        if messages is None:
             return
-        if time.monotonic() > self._backed_up + BACKUP_SECONDS:
-            self._send_backup(talk)
-        for source, message in talk.received():
+        for source, message in messages.received():
             if "ask" in message:
-                if source < self._own.rank and self._waiting is not None and [*_key(self._waiting)] in message["wanted"]:
+                if source < self._own.rank and self._waiting is not None and [*self._waiting.key] in message["wanted"]:
                     self._surveyed = time.monotonic()
-                talk.send(self._answer(message), [source])
+                messages.send(self._answer(message), [source])
             elif "answer" in message:
                 if self._survey is not None:
                     self._survey.take(message)
-            elif "heard" in message:
-                self._heard |= {state.rank: (time.monotonic(), state) for state in decode(message["heard"])}
             elif "failed" in message:
                 self._has_failed_rank = True
             elif "notice" in message:
                 self._notices.post(Notice(**message["notice"]))
 
-    def _send_backup(self, talk: Talk) -> None:
-        """Send the state of this rank to one of another host."""
-        self._backed_up = time.monotonic()
-        if talk.others and self._own.state is State.RUNNING:
-            talk.send({"heard": encode([look(self._own)])}, [talk.backup_rank])
-
-    def _heard_of(self) -> list[RankState]:
-        return [aged(state, time.monotonic() - when) for when, state in self._heard.values()]
-
     def _answer(self, question: Message) -> Message:
-        expected = self._talk.own if self._talk is not None and question["is_thorough"] else ()
-        states, _ = here(self._neighbours, [(first, second) for first, second in question["wanted"]], expected)
-        return {"answer": question["ask"], "states": encode(states), "heard": encode(self._heard_of())}
+        expected = self._messages.own if self._messages is not None and question["is_thorough"] else ()
+        states, _ = local_states(self._neighbours, [(first, second) for first, second in question["wanted"]], expected)
+        return {"answer": question["ask"], "states": encode(states)}
 
 
 class _Question:
@@ -434,13 +384,7 @@ def introduce(node: str) -> None:
 
 
 def start(size: int | None = None) -> Watcher | None:
-    """Start the watcher of this process in a job of several ranks, unless it runs, and return it.
-
-    Parameters
-    ----------
-    size : int, optional
-        How many ranks the job has; by default what the launcher says.
-    """
+    """Start the watcher of this process in a job of several ranks, `size` or as many as the launcher says, and return it."""
     global _watcher
     with _lock:
         if size is None:
@@ -451,14 +395,25 @@ def start(size: int | None = None) -> Watcher | None:
         return _watcher
 
 
+def call_before_end(call: Callable[[], None]) -> None:
+    """Have a function called when the program ends, while its collectives are still watched."""
+    _before_end.append(call)
+
+
+def _end() -> None:
+    for call in _before_end:
+        call()
+    if _watcher is not None:
+        _watcher.end()
+
+
+atexit.register(_end)
+
+
 def _after_fork() -> None:
     """Forget the watcher: a forked child has no watching thread, and no place in the job."""
     global _watcher
     _watcher = None
-
-
-def _key(record: Record) -> Key:
-    return record.communicator, record.number
 
 
 def _reports(state: RankState) -> bool:
@@ -466,6 +421,45 @@ def _reports(state: RankState) -> bool:
     call = state.waits_in if state.state == "in" and not state.is_silent else None
     # ranks that entered at nearly the same time must agree on which of them it is
     return call is not None and call.entered_seconds_ago > PATIENCE_SECONDS / 2
+
+
+def _end_job(error: CollectiveError, frame: FrameType | None, own: RankFile) -> None:
+    """End the job, unless MPISTRAT_ABORT is off, where the program is stuck in a call in C, with an error and its traceback."""
+    label = f"rank {own.rank} on {own.text('host')}"
+    abort.say(abort.format_exception(error.with_traceback(_traceback_of(frame)), label))
+    if settings.ABORT.read():
+        from mpi4py import MPI
+
+        time.sleep(OTHERS_SECONDS)
+        MPI.COMM_WORLD.Abort(1)
+
+
+def _traceback_of(frame: FrameType | None) -> TracebackType | None:
+    """Return the traceback of an uncaught exception raised in a frame."""
+    trace: TracebackType | None = None
+    while frame is not None:
+        trace = TracebackType(trace, frame, frame.f_lasti, frame.f_lineno)
+        frame = frame.f_back
+    return trace
+
+
+def _write_trace(comm: MPI.Intracomm, own: RankFile) -> None:
+    """Write the trace of the whole job for MPISTRAT_TIMELINE, on rank 0. A collective call, after all programs have ended."""
+    gathered = comm.gather(_own_timeline(own))
+    if gathered is not None:
+        timeline.write_trace(dict(enumerate(gathered)))
+
+
+def _own_timeline(own: RankFile) -> Timeline:
+    """Return what this rank has recorded, with its last collectives as a row; both clocks are CLOCK_MONOTONIC."""
+    whole = timeline.merged()
+    calls = [
+        TimelineEvent(call.text, "collectives", begin, begin + call.entered_seconds_ago - call.left_seconds_ago, call.nbytes)
+        for call in reversed(own.calls())
+        if call.left_seconds_ago is not None and not call.is_started and (begin := call.entered / 1e9)
+    ]
+    whole.events = [*calls, *whole.events]
+    return whole
 
 
 def _promised_size() -> int:

@@ -1,16 +1,15 @@
-"""Run experiments and write their pages: ``python -m tests.benchmarks EXPERIMENT [--out DIR] [--quick] [--peers DIR]``."""
+"""Run experiments and write their tables: ``python -m tests.benchmarks EXPERIMENT [--out DIR] [--quick] [--peers DIR]``."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.benchmarks.environments import CACHE
 from tests.benchmarks.experiments import EXPERIMENTS, find
-from tests.benchmarks.pages import DOCS, publish, show
+from tests.benchmarks.pages import RESULTS, circumstances, markdown, write_table
 from tests.benchmarks.session import Session
 from tests.hosts import lab
 
@@ -27,9 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: argparse.Namespace) -> int:
-    results = (arguments.out or DOCS) / "results" / f"{name}.json"
-    earlier = json.loads(results.read_text()) if arguments.only and results.exists() else None
-    session = Session(name, arguments.quick, arguments.peers, arguments.only, earlier)
+    session = Session(name, arguments.quick, arguments.peers, arguments.only)
     try:
         result = session.result(find(name).run)
     except Exception as error:
@@ -37,11 +34,14 @@ def _run(name: str, arguments: argparse.Namespace) -> int:
         if arguments.experiment != "all":
             raise
         return 1
-    print(show(result), flush=True)
-    out = arguments.out or (None if arguments.quick else DOCS)
-    if out is not None:
-        for path in publish(result, out):
-            session.say(f"wrote {path}")
+    print(circumstances(result), flush=True)
+    out = arguments.out or (None if arguments.quick else RESULTS)
+    for key, table in find(name).tables(result).items():
+        print(f"\n{markdown(table)}", flush=True)
+        if out is not None:
+            path = out / f"{name}{f'-{key}' * bool(key)}.csv"
+            write_table(path, circumstances(result), table, keep=bool(arguments.only))
+            session.say(f"wrote {path}; python -m tests.docs.generate brings the pages up to date")
     return 0
 
 
@@ -49,14 +49,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description="Measure, side by side with others.")
     parser.add_argument("experiment", choices=(*EXPERIMENTS, "all"))
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="where pages lie (default: docs/benchmarks; with --quick: none)"
+        "--out", type=Path, metavar="DIR", help="where tables go (default: docs/benchmarks/results; with --quick: none)"
     )
     parser.add_argument(
         "--only",
         action="append",
         default=[],
         metavar="PART",
-        help="of safety: measure a shape, 2x2 say, and keep the others of the last result; again for more",
+        help="of safety a shape (2x2), of large_messages a placement (4x8-block): measure that, keep the rest; again for more",
     )
     parser.add_argument("--quick", action="store_true", help="a small part of it, in seconds: to try an experiment out")
     parser.add_argument(

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from mpistrat.text import format_bytes, format_seconds
+from mpistrat.text import format_bytes
 from tests.benchmarks.contenders import KINDS, NAMES, OURS, contenders
 from tests.benchmarks.contest import Contest
-from tests.benchmarks.pages import markdown_table
+from tests.benchmarks.pages import Table, spread
 from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
 
-__all__ = ["Case", "best_peer", "draw_cases", "measure_cases", "programs_of", "table_of_cases", "verdict", "wire_seconds"]
+__all__ = ["Case", "measure_cases", "programs_of", "shape_of", "table_of_cases", "wire_seconds"]
 
 
 @dataclass(frozen=True)
@@ -57,76 +56,29 @@ def wire_seconds(hosts: int, nbytes: int, goodput_bits: float) -> float:
     return 2 * (hosts - 1) / hosts * nbytes * 8 / goodput_bits
 
 
-def best_peer(row: dict[str, Any]) -> str:
-    """Return who was the fastest of a row beside us."""
-    return min((name for name in row["programs"] if name != OURS), key=lambda name: row["programs"][name]["seconds"])
-
-
 def programs_of(rows: Iterable[dict[str, Any]]) -> list[str]:
     """Return who took part in any of the rows, in the order of tables."""
     there = {name for row in rows for name in row["programs"]}
     return [name for name in KINDS if name in there]
 
 
-def table_of_cases(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a table: the time of each program, its share of the wire, and ours against the best peer."""
+def table_of_cases(rows: Sequence[dict[str, Any]], shares: bool = False) -> Table:
+    """Return the time of each program, ours against the best of the others, and, where asked for, our share of the link."""
     names = programs_of(rows)
-    lines = []
+    lines = [["hosts × ranks", "placement", "size", *names, "best other / mpistrat", *["share of the link"] * shares]]
     for row in rows:
-        cells = [_cell(row, name) for name in names]
-        ratio = "–"
-        if len(row["programs"]) > 1:
-            ratio = f"{row['programs'][best_peer(row)]['seconds'] / row['programs'][OURS]['seconds']:.2f}"
-        plan = row["programs"][OURS]["facts"].get("plan", "")
-        lines.append([_where(row), format_bytes(row["nbytes"]), *cells, plan, ratio])
-    return markdown_table(["hosts, ranks, placement, link", "size", *names, "our plan", "x best peer"], lines)
-
-
-def verdict(goal: str, reached: int, misses: Sequence[str]) -> str:
-    """Return the line that says whether a goal was reached."""
-    total = reached + len(misses)
-    if not misses:
-        return f"**Goal reached** in {'all ' if total > 1 else ''}{total}: {goal}.\n"
-    return f"**Goal missed** in {len(misses)} of {total}: {goal}. Missed: {'; '.join(misses)}.\n"
-
-
-def draw_cases(rows: Sequence[dict[str, Any]], path: Path, shares: bool) -> None:
-    """Draw each case in a field of its own: the share of the wire, or the time, over the size."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    places = list(dict.fromkeys(_where(row) for row in rows))
-    columns = min(len(places), 3)
-    lines = -(-len(places) // columns)
-    figure, fields = plt.subplots(lines, columns, figsize=(4.6 * columns, 3.6 * lines), squeeze=False, layout="constrained")
-    for axes in fields.flat[len(places) :]:
-        axes.set_visible(False)
-    for axes, place in zip(fields.flat, places, strict=False):
-        there = [row for row in rows if _where(row) == place]
-        for name in programs_of(there):
-            points = [(row["nbytes"], row["programs"][name]) for row in there if name in row["programs"]]
-            values = [program["share" if shares else "seconds"] for _, program in points]
-            style = {"color": "black", "linewidth": 2.2, "zorder": 3} if name == OURS else {"linewidth": 1.2}
-            axes.plot([nbytes for nbytes, _ in points], values, "o-", markersize=4, label=name, **style)
-        axes.set_xscale("log", base=2)
-        axes.set_title(place, fontsize=9)
-        axes.set_xlabel("bytes")
-        axes.set_ylabel("share of what is possible" if shares else "seconds")
-        axes.grid(alpha=0.3)
-        if shares:
-            axes.set_ylim(0, 1.05)
-        else:
-            axes.set_yscale("log")
-    fields.flat[0].legend(fontsize=7)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+        programs = row["programs"]
+        others = [programs[name]["seconds"] for name in programs if name != OURS]
+        cells = [spread(programs[name]) if name in programs else "–" for name in names]
+        ratio = f"{min(others) / programs[OURS]['seconds']:.2f}" if others else "–"
+        share = [f"{programs[OURS]['share']:.2f}"] * shares
+        lines.append([shape_of(row), row["placement"], format_bytes(row["nbytes"]), *cells, ratio, *share])
+    return lines
 
 
 def _measure(session: Session, case: Case, env: dict[str, str] | None) -> list[dict[str, Any]]:
     with Lab(case.hosts, case.rate) as lab:
-        goodput = lab.goodput_bits(rounds=2, seconds=1.2) if case.hosts > 1 else 0.0
+        goodput = lab.goodput_bits(rounds=3, seconds=1.5) if case.hosts > 1 else 0.0
         launches = [_launch(session, case, env, lab, goodput) for _ in range(case.launches)]
     return [_middle(rows) for rows in zip(*launches, strict=True)]
 
@@ -140,7 +92,7 @@ def _launch(session: Session, case: Case, env: dict[str, str] | None, lab: Lab, 
             measured = contest.compare({"kind": "all_reduce", "nbytes": nbytes}, case.seconds)
             least = wire_seconds(case.hosts, nbytes, goodput) if case.hosts > 1 else _copy_seconds(contest, nbytes)
             rows.append(_row(case, goodput, nbytes, least, {name: done.document() for name, done in measured.items()}))
-            session.say(f"{_where(rows[-1])}, {format_bytes(nbytes)}: {_line(rows[-1])}")
+            session.say(", ".join(table_of_cases(rows[-1:])[1]))
         left_out = {f"{name} on {case.hosts} hosts {case.placement}": why for name, why in contest.missing.items()}
         session.environments.missing.update(left_out)
     return rows
@@ -176,18 +128,6 @@ def _row(case: Case, goodput: float, nbytes: int, least: float, programs: dict[s
     }
 
 
-def _where(row: dict[str, Any]) -> str:
-    link = f", {row['goodput_bits'] / 1e6:.0f} Mbit/s" if row["goodput_bits"] else ""
-    return f"{row['hosts']}, {row['ranks']}, {row['placement']}{link}"
-
-
-def _line(row: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {_cell(row, name)}" for name in row["programs"])
-
-
-def _cell(row: dict[str, Any], name: str) -> str:
-    program = row["programs"].get(name)
-    if program is None:
-        return "–"
-    share = f" ({program['share']:.2f})" if program["share"] and row["nbytes"] >= 1 << 20 else ""
-    return f"{format_seconds(program['seconds'])}{share}"
+def shape_of(row: dict[str, Any]) -> str:
+    """Return hosts × ranks on each; or the ranks of each host, where they differ."""
+    return row["placement"] if "+" in row["placement"] else f"{row['hosts']}×{row['ranks'] // row['hosts']}"

@@ -66,8 +66,8 @@ class Measured:
 
     Attributes
     ----------
-    seconds, best_seconds : float
-        Median and least over the repetitions of the slowest rank's time.
+    seconds, best_seconds, worst_seconds : float
+        Median, least and most over the repetitions of the slowest rank's time.
     repeats : int
         How many were timed.
     sent_share : float
@@ -78,6 +78,7 @@ class Measured:
 
     seconds: float
     best_seconds: float
+    worst_seconds: float
     repeats: int
     sent_share: float
     facts: dict[str, Any]
@@ -189,7 +190,12 @@ class Contest:
                     sent[label].append(share_sent)
         return {
             label: Measured(
-                statistics.median(times[label]), min(times[label]), len(times[label]), min(sent[label]), first[label]["facts"]
+                statistics.median(times[label]),
+                min(times[label]),
+                max(times[label]),
+                len(times[label]),
+                min(sent[label]),
+                first[label]["facts"],
             )
             for label in first
             if entries[label][0] in self._lines

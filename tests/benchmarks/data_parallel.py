@@ -11,17 +11,15 @@ from typing import Any
 
 from mpistrat.launch.mpiexec import command
 from mpistrat.text import format_seconds
-from tests.benchmarks.cases import verdict
-from tests.benchmarks.pages import markdown_table
+from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
 from tests.processes import run_bounded
 
-__all__ = ["draw", "run", "table"]
+__all__ = ["run", "tables"]
 
 COUNTS = (10_000, 100_000, 1_000_000, 5_000_000, 25_000_000)
 QUICK = COUNTS[:2]
-NOISE = 0.05
 _RANK = Path(__file__).parent / "peers" / "data_parallel_ranks.py"
 _LIMIT_SECONDS = 600.0
 
@@ -38,44 +36,19 @@ def run(session: Session) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def table(result: dict[str, Any]) -> str:
-    """Return the verdict, and the times."""
-    rows = result["rows"]
-    misses = [f"{row['shape']} {row['parameters']} parameters {row['ratio']:.2f}" for row in rows if row["ratio"] > 1 + NOISE]
+def tables(result: dict[str, Any]) -> dict[str, Table]:
+    """Return the times."""
     lines = [
         [
-            row["shape"],
+            row["shape"].replace("x", "×"),
             f"{row['parameters']:_}".replace("_", " "),
             format_seconds(row["ours"]),
             format_seconds(row["ddp"]),
             f"{row['ddp'] / row['ours']:.2f}",
         ]
-        for row in rows
+        for row in result["rows"]
     ]
-    heads = ["hosts x ranks on each", "parameters", "mpistrat", "DistributedDataParallel", "times as fast"]
-    goal = f"a step is at least as fast as with DistributedDataParallel on gloo (noise: {NOISE:.0%})"
-    return f"{verdict(goal, len(rows) - len(misses), misses)}\n{markdown_table(heads, lines)}"
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw the times of a step over the number of parameters."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    shapes = list(dict.fromkeys(row["shape"] for row in result["rows"]))
-    figure, panels = plt.subplots(1, len(shapes), figsize=(3.4 * len(shapes), 3.4), layout="constrained", squeeze=False)
-    for shape, axes in zip(shapes, panels[0], strict=True):
-        rows = [row for row in result["rows"] if row["shape"] == shape]
-        for name, key in (("mpistrat", "ours"), ("DistributedDataParallel", "ddp")):
-            axes.loglog([row["parameters"] for row in rows], [row[key] for row in rows], marker="o", label=name)
-        axes.set_title(f"{shape} ranks")
-        axes.set_xlabel("parameters")
-    panels[0][0].set_ylabel("seconds of a step")
-    panels[0][0].legend()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    return {"": [["hosts × ranks", "parameters", "mpistrat", "DDP on gloo", "DDP / mpistrat"], *lines]}
 
 
 def _here(num_ranks: int, program: list[str]) -> list[dict[str, Any]]:

@@ -11,15 +11,14 @@ from typing import Any
 
 from mpistrat.launch.mpiexec import command
 from mpistrat.text import format_bytes, format_seconds
-from tests.benchmarks.cases import verdict
 from tests.benchmarks.contenders import OURS, contenders
 from tests.benchmarks.contest import Contest, Measured
-from tests.benchmarks.pages import markdown_table
+from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
 from tests.processes import run_bounded
 
-__all__ = ["draw", "run", "table"]
+__all__ = ["run", "tables"]
 
 KIB, MIB = 1 << 10, 1 << 20
 DEFAULT, IN_ORDER = "default", "deterministic"
@@ -37,51 +36,22 @@ def run(session: Session) -> dict[str, Any]:
     return {"rows": rows, "digests": _digests()}
 
 
-def table(result: dict[str, Any]) -> str:
-    """Return the verdict on goal 10, the times, and the digests."""
-    digests = result["digests"]
-    first = next(iter(digests.values()))[IN_ORDER]
-    misses = [shape for shape, found in digests.items() if found[IN_ORDER] != first]
-    goal = "bits do not depend on the nodes that the replicas are on"
+def tables(result: dict[str, Any]) -> dict[str, Table]:
+    """Return the times, and the digests."""
     times = [
         [
-            f"{row['hosts']}, {row['ranks']}",
+            f"{row['hosts']}×{row['ranks'] // row['hosts']}",
             format_bytes(row["nbytes"]),
             *(f"{format_seconds(row['seconds'][name])} ({row['plan'][name]})" for name in KINDS),
             f"{_cost(row):.2f}",
         ]
         for row in result["rows"]
     ]
-    hashes = [[shape, *(f"`{found[name][:16]}`" for name in KINDS)] for shape, found in digests.items()]
-    return (
-        f"{verdict(goal, len(digests) - len(misses), misses)}\n"
-        f"{markdown_table(['hosts, ranks', 'size', *KINDS, 'deterministic / default'], times)}\n"
-        f"{markdown_table(['nodes of the same four replicas', *(f'SHA-256, {name}' for name in KINDS)], hashes)}"
-    )
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw how many times as long it takes, by size."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rows = result["rows"]
-    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    for hosts in dict.fromkeys(row["hosts"] for row in rows):
-        there = [row for row in rows if row["hosts"] == hosts]
-        label = f"{there[0]['ranks']} ranks on {hosts} host{'s' * (hosts > 1)}"
-        axes.plot([row["nbytes"] for row in there], [_cost(row) for row in there], "o-", label=label)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("bytes")
-    axes.set_ylabel("time of deterministic / default")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    hashes = [[shape, *(f"`{found[name][:16]}`" for name in KINDS)] for shape, found in result["digests"].items()]
+    return {
+        "": [["hosts × ranks", "size", *KINDS, "deterministic / default"], *times],
+        "bits": [["nodes of the same four replicas", *(f"SHA-256, {name}" for name in KINDS)], *hashes],
+    }
 
 
 def _measure(session: Session, hosts: int, ranks: int, rate: str, sizes: tuple[int, ...]) -> list[dict[str, Any]]:

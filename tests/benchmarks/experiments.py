@@ -1,16 +1,16 @@
-"""The experiments: each a module of this folder, with a caption, that runs, tabulates and draws one thing."""
+"""The experiments: each a module of this folder, with a caption, that runs and tabulates one thing."""
 
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import Any, Protocol, cast
 
+from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 
-__all__ = ["EXPERIMENTS", "Experiment", "find", "page_of"]
+__all__ = ["EXPERIMENTS", "Experiment", "find"]
 
-# In the order of `all`. One row here, one module, one page of docs/benchmarks: with its name, or with that of its PAGE.
+# In the order of `all`. One row here, one module, one table in docs/benchmarks/results.
 EXPERIMENTS = (
     "large_messages",
     "small_messages",
@@ -26,7 +26,6 @@ EXPERIMENTS = (
     "memory",
     "choosing",
     "parameter_server",
-    "scale",
     "safety",
     "safety_programs",
     "safety_hangs",
@@ -40,18 +39,10 @@ class Experiment(Protocol):
     def run(self, session: Session) -> dict[str, Any]:
         """Measure; return what JSON can hold."""
 
-    def table(self, result: dict[str, Any]) -> str:
-        """Return the figures in Markdown: tables, and a line on each goal that says whether it was reached, and by how much."""
-
-    def draw(self, result: dict[str, Any], path: Path) -> None:
-        """Draw the figure to a PNG file."""
+    def tables(self, result: dict[str, Any]) -> dict[str, Table]:
+        """Return the tables that are kept, by what follows the name of the experiment in theirs."""
 
 
 def find(name: str) -> Experiment:
     """Return the experiment of this name."""
     return cast(Experiment, importlib.import_module(f"tests.benchmarks.{name}"))
-
-
-def page_of(name: str) -> str:
-    """Return the name of the page that shows an experiment."""
-    return str(getattr(find(name), "PAGE", name))

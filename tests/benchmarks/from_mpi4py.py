@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from mpistrat.text import format_bytes, format_seconds
-from tests.benchmarks.cases import Case, draw_cases, measure_cases, verdict
+from mpistrat.text import format_bytes
+from tests.benchmarks.cases import Case, measure_cases
 from tests.benchmarks.contenders import OURS, WRAPPED
-from tests.benchmarks.pages import markdown_table
+from tests.benchmarks.pages import Table, spread
 from tests.benchmarks.session import Session
 
-__all__ = ["draw", "run", "table"]
+__all__ = ["run", "tables"]
 
 KIB, MIB = 1 << 10, 1 << 20
-NOISE = 0.05
 PLAIN = "Open MPI"
 NAMES = (PLAIN, WRAPPED, OURS)
 HEADS = ("mpi4py", "wrapped", "`Communicator.all_reduce`")
@@ -35,32 +33,15 @@ def run(session: Session) -> dict[str, Any]:
     return {"rows": [row for case in cases for row in measure_cases(session, [case], ENV if case.ranks == 2 else None)]}
 
 
-def table(result: dict[str, Any]) -> str:
-    """Return the verdict, and the times."""
-    judged = [row for row in result["rows"] if row["nbytes"] >= MIB]
-    misses = [f"{_shape(row)} {format_bytes(row['nbytes'])} {_gain(row):.2f}" for row in judged if _gain(row) < 1 - NOISE]
+def tables(result: dict[str, Any]) -> dict[str, Table]:
+    """Return the times."""
     lines = [
         [
-            _shape(row),
+            f"{row['hosts']}×{row['ranks'] // row['hosts']}",
             format_bytes(row["nbytes"]),
-            *(format_seconds(row["programs"][name]["seconds"]) for name in NAMES),
-            f"{_gain(row):.2f}",
+            *(spread(row["programs"][name]) for name in NAMES),
+            f"{row['programs'][PLAIN]['seconds'] / row['programs'][WRAPPED]['seconds']:.2f}",
         ]
         for row in result["rows"]
     ]
-    goal = f"the wrapped Allreduce is not slower than mpi4py's from 1 MiB up (noise: {NOISE:.0%})"
-    heads = ["hosts x ranks on each", "size", *HEADS, "mpi4py / wrapped"]
-    return f"{verdict(goal, len(judged) - len(misses), misses)}\n{markdown_table(heads, lines)}"
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw the times over the size."""
-    draw_cases(result["rows"], path, shares=False)
-
-
-def _gain(row: dict[str, Any]) -> float:
-    return float(row["programs"][PLAIN]["seconds"] / row["programs"][WRAPPED]["seconds"])
-
-
-def _shape(row: dict[str, Any]) -> str:
-    return f"{row['hosts']}x{row['ranks'] // row['hosts']}"
+    return {"": [["hosts × ranks", "size", *HEADS, "mpi4py / wrapped"], *lines]}

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from mpistrat.text import format_bytes, format_seconds
-from tests.benchmarks.cases import verdict
 from tests.benchmarks.contenders import OURS, contenders
 from tests.benchmarks.contest import Contest
-from tests.benchmarks.pages import markdown_table
+from tests.benchmarks.pages import Table, spread
 from tests.benchmarks.session import Session
 from tests.gradients import resnet50, transformer
 from tests.hosts.lab import Lab
 
-__all__ = ["draw", "run", "table"]
+__all__ = ["run", "tables"]
 
-GOAL = 0.93
 BATCH, FLAT = "mpistrat, one batch", "mpistrat, one flat buffer"
 SMALL = {"width": 256, "vocabulary": 8000, "positions": 256}
 NETWORKS = {"ResNet-50": resnet50, "transformer": lambda: transformer(**SMALL)}
@@ -51,41 +48,12 @@ def run(session: Session) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def table(result: dict[str, Any]) -> str:
-    """Return the verdict on goal 5, and the table: times, and that of the flat buffer over each."""
+def tables(result: dict[str, Any]) -> dict[str, Table]:
+    """Return the times, and how many times as long as mpistrat's flat buffer each takes."""
     rows = result["rows"]
-    misses = [f"{_where(row)} {_share(row, BATCH):.2f}" for row in rows if _share(row, BATCH) < GOAL]
     labels = list(dict.fromkeys(label for row in rows for label in row["ways"]))
-    lines = [
-        [label, *(f"{format_seconds(row['ways'][label]['seconds'])} ({_share(row, label):.2f})" for row in rows)]
-        for label in labels
-    ]
-    heads = ["", *(f"{_where(row)}: {row['arrays']} arrays, {format_bytes(row['nbytes'])}" for row in rows)]
-    goal = f"one batch of many arrays reaches at least {GOAL} of one flat buffer of as many bytes"
-    return f"{verdict(goal, len(rows) - len(misses), misses)}\n{markdown_table(heads, lines)}"
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw the time of each way."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rows = result["rows"]
-    figure, fields = plt.subplots(1, len(rows), figsize=(4.2 * len(rows), 3.6), squeeze=False, layout="constrained")
-    for axes, row in zip(fields.flat, rows, strict=True):
-        labels = list(row["ways"])
-        axes.barh(
-            labels, [row["ways"][label]["seconds"] for label in labels], color=["black", *["tab:gray"] * (len(labels) - 1)]
-        )
-        axes.invert_yaxis()
-        axes.set_title(_where(row), fontsize=9)
-        axes.set_xlabel("seconds")
-        if axes is not fields.flat[0]:
-            axes.set_yticklabels([])
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    lines = [[label, *(f"{spread(row['ways'][label])}, × {_times(row, label):.2f}" for row in rows)] for label in labels]
+    return {"": [["", *(f"{_where(row)}: {row['arrays']} arrays, {format_bytes(row['nbytes'])}" for row in rows)], *lines]}
 
 
 def _entries(counts: list[int]) -> dict[str, tuple[str, Mapping[str, Any]]]:
@@ -108,5 +76,5 @@ def _where(row: dict[str, Any]) -> str:
     return f"{row['network']}, {row['hosts']} host{'s' * (row['hosts'] > 1)} × {row['ranks'] // row['hosts']}"
 
 
-def _share(row: dict[str, Any], label: str) -> float:
-    return float(row["ways"][FLAT]["seconds"] / row["ways"][label]["seconds"])
+def _times(row: dict[str, Any], label: str) -> float:
+    return float(row["ways"][label]["seconds"] / row["ways"][FLAT]["seconds"])

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 from mpistrat.text import format_bytes
-from tests.benchmarks.cases import verdict
+from tests.benchmarks.cases import shape_of
 from tests.benchmarks.contenders import OURS, contenders
 from tests.benchmarks.contest import Contest
-from tests.benchmarks.pages import markdown_table
+from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 from tests.gradients import resnet50
 from tests.hosts.lab import Lab
 
-__all__ = ["draw", "run", "table"]
+__all__ = ["run", "tables"]
 
 MIB = 1 << 20
-GOAL = 2.0
 # auto may leave a buffer to MPI, whose memory is not counted
 ALGORITHMS = ("auto", "hierarchical")
 # hosts, ranks, placement
@@ -43,65 +41,30 @@ def run(session: Session) -> dict[str, Any]:
                     most = max(reports, key=lambda report: report["total_bytes"])
                     asked = {"hosts": hosts, "ranks": ranks, "placement": placement, "value": value, "algorithm": algorithm}
                     rows.append(asked | most)
-                    session.say(f"{_where(rows[-1])}, {value}: {_ratio(rows[-1]):.2f}")
+                    session.say(", ".join(tables({"rows": rows[-1:]})[""][1]))
     return {"rows": rows}
 
 
-def table(result: dict[str, Any]) -> str:
-    """Return the verdict on goal 8, and the table of the rank that holds the most."""
-    rows = result["rows"]
-    misses = [f"{_where(row)}, {row['value']} {_ratio(row):.2f}" for row in rows if _ratio(row) > GOAL]
+def tables(result: dict[str, Any]) -> dict[str, Table]:
+    """Return what the rank holds that holds the most."""
+    heads = [
+        "hosts × ranks",
+        "placement",
+        "algorithm",
+        "value",
+        "held",
+        "largest pack",
+        "kept by ten more calls",
+        "most in them",
+    ]
     lines = [
         [
-            _where(row),
+            shape_of(row),
+            row["placement"],
+            row["algorithm"],
             row["value"],
-            *(format_bytes(row[f"{name}_bytes"]) for name in ("window", "rail", "plan", "total", "largest_pack")),
-            f"{_ratio(row):.2f}",
-            format_bytes(max(row["grown_bytes"], 0)),
-            format_bytes(row["peak_bytes"]),
+            *(format_bytes(max(row[f"{name}_bytes"], 0)) for name in ("total", "largest_pack", "grown", "peak")),
         ]
-        for row in rows
+        for row in result["rows"]
     ]
-    heads = [
-        "hosts, ranks, placement, algorithm",
-        "value",
-        "window",
-        "rails",
-        "plans",
-        "in all",
-        "largest pack",
-        "in all / pack",
-    ]
-    heads += ["kept by ten more calls", "most at any time in them"]
-    goal = f"what a rank holds is at most {GOAL:.0f} times the largest pack"
-    return f"{verdict(goal, len(rows) - len(misses), misses)}\n{markdown_table(heads, lines)}"
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw what is held, over the largest pack."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rows = result["rows"]
-    figure, axes = plt.subplots(figsize=(8, 0.35 * len(rows) + 1.5), layout="constrained")
-    left = [0.0] * len(rows)
-    for name in ("window", "rail", "plan"):
-        parts = [row[f"{name}_bytes"] / row["largest_pack_bytes"] for row in rows]
-        axes.barh([f"{_where(row)}: {row['value']}" for row in rows], parts, left=left, label=name)
-        left = [start + part for start, part in zip(left, parts, strict=True)]
-    axes.axvline(GOAL, color="tab:red", label="goal: at most")
-    axes.invert_yaxis()
-    axes.set_xlabel("bytes held / largest pack")
-    axes.legend()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def _where(row: dict[str, Any]) -> str:
-    return f"{row['hosts']}, {row['ranks']}, {row['placement']}, {row['algorithm']}"
-
-
-def _ratio(row: dict[str, Any]) -> float:
-    return float(row["total_bytes"] / row["largest_pack_bytes"]) if row["largest_pack_bytes"] else 0.0
+    return {"": [heads, *lines]}

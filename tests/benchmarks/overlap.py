@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.text import format_bytes, format_seconds
-from tests.benchmarks.cases import verdict
-from tests.benchmarks.pages import markdown_table
+from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
 
-__all__ = ["draw", "run", "table"]
+__all__ = ["run", "tables"]
 
 MIB = 1 << 20
-GOAL = 1.15
 # link, bytes, buckets, what is computed
 CASES = (
     ("1gbit", 16 * MIB, 16, "matmul"),
@@ -34,10 +32,9 @@ def run(session: Session) -> dict[str, Any]:
     return {"rows": [_measure(session, *case) for case in (QUICK if session.quick else CASES)]}
 
 
-def table(result: dict[str, Any]) -> str:
-    """Return the verdict on goal 6, and the table."""
-    rows = result["rows"]
-    misses = [f"{_where(row)} {_ratio(row):.2f}" for row in rows if _ratio(row) > GOAL]
+def tables(result: dict[str, Any]) -> dict[str, Table]:
+    """Return the times."""
+    heads = ["link", "gradients", "computing", "computing alone", "reducing alone", "both", "both / the longer"]
     lines = [
         [
             row["rate"],
@@ -46,29 +43,9 @@ def table(result: dict[str, Any]) -> str:
             *(format_seconds(row[name]) for name in ("compute", "communicate", "overlap")),
             f"{_ratio(row):.2f}",
         ]
-        for row in rows
+        for row in result["rows"]
     ]
-    heads = ["link", "gradients", "computing", "computing alone", "reducing alone", "both", "both / the longer"]
-    goal = f"a step takes at most {GOAL} times the longer of computing and reducing"
-    return f"{verdict(goal, len(rows) - len(misses), misses)}\n{markdown_table(heads, lines)}"
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw the three times of each case side by side."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rows = result["rows"]
-    figure, axes = plt.subplots(figsize=(1.8 * len(rows) + 2, 3.6), layout="constrained")
-    for offset, name in enumerate(("compute", "communicate", "overlap")):
-        axes.bar([index + 0.27 * (offset - 1) for index in range(len(rows))], [row[name] for row in rows], 0.25, label=name)
-    axes.set_xticks(range(len(rows)), [_where(row).replace(", ", "\n") for row in rows], fontsize=8)
-    axes.set_ylabel("seconds")
-    axes.legend()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    return {"": [heads, *lines]}
 
 
 def _measure(session: Session, rate: str, nbytes: int, buckets: int, kind: str) -> dict[str, Any]:

@@ -1,64 +1,81 @@
-"""The pages of docs/benchmarks: the words are written by hand, what stands between two marks follows from the results."""
+"""The results: one small table each in docs/benchmarks/results; pages show them, or parts of them, between two marks."""
 
 from __future__ import annotations
 
-import json
+import csv
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.experiments import find, page_of
+from mpistrat.text import format_seconds
 
-__all__ = ["DOCS", "markdown_table", "publish", "show", "with_results"]
+__all__ = ["RESULTS", "Table", "circumstances", "markdown", "read_table", "spread", "with_results", "write_table"]
 
-DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
-_PART = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def publish(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Write a result, its figure, and the page with its table, which is begun where there is none; return the files."""
-    name = result["experiment"]
-    results, image = folder / "results" / f"{name}.json", folder / "images" / f"{name}.png"
-    page = folder / f"{page_of(name)}.md"
-    for path in (results, image):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text(json.dumps(result, indent=1) + "\n")
-    find(name).draw(result, image)
-    text = page.read_text() if page.exists() else f"# {name}\n\n<!-- measured: {name} -->\n<!-- end -->\n"
-    page.write_text(with_results(text, folder))
-    return [results, image, page]
+RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks" / "results"
+Table = list[list[str]]  # the first row has the heads
+_PART = re.compile(r"(<!-- measured: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def with_results(text: str, folder: Path = DOCS) -> str:
-    """Return a page in which the parts between the marks follow from the results in the folder."""
+def spread(times: Mapping[str, Any]) -> str:
+    """Return the median of some times, with the least and, where it was kept, the most of them."""
+    worst = f" to {format_seconds(times['worst_seconds'])}" if "worst_seconds" in times else ""
+    best = f" ({'best ' * (not worst)}{format_seconds(times['best_seconds'])}{worst})" if "best_seconds" in times else ""
+    return f"{format_seconds(times['seconds'])}{best}"
+
+
+def circumstances(result: Mapping[str, Any]) -> str:
+    """Return when, by what and on what a result was measured."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    missing = "".join(f"; without {name} ({reason})" for name, reason in result["missing"].items())
+    return f"{result['date']}, commit {result['commit']}, {result['command']}; {result['machine']}; {versions}{missing}"
+
+
+def write_table(path: Path, said: str, table: Table, keep: bool = False) -> None:
+    """Write a table; with ``keep``, rows of the old one whose first two cells are not in the new one stay."""
+    if keep and path.exists():
+        measured = {tuple(row[:2]) for row in table}
+        table = [*table, *(row for row in read_table(path)[1] if tuple(row[:2]) not in measured)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        file.write(f"# {said}\n")
+        csv.writer(file, lineterminator="\n").writerows(table)
+
+
+def read_table(path: Path) -> tuple[str, Table]:
+    """Return how a table was measured, and the table."""
+    first, *lines = path.read_text().splitlines()
+    return first.removeprefix("# "), list(csv.reader(lines))
+
+
+def with_results(text: str, folder: Path = RESULTS) -> str:
+    """Return a page in which the tables between the marks follow from the results in the folder.
+
+    A mark has the name of a table, and may choose rows and columns: ``one_host; placement = block; columns = size, mpistrat``.
+    """
 
     def measured(match: re.Match[str]) -> str:
-        results = folder / "results" / f"{match[2]}.json"
-        if not results.exists():
-            return f"{match[1]}Not measured yet: `python -m tests.benchmarks {match[2]}` fills this in.\n{match[3]}"
-        result = json.loads(results.read_text())
-        return f"{match[1]}{show(result)}\n![{_caption(match[2])}](images/{match[2]}.png)\n{match[3]}"
+        name, *choices = match[2].split("; ")
+        said, table = read_table(folder / f"{name}.csv")
+        for choice in choices:
+            column, _, wanted = choice.partition(" = ")
+            table = _columns(table, wanted.split(", ")) if column == "columns" else _rows(table, column, wanted)
+        date, commit, *_ = said.split(", ")
+        return f"{match[1]}{markdown(table)}\n*{date}, {commit}, [all of it](results/{name}.csv)*\n{match[3]}"
 
     return _PART.sub(measured, text)
 
 
-def show(result: dict[str, Any]) -> str:
-    """Return what is said of a result in Markdown: the circumstances, the tables."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    missing = "".join(f" Left out: {name} ({reason})." for name, reason in result["missing"].items())
-    return (
-        f"Measured on {result['date']} by `{result['command']}`, in {result['seconds']} s, on {result['machine']}; {versions}; "
-        f"commit {result['commit']}.{missing}\n\n{find(result['experiment']).table(result)}"
-    )
-
-
-def markdown_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def markdown(table: Table) -> str:
     """Return a table in Markdown."""
-    head = list(head)
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    heads, *rows = table
+    return "".join(f"| {' | '.join(line)} |\n" for line in [heads, ["---"] * len(heads), *rows])
 
 
-def _caption(name: str) -> str:
-    return (find(name).__doc__ or name).partition("\n")[0].rstrip(".")
+def _columns(table: Table, names: list[str]) -> Table:
+    return [[row[table[0].index(name)] for name in names] for row in table]
+
+
+def _rows(table: Table, column: str, wanted: str) -> Table:
+    heads, *rows = table
+    return [heads, *(row for row in rows if re.fullmatch(wanted, row[heads.index(column)]))]

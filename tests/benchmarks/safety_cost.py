@@ -14,20 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from mpistrat.text import format_bytes, format_seconds
-from tests.benchmarks.cases import verdict
 from tests.benchmarks.contest import Contender, Contest
-from tests.benchmarks.pages import markdown_table
+from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
 
-__all__ = ["PAGE", "SIZES", "draw", "program", "run", "table", "take_turns"]
+__all__ = ["SIZES", "program", "run", "tables", "take_turns"]
 
-PAGE = "safety"
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (8, 128, KIB, 8 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
-# at 8 B on one host with two ranks; elsewhere a share of the time with the check off
-MOST_SECONDS, MOST_SHARE = 0.4e-6, 0.03
 _ON, _OFF = "check on", "check off"
 _PROGRAM = Path(__file__).parent / "peers" / "check_ranks.py"
 _ROOT = Path(__file__).parents[2]
@@ -58,46 +54,10 @@ def run(session: Session) -> dict[str, Any]:
     return {"cost": _measure(session, QUICK if session.quick else CASES)}
 
 
-def table(result: dict[str, Any]) -> str:
-    """Return whether the check is cheap, and the times."""
-    cost = result["cost"]
-    dear, undecided = [], []
-    for row in cost:
-        middle, least, _ = _difference(row)
-        if middle > _limit(row):
-            (dear if least > _limit(row) else undecided).append(f"{row['where']} {format_bytes(row['nbytes'])} {_added(row)}")
-    limits = "at most 0.4 µs at 8 B on one host with 2 ranks, and 3 % elsewhere"
-    heads = ["where", "size", "check off", "check on", "on top: median of the launches (least and most of them)"]
-    rows = [[row["where"], format_bytes(row["nbytes"]), *_cells(row)] for row in cost]
-    parts = [verdict(limits, len(cost) - len(dear) - len(undecided), dear), markdown_table(heads, rows)]
-    if undecided:
-        parts.insert(1, f"Undecided in {len(undecided)}, where some launches are below the limit: {'; '.join(undecided)}.\n")
-    return "\n".join(parts)
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw what the check costs over the size: the median of the launches, the least and the most of them."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for where in dict.fromkeys(row["where"] for row in result["cost"]):
-        rows = [row for row in result["cost"] if row["where"] == where]
-        shares = [[100 * seconds / _off(row) for seconds in _difference(row)] for row in rows]
-        middles = [middle for middle, _, _ in shares]
-        spans = [[middle - least for middle, least, _ in shares], [most - middle for middle, _, most in shares]]
-        axes.errorbar([row["nbytes"] for row in rows], middles, spans, fmt="o-", markersize=4, capsize=3, label=where)
-    axes.axhline(3, color="tab:red", linewidth=1, linestyle="--", label="3 %")
-    axes.axhline(0, color="black", linewidth=0.8)
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("bytes")
-    axes.set_ylabel("% on top of the check off")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+def tables(result: dict[str, Any]) -> dict[str, Table]:
+    """Return the times, and what comes on top."""
+    heads = ["where", "size", "check off", "check on", "on top: median of the launches (least to most)"]
+    return {"": [heads, *([row["where"], format_bytes(row["nbytes"]), *_cells(row)] for row in result["cost"])]}
 
 
 def _measure(session: Session, cases: Sequence[CostCase]) -> list[dict[str, Any]]:
@@ -153,10 +113,6 @@ def _difference(row: Mapping[str, Any]) -> tuple[float, float, float]:
 
 def _off(row: Mapping[str, Any]) -> float:
     return statistics.median(seconds for launch in row["off"] for seconds in launch)
-
-
-def _limit(row: Mapping[str, Any]) -> float:
-    return MOST_SECONDS if row["nbytes"] == 8 and row["ranks"] == 2 else MOST_SHARE * _off(row)
 
 
 def _added(row: Mapping[str, Any]) -> str:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import safety
+from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 from tests.disagreements.places import Place
 from tests.disagreements.plans import drawn_plans
 
-__all__ = ["PAGE", "draw", "run", "table"]
+__all__ = ["run", "tables"]
 
-PAGE = "safety"
 COUNTS = {
     "drawn_program": {"1x2": 250, "2+1": 250, "2x2": 250, "1x4": 250},
     "drawn_pair": {"1x2": 3000},
@@ -30,12 +29,6 @@ def run(session: Session) -> dict[str, Any]:
     return {"groups": groups}
 
 
-def table(result: dict[str, Any]) -> str:
-    """Return whether ranks were told, and the classes of all programs."""
-    return safety.judged(result["groups"])
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw how many ended in which class."""
-    groups = [{**group, "shape": f"{group['what']}, {group['shape']}"} for group in result["groups"]]
-    safety.draw({"groups": groups}, path)
+def tables(result: dict[str, Any]) -> dict[str, Table]:
+    """Return the classes of all programs."""
+    return {"": safety.table_of(result["groups"])}

@@ -9,7 +9,7 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,6 @@ class Session:
         Where the peers' virtual environments are, or are to be made.
     only : sequence of str
         Which parts to measure; none: all.
-    earlier : mapping, optional
-        The last result, of which the other parts are kept.
 
     Attributes
     ----------
@@ -44,14 +42,12 @@ class Session:
         The peers' virtual environments, made on first use.
     versions : dict
         Versions of what took part; experiments add those of peers.
-    only, earlier, commit : sequence of str, mapping, str
+    only, commit : sequence of str, str
         As given; and what is measured.
     """
 
-    def __init__(
-        self, name: str, quick: bool, peers: Path, only: Sequence[str] = (), earlier: Mapping[str, Any] | None = None
-    ) -> None:
-        self.name, self.quick, self.only, self.earlier, self.commit = name, quick, only, earlier or {}, _commit()
+    def __init__(self, name: str, quick: bool, peers: Path, only: Sequence[str] = ()) -> None:
+        self.name, self.quick, self.only, self.commit = name, quick, only, _commit()
         self.environments = Environments(peers, self.say)
         mpi = find_mpi()
         self.versions = {

@@ -165,7 +165,7 @@ class Found:
         return bool(self.line) or (self.told and hang.or_told)
 
 
-def find_report(place: Place, hang: Hang, settings: Mapping[str, str] | None = None) -> Found:
+def find_report(place: Place, hang: Hang, settings: Mapping[str, str] | None = None, until: str = "") -> Found:
     """Run a program, and return what it reports of the rank that does not come; then end it.
 
     Parameters
@@ -176,6 +176,8 @@ def find_report(place: Place, hang: Hang, settings: Mapping[str, str] | None = N
         The program.
     settings : mapping, optional
         Environment variables beside the default ones.
+    until : str
+        A text in the output that is enough, too.
     """
     folder = Folder()
     environment = default_environment({"MPISTRAT_STALL_SECONDS": "1", **(settings or {})})
@@ -191,7 +193,7 @@ def find_report(place: Place, hang: Hang, settings: Mapping[str, str] | None = N
                 line = next((line for line in missing_in_report(output, ODD) if line in hang.lines), "")
                 told = "AgreementError" in output and ODD in ranks_named(output)
                 seconds = time.monotonic() - begun
-                if line or ended or seconds > _LIMIT_SECONDS:
+                if line or ended or seconds > _LIMIT_SECONDS or (until and until in output):
                     return Found(line, told, seconds, output)
                 time.sleep(0.1)
         finally:

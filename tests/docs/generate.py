@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
-import configparser
 import contextlib
 import importlib
 import inspect
@@ -15,15 +13,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from mpistrat import errors, settings
+from mpistrat import errors
 from mpistrat.settings import SETTINGS, Setting
 from mpistrat.text import format_bytes
 from mpistrat.tools import cli
 from tests.benchmarks.pages import with_results
-from tests.docs import gpu_page
 from tests.docs.pages import ROOT, Command, blocks, pages
-from tests.docs.surface import api_names, beyond, described, home
-from tests.docs.tf_names import READING, SAME, SECTIONS, Row
+from tests.docs.surface import api_names, described, home
+from tests.docs.tf_names import ABSENT, DIFFERENT, SAME, Name, named
 
 __all__ = ["generated", "stale"]
 
@@ -54,9 +51,10 @@ def generated() -> dict[Path, str]:
 def _settings() -> str:
     rows = [(f"`{row.name}`", _accepts(row), _default(row), row.meaning) for row in SETTINGS]
     return (
-        "# Settings\n\nEnvironment variables, read when they are first needed. Every rank reads its own, so set the same "
-        "values on all ranks; `mpistrat run` and `mpiexec` on one machine export them, for several hosts see your launcher's "
-        "manual. An invalid value raises `SettingError`, which lists the accepted ones.\n\n"
+        "# Settings\n\nEnvironment variables, read when they are first needed; a communicator keeps those that it was made "
+        "with. Every rank reads its own, so set the same values on all ranks; `mpistrat run` and `mpiexec` on one "
+        "machine export them, for several hosts see your launcher's manual. An invalid value "
+        "raises `SettingError`, which lists the accepted ones.\n\n"
         f"{_table(('variable', 'accepted', 'default', 'meaning'), rows)}"
     )
 
@@ -77,7 +75,7 @@ def _default(setting: Setting[Any]) -> str:
         return "not set"
     if isinstance(setting.default, bool):
         return "on" if setting.default else "off"
-    if setting.parse is settings.parse_bytes and setting.default:
+    if setting.name.endswith("_BYTES") and setting.default:
         return format_bytes(setting.default).replace(" ", "")
     return f"{setting.default:g}" if isinstance(setting.default, float) else str(setting.default) or "empty"
 
@@ -137,74 +135,22 @@ def _api() -> str:
 
 
 def _tf_names() -> str:
-    counted = [row.status for section in SECTIONS.values() for row in section]
-    counts = "; ".join(f"{counted.count(status)} {status}" for status in dict.fromkeys(counted))
-    parts = [
-        f"## {title}\n\n{_table(('TensorFlow', 'mpistrat', 'status', 'remark'), [_tf_row(row) for row in rows])}"
-        for title, rows in SECTIONS.items()
-    ]
-    added = _table(("mpistrat", "what it is or does"), [_beyond_row(name, thing) for name, thing in beyond().items()])
+    different = [(_spellings(named(names)), remark) for remark, names in DIFFERENT]
+    absent = [(_spellings(named(names)), reason) for reason, names in ABSENT]
     return (
-        "# Names of tf.distribute\n\nEvery name of `tf.distribute`, without that prefix, and its status here. *Same, with a "
-        "difference*: name and arguments are the same, and the remark says what differs, mostly because one rank is one "
-        f"replica. Additions to TensorFlow are at the end. In all: {counts}.\n\n"
-        + "\n".join([*parts, f"## Beyond TensorFlow\n\n{added}"])
+        "# Names of tf.distribute\n\nA program for `tf.distribute` keeps its names. This page lists, without that prefix, "
+        f"those that differ, and those that are not here. {len(named(SAME))} more are the same, also those that TensorFlow has "
+        "deprecated, which warn; what each does is in the [API](api.md).\n\nThree rules explain most differences:\n\n"
+        "- One rank is one replica. So there is one component of each value, and one input pipeline, on each rank.\n"
+        "- Every collective is a call of all ranks, with the same arguments; where they differ, all ranks raise.\n"
+        "- Values may be nests, and operations MIN, MAX and PROD too.\n\n"
+        f"## Same name, with a difference\n\n{_table(('TensorFlow', 'here'), different)}\n"
+        f"## Not here\n\n{_table(('TensorFlow', 'why'), absent)}"
     )
 
 
-def _tf_row(row: Row) -> tuple[str, str, str, str]:
-    if row.status not in (SAME, READING):
-        return f"`{row.tf}`", "–", row.status, row.remark
-    return f"`{row.tf}`", f"`{row.ours}`", row.status, row.remark or described(row.ours)
-
-
-def _beyond_row(name: str, thing: Any) -> tuple[str, str]:
-    function = getattr(thing, "__func__", thing)
-    if not inspect.isfunction(function):
-        return f"`{name}`", described(name)
-    arguments = [parameter for parameter in inspect.signature(function).parameters if parameter not in ("self", "cls")]
-    return f"`{name}({', '.join(arguments)})`", described(name)
-
-
-def _tree() -> str:
-    package = ROOT / "mpistrat"
-    flat = [(path.name, _module_caption(path)) for path in sorted(package.glob("*.py"))]
-    flat.append(("py.typed", "Tells type checkers that the package is typed."))
-    lines = [("mpistrat/", ""), *_branch(flat, "", last=False)]
-    folders = _layers_upwards(package)
-    for folder in folders:
-        last = folder == folders[-1]
-        paths = [path for path in sorted(folder.glob("*.*")) if path.suffix in (".py", ".cu") and path.name != "__init__.py"]
-        files = [(path.name, _module_caption(path)) for path in paths]
-        lines.append((f"{'└' if last else '├'}── {folder.name}/", _module_caption(folder / "__init__.py")))
-        lines += _branch(files, "    " if last else "│   ", last=True)
-    width = max(len(name) for name, _ in lines) + 2
-    return "```text\n" + "".join(f"{name:{width}}{caption}".rstrip() + "\n" for name, caption in lines) + "```\n"
-
-
-def _branch(files: list[tuple[str, str]], indent: str, last: bool) -> list[tuple[str, str]]:
-    return [
-        (f"{indent}{'└' if last and index == len(files) - 1 else '├'}── {name}", caption)
-        for index, (name, caption) in enumerate(files)
-    ]
-
-
-def _layers_upwards(package: Path) -> list[Path]:
-    """Return the folders, the lowest layer first."""
-    names = re.findall(r"\w+", " ".join(reversed(_layers())))
-    return [package / name for name in names if (package / name).is_dir()]
-
-
-def _layers() -> list[str]:
-    configuration = configparser.ConfigParser()
-    configuration.read(ROOT / "setup.cfg")
-    return configuration["importlinter:contract:layers"]["layers"].split("\n")[1:]
-
-
-def _module_caption(path: Path) -> str:
-    if path.suffix == ".cu":
-        return path.read_text().split("\n")[0].removeprefix("// ")
-    return (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0].replace("``", "")
+def _spellings(names: Iterable[Name]) -> str:
+    return ", ".join(f"`{name.spelling}`" + (f" as `{name.path}`" if name.path not in name.spelling else "") for name in names)
 
 
 def _reduce_ops() -> str:
@@ -238,10 +184,7 @@ _PAGES: dict[str, Callable[[], str]] = {
 }
 # What stands between <!-- generated: NAME --> and <!-- end --> in a page written by hand.
 _PARTS: dict[str, Callable[[], str]] = {
-    "tree": _tree,
-    "layers": lambda: "```text\n" + "\n".join(_layers()) + "\n```\n",
     "operations": _reduce_ops,
-    "gpu": lambda: _table(("case", "what it shows", "goal", "outcome"), gpu_page.rows(gpu_page.newest())),
 }
 
 

@@ -13,9 +13,8 @@ from enum import Enum
 from typing import Any
 
 import mpistrat
-from tests.docs.tf_names import READING, SAME, SECTIONS
 
-__all__ = ["api_names", "beyond", "described", "home", "members", "public_names", "resolve"]
+__all__ = ["api_names", "described", "home", "members", "public_names", "resolve"]
 
 FACES = (
     "experimental",
@@ -98,15 +97,6 @@ def described(name: str) -> str:
     return text.replace("``", "`")
 
 
-def beyond() -> dict[str, Any]:
-    """Return the public names that no row stands for."""
-    rows = [row for section in SECTIONS.values() for row in section if row.status in (SAME, READING)]
-    paths = {row.ours for row in rows}
-    # a member that a row names by an heir is the one of the class that defines it
-    definitions = {_definition(path) for path in paths}
-    return {name: thing for name, thing in public_names().items() if name not in paths and _definition(name) not in definitions}
-
-
 def home(name: str) -> str:
     """Return the module that a public name comes from."""
     return str(vars(mpistrat)["_HOMES"].get(name) or resolve(name).__module__)
@@ -119,14 +109,6 @@ def _constant(name: str) -> str:
         if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == name and isinstance(below, ast.Expr):
             return inspect.cleandoc(str(ast.literal_eval(below.value))).partition("\n")[0].replace("``", "`")
     return ""
-
-
-def _definition(path: str) -> tuple[type, str] | str:
-    owner, _, member = path.rpartition(".")
-    holder = resolve(owner) if owner else mpistrat
-    if not inspect.isclass(holder):
-        return path
-    return next(((kind, member) for kind in holder.__mro__ if member in vars(kind)), path)
 
 
 def _fields(kind: type) -> dict[str, Any]:

@@ -1,40 +1,49 @@
-"""Every experiment has its page, and nothing but a whole run of it is shown there. That tables are current: see test_pages."""
+"""Every experiment has its table, kept as one file that says how it was measured. That pages are current: see test_pages."""
 
 from __future__ import annotations
 
-import json
+import re
 
-from tests.benchmarks.experiments import EXPERIMENTS, find, page_of
-from tests.benchmarks.pages import DOCS, with_results
-from tests.docs.pages import links
+import pytest
+
+from tests.benchmarks.experiments import EXPERIMENTS, find
+from tests.benchmarks.pages import RESULTS, read_table, spread, with_results, write_table
+
+_TABLE = [["size", "time"], ["8 B", "1 µs"], ["1 KiB", "2 µs"]]
 
 
-def test_every_experiment_has_a_page_and_a_row_in_the_index():
-    index = links((DOCS / "index.md").read_text())
+def test_every_experiment_can_be_run_and_tabulated():
     for name in EXPERIMENTS:
-        page = f"{page_of(name)}.md"
-        assert f"<!-- measured: {name} -->\n" in (DOCS / page).read_text(), name
-        assert page in index, f"docs/benchmarks/index.md does not link {page}"
+        assert (find(name).__doc__ or "").partition("\n")[0].endswith("."), name
+        assert all(callable(getattr(find(name), function, None)) for function in ("run", "tables")), name
 
 
-def test_every_experiment_is_captioned_and_can_be_tabulated_and_drawn():
-    for name in EXPERIMENTS:
-        module = find(name)
-        assert (module.__doc__ or "").partition("\n")[0].endswith("."), name
-        assert all(callable(getattr(module, function, None)) for function in ("run", "table", "draw")), name
+@pytest.mark.parametrize("path", sorted(RESULTS.iterdir()), ids=lambda path: path.stem)
+def test_a_table_says_how_it_was_measured(path):
+    said, table = read_table(path)
+    assert re.match(r"\d{4}-\d\d-\d\d, commit [0-9a-f]{7,12}( with changes)?, python -m tests\.(benchmarks \w+|gpu)", said)
+    assert len({len(row) for row in table}) == 1
+    assert path.stem.partition("-")[0] in (*EXPERIMENTS, "gpu_h100")
 
 
-def test_what_is_shown_is_whole_runs_of_experiments_that_there_are():
-    for path in DOCS.glob("results/*.json"):
-        result = json.loads(path.read_text())
-        assert path.stem == result["experiment"]
-        assert path.stem in EXPERIMENTS, path
-        assert not result["quick"], path
-        assert (DOCS / "images" / f"{path.stem}.png").exists(), path
-
-
-def test_only_what_stands_between_the_marks_is_replaced(tmp_path):
-    text = "# A\n\nWords.\n<!-- measured: one -->\nold\n<!-- end -->\nWords.\n"
-    assert with_results(text, tmp_path) == text.replace(
-        "old", "Not measured yet: `python -m tests.benchmarks one` fills this in."
+def test_a_page_shows_the_rows_and_columns_that_its_mark_chooses(tmp_path):
+    write_table(tmp_path / "one.csv", "2026-01-02, commit abc, python x", _TABLE)
+    page = "Words.\n<!-- measured: one; size = 1 .*; columns = time -->\nold\n<!-- end -->\nWords.\n"
+    shown = with_results(page, tmp_path)
+    assert shown == page.replace(
+        "old\n", "| time |\n| --- |\n| 2 µs |\n\n*2026-01-02, commit abc, [all of it](results/one.csv)*\n"
     )
+
+
+def test_rows_that_were_not_measured_again_are_kept_where_that_is_asked_for(tmp_path):
+    path = tmp_path / "one.csv"
+    write_table(path, "first", _TABLE)
+    write_table(path, "again", [["size", "time"], ["8 B", "1 µs"]], keep=True)
+    assert read_table(path) == ("again", _TABLE)
+
+
+def test_a_time_says_its_spread_as_far_as_it_is_known():
+    times = {"seconds": 2e-6, "best_seconds": 1e-6, "worst_seconds": 4e-6}
+    assert spread(times) == "2 µs (1 µs to 4 µs)"
+    assert spread({"seconds": 2e-6, "best_seconds": 1e-6}) == "2 µs (best 1 µs)"
+    assert spread({"seconds": 2e-6}) == "2 µs"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -132,6 +133,14 @@ def test_it_reads_what_a_job_has_left_that_was_killed(tmp_path: Path) -> None:
     assert f"train.py:{LOAD} (load)" in job["ranks"][1]["now_at"]
     assert job["waits_for"] == {}  # nobody is left to wait
     assert f"train.py:{LOAD} (load)" in run_bounded([*DOCTOR, name], SECONDS).stdout
+
+
+def test_it_tells_the_rank_that_a_signal_has_ended_from_those_that_ended_with_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM.replace("    load()", "    os.kill(os.getpid(), 9)"))
+    done = run_bounded([sys.executable, "-m", "mpistrat", "run", "-n", "3", "train.py"], SECONDS, cwd=tmp_path)
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("mpistrat run:")]
+    assert re.match(r"mpistrat run: rank 1 on \S+ \(process \d+\) was ended by signal 9 \(Killed; .*mpistrat doctor \S+$", line)
+    assert [rank["state"] for rank in doctor(line.split()[-1])["ranks"]] == ["gone", "killed", "gone"]
 
 
 def test_a_job_that_there_is_not_is_an_error() -> None:

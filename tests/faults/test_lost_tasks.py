@@ -35,7 +35,7 @@ SERVED = """
         mpistrat.Server(resolver.cluster_spec(), job_name=resolver.task_type, task_index=resolver.task_id).join()
         print("served", resolver.task_type, resolver.task_id, flush=True)
         sys.exit()
-    strategy = ParameterServerStrategy(resolver, max_staleness=0)
+    strategy = ParameterServerStrategy(resolver)
     coordinator = mpistrat.experimental.coordinator.ClusterCoordinator(strategy)
     pids = [int(Path("pid", str(rank)).read_text()) for rank in range(comm.size)]
 
@@ -81,11 +81,9 @@ TRAINING = """
     assert (stamps.numpy() == stamps.numpy()[0]).all()
     count = runs.numpy()[: len(values)]
     assert count.min() >= 1, "a function has not run"
-    assert count.sum() - len(values) <= 8 * len(killings), "more ran twice than lost workers had"
+    assert count.sum() - len(values) <= len(killings), "more ran twice than lost workers had"
     assert seen.numpy().min() >= 1, "an example was not seen"
     assert seen.numpy().sum() >= count.sum()
-    reads = coordinator.staleness_report().by_worker
-    assert sum(not counts for counts in reads) == len(killings), "the reads of a worker are counted as those of a lost one"
     print("trained", len(values), int(count.sum()), flush=True)
 """
 
@@ -98,7 +96,7 @@ WITHOUT_A_SERVER = """
 
     def wait_for_the_end():
         try:
-            while lost.numpy()[0] >= 0:  # where the server shares its memory, no message goes to it
+            while lost.numpy()[0] >= 0:
                 pass
         except UnavailableError as error:
             print("the reader was told:", error, flush=True)
@@ -134,13 +132,13 @@ WITHOUT_A_SERVER = """
 
 # The only worker sends the first half of an assignment, and is gone.
 HALF_OF_AN_ASSIGNMENT = """
-    from mpistrat.parameter_server.client import here
+    from mpistrat.parameter_server.client import current_client
 
     with strategy.scope():
         weights = mpistrat.Variable(np.zeros(20_000))
 
     def assign_half():
-        channel = here(0).channel
+        channel = current_client(0).channel
         started = channel._started
         channel._started = lambda start, messages: started(start, messages[:2])
         weights.assign(np.ones(20_000))
@@ -164,8 +162,7 @@ def program(text: str, **constants: object) -> str:
 def test_training_goes_on_without_workers_that_are_killed(job: Job, worker_kill: int) -> None:
     instants = random.Random(worker_kill)
     kills = [(instants.uniform(0, 2), rank) for rank in instants.sample([2, 3, 4], 2 - worker_kill % 2)]
-    way = ("auto", "mpi")[worker_kill // 2 % 2]  # variables are read in memory that the server shares, or by message
-    ended = job(5, program(TRAINING, KILLS=kills), survive=True, MPISTRAT_INTRA_TRANSPORT=way)
+    ended = job(5, program(TRAINING, KILLS=kills), survive=True)
     assert ended.code == 0, (kills, ended.stderr)
     assert "trained" in ended.stdout, (kills, ended.stderr)
     assert ended.stdout.count("served worker") == 3 - len(kills)
@@ -200,6 +197,36 @@ def test_a_chief_that_is_killed_ends_the_job_and_is_named(job: Job) -> None:
     assert ended.seconds < limit
     assert "UnavailableError: ps 0 (rank 1 on " in ended.stderr
     assert ended.stderr.count("lost chief 0 (rank 0 on ") == 1
+    assert not ended.leftovers()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "chief", "code"),
+    [
+        (3, "sys.exit(3)", 3),
+        (4, "raise KeyError('of the chief')", 1),
+        (4, "coordinator.schedule(time.sleep, (1000,)); time.sleep(0.5); note_fault(); sys.exit(3)", 3),
+        (4, "note_fault(); coordinator.schedule(sys.exit, (5,)).fetch()", 5),
+    ],
+)
+def test_a_rank_that_fails_ends_the_job_with_its_exit_code(job: Job, num_ranks: int, chief: str, code: int) -> None:
+    ended = job(num_ranks, program(f"    coordinator.schedule(abs, (-1,)).fetch()\n    {chief}\n"), survive=True)
+    assert ended.code == code, ended.stderr
+    assert "UnavailableError" not in ended.stderr
+    assert not ended.leftovers()
+
+
+def test_the_exit_code_of_a_chief_that_fails_after_it_has_caught_a_loss_is_that_of_the_job(job: Job) -> None:
+    chief = """
+    kill_after(0, 1).join()
+    try:
+        while True:
+            coordinator.schedule(abs, (1,)).fetch()
+    except (CancelledError, UnavailableError):
+        sys.exit(3)
+"""
+    ended = job(4, program(chief, NUM_SERVERS=2), survive=True)
+    assert ended.code == 3, ended.stderr
     assert not ended.leftovers()
 
 

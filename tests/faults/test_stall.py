@@ -198,3 +198,73 @@ def test_a_trace_of_all_ranks_is_written_at_the_end(job: Job, tmp_path: Path) ->
     assert {row["pid"] for row in calls} == {0, 1, 2}
     for rank in (0, 2):  # rank 1 comes 0.2 s late
         assert max(row["dur"] for row in calls if row["pid"] == rank) > 0.15e6
+
+
+LARGE = """
+    import gc
+    import numpy as np, mpistrat
+
+    def train():
+        strategy = mpistrat.MultiWorkerMirroredStrategy()
+        flat = mpistrat.experimental.CommunicationOptions(algorithm="flat")
+        for _ in range(3):
+            strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.ones(10_000), flat))
+        return strategy
+
+"""
+BETWEEN_NODES = {"MPISTRAT_VIRTUAL_NODES": "2x1", "MPISTRAT_STRICT": "0", "MPISTRAT_STALL_SECONDS": "20"}
+
+
+def test_what_is_compared_at_exit_does_not_depend_on_what_was_collected(job: Job) -> None:
+    ended = job(2, LARGE + "    train()\n    if comm.rank == 0: gc.collect()\n", **BETWEEN_NODES)
+    assert (ended.code, ended.stderr) == (0, "")
+
+
+def test_nothing_is_compared_at_exit_by_a_strategy_that_was_closed(job: Job) -> None:
+    ended = job(2, LARGE + "    kept = train()\n    kept.close()\n", **BETWEEN_NODES)
+    assert (ended.code, ended.stderr) == (0, "")
+
+
+def test_a_rank_that_waits_for_its_comparison_at_exit_is_seen(job: Job) -> None:
+    planted = "    kept = train()\n    if comm.rank == 0: kept.extended.communicator._guard._current.unconfirmed = 0\n"
+    ended = job(2, LARGE + planted, **BETWEEN_NODES)
+    assert ended.code == 1
+    assert "UnavailableError: rank 0 will not come to a collective that others wait in" in ended.stderr
+    assert ", confirm()" in ended.stderr
+    assert not ended.leftovers()
+
+
+@pytest.mark.parametrize("strict", "01")
+def test_what_was_started_behind_a_difference_is_waited_for_by_nobody(job: Job, strict: str) -> None:
+    program = """
+        import numpy as np, mpistrat
+        made = mpistrat.Communicator(comm)
+        try:
+            if comm.rank == 1:
+                [work.wait() for work in [made.start_all_reduce("sum", np.ones(5)) for _ in range(2)]]
+            else:
+                made.all_reduce("sum", np.ones(7))
+        except mpistrat.errors.AgreementError:
+            print(mpistrat.Communicator(comm).all_reduce("sum", np.ones(1)))
+            if comm.rank == 0:
+                try:
+                    made.barrier()
+                except mpistrat.errors.UnavailableError as error:
+                    assert "rank 1 makes no collective after collective 1, start_all_reduce" in str(error), error
+    """
+    ended = job(2, program, MPISTRAT_STRICT=strict, MPISTRAT_STALL_SECONDS="20")
+    assert (ended.code, ended.stdout, ended.stderr) == (0, "[2.]\n[2.]\n", "")
+
+
+@pytest.mark.parametrize("wait", [".wait()", ""], ids=["in wait", "at exit"])
+def test_a_rank_that_waits_for_what_it_has_started_is_told_who_has_ended(job: Job, wait: str) -> None:
+    program = f"""
+        import numpy as np, mpistrat
+        made = mpistrat.Communicator(comm)
+        if comm.rank == 1:
+            made.start_all_reduce("sum", np.ones(5)){wait}
+    """
+    ended = job(2, program, MPISTRAT_STALL_SECONDS="20")
+    assert ended.code == 1
+    assert "UnavailableError: rank 0 will not come to a collective that others wait in" in ended.stderr
+    assert not ended.leftovers()

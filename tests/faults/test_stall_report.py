@@ -15,7 +15,7 @@ from tests.disagreements.places import Place
 
 ALL = HANGS | WAITS
 _JOBS_AT_A_TIME = 3
-ON_SEVERAL_HOSTS = ("stopped", "sleeps in C", "ended", "in MPI's own barrier", "makes a strategy", "large all_reduce")
+ON_SEVERAL_HOSTS = ("sleeps in C", "ended", "in MPI's own barrier", "makes a strategy", "large all_reduce")
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,11 @@ def test_the_rank_that_does_not_come_and_its_line_are_named(on_one_host: dict[st
 @pytest.mark.parametrize("name", ON_SEVERAL_HOSTS)
 def test_they_are_named_on_other_hosts(four_hosts: Place, name: str) -> None:
     check(find_report(four_hosts, ALL[name]), ALL[name])
+
+
+def test_a_rank_whose_host_does_not_answer_is_named(four_hosts: Place) -> None:
+    text = "missing: rank 1: does not answer; mpistrat doctor on its host shows what it does"
+    assert text in find_report(four_hosts, ALL["stopped"], until=text).output
 
 
 def check(found: Found, hang: Hang) -> None:

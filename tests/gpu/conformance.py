@@ -73,8 +73,8 @@ SUBJECTS: dict[str, Subject] = {
     for subject in (
         Subject(SharedMemoryTransport, NODES),
         Subject(MpiTransport, WORLD, tuple(VERBS)),
-        Subject(MpiRingTransport, RAILS, ("reduce", "broadcast")),
-        Subject(StagedTransport, RAILS, ("reduce", "broadcast")),
+        Subject(MpiRingTransport, RAILS),
+        Subject(StagedTransport, RAILS),
         Subject(CudaIpcTransport, NODES),
         Subject(_EverySchedule, RAILS),
         Subject(NcclTransport, NODES),

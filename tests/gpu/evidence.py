@@ -29,7 +29,7 @@ from tests.gpu.parts import FAILED, OK, SKIPPED, merged
 from tests.gpu.probes import PROBES, Probe
 from tests.processes import TIMED_OUT, patient, run_bounded
 
-__all__ = ["OK", "changed_since", "collect", "run_probe"]
+__all__ = ["OK", "collect", "run_probe"]
 
 BUDGET_SECONDS = 500.0
 SHOWN_LINES = 12
@@ -129,12 +129,6 @@ def run_probe(probe: Probe, machine: Machine, seconds_left: float = BUDGET_SECON
     if "skipped" in figures:
         return _case(probe, SKIPPED, figures["skipped"], seconds)
     return _case(probe, OK, "", seconds, figures, _end_of(done.stderr))
-
-
-def changed_since(evidence: Mapping[str, Any], package: Path = _PACKAGE) -> list[str]:
-    """Return which files of the GPU's code are not what they were when evidence was collected."""
-    now, then = _digests(package), evidence["sources"]
-    return sorted(path for path in now.keys() | then.keys() if now.get(path) != then.get(path))
 
 
 def _case(

@@ -134,7 +134,7 @@ def _ask_cuda(machine: Machine, count: int) -> None:
         number = nccl.get_version()
         machine.versions["NCCL"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
     else:
-        machine.missing["NCCL"] = "CuPy finds no libnccl.so.2; pip install nvidia-nccl-cu12 (or -cu13)"
+        machine.missing["NCCL"] = "CuPy finds no libnccl.so.2; pip install '.[cuda12]' in the checkout, or cuda13"
 
 
 def _states() -> list[dict[str, str]]:

@@ -82,6 +82,7 @@ class _Stream(Stream):
         self._device = device
         self.waiting: deque[_Event | Callable[[], object]] = deque()
         self.filled = self.finished = 0
+        self.captures = False
 
     @property
     def pointer(self) -> int:
@@ -104,6 +105,9 @@ class _Stream(Stream):
         assert self._device.is_active(), "a stream was told to wait by a thread that computes on another GPU"
         self.put(event)
 
+    def is_capturing(self) -> bool:
+        return self.captures
+
     def launch(self, kernel: str, num_blocks: int, arguments: tuple[Any, ...]) -> None:
         assert self._device.kernels is not None, "this device was given no kernels"
         assert kernel in self._device.prepared, f"{kernel} would be compiled while ranks wait"
@@ -112,6 +116,7 @@ class _Stream(Stream):
         self.put(lambda: self._device.kernels.launch(kernel, num_blocks, arguments))
 
     def put(self, work: _Event | Callable[[], object]) -> None:
+        assert not self.captures, "work of a collective was captured"
         self.waiting.append(work)
         self.filled += 1
 

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 
 from mpistrat.device.abstract import Device, DeviceArray, address
 from mpistrat.device.cuda import CudaDevice
-from mpistrat.device.kernels import fold_kernel
-from mpistrat.device.segments import MAX_BLOCKS
+from mpistrat.device.kernels import MAX_BLOCKS, fold_kernel
 from mpistrat.groups.group import Group
 from mpistrat.launch.bootstrap import start
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut

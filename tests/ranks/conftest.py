@@ -78,7 +78,7 @@ def ops(comm: MPI.Intracomm, world: World) -> Iterator[BaseCommunicator]:
 @pytest.fixture
 def strategy(shape: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Strategy]:
     """Give the strategy that spans all ranks, on virtual nodes of the present shape."""
-    from mpistrat.strategy.multi_worker import MultiWorkerMirroredStrategy
+    from mpistrat.strategy.mirrored import MultiWorkerMirroredStrategy
 
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
     strategy = MultiWorkerMirroredStrategy()

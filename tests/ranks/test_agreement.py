@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpistrat.errors import AgreementError, InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.groups import left_memory
+from mpistrat.groups import group as groups
 from mpistrat.groups.agreement import Agreement
 from mpistrat.groups.group import Group
 from tests.launches import needs_ranks
@@ -106,7 +106,7 @@ def test_a_rank_that_waits_for_texts_can_be_told_by_the_watcher(comm, group, mon
         with pytest.raises(AgreementError, match="planted"):
             Agreement(group).exchange(["a text"])
         # MPI writes to the buffers of the exchange when rank 0 comes
-        assert not left_memory._left[-1].Test()
+        assert not groups._kept[-1].Test()
     comm.Barrier()
     if group.rank == 0:  # completes what the others have started
         group.comm.Iallgather(np.zeros(1, np.int64), np.empty(group.size, np.int64)).Wait()

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpistrat
+import mpistrat.mpi4py
+from mpistrat.communicator.options import CommunicationOptions
 
 MODULES_OF_A_SMALL_ARRAY = 7
-MODULES_OF_A_GRADIENT, FUNCTIONS_OF_A_GRADIENT = 12, 40
+MODULES_OF_A_GRADIENT, FUNCTIONS_OF_A_GRADIENT = 14, 44
+# what a call of a form makes, beside those that wait for a peer
+CALLS_OF_ONE_ARRAY, CALLS_OF_ARRAYS, CALLS_OF_A_PLAN = 22, 34, 110
+CALLS_OF_A_WRAPPED_ARRAY = 2
 
 _PACKAGE = str(Path(mpistrat.__file__).parent) + os.sep
 _COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<lambda>"}
@@ -35,6 +42,61 @@ def passed(call):
     finally:
         sys.setprofile(None)
     return sorted({module for module, _ in found}), sorted(found)
+
+
+def calls_made(call):
+    """Return how many Python calls of ours a call makes, without those that poll for a late rank: more than 8 of a function."""
+    made = Counter()
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(_PACKAGE):
+            made[frame.f_code] += 1
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return sum(count for count in made.values() if count <= 8)
+
+
+def forms(communicator):
+    """Return every form of a call on a communicator, by name: of one array, and of several."""
+    x, y, z = np.ones(3), np.empty(3), np.ones(3)
+    several, others = [np.ones(2), np.ones((2, 2))], [np.empty(2), np.empty((2, 2))]
+    packed = CommunicationOptions(num_packs=1)
+    padded, scalar, half = np.ones(4), np.ones(()), np.ones(3, np.float16)
+    one = {
+        "plain": lambda: communicator.all_reduce("sum", x),
+        "out": lambda: communicator.all_reduce("sum", x, out=y),
+        "in place": lambda: communicator.all_reduce("max", z, out=z),
+        "overlapping": lambda: communicator.all_reduce("max", padded[1:], out=padded[:-1]),
+        "strided": lambda: communicator.all_reduce("sum", np.ones((3, 2))[:, 0], out=y),
+        "list of one, out": lambda: communicator.all_reduce("sum", [x], out=[y]),
+        "mean": lambda: communicator.all_reduce("mean", x),
+        "mean, out": lambda: communicator.all_reduce("mean", x, out=y),
+        "mean, in place": lambda: communicator.all_reduce("mean", z, out=z),
+        "scalar, in place": lambda: communicator.all_reduce("mean", scalar, out=scalar),
+    }
+    wanted = {
+        "algorithm": "flat",
+        "num_packs": 1,
+        "bytes_per_pack": 1 << 20,
+        "timeout_seconds": 100.0,
+        "wire_dtype": "bfloat16",
+    }
+    for name, value in wanted.items():
+        options = CommunicationOptions(**{name: value})
+        one[name] = lambda options=options: communicator.all_reduce("sum", x, options)
+        one[f"{name}, in place"] = lambda options=options: communicator.all_reduce("max", z, options, z)
+    return one, {
+        "several": lambda: communicator.all_reduce("sum", several),
+        "several, out": lambda: communicator.all_reduce("sum", several, out=others),
+        "several, in place": lambda: communicator.all_reduce("max", several, out=several),
+        "several, mean, out": lambda: communicator.all_reduce("mean", several, out=others),
+        "halves": lambda: communicator.all_reduce("mean", half, out=half),
+        "num_packs": lambda: communicator.all_reduce("sum", several, packed, others),
+    }
 
 
 def fewest_passed(comm, op, value):
@@ -72,3 +134,71 @@ def test_a_gradient_passes_few_modules_and_functions(comm, monkeypatch):
     modules, functions = fewest_passed(comm, "mean", [np.ones(1 << 19, np.float32)] * 2)
     assert len(modules) <= MODULES_OF_A_GRADIENT, modules
     assert len(functions) <= FUNCTIONS_OF_A_GRADIENT, functions
+
+
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_every_form_of_a_call_is_fast_the_second_time(comm, monkeypatch, shape, strict):
+    if comm.size != 2:
+        pytest.skip("two ranks tell all")
+    monkeypatch.setenv("MPISTRAT_STRICT", strict)
+    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
+    communicator = mpistrat.Communicator(comm)
+    for most, calls in zip((CALLS_OF_ONE_ARRAY, CALLS_OF_ARRAYS), forms(communicator), strict=True):
+        for name, call in calls.items():
+            call()
+            fewest = min(calls_made(call) for _ in range(32))  # a rank that waits long checks its peers
+            assert fewest <= most, name
+    communicator.close()
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        mpistrat.HierarchicalAllReduce(),
+        mpistrat.HierarchicalAllReduce(num_packs=1),
+        mpistrat.CollectiveAllReduce(),
+        mpistrat.HierarchicalCopyAllReduce(),
+    ],
+    ids=lambda ops: type(ops).__name__,
+)
+def test_every_form_of_a_call_of_replicas_is_fast_the_second_time(comm, monkeypatch, ops):
+    if comm.size != 2:
+        pytest.skip("two ranks tell all")
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    strategy = mpistrat.MirroredStrategy(cross_device_ops=ops)
+    x, y = np.ones(3), np.empty(3)
+    nest, out = {"a": np.ones(2), "b": [np.ones(3)]}, {"a": np.ones(2), "b": [np.ones(3)]}
+    options = CommunicationOptions(bytes_per_pack=1 << 20)
+
+    def step():
+        context = mpistrat.get_replica_context()
+        one = [
+            lambda: context.all_reduce("sum", x),
+            lambda: context.all_reduce("sum", x, out=y),
+            lambda: context.all_reduce("mean", y, out=y),
+            lambda: context.all_reduce("sum", x, options),
+        ]
+        several = [
+            lambda: context.all_reduce("sum", nest),
+            lambda: context.all_reduce("mean", nest, out=out),
+            lambda: context.all_reduce("max", nest, options, out=nest),
+        ]
+        return [[(call(), min(calls_made(call) for _ in range(32)))[1] for call in calls] for calls in (one, several)]
+
+    one, several = (strategy.local(found) for found in strategy.run(step))
+    strategy.close()
+    is_one_call = type(ops) is not mpistrat.HierarchicalCopyAllReduce
+    assert max(one) <= (CALLS_OF_ONE_ARRAY if is_one_call else CALLS_OF_A_PLAN)
+    assert max(several) <= (CALLS_OF_ARRAYS if is_one_call else CALLS_OF_A_PLAN)
+
+
+def test_small_sums_of_a_wrapped_communicator_go_straight_to_mpi(comm, monkeypatch):
+    if comm.size != 2:
+        pytest.skip("two ranks tell all")
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    wrapped = mpistrat.mpi4py.wrap(comm)
+    x, y = np.ones(1), np.empty(1)
+    for call in (lambda: wrapped.Allreduce(x, y), lambda: wrapped.Allreduce(MPI.IN_PLACE, y)):
+        call()
+        assert min(calls_made(call) for _ in range(8)) <= CALLS_OF_A_WRAPPED_ARRAY
+    wrapped._communicator.close()

@@ -7,7 +7,8 @@ import pytest
 
 from mpistrat.errors import UnavailableError
 from mpistrat.groups.group import Group
-from mpistrat.launch import launcher_process, process
+from mpistrat.launch import process
+from mpistrat.settings import Snapshot
 from mpistrat.transports import cma
 from mpistrat.transports.cma import CrossMemoryAttach, IoVectors
 from mpistrat.transports.steps import address
@@ -82,8 +83,8 @@ def test_memory_that_is_not_there_is_an_error_that_says_whose(attached, group):
 
 
 @needs_ranks(2)
-def test_one_rank_that_may_not_means_that_none_does(group, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_PEER_MEMORY", "0" if group.rank == 1 else "1")
+def test_one_rank_that_may_not_means_that_none_does(group):
+    group.settings = Snapshot({"MPISTRAT_PEER_MEMORY": "0" if group.rank == 1 else "1"})
     refusal = CrossMemoryAttach(group).refusal
     assert refusal == "it is switched off by MPISTRAT_PEER_MEMORY, or the C library has no process_vm_readv"
 
@@ -108,6 +109,6 @@ def test_only_descendants_of_the_launcher_are_admitted(group, monkeypatch):
     assert option == 0x59616D61
     assert launcher in {each.pid for each in process.ancestors()} - {1}
     assert len(set(group.comm.allgather(launcher))) == 1, "all ranks of a node have one launcher"
-    monkeypatch.setattr(launcher_process, "_launcher", None)
+    monkeypatch.setattr(process, "_launcher", None)
     cma._admit_ranks(library)
     assert len(admitted) == 1, "without one nobody is admitted"

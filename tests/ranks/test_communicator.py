@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,13 @@ from mpi4py import MPI
 import mpistrat
 from mpistrat.algorithms.cost import DEFAULT
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import AgreementError, InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.errors import (
+    AgreementError,
+    InvalidArgumentError,
+    LaunchError,
+    SettingError,
+    TransportError,
+)
 from tests.launches import needs_ranks
 
 
@@ -135,22 +142,6 @@ def test_lists_of_other_lengths_are_told(whole):
         whole.all_gather([np.ones(1)] * (3 if whole.rank else 2))
 
 
-@pytest.mark.parametrize("value", [1.0, [1.0, 2.0], "text"])
-def test_what_is_not_an_array_is_refused(whole, value):
-    for call in (
-        lambda: whole.all_reduce("sum", value),
-        lambda: whole.start_all_reduce("sum", value),
-        lambda: whole.reduce_scatter("sum", value),
-        lambda: whole.all_gather(value),
-        lambda: whole.gather(value),
-        lambda: whole.broadcast(value),
-        lambda: whole.all_to_all(value if isinstance(value, str) else [value] * whole.size),
-    ):
-        with pytest.raises(UnsupportedDtypeError, match="takes arrays of NumPy and CuPy"):
-            call()
-    assert whole.all_reduce("sum", np.ones(1)).tolist() == [whole.size]
-
-
 @needs_ranks(2)
 @pytest.mark.parametrize("nodes", ["", "virtual"])
 def test_some_of_the_ranks_work_by_themselves(comm, monkeypatch, nodes):
@@ -187,12 +178,81 @@ def test_options_that_differ_are_told(comm):
 
 
 @needs_ranks(2)
+def test_options_of_a_call_that_contradict_those_of_the_communicator_are_told(comm):
+    communicator = mpistrat.Communicator(comm, CommunicationOptions(wire_dtype="float16"))
+    communicator.is_strict = True
+    wrong = CommunicationOptions(deterministic=True) if comm.rank == 1 else None
+    communicator.note("the same on all ranks", wrong)
+    with pytest.raises(InvalidArgumentError if comm.rank == 1 else AgreementError, match="deterministic=True excludes wire"):
+        communicator.all_reduce("sum", np.ones(3), wrong)
+    communicator.close()
+
+
+@needs_ranks(2)
 def test_cost_models_that_differ_are_told(comm):
     model = replace(DEFAULT, links=2 if comm.rank else 1)
     with pytest.raises(AgreementError, match=r"rank 0: Communicator\(.*links=1"):
         mpistrat.Communicator(comm, model=model)
     with mpistrat.Communicator(comm, model=DEFAULT) as communicator:
         assert communicator.all_reduce("sum", np.ones(1)) == [comm.size]
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("where", ["everywhere", "on rank 0"])
+@pytest.mark.parametrize("name", ["MPISTRAT_MPI_GPU", "MPISTRAT_PEER_MEMORY", "MPISTRAT_VERBOSE", "MPISTRAT_CHECK"])
+def test_a_setting_that_cannot_be_read_is_told_to_all(comm, monkeypatch, name, where):
+    monkeypatch.setenv("MPISTRAT_TUNING", "auto")
+    is_wrong = comm.rank == 0 or where == "everywhere"
+    monkeypatch.setenv(name, "ture" if is_wrong else "off")
+    with pytest.raises((SettingError, AgreementError), match=f"{name}='ture'"):
+        mpistrat.Communicator(comm)
+
+
+FAILURES = {
+    "a setting": ({"MPISTRAT_ALGORITHM": "best"}, (SettingError, AgreementError)),
+    "a transport": ({"MPISTRAT_INTRA_TRANSPORT": "nccl"}, TransportError),
+    "tuning": ({"MPISTRAT_TUNING": "measure"}, LaunchError),
+}
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_communicator_that_cannot_be_made_leaves_nothing(comm, monkeypatch, failure):
+    variables, error = FAILURES[failure]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    def fail(*_):
+        raise LaunchError("planted")
+
+    monkeypatch.setattr("mpistrat.tuning.file.measure_links", fail)
+
+    def left():
+        duplicate = comm.Dup()  # MPI numbers communicators, and windows are mapped files
+        number = duplicate.py2f()
+        duplicate.Free()
+        return number, len([line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line])
+
+    found = []
+    for _ in range(4):
+        with pytest.raises(error):
+            mpistrat.Communicator(comm)
+        found.append(left())
+    assert found[1:] == found[:1] * 3
+
+
+@needs_ranks(2)
+def test_settings_hold_from_when_a_communicator_is_made(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", f"{comm.size}x1")
+    with mpistrat.Communicator(comm) as communicator:
+        if comm.rank == 1:  # on one rank alone: in this process or by a library
+            monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", "4KiB")
+            monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "mpi")
+        for count in (100, 10_000, 200_000):
+            array = np.arange(count, dtype=np.float32)
+            assert np.array_equal(communicator.all_reduce("sum", array), array * comm.size)
+            assert communicator.reduce_scatter("sum", array).sum() > 0
+            assert np.array_equal(communicator.broadcast(array), array)
 
 
 def test_what_was_closed_refuses_every_verb(comm):

@@ -13,8 +13,8 @@ from mpistrat.cross_device.all_reduce import (
     HierarchicalCopyAllReduce,
     NcclAllReduce,
 )
-from mpistrat.cross_device.destinations import OnSomeReplicas
 from mpistrat.cross_device.ops import CrossDeviceOps
+from mpistrat.cross_device.pairs import OnSomeReplicas
 from mpistrat.cross_device.to_one_device import ReductionToOneDevice
 from mpistrat.errors import AgreementError, InvalidArgumentError, TransportError
 from mpistrat.reduction import ReduceOp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ import pytest
 from mpistrat.device.abstract import Identity
 from mpistrat.device.binding import bind
 from mpistrat.errors import SettingError
+from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.launch import cuda_awareness, environment
-from mpistrat.launch.cuda_awareness import agreed_verdict, find_verdict, present_library, probe
-from mpistrat.launch.cuda_verdicts import Verdict, kept_verdicts
+from mpistrat.launch.cuda_awareness import STARTED, Verdict, find_verdict, kept_verdicts, present_library, probe
 from tests.gpu.stand_in import StandInDevice
 from tests.launches import needs_ranks, up_to_ranks
 
@@ -129,18 +130,19 @@ def test_the_setting_beats_all_questions(ask, monkeypatch):
 
 def test_rank_0_finds_it_for_all(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "on" if comm.rank == 0 else "off")
-    assert agreed_verdict(comm).is_aware
+    assert bcast_or_raise(comm, find_verdict).is_aware
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "perhaps" if comm.rank == 0 else "off")
     with pytest.raises(SettingError, match="auto, on, off are accepted"):
-        agreed_verdict(comm)
+        bcast_or_raise(comm, find_verdict)
 
 
 def test_what_keeps_rank_0_from_asking_is_told_to_all(comm, monkeypatch):
     def fail():
         raise OSError("planted: no more processes")
 
-    monkeypatch.setattr(cuda_awareness, "find_verdict", fail)
-    verdict = agreed_verdict(comm)
+    monkeypatch.setenv("MPISTRAT_MPI_GPU", "auto")
+    monkeypatch.setattr(cuda_awareness, "present_library", fail)
+    verdict = bcast_or_raise(comm, find_verdict)
     assert (verdict.is_aware, verdict.is_final) == (False, False)
     assert verdict.reason == "the MPI library could not be queried (OSError: planted: no more processes)"
 
@@ -164,7 +166,7 @@ def test_no_probe_is_started_on_a_gpu_that_serves_one_process(ask):
     bind(Exclusive())
     verdict, asked = ask(YES, None, PROVED)
     assert (verdict.is_aware, verdict.is_final, asked) == (False, False, ["library"])
-    assert "says yes (a query), and no probe can open the GPU beside this process (EXCLUSIVE_PROCESS mode)" in verdict.reason
+    assert "says yes (a query), and the GPU is in EXCLUSIVE_PROCESS mode, so CUDA-awareness cannot be probed" in verdict.reason
 
 
 @needs_ranks(2)
@@ -186,6 +188,20 @@ def test_a_probe_runs_beside_a_job_whatever_becomes_of_it(comm, monkeypatch, fau
         assert (verdict.is_aware, verdict.is_final) == (is_aware, is_final), verdict
         assert verdict.reason.startswith(reason)
     comm.Barrier()
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "is_final"),
+    [
+        (-signal.SIGSEGV, f"{STARTED}\n", True),
+        (-signal.SIGBUS, f"{STARTED}\nCaught signal 7\n", True),
+        (-signal.SIGSEGV, "in MPI_Init\n", False),
+        (-signal.SIGABRT, f"{STARTED}\n", False),
+        (-signal.SIGKILL, f"{STARTED}\n", False),
+    ],
+)
+def test_only_a_crash_in_a_message_is_an_answer_for_ever(code, output, is_final):
+    assert cuda_awareness._judged(code, output).is_final is is_final
 
 
 def test_a_probe_finds_no_launcher_but_what_shapes_the_library():

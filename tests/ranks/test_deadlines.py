@@ -40,8 +40,7 @@ def within(seconds, **others):
 VERBS = {
     "flat": lambda ops, seconds: ops.all_reduce(SUM, [ONES], within(seconds, algorithm="flat")),
     "hierarchical": lambda ops, seconds: ops.all_reduce(SUM, [ONES, ONES], within(seconds, algorithm="hierarchical")),
-    "pipelined": lambda ops, seconds: ops.all_reduce(SUM, [np.ones(400_000)], within(seconds, algorithm="pipelined")),
-    "leader": lambda ops, seconds: ops.all_reduce(SUM, [ONES], within(seconds, algorithm="leader" if ops.size > 2 else "auto")),
+    "chunks": lambda ops, seconds: ops.all_reduce(SUM, [np.ones(400_000)], within(seconds, algorithm="hierarchical")),
     "deterministic": lambda ops, seconds: ops.all_reduce(SUM, [ONES], within(seconds, deterministic=True)),
     "started": lambda ops, seconds: ops.start_all_reduce(SUM, [ONES], within(seconds)).wait(),
     "reduce_scatter": lambda ops, seconds: ops.reduce_scatter(SUM, ONES, options=within(seconds)),
@@ -51,7 +50,7 @@ VERBS = {
     "broadcast": lambda ops, seconds: ops.broadcast(ONES, options=within(seconds)),
     "barrier": lambda ops, seconds: ops.barrier(within(seconds)),
 }
-NAMES = {name: "all_reduce" for name in ("flat", "hierarchical", "pipelined", "leader", "deterministic")}
+NAMES = {name: "all_reduce" for name in ("flat", "hierarchical", "chunks", "deterministic")}
 NAMES["started"] = "start_all_reduce"
 
 
@@ -84,7 +83,7 @@ def late(comm, ops, *ranks):
 
 
 @needs_ranks(2)
-@pytest.mark.parametrize(("verb", "strict"), [*product(VERBS, "0"), *product(["flat", "pipelined", "barrier"], "1")])
+@pytest.mark.parametrize(("verb", "strict"), [*product(VERBS, "0"), *product(["flat", "chunks", "barrier"], "1")])
 def test_every_verb_ends_and_names_who_is_missing(comm, monkeypatch, verb, strict):
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
     ops = make(comm)

@@ -9,7 +9,9 @@ import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
 from tests.ranks.test_properties import NUM_PACKS, check_examples
 
@@ -59,14 +61,15 @@ def folded(call: Call, given: np.ndarray) -> np.ndarray:
     return (total / wide.dtype.type(len(wide)) if call.op is ReduceOp.MEAN else total).astype(call.dtype)
 
 
-def test_bits_are_those_of_one_process_that_adds_in_order(comm, ops, monkeypatch):
+def test_bits_are_those_of_one_process_that_adds_in_order(comm, world, monkeypatch):
     monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", "300")  # several segments of each part
+    ops = Communicator(Hierarchy(comm, world))
 
     def check_one(call: Call) -> None:
         given = rows(call, comm.size)
         arrays = np.split(given[comm.rank], np.cumsum(call.lengths)[:-1])
-        options = CommunicationOptions(call.bytes_per_pack, algorithm=call.algorithm, deterministic=True)
-        monkeypatch.setattr(ops, "num_packs", call.num_packs)
+        packing = {"bytes_per_pack": call.bytes_per_pack, "num_packs": call.num_packs}
+        options = CommunicationOptions(algorithm=call.algorithm, deterministic=True, **packing)
         if comm.rank == call.late:
             time.sleep(LATE_SECONDS)
         found = ops.all_reduce(call.op, arrays, options)
@@ -75,3 +78,4 @@ def test_bits_are_those_of_one_process_that_adds_in_order(comm, ops, monkeypatch
 
     # the same examples whatever the shape of the nodes
     check_examples(comm, "", check_one, CALLS, most=100 if comm.size == 3 else 12)
+    ops.close()

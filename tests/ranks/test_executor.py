@@ -1,22 +1,25 @@
 """The executor: which transports it takes, how it runs a plan in its slots, and what a slow rank does to it."""
 
 import time
-from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mpistrat.algorithms.choose import PLANNERS
-from mpistrat.errors import DeadlineExceededError, SettingError, TransportError, Unsuitable
-from mpistrat.execution import binder
+from mpistrat.communicator.communicator import Communicator
+from mpistrat.errors import DeadlineExceededError, TransportError
+from mpistrat.execution import bound_plan
 from mpistrat.execution.executor import Executor
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import ReduceOp
+from mpistrat.settings import Snapshot
 from mpistrat.topology.world import World
+from mpistrat.transports import window
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 from mpistrat.transports.steps import drive
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -46,17 +49,18 @@ def one_node(comm):
 
 
 def bind(executor, algorithm, counts, chunk_bytes=0):
-    """Bind the sum of arrays of so many float32."""
-    layout = Layout(counts)
-    plan = PLANNERS[algorithm](executor.hierarchy.world, layout.count, 4, chunk_bytes)
-    return binder.bind(executor, plan, layout, FLOAT32, ReduceOp.SUM, [FLOAT32] * len(layout.offsets))
+    """Bind the sum of arrays of so many float32; ``chunks`` is hierarchical on several."""
+    layout, in_chunks = Layout(counts), algorithm == "chunks"
+    plans = PLANNERS["hierarchical" if in_chunks else algorithm](executor.hierarchy.world, layout.count, 4, chunk_bytes)
+    plan = plans[-1 if in_chunks else 0]
+    return bound_plan.bind(executor, plan, layout, FLOAT32, ReduceOp.SUM, [FLOAT32] * len(layout.offsets))
 
 
 def bind_all(executor, counts, chunk_bytes):
-    """Bind it for every algorithm whose planner does not decline."""
+    """Bind it for every algorithm, and in chunks."""
     for algorithm in PLANNERS:
-        with suppress(Unsuitable):
-            yield bind(executor, algorithm, counts, chunk_bytes)
+        yield bind(executor, algorithm, counts)
+    yield bind(executor, "chunks", counts, chunk_bytes)
 
 
 def run(bound, sources):
@@ -68,7 +72,7 @@ def run(bound, sources):
 @pytest.fixture(params=["two slots", "one slot"])
 def slots(request, monkeypatch):
     """Let a chunk that is alone have one slot, as long ones have, or two."""
-    monkeypatch.setattr(binder, "LONE_SLOT_BYTES", 1 if request.param == "one slot" else 1 << 30)
+    monkeypatch.setattr(bound_plan, "LONE_SLOT_BYTES", 1 if request.param == "one slot" else 1 << 30)
 
 
 def test_a_bound_plan_runs_again_and_again(executor, world, comm, slots):
@@ -113,6 +117,13 @@ def test_growing_makes_a_new_generation(uneven):
     assert first.generation == generation
 
 
+@needs_ranks(2)
+def test_large_arrays_of_several_sizes_share_slots(uneven):
+    for mib in (16, 10, 24, 64):
+        bind(uneven, "chunks", [mib << 18])
+        assert uneven.generation == 1
+
+
 def test_an_empty_buffer_is_nothing_to_do(uneven):
     bound = bind(uneven, "hierarchical", [0, 0])
     assert [target.size for target in run(bound, [np.empty(0, np.float32)] * 2)] == [0, 0]
@@ -144,19 +155,11 @@ def test_a_transport_that_does_not_serve_is_refused_only_if_named(one_node, monk
     executor = Executor(one_node)
     assert executor.intra.name == "mpi"
     executor.close()
-    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "shared_memory")
+    one_node.settings = Snapshot({"MPISTRAT_INTRA_TRANSPORT": "shared_memory"})
     message = (
         r"group intra node0 has no usable transport \(shared_memory: there is no window\); accepted are shared_memory, mpi"
     )
     with pytest.raises(TransportError, match=message):
-        Executor(one_node)
-
-
-def test_an_unknown_transport_is_refused(one_node, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "pigeon")
-    with pytest.raises(
-        SettingError, match="MPISTRAT_INTRA_TRANSPORT='pigeon' was found; auto, shared_memory, mpi, nccl, cuda_ipc, staged are"
-    ):
         Executor(one_node)
 
 
@@ -186,3 +189,55 @@ def test_recording_shows_chunks_phases_and_bytes(uneven):
     assert all(lane.split()[0] == scope for scope, lane in lanes.items())
     padded = -(-21 // uneven.hierarchy.world.num_shards) * uneven.hierarchy.world.num_shards * 4
     assert {event.nbytes for event in uneven.timeline.events} == {padded}
+
+
+class Little:
+    """Says that the shared memory of node 0 has room for so many bytes of each rank."""
+
+    def __init__(self, monkeypatch, most_bytes, is_node_0):
+        self.most_bytes, self.is_node_0 = most_bytes, is_node_0
+        monkeypatch.setattr(window, "os", SimpleNamespace(statvfs=self.statvfs))
+
+    def statvfs(self, path):
+        free = self.most_bytes if self.is_node_0 else 2**40
+        return SimpleNamespace(f_bavail=free, f_frsize=1, f_files=0, f_favail=0)
+
+
+def all_verbs(communicator, count):
+    rank, size = communicator.rank, communicator.size
+    mine = np.arange(count, dtype=np.float32) + rank
+    total = np.arange(count, dtype=np.float32) * size + sum(range(size))
+    for _ in range(3):  # the second time by the fast path
+        assert np.array_equal(communicator.all_reduce("sum", mine), total)
+        assert all(np.array_equal(each, total) for each in communicator.all_reduce("sum", [mine, mine.copy()]))
+        assert np.array_equal(communicator.reduce_scatter("sum", mine), np.array_split(total, size)[rank])
+    assert np.array_equal(communicator.broadcast(mine), np.arange(count))
+    assert communicator.all_gather(mine[:2]).shape == (2 * size,)
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("strict", ["0", "1"])
+@pytest.mark.parametrize("room", [0, 2**22, 2**24], ids=["none", "for barriers", "for some calls"])
+def test_a_node_without_shared_memory_goes_on_over_mpi(comm, shape, monkeypatch, capfd, room, strict):
+    monkeypatch.setattr("mpistrat.execution.select._warned", set())
+    monkeypatch.setenv("MPISTRAT_STRICT", strict)
+    world = World.from_shape(shape)
+    Little(monkeypatch, room * max(world.local_sizes), comm.rank in world.nodes[0].ranks)
+    with Communicator(Hierarchy(comm, world)) as communicator:
+        for count in (10, 300_000, 100, 3_000_000, 10, 300_000):
+            all_verbs(communicator, count)
+    warned = capfd.readouterr().err.count("are free in /dev/shm; remove what ended jobs have left there")
+    lacks = len(world.nodes[0].ranks) > 1
+    assert warned <= (comm.rank == 0 and lacks)
+    assert warned == (comm.rank == 0 and lacks) or room
+
+
+@needs_ranks(2)
+@up_to_ranks(4)  # more have room for the arrays
+@pytest.mark.parametrize("room", [0, 2**22])
+def test_shared_memory_that_is_asked_for_is_missed_on_all_ranks(comm, monkeypatch, room):
+    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "shared_memory")
+    world = World.from_shape({2: "1x2", 3: "2+1", 4: "2x2"}.get(comm.size, f"1x{comm.size}"))
+    Little(monkeypatch, room * max(world.local_sizes), comm.rank in world.nodes[0].ranks)
+    with pytest.raises(TransportError, match="are free in /dev/shm|another node has too little"):
+        Communicator(Hierarchy(comm, world)).all_reduce("sum", [np.ones(3_000_000), np.ones(2)])

@@ -7,6 +7,7 @@ import pytest
 
 import mpistrat
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.experimental import CommunicationOptions
 from tests.launches import needs_ranks
 
 VALUE = {"b": np.ones(3, np.float16), "w": np.ones((256, 4), np.float32), "x": np.ones(7, np.float32)}
@@ -34,7 +35,7 @@ def test_packs_plans_and_times(strategy):
         "\nwhy        hierarchical was asked for by name; auto would choose ",
         "\nphase ",
         "\nalternative ",
-        "default constants; mpistrat tune replaces them by measurements of this cluster.",
+        "default constants; mpistrat tune corrects them by measurements of this cluster.",
     ):
         assert part in text
     assert "not measured" not in text
@@ -68,3 +69,14 @@ def test_what_cannot_be_explained_is_refused(strategy):
     with pytest.raises(UnsupportedDtypeError):
         strategy.explain(np.array(["a"]))
     assert str(strategy.explain({})).endswith("nothing is sent")
+
+
+@needs_ranks(2)
+def test_options_of_a_call_restore_what_auto_chooses(comm):
+    strategy = mpistrat.MultiWorkerMirroredStrategy(communication_options=CommunicationOptions(algorithm="flat"))
+    value, auto = np.ones(1 << 20, np.float32), CommunicationOptions(algorithm="auto")
+    chosen = str(strategy.explain(value, auto))
+    assert "asked for by name" in str(strategy.explain(value))
+    assert "asked for by name" not in chosen
+    assert strategy.run(lambda: mpistrat.get_replica_context().all_reduce("max", np.ones(1), auto)) is not None
+    strategy.close()

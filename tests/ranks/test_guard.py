@@ -2,6 +2,7 @@
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -55,32 +56,6 @@ def test_a_second_thread_gets_the_error(one_node, comm, count):
     assert "another thread is in a collective" in str(found[0])
     comm.Barrier()
     assert (one_node.all_reduce(SUM, [np.ones(count)])[0] == comm.size).all(), "nothing has happened"
-
-
-@needs_ranks(2)
-def test_another_thread_starts_nothing_beside_what_was_started(one_node, comm):
-    errors = []
-
-    def beside():
-        try:
-            one_node.start_all_reduce(SUM, [np.ones(3)])
-        except UnavailableError as error:
-            errors.append(str(error))
-
-    work = one_node.start_all_reduce(SUM, [np.ones(3)])
-    if comm.rank == 0:
-        held, one_node._guard._last = one_node._guard._last, _Never()
-        thread = threading.Thread(target=beside)
-        thread.start()
-        thread.join()
-        one_node._guard._last = held
-        assert "another thread has started a collective that has not ended" in errors[0]
-    assert (work.wait()[0] == comm.size).all()
-
-
-class _Never:
-    def has_ended(self):
-        return False
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX warns of every fork, once another test has imported it
@@ -172,3 +147,88 @@ def test_what_is_assigned_outside_run_is_compared(comm, monkeypatch):
         variable.assign(np.full(3, float(comm.rank)))
     with pytest.raises(AgreementError, match=r"Variable\('w', float64 \(3,\)\).assign"):
         strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.ones(2)))
+
+
+def on_thread(call, name="other"):
+    """Return what a call on another thread returns, or raise what it raises."""
+    with ThreadPoolExecutor(1, name) as pool:
+        return pool.submit(call).result()
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("count", [3, 100_000])
+def test_threads_that_take_turns_alike_on_all_ranks_are_legal(one_node, comm, count):
+    def call():
+        return one_node.all_reduce(SUM, np.full(count, comm.rank))[0]
+
+    for _ in range(3):  # the thread of each turn has ended before the next one begins
+        assert {on_thread(call), call(), call(), on_thread(call)} == {sum(range(comm.size))}
+    work = on_thread(lambda: one_node.start_all_reduce(SUM, np.ones(count)))
+    assert one_node.all_reduce(SUM, np.ones(count))[0] == comm.size, "which waits for what the thread has started"
+    assert work.wait()[0] == comm.size
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("count", [3, 100_000])
+def test_calls_of_a_thread_are_not_paired_with_those_of_the_main_one(comm, one_node, count):
+    def call():
+        return one_node.all_reduce(SUM, np.ones(count))
+
+    for _ in range(3):
+        call()
+    with pytest.raises(AgreementError, match="after a change from the main thread to another one"):
+        on_thread(call) if comm.rank else call()
+
+
+@needs_ranks(2)
+def test_two_threads_beside_each_other_are_refused_on_the_rank_that_finds_them(comm, one_node):
+    def call():
+        return one_node.all_reduce(SUM, np.ones(3))
+
+    with ThreadPoolExecutor(1, "first") as first, ThreadPoolExecutor(1, "second") as second:
+        second.submit(int).result()
+        first.submit(call).result()
+        if comm.rank == 0:
+            with pytest.raises(UnavailableError, match="thread 'second_0' makes one, and so does thread 'first_0'"):
+                second.submit(call).result()
+        else:
+            with pytest.raises(UnavailableError, match="rank 0: .*thread 'second_0' makes one"):
+                first.submit(call).result()
+
+
+@needs_ranks(2)
+def test_threads_that_were_started_together_are_refused_though_the_first_has_ended(comm, one_node):
+    def call():
+        return one_node.all_reduce(SUM, np.ones(3))
+
+    with ThreadPoolExecutor(1, "second") as second:
+        second.submit(int).result()
+        on_thread(call, "first")
+        with pytest.raises(UnavailableError, match="second_0.*first_0"):
+            second.submit(call).result()
+
+
+@needs_ranks(2)
+def test_an_exception_after_a_call_has_its_number_is_told_to_the_other_ranks(comm, one_node, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    if comm.rank == 0:
+        monkeypatch.setattr(one_node._guard, "take_notes", interrupted)
+    error, told = (
+        (KeyboardInterrupt, None) if comm.rank == 0 else (UnavailableError, "rank 0 has left collective 1, which had not")
+    )
+    with pytest.raises(error, match=told):
+        one_node.barrier()
+    with pytest.raises(UnavailableError, match="an earlier .* did not end"):
+        one_node.barrier()
+
+
+@needs_ranks(2)
+def test_a_call_within_a_call_is_refused(one_node, monkeypatch):
+    def within(call):
+        with pytest.raises(UnavailableError, match="this thread is in a collective already"):
+            one_node.barrier()
+
+    monkeypatch.setattr(one_node._guard, "take_notes", within)  # as a signal handler or a finalizer would
+    one_node.barrier()

@@ -34,10 +34,9 @@ def test_a_test_may_need_ranks(comm):
 def test_the_operations_reduce(ops, world, count):
     expected = ops.size * np.arange(count) + ops.size * (ops.size - 1) // 2
     for candidate in choose(world, count, 8).considered:
-        if candidate.plan is not None:
-            options = CommunicationOptions(algorithm=candidate.algorithm)
-            (total,) = ops.all_reduce(ReduceOp.SUM, [np.arange(count) + ops.rank], options)
-            assert np.array_equal(total, expected), candidate.algorithm
+        options = CommunicationOptions(algorithm=candidate.plan.algorithm)
+        (total,) = ops.all_reduce(ReduceOp.SUM, [np.arange(count) + ops.rank], options)
+        assert np.array_equal(total, expected), candidate.plan.algorithm
 
 
 def test_the_strategy_spans_all_ranks(comm, strategy):

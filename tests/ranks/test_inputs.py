@@ -9,12 +9,9 @@ import pytest
 
 import mpistrat
 from mpistrat.errors import AgreementError, InvalidArgumentError
-from mpistrat.inputs.array_dataset import ArrayDataset
-from mpistrat.inputs.array_spec import ArraySpec
-from mpistrat.inputs.files import FileDataset
 from mpistrat.inputs.input_options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode
-from mpistrat.inputs.map_dataset import MapDataset
-from mpistrat.inputs.rebatch import shard_bounds
+from mpistrat.inputs.rebatch import ArraySpec, shard_bounds
+from mpistrat.inputs.sources import ArrayDataset, FileDataset, MapDataset
 from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = up_to_ranks(4)

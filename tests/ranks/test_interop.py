@@ -218,6 +218,31 @@ def test_training_a_model_of_pytorch(torch, comm, strategy):
     assert model.weight.tolist() == [[1 - 0.5 * 4 * (comm.size + 1) / 2] * 2]
 
 
+@few_ranks
+def test_every_verb_of_a_communicator(kind, comm):
+    with mpistrat.Communicator(comm) as communicator:
+        size, value = comm.size, kind.make(np.arange(2 * comm.size, dtype="f4"))
+        total = [size * float(n) for n in range(2 * size)]
+        part = total[2 * comm.rank : 2 * comm.rank + 2]
+        pair = communicator.all_reduce("sum", [value, np.ones(2)])
+        assert (kind.elements(pair[0]), pair[1].tolist()) == (total, [size] * 2)
+        assert kind.elements(communicator.all_reduce("sum", kind.bfloat16([1, 2])), "bfloat16") == [size, 2 * size]
+        assert kind.elements(communicator.start_all_reduce("sum", value).wait()) == total
+        assert kind.elements(communicator.reduce_scatter("sum", value)) == part
+        assert kind.elements(communicator.all_gather(value)) == kind.elements(value) * size
+        assert kind.elements(communicator.broadcast(value)) == kind.elements(value)
+        assert len(kind.elements(communicator.all_to_all(value))) == 2 * size
+        assert [kind.elements(each) for each in communicator.all_to_all([value] * size)] == [kind.elements(value)] * size
+        gathered = communicator.gather(value)
+        assert gathered is None if comm.rank else [kind.elements(each) for each in gathered] == [kind.elements(value)] * size
+        if kind.name == "torch":
+            assert communicator.all_reduce("sum", value, out=value) is value
+            assert kind.elements(value) == total
+        else:
+            with pytest.raises(InvalidArgumentError, match="out must be an array to write to"):
+                communicator.all_reduce("sum", value, out=value)
+
+
 @needs_ranks(2)
 def test_an_array_on_another_device_on_one_rank_is_refused_on_all(comm, strategy):
     is_elsewhere = comm.rank == comm.size - 1  # this needs neither library

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import mpistrat.mpi4py
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import AgreementError, CollectiveError, InvalidArgumentError
+from mpistrat.errors import AgreementError, CollectiveError, InvalidArgumentError, UnsupportedDtypeError
 from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = up_to_ranks(4)
@@ -259,19 +259,47 @@ def test_communicators_made_of_it_are_wrapped_too(wrapped):
     assert nobody == MPI.COMM_NULL
 
 
+def test_memory_of_a_datatype_may_be_at_any_address(wrapped):
+    def unaligned():
+        return [np.zeros(8 * wrapped.size + 1, np.uint8)[1:].view(float), MPI.DOUBLE]
+
+    for _ in range(2):
+        send, receive, part = unaligned(), unaligned(), [unaligned()[0][:1], MPI.DOUBLE]
+        send[0][:] = 1
+        wrapped.Allreduce(send, receive)
+        assert receive[0].tolist() == [wrapped.size] * wrapped.size
+        wrapped.Iallreduce(MPI.IN_PLACE, send).Wait()
+        assert send[0].tolist() == [wrapped.size] * wrapped.size
+        wrapped.Reduce_scatter_block(receive, part)
+        assert part[0].tolist() == [wrapped.size**2]
+
+
 @pytest.mark.parametrize(
     ("send", "receive", "error"),
     [
         (np.ones(3), np.ones(2), ValueError),
         (np.ones(3), np.ones(3, "f4"), ValueError),
-        (np.ones(6)[::2], np.ones(3), ValueError),
+        (np.ones(6)[::2], np.ones(3), BufferError),
+        (np.ones(3), np.ones(6)[::2], BufferError),
+        (np.ma.array([1.0, 2.0], mask=[False, True]), np.ones(2), UnsupportedDtypeError),
         (1.0, np.ones(1), TypeError),
         ([np.ones(2), 3, MPI.DOUBLE], np.ones(3), ValueError),
         ([np.ones(2), -1], np.ones(3), ValueError),
-        (np.ones(2), np.broadcast_to(np.ones(1), 2), (ValueError, InvalidArgumentError)),
+        (np.ones(2), np.broadcast_to(np.ones(1), 2), BufferError),
         ([MPI.BOTTOM, 1, MPI.DOUBLE], np.ones(1), InvalidArgumentError),
     ],
-    ids=["lengths", "dtypes", "strided", "a number", "too short", "negative", "read-only", "bottom"],
+    ids=[
+        "lengths",
+        "dtypes",
+        "strided",
+        "strided target",
+        "masked",
+        "a number",
+        "too short",
+        "negative",
+        "read-only",
+        "bottom",
+    ],
 )
 def test_wrong_buffers_are_refused_as_by_mpi4py(wrapped, send, receive, error):
     with pytest.raises(error):
@@ -315,3 +343,124 @@ def test_ranks_on_different_sides_are_told_without_strict_checks_too(wrapped):
 def test_broadcasts_that_differ_are_told(wrapped, wrong):
     with pytest.raises((CollectiveError, InvalidArgumentError)):
         (wrong if wrapped.rank == 1 else lambda comm: comm.Bcast(np.ones(2)))(wrapped)
+
+
+@pytest.fixture
+def passing(comm, monkeypatch):
+    """Give the test a communicator that hands small arrays to MPI."""
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    communicator = mpistrat.mpi4py.wrap(comm.Dup())
+    yield communicator
+    communicator.Free()
+
+
+@pytest.mark.parametrize("dtype", ["f2", ml_dtypes.bfloat16])
+def test_small_arrays_of_dtypes_that_mpi_does_not_add_are_added(passing, dtype):
+    for turn in range(3):
+        received = np.zeros(5, dtype)
+        passing.Allreduce(np.full(5, turn, dtype), received)
+        assert received.tolist() == [turn * passing.size] * 5, turn
+
+
+def test_a_small_array_may_be_sent_and_received(passing):
+    for turn in range(3):
+        array = np.full((2, 2), passing.rank + turn)
+        passing.Allreduce(array, array)
+        assert (array == _sum_of_ranks(passing) + turn * passing.size).all(), turn
+
+
+def test_small_arrays_above_the_limit_of_messages_are_cut(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", "64")
+    passing = mpistrat.mpi4py.wrap(comm.Dup())
+    for turn in range(6):
+        passing._communicator.timeline.enabled = (turn + passing.rank) % 2 == 0  # it passes through more of the library
+        received = np.empty(40)
+        passing.Allreduce(np.full(40, float(turn)), received)
+        assert received.tolist() == [turn * passing.size] * 40, turn
+    passing.Free()
+
+
+def test_ranks_that_pass_small_arrays_in_other_ways_compare_them_together(passing):
+    communicator, size = passing._communicator, passing.size
+    for nbytes in (8, 1 << 13, 1 << 14):  # larger ones count as several
+        for turn in range(150):
+            communicator.timeline.enabled = (turn // 7 + passing.rank) % 3 == 0  # it passes through more of the library
+            received = np.empty(nbytes // 8)
+            passing.Allreduce(np.full(nbytes // 8, float(turn)), received)
+            assert received[-1] == turn * size, turn
+    assert size == 1 or len(set(passing.allgather(communicator.hierarchy.call.unconfirmed))) == 1
+
+
+def test_an_interrupt_in_a_small_sum_leaves_no_lock_held(passing, monkeypatch):
+    communicator = passing._communicator
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    sent, received = np.ones(3), np.empty(3)
+    passing.Allreduce(sent, received)
+    [(key, known)] = communicator._fast._passed.items()
+    monkeypatch.setitem(communicator._fast._passed, key, (*known[:-2], interrupt, known[-1]))
+    with pytest.raises(KeyboardInterrupt):
+        passing.Allreduce(sent, received)
+    assert not communicator._guard.lock.locked()
+    with pytest.raises(CollectiveError, match="did not end"):
+        passing.Allreduce(sent, received)
+
+
+def test_small_arrays_are_handed_to_mpi_and_compared_later(passing):
+    size, rank = passing.size, passing.rank
+    for turn in range(80):
+        sent, received = np.full((2, 3), rank + turn), np.zeros(6, int)
+        padded = np.full(7, rank + turn)
+        form = turn % 4
+        if form == 0:
+            passing.Allreduce(sent if rank else [sent, MPI.LONG], received)
+        elif form == 1:
+            received[:] = rank + turn
+            passing.Allreduce(MPI.IN_PLACE, received)
+        elif form == 2:
+            received = padded[1:]
+            passing.Allreduce(padded[:-1], received)
+        else:
+            passing.Allreduce(np.asfortranarray(sent), received)
+        assert received.tolist() == [_sum_of_ranks(passing) + turn * size] * 6, turn
+    present = passing._communicator.hierarchy.call
+    assert size == 1 or 0 < present.unconfirmed < 64
+    nan = np.array([np.nan if rank == 0 else 1.0, rank])
+    for _ in range(2):
+        least = np.zeros(2)
+        passing.Allreduce(nan, least, MPI.MIN)
+        assert np.isnan(least[0])
+        assert least[1] == 0
+    received.flags.writeable = False
+    with pytest.raises((ValueError, BufferError, InvalidArgumentError)):
+        passing.Allreduce(sent, received)
+
+
+@needs_ranks(2)
+def test_small_arrays_that_differ_are_told_in_the_next_comparison(passing):
+    def add(count, op):
+        for _ in range(count):
+            passing.Allreduce(np.ones(2), np.ones(2), op)
+
+    add(2, MPI.SUM)
+    add(2, MPI.MAX)
+    with pytest.raises(AgreementError, match=r"(?s)all_reduce\(SUM.*all_reduce\(MAX|all_reduce\(MAX.*all_reduce\(SUM"):
+        add(64, MPI.MAX if passing.rank == 1 else MPI.SUM)
+
+
+@needs_ranks(2)
+def test_small_arrays_that_differ_are_told_after_a_call_that_all_have_refused(passing):
+    def add(count, op):
+        for _ in range(count):
+            passing.Allreduce(np.ones(2), np.ones(2), op)
+
+    add(2, MPI.SUM)
+    add(2, MPI.MAX)
+    with pytest.raises(ValueError, match="mismatch in send count"):
+        passing.Allreduce(np.ones(3), np.ones(2))
+    add(1, MPI.MAX if passing.rank == 1 else MPI.SUM)
+    with pytest.raises(AgreementError, match=r"(?s)collective 5 .*all_reduce\((SUM|MAX).*all_reduce\((MAX|SUM)"):
+        add(64, MPI.SUM)

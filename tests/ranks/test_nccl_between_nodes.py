@@ -71,7 +71,7 @@ def test_one_array_and_a_few_large_ones_are_not_copied(pair):
     assert pair.gpu.memory_report().device_bytes == 0
 
 
-@pytest.mark.parametrize("algorithm", ["flat", "leader", "hierarchical", "pipelined"])
+@pytest.mark.parametrize("algorithm", ["flat", "hierarchical"])
 def test_every_algorithm_in_many_chunks_again_and_again(comm, nodes, monkeypatch, algorithm):
     """Also where one rank waits for each kernel and the others for none: all must give them to their GPUs in one order."""
     monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "4096")
@@ -165,14 +165,12 @@ def test_ranks_of_which_one_cannot_join_raise_together(comm, nodes, monkeypatch,
             Communicator(hierarchy)
         assert "Accepted are auto, mpi_ring, mpi" in str(raised.value)
         assert library.aborted == len(library.communicators), "no rank keeps a communicator"
-    hierarchy.close()
 
 
 def test_ranks_without_nccl_are_told_what_is_accepted(comm, nodes):
     hierarchy = Hierarchy(comm, nodes)
     with stand_in(comm, has_nccl=False), pytest.raises(TransportError, match=r"here: CuPy finds no libnccl.*Accepted are auto"):
         Communicator(hierarchy)
-    hierarchy.close()
 
 
 def test_communicators_are_destroyed_in_one_order(comm, nodes, monkeypatch):

@@ -68,7 +68,8 @@ def test_the_demo_runs_on_gpus_and_says_so(comm, gpu, tmp_path, capsys, monkeypa
     for package in ("rich", "matplotlib"):
         pytest.importorskip(package, reason=f"no {package}: pip install '.[demo]'")
     # rank 0 alone needs the plot, but Hypothesis draws other examples where other modules are imported
-    from mpistrat.tools import demo_plot as demo_plot
+    import matplotlib.pyplot  # noqa: F401
+
     from mpistrat.tools import demo_rank
 
     monkeypatch.setattr(demo_rank, "HIDDEN", 64)

@@ -3,22 +3,45 @@
 The lane has 3, 4 and 8 ranks; `--num-ranks 5` gives 1+1+3 and 1+2+2.
 """
 
+import copy
+import gc
+import itertools
 import os
+import pickle
+import tempfile
 import threading
 import time
+import weakref
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import mpistrat
 from mpistrat.cluster_resolver import MPIClusterResolver, SimpleClusterResolver, TFConfigClusterResolver
-from mpistrat.errors import CancelledError, InvalidArgumentError, LaunchError, OutOfRangeError, UnsupportedDtypeError
+from mpistrat.errors import (
+    AgreementError,
+    CancelledError,
+    CollectiveError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    LaunchError,
+    OutOfRangeError,
+    SettingError,
+    UnsupportedDtypeError,
+)
 from mpistrat.experimental import ParameterServerStrategy, ShardedVariable, embedding_lookup
 from mpistrat.experimental.coordinator import ClusterCoordinator, PerWorkerValues, RemoteValueStatus
 from mpistrat.experimental.partitioners import FixedShardsPartitioner, MinSizePartitioner
 from mpistrat.launch.bootstrap import start
+from mpistrat.parameter_server.client import current_client
+from mpistrat.parameter_server.functions import dumps
+from mpistrat.parameter_server.messages import REQUEST, Update
+from mpistrat.parameter_server.variables import StoredVariable
 from tests.launches import needs_ranks, up_to_ranks
+from tests.processes import until
 
 pytestmark = needs_ranks(3)
 of_servers = up_to_ranks(4)  # what the chief and the servers do is the same with more workers
@@ -30,13 +53,6 @@ def run(request):
     if start().size < request.param + 2:
         pytest.skip("each server needs a rank")
     return partial(serve, request.param)
-
-
-@pytest.fixture(params=["shared memory", "messages"])
-def read_by(request, monkeypatch):
-    """Have servers of this node read through memory that they share, or by messages: what is read is the same."""
-    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "auto" if request.param == "shared memory" else "mpi")
-    return request.param
 
 
 def serve(num_servers, program, partitioner=None, **named):
@@ -140,7 +156,7 @@ INDICES = [
 
 @of_servers
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 10])
-def test_slices_are_those_of_numpy(run, num_shards, read_by):
+def test_slices_are_those_of_numpy(run, num_shards):
     def program(coordinator):
         wanted = np.arange(20).reshape(10, 2)
         table = variable(coordinator, wanted)
@@ -158,37 +174,8 @@ def test_slices_are_those_of_numpy(run, num_shards, read_by):
 
 
 @of_servers
-@pytest.mark.parametrize("num_shards", [1, 3])
-def test_slices_are_assigned_as_numpy_assigns_them(run, num_shards):
-    def program(coordinator):
-        wanted = np.arange(20.0).reshape(10, 2)
-        table = variable(coordinator, wanted)
-        given = [index for index in INDICES if isinstance(index, (int, slice, tuple, type(...))) and index != (..., 0)][:-1]
-        for turn, index in enumerate(given):
-            for value in (-turn, np.random.default_rng(turn).normal(size=wanted[index].shape)):
-                table[index] = wanted[index] = value
-                np.testing.assert_array_equal(table, wanted, err_msg=str(index))
-        coordinator.schedule(lambda: table.__setitem__(slice(2, 9), np.full((7, 2), 100))).fetch()
-        wanted[2:9] = 100
-        np.testing.assert_array_equal(table, wanted)
-        for index in ([1, 2], None, (..., 0), True):
-            with pytest.raises(TypeError, match="rows are set by an int or a slice on the first axis"):
-                table[index] = 0
-        with pytest.raises(TypeError, match="for all of them variable.assign"):
-            variable(coordinator, 1)[...] = 2
-        with pytest.raises(InvalidArgumentError, match=r"has shape \(3, 2\); a value of shape \(2, 2\)"):
-            table[:3] = np.ones((2, 2))
-        with pytest.raises(UnsupportedDtypeError):
-            table[0] = 1j
-        with pytest.raises(IndexError):
-            table[10] = 1
-
-    run(program, FixedShardsPartitioner(num_shards))
-
-
-@of_servers
 @pytest.mark.parametrize("num_shards", [1, 2, 5])
-def test_rows_are_read_by_their_ids(run, num_shards, read_by):
+def test_rows_are_read_by_their_ids(run, num_shards):
     def program(coordinator):
         wanted = np.arange(30.0).reshape(10, 3)
         table = variable(coordinator, wanted)
@@ -204,8 +191,7 @@ def test_rows_are_read_by_their_ids(run, num_shards, read_by):
 
 
 @of_servers
-def test_rows_are_asked_for_once_for_each_server(run, monkeypatch):
-    monkeypatch.setenv("MPISTRAT_INTRA_TRANSPORT", "mpi")
+def test_rows_are_asked_for_once_for_each_server(run):
     asked = []
 
     def program(coordinator):
@@ -271,6 +257,38 @@ def test_initial_values_of_shards_are_made_one_by_one(run):
 
 
 @of_servers
+def test_initial_values_are_told_which_part_of_the_variable_is_wanted(run):
+    asked = []
+
+    def rows(shape, dtype, partition_shape=None, partition_offset=None):
+        asked.append((partition_shape, partition_offset))
+        return np.full(partition_shape or shape, (partition_offset or [0])[0], dtype)
+
+    def ignores(**kwargs):
+        return np.arange(10.0).reshape(5, 2)
+
+    def program(coordinator):
+        table = variable(coordinator, partial(rows, (5, 2), np.int64), shape=(5, 2), dtype=np.int64)
+        np.testing.assert_array_equal(table[:, 0], [0, 0, 0, 3, 3])
+        assert asked == [((3, 2), (0, 0)), ((2, 2), (3, 0))]
+        np.testing.assert_array_equal(variable(coordinator, ignores, shape=(5, 2), dtype=np.float64), ignores())
+        with pytest.raises(InvalidArgumentError, match=r"must have shape \(3, 2\); got an initial value of shape \(3, 1\)"):
+            variable(coordinator, lambda **kwargs: np.zeros((3, 1)), shape=(5, 2), dtype=np.float64)
+
+    run(program, lambda shape, dtype: [2, 1])
+
+
+@of_servers
+def test_what_the_scope_makes_is_a_variable(run):
+    def program(coordinator):
+        for value in (0, np.zeros(3)):
+            assert isinstance(variable(coordinator, value), mpistrat.Variable)
+        assert not isinstance(coordinator, mpistrat.Variable)
+
+    run(program, FixedShardsPartitioner(2))
+
+
+@of_servers
 def test_variables_that_cannot_be_are_refused(run):
     def program(coordinator):
         with pytest.raises(InvalidArgumentError, match="needs an initial_value"):
@@ -282,7 +300,85 @@ def test_variables_that_cannot_be_are_refused(run):
         with pytest.raises(RuntimeError, match=r"make variables on the chief, in strategy.scope\(\)"):
             coordinator.schedule(lambda: mpistrat.Variable(1.0)).fetch()
 
-    run(program, lambda shape, dtype, axis: [2, 2])
+    run(program, lambda shape, dtype: [2, 2])
+
+
+@of_servers
+def test_servers_free_the_variables_that_the_chief_drops(run):
+    def program(coordinator):
+        extended, size = coordinator.strategy.extended, 1 << 18
+        kept = [variable(coordinator, np.zeros(1)) for _ in extended.server_bytes]
+
+        def num_kept():
+            gc.collect()
+            coordinator.done()
+            return sum(extended.update(one, _bytes_of_large_variables, group=False)[0] for one in kept) // (8 * size)
+
+        def use(table, wanted):
+            time.sleep(0.05)
+            assert table.assign_add(np.ones(size)).numpy().min() == wanted
+            return table
+
+        for _ in range(5):
+            table = variable(coordinator, np.zeros(size))
+            same = coordinator.schedule(use, (table, 1)).fetch()
+            coordinator.schedule(use, (table, 2))
+            del table  # while a function that uses it waits, and another object of the same variable is there
+        coordinator.join()
+        assert same.numpy().max() == 2
+        assert until(lambda: num_kept() == 1, 60)
+        del same
+        assert until(lambda: num_kept() == 0, 60)
+        assert extended.server_bytes == (8,) * len(kept)
+
+        table = variable(coordinator, np.zeros(size))
+        copies = [copy.copy(table), pickle.loads(pickle.dumps(table)), table[:1], *getattr(table, "variables", [])]
+        data = iter(coordinator.create_per_worker_dataset(lambda table=table: itertools.repeat(table)))
+        del table
+        assert num_kept() == 1
+        del copies
+        for _ in range(3):
+            assert coordinator.schedule(lambda data: next(data).numpy().max(), (data,)).fetch() == 0
+        del data
+        assert until(lambda: num_kept() == 0, 60)
+
+    run(program)
+
+
+@of_servers
+def test_what_a_worker_keeps_of_a_dropped_variable_cannot_be_used(run):
+    def keep(table, held):
+        mpistrat.kept_by_a_test = table
+        table.assign_add([1.0], read_value=False)
+        Path(held).write_bytes(pickle.dumps(table))
+
+    def use(held):
+        for again in (mpistrat.kept_by_a_test, pickle.loads(Path(held).read_bytes())):
+            for verb, *given in (again.numpy,), (again.assign, [2.0]), (again.sparse_read, [0]):
+                with pytest.raises(RuntimeError, match="Variable was dropped by the chief, and its server has freed it"):
+                    verb(*given)
+
+    def program(coordinator):
+        number = len(coordinator.strategy.extended.worker_devices)
+        kept, table = variable(coordinator, [1.0]), variable(coordinator, [1.0])
+        with tempfile.TemporaryDirectory() as folder:
+            held = str(Path(folder) / "held")
+            for _ in range(20 * number):
+                coordinator.schedule(keep, (table, held)).fetch()
+            del table
+            gc.collect()
+            assert until(lambda: coordinator.done() and sum(coordinator.strategy.extended.server_bytes) == 8, 60)
+            for _ in range(20 * number):
+                coordinator.schedule(use, (held,)).fetch()
+        assert kept.numpy() == [1]
+
+    run(program)
+
+
+def _bytes_of_large_variables(stored):
+    """Return how many bytes of variables this server keeps, in arrays of more than 1 KiB."""
+    found = [one.value.nbytes for one in gc.get_objects() if type(one) is StoredVariable]
+    return sum(nbytes for nbytes in found if nbytes > 1024)
 
 
 @of_servers
@@ -292,10 +388,9 @@ def test_bytes_are_even_over_servers():
     sizes = [100, 1, 90, 3, 5, 80, 30, 64, 7, 2]
 
     def place(coordinator):
-        for size in sizes:
-            variable(coordinator, np.zeros(size))
+        kept = [variable(coordinator, np.zeros(size)) for size in sizes]
         counted = coordinator.strategy.extended.server_bytes
-        assert sum(counted) == 8 * sum(sizes)
+        assert sum(counted) == sum(one.nbytes for one in kept) == 8 * sum(sizes)
         return counted
 
     even, in_turn = serve(2, place), serve(2, place, placement="round_robin")
@@ -379,7 +474,7 @@ def test_workers_update_variables_where_they_live(run):
     run(program, FixedShardsPartitioner(2))
 
 
-def test_no_update_is_lost_and_none_is_seen_by_halves(run, read_by):
+def test_no_update_is_lost_and_none_is_seen_by_halves(run):
     def program(coordinator):
         table, count = variable(coordinator, np.zeros((1000, 1000))), variable(coordinator, 0)
 
@@ -424,42 +519,127 @@ def test_a_large_array_is_read_under_constant_updates(run):
     run(program)
 
 
-@pytest.mark.parametrize("bound", [0, 3])
-def test_reads_lack_no_more_updates_than_they_may(run, bound, read_by):
+def held(variable, folder):
+    """Hold the server until the test lets it go, and return more than is sent with a header."""
+    (folder / "held").touch()
+    until((folder / "let go").exists, 60)
+    return bytes(1 << 20)
+
+
+def update_held(variable, folder):
+    return current_client(variable._group).strategy.extended.update(variable, held, args=(folder,), group=False)
+
+
+@contextmanager
+def deadline(variable):
+    """Give what this rank asks servers for little time."""
+    channel = current_client(variable._group).channel
+    channel._seconds = 0.1
+    try:
+        yield
+    finally:
+        channel._seconds = 0
+
+
+def impatient(variable, folder):
+    """Give up, after an update that is still to be confirmed."""
+    variable.assign_add(1.0, read_value=False)
+    with deadline(variable):
+        update_held(variable, folder)
+
+
+@of_servers
+def test_a_late_answer_arrives_in_memory_that_is_kept(run, tmp_path):
     def program(coordinator):
-        count = variable(coordinator, np.zeros(2), name="count")
+        table = variable(coordinator, np.full(100_000, 42.0))
+        value = coordinator.schedule(update_held, (table, tmp_path))
+        assert until((tmp_path / "held").exists, 60)
+        target = np.zeros(100_000)
+        late, client = weakref.ref(target), coordinator.strategy.client
+        with deadline(table), pytest.raises(DeadlineExceededError, match="0.1 s for an answer of ps 0 .*: read of"):
+            client.read([(table._places[0], 0, target)])
+        del target
+        gc.collect()
+        (tmp_path / "let go").touch()
+        value.fetch()
+        assert until(lambda: coordinator.done() and late() is not None and (late() == 42).all(), 60)
 
-        def step():
-            lacked = []
-            for _ in range(20):
-                count.assign_add([1.0, 1.0], read_value=False)
-                made = count[:]  # reads of rows lack nothing: what the server has made when the next read begins
-                lacked.append((made - count.numpy()).max())
-            return max(lacked)
-
-        values = [coordinator.schedule(step) for _ in range(12)]
-        assert max(coordinator.fetch(values)) <= bound
-        assert (count.numpy() == 240).all(), "the chief reads what the servers have"
-        report = coordinator.staleness_report()
-        shards = len(getattr(count, "variables", [count]))
-        assert (report.max_staleness, sum(report.histogram.values())) == (bound, 240 * shards)
-        assert max(report.histogram) <= bound
-        if bound and read_by == "messages":
-            assert max(report.histogram) > 0, "no copy was used again"
-            assert "updates lacked" in str(report)
-        if read_by == "shared memory":
-            assert report.histogram.keys() == {0}
-
-    run(program, FixedShardsPartitioner(2), max_staleness=bound)
+    run(program)
 
 
-def test_without_a_bound_reads_are_not_counted(run):
+@of_servers
+@pytest.mark.parametrize("cause", [DeadlineExceededError, KeyboardInterrupt])
+def test_after_a_call_that_was_given_up_no_other_is_made(run, tmp_path, monkeypatch, cause):
+    def interrupt(*args, **named):
+        raise KeyboardInterrupt
+
     def program(coordinator):
-        count = variable(coordinator, np.zeros(2))
-        coordinator.schedule(lambda: count.numpy()[0]).fetch()
-        report = coordinator.staleness_report()
-        assert (report.max_staleness, report.histogram) == (None, {})
-        assert "none is counted" in str(report)
+        number = variable(coordinator, 1.0, name="number")
+        channel = coordinator.strategy.client.channel
+        assert coordinator.schedule(number.numpy).fetch() == 1
+        with monkeypatch.context() as patch, deadline(number):
+            if cause is KeyboardInterrupt:
+                patch.setattr(channel, "wait_until", interrupt)
+            with pytest.raises(cause):
+                update_held(number, tmp_path)
+        (tmp_path / "let go").touch()
+        said = rf"chief 0 \(rank 0 on .*\({cause.__name__}\).* answer of ps 0 \(rank 1 on .*: call of held of number"
+        for call in (number.numpy, lambda: number.assign(2.0), lambda: update_held(number, tmp_path)):
+            with pytest.raises(CollectiveError, match=said):
+                call()
+        assert coordinator.schedule(number.numpy).fetch() == 1, "the workers go on"
+
+    run(program)
+
+
+@of_servers
+def test_a_function_that_misses_a_deadline_raises_it(run, tmp_path):
+    def program(coordinator):
+        number = variable(coordinator, 1.0)
+        with pytest.raises(DeadlineExceededError, match=r"worker . \(.*: call of held of"):
+            coordinator.schedule(impatient, (number, tmp_path)).fetch()
+        (tmp_path / "let go").touch()
+        assert number.numpy() == 2
+
+    run(program)
+
+
+@of_servers
+@pytest.mark.parametrize("cause", [DeadlineExceededError("planted"), MemoryError("planted"), KeyboardInterrupt()], ids=repr)
+def test_a_result_that_does_not_come_whole_fails_its_function_alone(run, monkeypatch, cause):
+    def program(coordinator):
+        number, wanted = variable(coordinator, 1.0), [bytes([one]) * (1 << 20) for one in range(4)]
+
+        def given_up(*args):
+            monkeypatch.undo()
+            raise cause
+
+        monkeypatch.setattr(coordinator.strategy.client.channel, "payload", given_up)
+        monkeypatch.setattr(coordinator._dispatcher, "_num_waiting", 1)  # results are taken here, not by the thread beside
+        value = coordinator.schedule(wanted.__getitem__, (0,))
+        with pytest.raises(type(cause)):
+            coordinator.fetch(value)
+        if isinstance(cause, KeyboardInterrupt):
+            with pytest.raises(CancelledError, match="the result of function list.__getitem__ was given up"):
+                coordinator.join()
+        coordinator.join()
+        for _ in range(2):
+            assert coordinator.fetch([coordinator.schedule(wanted.__getitem__, (one,)) for one in (1, 2, 3)]) == wanted[1:]
+        assert number.numpy() == 1
+
+    run(program)
+
+
+@of_servers
+def test_an_answer_to_another_request_is_refused(run):
+    def program(coordinator):
+        number = variable(coordinator, 1.0)
+        client = coordinator.strategy.client
+        client.channel.send(1, REQUEST, Update(777, 0, 0), dumps(((), {}, True), "arguments"))
+        with pytest.raises(CollectiveError, match="what came answers request 777"):
+            coordinator.strategy.extended.update(number, abs)
+        with pytest.raises(CollectiveError, match="no call can reach the servers any more"):
+            number.numpy()
 
     run(program)
 
@@ -634,11 +814,57 @@ def test_per_worker_datasets_of_datasets(run):
         np.testing.assert_array_equal(coordinator.schedule(lambda it: next(it), (iterator,)).fetch(), np.arange(5))
         with pytest.raises(TypeError, match="is made of a dataset"):
             coordinator.create_per_worker_dataset(3)
-        coordinator.create_per_worker_dataset(lambda: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
-            coordinator.join()
 
     run(program)
+
+
+def test_a_dataset_that_cannot_be_made_fails_the_functions_that_use_it_and_no_others(run):
+    def program(coordinator):
+        number = coordinator.schedule(lambda: time.sleep(0.1) or 1)
+        dataset = coordinator.create_per_worker_dataset(lambda: 1 // 0)
+        iterator = iter(dataset)
+        coordinator.join()
+        assert number.fetch() == 1
+        for argument in (dataset, iterator):
+            coordinator.schedule(next, (argument,))
+            with pytest.raises(ZeroDivisionError):
+                coordinator.join()
+        assert coordinator.schedule(abs, (-1,)).fetch() == 1
+
+    run(program)
+
+
+def test_a_dropped_iterator_stays_until_the_functions_that_use_it_have_run(run):
+    def program(coordinator):
+        values = []
+        for _ in range(3):
+            iterator = iter(coordinator.create_per_worker_dataset(lambda: itertools.count()))
+            values += [coordinator.schedule(lambda own: time.sleep(0.005) or next(own[0]), ([iterator],)) for _ in range(20)]
+            del iterator
+            gc.collect()
+        assert len(coordinator.fetch(values)) == 60
+
+    run(program)
+
+
+@needs_ranks(4)
+def test_no_function_waits_behind_a_long_one_while_a_worker_is_free():
+    def program(coordinator):
+        have_run = variable(coordinator, False)
+
+        def wait():
+            deadline = time.monotonic() + 20
+            while not have_run.numpy() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return bool(have_run.numpy())
+
+        long = coordinator.schedule(wait)
+        short = [coordinator.schedule(abs, (-1,)) for _ in range(7)]
+        assert [one.fetch() for one in short] == [1] * 7
+        have_run.assign(True)
+        assert long.fetch(), "short functions have waited for a long one"
+
+    serve(1, program)
 
 
 def test_per_worker_values_are_those_of_the_worker_that_runs(run):
@@ -726,6 +952,22 @@ def test_after_closing_nothing_is_scheduled_and_what_waited_is_cancelled(run):
         kept["coordinator"].strategy.close()
 
 
+def test_strategies_of_a_process_do_not_disturb_each_other():
+    resolver = MPIClusterResolver(chief=1, ps=1)
+    if resolver.task_type != "chief":
+        servers = [mpistrat.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id) for _ in range(2)]
+        for server in servers:
+            server.join()
+        return
+    coordinators = [ClusterCoordinator(ParameterServerStrategy(resolver)) for _ in range(2)]
+    for value, coordinator in enumerate(coordinators):
+        number = variable(coordinator, value)
+        assert (int(number), coordinator.schedule(lambda number=number: int(number) + 1).fetch()) == (value, value + 1)
+        coordinator.strategy.close()
+        with pytest.raises(RuntimeError, match="or the strategy that made the variable was closed"):
+            number.numpy()
+
+
 def test_the_two_part_form_and_other_resolvers(monkeypatch):
     size, rank = start().size, start().rank
     jobs = {"chief": 1, "ps": 1, "worker": size - 2}
@@ -767,6 +1009,20 @@ def test_wrong_roles_are_refused_on_all_ranks():
     resolver = SimpleClusterResolver(mpistrat.ClusterSpec(spec), task_type=task[0], task_id=task[1])
     with pytest.raises(LaunchError, match="worker 1 is played by 0 ranks"):
         ParameterServerStrategy.main(abs, resolver)
+
+
+def test_a_setting_that_one_rank_cannot_read_is_refused_on_all(monkeypatch):
+    is_first = start().rank == 0
+    if is_first:
+        monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", "soon")
+    with pytest.raises(SettingError if is_first else AgreementError, match="MPISTRAT_TIMEOUT_SECONDS='soon'"):
+        serve(1, abs)
+
+
+def test_messages_are_cut_alike_on_all_ranks(monkeypatch):
+    monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", "10000" if start().rank else "20000")
+    with pytest.raises(AgreementError, match="MPISTRAT_MAX_MESSAGE_BYTES=10000"):
+        serve(1, abs)
 
 
 def test_logistic_regression_learns_what_the_synchronous_one_does(run):

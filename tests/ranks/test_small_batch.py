@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import optree
@@ -39,9 +41,9 @@ def fast_paths(monkeypatch):
     taken = []
     run = SmallBatch.run
 
-    def counted(self, arrays):
+    def counted(self, arrays, out):
         taken.append(len(arrays))
-        return run(self, arrays)
+        return run(self, arrays, out)
 
     monkeypatch.setattr(SmallBatch, "run", counted)
     return taken
@@ -144,37 +146,53 @@ def test_a_batch_larger_than_a_message_takes_the_slow_path(comm, world, monkeypa
 
 
 @pytest.mark.parametrize("into", [False, True])
-def test_after_a_failed_fast_path_no_collective_is_made(ops, monkeypatch, into):
+def test_after_a_failed_fast_path_no_collective_is_made(ops, into):
     array, out = np.ones(3), [np.empty(3)] if into else None
     for _ in range(2):
         ops.all_reduce(ReduceOp.SUM, [array], None, out)
-    [path] = ops._fast_paths.values()
+    [(key, path)] = ops._fast._paths.items()
 
-    def failing(source, target):
+    def failing(arrays, out):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(path, "combine", failing)
+    ops._fast._paths[key] = replace(path, run=failing)
     with pytest.raises(KeyboardInterrupt):
         ops.all_reduce(ReduceOp.SUM, [array], None, out)
     with pytest.raises(UnavailableError, match=r"an earlier all_reduce did not end \(KeyboardInterrupt\)"):
         ops.all_reduce(ReduceOp.SUM, [array], None, out)
 
 
-def test_other_batches_take_the_slow_path(ops, fast_paths, monkeypatch):
+@needs_ranks(2)
+def test_ctrl_c_before_a_known_call_is_recorded_is_told_to_the_other_ranks(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    for _ in range(2):
+        ops.all_reduce(ReduceOp.SUM, np.ones(3))
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    if comm.rank == 0:
+        monkeypatch.setattr(ops, "_recorder", SimpleNamespace(places={}, find_line=interrupted))
+    error, told = (KeyboardInterrupt, None) if comm.rank == 0 else (UnavailableError, "rank 0 has left collective 3")
+    with pytest.raises(error, match=told):
+        ops.all_reduce(ReduceOp.SUM, np.ones(3))
+    with pytest.raises(UnavailableError, match="an earlier all_reduce did not end"):
+        ops.barrier()
+
+
+def test_other_batches_run_their_plan(ops, fast_paths):
     small, large = np.ones(2), np.ones(SMALL_BATCH_BYTES // 8)
     calls = [
         ([small, small.astype(np.float32)], None, None),
         ([small, large], None, None),
         ([small, small], CommunicationOptions(deterministic=True), None),
-        ([small, small], None, [np.empty(2), np.empty(2)]),
+        ([small, small], CommunicationOptions(num_packs=2), None),
     ]
     for arrays, options, out in calls:
         for _ in range(3):
             for result in ops.all_reduce(ReduceOp.SUM, arrays, options, out):
                 assert (result == ops.size).all()
-    ops.num_packs = 2
-    for _ in range(3):
-        assert all((result == ops.size).all() for result in ops.all_reduce(ReduceOp.SUM, [small, small]))
     assert fast_paths == []
 
 

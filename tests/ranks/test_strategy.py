@@ -10,6 +10,7 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.errors import AgreementError, InvalidArgumentError, LaunchError, UnsupportedDtypeError
+from mpistrat.tools import train_digits
 from mpistrat.tools.train_digits import train
 from tests.launches import needs_ranks, up_to_ranks
 
@@ -204,7 +205,7 @@ def test_what_one_rank_refuses_hangs_nobody(comm, strategy):
         assert isinstance(caught.value, AgreementError) != is_bad
     with strategy.scope():
         variable = mpistrat.Variable(0.0)
-    delta = PerReplica(1.0) if is_bad else 1.0
+    delta = PerReplica(np.array("text")) if is_bad else 1.0
     with pytest.raises(TypeError if is_bad else AgreementError, match="extended.update"):
         strategy.extended.update(variable, lambda *_: strategy.extended.communicator.barrier(), (delta,))
     assert comm.allreduce(1) == comm.size
@@ -363,13 +364,13 @@ def to_one_device(strategy, value):
 
 # what is called with the first argument on rank 0, with the second on the others: what rank 0 raises, and what the others read
 REFUSED_BY_ONE = {
-    "update": (update, PerReplica(1.0), 1.0, TypeError, "extended.update got PerReplica"),
+    "update": (update, PerReplica(np.array("text")), 1.0, TypeError, "an argument of extended.update has dtype"),
     "update_non_slot": (
         lambda strategy, argument: strategy.extended.update_non_slot(None, lambda argument: None, (argument,)),
-        PerReplica(1.0),
+        PerReplica(np.array("text")),
         1.0,
         TypeError,
-        "extended.update got PerReplica",
+        "an argument of extended.update has dtype",
     ),
     "to one device": (to_one_device, 1j, 1.0, TypeError, "MAX is not defined for value of dtype complex128"),
     "gather": (
@@ -440,11 +441,17 @@ def test_weights_agree_at_any_number_of_replicas(comm, strategy, batch_size):
 
 
 @up_to_ranks(2)  # on more the weights are the same: see above
-def test_training_learns():
-    seen = []
+def test_training_learns_from_what_one_rank_loads(comm, monkeypatch):
+    seen, began, load = [], [], train_digits.load
+    monkeypatch.setattr(train_digits, "load", lambda: began.append("load") or load())
     strategy = mpistrat.MultiWorkerMirroredStrategy()
-    _, accuracy, losses = train(strategy, on_step=lambda epoch, loss, examples: seen.append((epoch, loss, examples)))
+    _, accuracy, losses = train(
+        strategy,
+        on_start=lambda: began.append(("start", len(seen))),
+        on_step=lambda epoch, loss, examples: seen.append((epoch, loss, examples)),
+    )
     strategy.close()
+    assert began == ["load"] * (comm.rank == 0) + [("start", 0)]
     assert accuracy >= 0.95
     assert losses[-1] < 0.2 < losses[0]
     assert [loss for _, loss, _ in seen] == losses

@@ -8,7 +8,8 @@ import pytest
 import mpistrat
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored
-from tests.launches import up_to_ranks
+from mpistrat.errors import AgreementError
+from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = up_to_ranks(4)
 
@@ -66,6 +67,54 @@ def test_each_component_of_an_on_read_variable_is_updated_by_its_own_value(comm,
     strategy.extended.update(variable, lambda v, x: v.assign_add(x), args=(value,))
     assert float(local(strategy, strategy.run(variable.read_value))) == comm.rank + 1
     assert float(variable) == comm.size * (comm.size + 1) / 2
+
+
+def apply_gradients(strategy, gradients_and_variables, apply, rate, name=None):
+    assert name is None
+    for gradient, variable in gradients_and_variables:
+        strategy.extended.update(variable, apply, (gradient,), {"rate": rate}, group=False)
+        variable.assign_sub(gradient)
+        strategy.extended.update_non_slot(None, lambda g: None, (gradient,))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("num_elements", [2, 1 << 18])
+def test_an_optimizer_updates_by_what_replicas_have_reduced(comm, strategy, strict, num_elements):
+    strategy.extended.communicator.is_strict = strict
+    variable = made(strategy, np.zeros(num_elements))
+
+    def step():
+        context = mpistrat.get_replica_context()
+        gradient = context.all_reduce("sum", np.full(num_elements, comm.rank + 1.0))
+        pairs, apply = [(gradient, variable)], lambda v, g, rate: v.assign_sub(rate * g)
+        context.merge_call(apply_gradients, args=(pairs, apply, 0.5), kwargs={"name": None})
+
+    strategy.run(step)
+    strategy.extended.communicator.barrier()
+    assert set(variable.numpy()) == {-1.5 * comm.size * (comm.size + 1) / 2}
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("num_elements", [2, 1 << 18])
+@pytest.mark.parametrize("method", ["update", "update_non_slot", "assign_sub"])
+def test_an_update_that_differs_between_replicas_is_found_afterwards(comm, strategy, method, num_elements):
+    variable = made(strategy, np.zeros(num_elements))
+
+    def apply(strategy, gradient):
+        if method == "assign_sub":
+            variable.assign_sub(gradient)
+        elif method == "update":
+            strategy.extended.update(variable, lambda v, g: v.assign_sub(g), (gradient,))
+        else:
+            strategy.extended.update_non_slot(None, lambda g: None, (gradient,))
+
+    def step():
+        mpistrat.get_replica_context().merge_call(apply, args=(np.full(num_elements, comm.rank + 1.0),))
+        mpistrat.get_replica_context().barrier()
+
+    with pytest.raises(AgreementError, match=rf"{method}(.|\n)*checksum") as caught:
+        strategy.run(step)
+    assert len(str(caught.value)) < 4000
 
 
 @pytest.mark.parametrize("strict", [False, True])

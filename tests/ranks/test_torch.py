@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import mpistrat
 from mpistrat.errors import AgreementError, CollectiveError, UnsupportedDtypeError
+from mpistrat.execution.engine import Job, submit
 from tests.launches import needs_ranks, up_to_ranks
 from tests.other_arrays import installed
 
@@ -59,6 +61,28 @@ def test_gradients_are_those_of_the_mean_loss(torch, ours, communicator, monkeyp
         model.zero_grad()
         with ours.average_gradients(model, communicator):
             model(_rows(torch, communicator.rank)).square().mean().backward()
+        for parameter, expected in zip(model.parameters(), _expected(torch, communicator.size), strict=True):
+            torch.testing.assert_close(parameter.grad, expected)
+
+
+@needs_ranks(2)
+def test_hooks_may_run_on_a_thread_of_their_own(torch, ours, communicator, monkeypatch):
+    """As PyTorch runs those of gradients on GPUs."""
+    monkeypatch.setattr(ours, "BUCKET_BYTES", 1)
+    model, gate = _model(torch), threading.Event()
+    for _ in range(2):
+        model.zero_grad()
+        gate.clear()
+        submit(Job(gate.wait, str))  # what the hooks start has not ended when the loss is averaged
+        with ours.average_gradients(model, communicator):
+            loss = model(_rows(torch, communicator.rank)).square().mean()
+            backward = threading.Thread(target=loss.backward)
+            backward.start()
+            backward.join()
+            threading.Timer(0.1, gate.set).start()
+            mean = communicator.all_reduce("mean", np.array(loss.item()))
+        losses = [model(_rows(torch, rank)).square().mean().item() for rank in range(communicator.size)]
+        np.testing.assert_allclose(mean, np.mean(losses), rtol=1e-5)
         for parameter, expected in zip(model.parameters(), _expected(torch, communicator.size), strict=True):
             torch.testing.assert_close(parameter.grad, expected)
 
@@ -139,17 +163,52 @@ def test_sparse_gradients_are_refused_by_name(torch, ours, communicator):
         pass
 
 
-def test_two_backward_passes_in_a_block_are_refused(torch, ours, communicator, monkeypatch):
-    monkeypatch.setattr(ours, "BUCKET_BYTES", 1)
+@pytest.mark.parametrize("bucket_bytes", [1 << 30, 4096, 1])
+def test_several_backward_passes_in_a_block_add_up(torch, ours, communicator, monkeypatch, bucket_bytes):
+    monkeypatch.setattr(ours, "BUCKET_BYTES", bucket_bytes)
     model = _model(torch)
+    averaged = ours.average_gradients(model, communicator)
+    for num_passes in (3, 2):  # a block may be entered again
+        model.zero_grad()
+        with averaged:
+            model[:3](_rows(torch, 0)).sum().mul(0.0).backward()  # its last layer has no gradient yet
+            for _ in range(num_passes):
+                model(_rows(torch, communicator.rank)).square().mean().backward()
+        for parameter, expected in zip(model.parameters(), _expected(torch, communicator.size, repeat=num_passes), strict=True):
+            torch.testing.assert_close(parameter.grad, expected)
 
-    def step():
+
+def test_an_optimizer_with_a_line_search_needs_the_mean_loss(torch, ours, communicator):
+    model = _model(torch)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=8, line_search_fn="strong_wolfe")
+    rows = _rows(torch, communicator.rank) * (1 + 9 * communicator.rank)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(rows) - rows.sum(1, keepdim=True)).square().mean()
         with ours.average_gradients(model, communicator):
-            for _ in range(2):
-                model(_rows(torch, 0)).mean().backward()
+            loss.backward()
+        return ours.average(loss, communicator)
 
-    with pytest.raises(RuntimeError, match="a second backward pass in one block"):
-        step()
+    first, last = optimizer.step(closure), closure()
+    assert last < first
+    assert not last.requires_grad
+
+
+def test_averages_of_losses_and_metrics(torch, ours, communicator):
+    rank, expected = communicator.rank, (communicator.size - 1) / 2
+    found = ours.average({"loss": torch.tensor(float(rank)), "parts": [np.full(2, float(rank)), float(rank)]}, communicator)
+    assert found["loss"].item() == expected
+    assert found["parts"][0].tolist() == [expected] * 2
+    assert found["parts"][1] == expected
+
+
+def test_what_is_no_module_is_refused_by_name(torch, ours, communicator):
+    model = _model(torch)
+    with pytest.raises(TypeError, match=r"average_gradients takes a torch.nn.Module(.|\n)*incorrect:  .*model.parameters\(\)"):
+        ours.average_gradients(model.parameters(), communicator)
+    with pytest.raises(TypeError, match=r"broadcast_state takes a torch.nn.Module"):
+        ours.broadcast_state(model.state_dict(), communicator=communicator)
 
 
 def test_a_call_without_a_block_is_told(torch, ours, communicator):

@@ -15,16 +15,15 @@ from mpistrat.reduction import Fold, ReduceOp, combine
 from mpistrat.testing import transport_suite
 from mpistrat.testing.transport_cases import DTYPES, VERBS, inputs, operations, poison
 from mpistrat.testing.transport_suite import check_transport
-from mpistrat.transports.base import Operation, Part
+from mpistrat.transports.base import FlatArrays, Operation, Part, SegmentCache
 from mpistrat.transports.exchange import exchange_bytes
-from mpistrat.transports.flat_arrays import FlatArrays, SegmentCache
 from mpistrat.transports.mpi import MpiTransport, mpi_op
 from mpistrat.transports.mpi_ring import MpiRingTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 from mpistrat.transports.steps import drive
 from tests.launches import needs_ranks, up_to_ranks
 
-BLOCKING_VERBS = {MpiTransport: tuple(VERBS), MpiRingTransport: ("reduce", "broadcast"), SharedMemoryTransport: ()}
+BLOCKING_VERBS = {MpiTransport: tuple(VERBS), MpiRingTransport: (), SharedMemoryTransport: ()}
 
 
 @pytest.fixture
@@ -36,18 +35,18 @@ def group(comm):
 
 @pytest.mark.parametrize("transport", BLOCKING_VERBS, ids=lambda transport: transport.name)
 def test_transports_pass_the_kit(group, transport):
-    assert check_transport(transport, group, BLOCKING_VERBS[transport]) > 500
+    assert check_transport(transport, group, BLOCKING_VERBS[transport]) > 300
 
 
 def test_shared_memory_passes_the_kit_on_every_node(hierarchy, shape):
     skip_known(hierarchy.world, shape)
-    assert check_transport(SharedMemoryTransport, hierarchy.intra) > 500
+    assert check_transport(SharedMemoryTransport, hierarchy.intra) > 300
 
 
 def test_rings_pass_the_kit_on_every_rail(hierarchy, shape):
     skip_known(hierarchy.world, shape)
     for rail in hierarchy.rails.values():
-        assert check_transport(MpiRingTransport, rail, BLOCKING_VERBS[MpiRingTransport]) > 500
+        assert check_transport(MpiRingTransport, rail, BLOCKING_VERBS[MpiRingTransport]) > 300
 
 
 def skip_known(world, shape):
@@ -144,8 +143,8 @@ class SumsInAnOrderOfItsOwn(SharedMemoryTransport):
 
 
 class WritesTooMuch(MpiTransport):
-    def broadcast(self, buffer, root=0):
-        operation = super().broadcast(buffer, root)
+    def all_gather(self, buffer, bounds):
+        operation = super().all_gather(buffer, bounds)
 
         def run():
             address = buffer.__array_interface__["data"][0] + buffer.nbytes
@@ -193,10 +192,10 @@ class AnswersNothing(MpiTransport):
             r"all_reduce\(67 x bool, SUM\) on rank \d of \d \(world\): element \d+ is False, expected True; \d+ of 67",
         ),
         (ForgetsAPart, r"all_gather\(.*the parts do not cover each promised element once"),
-        (WritesTooMuch, r"broadcast\(67 x bool, SUM, root \d\) on rank \d .*: memory outside the buffer was written"),
+        (WritesTooMuch, r"all_gather\(67 x bool, SUM, bounds .*\) on rank \d .*: memory outside the buffer was written"),
         (MixesChannels, r"'channels_are_apart': mpi_ring: all_reduce\(\d+ x int32, SUM\) on rank .*: element \d+ is "),
         (LosesNan, r"'nan_wins': mpi: all_reduce\(\d x float32, M(IN|AX)\) on rank \d .*: element \d is .*, expected nan"),
-        (WorksOnce, r"'every_size_division_and_root': mpi: all_reduce\(67 x int32, SUM\)"),
+        (WorksOnce, r"'every_size_and_division': mpi: all_reduce\(67 x int32, SUM\)"),
         (AnswersNothing, r"'the_group_is_served': mpi: probe on rank 0 .* returned None; an empty text was expected"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
@@ -248,7 +247,7 @@ def test_shared_memory_declines_ranks_of_several_machines(group):
 def test_shared_memory_that_does_not_fit_is_refused_on_every_rank(group):
     transport = SharedMemoryTransport(group)
     needed, free = r"\S+ \wiB of shared memory are needed", r"\S+ \wiB are free in /dev/shm"
-    message = rf"world: {needed}, {free}; enlarge it .*MPISTRAT_INTRA_TRANSPORT=mpi"
+    message = rf"world: {needed}, {free}; remove what .*enlarge it .*MPISTRAT_INTRA_TRANSPORT=mpi"
     with pytest.raises(TransportError, match=message):
         transport.allocate(2**50)
     transport.allocate(64)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -11,12 +9,12 @@ from mpistrat import cache
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.algorithms.cost import DEFAULT
 from mpistrat.communicator.communicator import Communicator, by_algorithm
-from mpistrat.errors import LaunchError, Unsuitable
+from mpistrat.errors import AgreementError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
+from mpistrat.tuning.corrections import Measurement
 from mpistrat.tuning.file import shared_model, tuning_path
-from mpistrat.tuning.fit import Measurement
 from mpistrat.tuning.links import measure_links
 from mpistrat.tuning.measure import measure
 from mpistrat.tuning.model import Tuning, present_conditions
@@ -50,22 +48,11 @@ def hierarchy(comm):
     groups.close()
 
 
-def suitable(world):
-    names = []
-    for name, planner in PLANNERS.items():
-        try:
-            planner(world, 16, 4, 0)
-        except Unsuitable:
-            continue
-        names.append(name)
-    return names
-
-
 @needs_ranks(2)
 def test_all_ranks_measure_alike(comm, world):
     told = []
     found = measure(comm, world, by_algorithm, 256, lambda num_bytes, times: told.append((num_bytes, times)))
-    assert {(one.algorithm, one.num_bytes) for one in found} >= {(n, s) for n in suitable(world) for s in (16, 64, 256)}
+    assert {(one.algorithm, one.num_bytes) for one in found} >= {(n, s) for n in PLANNERS for s in (16, 64, 256)}
     assert all(0 < one.seconds < 60 for one in found)
     assert sorted(size for size, _ in told) == sorted({one.num_bytes for one in found})
     assert len({tuple((one.algorithm, one.num_bytes, one.seconds) for one in each) for each in comm.allgather(found)}) == 1
@@ -88,7 +75,7 @@ def test_links_are_counted_by_what_ranks_send_together(comm, monkeypatch, togeth
 
 @needs_ranks(2)
 def test_all_ranks_choose_by_the_file_of_rank_0(comm, world, kept):
-    slowest_first = suitable(world)[::-1]
+    slowest_first = [*PLANNERS][::-1]
     found = [Measurement(world, name, 64, 1e-6 * 10**place) for place, name in enumerate(slowest_first)]
     if comm.Get_rank() == 0:
         tuning = Tuning.of(present_conditions(world), found)
@@ -96,7 +83,7 @@ def test_all_ranks_choose_by_the_file_of_rank_0(comm, world, kept):
     ops = Communicator(Hierarchy(comm, world))
     choice = ops.choose(16, FLOAT)
     assert choice.plan.algorithm == slowest_first[0]
-    assert [round(one.seconds * 1e6) for one in sorted(choice.considered, key=lambda one: one.seconds) if one.plan] == [
+    assert [round(one.seconds * 1e6) for one in sorted(choice.considered, key=lambda one: one.seconds)] == [
         10**place for place in range(len(slowest_first))
     ]
     total = ops.all_reduce(ReduceOp.SUM, [np.ones(16, np.float32)])[0]
@@ -133,13 +120,17 @@ def test_on_first_use_it_is_measured_and_kept_where_that_is_asked_for(comm, hier
 
 
 @needs_ranks(2)
-def test_without_scipy_on_rank_0_measuring_is_refused_on_all_ranks(comm, hierarchy, kept, monkeypatch):
+@pytest.mark.parametrize("where", ["_find", "_keep"])
+def test_what_keeps_rank_0_from_a_model_is_told_to_all(comm, hierarchy, kept, monkeypatch, where):
+    def fail(*_):
+        raise KeyError("planted")
+
     monkeypatch.setenv("MPISTRAT_TUNING", "measure")
+    monkeypatch.setattr("mpistrat.tuning.measure.MAX_BYTES", 64)
     if comm.Get_rank() == 0:
-        monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(LaunchError, match="SciPy, which is not installed") as refused:
+        monkeypatch.setattr(f"mpistrat.tuning.file.{where}", fail)
+    with pytest.raises(AgreementError, match="rank 0 failed for all: KeyError: 'planted'"):
         shared_model(hierarchy, by_algorithm)
-    assert refused.value.raised_everywhere
 
 
 @needs_ranks(2)

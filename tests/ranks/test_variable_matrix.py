@@ -38,7 +38,7 @@ def test_cells(strategy, where):
 
 
 @pytest.mark.parametrize("where", ["scope", "update"])
-def test_per_replica_values_are_refused(strategy, where):
+def test_per_replica_values_outside_run(strategy, where):
     for method in METHODS:
         for synchronization in SYNCHRONIZATIONS:
             check_per_replica(strategy, method, synchronization, where)

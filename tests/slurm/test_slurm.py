@@ -127,7 +127,7 @@ def test_a_rank_that_raises_ends_the_job(submit, openmpi_bin, tmp_path):
 
 
 def test_a_rank_that_exits_ends_the_job(submit, openmpi_bin, tmp_path):
-    program = _PROGRAM.read_text() + "\nif comm.rank == 3:\n    raise SystemExit(7)\ncomm.Barrier()\n"
+    program = _PROGRAM.read_text() + "\nif comm.rank == 3:\n    import sys\n\n    sys.exit(7)\ncomm.Barrier()\n"
     (tmp_path / "train.py").write_text(program)
     state, output = submit("many_nodes.sbatch", openmpi_bin, "srun --mpi=pmix -K", "--ntasks-per-node=2")
     assert state == "FAILED"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import textwrap
@@ -14,9 +13,8 @@ import pytest
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.errors import SettingError
 from mpistrat.settings import ALGORITHM
-from mpistrat.tools import bench, cli, turns
-from mpistrat.tools.compare import Comparison, Size
-from mpistrat.tools.wire_rate import WireRate
+from mpistrat.tools import bench, cli
+from mpistrat.tools.interleaved import MAX_BLOCKS, MAX_ROUNDS, MIN_BLOCKS, MIN_ROUNDS
 from tests.processes import run_bounded
 
 SECONDS = 120.0  # it needs a few; this is for a machine that has much else to do
@@ -56,7 +54,7 @@ def test_the_table_and_both_files(tmp_path):
     for row in document["rows"]:
         assert set(row) == set(bench.Row.__dataclass_fields__)
         assert row["plan"] in PLANNERS
-        assert turns.MIN_BLOCKS * turns.MIN_ROUNDS <= row["rounds"] <= turns.MAX_BLOCKS * turns.MAX_ROUNDS
+        assert MIN_BLOCKS * MIN_ROUNDS <= row["rounds"] <= MAX_BLOCKS * MAX_ROUNDS
         assert row["algorithm_gbs"] == pytest.approx(row["nbytes"] / row["seconds"] / 1e9)
         assert row["bus_gbs"] == pytest.approx(row["algorithm_gbs"]), "2 (n - 1) / n is 1 for 2 ranks"
         assert row["ratio"] == pytest.approx(row["mpi_seconds"] / row["seconds"])
@@ -78,54 +76,12 @@ def test_every_algorithm_is_measured_by_its_name(tmp_path):
             assert cli.main(["bench", "all_reduce", "--algorithm", algorithm, "--min-bytes", "64", "--max-bytes", "64"]) == 0
     """
     (tmp_path / "job.py").write_text(textwrap.dedent(program))
-    # leaders are for nodes of several ranks, on several nodes
     job = [sys.executable, "-m", "mpistrat", "run", "-n", "3", "--nodes", "2+1", str(tmp_path / "job.py")]
     done = run_bounded(job, SECONDS)
     assert done.returncode == 0, done.stderr
     auto, *plans = [line.split()[2] for line in done.stdout.splitlines() if line.split()[:2] == ["64", "B"]]
     assert auto in PLANNERS
     assert plans == [*PLANNERS, "mpi"]
-
-
-@pytest.mark.parametrize(("ranks", "nodes"), [(1, ""), (2, ""), (4, "2x2")])
-def test_the_comparison_on_one_screen(ranks, nodes, tmp_path):
-    figures = tmp_path / "figures.json"
-    done = start_bench("--compare", "--max-bytes", "64KiB", "--json", str(figures), ranks=ranks, nodes=nodes)
-    assert done.returncode == 0, done.stderr
-    title, wire, memory, _, head, *rows, _, summary = done.stdout.splitlines()
-    assert title.startswith("all_reduce of float32, SUM, World(")
-    assert wire == "wire: none: all ranks are on one machine; several nodes are virtual ones"
-    assert re.fullmatch(r"memory: each rank reads and writes \d+\.\d GB/s while all copy", memory)
-    assert head.split()[:3] == ["size", "auto", "MPI"]
-    assert head.split()[-6:] == ["plan", "x", "MPI", "of", "memory", "verdict"]
-    assert [row.split()[:2] for row in rows] == [["8", "B"], ["4", "KiB"], ["64", "KiB"]]
-    assert re.fullmatch(r"auto is within 5% of the best at \d of 3 sizes, and not slower .* one copy of the array", summary)
-
-    document = json.loads(figures.read_text())
-    assert (document["wire"], document["ranks"]) == (None, ranks)
-    assert [size["nbytes"] for size in document["sizes"]] == [8, 4 << 10, 64 << 10]
-    leaders = {"leader"} if nodes else set()
-    for size in document["sizes"]:
-        assert {"auto", "MPI", "flat", "hierarchical"} | leaders <= set(size["seconds"]) <= {"auto", "MPI", *PLANNERS}
-        assert size["plan"] in PLANNERS
-        assert all(seconds > 0 for seconds in size["seconds"].values())
-
-
-def test_the_verdict_is_against_the_best_of_all():
-    near = Size(1 << 20, "flat", {"auto": 1.04, "MPI": 2.0, "flat": 1.0}, 0.5)
-    far = Size(1 << 20, "flat", {"auto": 1.0, "MPI": 2.0, "leader": 0.5}, 0.5)
-    assert (near.best, near.verdict) == ("flat", "auto is best")
-    assert (far.best, far.verdict) == ("leader", "leader takes 0.50 of auto's time")
-    text = Comparison(WireRate(4, ("one", "two"), 2, 125e6), 10e9, [near, far]).text()
-    assert text.splitlines()[0] == "wire: 1000 Mbit/s each way between one and two with MPI messages, 2 ranks of each at once"
-    _, _, _, head, row, *_ = text.splitlines()
-    assert " ".join(head.split()) == "size auto MPI flat leader plan x MPI of wire verdict"
-    assert " ".join(row.split()) == "1 MiB 1.04 s 2 s 1 s - flat 1.92 0.48 auto is best"
-    assert text.splitlines()[-1].startswith("auto is within 5% of the best at 1 of 2 sizes, and not slower than MPI at 2; ")
-
-
-def test_the_wire_bounds_an_all_reduce():
-    assert WireRate(4, ("one", "two"), 1, 100e6).all_reduce_seconds(200_000_000) == pytest.approx(3.0)
 
 
 def test_names_of_algorithms_are_the_planners():
@@ -148,11 +104,6 @@ def test_names_of_algorithms_are_the_planners():
             "sizes from 6 to 67108864 bytes by a factor of 4 cannot be measured: accepted are multiples of 4",
         ),
         (["--min-bytes", "1KiB", "--max-bytes", "8"], "sizes from 1024 to 8 bytes by a factor of 4 cannot be measured"),
-        (["--compare", "--algorithm", "flat"], "--compare measures every algorithm, and has no plot: leave out --algorithm"),
-        (
-            ["--compare", "--min-bytes", "12", "--max-bytes", "100"],
-            "--compare has no size between 12 and 100; it has 8 B, 4 KiB",
-        ),
         (["--step-factor", "1"], "sizes from 8 to 67108864 bytes by a factor of 1 cannot be measured"),
         (["--json", "none/x.json"], "--json none/x.json cannot be written: there is no folder "),
         (["--plot", "none/x.png"], "--plot none/x.png cannot be written: there is no folder "),

@@ -120,7 +120,7 @@ def test_each_test_of_several_ranks_is_one_test_here(folder):
     assert ended, failures["test_kills_one_rank[2-ranks]"]
     assert int(ended[1]) in codes_after_loss(3)
     slept = failures["test_sleeps_on_one_rank[2-ranks]"]
-    assert slept.startswith("not done after 8 s on 2 ranks")
+    assert slept.startswith("the job of 2 ranks is not done with this test after 8 s")
     assert "barrier()" in slept
     assert f"test_planted.py:{_line('time.sleep')} (test_sleeps_on_one_rank)" in slept, "the report names the line"
 
@@ -135,7 +135,73 @@ def test_a_job_that_cannot_begin_fails_each_of_its_tests_without_another_start(f
     done = run_bounded([sys.executable, "-m", "pytest", "--junitxml=results.xml"], 120, None, folder)
     results = _results(folder / "results.xml")
     assert [outcome for outcome, _ in results.values()] == ["failure", "failure"], done.stdout
-    assert all("planted" in text for _, text in results.values())
+    assert all("ImportError: planted" in text for _, text in results.values())
+
+
+_LAUNCHED = '"OMPI_COMM_WORLD_RANK" in os.environ or "PMI_RANK" in os.environ'
+_SLOW = f"""
+import os, time, pytest
+if {_LAUNCHED}:
+    time.sleep({{seconds}})
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("x", range(2))
+def test_any(communicator, x): pass
+"""
+
+
+def test_the_start_of_a_job_is_not_counted_as_the_time_of_a_test(folder):
+    (folder / "test_planted.py").write_text(_SLOW.format(seconds=12))
+    done = run_bounded([sys.executable, "-m", "pytest", "--junitxml=results.xml", "-o", "ranks_timeout=10"], 120, None, folder)
+    assert [outcome for outcome, _ in _results(folder / "results.xml").values()] == ["passed", "passed"], done.stdout
+
+
+def test_a_job_that_never_begins_fails_each_of_its_tests(folder):
+    (folder / "test_planted.py").write_text(_SLOW.format(seconds=1000))
+    (folder / "conftest.py").write_text("from mpistrat.pytest import rank_jobs; rank_jobs.START_SECONDS = 2.0\n")
+    done = run_bounded([sys.executable, "-m", "pytest", "--junitxml=results.xml"], 120, None, folder)
+    results = _results(folder / "results.xml")
+    assert [outcome for outcome, _ in results.values()] == ["failure", "failure"], done.stdout
+    for _, text in results.values():
+        assert text.startswith("the job of 2 ranks has not collected the tests after 2 s")
+
+
+_LOOP = """
+import os, pytest
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    if {launched}:
+        return None
+    for item, following in zip(session.items[1::2], [*session.items[3::2], None]):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+    return True
+"""
+
+
+def test_a_process_of_xdist_runs_the_tests_that_it_is_given(folder):
+    (folder / "test_planted.py").write_text(_SLOW.format(seconds=0).replace("range(2)", "range(5)"))
+    (folder / "conftest.py").write_text(_LOOP.format(launched=_LAUNCHED))
+    done = run_bounded([sys.executable, "-m", "pytest", "--junitxml=results.xml"], 120, None, folder)
+    results = _results(folder / "results.xml")
+    assert {name: outcome for name, (outcome, _) in results.items()} == {
+        "test_any[2-ranks-1]": "passed",
+        "test_any[2-ranks-3]": "passed",
+    }, done.stdout
+
+
+def test_fixtures_of_a_module_are_made_once_on_ranks(folder):
+    (folder / "test_planted.py").write_text(
+        "import pytest\n"
+        "made = []\n"
+        "@pytest.fixture(scope='module')\ndef kept(): made.append(1); yield; made.clear()\n"
+        "@pytest.mark.ranks(2)\n@pytest.mark.parametrize('x', range(3))\n"
+        "def test_any(kept, x): assert made == [1]\n"
+    )
+    (folder / "test_zzz.py").write_text(
+        "import pytest, test_planted\n@pytest.mark.ranks(2)\ndef test_after(): assert test_planted.made == []\n"
+    )
+    done = run_bounded([sys.executable, "-m", "pytest", "--color=no"], 120, None, folder)
+    assert "4 passed" in done.stdout, done.stdout
 
 
 def test_a_session_started_on_ranks_runs_what_fits_it_and_agrees_on_it(folder):

@@ -33,12 +33,11 @@ def test_it_measures_and_keeps_and_shows_and_deletes(kept, capsys):
     assert f"\nWrote {path}. Programs use it automatically; MPISTRAT_TUNING=off ignores it" in done.stdout
     lines = done.stdout.splitlines()
     heads = next(line.split() for line in lines if line.startswith("size"))
-    assert heads == ["size", "flat", "hierarchical", "pipelined", "auto", "chooses"]
-    assert [line for line in lines if line.startswith("ranks")] == ["ranks      1x2 block"]
+    assert heads == ["size", "flat", "hierarchical", "auto", "chooses"]
+    assert [line.split() for line in lines if line.startswith("ranks")] == [["ranks", "1x2", "block"]]
     for size in ("16 B", "64 B", "256 B", "1 KiB"):
         row = next(line.split() for line in reversed(lines) if line.startswith(f"{size} "))
-        assert row[-1] in ("flat", "hierarchical", "pipelined")
-    assert "Predictions by these constants alone are off by " in done.stdout
+        assert row[-1] in ("flat", "hierarchical")
 
     (kept / "other.json").write_text("{}")
     assert cli.main(["tune", "--show", "--json"]) == 0
@@ -47,7 +46,6 @@ def test_it_measures_and_keeps_and_shows_and_deletes(kept, capsys):
     assert mine["conditions"]["world"] == "1x2 block"
     assert [*mine["auto_chooses"]] == ["16", "64", "256", "1024"] or len(mine["auto_chooses"]) > 4, "sizes between, too"
     assert mine["seconds"].items() <= json.loads(path.read_text())["seconds"].items()
-    assert 0 <= mine["errors_of_constants"]["median"] <= mine["errors_of_constants"]["most"]
     assert other == {"path": str(kept / "other.json"), "problem": "it is not a file of mpistrat tune (KeyError: 'format')"}
     assert cli.main(["tune", "--show"]) == 0
     shown = capsys.readouterr().out
@@ -118,12 +116,3 @@ def test_bad_sizes_start_nothing(size, message, monkeypatch, capsys):
     monkeypatch.setattr(tune, "start", lambda: pytest.fail("started MPI"))
     assert cli.main(["tune", "--max-bytes", size]) == 2
     assert capsys.readouterr().err.startswith(f"mpistrat tune: {message}")
-
-
-def test_without_scipy_nothing_is_measured(monkeypatch, capsys):
-    monkeypatch.setattr(tune, "start", lambda: pytest.fail("started MPI"))
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    assert cli.main(["tune"]) == 2
-    assert capsys.readouterr().err == (
-        "mpistrat tune: tuning fits the cost model with SciPy, which is not installed: pip install scipy\n"
-    )

@@ -11,8 +11,8 @@ from mpistrat.cluster.roles import id_in_cluster, is_chief, worker_count
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.experimental import CommunicationImplementation, CommunicationOptions, ValueContext
-from mpistrat.inputs.array_dataset import ArrayDataset
-from mpistrat.packing.buckets import pack_by_bytes, split_evenly
+from mpistrat.inputs.sources import ArrayDataset
+from mpistrat.packing.layout import pack_by_bytes, split_evenly
 
 RING, AUTO = CommunicationImplementation.RING, CommunicationImplementation.AUTO
 

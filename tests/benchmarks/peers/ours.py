@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 from turns import Task, serve
 
 import mpistrat
+import mpistrat.mpi4py
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.reduction import ReduceOp
-from mpistrat.tools import memory_rate
-from mpistrat.tools.turns import take_turns
+from mpistrat.tools.interleaved import time_interleaved
 
 strategy = mpistrat.MultiWorkerMirroredStrategy()
 communicator = strategy.extended.communicator
@@ -70,8 +71,10 @@ def is_right(targets: list[np.ndarray]) -> bool:
 
 
 def copy_bytes_per_second(nbytes: int) -> float:
-    """Return how fast the ranks copy memory."""
-    return memory_rate.copy_bytes_per_second(comm, nbytes)
+    """Return the bytes that each rank reads and writes per second while all copy arrays of this size (as STREAM does)."""
+    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    [seconds], _ = time_interleaved(comm, [lambda: np.copyto(target, source)])
+    return 2 * nbytes / seconds
 
 
 def overhead(leaves: int, calls: int) -> dict[str, float]:
@@ -81,7 +84,35 @@ def overhead(leaves: int, calls: int) -> dict[str, float]:
     source = np.full(2 * leaves, comm.rank + 1, np.float32)
     target = np.empty_like(source)
     runs = {"bare": lambda: comm.Allreduce(source, target), "ours": lambda: context().all_reduce("sum", value)}
-    medians, _ = take_turns(comm, list(runs.values()), calls)
+    medians, _ = time_interleaved(comm, list(runs.values()), calls)
+    return dict(zip(runs, medians, strict=True))
+
+
+def forms(nbytes: int, calls: int) -> dict[str, float]:
+    """Return the medians, in seconds, of every form of an all-reduce of float32 that was made before, in turns."""
+    x, y = np.zeros(nbytes // 4, np.float32), np.zeros(nbytes // 4, np.float32)
+    ten, others = ([np.zeros(nbytes // 4, np.float32) for _ in range(10)] for _ in range(2))
+    packed, sums, wrapped = CommunicationOptions(num_packs=1), communicator.all_reduce, mpistrat.mpi4py.wrap(comm)
+    copying = mpistrat.HierarchicalCopyAllReduce().all_reduce_options(communicator, None)
+    runs = {
+        "bare `MPI_Allreduce`": lambda: comm.Allreduce(x, y),
+        "one array": lambda: sums(ReduceOp.SUM, x),
+        "`out=`": lambda: sums(ReduceOp.SUM, x, out=y),
+        "in place": lambda: sums(ReduceOp.SUM, y, out=y),
+        "mean": lambda: sums(ReduceOp.MEAN, x),
+        "mean, `out=`": lambda: sums(ReduceOp.MEAN, x, out=y),
+        "options of the call": lambda: sums(ReduceOp.SUM, x, packed),
+        "`HierarchicalCopyAllReduce()`": lambda: sums(ReduceOp.SUM, x, copying),
+        "`start_all_reduce` and `wait`": lambda: communicator.start_all_reduce(ReduceOp.SUM, x).wait(),
+        "ten arrays": lambda: sums(ReduceOp.SUM, ten),
+        "ten arrays, in place": lambda: sums(ReduceOp.SUM, others, out=others),
+        "wrapped `Allreduce`": lambda: wrapped.Allreduce(x, y),
+        "wrapped `Allreduce`, `IN_PLACE`": lambda: wrapped.Allreduce(MPI.IN_PLACE, y),
+    }
+    for run in runs.values():
+        run()
+    medians, _ = time_interleaved(comm, list(runs.values()), calls)
+    wrapped._communicator.close()
     return dict(zip(runs, medians, strict=True))
 
 
@@ -117,7 +148,13 @@ def _stats(run: cProfile.Profile) -> Any:
     return pstats.Stats(run).stats.items()  # type: ignore[attr-defined]
 
 
-CALLS = {"copy_bytes_per_second": copy_bytes_per_second, "overhead": overhead, "profile": profile, "memory": memory}
+CALLS = {
+    "copy_bytes_per_second": copy_bytes_per_second,
+    "forms": forms,
+    "memory": memory,
+    "overhead": overhead,
+    "profile": profile,
+}
 
 if __name__ == "__main__":
     tasks = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "many": many}

@@ -17,9 +17,10 @@ SHAPES = ((50_000, 32), *(shape for rows, columns in LAYERS for shape in ((rows,
 def main(coordinator: Any) -> tuple[int, ...]:
     """Make the variables, and return the bytes of each server."""
     with coordinator.strategy.scope():
-        for shape in SHAPES:
-            mpistrat.Variable(np.zeros(shape, np.float32))
-    return tuple(coordinator.strategy.extended.server_bytes)
+        kept = [mpistrat.Variable(np.zeros(shape, np.float32)) for shape in SHAPES]
+    found = tuple(coordinator.strategy.extended.server_bytes)
+    assert sum(found) == sum(one.nbytes for one in kept)
+    return found
 
 
 if __name__ == "__main__":

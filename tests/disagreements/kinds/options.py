@@ -25,13 +25,7 @@ def algorithm(case: Case) -> None:
 @kind("options", allowed=MAY_BE_RIGHT)
 def algorithm_alone(case: Case) -> None:
     """One rank names an algorithm, the others none."""
-    _options(case, None, algorithm="leader")
-
-
-@kind("options", allowed=MAY_BE_RIGHT)
-def algorithm_pipelined(case: Case) -> None:
-    """One rank asks for pipelined, the others for hierarchical."""
-    _options(case, CommunicationOptions(algorithm="hierarchical"), algorithm="pipelined")
+    _options(case, None, algorithm="hierarchical")
 
 
 @kind("options", allowed=MAY_BE_RIGHT)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
 import mpistrat
 from tests.disagreements.case import Case
 from tests.disagreements.kinds.registry import MAY_BE_RIGHT, kind, legal
@@ -67,6 +70,27 @@ def barrier_left_out(case: Case) -> None:
 def barriers_only(case: Case) -> None:
     """One rank waits in one barrier more."""
     _calls(case, *[Case.barrier] * case.pick(3, 4))
+
+
+@kind("order", sizes=(1, 20_000))
+def thread_before_main(case: Case) -> None:
+    """Two equal calls, of the main thread and of another one: one rank makes them in the other order."""
+    in_thread = functools.partial(_on_a_thread, case)
+    for call in case.pick((_first, in_thread), (in_thread, _first)):
+        call(case)
+
+
+@legal(sizes=(1, 20_000))
+def thread_after_main(case: Case) -> None:
+    """The main thread and another one take turns, in one order on all ranks."""
+    for _ in range(2):
+        _first(case)
+        _on_a_thread(case)
+
+
+def _on_a_thread(case: Case, *_: object) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(_first, case).result()
 
 
 @kind("order", allowed=MAY_BE_RIGHT)

@@ -25,7 +25,7 @@ def is_right(algorithm: str) -> bool:
     return bool((strategy.experimental_local_results(total)[0] == comm.size * (comm.size + 1) // 2).all())
 
 
-suitable = [candidate.algorithm for candidate in choose(world, COUNT, 8).considered if candidate.plan]
+suitable = [candidate.plan.algorithm for candidate in choose(world, COUNT, 8).considered]
 right = all(comm.allgather(all([is_right(algorithm) for algorithm in suitable])))
 if comm.rank == 0:
     nodes = "+".join(f"{node.name}:{len(node.ranks)}" for node in world.nodes)

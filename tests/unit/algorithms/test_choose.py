@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrat.algorithms.choose import PLANNERS, choose
-from mpistrat.algorithms.cost import DEFAULT, CostModel
-from mpistrat.errors import InvalidArgumentError, Unsuitable
+from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
+from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel
+from mpistrat.errors import InvalidArgumentError
 from mpistrat.testing.simulate import simulate
 from mpistrat.topology.world import World
 from tests.unit.worlds import random_worlds
@@ -31,45 +31,38 @@ SLOW = dataclasses.replace(FAST, link_bytes_per_second=119e6, memory_bytes_per_s
 
 
 def chosen(shape: str, num_bytes: int, model: CostModel = FAST) -> str:
-    return choose(World.from_shape(shape), num_bytes // 4, 4, model=model).plan.algorithm
+    """Return the algorithm that is chosen, or ``chunks`` if it is hierarchical on several."""
+    plan = choose(World.from_shape(shape), num_bytes // 4, 4, model=model).plan
+    return "chunks" if plan.depth > 1 else plan.algorithm
 
 
 @pytest.mark.parametrize("shape", ["4x2", "4x2:cyclic", "4x8", "8x4", "3+1+2+2"])
-def test_several_nodes_go_from_flat_to_hierarchical_to_pipelined(shape: str) -> None:
+def test_several_nodes_go_from_flat_to_hierarchical_to_chunks(shape: str) -> None:
     assert {chosen(shape, size) for size in (8, KIB, 8 * KIB, 32 * KIB)} == {"flat"}
     assert {chosen(shape, size) for size in (256 * KIB, 512 * KIB)} == {"hierarchical"}
-    assert {chosen(shape, size) for size in (4 * MIB, 16 * MIB, 64 * MIB)} == {"pipelined"}
+    assert {chosen(shape, size) for size in (4 * MIB, 16 * MIB, 64 * MIB)} == {"chunks"}
 
 
 @pytest.mark.parametrize("shape", ["4x2", "4x2:cyclic", "3+1+2+2"])
 def test_slow_links_make_flat_lose_sooner(shape: str) -> None:
     assert {chosen(shape, size, model=SLOW) for size in (8, KIB, 4 * KIB)} == {"flat"}
     assert {chosen(shape, size, model=SLOW) for size in (32 * KIB, 128 * KIB)} == {"hierarchical"}
-    assert {chosen(shape, size, model=SLOW) for size in (2 * MIB, 16 * MIB, 64 * MIB)} == {"pipelined"}
+    assert {chosen(shape, size, model=SLOW) for size in (2 * MIB, 16 * MIB, 64 * MIB)} == {"chunks"}
 
 
 @pytest.mark.parametrize(("shape", "flat_to"), [("1x2", 256), ("1x4", 8 * KIB), ("1x8", 8 * KIB)])
-def test_one_node_goes_from_flat_to_hierarchical_to_pipelined(shape: str, flat_to: int) -> None:
+def test_one_node_goes_from_flat_to_hierarchical_to_chunks(shape: str, flat_to: int) -> None:
     assert {chosen(shape, size) for size in (8, flat_to // 4, flat_to)} == {"flat"}
     assert {chosen(shape, size) for size in (64 * KIB, 512 * KIB)} == {"hierarchical"}
-    assert {chosen(shape, size) for size in (16 * MIB, 64 * MIB)} == {"pipelined"}
+    assert {chosen(shape, size) for size in (16 * MIB, 64 * MIB)} == {"chunks"}
 
 
 @pytest.mark.parametrize("shape", ["1x4", "2x2", "4x2", "4x8", "3+1+2+2"])
 def test_the_defaults_never_go_back_to_a_simpler_algorithm(shape: str) -> None:
-    order = ["flat", "hierarchical", "pipelined"]
+    order = ["flat", "hierarchical", "chunks"]
     ranks = [order.index(chosen(shape, 2**exponent, DEFAULT)) for exponent in range(3, 29)]
     assert ranks == sorted(ranks)
     assert (ranks[0], ranks[-1]) == (0, 2)
-
-
-@pytest.mark.parametrize("shape", ["1x4", "4x2"])
-def test_of_equal_plans_the_simpler_is_chosen(shape: str) -> None:
-    choice = choose(World.from_shape(shape), 64, 4, "pipelined", model=FAST)
-    seconds = {candidate.algorithm: candidate.seconds for candidate in choice.considered}
-    assert choice.plan.num_chunks == 1
-    assert seconds["pipelined"] == seconds["hierarchical"], "one chunk is what hierarchical does"
-    assert choose(World.from_shape(shape), 64 * KIB, 4, model=FAST).plan.algorithm == "hierarchical"
 
 
 def test_one_rank_per_node_stays_flat_where_steps_decide() -> None:
@@ -81,36 +74,24 @@ def test_the_reason_names_the_two_fastest() -> None:
     first, second = sorted(choice.considered, key=lambda candidate: candidate.seconds)[:2]
     assert choice.plan == first.plan
     assert choice.reason == (
-        f"pipelined is predicted fastest: {first.seconds * 1e3:.3g} ms; next: hierarchical {second.seconds * 1e3:.3g} ms"
+        f"hierarchical is predicted fastest: {first.seconds * 1e3:.3g} ms; next: flat {second.seconds * 1e3:.3g} ms"
     )
 
 
 def test_every_planner_is_considered() -> None:
-    considered = {candidate.algorithm: candidate for candidate in choose(World.from_shape("1x4"), 1000, 4).considered}
-    assert list(considered) == list(PLANNERS)
-    assert considered["leader"].declined == "because all ranks are on one node, which has only one leader"
-    assert math.isinf(considered["leader"].seconds)
-    assert considered["flat"].declined == ""
-    assert 0 < considered["flat"].seconds < 1
+    considered = choose(World.from_shape("1x4"), 1000, 4).considered
+    assert [candidate.plan.algorithm for candidate in considered] == list(PLANNERS)
+    assert all(0 < candidate.seconds < 1 for candidate in considered)
 
 
 def test_an_algorithm_is_taken_by_name() -> None:
-    choice = choose(World.from_shape("4x2"), 16 * MIB, 4, "leader", model=FAST)
-    assert choice.plan.algorithm == "leader"
-    assert choice.reason == "leader was asked for by name; auto would choose pipelined"
-
-
-def test_a_named_algorithm_that_declines_raises_with_what_is_accepted() -> None:
-    message = (
-        r"algorithm 'leader' cannot be used on World\(1x4.*\), because all ranks are on one node.*; "
-        r"accepted here are auto, flat, hierarchical, pipelined$"
-    )
-    with pytest.raises(Unsuitable, match=message):
-        choose(World.from_shape("1x4"), 1000, 4, "leader")
+    choice = choose(World.from_shape("4x2"), 16 * MIB, 4, "flat", model=FAST)
+    assert choice.plan.algorithm == "flat"
+    assert choice.reason == "flat was asked for by name; auto would choose hierarchical"
 
 
 def test_an_unknown_name_lists_the_names() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"'best'; accepted are auto, flat, leader, hierarchical, pipelined$"):
+    with pytest.raises(InvalidArgumentError, match=r"'best'; accepted are auto, flat, hierarchical$"):
         choose(World.from_shape("1x4"), 1000, 4, "best")
 
 
@@ -127,9 +108,18 @@ def test_numbers_out_of_range_are_refused(count: int, itemsize: int, chunk_bytes
         choose(World.from_shape("2x2"), count, itemsize, chunk_bytes=chunk_bytes)
 
 
-def test_chunk_bytes_reach_the_pipelined_plan() -> None:
-    choice = choose(World.from_shape("2x2"), MIB, 4, "pipelined", chunk_bytes=256 * KIB)
+def test_chunk_bytes_reach_the_plan() -> None:
+    choice = choose(World.from_shape("2x2"), MIB, 4, "hierarchical", chunk_bytes=256 * KIB)
     assert choice.plan.num_chunks == 16
+
+
+@pytest.mark.parametrize(("shape", "chunk_bytes", "num_chunks"), [("1x8", 0, 1), ("2x2", 0, 4), ("1x8", 8 * MIB, 8)])
+def test_on_gpus_a_buffer_stays_whole_where_nothing_overlaps_unless_chunks_are_asked_for(
+    shape: str, chunk_bytes: int, num_chunks: int
+) -> None:
+    given = {"one_intra_phase": True, "default_chunk_bytes": DEVICE_CHUNK_BYTES}
+    choice = choose(World.from_shape(shape), 16 * MIB, 4, chunk_bytes=chunk_bytes, model=ON_DEVICE, **given)
+    assert (choice.plan.algorithm, choice.plan.num_chunks) == ("hierarchical", num_chunks)
 
 
 def test_one_rank_and_empty_buffers_have_a_plan() -> None:
@@ -143,5 +133,5 @@ def test_auto_always_has_a_proved_and_repeatable_answer(world: World, count: int
     choice = choose(world, count, itemsize, chunk_bytes=chunk_bytes)
     simulate(choice.plan)
     assert choose(World(world.nodes), count, itemsize, chunk_bytes=chunk_bytes) == choice
-    seconds = {candidate.algorithm: candidate.seconds for candidate in choice.considered}
+    seconds = {candidate.plan.algorithm: candidate.seconds for candidate in choice.considered}
     assert seconds[choice.plan.algorithm] == min(seconds.values())

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.algorithms import flat, hierarchical, leader, pipelined
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.algorithms.cost import (
     DEFAULT,
@@ -21,7 +20,7 @@ from mpistrat.algorithms.cost import (
     rail_schedule,
 )
 from mpistrat.algorithms.plan import Plan
-from mpistrat.errors import Unsuitable
+from mpistrat.algorithms.planners import flat, hierarchical
 from mpistrat.topology.world import World
 from tests.unit.worlds import random_worlds
 
@@ -45,12 +44,11 @@ def by_phase(plan: Plan, measure: object) -> list[int]:
 @pytest.mark.parametrize(
     ("plan", "sent", "over_the_link"),
     [
-        (flat.plan(World.from_shape("4x2"), 1000, 8), [14000], [12000]),
-        (hierarchical.plan(World.from_shape("4x2"), 1000, 8), [4000, 6000, 4000], [0, 12000, 0]),
-        (hierarchical.plan(World.from_shape("3+1"), 900, 8), [4800, 7200, 4800], [0, 7200, 0]),
-        (hierarchical.plan(World.from_shape("1x4"), 1000, 8), [6000, 6000], [0, 0]),
-        (hierarchical.plan(World.from_shape("4x1"), 1000, 8), [12000], [12000]),
-        (leader.plan(World.from_shape("4x2"), 1000, 8), [8000, 12000, 8000], [0, 12000, 0]),
+        (flat(World.from_shape("4x2"), 1000, 8)[0], [14000], [12000]),
+        (hierarchical(World.from_shape("4x2"), 1000, 8)[0], [4000, 6000, 4000], [0, 12000, 0]),
+        (hierarchical(World.from_shape("3+1"), 900, 8)[0], [4800, 7200, 4800], [0, 7200, 0]),
+        (hierarchical(World.from_shape("1x4"), 1000, 8)[0], [6000, 6000], [0, 0]),
+        (hierarchical(World.from_shape("4x1"), 1000, 8)[0], [12000], [12000]),
     ],
     ids=str,
 )
@@ -61,20 +59,20 @@ def test_bytes_of_each_phase(plan: Plan, sent: list[int], over_the_link: list[in
 
 def test_chunks_do_not_change_the_bytes() -> None:
     world = World.from_shape("4x2")
-    whole, cut = hierarchical.plan(world, MIB, 4), pipelined.plan(world, MIB, 4)
+    whole, cut = hierarchical(world, MIB, 4)
     assert by_phase(cut, phase_bytes) == by_phase(whole, phase_bytes)
 
 
 def test_the_wire_is_shared_by_the_ranks_of_a_node() -> None:
     seconds = 2 * 3 / 4 * 8 * MIB / 1e9
     for shape in ("4x1", "4x2", "4x8", "5+1+1+1"):
-        plan = hierarchical.plan(World.from_shape(shape), 2 * MIB, 4)
+        plan = hierarchical(World.from_shape(shape), 2 * MIB, 4)[0]
         assert predict_seconds(plan, WIRE) == pytest.approx(seconds)
 
 
 def test_flat_wastes_the_wire_where_nodes_are_many_or_crowded() -> None:
     shapes = ("2x1", "4x1", "2x2", "4x2")
-    seconds = {shape: predict_seconds(flat.plan(World.from_shape(shape), MIB, 4), WIRE) for shape in shapes}
+    seconds = {shape: predict_seconds(flat(World.from_shape(shape), MIB, 4)[0], WIRE) for shape in shapes}
     assert seconds["2x1"] == pytest.approx(1.0 * 4 * MIB / 1e9)
     assert seconds["4x1"] == pytest.approx(1.5 * 4 * MIB / 1e9 / 0.25)
     assert seconds["2x2"] == pytest.approx(1.0 * 4 * MIB / 1e9 / 0.25)
@@ -84,32 +82,27 @@ def test_flat_wastes_the_wire_where_nodes_are_many_or_crowded() -> None:
 @pytest.mark.parametrize(("shape", "passes"), [("1x2", 9 / 4), ("1x4", 2 + 1 + 1 / 4 + 2), ("1x8", 2 + 1 + 1 / 8 + 2)])
 def test_small_chunks_stay_in_the_cache(shape: str, passes: float) -> None:
     world = World.from_shape(shape)
-    whole = hierarchical.plan(world, 4 * MIB, 4)
-    cut = pipelined.plan(world, 4 * MIB, 4, chunk_bytes=MEMORY.cache_bytes)
+    whole, _ = hierarchical(world, 4 * MIB, 4)
+    [cut] = hierarchical(world, 4 * MIB, 4, chunk_bytes=MEMORY.cache_bytes)
     assert predict_seconds(whole, MEMORY) == pytest.approx(passes * 16 * MIB / 1e9)
     assert predict_seconds(cut, MEMORY) == pytest.approx(passes * 16 * MIB / 2e9)
 
 
 def test_latency_counts_steps_and_calls() -> None:
     model = dataclasses.replace(WIRE, call_seconds=1, flat_call_seconds=1, intra_step_seconds=10, inter_step_seconds=100)
-    for planner, calls, intra, inter in ((flat.plan, 1, 1, 2), (hierarchical.plan, 3, 3, 6), (leader.plan, 3, 4, 6)):
-        seconds = predict_seconds(planner(World.from_shape("4x2"), 1, 1), model)
+    for planner, calls, intra, inter in ((flat, 1, 1, 2), (hierarchical, 3, 3, 6)):
+        seconds = predict_seconds(planner(World.from_shape("4x2"), 1, 1)[0], model)
         assert seconds == pytest.approx(calls + 10 * intra + 100 * inter, rel=1e-6)
 
 
 def test_the_busier_lane_hides_the_other() -> None:
     world = World.from_shape("2x2")
-    plan = pipelined.plan(world, 16 * MIB, 4)
+    _, plan = hierarchical(world, 16 * MIB, 4)
     scatter, rails, gather = (phase_seconds(plan, phase) for phase in plan.phases)
     assert plan.num_chunks > 1
     assert predict_seconds(plan) == pytest.approx(max(rails, scatter + gather) + min(rails, scatter + gather) / plan.num_chunks)
     one_at_a_time = dataclasses.replace(plan, depth=1)
     assert predict_seconds(one_at_a_time) == pytest.approx(scatter + rails + gather)
-
-
-def test_one_chunk_of_pipelined_costs_what_hierarchical_costs() -> None:
-    world = World.from_shape("4x2")
-    assert predict_seconds(pipelined.plan(world, 1000, 4)) == predict_seconds(hierarchical.plan(world, 1000, 4))
 
 
 DIRECT = dataclasses.replace(ON_DEVICE, direct_rails=True)
@@ -145,13 +138,13 @@ def test_what_the_fastest_schedule_costs(shape: str, schedules: list[tuple[float
     seconds = [
         steps * model.inter_step_seconds + num_bytes * (sent / link + moved / memory) for steps, sent, moved in schedules
     ]
-    plan = dataclasses.replace(hierarchical.plan(World.from_shape(shape), num_bytes // 4, 4), chunk_count=num_bytes // 4)
+    plan = dataclasses.replace(hierarchical(World.from_shape(shape), num_bytes // 4, 4)[0], chunk_count=num_bytes // 4)
     assert predict_seconds(plan, model) == pytest.approx(min(seconds))
 
 
 @pytest.mark.parametrize("change", [{"in_order": True}, {"wire_itemsize": 2}])
 def test_what_is_staged_for_other_reasons_costs_what_staging_costs(change: dict[str, int]) -> None:
-    plan = dataclasses.replace(hierarchical.plan(World.from_shape("8x8"), MIB, 4), **change)
+    plan = dataclasses.replace(hierarchical(World.from_shape("8x8"), MIB, 4)[0], **change)
     assert predict_seconds(plan, DIRECT) == predict_seconds(plan, ON_DEVICE)
 
 
@@ -160,15 +153,14 @@ def test_what_is_staged_for_other_reasons_costs_what_staging_costs(change: dict[
     [
         ("2x1", "hierarchical", 0.0037392140350877194, 0.00026971520000000003),
         ("4x2", "flat", 0.008126969230769231, 0.0009463952592592592),
-        ("4x2", "leader", 0.007896859022222223, 0.000540321536),
         ("4x2", "hierarchical", 0.006855254652631579, 0.0004886889386666667),
-        ("3+1+2", "pipelined", 0.005600749522339182, 0.0008060941909333334),
+        ("3+1+2", "chunks", 0.005600749522339182, 0.0008060941909333334),
         ("8x8", "hierarchical", 0.007862414961403509, 0.0006657194524444445),
     ],
 )
 def test_nodes_with_one_link_are_predicted_as_ever(shape: str, name: str, on_host: float, on_device: float) -> None:
     assert (DEFAULT.links, ON_DEVICE.links) == (1, 1)
-    plan = PLANNERS[name](World.from_shape(shape), MIB, 4, 0)
+    plan = PLANNERS["flat" if name == "flat" else "hierarchical"](World.from_shape(shape), MIB, 4, 0)[-(name == "chunks")]
     assert predict_seconds(plan) == pytest.approx(on_host, rel=1e-12)
     assert predict_seconds(plan, ON_DEVICE) == pytest.approx(on_device, rel=1e-12)
 
@@ -178,30 +170,27 @@ def test_nodes_with_one_link_are_predicted_as_ever(shape: str, name: str, on_hos
 )
 def test_rails_use_as_many_links_as_the_smallest_node_has_ranks(shape: str, links: int, used: int) -> None:
     model, world = dataclasses.replace(WIRE, links=links), World.from_shape(shape)
-    for planner, share in ((hierarchical.plan, used), (leader.plan, 1), (flat.plan, 1)):
+    for planner, share in ((hierarchical, used), (flat, 1)):
         if world.num_shards > 1:
-            plan = planner(world, MIB, 4)
+            plan = planner(world, MIB, 4)[0]
             assert predict_seconds(plan, model) == pytest.approx(predict_seconds(plan, WIRE) / share)
 
 
 def test_rails_of_gpus_use_all_links_too() -> None:
     world, model = World.from_shape("8x8"), dataclasses.replace(DIRECT, inter_step_seconds=0, memory_bytes_per_second=1e30)
-    plan = hierarchical.plan(world, MIB, 4)
+    plan, _ = hierarchical(world, MIB, 4)
     one, eight = (phase_seconds(plan, plan.phases[1], dataclasses.replace(model, links=n, call_seconds=0)) for n in (1, 8))
     assert one == pytest.approx(8 * eight)
 
 
 @pytest.mark.parametrize("name", PLANNERS)
 def test_an_empty_buffer_costs_nothing(name: str) -> None:
-    assert predict_seconds(PLANNERS[name](World.from_shape("2x2"), 0, 4, 0)) == 0
+    assert all(predict_seconds(plan) == 0 for plan in PLANNERS[name](World.from_shape("2x2"), 0, 4, 0))
 
 
 @given(random_worlds, st.integers(1, 10**7))
 def test_more_bytes_cost_more_and_nothing_is_free(world: World, count: int) -> None:
-    for planner in (flat.plan, leader.plan, hierarchical.plan):
-        try:
-            smaller, larger = planner(world, count, 4), planner(world, 2 * count, 4)
-        except Unsuitable:
-            continue
+    for planner in (flat, hierarchical):
+        smaller, larger = planner(world, count, 4)[0], planner(world, 2 * count, 4)[0]
         if smaller.phases:
             assert 0 < predict_seconds(smaller, DEFAULT) < predict_seconds(larger, DEFAULT)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.algorithms import chunks, flat, hierarchical, leader, pipelined
+from mpistrat.algorithms import chunks
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.algorithms.plan import Plan
-from mpistrat.errors import Unsuitable
+from mpistrat.algorithms.planners import flat, hierarchical
 from mpistrat.topology.world import World
 from tests.unit.worlds import random_worlds
 
@@ -24,13 +21,23 @@ PAGE = Path(__file__).parents[3] / "docs/reference/algorithms.md"
 SCATTER, RAILS, GATHER = "intra reduce_scatter", "inter all_reduce", "intra all_gather"
 
 
+def whole(world: World, count: int, itemsize: int) -> Plan:
+    """Plan it on the whole buffer."""
+    return hierarchical(world, count, itemsize)[0]
+
+
+def in_chunks(world: World, count: int, itemsize: int, chunk_bytes: int = 0) -> Plan:
+    """Plan it on chunks that overlap."""
+    return hierarchical(world, count, itemsize, chunk_bytes)[-1]
+
+
 def steps(plan: Plan) -> list[str]:
     return [str(phase) for phase in plan.phases]
 
 
 @pytest.mark.parametrize("shape", ["1x2", "2x2", "3+1", "4x1"])
 def test_flat_is_one_phase_on_every_world(shape: str) -> None:
-    plan = flat.plan(World.from_shape(shape), 64 * MIB // 4 // 12 * 12, 4)
+    [plan] = flat(World.from_shape(shape), 64 * MIB // 4 // 12 * 12, 4)
     assert steps(plan) == ["world all_reduce"]
     assert plan.num_chunks == 1
 
@@ -48,39 +55,17 @@ def test_flat_is_one_phase_on_every_world(shape: str) -> None:
 )
 def test_hierarchical_has_the_phases_its_world_needs(shape: str, expected: list[str]) -> None:
     world = World.from_shape(shape)
-    assert steps(hierarchical.plan(world, 10, 4)) == expected
-    if expected:
-        assert steps(pipelined.plan(world, 10 * MIB, 4)) == expected
+    assert [steps(plan) for plan in hierarchical(world, 10 * MIB, 4)] == [expected] * 2
 
 
 def test_one_rank_has_nothing_to_do() -> None:
-    assert str(flat.plan(World.from_shape("1x1"), 2, 4)) == "flat: nothing to do (8 bytes)"
+    assert str(flat(World.from_shape("1x1"), 2, 4)[0]) == "flat: nothing to do (8 bytes)"
 
 
-def test_leader_goes_through_the_leaders() -> None:
-    expected = ["intra reduce", "leaders all_reduce", "intra broadcast"]
-    assert steps(leader.plan(World.from_shape("3+1"), 10, 4)) == expected
-
-
-@pytest.mark.parametrize(
-    ("planner", "shape", "count", "because"),
-    [
-        (leader.plan, "1x4", 10, "because all ranks are on one node"),
-        (leader.plan, "4x1", 10, "because each node has one rank"),
-        (pipelined.plan, "1x1", 10 * MIB, "because one rank has nobody to exchange chunks with"),
-    ],
-)
-def test_planners_decline_with_a_reason(planner: object, shape: str, count: int, because: str) -> None:
-    assert callable(planner)
-    with pytest.raises(Unsuitable, match=because):
-        planner(World.from_shape(shape), count, 4)
-
-
-@pytest.mark.parametrize("planner", [flat.plan, leader.plan, hierarchical.plan])
-def test_scratch_memory_is_bounded(planner: object) -> None:
-    assert callable(planner)
+@pytest.mark.parametrize("name", PLANNERS)
+def test_scratch_memory_is_bounded(name: str) -> None:
     world = World.from_shape("2x3")
-    at_the_bound, beyond = planner(world, 64 * MIB // 4 // 3 * 3, 4), planner(world, 200 * MIB // 4, 4)
+    at_the_bound, beyond = (PLANNERS[name](world, count, 4, 0)[0] for count in (64 * MIB // 4 // 3 * 3, 200 * MIB // 4))
     assert (at_the_bound.num_chunks, beyond.num_chunks) == (1, 4)
     assert (at_the_bound.depth, beyond.depth) == (1, 1)
     assert beyond.chunk_count * 4 <= 64 * MIB
@@ -99,15 +84,22 @@ def test_scratch_memory_is_bounded(planner: object) -> None:
         ("1x2", 64 * MIB, 64),
     ],
 )
-def test_pipelined_cuts_by_rule(shape: str, num_bytes: int, num_chunks: int) -> None:
+def test_chunks_are_cut_by_rule(shape: str, num_bytes: int, num_chunks: int) -> None:
     world = World.from_shape(shape)
-    plan = pipelined.plan(world, num_bytes // 4, 4)
+    plan = in_chunks(world, num_bytes // 4, 4)
     assert plan.num_chunks == num_chunks
     assert plan.depth == min(chunks.pipeline_rule(world).depth, num_chunks)
 
 
-def test_pipelined_begins_and_ends_with_small_chunks() -> None:
-    plan = pipelined.plan(World.from_shape("2x2"), 5 * MIB, 1)
+@pytest.mark.parametrize("shape", ["1x3", "3+1", "2x5", "1x24"])
+def test_no_chunk_is_longer_than_the_rule_says(shape: str) -> None:
+    world = World.from_shape(shape)
+    for num_bytes in (5 * MIB, 64 * MIB):
+        assert in_chunks(world, num_bytes // 4, 4).chunk_count * 4 <= chunks.pipeline_rule(world).max_bytes
+
+
+def test_a_plan_begins_and_ends_with_small_chunks() -> None:
+    plan = in_chunks(World.from_shape("2x2"), 5 * MIB, 1)
     assert [2 * count // MIB for _, count in plan.chunks()] == [1, 2, 4, 2, 1]
     assert [2 * start // MIB for start, _ in plan.chunks()] == [0, 1, 3, 7, 9]
     assert (plan.chunk_count, plan.end_count) == (2 * MIB, MIB // 2)
@@ -126,13 +118,13 @@ def test_chunks_grow_and_shrink_within_bounds(world: World, count: int, end: int
 
 
 @pytest.mark.parametrize("count", [0, 1, 512 * KIB // 4])
-def test_pipelined_of_one_chunk_is_hierarchical(count: int) -> None:
+def test_one_chunk_is_the_whole_buffer(count: int) -> None:
     world = World.from_shape("2x2")
-    assert dataclasses.replace(pipelined.plan(world, count, 4), algorithm="hierarchical") == hierarchical.plan(world, count, 4)
+    assert in_chunks(world, count, 4) == whole(world, count, 4)
 
 
-def test_pipelined_takes_the_chunk_it_is_given() -> None:
-    plan = pipelined.plan(World.from_shape("3+1"), 1000, 4, chunk_bytes=1000)
+def test_a_chunk_is_as_large_as_it_was_asked_for() -> None:
+    plan = in_chunks(World.from_shape("3+1"), 1000, 4, chunk_bytes=1000)
     assert (plan.num_chunks, plan.chunk_count) == (5, 201)
     assert plan.chunks()[-1] == (804, 196)
 
@@ -153,35 +145,19 @@ def test_chunks_are_few_even_and_bounded(world: World, count: int, itemsize: int
 @pytest.mark.parametrize("num_bytes", [1_100_000, 4_321_012, 9 * MIB, 17 * MIB + 4, 65 * MIB])
 @pytest.mark.parametrize("shape", ["2x2", "1x3", "3+1+2+2", "4x8"])
 def test_no_chunk_is_tiny(shape: str, num_bytes: int) -> None:
-    plan = pipelined.plan(World.from_shape(shape), num_bytes // 4, 4)
+    plan = in_chunks(World.from_shape(shape), num_bytes // 4, 4)
     assert min(count for _, count in plan.chunks()) >= 0.8 * min(MIB / 2, num_bytes / 3) / 4
-
-
-def sections(docstring: str) -> dict[str, str]:
-    headed = re.findall(r"^(\w[\w ]+)\n((?:    .+\n)+)", docstring, flags=re.MULTILINE)
-    return {heading: " ".join(text.split()) for heading, text in headed}
-
-
-@pytest.mark.parametrize("name", PLANNERS)
-def test_planners_have_the_same_paragraphs(name: str) -> None:
-    module = importlib.import_module(f"mpistrat.algorithms.{name}")
-    assert module.__doc__ is not None
-    found = sections(module.__doc__)
-    assert list(found) == ["Phases", "Communication steps", "Bytes on the wire per node", "Good when", "Source"]
-    plan = PLANNERS[name](World.from_shape("2x2"), MIB, 4, 0)
-    assert plan.algorithm == name
-    assert found["Phases"] == f"``{' -> '.join(steps(plan))}``"
 
 
 @pytest.mark.parametrize("name", PLANNERS)
 def test_the_reference_page_has_a_row_for_each(name: str) -> None:
-    plan = PLANNERS[name](World.from_shape("2x2"), MIB, 4, 0)
+    plan = PLANNERS[name](World.from_shape("2x2"), MIB, 4, 0)[0]
     assert f"| `{name}` | {' -> '.join(steps(plan))} |" in PAGE.read_text()
 
 
 def test_the_reference_page_has_the_limits_of_the_table() -> None:
     rule, text = chunks.pipeline_rule(World.from_shape("2x2")), " ".join(PAGE.read_text().split())
-    assert f"work on the whole buffer up to {chunks.SCRATCH_BYTES // MIB} MiB" in text
+    assert f"whole buffer is one up to {chunks.SCRATCH_BYTES // MIB} MiB" in text
     assert f"{rule.depth} in flight at a time" in text
     assert f"chunks of {rule.end_bytes // KIB} KiB, between which they double up to {rule.max_bytes // MIB} MiB" in text
     assert f"chunks of {chunks.pipeline_rule(World.from_shape('1x2')).max_bytes // MIB} MiB that stay" in text

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpistrat.algorithms import reduce_scatter
-from mpistrat.algorithms.chunks import SCATTER_FROM_BYTES
+from mpistrat.algorithms.chunks import SCATTER_FROM_BYTES, part_bounds
+from mpistrat.algorithms.planners import reduce_scatter
 from mpistrat.errors import Unsuitable
 from mpistrat.topology.world import World
 
@@ -25,7 +25,7 @@ WORLDS = st.builds(
 
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_parts_are_those_of_array_split(extent: int, num_parts: int) -> None:
-    parts = [list(range(start, stop)) for start, stop in pairwise(reduce_scatter.part_bounds(extent, num_parts))]
+    parts = [list(range(start, stop)) for start, stop in pairwise(part_bounds(extent, num_parts))]
     assert parts == [part.tolist() for part in np.array_split(np.arange(extent), num_parts)]
 
 
@@ -33,19 +33,19 @@ def test_parts_are_those_of_array_split(extent: int, num_parts: int) -> None:
 def test_each_chunk_has_some_of_each_part_and_all_chunks_have_all(world: World, data: st.DataObject) -> None:
     counts = data.draw(st.lists(st.integers(0, 50), min_size=world.size, max_size=world.size).filter(any))
     bounds = [sum(counts[:rank]) for rank in range(world.size + 1)]
-    plan = reduce_scatter.plan(world, bounds, 4, "hierarchical", chunk_bytes=data.draw(st.integers(1, 400)))
-    chunks = plan.chunks()
+    plan = reduce_scatter(world, bounds, 4, "hierarchical", chunk_bytes=data.draw(st.integers(1, 400)))
+    chunks = plan.parts()
     for position, rank in enumerate(plan.order):
         moved = [place for chunk in chunks for place in range(chunk[position].start, chunk[position].stop)]
         assert moved == list(range(bounds[rank], bounds[rank + 1]))
-    assert all(part.stop - part.start <= plan.chunk_count for chunk in chunks for part in chunk)
+    assert all(part.stop - part.start <= plan.chunk_count // world.size for chunk in chunks for part in chunk)
     assert 1 <= plan.depth <= len(chunks)
     assert len(chunks) == 1 or world.num_nodes > 1
 
 
 @given(WORLDS)
 def test_what_a_rail_divides_is_the_shard_of_its_ranks(world: World) -> None:
-    order = reduce_scatter.plan(world, range(world.size + 1), 4, "hierarchical").order
+    order = reduce_scatter(world, range(world.size + 1), 4, "hierarchical").order
     for shard, rail in enumerate(world.rails):
         assert order[shard * world.num_nodes : (shard + 1) * world.num_nodes] == rail
     assert sorted(order) == list(range(world.size))
@@ -60,8 +60,8 @@ def test_what_a_rail_divides_is_the_shard_of_its_ranks(world: World) -> None:
     ],
 )
 def test_phases_are_those_the_world_needs(shape: str, phases: str) -> None:
-    plan = reduce_scatter.plan(World.from_shape(shape), reduce_scatter.part_bounds(1 << 20, 4), 4)
-    assert re.fullmatch(rf"scatter: {phases}( \(2 chunks, 2 at a time\))?", str(plan))
+    plan = reduce_scatter(World.from_shape(shape), part_bounds(1 << 20, 4), 4)
+    assert re.fullmatch(rf"hierarchical: {phases} \(4194304 bytes(, 2 chunks, 2 at a time)?\)", str(plan))
 
 
 DECLINED = {
@@ -77,9 +77,9 @@ DECLINED = {
 def test_it_declines(shape: str, count: int, algorithm: str, reason: str) -> None:
     world = World.from_shape(shape)
     with pytest.raises(Unsuitable, match=reason):
-        reduce_scatter.plan(world, reduce_scatter.part_bounds(count, world.size), 4, algorithm)
+        reduce_scatter(world, part_bounds(count, world.size), 4, algorithm)
 
 
 def test_the_smallest_array_is_not_declined() -> None:
-    bounds = reduce_scatter.part_bounds(SCATTER_FROM_BYTES // 4, 4)
-    assert reduce_scatter.plan(World.from_shape("1x4"), bounds, 4).chunk_count == 1 << 15
+    bounds = part_bounds(SCATTER_FROM_BYTES // 4, 4)
+    assert reduce_scatter(World.from_shape("1x4"), bounds, 4).chunk_count == 1 << 17

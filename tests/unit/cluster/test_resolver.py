@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from mpistrat.cluster.ranks import RankResolver
+from mpistrat.cluster.mpi_resolver import RankResolver
+from mpistrat.cluster.roles import Role, chief_rank, training_role
 from mpistrat.cluster.spec import ClusterSpec
-from mpistrat.cluster.training import Role, chief_rank, training_role
 from mpistrat.cluster_resolver import (
     ClusterResolver,
     SimpleClusterResolver,

@@ -119,6 +119,9 @@ def test_the_number_of_workers():
     for task_type in ("ps", "boss", None):
         with pytest.raises(ValueError, match=f"worker_count counts chief, worker and evaluator; got task type {task_type!r}"):
             worker_count(DENSE, task_type)
+    for cluster in ({}, {"chief": ["a:1"]}):
+        with pytest.raises(ValueError, match="task type 'worker' is not a job of the cluster, which has"):
+            worker_count(cluster, "worker")
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_a_place_that_does_not_fit_is_refused(out: list[np.ndarray], found: str)
 
 
 def test_places_must_be_as_many_as_arrays() -> None:
-    with pytest.raises(InvalidArgumentError, match="one array for each of the 2 that are reduced; got 1"):
+    with pytest.raises(InvalidArgumentError, match="one array for each of the 2 that are passed; got 1"):
         LocalCommunicator().all_reduce(ReduceOp.SUM, [np.ones(3), np.ones(3)], out=[np.ones(3)])
     with pytest.raises(InvalidArgumentError, match="out holds an array twice"):
         LocalCommunicator().all_reduce(ReduceOp.SUM, [np.ones(3), np.ones(3)], out=[np.ones(3)] * 2)

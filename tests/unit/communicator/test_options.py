@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,9 +19,9 @@ options = st.builds(
     bytes_per_pack=st.integers(0, 3),
     timeout_seconds=st.none() | st.floats(0, 3),
     implementation=st.sampled_from(CommunicationImplementation),
-    algorithm=st.sampled_from(["auto", "flat", "pipelined"]),
-    wire_dtype=st.sampled_from([None, "bfloat16", "float16"]),
-    intra_dtype=st.sampled_from([None, "native"]),
+    algorithm=st.sampled_from([None, "auto", "flat"]),
+    wire_dtype=st.sampled_from([None, "native", "bfloat16", "float16"]),
+    intra_dtype=st.sampled_from([None, "float32", "native"]),
 )
 
 
@@ -30,6 +31,22 @@ def test_fields_not_at_their_default_win() -> None:
     named = CommunicationOptions(algorithm="flat")
     assert CommunicationOptions(7).merge(named) == CommunicationOptions(7, algorithm="flat")
     assert named.merge(CommunicationOptions(7)).algorithm == "flat"
+
+
+@pytest.mark.parametrize(
+    ("before", "restoring"),
+    [
+        ({"algorithm": "flat"}, {"algorithm": "auto"}),
+        ({"wire_dtype": "float16"}, {"wire_dtype": "native"}),
+        ({"deterministic": True}, {"deterministic": False}),
+        ({"wire_dtype": "float16", "error_feedback": True}, {"error_feedback": False}),
+        ({"intra_dtype": "native"}, {"intra_dtype": "float32"}),
+        ({"num_packs": 3}, {"num_packs": 0}),
+    ],
+)
+def test_options_of_a_call_restore_a_default(before: dict[str, Any], restoring: dict[str, Any]) -> None:
+    merged = CommunicationOptions(5, **before).merge(CommunicationOptions(**restoring))
+    assert merged == CommunicationOptions(5, **(before | restoring))
 
 
 @given(options, options)
@@ -52,8 +69,8 @@ def test_an_implementation_is_known_by_name(name: str) -> None:
         ({"bytes_per_pack": -1}, "bytes_per_pack must be 0 or a positive number of bytes; got -1"),
         ({"timeout_seconds": -0.5}, "timeout_seconds must be None or a number of seconds >= 0; got -0.5"),
         ({"implementation": "foo"}, "implementation must be one of AUTO, RING, NCCL; got 'foo'"),
-        ({"wire_dtype": "int8"}, "wire_dtype must be None, bfloat16 or float16; got 'int8'"),
-        ({"intra_dtype": "bfloat16"}, "intra_dtype must be None or native; got 'bfloat16'"),
+        ({"wire_dtype": "int8"}, "wire_dtype must be native, bfloat16 or float16; got 'int8'"),
+        ({"intra_dtype": "bfloat16"}, "intra_dtype must be float32 or native; got 'bfloat16'"),
         (
             {"deterministic": True, "intra_dtype": "native"},
             "deterministic=True excludes intra_dtype='native': how often sums are rounded depends on the nodes",

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.context.assignment import assignable
-from mpistrat.context.values import Mirrored, PerReplica, container_of, regroup, select_replica
+from mpistrat.context.values import Mirrored, PerReplica, assignable, container_of, regroup, select_replica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from tests.unit.replicas import on_replicas
 

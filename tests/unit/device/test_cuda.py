@@ -132,13 +132,41 @@ def test_arrays_of_cupy_are_packed_and_unpacked(on_host_memory, tmp_path):
     device.close()
 
 
+@pytest.fixture
+def capture_mode(monkeypatch):
+    """Give the capture mode of this thread: cudaStreamCaptureModeGlobal, in which a query disturbs captures of others."""
+    mode = [0]
+
+    class Driver:
+        @staticmethod
+        def cuThreadExchangeStreamCaptureMode(pointer):  # noqa: N802 - the name of CUDA
+            pointer._obj.value, mode[0] = mode[0], pointer._obj.value
+            return 0
+
+    monkeypatch.setattr(cuda, "_driver", Driver)
+    return mode
+
+
 @pytest.mark.parametrize(("status", "answer"), [(0, True), (600, False)])
-def test_an_event_is_done_or_is_not(cupy, monkeypatch, status, answer):
+def test_an_event_is_done_or_is_not(cupy, monkeypatch, capture_mode, status, answer):
     monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: status)
     assert _CudaEvent(_Native()).done() is answer
 
 
-def test_a_gpu_that_has_failed_is_not_taken_for_a_busy_one(cupy, monkeypatch):
+def test_a_query_disturbs_no_capture_of_another_thread(cupy, monkeypatch, capture_mode):
+    modes = []
+
+    def query(event):
+        modes.append(list(capture_mode))
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", query)
+    with pytest.raises(RuntimeError):
+        _CudaEvent(_Native()).done()
+    assert (modes, capture_mode) == ([[cupy.cuda.runtime.streamCaptureModeRelaxed]], [0])
+
+
+def test_a_gpu_that_has_failed_is_not_taken_for_a_busy_one(cupy, monkeypatch, capture_mode):
     monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: 700)
     with pytest.raises(
         TransportError, match="the GPU has failed: cudaErrorIllegalAddress.*cannot be used any more in this process"

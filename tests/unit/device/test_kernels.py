@@ -10,9 +10,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpistrat.device import segments
-from mpistrat.device.kernels import computed_in, divide_kernel, fold_into_kernel, fold_kernel, move_kernel
-from mpistrat.device.segments import SegmentTable
+from mpistrat.device.kernels import (
+    BYTES_UNDER_WAY,
+    THREADS,
+    SegmentTable,
+    computed_in,
+    divide_kernel,
+    fold_into_kernel,
+    fold_kernel,
+    move_kernel,
+)
 from mpistrat.reduction import ReduceOp, combine
 from tests.gpu import on_host
 
@@ -23,7 +30,7 @@ SUM, MIN, MAX, PROD = ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD
 FOLDS = [(F32, SUM), (F64, SUM), (BF16, SUM), (F16, SUM), (I64, SUM), (C64, PROD)]
 FOLDS += [(F32, MIN), (F32, MAX), (F32, PROD), (I32, MAX)]
 DIVIDED = [BF16, F16, F32, I64]
-TILE = {dtypes: segments.THREADS * segments.BYTES_UNDER_WAY // dtypes[0].itemsize for dtypes in MOVES}
+TILE = {dtypes: THREADS * BYTES_UNDER_WAY // dtypes[0].itemsize for dtypes in MOVES}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +80,7 @@ def _fold(kernels, buffers, start, target, op, first_peer=0, part_count=1 << 40,
 def test_the_constants_of_both_languages_agree():
     text = (files("mpistrat.device") / "kernels.cu").read_text()
     constants = dict(re.findall(r"constexpr int (\w+) = (\d+);", text))
-    assert (int(constants["THREADS"]), int(constants["BYTES_UNDER_WAY"])) == (segments.THREADS, segments.BYTES_UNDER_WAY)
+    assert (int(constants["THREADS"]), int(constants["BYTES_UNDER_WAY"])) == (THREADS, BYTES_UNDER_WAY)
 
 
 @pytest.mark.parametrize("dtypes", MOVES, ids=lambda dtypes: f"{dtypes[0]} to {dtypes[1]}")

@@ -1,11 +1,36 @@
-"""What a memory report says."""
+"""What a memory report says, and what malloc does with freed memory in a program that has a communicator."""
 
 from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
 
 import pytest
 
 import mpistrat
 from mpistrat.execution.memory import MemoryReport
+
+_CALLS = 50
+
+_PROGRAM = f"""
+import resource
+import numpy as np
+from mpi4py import MPI
+import mpistrat
+
+def call():  # a result that is new, and a buffer inside the call
+    result, buffer = np.ones(1 << 17), np.ones(1 << 17)
+    del buffer, result
+
+mpistrat.Communicator(MPI.COMM_SELF)
+call()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range({_CALLS}):
+    call()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
 
 
 def test_a_report_adds_up_and_is_one_line() -> None:
@@ -25,3 +50,13 @@ def test_one_replica_holds_nothing() -> None:
     strategy.close()
     with pytest.raises(RuntimeError, match="this strategy was closed"):
         strategy.memory_report()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
+@pytest.mark.parametrize(("own", "is_kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
+def test_new_arrays_take_memory_that_was_freed_unless_malloc_is_set_otherwise(own, is_kept):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, env={**environment, **own})
+    assert done.returncode == 0, done.stderr
+    page_faults = int(done.stdout)
+    assert page_faults < _CALLS if is_kept else page_faults > 100 * _CALLS

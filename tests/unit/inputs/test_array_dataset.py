@@ -6,7 +6,7 @@ import pytest
 import mpistrat
 from mpistrat.context.values import PerReplica, select_replica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.inputs.array_dataset import ArrayDataset
+from mpistrat.inputs.sources import ArrayDataset
 from tests.unit.replicas import on_replicas
 
 

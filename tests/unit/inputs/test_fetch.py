@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.inputs.array_spec import ArraySpec
-from mpistrat.inputs.fetch import Fetcher
+from mpistrat.inputs.distribute import distribute_from_function
+from mpistrat.inputs.prefetch import Fetcher
+from mpistrat.inputs.rebatch import ArraySpec
 from tests.gpu.stand_in_arrays import stand_in_gpu
 from tests.other_arrays import StandardArray, fake_torch
 
@@ -203,3 +204,9 @@ def test_without_a_gpu_nothing_changes():
     for fetch in (None, True, False):
         options = mpistrat.InputOptions(experimental_fetch_to_device=fetch)
         assert all(type(batch) is np.ndarray for batch in _fed(mpistrat.ArrayDataset(np.arange(4.0), 2), options))
+
+
+def test_a_dataset_on_a_gpu_is_refused(gpu):
+    options = mpistrat.InputOptions(False, mpistrat.InputReplicationMode.PER_REPLICA, True)
+    with pytest.raises(NotImplementedError, match=r"datasets are in host memory, and this replica is on /gpu:0"):
+        distribute_from_function(mpistrat.OneDeviceStrategy(), lambda _: batches(), options, accepts_per_replica=True)

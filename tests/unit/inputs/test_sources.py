@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.array_dataset import ArrayDataset
-from mpistrat.inputs.array_spec import ArraySpec
-from mpistrat.inputs.files import FileDataset
 from mpistrat.inputs.input_options import SHARD_HINT
-from mpistrat.inputs.iterable import IterableDataset, as_dataset
-from mpistrat.inputs.map_dataset import MapDataset
+from mpistrat.inputs.rebatch import ArraySpec
+from mpistrat.inputs.sources import ArrayDataset, FileDataset, IterableDataset, MapDataset, as_dataset
 
 INT64 = np.dtype(np.int64)
 

@@ -21,7 +21,7 @@ def cast_by_numpy(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def cast(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     sent = np.empty(values.size, dtype)
-    Cast(Wire(dtype), values.size).contribute(values, sent, 0)
+    Cast(Wire(dtype), values.size).compress(values, sent, 0)
     return sent
 
 
@@ -31,7 +31,7 @@ def test_every_number_comes_back_as_it_was(dtype: np.dtype) -> None:
     wanted = sent.astype(np.float32)
     for order in (np.arange(1 << 16), np.argsort(~np.isfinite(wanted), kind="stable")):  # all mixed; all numbers first
         wide = np.full(1 << 16, 7, np.float32)
-        Cast(Wire(dtype), 1 << 16).widen(sent[order], wide)
+        Cast(Wire(dtype), 1 << 16).decompress(sent[order], wide)
         assert np.array_equal(wide, wanted[order], equal_nan=True)
         assert (np.signbit(wide) == np.signbit(wanted[order])).all()
         numbers = np.isfinite(wide)
@@ -81,7 +81,7 @@ def test_with_error_feedback_the_sum_of_all_calls_is_off_by_one_rounding(
     caster, sent = Cast(Wire(dtype, error_feedback=True), array.size), np.empty(array.size, dtype)
     total = np.zeros(array.size)
     for _ in range(calls):
-        caster.contribute(array, sent, 0)
+        caster.compress(array, sent, 0)
         total += sent.astype(np.float64)
     # what the last cast lost, of values a little larger; float32 and the subnormal numbers of float16 beside it
     bound = 1.01 * u * np.abs(array) * (1 + u) + calls * 2.0**-23 * np.abs(array) + 2.0**-25
@@ -91,24 +91,24 @@ def test_with_error_feedback_the_sum_of_all_calls_is_off_by_one_rounding(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_a_result_loses_is_made_up_for_by_its_owner(dtype: np.dtype) -> None:
     caster, sent = Cast(Wire(dtype, error_feedback=True), 8), np.empty(3, dtype)
-    caster.publish(np.array([1 + 2.0**-13] * 3, np.float32), sent, 2)
+    caster.compress_total(np.array([1 + 2.0**-13] * 3, np.float32), sent, 2)
     assert (sent == 1).all()
-    caster.contribute(np.zeros(3, np.float32), sent, 2)
+    caster.compress(np.zeros(3, np.float32), sent, 2)
     assert (sent.astype(np.float32) == 2.0**-13).all()
-    caster.contribute(np.zeros(3, np.float32), sent, 2)
+    caster.compress(np.zeros(3, np.float32), sent, 2)
     assert (sent == 0).all()
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan, 1e38])
 def test_what_is_not_a_number_is_sent_once(bad: float) -> None:
     caster, sent = Cast(Wire(np.dtype(np.float16), error_feedback=True), 2), np.empty(2, np.float16)
-    caster.contribute(np.array([bad, 1 + 1.5 * 2.0**-12], np.float32), sent, 0)
+    caster.compress(np.array([bad, 1 + 1.5 * 2.0**-12], np.float32), sent, 0)
     assert not np.isfinite(sent[0])
-    caster.contribute(np.array([1, 1 + 1.5 * 2.0**-12], np.float32), sent, 0)
+    caster.compress(np.array([1, 1 + 1.5 * 2.0**-12], np.float32), sent, 0)
     assert sent.tolist() == [1, 1 + 2.0**-10]
 
 
 def test_casts_raise_no_warning_and_heed_no_error_state() -> None:
     with np.errstate(all="raise"):
         for wire in (Wire(np.dtype(np.float16)), Wire(np.dtype(np.float16), error_feedback=True)):
-            Cast(wire, 3).contribute(np.array([1e30, -1e30, np.nan], np.float32), np.empty(3, np.float16), 0)
+            Cast(wire, 3).compress(np.array([1e30, -1e30, np.nan], np.float32), np.empty(3, np.float16), 0)

@@ -1,24 +1,30 @@
 """What is sent of functions, arguments, results and errors."""
 
 import gc
+import sys
 import threading
+from types import ModuleType
 
+import cloudpickle
 import numpy as np
 import pytest
 
-from mpistrat.parameter_server.frames import Op
 from mpistrat.parameter_server.functions import FunctionTable, dumps, dumps_error, loads, loads_error
+from mpistrat.parameter_server.messages import Define, ForgetFunction
 
 
 class Sent:
     """Stands in for a channel: keeps what is sent."""
 
     def __init__(self):
-        self.frames = []
+        self.sent = []
 
-    def send(self, rank, tag, op, *payload, first=0, **numbers):
-        self.frames.append((rank, op, first))
-        return []
+    def send(self, rank, tag, message, *payload):
+        self.sent.append((rank, message))
+        return [message] if type(message) is ForgetFunction else []
+
+    def left(self, requests):
+        return requests
 
 
 @pytest.fixture
@@ -34,20 +40,48 @@ def test_a_function_is_sent_once_to_each_rank(table):
     for rank in (1, 2, 1, 2):
         table.send(found, rank)
         assert table.find(double) is found
-    assert table._channel.frames == [(1, Op.DEFINE, 0), (2, Op.DEFINE, 0)]
+    assert table._channel.sent == [(1, Define(0)), (2, Define(0))]
     assert loads(found.data)(4) == 8
 
 
-def test_a_function_is_sent_again_when_a_name_in_it_stands_for_something_else(table):
-    rate = 1.0
+@pytest.fixture
+def this_module_by_value():
+    """Have functions of this module pickled as those of a script are: with what they refer to."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
-    def scaled(number):
-        return rate * number
 
+rate = 1.0
+rates = {"default": 1.0}
+
+
+def rate_of_a_helper():
+    return rate
+
+
+def default_rate(number, by=rates):
+    return by["default"] * number
+
+
+@pytest.mark.parametrize(
+    "scaled",
+    [
+        lambda number: rate * number,
+        lambda number: sum([rate * one for one in (number,)]),
+        lambda number: (lambda: rate * number)(),
+        lambda number: rate_of_a_helper() * number,
+        lambda number: rates["default"] * number,
+        default_rate,
+    ],
+    ids=["name", "comprehension", "inner function", "helper", "dict changed in place", "default argument"],
+)
+def test_a_function_is_sent_again_when_what_it_refers_to_has_changed(table, this_module_by_value, monkeypatch, scaled):
     first = table.find(scaled)
-    rate = 3.0
-    assert loads(table.find(scaled).data)(2) == 6
-    rate = 1.0
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "rate", 3.0)
+        patch.setitem(rates, "default", 3.0)
+        assert loads(table.find(scaled).data)(2) == 6
     assert table.find(scaled) is first
 
 
@@ -61,8 +95,9 @@ def test_a_function_that_nobody_can_call_any_more_is_forgotten(table):
     for number in range(64):  # as many recent ones are kept
         table.find(eval(f"lambda: {number}"))
     gc.collect()
-    table.send(table.find(lambda: "late"), 2)
-    assert (1, Op.FORGET, 0) in table._channel.frames
+    requests = table.send(table.find(lambda: "late"), 2)
+    assert (1, ForgetFunction(0)) in table._channel.sent
+    assert requests == []  # where rank 1 is lost, a call on rank 2 does not fail
 
 
 def test_what_cannot_be_called_is_refused(table):
@@ -109,3 +144,28 @@ def test_of_an_error_that_cannot_be_pickled_the_text_arrives():
     arrived = loads_error(dumps_error(UnpicklableError("what", 2), "worker 0"))
     assert type(arrived) is RuntimeError
     assert str(arrived) == "UnpicklableError: what"
+
+
+class TextlessError(UnpicklableError):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+def test_of_an_error_without_a_text_the_name_arrives():
+    arrived = loads_error(dumps_error(TextlessError("what", 2), "worker 0"))
+    assert type(arrived) is RuntimeError
+    assert str(arrived) == "TextlessError"
+
+
+def test_of_an_error_that_cannot_be_loaded_here_the_text_arrives(monkeypatch):
+    class ThereError(Exception):
+        pass
+
+    there = ModuleType("known_there_alone")
+    ThereError.__module__, ThereError.__qualname__, there.ThereError = there.__name__, "ThereError", ThereError
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, there.__name__, there)
+        data = dumps_error(ThereError("what"), "worker 0")
+    arrived = loads_error(data)
+    assert type(arrived) is RuntimeError
+    assert str(arrived) == "ThereError: what"

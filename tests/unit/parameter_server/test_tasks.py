@@ -4,7 +4,8 @@ import pytest
 
 import mpistrat
 from mpistrat.cluster.spec import ClusterSpec
-from mpistrat.errors import InvalidArgumentError
+from mpistrat.errors import InvalidArgumentError, LaunchError
+from mpistrat.parameter_server import tasks
 from mpistrat.parameter_server.tasks import check_tasks
 
 GOOD = {"chief": ["a:1"], "worker": ["b:1", "b:2"], "ps": ["c:1"]}
@@ -33,6 +34,12 @@ def test_it_may_not_be(cluster, found):
 
 def server(*arguments, **named):
     return mpistrat.Server(*arguments, start=False, **named)
+
+
+def test_without_cloudpickle_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(tasks, "find_spec", {}.get)
+    with pytest.raises(LaunchError, match=r"cloudpickle, which is not installed: pip install '\.\[parameter-server\]'"):
+        tasks._check_installed()
 
 
 def test_a_server_knows_its_task():
@@ -76,8 +83,6 @@ def test_the_strategy_refuses_what_it_cannot_take():
         strategy(resolver, 2)
     with pytest.raises(InvalidArgumentError, match="placement must be one of even_bytes, round_robin; got 'even'"):
         strategy(resolver, placement="even")
-    with pytest.raises(InvalidArgumentError, match="max_staleness must be at least 0, or None for no bound; got -1"):
-        strategy(resolver, max_staleness=-1)
     resolver.task_type = "worker"
     with pytest.raises(InvalidArgumentError, match="the chief makes the strategy, but this rank is worker 0"):
         strategy(resolver)

@@ -43,7 +43,7 @@ def test_outside_all_scopes(operation, synchronization, aggregation):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("synchronization", SYNCHRONIZATIONS)
 @pytest.mark.parametrize("where", ["scope", "update"])
-def test_per_replica_values_are_refused(method, synchronization, where):
+def test_per_replica_values_outside_run(method, synchronization, where):
     check_per_replica(mpistrat.OneDeviceStrategy(), method, synchronization, where)
     on_replicas(2, lambda strategy: check_per_replica(strategy, method, synchronization, where))
 

@@ -779,13 +779,13 @@ def test_a_per_replica_value_from_outside_stands_for_the_part_of_this_replica(
     assert on_replicas(num_replicas, program) == [(total, [2 * total[0]], [2 * total[0]])] * num_replicas
 
 
-def test_a_per_replica_value_in_a_merge_call_is_refused_as_outside_run():
+def test_a_per_replica_value_in_a_merge_call_stands_for_the_part_of_this_replica():
     def program(strategy):
         value, variable = PerReplica(1.0), made(strategy, 0.0, aggregation=AGGREGATION.SUM)
-        with pytest.raises(TypeError, match="got a per-replica value"):
-            strategy.run(lambda: mpistrat.get_replica_context().merge_call(lambda _: variable.assign(value)))
+        strategy.run(lambda: mpistrat.get_replica_context().merge_call(lambda _: variable.assign(value)))
+        return float(variable)
 
-    on_replicas(2, program)
+    assert on_replicas(2, program) == [1, 1]
 
 
 def test_no_variable_is_made_in_a_scope_inside_that_of_the_default_strategy():

@@ -13,7 +13,7 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored, PerReplica, select_replica
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
-from mpistrat.strategy.run_options import RunOptions
+from mpistrat.strategy.deprecated import RunOptions
 from tests.unit.replicas import on_replicas
 
 

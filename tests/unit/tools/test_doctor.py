@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.tools import doctor
 from mpistrat.watch import folder
-from mpistrat.watch.file_layout import Field
+from mpistrat.watch.record import Field
 from mpistrat.watch.recorder import FlightRecorder
 
 Record = Callable[..., None]
@@ -50,6 +51,15 @@ def test_a_process_is_of_the_job_that_runs_and_not_of_one_killed_before(
     assert jobs_of(capsys, str(pid)) == ["running"]
 
 
+def test_a_damaged_record_is_left_out(record: Record, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    record("whole")
+    record("damaged")
+    with (tmp_path / "damaged" / "rank-0").open("r+b") as file:
+        file.seek(8 * Field.SIZE)
+        file.write((2**40).to_bytes(8, sys.byteorder))
+    assert jobs_of(capsys, str(os.getpid())) == ["whole"]
+
+
 def test_where_none_runs_the_last_one_with_such_a_rank_is_meant(record: Record, capsys: pytest.CaptureFixture[str]) -> None:
     record("first", killed=120)
     record("second", killed=60)
@@ -64,3 +74,16 @@ def test_what_a_process_has_started_is_described(record: Record) -> None:
     assert doctor.describe(os.getppid()) == ""
     record("running")
     assert doctor.describe(os.getppid()).startswith("job running: 1 rank, 1 of them on this host; it runs\n")
+
+
+def test_running_jobs_come_first_and_few_that_have_ended(record: Record, capsys: pytest.CaptureFixture[str]) -> None:
+    for seconds in range(8):
+        record(f"killed-{seconds}", killed=seconds)
+    record("running-1")
+    record("running-2")
+    assert doctor.execute(argparse.Namespace(job="", json=False)) == 0
+    _, *rows = capsys.readouterr().out.splitlines()
+    names = [row.split()[0] for row in rows if row]
+    assert sorted(names[:2]) == ["running-1", "running-2"]
+    assert names[2:-1] == [f"killed-{seconds}" for seconds in range(5)]
+    assert rows[-1].endswith("; 3 more have ended")

@@ -49,7 +49,7 @@ def test_job_is_started_and_its_code_is_ours(monkeypatch: pytest.MonkeyPatch) ->
     started = []
     monkeypatch.setattr(run, "follow", lambda *arguments: started.append(arguments) or 7)
     assert execute("-n", "2", "train.py") == 7
-    [(argv, environ, limit)] = started
+    [(argv, environ, limit, _)] = started
     assert limit is None
     assert argv == ["/opt/my mpi/mpiexec", "-n", "2", sys.executable, "-m", "mpi4py", "train.py"]
     assert environ == {**os.environ, **EXTRA}
@@ -100,7 +100,7 @@ def test_options_of_mpiexec_are_made_for_the_mpi(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90.0), ("1.5s", 1.5), ("10m", 600.0), ("2h", 7200.0), (" 1d ", 86400.0)])
 def test_a_timeout_is_a_limit(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float) -> None:
     limits = []
-    monkeypatch.setattr(run, "follow", lambda _argv, _environ, limit: limits.append(limit) or 0)
+    monkeypatch.setattr(run, "follow", lambda _argv, _environ, limit, _on_killed: limits.append(limit) or 0)
     execute("-n", "2", "--timeout", text, "train.py")
     assert [limit.seconds for limit in limits] == [seconds]
 
@@ -108,7 +108,7 @@ def test_a_timeout_is_a_limit(monkeypatch: pytest.MonkeyPatch, text: str, second
 def test_a_timeout_is_reported_with_what_the_ranks_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(run, "follow", lambda _argv, _environ, limit: limit.before_end(7) or 124)
+    monkeypatch.setattr(run, "follow", lambda _argv, _environ, limit, _on_killed: limit.before_end(7) or 124)
     monkeypatch.setattr(doctor, "describe", lambda pid: f"ranks of {pid}" if pid else "")
     assert execute("-n", "2", "--timeout", "2m", "train.py") == 124
     said = "mpistrat run: the job has taken 2 min 0 s, its --timeout, and is ended\n"
@@ -160,11 +160,6 @@ def test_nodes_alone_tell_the_number_of_ranks(capsys: pytest.CaptureFixture[str]
             ["-n", "2", "--timeout", "0", "train.py"],
             InvalidArgumentError,
             "--timeout '0' is not a time: a number above 0, with s, m, h or d behind it (90, 10m)",
-        ),
-        (
-            ["-n", "2", "--hostfile", "none", "train.py"],
-            InvalidArgumentError,
-            "--hostfile none cannot be read: No such file or directory",
         ),
         (["-n", "0", "train.py"], InvalidArgumentError, "-n 0: a job needs at least 1 rank"),
         (["-n", "2"], InvalidArgumentError, "the program is missing: a script, or -m and a module, after the options"),

@@ -1,11 +1,11 @@
-"""What is near a GPU, and which GPUs of several ranks do not go together."""
+"""Which GPUs of several ranks do not go together."""
 
 from __future__ import annotations
 
 import pytest
 
 from mpistrat.errors import TopologyError
-from mpistrat.topology.gpus import Gpu, check_gpus, gpu_affinity
+from mpistrat.topology.gpus import Gpu, check_gpus
 
 
 def _gpu(node="node0", uuid="a" * 32, index=0):
@@ -43,43 +43,3 @@ def test_a_job_with_and_without_gpus_is_refused_and_lists_the_ranks():
     with pytest.raises(TopologyError, match="ranks 1, 3, 5, 7, 9, 11, 13, 15, … .10 in all. see none") as raised:
         check_gpus(gpus, allow_shared=False)
     assert "MPISTRAT_DEVICE=cpu" in str(raised.value)
-
-
-@pytest.fixture
-def machine(tmp_path):
-    """Build the part of /sys that a machine with two GPUs and three adapters shows."""
-    tree = tmp_path / "devices/pci0000:00"
-    places = {
-        "0000:17:00.0": "bridge-a/switch-a/0000:17:00.0",
-        "0000:65:00.0": "bridge-b/switch-b/0000:65:00.0",
-        "mlx5_0": "bridge-a/switch-a/0000:18:00.0",
-        "mlx5_1": "bridge-a/switch-a/0000:18:00.1",
-        "mlx5_2": "bridge-b/switch-c/0000:66:00.0",
-    }
-    (tmp_path / "bus/pci/devices").mkdir(parents=True)
-    for name, place in places.items():
-        (tree / place).mkdir(parents=True)
-        if name.startswith("mlx"):
-            (tmp_path / "class/infiniband" / name).mkdir(parents=True)
-            (tmp_path / "class/infiniband" / name / "device").symlink_to(tree / place)
-        else:
-            (tmp_path / "bus/pci/devices" / name).symlink_to(tree / place)
-    for name, node, cores in (("0000:17:00.0", "0", "0-3,8"), ("0000:65:00.0", "1", "4-7")):
-        (tree / places[name] / "numa_node").write_text(f"{node}\n")
-        (tree / places[name] / "local_cpulist").write_text(f"{cores}\n")
-    return tmp_path
-
-
-def test_the_nearest_memory_and_adapters_are_found(machine):
-    first, second = gpu_affinity("0000:17:00.0", machine), gpu_affinity("0000:65:00.0", machine)
-    assert (first.numa_node, first.cpus, first.adapters) == (0, {0, 1, 2, 3, 8}, ("mlx5_0", "mlx5_1"))
-    assert (second.numa_node, second.cpus, second.adapters) == (1, {4, 5, 6, 7}, ("mlx5_2",))
-    assert gpu_affinity("0000:17:00.0".upper(), machine) == first
-    assert str(first) == "near memory of NUMA node 0, mlx5_0, mlx5_1"
-
-
-def test_a_machine_that_says_nothing_has_no_neighbours(tmp_path, machine):
-    unknown = gpu_affinity("0000:99:00.0", tmp_path / "nowhere")
-    assert (unknown.numa_node, unknown.cpus, unknown.adapters) == (None, frozenset(), ())
-    (machine / "bus/pci/devices/0000:17:00.0/numa_node").write_text("-1\n")
-    assert gpu_affinity("0000:17:00.0", machine).numa_node is None

@@ -27,6 +27,12 @@ def test_shape_places_ranks(shape: str, nodes: list[tuple[int, ...]]) -> None:
     assert [node.ranks for node in World.from_shape(shape).nodes] == nodes
 
 
+@pytest.mark.parametrize("shape", [f"{2**40}x2", f"2x{2**40}", f"{2**40}+1", f"{2**40}x0"])
+def test_a_shape_of_more_ranks_than_any_job_has_takes_no_memory(shape: str) -> None:
+    with pytest.raises(TopologyError, match="has more than 1048576 ranks|has a node without ranks"):
+        World.from_shape(shape)
+
+
 @pytest.mark.parametrize(
     "shape", ["", "x", "2x", "x2", "2x2x2", "2+", "+1", "a", "-1x2", "2x2:random", "2 x 2", "1.5x2", "2x2+1"]
 )

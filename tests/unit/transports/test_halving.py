@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from mpistrat.device.segments import PACKET_BYTES
+from mpistrat.device.kernels import PACKET_BYTES
 from mpistrat.transports.halving import Halving
 
 SIZES = range(1, 18)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from mpistrat.transports import nccl
 from mpistrat.transports.nccl import NcclTransport
 from tests.gpu.stand_in import StandInDevice
 
@@ -56,7 +59,7 @@ def _at(address, count, kind):
 @pytest.mark.parametrize("size", [2, 257, 1021])
 def test_the_first_sums_are_exact_for_any_number_of_ranks(size):
     device = StandInDevice()
-    comm = SimpleNamespace(allgather=lambda mine: [mine] * size, bcast=lambda mine: mine)
+    comm = SimpleNamespace(allgather=lambda mine: [mine] * size, bcast=lambda mine: mine, Get_rank=lambda: 0)
     group = SimpleNamespace(name="world", rank=0, size=size, ranks=tuple(range(size)), comm=comm)
     joined = _Alike(device, size)
     library = SimpleNamespace(
@@ -65,8 +68,14 @@ def test_the_first_sums_are_exact_for_any_number_of_ranks(size):
         NCCL_SUM=0,
         get_version=lambda: 23007,
         get_unique_id=lambda: b"",
-        NcclCommunicator=lambda *_: joined,
+        NcclCommunicator=lambda *_, joined=joined: joined,
     )
-    NcclTransport(group, device, library)
+    transport = NcclTransport(group, device, library)
     assert not joined.aborted
+    kept = weakref.ref(joined)
+    library.NcclCommunicator = None
+    del joined, transport
+    gc.collect()
+    assert kept() is not None, "collected without its peers"
+    nccl._undisposed.remove(kept())
     device.close()

@@ -22,20 +22,37 @@ def device():
 
 
 def watcher(device, check):
-    made = NcclWatcher("watcher", device, check, lambda: False, lambda: False)
+    made = NcclWatcher("watcher", device, check, lambda: False, lambda: False, lambda: False)
     made.add(device.current_stream().record())
     return made
 
 
-def test_what_cuda_raises_ends_the_wait_too(device):
-    def check():
-        raise RuntimeError("planted: cudaErrorLaunchFailure")
+def fail():
+    raise RuntimeError("planted: cudaErrorLaunchFailure")
 
-    made = watcher(device, check)
+
+def test_what_cuda_raises_ends_the_wait_too(device):
+    made = watcher(device, fail)
+    made.note_raised()
     drive(made.settle(), lambda: "the watcher", 10.0)
     made.add(device.current_stream().record())
     drive(made.settle(), lambda: "the watcher", 10.0)
     made.stop()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("is_raised", [False, True])
+def test_a_failure_that_the_program_does_not_see_is_raised_by_the_thread(device, monkeypatch, is_raised):
+    found = []
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: found.append(f"{arguments.exc_value}"))
+    monkeypatch.setattr(nccl_watcher, "UNSEEN_SECONDS", 30.0 if is_raised else 0.01)
+    made = watcher(device, fail)
+    drive(made.settle(), lambda: "the watcher", 10.0)
+    if is_raised:
+        made.note_raised()
+        made.stop()
+    made._thread.join(10.0)
+    assert found == ([] if is_raised else ["planted: cudaErrorLaunchFailure"])
 
 
 def test_an_abort_that_blocks_holds_nobody_up(device, monkeypatch):

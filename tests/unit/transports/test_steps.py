@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from itertools import repeat
@@ -64,3 +65,12 @@ def test_an_error_in_a_step_comes_through() -> None:
 
     with pytest.raises(RuntimeError, match="planted"):
         drive(steps(), lambda: "this")
+
+
+def test_a_wait_on_a_shared_core_yields_and_never_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    yields: list[float] = []
+    sleep = time.sleep
+    monkeypatch.setattr(os, "sched_yield", lambda: (sleep(1e-3), yields.append(1)))  # as if another process had run
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"slept for {seconds} s"))
+    drive(iter([WAITING] * 5 + [WORKED]), lambda: "a wait")
+    assert len(yields) == 5

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from mpistrat.errors import AgreementError, UnavailableError
-from mpistrat.watch.file_layout import NOT_LISTED
-from mpistrat.watch.notices import Notice, Notices
+from mpistrat.watch.record import NOT_LISTED, Call
 from mpistrat.watch.recorder import digest
 from mpistrat.watch.stall_report import stall_report
-from mpistrat.watch.states import Call, RankState, decode, encode
-from mpistrat.watch.verdict import judge, waits_for
+from mpistrat.watch.states import RankState, decode, encode
+from mpistrat.watch.verdict import Notice, Notices, judge, waits_for
 
 ONE, TWO = (1, 5), (2, 5)
 SUM, BARRIER = "all_reduce(SUM, [float64 (3,)])", "barrier()"
@@ -100,6 +99,14 @@ def test_a_call_that_raised_counts_too() -> None:
     assert BARRIER in judged(ranks(call(), call(text=BARRIER, left=1.0, has_failed=True)))
 
 
+def test_a_call_that_all_have_refused_says_nothing_of_the_next() -> None:
+    waits, computes = ranks(call(), call(text=BARRIER, left=1.0, has_failed=True))
+    refused = call(text=BARRIER, left=3.0, has_failed=True)
+    assert judged([replace(waits, calls=(call(), refused)), computes]) == ""
+    assert waits_for([replace(waits, calls=(call(), refused)), computes], {ONE}) == {0: [1]}
+    assert BARRIER in judged([waits, replace(computes, calls=(*computes.calls, refused))])
+
+
 def test_a_description_that_is_forgotten_is_not_evidence() -> None:
     assert judged(ranks(call(), replace(call(text=BARRIER), digest=0))) == ""
 
@@ -177,6 +184,12 @@ def test_nobody_is_waited_for_where_it_is_not_told_who_takes_part() -> None:
     assert waits_for(states, {ONE, TWO}) == {0: [], 2: []}
 
 
+@pytest.mark.parametrize("damaged", ["3,-5", "\ufffd\x01", f"0-{10**12}"])
+def test_nobody_is_waited_for_where_the_list_of_ranks_is_damaged(damaged: str) -> None:
+    states = ranks(replace(call(ONE), ranks=damaged), None)
+    assert waits_for(states, {ONE}) == {0: []}
+
+
 def test_a_failed_rank_is_told_to_those_in_its_collective_and_in_later_ones_of_the_communicator(tmp_path: Path) -> None:
     notices = Notices(tmp_path)
     notices.post(Notice(*ONE, "rank 1 has left", is_mismatch=False, is_for_all=False))
@@ -186,6 +199,17 @@ def test_a_failed_rank_is_told_to_those_in_its_collective_and_in_later_ones_of_t
         assert (found.concerns(inside), type(found.error())) == (inside[-1], UnavailableError)
     for inside in [(1, 4)], [(2, 5)], []:
         assert notices.first(inside) is None
+
+
+def test_a_new_strategy_ignores_what_all_were_told_and_not_what_concerns_a_communicator(tmp_path: Path) -> None:
+    notices = Notices(tmp_path)
+    notices.post(Notice(1, 5, "for all", True))
+    notices.post(Notice(2, 5, "rank 1 makes no collective after collective 4", False, is_for_all=False))
+    notices.ignore()
+    found = notices.first({(2, 6)})
+    assert found is not None
+    assert found.number == 5
+    assert notices.first({(1, 5)}) is None
 
 
 def test_who_waits_for_whom() -> None:
@@ -207,7 +231,7 @@ def test_the_report_names_who_is_in_it_and_what_the_others_do() -> None:
 def test_the_report_tells_who_is_in_it_and_does_not_run() -> None:
     states = ranks(call(), call(), rank1="stopped")
     assert "in it, but not running: rank 1 (node0, pid 101): stopped" in stall_report(states[0], states)
-    assert "no rank is missing: all have come" in stall_report(states[0], states)
+    assert "no rank is missing: all ranks are in the collective, but it does not complete" in stall_report(states[0], states)
 
 
 def test_the_report_tells_who_has_failed_in_it() -> None:

@@ -1,0 +1,398 @@
+"""Datasets of arrays, indexed samples, files, and any iterable of batches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from functools import cached_property
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from zlib import crc32
+
+import numpy as np
+
+from mpistrat.arrays import Array, as_array, like
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.inputs.dataset import Dataset, RowDataset
+from mpistrat.inputs.input_options import checked_int
+from mpistrat.inputs.rebatch import batched, num_rows, readable, share, spec_of
+from mpistrat.structures import flatten, leaf_names, map_leaves
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["ArrayDataset", "FileDataset", "IterableDataset", "MapDataset", "Samples", "as_dataset", "stack"]
+
+
+class ArrayDataset(RowDataset):
+    """Cuts arrays into global batches along their first axis. It can be iterated again and again.
+
+    Each iteration is an epoch. The order depends on `seed` and the epoch's number, never on the number of replicas, so any
+    number of replicas sees the same global batches.
+
+    Parameters
+    ----------
+    arrays : nest of array_like
+        Equal extents along the first axis; batches are arrays of the same kinds. Of a memory map, a replica reads only its
+        own rows.
+    batch_size : int
+        Rows of a global batch: of all replicas together.
+    shuffle : bool
+        Whether each epoch has another order.
+    seed : int
+        Not negative; the same on all ranks.
+    drop_remainder : bool
+        Whether a last batch with fewer rows is left out.
+
+    Raises
+    ------
+    TypeError
+        If `batch_size` or `seed` is not an int.
+    InvalidArgumentError
+        If there are no arrays, one has no axis, the first extents differ, `batch_size` is less than 1 or `seed` negative.
+    """
+
+    def __init__(
+        self, arrays: Any, batch_size: int, shuffle: bool = False, seed: int = 0, drop_remainder: bool = False
+    ) -> None:
+        self._given, self._structure = flatten(arrays)
+        self._arrays = [readable(leaf) for leaf in self._given]
+        num_rows = _common_extent(self._arrays, leaf_names(arrays, "arrays"))
+        super().__init__(num_rows, batch_size, shuffle, seed, drop_remainder)
+
+    @property
+    def element_spec(self) -> Any:
+        """The nest of `ArraySpec` that describes every batch."""
+        return spec_of(self._structure.unflatten(list(self._arrays)))
+
+    def _read(self, rows: Array) -> Any:
+        # not array.take, which first copies the whole of an array that is not contiguous
+        taken = [like(array[rows], given) for array, given in zip(self._arrays, self._given, strict=True)]
+        return self._structure.unflatten(taken)
+
+    def _describe_row(self) -> str:
+        rows = ", ".join(f"{array.dtype} {array.shape[1:]}" for array in self._arrays)
+        return f"[{rows}] in {self._structure}"
+
+
+def _common_extent(arrays: list[Array], names: list[str]) -> int:
+    if not arrays:
+        raise InvalidArgumentError("a dataset needs at least one array; got an empty structure")
+    for array, name in zip(arrays, names, strict=True):
+        if array.ndim == 0:
+            raise InvalidArgumentError(
+                f"{name} is a scalar; a dataset cuts arrays along their first axis. A list counts as a structure: "
+                "np.array(list) makes an array of it"
+            )
+    extents = [len(array) for array in arrays]
+    if len(set(extents)) > 1:
+        found = ", ".join(f"{name} has {extent}" for name, extent in zip(names, extents, strict=True))
+        raise InvalidArgumentError(f"all arrays of a dataset need the same number of rows; {found}")
+    return extents[0]
+
+
+class Samples(Protocol):
+    """Indexed samples."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Return the sample with this index: a nest of arrays and numbers."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+
+class MapDataset(RowDataset):
+    """Collates indexed samples into global batches. It can be iterated again and again.
+
+    Each iteration is an epoch. The order depends on `seed` and the epoch's number, never on the number of replicas. A replica
+    reads only its own samples; if it gets none of a batch, it reads the first sample for the shapes.
+
+    Parameters
+    ----------
+    samples : Samples
+        Anything with ``__getitem__`` and ``__len__``, a ``torch.utils.data.Dataset`` for example.
+    batch_size, shuffle, seed, drop_remainder : int, bool, int, bool
+        As for `ArrayDataset`.
+    collate_fn : callable, optional
+        Makes a batch, in memory of its own, of a list of samples; by default `stack`.
+
+    Raises
+    ------
+    TypeError
+        If the samples lack ``__getitem__`` or ``__len__``, or `batch_size` or `seed` is not an int.
+    InvalidArgumentError
+        If `batch_size` is less than 1 or `seed` negative.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_remainder: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        if isinstance(samples, dict) or not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
+            raise TypeError(
+                "samples must have __getitem__(number) and __len__(), as a torch.utils.data.Dataset or a list has; "
+                f"got {type(samples).__name__}"
+            )
+        super().__init__(len(samples), batch_size, shuffle, seed, drop_remainder)
+        self._samples = samples
+        self._collate = collate_fn or stack
+
+    @property
+    def element_spec(self) -> Any:
+        """The nest of `ArraySpec` that describes every batch; the first sample is read for it."""
+        return spec_of(self._first)
+
+    @cached_property
+    def _first(self) -> Any:
+        """A batch of the first sample."""
+        if not len(self._samples):
+            raise InvalidArgumentError("a dataset without samples has no element_spec")
+        return self._collate([self._samples[0]])
+
+    def _read(self, rows: Array) -> Any:
+        if rows.size == 0:
+            return map_leaves(lambda leaf: leaf[:0], self._first)
+        return self._collate([self._samples[int(row)] for row in rows])
+
+    def _describe_row(self) -> str:
+        return type(self._samples).__name__
+
+
+def stack(samples: list[Any]) -> Any:
+    """Return a batch of samples: a nest of arrays with one row per sample."""
+    try:
+        return map_leaves(_stack, *samples)
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"samples of different shapes or structures cannot be stacked: {error}. Pad them, or pass a collate_fn that does"
+        ) from None
+
+
+def _stack(*leaves: Any) -> Any:
+    return like(np.stack([as_array(leaf) for leaf in leaves]), leaves[0])
+
+
+class FileDataset(Dataset):
+    """Cuts the rows of files, one file after another, into global batches. It can be iterated again and again.
+
+    Distributed, each rank reads every num_replicas_in_sync-th file (``AutoShardPolicy.FILE``, which AUTO stands for here);
+    with ``AutoShardPolicy.DATA`` each rank reads all files and keeps its share of every batch.
+
+    Parameters
+    ----------
+    files : sequence of path
+        In the same order on all ranks; folders may differ, as for node-local disks.
+    read_fn : callable
+        Called with the path of a file, returns its rows: a nest of arrays with equal extents along the first axis, or an
+        iterator of such parts.
+    batch_size, seed, drop_remainder : int, int, bool
+        As for `ArrayDataset`.
+    shuffle : bool
+        Whether each epoch has another order of files, and of the rows in each part. It does not depend on the number of
+        replicas.
+
+    Raises
+    ------
+    TypeError
+        If `files` is one path, `read_fn` cannot be called, or `batch_size` or `seed` is not an int.
+    InvalidArgumentError
+        If there are no files, `batch_size` is less than 1 or `seed` negative.
+    """
+
+    is_file_based = True
+
+    def __init__(
+        self,
+        files: Sequence[str | os.PathLike[str]],
+        read_fn: Callable[[Any], Any],
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_remainder: bool = False,
+    ) -> None:
+        if isinstance(files, (str, bytes, os.PathLike)):
+            raise TypeError(f"files must be a sequence of paths, sorted(glob.glob(pattern)) for example; got {files!r}")
+        if not callable(read_fn):
+            raise TypeError(f"read_fn must be a function of a path, numpy.load for example; got {read_fn!r}")
+        self._files = list(files)
+        if not self._files:
+            raise InvalidArgumentError("a dataset needs at least one file; got none")
+        self._read_fn = read_fn
+        self._batch_size = checked_int(batch_size, "batch_size", 1)
+        self._seed = checked_int(seed, "seed", 0)
+        self._shuffle = shuffle
+        self._drop_remainder = drop_remainder
+        self._places = range(len(self._files))
+        self._spec: Any = None
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a global batch."""
+        return self._batch_size
+
+    @property
+    def num_files(self) -> int:
+        """How many files there are."""
+        return len(self._places)
+
+    @property
+    def num_batches(self) -> None:
+        """None: unknown before the files are read."""
+        return None
+
+    @property
+    def element_spec(self) -> Any:
+        """The nest of `ArraySpec` that describes every batch; the first file is read for it."""
+        if self._spec is None:
+            next(self._parts(0), None)
+        if self._spec is None:
+            raise InvalidArgumentError(f"{self!r} has no rows, so that its element_spec is unknown")
+        return self._spec
+
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
+        """Yield a replica's share of each global batch of an epoch; all files are read for it."""
+        for batch in batched(self._parts(epoch), [self._batch_size], self._drop_remainder):
+            yield share(batch, replica, num_replicas)
+
+    def describe(self) -> str:
+        """Return a description that must be the same on all ranks: names and order of the files, and the batches."""
+        names = [Path(file).name for file in self._files]
+        order = f"shuffled with seed {self._seed}" if self._shuffle else "in order"
+        rest = ", remainder dropped" if self._drop_remainder else ""
+        files = f"{len(names)} files from {names[0]} to {names[-1]} (checksum {crc32(repr(names).encode()):08x})"
+        return f"{files}, batches of {self._batch_size}, {order}{rest}"
+
+    def _part(self, num_shards: int, index: int) -> Self:
+        """Return every `num_shards`-th file of each epoch's order."""
+        if num_shards > self.num_files:
+            raise InvalidArgumentError(
+                f"{self.num_files} files cannot be shared by {num_shards} input pipelines: some would have none. Write more "
+                "files, or let each pipeline read all of them: InputOptions(auto_shard_policy=AutoShardPolicy.DATA)"
+            )
+        part = self._copy()
+        part._places = self._places[index::num_shards]
+        return part
+
+    def _parts(self, epoch: int) -> Iterator[Any]:
+        """Yield the parts of this shard's files, in the order of an epoch."""
+        order: Array = np.arange(len(self._files))
+        if self._shuffle:
+            order = np.random.default_rng((self._seed, epoch)).permutation(order)
+        for number in (int(order[place]) for place in self._places):
+            found = self._read_fn(self._files[number])
+            rng = np.random.default_rng((self._seed, epoch, number))
+            for part in found if isinstance(found, Iterator) else (found,):
+                yield self._checked(map_leaves(readable, part), self._files[number], rng)
+
+    def _checked(self, part: Any, file: Any, rng: np.random.Generator) -> Any:
+        """Return a part, shuffled if asked for, after checking that its spec equals that of the parts before."""
+        spec = spec_of(part)
+        if self._spec is None:
+            self._spec = spec
+        elif spec != self._spec:
+            raise InvalidArgumentError(
+                f"all files of a dataset must have the same shapes and dtypes; {file} has {spec}, others have {self._spec}"
+            )
+        if not self._shuffle:
+            return part
+        order = rng.permutation(num_rows(part))
+        return map_leaves(lambda leaf: leaf[order], part)
+
+    def __repr__(self) -> str:
+        return f"FileDataset({self.num_files} files, batches of {self._batch_size})"
+
+
+class IterableDataset(Dataset):
+    """The batches of an iterable."""
+
+    def __init__(self, source: Iterable[Any]) -> None:
+        self._source = source
+        self._spec: Any = None
+        # the batches of an iterator, until an epoch begins
+        self._once: Iterator[Any] | None = source if isinstance(source, Iterator) else None
+
+    @property
+    def num_batches(self) -> int | None:
+        """The length of the source; None if it has none."""
+        try:
+            return len(self._source) if isinstance(self._source, Sized) else None
+        except TypeError:  # raised by sources that have a len() only sometimes, such as PyTorch's DataLoader
+            return None
+
+    @property
+    def element_spec(self) -> Any:
+        """The nest of `ArraySpec` that describes every batch; the first one is read for it."""
+        if self._spec is None:
+            batches = self._begin()
+            first = list(islice(batches, 1))
+            if isinstance(self._source, Iterator):
+                self._once = chain(first, batches)
+            if not first:
+                raise InvalidArgumentError(f"the {self.describe()} yields no batches, so that its element_spec is unknown")
+            self._spec = spec_of(first[0])
+        return self._spec
+
+    def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
+        """Yield a replica's rows of each batch; all batches are read."""
+        return self._shares(self._begin(), replica, num_replicas)
+
+    def describe(self) -> str:
+        """Return a description that must be the same on all ranks: the type of the source, and its length."""
+        kind = type(self._source).__name__
+        return kind if self.num_batches is None else f"{kind} of {self.num_batches} batches"
+
+    def _begin(self) -> Iterator[Any]:
+        if not isinstance(self._source, Iterator):
+            return iter(self._source)
+        if self._once is None:
+            raise RuntimeError(
+                f"the {type(self._source).__name__} can be iterated only once, so there is no second epoch.\n"
+                "    incorrect:  strategy.experimental_distribute_dataset(generate())\n"
+                "    correct:    distribute a new generator for each epoch, or an object whose __iter__ makes one"
+            )
+        batches, self._once = self._once, None
+        return batches
+
+    def _shares(self, batches: Iterator[Any], replica: int, num_replicas: int) -> Iterator[Any]:
+        length, count = self.num_batches, 0
+        for batch in batches:
+            if count == length:
+                self._refuse_length(length, "more")
+            if self._spec is None:
+                self._spec = spec_of(batch)
+            count += 1
+            yield share(batch, replica, num_replicas)
+        if length not in (None, count):
+            self._refuse_length(length, str(count))
+
+    def _refuse_length(self, length: int | None, found: str) -> NoReturn:
+        raise InvalidArgumentError(f"the {type(self._source).__name__} has a len() of {length} batches, but yields {found}")
+
+    def _part(self, num_shards: int, index: int) -> NoReturn:
+        raise InvalidArgumentError(
+            f"a {type(self._source).__name__} of batches cannot be sharded, because its rows are batched already. "
+            "ArrayDataset, MapDataset and FileDataset can; AutoShardPolicy.DATA splits each batch"
+        )
+
+
+def as_dataset(source: Any) -> Dataset:
+    """Return `source` if it is a dataset, else a dataset of its batches."""
+    if isinstance(source, Dataset):
+        return source
+    if isinstance(source, Iterable) and not isinstance(source, (str, bytes, Mapping)) and not hasattr(source, "shape"):
+        return IterableDataset(source)
+    accepted = (
+        "a dataset is a mpistrat.ArrayDataset, MapDataset or FileDataset, or an iterable of batches, a list or a generator for "
+        f"example; got {type(source).__name__}"
+    )
+    if hasattr(source, "shape") or isinstance(source, Mapping):
+        raise TypeError(f"{accepted}. Arrays are cut into batches by mpistrat.ArrayDataset(arrays, batch_size)")
+    if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+        raise TypeError(f"{accepted}. Samples are collated into batches by mpistrat.MapDataset(samples, batch_size)")
+    raise TypeError(accepted)

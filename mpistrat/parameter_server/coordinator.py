@@ -1,0 +1,339 @@
+"""ClusterCoordinator: schedules functions of the chief on the workers, with what each worker has of its own."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+from mpistrat.context.input_context import InputContext
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.parameter_server.client import current_client
+from mpistrat.parameter_server.dispatcher import Dispatcher, RemoteValue, ScheduledCall
+from mpistrat.parameter_server.functions import dumps
+from mpistrat.parameter_server.server import FailedResource
+from mpistrat.structures import flatten, map_leaves
+
+__all__ = ["ClusterCoordinator", "PerWorkerDataset", "PerWorkerIterator", "PerWorkerValues"]
+
+
+class PerWorkerValues:
+    """One value for each worker: a scheduled function gets, in its place, that of the worker which runs it.
+
+    Parameters
+    ----------
+    values : sequence
+        In the order of the workers.
+    """
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = tuple(values)
+
+    def on_worker(self, worker: int) -> Any:
+        """Return the value of one worker."""
+        return self._values[worker]
+
+    def map(self, fn: Callable[[Any], Any]) -> PerWorkerValues:
+        """Return what a function makes of each value."""
+        return PerWorkerValues([fn(value) for value in self._values])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self._values))})"
+
+
+class ClusterCoordinator:
+    """Has workers run functions, asynchronously. There is one for each strategy: a second call returns the first one.
+
+    Parameters
+    ----------
+    strategy : ParameterServerStrategy
+        Whose workers it has run functions.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If it is another strategy.
+    """
+
+    _dispatcher: Dispatcher
+
+    def __new__(cls, strategy: Any) -> ClusterCoordinator:  # noqa: PYI034 - Self is of Python 3.11
+        """Return the coordinator of a strategy."""
+        dispatcher = getattr(strategy, "dispatcher", None)
+        if not isinstance(dispatcher, Dispatcher):
+            raise InvalidArgumentError(
+                f"a ClusterCoordinator works with a mpistrat.experimental.ParameterServerStrategy; got {strategy!r}"
+            )
+        found: ClusterCoordinator | None = getattr(strategy, "coordinator", None)
+        if found is None:
+            found = strategy.coordinator = super().__new__(cls)
+            found._strategy, found._dispatcher = strategy, dispatcher
+        return found
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy."""
+        return self._strategy
+
+    def schedule(
+        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+    ) -> RemoteValue:
+        """Have a worker that is free run a function, and return at once what it will return.
+
+        Functions are not run in the order in which they are scheduled. One is run at least once: twice if a worker is lost
+        while it runs it. Arguments are sent each time, as they are now. The function is sent to a worker once, with what it
+        refers to, and again where that has changed: pass large arrays as arguments, or keep them in variables.
+
+        Parameters
+        ----------
+        fn : callable
+            What to run, in the scope of the strategy.
+        args, kwargs : sequence, mapping
+            Its arguments. Values of workers, such as an iterator of a per-worker dataset, are replaced by those of the worker
+            that runs it; a `RemoteValue` by its value, for which this waits.
+
+        Raises
+        ------
+        Exception
+            The first error of a function that was scheduled before and that has not been raised yet. Then what was scheduled
+            before is cancelled, and this function is not scheduled.
+        TypeError
+            If the function or an argument cannot be pickled.
+        RuntimeError
+            If the strategy was closed.
+        """
+        self._check_open("schedule")
+        self._dispatcher.pump()
+        self._dispatcher.raise_error()
+        given = map_leaves(_fetched, (tuple(args or ()), dict(kwargs or {})))
+        function = self._strategy.client.functions.find(fn)
+        value = RemoteValue(self._dispatcher.wait_for)
+        own = [leaf for leaf in flatten(given)[0] if isinstance(leaf, PerWorkerValues)]
+        if own:
+            workers = range(len(self._strategy.client.channel.group.workers))
+            data = [dumps(map_leaves(partial(_on_worker, worker), given), _arguments(function.name)) for worker in workers]
+            arguments: Callable[[int], bytes] = data.__getitem__
+        else:
+            whole = dumps(given, _arguments(function.name))
+
+            def arguments(worker: int) -> bytes:
+                return whole
+
+        self._dispatcher.submit(ScheduledCall(function, arguments, value, uses=own))
+        return value
+
+    def join(self) -> None:
+        """Wait until everything that was scheduled has run.
+
+        Raises
+        ------
+        Exception
+            The first error of a function that has not been raised yet; what had not begun then is cancelled. After that the
+            coordinator can be used again.
+        """
+        if not self._dispatcher.is_closed:
+            self._dispatcher.wait(self._dispatcher.is_idle, "the scheduled functions")
+        self._dispatcher.raise_error()
+
+    def done(self) -> bool:
+        """Return whether everything that was scheduled has run.
+
+        Raises
+        ------
+        Exception
+            As `join`.
+        """
+        self._dispatcher.pump()
+        self._dispatcher.raise_error()
+        return self._dispatcher.is_idle()
+
+    def fetch(self, val: Any) -> Any:
+        """Wait for values, and return them.
+
+        Parameters
+        ----------
+        val : nest
+            Each `RemoteValue` in it is replaced by its value, and of a `PerWorkerValues` each of its values.
+
+        Raises
+        ------
+        Exception
+            As `join`.
+        CancelledError
+            If a value's function was cancelled.
+        """
+        leaves = [leaf for leaf in flatten(val)[0] if isinstance(leaf, RemoteValue)]
+        for leaf in leaves:
+            self._dispatcher.wait_for(leaf)
+        self._dispatcher.raise_error()
+        return map_leaves(_fetched_all, val)
+
+    def create_per_worker_dataset(self, dataset_or_dataset_fn: Any) -> PerWorkerDataset:
+        """Make a dataset on each worker.
+
+        Nothing is split: the function chooses what its worker reads, by the `InputContext` that it gets
+        if it takes an argument.
+
+        Parameters
+        ----------
+        dataset_or_dataset_fn : callable or iterable
+            A function that returns a dataset, or another iterable, and that each worker calls; or a dataset, which each
+            worker gets whole.
+
+        Returns
+        -------
+        PerWorkerDataset
+            ``iter`` of it is an argument for scheduled functions.
+
+        Raises
+        ------
+        TypeError
+            If it is neither, or cannot be pickled.
+        """
+        self._check_open("create_per_worker_dataset")
+        given = dataset_or_dataset_fn
+        num_workers = len(self._strategy.client.channel.group.workers)
+        if not callable(given):
+            if not hasattr(given, "__iter__"):
+                raise TypeError(f"a per-worker dataset is made of a dataset, or of a function that returns one; got {given!r}")
+            return PerWorkerDataset(self, self._make(_itself, [(given,)] * num_workers))
+        if not _takes_context(given):
+            return PerWorkerDataset(self, self._make(given, [()] * num_workers))
+        contexts = [(InputContext(num_workers, worker, 1),) for worker in range(num_workers)]
+        return PerWorkerDataset(self, self._make(given, contexts))
+
+    def make_iterator(self, dataset: PerWorkerDataset) -> PerWorkerIterator:
+        """Return an iterator of each worker's dataset; what ``iter`` of the dataset calls."""
+        datasets = [(resource,) for resource in dataset.resources]
+        return PerWorkerIterator(self._make(_iterator, datasets))
+
+    def _make(self, fn: Callable[..., Any], args: Sequence[tuple[Any, ...]]) -> list[WorkerResource]:
+        """Have each worker call a function, and keep what it returns."""
+        resources = []
+        for call, given in zip(self._submit_to_each(fn, args, is_kept=True), args, strict=True):
+            resource = WorkerResource(self._strategy.client.channel.group.number, call.number, (fn, *given))
+            weakref.finalize(resource, self._dispatcher.release, call.number).atexit = False
+            resources.append(resource)
+        return resources
+
+    def _submit_to_each(self, fn: Callable[..., Any], args: Sequence[tuple[Any, ...]], *, is_kept: bool) -> list[ScheduledCall]:
+        """Have each worker call a function with arguments of its own."""
+        function = self._strategy.client.functions.find(fn)
+        data = [dumps((given, {}), _arguments(function.name)) for given in args]
+        calls = []
+        for worker in range(len(args)):
+            value = RemoteValue(self._dispatcher.wait_for)
+            calls.append(ScheduledCall(function, data.__getitem__, value, worker, is_kept))
+            self._dispatcher.submit(calls[-1])
+        return calls
+
+    def _check_open(self, method: str) -> None:
+        if self._dispatcher.is_closed:
+            raise RuntimeError(f"{method}: the strategy was closed, and its workers have ended")
+
+    def __repr__(self) -> str:
+        return f"ClusterCoordinator({self._strategy!r})"
+
+
+class PerWorkerDataset(PerWorkerValues):
+    """A dataset on each worker. `ClusterCoordinator.create_per_worker_dataset` makes them.
+
+    Parameters
+    ----------
+    coordinator : ClusterCoordinator
+        Whose workers have it.
+    resources : sequence of WorkerResource
+        What each worker has.
+    """
+
+    def __init__(self, coordinator: ClusterCoordinator, resources: Sequence[WorkerResource]) -> None:
+        super().__init__(resources)
+        self.resources = resources
+        self._coordinator = coordinator
+
+    def __iter__(self) -> PerWorkerIterator:
+        """Return an iterator on each worker, which begins at the beginning."""
+        return self._coordinator.make_iterator(self)
+
+
+class PerWorkerIterator(PerWorkerValues):
+    """An iterator on each worker: pass it to a scheduled function, which calls ``next`` on it."""
+
+    def __iter__(self) -> PerWorkerIterator:
+        return self
+
+    def __next__(self) -> NoReturn:
+        raise NotImplementedError(
+            "the elements of a per-worker dataset are on the workers.\n"
+            "    incorrect:  next(per_worker_iterator)\n"
+            "    correct:    coordinator.schedule(step, args=(per_worker_iterator,)), where step calls next(iterator)"
+        )
+
+
+def _arguments(name: str) -> str:
+    return f"an argument of function {name}"
+
+
+def _fetched(leaf: Any) -> Any:
+    return leaf.fetch() if isinstance(leaf, RemoteValue) else leaf
+
+
+def _fetched_all(leaf: Any) -> Any:
+    if type(leaf) is PerWorkerValues:
+        return leaf.map(_fetched)
+    return _fetched(leaf)
+
+
+def _on_worker(worker: int, leaf: Any) -> Any:
+    return leaf.on_worker(worker) if isinstance(leaf, PerWorkerValues) else leaf
+
+
+def _takes_context(fn: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except ValueError:
+        return False
+    return any(one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _iterator(dataset: Any) -> Any:
+    return iter(dataset)
+
+
+class WorkerResource:
+    """Stands for what a worker keeps, such as a dataset; where the worker unpacks it, it is that.
+
+    Parameters
+    ----------
+    group : int
+        The number of the group of tasks.
+    number : int
+        The number of the call that made it.
+    made_of : sequence
+        What it was made of. Workers keep that as long as it: one that takes the place of a lost one makes it again.
+    """
+
+    def __init__(self, group: int, number: int, made_of: Sequence[Any] = ()) -> None:
+        self._group, self.number, self._made_of = group, number, made_of
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpacked, (self._group, self.number)
+
+
+def _unpacked(group: int, number: int) -> Any:
+    resources = current_client(group).resources
+    if number not in resources:
+        raise RuntimeError("what the function is to work on is not on this worker: the chief has dropped it")
+    found = resources[number]
+    if isinstance(found, FailedResource):
+        raise found.error.with_traceback(found.trace)
+    return found

@@ -1,0 +1,152 @@
+"""Partitioners: into how many shards a variable is split, and which rows belong to which of them."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpistrat.errors import InvalidArgumentError
+
+__all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner", "check_partition"]
+
+
+class Partitioner(ABC):
+    """Decides into how many shards a variable is split: an argument of `ParameterServerStrategy`."""
+
+    @abstractmethod
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+        """Return the number of shards along each axis: 1 along all but `axis`.
+
+        Parameters
+        ----------
+        shape : sequence of int
+            The shape of the variable.
+        dtype : dtype
+            The type of its elements.
+        axis : int
+            Where to split it. Variables are split along axis 0.
+        """
+
+
+class FixedShardsPartitioner(Partitioner):
+    """Splits into a fixed number of shards, or into as many as there are rows where these are fewer.
+
+    Parameters
+    ----------
+    num_shards : int
+        The number of shards.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If `num_shards` is less than 1.
+    """
+
+    def __init__(self, num_shards: int) -> None:
+        _check_positive("num_shards", num_shards)
+        self._num_shards = num_shards
+
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+        """Return the number of shards along each axis."""
+        return _along(axis, shape, self._num_shards)
+
+
+class MinSizePartitioner(Partitioner):
+    """Splits into as many shards as keep each at least so large, and not more than a maximum number.
+
+    Parameters
+    ----------
+    min_shard_bytes : int
+        The least number of bytes of a shard.
+    max_shards : int
+        The greatest number of shards.
+    bytes_per_string : int
+        How long a string counts, for an array of objects.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If an argument is less than 1.
+    """
+
+    def __init__(self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16) -> None:
+        _check_positive("min_shard_bytes", min_shard_bytes)
+        _check_positive("max_shards", max_shards)
+        _check_positive("bytes_per_string", bytes_per_string)
+        self._min_shard_bytes, self._max_shards, self._bytes_per_string = min_shard_bytes, max_shards, bytes_per_string
+
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+        """Return the number of shards along each axis."""
+        shards = _num_bytes(shape, dtype, self._bytes_per_string) // self._min_shard_bytes
+        return _along(axis, shape, min(self._max_shards, shards))
+
+
+class MaxSizePartitioner(Partitioner):
+    """Splits into as few shards as keep each at most so large, and not more than a maximum number.
+
+    Parameters
+    ----------
+    max_shard_bytes : int
+        The greatest number of bytes of a shard. A row is never split, however large.
+    max_shards : int, optional
+        The greatest number of shards, which counts more than `max_shard_bytes`.
+    bytes_per_string : int
+        How long a string counts, for an array of objects.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If an argument is less than 1.
+    """
+
+    def __init__(self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16) -> None:
+        _check_positive("max_shard_bytes", max_shard_bytes)
+        if max_shards is not None:
+            _check_positive("max_shards", max_shards)
+        _check_positive("bytes_per_string", bytes_per_string)
+        self._max_shard_bytes, self._max_shards, self._bytes_per_string = max_shard_bytes, max_shards, bytes_per_string
+
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+        """Return the number of shards along each axis."""
+        rows = shape[axis]
+        row_bytes = _num_bytes(shape, dtype, self._bytes_per_string) / max(1, rows)
+        rows_per_shard = max(1, math.floor(self._max_shard_bytes / row_bytes)) if row_bytes else max(1, rows)
+        shards = math.ceil(rows / rows_per_shard)
+        return _along(axis, shape, shards if self._max_shards is None else min(self._max_shards, shards))
+
+
+def check_partition(shards: object, shape: Sequence[int]) -> int:
+    """Return the number of shards along axis 0, after checking what a partitioner has returned.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If it is not one number for each axis, at least 1 for axis 0 and 1 for the others, or there are fewer rows than shards.
+    """
+    counts = list(shards) if isinstance(shards, Sequence) and not isinstance(shards, str) else []
+    if len(counts) != len(shape) or counts[0] < 1 or any(count != 1 for count in counts[1:]):
+        raise InvalidArgumentError(
+            f"the variable_partitioner returned {shards!r} for shape {tuple(shape)}; accepted is a list with the number of "
+            f"shards of axis 0, at least 1, and 1 for each other axis, for example {[2, *[1] * (len(shape) - 1)]}"
+        )
+    return min(int(counts[0]), max(1, shape[0]))
+
+
+def _along(axis: int, shape: Sequence[int], shards: int) -> list[int]:
+    counts = [1] * len(shape)
+    counts[axis] = max(1, min(shards, shape[axis]))
+    return counts
+
+
+def _num_bytes(shape: Sequence[int], dtype: Any, bytes_per_string: int) -> int:
+    wanted = np.dtype(dtype)
+    return math.prod(shape) * (bytes_per_string if wanted.kind in "OSU" else wanted.itemsize)
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise InvalidArgumentError(f"{name} must be at least 1; got {value!r}")

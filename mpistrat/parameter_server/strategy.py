@@ -1,0 +1,612 @@
+"""The chief's ParameterServerStrategy, the Server that each other rank is, and where variables go."""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from mpistrat import settings
+from mpistrat.algorithms.chunks import part_bounds
+from mpistrat.arrays import Array
+from mpistrat.cluster.mpi_resolver import MPIClusterResolver
+from mpistrat.cluster.resolver import ClusterResolver, TFConfigClusterResolver, url
+from mpistrat.cluster.spec import ClusterSpec
+from mpistrat.communicator.local import LocalCommunicator
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.launch import abort
+from mpistrat.parameter_server.client import Client, current_client, install, uninstall
+from mpistrat.parameter_server.coordinator import ClusterCoordinator
+from mpistrat.parameter_server.dispatcher import Dispatcher
+from mpistrat.parameter_server.messages import Channel
+from mpistrat.parameter_server.partitioners import check_partition
+from mpistrat.parameter_server.server import VariableServer, Worker
+from mpistrat.parameter_server.tasks import CHIEF, PS, WORKER, TaskGroup, join_cluster, names_the_killed, task_of
+from mpistrat.parameter_server.variables import ServerVariable, ShardedVariable
+from mpistrat.state.aggregation import VariableSynchronization, checked_aggregation, checked_synchronization
+from mpistrat.state.variables import initial_array
+from mpistrat.strategy.extended import StrategyExtended
+from mpistrat.strategy.strategy import Strategy
+
+__all__ = ["PLACEMENTS", "ParameterServerStrategy", "Server"]
+
+# how long an error of the chief waits for functions that workers run, before it is raised
+_PATIENCE_AFTER_AN_ERROR_SECONDS = 1.0
+PLACEMENTS = ("even_bytes", "round_robin")
+
+
+class ParameterServerStrategy(Strategy):
+    """Keeps variables on servers, where workers read and change them without waiting for each other.
+
+    Making one on the chief, and a `mpistrat.Server` on each other rank, is a collective call of all ranks of the job. A
+    `ClusterCoordinator` schedules functions on the workers. The servers end when `close` is called, or the program of the chief
+    ends.
+
+    Parameters
+    ----------
+    cluster_resolver : ClusterResolver
+        Which rank plays which task: one chief, at least one worker and one ps.
+    variable_partitioner : callable, optional
+        ``partitioner(shape=…, dtype=…)`` returns into how many shards a variable is split along each axis: see
+        `mpistrat.experimental.partitioners`. By default no variable is split.
+    placement : str
+        ``even_bytes``: each variable or shard goes to the server with the fewest bytes; ``round_robin``: to each in turn, as in
+        TensorFlow.
+
+    Raises
+    ------
+    InvalidArgumentError
+        If `cluster_resolver` is not a ClusterResolver, or this rank is not its chief; `variable_partitioner` cannot be called;
+        there is no such `placement`. On every rank, if the cluster has not the tasks that it needs.
+    LaunchError
+        On every rank, if a task is played by no rank or by several. If cloudpickle is not installed.
+    AgreementError
+        On every rank, if ranks read different clusters or limits of messages; on the others where one is refused.
+    """
+
+    coordinator: ClusterCoordinator
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver,
+        variable_partitioner: Callable[..., Sequence[int]] | None = None,
+        *,
+        placement: str = PLACEMENTS[0],
+    ) -> None:
+        cluster, task_type, task_id = task_of(cluster_resolver)
+        if task_type is not None and task_type != CHIEF and cluster:
+            raise InvalidArgumentError(
+                f"the chief makes the strategy, but this rank is {task_type} {task_id}.\n"
+                f"    incorrect:  strategy = {type(self).__name__}(resolver), on every rank\n"
+                f"    correct:    {type(self).__name__}.main(fn, resolver), on every rank; or on this one "
+                "mpistrat.Server(resolver.cluster_spec(), resolver.task_type, resolver.task_id).join()"
+            )
+        if variable_partitioner is not None and not callable(variable_partitioner):
+            raise InvalidArgumentError(f"variable_partitioner must be a partitioner or None; got {variable_partitioner!r}")
+        if placement not in PLACEMENTS:
+            raise InvalidArgumentError(f"placement must be one of {', '.join(PLACEMENTS)}; got {placement!r}")
+        self._cluster_resolver = cluster_resolver
+        self.client = Client(Channel(join_cluster(cluster, task_type, task_id)))
+        self.dispatcher = Dispatcher(self.client)
+        self.client.strategy = self
+        install(self.client)
+        super().__init__(ParameterServerExtended(self.client, variable_partitioner, placement))
+        self._until_closed = ExitStack()
+        self._until_closed.enter_context(names_the_killed(self.client.channel.group))
+        atexit.register(self._end)
+
+    @classmethod
+    def main(
+        cls,
+        fn: Callable[[ClusterCoordinator], Any],
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: Callable[..., Sequence[int]] | None = None,
+        *,
+        placement: str = PLACEMENTS[0],
+    ) -> Any:
+        """Call ``fn(coordinator)`` on the chief, and serve on all other ranks. Not in TensorFlow.
+
+        A collective call of all ranks of the job; an evaluator returns at once.
+
+        Parameters
+        ----------
+        fn : callable
+            The program of the chief; ``coordinator.strategy`` is the strategy, which is closed when it returns or raises.
+            An error does not wait for functions that still run: where it ends the program, it ends the job.
+        cluster_resolver : ClusterResolver, optional
+            Which rank plays which task; by default ``TF_CONFIG`` where that is set, else rank 0 is the chief, rank 1
+            the ps, and the others are workers.
+        variable_partitioner, placement : callable, str
+            As for `ParameterServerStrategy`.
+
+        Returns
+        -------
+        object
+            On the chief what `fn` returned, None elsewhere.
+
+        Raises
+        ------
+        Exception
+            On the chief the error of `fn`; elsewhere as `ParameterServerStrategy` and `mpistrat.Server`.
+        """
+        resolver = _default_resolver() if cluster_resolver is None else cluster_resolver
+        cluster, task_type, task_id = task_of(resolver)
+        if task_type not in (CHIEF, None) and cluster:
+            Server(cluster, task_type, task_id).join()
+            return None
+        strategy = cls(resolver, variable_partitioner, placement=placement)
+        try:
+            result = fn(ClusterCoordinator(strategy))
+        except BaseException:
+            strategy._close(_PATIENCE_AFTER_AN_ERROR_SECONDS)
+            raise
+        strategy.close()
+        return result
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """Where the roles of the ranks come from."""
+        return self._cluster_resolver
+
+    def close(self) -> None:
+        """End the servers and workers, once they have done what they are doing; what has not begun is cancelled.
+
+        Not a collective call: `Server.join` returns on the other ranks. Closing again does nothing.
+        """
+        self._close()
+
+    def _close(self, patience: float = math.inf) -> None:
+        """Close, unless functions run for so many seconds; then the end of the program closes, or ends the job."""
+        was_open = not self.dispatcher.is_closed
+        self.dispatcher.stop(patience)
+        if was_open and self.dispatcher.is_closed:
+            uninstall(self.client)
+            self._until_closed.close()
+            atexit.unregister(self._end)
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: the chief computes nothing. In a scheduled function ``strategy.run`` calls the function on that worker.
+
+        Raises
+        ------
+        NotImplementedError
+            Always.
+        """
+        raise _needs_schedule("run")
+
+    def reduce(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse, as `run`."""
+        raise _needs_schedule("reduce")
+
+    def gather(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse, as `run`."""
+        raise _needs_schedule("gather")
+
+    def experimental_distribute_dataset(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse, as `run`; `ClusterCoordinator.create_per_worker_dataset` makes datasets on the workers."""
+        raise _needs_schedule("experimental_distribute_dataset")
+
+    def distribute_datasets_from_function(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse, as `experimental_distribute_dataset`."""
+        raise _needs_schedule("distribute_datasets_from_function")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Stand, in a function that is sent to a worker, for the strategy of that worker."""
+        return _strategy_here, (self.client.channel.group.number,)
+
+    def __repr__(self) -> str:
+        group = self.client.channel.group
+        return f"{type(self).__name__}({len(group.workers)} workers, {len(group.servers)} servers)"
+
+    def _end(self) -> None:
+        """Close where the program ends; but not where it ends the job by itself, with an error."""
+        if not (abort.ending_code() and settings.ABORT.read()):
+            self.close()
+
+
+class ShardInfo(NamedTuple):
+    """Which rows of a variable an initial value is wanted for, passed to a function that has a parameter `shard_info`.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        The shape of the shard.
+    offset : tuple of int
+        Where it begins in the variable.
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+class ParameterServerExtended(StrategyExtended):
+    """How a task uses the servers: the chief makes variables, and it and the workers change them.
+
+    Parameters
+    ----------
+    client : Client
+        To the servers.
+    partitioner : callable, optional
+        Into how many shards a variable is split; by default none is.
+    placement : str
+        ``even_bytes``: each variable or shard goes to the server with the fewest bytes; ``round_robin``: to each in turn.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        partitioner: Callable[..., Sequence[int]] | None = None,
+        placement: str = PLACEMENTS[0],
+    ) -> None:
+        group = client.channel.group
+        super().__init__(
+            LocalCommunicator(),
+            worker_devices=[f"/job:worker/task:{index}" for index in range(len(group.workers))],
+            parameter_devices=[f"/job:ps/task:{index}" for index in range(len(group.servers))],
+        )
+        self._client, self._partitioner, self._placement = client, partitioner, placement
+        self._num_placed = 0
+        self._beside: int | None = None
+
+    @property
+    def server_bytes(self) -> tuple[int, ...]:
+        """How many bytes of variables each server keeps. Not in TensorFlow."""
+        found = [0] * len(self._client.channel.group.servers)
+        for placed in list(self._client.placed.values()):
+            found[placed.server] += placed.nbytes
+        return tuple(found)
+
+    def create_variable(
+        self,
+        initial_value: Any = None,
+        trainable: bool | None = None,
+        name: str | None = None,
+        dtype: Any = None,
+        constraint: Callable[[Any], Any] | None = None,
+        synchronization: VariableSynchronization | None = VariableSynchronization.AUTO,
+        aggregation: Any = None,
+        shape: Sequence[int] | None = None,
+    ) -> ServerVariable:
+        """Return a new variable, kept by servers: what ``mpistrat.Variable`` does in the scope of the strategy, on the chief.
+
+        Parameters
+        ----------
+        initial_value : array_like or callable
+            As for `mpistrat.Variable`. A function with a parameter `shard_info`, or with `partition_shape` and
+            `partition_offset`, is called for each shard, if `shape` and `dtype` are given: so a table may be larger than the
+            memory of the chief.
+        trainable, name, dtype, shape : bool, str, dtype, sequence of int
+            As for `mpistrat.Variable`.
+        constraint, aggregation : callable, VariableAggregation
+            Accepted as there, and without effect: an update is that of one worker.
+        synchronization : VariableSynchronization
+            AUTO or ON_WRITE.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If there is no initial value, or the partitioner returns what it should not.
+        NotImplementedError
+            If it is to be synchronized ON_READ.
+        RuntimeError
+            On a worker, or if the strategy was closed.
+        """
+        name = name or "Variable"
+        self._check_chief(name)
+        if initial_value is None:
+            raise InvalidArgumentError(f"{name} needs an initial_value: a parameter server strategy places it by its size")
+        checked_aggregation(aggregation)
+        if checked_synchronization(synchronization) is VariableSynchronization.ON_READ:
+            raise NotImplementedError(
+                f"{name}: there is one copy of it, on a server, and no copy of each replica: use ON_WRITE"
+            )
+        is_trainable = True if trainable is None else bool(trainable)
+        initial = _initial(initial_value, dtype, shape, name)
+        num_shards = self._num_shards(initial)
+        if num_shards == 1:
+            return self._place(name, initial.whole(), is_trainable)
+        offsets = part_bounds(initial.shape[0], num_shards)
+        shards = [
+            self._place(f"{name}/part_{number}", initial.rows(start, stop), is_trainable)
+            for number, (start, stop) in enumerate(pairwise(offsets))
+        ]
+        return ShardedVariable(shards, name)
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call ``fn(variable, *args, **kwargs)`` on the server where the variable lives; only the arguments are sent.
+
+        `fn` gets a `StoredVariable`: it changes its ``value``, and keeps state of an optimiser in its ``slot(name)``. While it
+        runs, nothing else uses the variable. It is sent once, with what it refers to. For a sharded variable it is called
+        for each shard: with its rows of arguments that have the shape of the variable, and of IndexedSlices.
+
+        Parameters
+        ----------
+        var : ServerVariable
+            The variable to change.
+        fn : callable
+            What to do to it.
+        args, kwargs : sequence, mapping
+            Passed on.
+        group : bool
+            Whether the results are of no interest: then None is returned.
+
+        Returns
+        -------
+        None or list
+            What `fn` returned, for each shard.
+
+        Raises
+        ------
+        Exception
+            The error of `fn`.
+        TypeError
+            If `var` is not a variable that servers keep, or something cannot be pickled.
+        """
+        if not isinstance(var, ServerVariable):
+            raise TypeError(f"extended.update of a parameter server strategy changes variables on servers; got {var!r}")
+        results = var.update_where_it_lives(fn, args, kwargs or {}, not group)
+        return None if group else results
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Return whether a variable was made under this strategy."""
+        return isinstance(v, ServerVariable) and v.is_of(self._client)
+
+    def value_container(self, value: Any) -> Any:
+        """Return the value: a variable on a server is its own container."""
+        return value
+
+    def read_var(self, v: Any) -> Any:
+        """Return the array of a variable, as it is now."""
+        return v.read()
+
+    @contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
+        """Place the variables that are made inside with another one, on the server of its first shard, and whole.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If `colocate_with_variable` was not made under this strategy.
+        """
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise InvalidArgumentError(f"colocate_vars_with takes a variable of this strategy; got {colocate_with_variable!r}")
+        outer, self._beside = self._beside, colocate_with_variable.server
+        try:
+            yield
+        finally:
+            self._beside = outer
+
+    def _check_chief(self, name: str) -> None:
+        group = self._client.channel.group
+        if group.task_type != CHIEF:
+            raise RuntimeError(
+                f"{name} was made in a function that {self._client.channel.name} runs: make variables on the chief, in "
+                "strategy.scope(), and use them in the function"
+            )
+
+    def _num_shards(self, initial: _Initial) -> int:
+        if self._partitioner is None or self._beside is not None or not initial.shape:
+            return 1
+        return check_partition(self._partitioner(shape=initial.shape, dtype=initial.dtype), initial.shape)
+
+    def _place(self, name: str, array: Array, trainable: bool) -> ServerVariable:
+        current_client(self._client.channel.group.number)  # raises where the strategy was closed: its servers have ended
+        self._client.strategy.dispatcher.pump()  # which frees what was dropped
+        server = self._next_server()
+        array = np.asarray(array, order="C")
+        placed = self._client.create(server, name, array)
+        self._num_placed += 1
+        rows = array.shape[0] if array.ndim else 0
+        number = self._client.channel.group.number
+        return ServerVariable(name, number, (placed,), (0, rows), array.shape, array.dtype, trainable)
+
+    def _next_server(self) -> int:
+        if self._beside is not None:
+            return self._beside
+        if self._placement == "round_robin":
+            return self._num_placed % len(self._client.channel.group.servers)
+        counted = self.server_bytes  # once: variables may be dropped at any moment
+        return counted.index(min(counted))
+
+
+class _Initial(NamedTuple):
+    """The initial value of a variable: its shape and dtype, and what returns some of its rows, or all of it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    rows: Callable[[int, int], Array]
+    whole: Callable[[], Array]
+
+
+def _initial(value: Any, dtype: Any, shape: Sequence[int] | None, name: str) -> _Initial:
+    told = _shard_keywords(value) if shape and callable(value) else None
+    if shape and told is not None and (told is _as_shard_info or dtype is not None):
+        extents, kind = tuple(shape), np.dtype(dtype or np.float32)
+
+        def rows(start: int, stop: int) -> Array:
+            shard = ShardInfo((stop - start, *extents[1:]), (start, *[0] * (len(extents) - 1)))
+            made = value(**told(shard))
+            if told is _as_partition and np.shape(made) == extents:  # it takes any keywords, and has no use for these
+                made = made[start:stop]
+            return initial_array(made, kind, shard.shape, name)
+
+        return _Initial(extents, kind, rows, lambda: rows(0, extents[0]))
+    array = initial_array(value, dtype, shape, name)
+    return _Initial(array.shape, array.dtype, lambda start, stop: array[start:stop], lambda: array)
+
+
+def _shard_keywords(initial: Callable[..., Any]) -> Callable[[ShardInfo], dict[str, Any]] | None:
+    """Return what makes the keywords by which a function is told which rows are wanted; None if it takes none."""
+    parameters = inspect.signature(initial).parameters
+    if "shard_info" in parameters:
+        return _as_shard_info
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return _as_partition if takes_any or {"partition_shape", "partition_offset"} <= set(parameters) else None
+
+
+def _as_shard_info(shard: ShardInfo) -> dict[str, Any]:
+    return {"shard_info": shard}
+
+
+def _as_partition(shard: ShardInfo) -> dict[str, Any]:
+    return {"partition_shape": shard.shape, "partition_offset": shard.offset}
+
+
+class Server:
+    """Makes this rank a worker or a ps of a job with parameter servers; `join` is its program.
+
+    Parameters
+    ----------
+    server_or_cluster_def : ClusterSpec or dict
+        The tasks of the job; or what `server_def` of another server returns.
+    job_name : str, optional
+        The job of this rank; it may be left out where the cluster has but one job, or `server_or_cluster_def` says it.
+    task_index : int, optional
+        Its index there; it may be left out where the job has but one task, or likewise.
+    protocol : str, optional
+        What `target` puts before the address.
+    config : object, optional
+        Without effect; accepted because programs for TensorFlow pass it.
+    start : bool
+        Whether to `start` at once, which is a collective call of all ranks of the job.
+
+    Raises
+    ------
+    TypeError
+        If `server_or_cluster_def` is neither.
+    InvalidArgumentError
+        If the job or the index is not known, or it is the chief, which makes a `ParameterServerStrategy` instead. From `start`
+        on every rank, if the tasks are not those that such a job has.
+    LaunchError
+        From `start` on every rank, if a task is played by no rank or by several.
+    """
+
+    def __init__(
+        self,
+        server_or_cluster_def: Any,
+        job_name: str | None = None,
+        task_index: int | None = None,
+        protocol: str | None = None,
+        config: Any = None,
+        start: bool = True,
+    ) -> None:
+        given = server_or_cluster_def
+        if isinstance(given, Mapping) and set(given) == {"cluster", "job_name", "task_index", "protocol"}:
+            job_name = given["job_name"] if job_name is None else job_name
+            task_index = given["task_index"] if task_index is None else task_index
+            protocol, given = protocol or given["protocol"], given["cluster"]
+        if not isinstance(given, (ClusterSpec, Mapping)):
+            raise TypeError(
+                f"server_or_cluster_def must be a ClusterSpec, a dict from job to addresses, or a server_def; got {given!r}"
+            )
+        self._cluster = ClusterSpec(given)
+        self._job, self._index = _inferred(self._cluster, job_name, task_index)
+        self._protocol = protocol or "mpi"
+        self._group: TaskGroup | None = None
+        if start:
+            self.start()
+
+    @property
+    def server_def(self) -> dict[str, Any]:
+        """What another server can be made from: cluster, job, index and protocol."""
+        return {
+            "cluster": self._cluster.as_dict(),
+            "job_name": self._job,
+            "task_index": self._index,
+            "protocol": self._protocol,
+        }
+
+    @property
+    def target(self) -> str:
+        """The address of this task, with its protocol. Messages go by MPI, which does not need it."""
+        return url(self._cluster.task_address(self._job, self._index), self._protocol)
+
+    def start(self) -> None:
+        """Connect to the other tasks, unless that has been done. A collective call of all ranks of the job, the first time."""
+        if self._group is None:
+            self._group = join_cluster(self._cluster, self._job, self._index)
+
+    def join(self) -> None:
+        """Serve until the chief closes the strategy or its program ends; for an evaluator, return at once.
+
+        Raises
+        ------
+        RuntimeError
+            If the server was not started.
+        UnavailableError
+            If the chief is lost, where the job survives the loss of ranks.
+        """
+        if self._group is None:
+            raise RuntimeError("the server was made with start=False: call start() on all ranks before join()")
+        if self._group.comm is None:
+            return
+        channel = Channel(self._group)
+        with names_the_killed(self._group):
+            if self._job == PS:
+                VariableServer(channel).serve()
+            else:
+                _work(channel)
+
+    def __repr__(self) -> str:
+        return f"Server({self._job} {self._index})"
+
+
+def _work(channel: Channel) -> None:
+    client = Client(channel)
+    client.strategy = Strategy(ParameterServerExtended(client))
+    install(client)
+    try:
+        Worker(client, client.strategy).serve()
+    finally:
+        uninstall(client)
+        client.close()
+
+
+def _inferred(cluster: ClusterSpec, job: str | None, index: int | None) -> tuple[str, int]:
+    if job is None:
+        if len(cluster.jobs) != 1:
+            raise InvalidArgumentError(f"job_name is needed, for the cluster has the jobs {', '.join(cluster.jobs) or 'none'}")
+        job = cluster.jobs[0]
+    if job == CHIEF:
+        raise InvalidArgumentError(
+            "the chief is not a server: it makes a ParameterServerStrategy.\n"
+            '    incorrect:  mpistrat.Server(resolver.cluster_spec(), job_name="chief").join()\n'
+            f'    correct:    if resolver.task_type in ("{WORKER}", "{PS}"): mpistrat.Server(…).join()'
+        )
+    if index is None:
+        known = cluster.task_indices(job)
+        if len(known) != 1:
+            raise InvalidArgumentError(f"task_index is needed, for job {job!r} has the tasks {', '.join(map(str, known))}")
+        index = known[0]
+    return job, index
+
+
+def _needs_schedule(method: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"strategy.{method} was called on the chief, which computes nothing itself: workers do, independently of each other.\n"
+        f"    incorrect:  strategy.{method}(…)\n"
+        f"    correct:    coordinator.schedule(step, args=(…)), with a ClusterCoordinator(strategy); what step calls may use "
+        f"strategy.{method}"
+    )
+
+
+def _strategy_here(group: int) -> Any:
+    return current_client(group).strategy
+
+
+def _default_resolver() -> ClusterResolver:
+    return TFConfigClusterResolver() if os.environ.get("TF_CONFIG", "").strip() else MPIClusterResolver(chief=1, ps=1)

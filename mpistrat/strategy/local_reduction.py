@@ -1,0 +1,245 @@
+"""What a replica computes before and after a reduction across replicas: over axes, and for weighted means."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpistrat.arrays import Array, as_array, as_operand, in_dtype, is_on_device
+from mpistrat.communicator.interface import BaseCommunicator
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.communicator.sparse import IndexedSlices, check_slices
+from mpistrat.context.values import DistributedValues, PerReplica
+from mpistrat.cross_device.pairs import IDEMPOTENT, check_unambiguous
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_across_replicas, check_dtype, quiet
+
+__all__ = ["LocalReduction", "check_ambiguous", "reduce_locally", "weighted_part"]
+
+
+class _Origin(Enum):
+    """What is known about the components of a value on the other replicas."""
+
+    REPLICAS = 0  # each replica has its own
+    MIRRORED = 1  # they are equal
+    PLAIN = 2  # unknown: an array that the program passed as it is
+
+
+class LocalReduction(NamedTuple):
+    """What a replica sends to a reduction across replicas, and how it finishes the results."""
+
+    op: ReduceOp
+    sent: list[Any]
+    finish: Callable[[list[Any]], list[Any]]
+    ambiguous: list[Any]
+
+
+def reduce_locally(
+    op: ReduceOp, values: Sequence[Any], given: Sequence[Any], axis: int | Iterable[int] | None, num_replicas: int
+) -> LocalReduction:
+    """Reduce what is given of values on this replica over `axis`, and return what has to be reduced across replicas."""
+    components: list[Any] = [each if isinstance(each, IndexedSlices) else as_operand(each) for each in given]
+    origins = [_origin(value, num_replicas) for value in values]
+    if axis is None:
+        return _across(op, components, origins, num_replicas)
+    axes = [_normalized(axis, component) for component in components]
+    if op is ReduceOp.SUM:
+        return _sum_over(axes, components, origins, num_replicas)
+    if op is ReduceOp.MEAN:
+        return _mean_over(axes, components, origins)
+    raise InvalidArgumentError(f"reduce over axis={axis!r} takes SUM or MEAN, got {op.name}; use axis=None for {op.name}")
+
+
+def check_ambiguous(part: LocalReduction, communicator: BaseCommunicator, options: CommunicationOptions | None = None) -> None:
+    """Check that all `ambiguous` arrays are zero on all replicas. A collective call, if there are any.
+
+    It is collective because they may be zero on some replicas only, and then all replicas must raise.
+    """
+    if not part.ambiguous:
+        return
+    mine = np.asarray(any(_rows(component).any() for component in part.ambiguous), np.int64)
+    if communicator.all_reduce(ReduceOp.MAX, [mine], options)[0]:
+        try:
+            check_unambiguous(part.op, communicator.size)
+        except InvalidArgumentError as error:
+            error.raised_everywhere = True
+            raise
+
+
+def _origin(value: Any, num_replicas: int) -> _Origin:
+    if num_replicas == 1 or isinstance(value, PerReplica):
+        return _Origin.REPLICAS
+    return _Origin.MIRRORED if isinstance(value, DistributedValues) else _Origin.PLAIN
+
+
+def _across(op: ReduceOp, components: list[Any], origins: list[_Origin], num_replicas: int) -> LocalReduction:
+    for component, origin in zip(components, origins, strict=True):
+        if isinstance(component, IndexedSlices):
+            check_slices(op, component)
+        else:
+            check_across_replicas(op, component.dtype)
+        if origin is _Origin.MIRRORED and _rows(component).any():
+            check_unambiguous(op, num_replicas)
+    if all(origin is _Origin.REPLICAS for origin in origins):
+        return LocalReduction(op, components, list, [])
+    combines_plain = op in IDEMPOTENT
+    is_sent = [origin is _Origin.REPLICAS or (origin is _Origin.PLAIN and combines_plain) for origin in origins]
+    ambiguous = [] if combines_plain else [c for c, origin in zip(components, origins, strict=True) if origin is _Origin.PLAIN]
+
+    def finish(totals: list[Any]) -> list[Any]:
+        reduced = iter(totals)
+        return [next(reduced) if sent else _copied(component) for component, sent in zip(components, is_sent, strict=True)]
+
+    sent = [component for component, is_sent_ in zip(components, is_sent, strict=True) if is_sent_]
+    return LocalReduction(op, sent, finish, ambiguous)
+
+
+def _sum_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_Origin], num_replicas: int) -> LocalReduction:
+    wide = [
+        _added(array, over, accumulation_dtype(ReduceOp.SUM, _counted(array.dtype)))
+        for array, over in zip(arrays, axes, strict=True)
+    ]
+    part = _across(ReduceOp.SUM, wide, origins, num_replicas)
+    dtypes = [_counted(array.dtype) for array in arrays]
+
+    def finish(totals: list[Array]) -> list[Array]:
+        return [total.astype(dtype, copy=False) for total, dtype in zip(part.finish(totals), dtypes, strict=True)]
+
+    return part._replace(finish=finish)
+
+
+def _mean_over(axes: list[tuple[int, ...]], arrays: list[Array], origins: list[_Origin]) -> LocalReduction:
+    """Sum elements and counts across replicas, then divide, so that every row has the same weight on all replicas."""
+    sums, counts = [], []
+    for array, over in zip(arrays, axes, strict=True):
+        dtype = _counted(array.dtype)
+        check_dtype(ReduceOp.MEAN, dtype)
+        sums.append(_added(array, over, accumulation_dtype(ReduceOp.MEAN, dtype)))
+        counts.append(np.asarray(np.prod([array.shape[axis] for axis in over], dtype=np.int64)))
+    picked = [index for index, origin in enumerate(origins) if origin is not _Origin.MIRRORED]
+
+    def finish(totals: list[Array]) -> list[Array]:
+        for position, index in enumerate(picked):
+            sums[index], counts[index] = totals[position], totals[position + len(picked)]
+        return [
+            _quotient(total, count, _counted(array.dtype)) for total, count, array in zip(sums, counts, arrays, strict=True)
+        ]
+
+    return LocalReduction(ReduceOp.SUM, [group[index] for group in (sums, counts) for index in picked], finish, [])
+
+
+def _counted(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of a sum over axes: booleans are counted, as in NumPy."""
+    return np.dtype(np.int64) if dtype.kind == "b" else dtype
+
+
+def _added(array: Array, axes: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return the sum over some axes as an array, even if they are all axes."""
+    if is_on_device(array):
+        return array.sum(axes, dtype) if axes else array.astype(dtype)
+    return np.asarray(quiet()(np.add.reduce, array, axes, dtype))
+
+
+def _rows(component: Array | IndexedSlices) -> Array:
+    return component.values if isinstance(component, IndexedSlices) else component
+
+
+def _copied(component: Array | IndexedSlices) -> Array | IndexedSlices:
+    """Return a copy, because the component may be the user's array or that of a variable."""
+    if isinstance(component, IndexedSlices):
+        return IndexedSlices(component.values.copy(), component.indices.copy(), component.dense_shape)
+    copied: Array = component.copy()
+    return copied
+
+
+def _normalized(axis: int | Iterable[int], component: Any) -> tuple[int, ...]:
+    """Return the axes as non-negative integers without duplicates."""
+    if isinstance(component, IndexedSlices):
+        raise NotImplementedError(
+            f"reduce over axis={axis!r} is not supported for {component!r}; pass axis=None, or reduce slices.to_dense()"
+        )
+    wanted = axis if isinstance(axis, (list, tuple)) else (axis,)
+    try:
+        axes = [operator.index(item) for item in wanted]
+    except TypeError:
+        raise TypeError(f"axis must be None, an int, or a list or tuple of int; got {axis!r}") from None
+    ndim = component.ndim
+    outside = [item for item in axes if not -ndim <= item < ndim]
+    if outside:
+        raise InvalidArgumentError(f"axis {outside[0]} is out of range for a component of {ndim} axes; got axis={axis!r}")
+    return tuple(sorted({item % ndim for item in axes}))
+
+
+def _quotient(total: Array, count: Array, dtype: np.dtype[Any]) -> Array:
+    """Return total / count: in `dtype`, or in float64 if that is an integer dtype."""
+    if dtype.kind in "iu":
+        total = total.astype(np.float64)
+    mean = quiet()(operator.truediv, total, total.dtype.type(count))  # without rows on any replica it is NaN
+    return in_dtype(mean, mean.dtype if dtype.kind in "iu" else dtype)
+
+
+def weighted_part(
+    op: ReduceOp, arrays: Sequence[Any], weight: Any, out: Any = None
+) -> tuple[list[Array], Callable[[list[Array]], list[Array]]]:
+    """Return the arrays to sum across replicas for a weighted mean, and a function that computes the means from the sums.
+
+    The weight is summed in the same batch as the weighted arrays. 16-bit floats are summed in float32.
+    """
+    if op is not ReduceOp.MEAN:
+        raise InvalidArgumentError(f"weight= is for MEAN, got {op.name}: use MEAN, or multiply the value by the weight")
+    if out is not None:
+        raise InvalidArgumentError("out= is for reductions without a weight; copy the result there")
+    number = _checked_weight(weight)
+    for array in arrays:
+        _check_dtype(array)
+        _check_range(array.dtype, number)
+    sent = [_weighted(array, number) for array in arrays]
+    dtypes = [array.dtype for array in arrays]
+
+    def finish(totals: list[Array]) -> list[Array]:
+        *sums, weights = totals
+        # if all weights are 0, the mean is NaN
+        means = [quiet()(operator.truediv, total, total.dtype.type(weights)) for total in sums]
+        return [in_dtype(mean, dtype) for mean, dtype in zip(means, dtypes, strict=True)]
+
+    return [*sent, np.asarray(number)], finish
+
+
+def _weighted(array: Array, weight: float) -> Array:
+    wide = accumulation_dtype(ReduceOp.MEAN, array.dtype)
+    if weight == 0:
+        return np.zeros_like(array, wide, order="C")
+    return in_dtype(quiet()(partial(np.multiply, dtype=wide), array, wide.type(weight)), wide)
+
+
+def _checked_weight(weight: Any) -> float:
+    array = as_array(weight, "weight")
+    if array.ndim or array.dtype.kind == "c" or not 0 <= array < np.inf:
+        raise InvalidArgumentError(f"weight must be one finite number that is not negative; got {weight!r}")
+    return float(array)
+
+
+def _check_dtype(array: Any) -> None:
+    if isinstance(array, IndexedSlices):
+        raise NotImplementedError(f"the weighted mean of {array!r} is not supported; pass slices.to_dense()")
+    if array.dtype not in HALF_DTYPES and array.dtype.kind not in "fc":
+        raise UnsupportedDtypeError(
+            f"the weighted mean is not supported for dtype {array.dtype}: cast to float32 or float64 first"
+        )
+    check_dtype(ReduceOp.MEAN, array.dtype)  # refuses foreign byte orders, with any weight
+
+
+def _check_range(dtype: np.dtype[Any], weight: float) -> None:
+    """Refuse a weight that overflows, or loses digits, in the dtype of the sum."""
+    wide = accumulation_dtype(ReduceOp.MEAN, dtype)
+    least, greatest = float(np.finfo(wide).tiny), float(np.finfo(wide).max)
+    if weight and not least <= weight <= greatest:
+        raise InvalidArgumentError(
+            f"weight {weight} is out of the range of {wide}, the dtype in which values of dtype {dtype} are weighted: 0 and "
+            f"{least} to {greatest} are accepted; scale the weights of all replicas by the same factor"
+        )

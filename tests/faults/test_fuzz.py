@@ -1,0 +1,13 @@
+"""A slice of ``python -m tests.fuzz``: random legal programs with random settings end as NumPy says."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.__main__ import play
+
+
+@pytest.mark.parametrize(("shape", "seed"), [("1x2", 1), ("2x1", 2), ("3+1", 3)])
+def test_random_programs_are_right(shape: str, seed: int) -> None:
+    wrong = [f"{failure.command}\n{failure.text}" for failure in play(shape, seed, 100)]
+    assert not wrong, "\n".join(wrong)

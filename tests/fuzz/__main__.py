@@ -1,0 +1,146 @@
+"""Play random cases in jobs of several shapes, and say which ended wrong: see the package."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.disagreements.places import Place, default_environment, rank_program
+from tests.processes import patient
+
+__all__ = ["SHAPES", "Failure", "draw_settings", "play"]
+
+SHAPES = ("1x1", "1x2", "1x3", "2x1", "2x2", "3+1", "1x4", "2x2:cyclic")
+_CASES_OF_A_JOB = 100
+_PATIENCE_SECONDS = 25.0  # without a case done on any rank; more on a busy machine
+
+_CHOICES: dict[str, Sequence[str]] = {
+    "MPISTRAT_MAX_MESSAGE_BYTES": ("", "", "500", "1000", "4KiB", "64KiB"),  # Open MPI polls all messages that are under way
+    "MPISTRAT_CHUNK_BYTES": ("", "", "64", "1000", "4KiB", "64KiB", "1MiB"),
+    "MPISTRAT_ALGORITHM": ("", "", "flat", "hierarchical"),
+    "MPISTRAT_INTRA_TRANSPORT": ("", "", "shared_memory", "mpi"),
+    "MPISTRAT_INTER_TRANSPORT": ("", "", "mpi_ring", "mpi"),
+    "MPISTRAT_PEER_MEMORY": ("", "0"),
+    "MPISTRAT_STRICT": ("", "", "1"),
+    "MPISTRAT_TIMEOUT_SECONDS": ("", "", "", "120"),
+    "FUZZ_RAISES": ("", "", "1"),
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A case that ended wrong.
+
+    Attributes
+    ----------
+    command : str
+        Repeats it, after the cases of its job.
+    text : str
+        What was wrong, on which rank.
+    """
+
+    command: str
+    text: str
+
+
+def draw_settings(seed: int, first: int, num_ranks: int) -> dict[str, str]:
+    """Return the settings of the job that begins with a case."""
+    rng = random.Random(f"{seed} {first}")
+    drawn = {name: rng.choice(values) for name, values in _CHOICES.items()}
+    if num_ranks == 1:
+        drawn["MPISTRAT_ALGORITHM"] = ""  # not every one is for one rank
+    return {name: value for name, value in drawn.items() if value}
+
+
+def play(shape: str, seed: int, cases: int, first: int = 0, settings: dict[str, str] | None = None) -> Iterator[Failure]:
+    """Play so many cases in a shape, a job after the other; yield what ended wrong."""
+    place, number, end = Place(shape), first, first + cases
+    begun = first
+    while number < end:
+        chosen = draw_settings(seed, begun, place.size) if settings is None else settings
+        stop = min(end, begun + _CASES_OF_A_JOB)
+        reached, failures = _run_job(place, seed, number, stop, chosen)
+        variables = " ".join(f"--set {name}={value}" for name, value in chosen.items())
+        for case, text in sorted(failures.items()):
+            again = (
+                f"python -m tests.fuzz --shape {shape} --seed {seed} --first {number} --cases {case - number + 1} {variables}"
+            )
+            yield Failure(again, text)
+        number = reached
+        if number >= stop:
+            begun = number = stop
+
+
+def _run_job(place: Place, seed: int, first: int, stop: int, settings: dict[str, str]) -> tuple[int, dict[int, str]]:
+    """Run a job; return the case to go on with, and what the first rank to fail says of each case that failed."""
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
+        folder = Path(name)
+        usual = {"MPISTRAT_TUNING": "off", "MPISTRAT_DEVICE": "cpu", "MPISTRAT_STALL_SECONDS": "8"}
+        argv = [*rank_program("tests.fuzz.rank"), name, str(seed), str(first), str(stop)]
+        with (folder / "output").open("wb") as output:
+            process = place.start(argv, default_environment({**usual, **settings}), output)
+        seen, deadline, still = "", time.monotonic() + patient(2 * _PATIENCE_SECONDS), False
+        while process.poll() is None and not still:
+            time.sleep(0.1)
+            where = _progress(folder)
+            if str(where) != seen:
+                seen, deadline = str(where), time.monotonic() + patient(_PATIENCE_SECONDS)
+            still = time.monotonic() > deadline
+        place.end(process)
+        where, printed = _progress(folder), (folder / "output").read_text(errors="replace")
+        failures: dict[int, str] = {}
+        for path in sorted(folder.glob("failures.*")):
+            for line in path.read_text().splitlines():
+                number, _, text = line.partition("\t")
+                failures[int(number)] = f"{failures.get(int(number), '')}rank{path.suffix}: {_shown(text)}\n"
+        last = max(where.values(), default=first)
+        if still:
+            failures[min(last, stop - 1)] = f"HANG {where}\n{printed[-6000:]}"
+        elif process.returncode and last not in failures:
+            failures[min(last, stop - 1)] = f"EXIT {process.returncode} {where}\n{printed[-6000:]}"
+        is_done = not still and not process.returncode
+        return (stop if is_done else last + 1), failures
+
+
+def _shown(text: str) -> str:
+    """Return what a rank wrote down of a failure: what it did, and the end of what was raised."""
+    note, _, raised = text.partition("\t")
+    return f"{note}\n    {str(ast.literal_eval(raised)).strip()[-700:]}"
+
+
+def _progress(folder: Path) -> dict[str, int]:
+    found = {path.suffix: path.read_text().split() for path in sorted(folder.glob("progress.*"))}
+    return {rank: int(words[0]) for rank, words in found.items() if words}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Play what was asked for; return 1 if something ended wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Random legal programs against NumPy.")
+    parser.add_argument("--shape", action="append", help=f"2x2, 3+1; again for more (default: {' '.join(SHAPES)})")
+    parser.add_argument("--cases", type=int, default=200, help="in each shape (default: 200)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="the first case (default: 0)")
+    parser.add_argument("--set", action="append", metavar="NAME=VALUE", help="settings of all jobs, instead of random ones")
+    parser.add_argument("--default-settings", action="store_true", help="no settings instead of random ones")
+    arguments = parser.parse_args(argv)
+    settings = dict(pair.split("=", 1) for pair in arguments.set or ())
+    count = 0
+    for shape in arguments.shape or SHAPES:
+        begun = time.monotonic()
+        fixed = settings if settings or arguments.default_settings else None
+        for failure in play(shape, arguments.seed, arguments.cases, arguments.first, fixed):
+            count += 1
+            print(f"--- {failure.command}\n{failure.text}", flush=True)
+        print(f"{shape}: {arguments.cases} cases in {time.monotonic() - begun:.0f} s, {count} failures so far", flush=True)
+    return 1 if count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,524 @@
+"""Cases: what a random program does on a communicator, a strategy or a wrapped communicator, and what must come of it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import mpistrat
+import mpistrat.mpi4py
+from mpistrat import settings
+from mpistrat.errors import MpistratError
+from mpistrat.experimental import CommunicationOptions
+from tests.fuzz.operands import OPS, Operand, draw_operands, draw_targets, is_target_refused, overlaps
+from tests.ranks.test_properties import ALGORITHMS, UFUNCS, check
+
+__all__ = ["Field"]
+
+_MOST_REPEATS = 3
+
+
+class Field:
+    """What the cases of a job are played on: the ranks, and the objects that cases share.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        All ranks.
+    seed : int
+        With the number of a case it gives the case.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, seed: int) -> None:
+        self.comm, self.seed = comm, seed
+        self.strategy = mpistrat.MultiWorkerMirroredStrategy()
+        self.communicator = mpistrat.Communicator(comm)
+        self._halves = comm.Split(comm.rank % 2, comm.rank)
+        self.half = mpistrat.Communicator(self._halves)
+        self.wrapped = mpistrat.mpi4py.wrap(comm)
+        self.algorithms = {
+            communicator: [name for name in ALGORITHMS if name != "deterministic"]
+            for communicator in (self.communicator, self.half)
+        }
+        self.note = ""
+        is_usable = settings.ALGORITHM.read() in ("auto", *self.algorithms[self.half])
+        self._is_half_usable = comm.allreduce(is_usable, MPI.LAND)  # the halves of an odd number of ranks differ
+
+    def play(self, number: int) -> None:
+        """Play a case; raise AssertionError if something is wrong."""
+        rng = np.random.default_rng((self.seed, number))
+        act = _ACTS[rng.choice(len(_ACTS), p=_WEIGHTS)]
+        self.note = act.__name__
+        run = act(self, rng)
+        if rng.random() < 0.1:
+            _on_a_thread(run)
+        else:
+            run()
+        if rng.integers(self.comm.size * 8) == self.comm.rank:
+            gc.collect()  # on one rank alone, now and then
+
+    def close(self) -> None:
+        """Close what cases share."""
+        self.half.close()
+        self.communicator.close()
+        self.strategy.close()
+
+    def pick(self, rng: np.random.Generator) -> Any:
+        """Return one of the communicators."""
+        return self.half if rng.random() < 0.15 and self._is_half_usable else self.communicator
+
+    def options(self, rng: np.random.Generator, communicator: Any) -> CommunicationOptions | None:
+        """Return options of a call."""
+        kind = rng.random()
+        if kind < 0.6:
+            return None
+        known = self.algorithms.get(communicator, ["auto"])
+        algorithm = str(known[rng.integers(len(known))])
+        if kind < 0.8:
+            return CommunicationOptions(algorithm=algorithm, bytes_per_pack=int(rng.choice([0, 1, 24, 500, 10**6])))
+        if kind < 0.87:
+            return CommunicationOptions(deterministic=True)
+        if kind < 0.94:
+            wire = str(rng.choice(["bfloat16", "float16"]))
+            return CommunicationOptions(wire_dtype=wire, algorithm="hierarchical") if "hierarchical" in known else None
+        return CommunicationOptions(timeout_seconds=120.0)
+
+
+def _told(options: CommunicationOptions | None) -> str:
+    """Return the fields of options that are set."""
+    usual = CommunicationOptions()
+    return ", ".join(
+        f"{field.name}={getattr(options, field.name)!r}"
+        for field in (fields(options) if options else ())
+        if getattr(options, field.name) != getattr(usual, field.name)
+    )
+
+
+def _on_a_thread(run: Callable[[], None]) -> None:
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            run()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _must_refuse(call: Callable[[], Any], why: str) -> None:
+    try:
+        found = call()
+    except MpistratError:
+        return
+    raise AssertionError(f"{why} was accepted: {found!r}")
+
+
+def _snapshot(operands: Sequence[Operand]) -> list[bytes]:
+    return [np.asarray(operand.array).tobytes() for operand in operands]
+
+
+def _check_unchanged(operands: Sequence[Operand], before: Sequence[bytes], targets: Sequence[np.ndarray] | None) -> None:
+    for operand, bytes_before in zip(operands, before, strict=True):
+        if not overlaps(np.asarray(operand.array), targets):
+            assert np.asarray(operand.array).tobytes() == bytes_before, f"an argument was changed: {operand}"
+
+
+def _passed(values: Sequence[Any], is_list: bool) -> Any:
+    return list(values) if is_list else values[0]
+
+
+def _all_reduce(field: Field, rng: np.random.Generator) -> Callable[[], None]:
+    communicator, op = field.pick(rng), str(rng.choice(OPS))
+    operands, is_list = draw_operands(rng, op, communicator.rank)
+    kind, targets = draw_targets(rng, operands)
+    options, repeats = field.options(rng, communicator), int(rng.integers(1, _MOST_REPEATS + 1))
+    is_started, reshapes = rng.random() < 0.15, rng.random() < 0.1
+    refused = targets is not None and is_target_refused(
+        targets, [operand.shape for operand in operands], [operand.dtype for operand in operands]
+    )
+    field.note = f"all_reduce {op} {operands} list={is_list} out={kind} {_told(options)} x{repeats} started={is_started}"
+
+    def call() -> Any:
+        values = _passed([operand.array for operand in operands], is_list)
+        out = None if targets is None else _passed(targets, is_list)
+        if is_started:
+            return communicator.start_all_reduce(op, values, options, out).wait()
+        return communicator.all_reduce(op, values, options, out)
+
+    def run() -> None:
+        for repeat in range(repeats):
+            if repeat:
+                for operand in operands:
+                    operand.renew()
+            if reshapes and repeat and targets is None:
+                _reshape(operands)
+            before = _snapshot(operands)
+            if refused:
+                _must_refuse(call, field.note)
+                continue
+            found = call()
+            results = found if is_list else [found]
+            for operand, result in zip(operands, results, strict=True):
+                operand.check(result, communicator.size)
+            if targets is not None:
+                assert all(result is target for result, target in zip(results, targets, strict=True)), "not out"
+            else:
+                assert not any(overlaps(np.asarray(operand.array), results) for operand in operands), "a view came back"
+            _check_unchanged(operands, before, targets)
+
+    return run
+
+
+def _reshape(operands: Sequence[Operand]) -> None:
+    """Give arrays another shape in place."""
+    for operand in operands:
+        if operand.layout == "C" and operand.array.size:
+            operand.shape = (1, *operand.shape)
+            operand.array.shape = operand.shape
+
+
+def _several_started(field: Field, rng: np.random.Generator) -> Callable[[], None]:
+    communicator = field.communicator
+    operations = []
+    for _ in range(int(rng.integers(2, 5))):
+        op = str(rng.choice(OPS))
+        operations.append((op, *draw_operands(rng, op, communicator.rank), field.options(rng, communicator)))
+    order = np.random.default_rng((int(rng.integers(2**31)), communicator.rank)).permutation(len(operations))
+    waits = rng.random() < 0.8
+    field.note = f"started {[(op, operands) for op, operands, _, _ in operations]} waits={waits}"
+
+    def run() -> None:
+        works = [
+            communicator.start_all_reduce(op, _passed([operand.array for operand in operands], is_list), options)
+            for op, operands, is_list, options in operations
+        ]
+        between = communicator.all_reduce("sum", np.ones(3))
+        assert (between == communicator.size).all()
+        for index in order if waits else order[:1]:
+            _, operands, is_list, _ = operations[index]
+            found = works[index].wait()
+            for operand, result in zip(operands, found if is_list else [found], strict=True):
+                operand.check(result, communicator.size)
+
+    return run
+
+
+def _reduce_scatter(field: Field, rng: np.random.Generator) -> Callable[[], None]:
+    communicator, op = field.pick(rng), str(rng.choice(OPS))
+    operands, is_list = draw_operands(rng, op, communicator.rank)
+    axis = int(rng.integers(-2, 2))
+    options = field.options(rng, communicator)
+    has_axis = all(-len(operand.shape) <= axis < len(operand.shape) for operand in operands)
+    parts = [
+        np.array_split(np.empty(operand.shape, operand.dtype), communicator.size, axis)[communicator.rank] if has_axis else None
+        for operand in operands
+    ]
+    out_kind = str(rng.choice(["none", "fresh", "within", "next"]))
+    field.note = f"reduce_scatter {op} {operands} list={is_list} axis={axis} out={out_kind} {_told(options)}"
+
+    def targets() -> list[np.ndarray] | None:
+        if out_kind == "none" or not has_axis:
+            return None
+        fresh = [np.zeros(part.shape, part.dtype) for part in parts if part is not None]
+        if out_kind == "fresh":
+            return fresh
+        found = []
+        for index, target in enumerate(fresh):
+            # inside an operand of the call: its own, or that of the next array of a list
+            source = operands[index if out_kind == "within" else (index + 1) % len(operands)]
+            memory = np.asarray(source.array)
+            fits = memory.flags.carray and memory.dtype == target.dtype and memory.size >= target.size and memory.ndim
+            inside = memory.reshape(-1)[: target.size].reshape(target.shape) if fits else target
+            found.append(target if overlaps(inside, found) else inside)
+        return found
+
+    def run() -> None:
+        for repeat in range(2):
+            if repeat:
+                for operand in operands:
+                    operand.renew()
+            out, before = targets(), _snapshot(operands)
+            values = _passed([operand.array for operand in operands], is_list)
+            given = None if out is None else _passed(out, is_list)
+            if not has_axis:
+                _must_refuse(lambda v=values, g=given: communicator.reduce_scatter(op, v, axis, options, g), field.note)
+                continue
+            wanted = [operand.reduced(communicator.size) for operand in operands]
+            found = communicator.reduce_scatter(op, values, axis, options, given)
+            for operand, (whole, bound), result in zip(operands, wanted, found if is_list else [found], strict=True):
+                mine = np.array_split(whole, communicator.size, axis)[communicator.rank]
+                limit = None if bound is None else np.array_split(bound, communicator.size, axis)[communicator.rank]
+                _check_array(result, mine, limit, operand.dtype)
+            _check_unchanged(operands, before, out)
+
+    return run
+
+
+def _check_array(found: Any, wanted: np.ndarray, bound: np.ndarray | None, dtype: np.dtype) -> None:
+    with np.errstate(all="ignore"):
+        check(np.asarray(found), wanted, bound, dtype)
+
+
+def _all_gather(field: Field, rng: np.random.Generator) -> Callable[[], None]:
+    communicator = field.pick(rng)
+    operands, is_list = draw_operands(rng, "MAX", communicator.rank)
+    axis, options = int(rng.integers(-2, 2)), field.options(rng, communicator)
+    lengths = [int(length) for length in rng.integers(0, 5, communicator.size)]
+    has_axis = all(-len(operand.shape) <= axis < len(operand.shape) for operand in operands)
+    out_kind = str(rng.choice(["none", "fresh", "own", "next"]))
+    field.note = f"all_gather {operands} list={is_list} axis={axis} lengths={lengths} out={out_kind} {_told(options)}"
+
+    def shape(operand: Operand, rank: int) -> tuple[int, ...]:
+        if not has_axis:
+            return operand.shape
+        where = axis % len(operand.shape)
+        return (*operand.shape[:where], lengths[rank], *operand.shape[where + 1 :])
+
+    def run() -> None:
+        arrays = [operand.part(communicator.rank, shape(operand, communicator.rank)) for operand in operands]
+        if not has_axis:
+            _must_refuse(lambda: communicator.all_gather(_passed(arrays, is_list), axis, options), field.note)
+            return
+        wholes = [
+            np.concatenate([np.asarray(operand.part(rank, shape(operand, rank))) for rank in range(communicator.size)], axis)
+            for operand in operands
+        ]
+        out = None if out_kind == "none" else [np.zeros(whole.shape, whole.dtype) for whole in wholes]
+        if out is not None and out_kind in ("own", "next"):
+            for index, target in enumerate(out):
+                # an array of the call lies in a target: its own, or that of the array before it in the list
+                moved = index if out_kind == "own" else (index + 1) % len(arrays)
+                array = np.asarray(arrays[moved])
+                if array.dtype == target.dtype and 0 < array.size <= target.size:
+                    inside = target.reshape(-1)[-array.size :].reshape(array.shape)
+                    inside[...] = array
+                    arrays[moved] = inside
+        found = communicator.all_gather(_passed(arrays, is_list), axis, options, None if out is None else _passed(out, is_list))
+        for whole, result in zip(wholes, found if is_list else [found], strict=True):
+            _check_array(result, whole, None, whole.dtype)
+
+    return run
+
+
+def _broadcast(field: Field, rng: np.random.Generator) -> Callable[[], None]:
+    communicator = field.pick(rng)
+    operands, is_list = draw_operands(rng, "MAX", communicator.rank)
+    root, options = int(rng.integers(communicator.size)), field.options(rng, communicator)
+    kind, targets = draw_targets(rng, operands)
+    refused = targets is not None and is_target_refused(
+        targets, [operand.shape for operand in operands], [operand.dtype for operand in operands]
+    )
+    if refused and kind not in ("read-only", "strided", "unaligned"):
+        targets, refused = None, False  # the root alone would refuse these
+    field.note = f"broadcast {operands} list={is_list} root={root} out={kind} {_told(options)}"
+
+    def run() -> None:
+        before = _snapshot(operands)
+        out = None if targets is None else _passed(targets, is_list)
+        values = _passed([operand.array for operand in operands], is_list)
+        if refused:
+            _must_refuse(lambda: communicator.broadcast(values, root, options, out), field.note)
+            return
+        found = communicator.broadcast(values, root, options, out)
+        for operand, result in zip(operands, found if is_list else [found], strict=True):
+            assert np.asarray(result).tobytes() == np.asarray(operand.part(root)).tobytes(), f"{operand}: {result}"
+        _check_unchanged(operands, before, targets)
+
+    return run
+
+
+def _exchange(field: Field, rng: np.random.Generator) -> Callable[[], None]:
+    communicator = field.pick(rng)
+    operand = Operand(rng, "MAX", communicator.rank)
+    root, options, size = int(rng.integers(communicator.size)), field.options(rng, communicator), communicator.size
+    verb = str(rng.choice(["gather", "all_to_all", "all_to_all_parts", "barrier"]))
+    field.note = f"{verb} {operand} root={root} {_told(options)}"
+
+    def run() -> None:
+        before, mine = _snapshot([operand]), operand.array
+        if verb == "barrier":
+            communicator.barrier(options)
+        elif verb == "gather":
+            found = communicator.gather(mine, root, options)
+            assert (found is None) == (communicator.rank != root)
+            for rank, result in enumerate(found or ()):
+                assert np.asarray(result).tobytes() == np.asarray(operand.part(rank)).tobytes()
+        elif verb == "all_to_all":
+            received = communicator.all_to_all([mine] * size, options)
+            for rank, result in enumerate(received):
+                assert np.asarray(result).tobytes() == np.asarray(operand.part(rank)).tobytes()
+        elif not operand.shape:
+            _must_refuse(lambda: communicator.all_to_all(mine, options), field.note)
+        else:
+            pieces = [np.array_split(np.asarray(operand.part(rank)), size)[communicator.rank] for rank in range(size)]
+            received = communicator.all_to_all(mine, options)
+            assert received.tobytes() == np.concatenate(pieces).tobytes()
+        _check_unchanged([operand], before, None)
+
+    return run
+
+
+def _state(field: Field, rng: np.random.Generator) -> Callable[[], None]:
+    num_packs, is_strict = [None, 0, 1, 3][rng.integers(4)], bool(rng.random() < 0.3)
+    kind = str(rng.choice(["num_packs", "strict", "confirm", "remake", "drop", "mpi"]))
+    is_collector = rng.integers(field.comm.size) == field.comm.rank
+    field.note = f"state {kind} {num_packs} {is_strict}"
+
+    def run() -> None:
+        if kind == "num_packs":
+            field.communicator.num_packs = num_packs
+        elif kind == "strict":
+            field.communicator.is_strict = is_strict
+        elif kind == "confirm":
+            field.communicator.confirm()
+        elif kind == "mpi":
+            assert field.comm.allreduce(1) == field.comm.size  # the program's own messages
+        else:
+            known = field.algorithms.pop(field.communicator)
+            if kind == "remake":
+                field.communicator.close()
+            field.communicator = mpistrat.Communicator(field.comm)
+            field.algorithms[field.communicator] = known
+            if is_collector:
+                gc.collect()
+
+    return run
+
+
+def _strategy(field: Field, rng: np.random.Generator) -> Callable[[], None]:
+    strategy, size = field.strategy, field.comm.size
+    verb = str(rng.choice(["all_reduce", "all_reduce", "reduce", "all_gather", "broadcast", "weighted"]))
+    op = str(rng.choice(["SUM", "MEAN"])) if verb == "reduce" else "MEAN" if verb == "weighted" else str(rng.choice(OPS))
+    operands, is_list = draw_operands(rng, op, field.comm.rank)
+    if verb == "all_gather":
+        operands = [operand for operand in operands if operand.shape]
+    if verb == "weighted":
+        operands = [operand for operand in operands if operand.dtype.kind == "f" and not operand.is_huge]
+    options, repeats = field.options(rng, None), int(rng.integers(1, _MOST_REPEATS + 1))
+    in_place = bool(rng.random() < 0.3)
+    field.note = f"strategy {verb} {op} {operands} list={is_list} {_told(options)} x{repeats} in place={in_place}"
+
+    def nest(values: Sequence[Any]) -> Any:
+        return {"a": list(values[1:]), "b": values[0]} if is_list else values[0]
+
+    def leaves(value: Any) -> list[Any]:
+        return [value["b"], *value["a"]] if is_list else [value]
+
+    def step(value: Any) -> Any:
+        context = mpistrat.get_replica_context()
+        if verb == "all_reduce":
+            is_target = in_place and all(map(_is_plain, leaves(value)))
+            return context.all_reduce(op, value, options, out=value if is_target else None)
+        if verb == "weighted":
+            return context.all_reduce(op, value, weight=1.0)
+        if verb == "broadcast":
+            return context.broadcast(value, size - 1, options)
+        return context.all_gather(value, 0, options)
+
+    def check_one(operand: Operand, result: Any) -> None:
+        parts = [np.asarray(operand.part(rank)) for rank in range(size)]
+        if verb in ("broadcast", "all_gather"):
+            assert np.asarray(result).tobytes() == (parts[-1] if verb == "broadcast" else np.concatenate(parts)).tobytes()
+        elif verb == "weighted":
+            wanted = sum(part.astype(np.float64) for part in parts) / size
+            assert np.allclose(np.asarray(result, np.float64), wanted, rtol=0.02, atol=0.02), (result, wanted)
+        else:
+            operand.check(result, size)
+
+    def run() -> None:
+        for repeat in range(repeats if operands else 0):
+            if repeat:
+                for operand in operands:
+                    operand.renew()
+            value = nest([operand.array for operand in operands])
+            if verb == "reduce":
+                found = strategy.reduce(op, strategy.run(lambda v=value: v), axis=None)
+            else:
+                found = strategy.local(strategy.run(step, args=(value,)))
+            for operand, result in zip(operands, leaves(found), strict=True):
+                check_one(operand, result)
+
+    return run
+
+
+def _is_plain(array: Any) -> bool:
+    return isinstance(array, np.ndarray) and bool(array.flags.carray)
+
+
+_MPI_OPS = {"SUM": MPI.SUM, "PROD": MPI.PROD, "MIN": MPI.MIN, "MAX": MPI.MAX}
+
+
+def _wrapped(field: Field, rng: np.random.Generator) -> Callable[[], None]:
+    comm, size, rank = field.wrapped, field.comm.size, field.comm.rank
+    op = str(rng.choice(sorted(_MPI_OPS)))
+    verb = str(rng.choice(["Allreduce", "in place", "Bcast", "Allgather", "Reduce_scatter_block", "allreduce", "Iallreduce"]))
+    dtype = np.dtype(str(rng.choice(["f4", "f8", "i4", "i8", "c16" if op in ("SUM", "PROD") else "f8"])))
+    count, repeats = int(rng.integers(1, 5000)), int(rng.integers(1, 4))
+    seed, root = int(rng.integers(2**31)), int(rng.integers(size))
+    field.note = f"wrapped {verb} {op} {dtype} {count} x{repeats}"
+
+    def part(of: int, repeat: int) -> np.ndarray:
+        values = np.random.default_rng((seed, of, repeat)).integers(1, 3, count)
+        return values.astype(dtype)
+
+    def combined(repeat: int) -> np.ndarray:
+        total = part(0, repeat)
+        for other in range(1, size):
+            total = UFUNCS[op](total, part(other, repeat))
+        return total
+
+    def run() -> None:
+        source, target = np.empty(count, dtype), np.empty(count, dtype)
+        for repeat in range(repeats):
+            source[...] = part(rank, repeat)
+            if verb == "Allreduce":
+                comm.Allreduce(source, target, _MPI_OPS[op])
+            elif verb == "Iallreduce":
+                comm.Iallreduce(source, target, _MPI_OPS[op]).Wait()
+            elif verb == "in place":
+                target[...] = source
+                comm.Allreduce(MPI.IN_PLACE, target, _MPI_OPS[op])
+            elif verb == "allreduce":
+                assert comm.allreduce(rank + repeat) == sum(range(size)) + size * repeat
+                continue
+            elif verb == "Bcast":
+                comm.Bcast(source, root)
+                assert np.array_equal(source, part(root, repeat))
+                continue
+            elif verb == "Allgather":
+                whole = np.empty((size, count), dtype)
+                comm.Allgather(source, whole)
+                assert np.array_equal(whole, [part(other, repeat) for other in range(size)])
+                continue
+            else:
+                blocks = np.repeat(source[None], size, 0)
+                comm.Reduce_scatter_block(blocks, target, _MPI_OPS[op])
+            assert np.array_equal(target, combined(repeat)), (target, combined(repeat))
+
+    return run
+
+
+_CHANCES = {
+    _all_reduce: 40,
+    _several_started: 8,
+    _reduce_scatter: 10,
+    _all_gather: 8,
+    _broadcast: 8,
+    _exchange: 8,
+    _state: 4,
+    _strategy: 12,
+    _wrapped: 10,
+}
+_ACTS = list(_CHANCES)
+_WEIGHTS = np.array(list(_CHANCES.values())) / sum(_CHANCES.values())

@@ -1,0 +1,168 @@
+"""Operands of random calls: arrays in any layout, targets that overlap with them, and what NumPy makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tests.ranks.test_properties import DTYPES, LAYOUTS, NO_OPS, _values, check, reference
+
+__all__ = ["OPS", "Operand", "draw_operands", "draw_targets", "is_target_refused", "overlaps"]
+
+OPS = ("SUM", "MEAN", "MIN", "MAX", "PROD")
+
+
+def unaligned(array: np.ndarray) -> np.ndarray:
+    """Return a copy whose first element lies at an odd address."""
+    memory = np.zeros(array.nbytes + 1, np.uint8)
+    view = np.frombuffer(memory.data, array.dtype, array.size, 1).reshape(array.shape)
+    view[...] = array
+    return view
+
+
+def _one_value(array: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(array.reshape(-1)[:1].reshape((1,) * array.ndim), array.shape) if array.size else array
+
+
+_LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {**LAYOUTS, "unaligned": unaligned, "one value": _one_value}
+_USUAL = 0.6  # how many arrays are plain ones
+
+
+class Operand:
+    """An array of every rank, in the layout that was drawn; `array` is that of this rank."""
+
+    def __init__(self, rng: np.random.Generator, op: str, rank: int, shape: tuple[int, ...] | None = None) -> None:
+        dtypes = [dtype for dtype in DTYPES if op not in NO_OPS.get(dtype.kind, ())]
+        self.op, self.rank, self.seed = op, rank, int(rng.integers(2**31))
+        self.dtype = np.dtype(np.float32) if rng.random() < 0.4 else dtypes[rng.integers(len(dtypes))]
+        self.shape = _shape(rng) if shape is None else shape
+        self.layout = "C" if rng.random() < _USUAL else str(rng.choice(sorted(_LAYOUTS)))
+        self.is_huge = self.dtype.kind == "f" and op in ("SUM", "MEAN") and rng.random() < 0.05
+        self.array = self.part(rank)
+        self.shape = self.array.shape  # Fortran's arrays have an axis
+
+    def part(self, rank: int, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """Return the array of a rank."""
+        rng = np.random.default_rng((self.seed, rank))
+        shape = self.shape if shape is None else shape
+        with np.errstate(all="ignore"):
+            if self.is_huge:
+                largest = np.finfo(self.dtype).max if self.dtype.kind == "f" else 1
+                return _LAYOUTS[self.layout](np.full(shape, largest, self.dtype))
+            return _LAYOUTS[self.layout](np.array(_values(rng, self.dtype, shape, self.op, True)))
+
+    def renew(self) -> None:
+        """Give the same array new values, where it can be written to."""
+        self.seed += 1
+        if isinstance(self.array, np.ndarray) and self.array.flags.writeable:
+            self.array[...] = self.part(self.rank)
+        else:
+            self.array = self.part(self.rank)
+
+    def reduced(self, size: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return what the arrays of all ranks are reduced to, and by how much a result may differ."""
+        with np.errstate(all="ignore"):
+            return reference(self.op, [np.asarray(self.part(rank)) for rank in range(size)], True)
+
+    def check(self, found: Any, size: int) -> None:
+        """Check the result of an all-reduce."""
+        wanted, bound = self.reduced(size)
+        with np.errstate(all="ignore"):
+            check(np.asarray(found), wanted, bound, self.dtype)
+
+    def __repr__(self) -> str:
+        return f"{self.dtype.name} {self.shape} {self.layout}{' huge' if self.is_huge else ''}"
+
+
+def _shape(rng: np.random.Generator) -> tuple[int, ...]:
+    kind = rng.random()
+    if kind < 0.08:
+        return ()
+    if kind < 0.14:
+        return tuple(int(extent) for extent in rng.permutation([0, rng.integers(1, 4)])[: rng.integers(1, 3)]) or (0,)
+    if kind < 0.5:
+        return tuple(int(extent) for extent in rng.integers(1, 7, rng.integers(1, 4)))
+    if kind < 0.8:
+        return (int(rng.integers(1, 600)),)
+    if kind < 0.97:
+        return (int(rng.integers(600, 40_000)),)
+    return (int(rng.integers(40_000, 400_000)),)
+
+
+def draw_operands(rng: np.random.Generator, op: str, rank: int) -> tuple[list[Operand], bool]:
+    """Return one to four operands, and whether they are passed as a list."""
+    is_list = rng.random() < 0.5
+    shape = _shape(rng) if rng.random() < 0.3 else None  # equal shapes can be targets of one another
+    return [Operand(rng, op, rank, shape) for _ in range(int(rng.integers(1, 5)) if is_list else 1)], is_list
+
+
+def draw_targets(rng: np.random.Generator, operands: Sequence[Operand]) -> tuple[str, list[np.ndarray] | None]:
+    """Return how targets were drawn, and the targets, which may be refused; None where there are none."""
+    kinds = [
+        "none",
+        "none",
+        "same",
+        "same",
+        "fresh",
+        "others",
+        "shifted",
+        "unaligned",
+        "read-only",
+        "strided",
+        "shape",
+        "dtype",
+    ]
+    kind = str(rng.choice(kinds))
+    arrays = [operand.array for operand in operands]
+    if kind == "none":
+        return kind, None
+    if kind == "same":
+        return kind, list(arrays)
+    if kind == "others":
+        order = rng.permutation(len(arrays))
+        return kind, [arrays[index] for index in order]
+    if kind == "shifted":
+        return kind, [_shifted(operand) for operand in operands]
+    return kind, [_CHANGED[kind](np.zeros(operand.shape, operand.dtype)) for operand in operands]
+
+
+def _shifted(operand: Operand) -> np.ndarray:
+    """Move an operand to where it overlaps with a target, by all but one element."""
+    memory = np.zeros(int(np.prod(operand.shape)) + 1, operand.dtype)
+    source, target = memory[1:].reshape(operand.shape), memory[:-1].reshape(operand.shape)
+    operand.layout = "C"
+    source[...] = operand.part(operand.rank)
+    operand.array = source
+    return target
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
+
+
+_CHANGED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "fresh": lambda array: array,
+    "unaligned": unaligned,
+    "read-only": _frozen,
+    "strided": lambda array: np.zeros((*array.shape, 2), array.dtype)[..., 0],
+    "shape": lambda array: np.zeros((*array.shape, 1), array.dtype),
+    "dtype": lambda array: np.zeros(array.shape, np.complex64 if array.dtype == np.float32 else np.float32),
+}
+
+
+def is_target_refused(targets: Sequence[np.ndarray], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> bool:
+    """Return whether a verb must refuse these targets for results of such shapes and dtypes."""
+    if len(set(map(id, targets))) < len(targets) or len(targets) != len(shapes):
+        return True
+    return any(
+        not (isinstance(target, np.ndarray) and target.flags.carray) or target.shape != shape or target.dtype != dtype
+        for target, shape, dtype in zip(targets, shapes, dtypes, strict=True)
+    )
+
+
+def overlaps(array: np.ndarray, targets: Sequence[np.ndarray] | None) -> bool:
+    """Return whether an array is, or overlaps with, one of the targets."""
+    return any(np.may_share_memory(array, target) for target in targets or ())

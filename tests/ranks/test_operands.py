@@ -1,0 +1,274 @@
+"""What verbs take: each kind of value, through each verb of a communicator, a replica context and a strategy.
+
+A value is either reduced and moved as NumPy would do it, or refused by an error of mpistrat on every rank; the communicator
+works afterwards in both cases.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpistrat
+from mpistrat.communicator.communicator import Communicator
+from mpistrat.errors import MpistratError
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.structures import flatten
+from mpistrat.topology.world import World
+from tests.launches import up_to_ranks
+
+pytestmark = up_to_ranks(3)
+REFUSED = "refused"
+
+
+class Named(np.ndarray):
+    """A subclass."""
+
+
+def _unaligned(array: np.ndarray) -> np.ndarray:
+    memory = np.zeros(array.nbytes + 1, np.uint8)[1:].view(array.dtype)
+    memory[:] = array
+    return memory
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
+
+
+RECORDS = np.dtype([("x", "f8"), ("y", "i4")])
+# by the rank; what is not refused is read as `numpy.asarray` does, or as a nest by contexts and strategies
+TAKEN = {
+    "matrix": lambda rank: (np.arange(6.0).reshape(2, 3) + rank).view(np.matrix),
+    "subclass": lambda rank: (np.arange(5) + rank).view(Named),
+    "read-only": lambda rank: _read_only(np.arange(4.0) + rank),
+    "unaligned": lambda rank: _unaligned(np.arange(4.0) + rank),
+    "unaligned and large": lambda rank: _unaligned(np.arange(100_000.0) + rank),
+    "backwards": lambda rank: (np.arange(4.0) + rank)[::-1],
+    "Fortran order": lambda rank: np.asfortranarray(np.arange(6, dtype="f4").reshape(3, 2) + rank),
+    "no axes": lambda rank: np.array(1.5 + rank),
+    "empty": lambda rank: np.empty((0, 3)),
+    "numpy scalar": lambda rank: np.float32(rank),
+    "int": lambda rank: rank,
+    "float": lambda rank: 0.5 + rank,
+    "bool": lambda rank: rank == 0,
+    "complex": lambda rank: 1j * rank,
+    "numbers": lambda rank: [1.5 + rank, 2 * rank],
+    "twice": lambda rank: [np.arange(3.0) + rank] * 2,
+}
+NESTS = {
+    "lists in a list": lambda rank: [[1.0, 2.0], [3.0 + rank]],
+    "dict": lambda rank: {"a": np.arange(3.0) + rank},
+    "None": lambda rank: None,
+}
+OTHERS = {
+    "masked array": lambda rank: np.ma.array([1.0, 2.0], mask=[False, True]),
+    "masked array without a mask": lambda rank: np.ma.array([1.0, 2.0]),
+    "one masked of two": lambda rank: [np.ones(2), np.ma.array([1.0, 2.0], mask=[False, True])],
+    "structured": lambda rank: np.zeros(2, RECORDS),
+    "records": lambda rank: np.zeros(2, RECORDS).view(np.recarray),
+    "objects": lambda rank: np.array([1, None]),
+    "foreign bytes": lambda rank: np.arange(3, dtype=">f8"),
+    "dates": lambda rank: np.array(["2020-01-01"], "M8[D]"),
+    "str": lambda rank: "text",
+    "ragged": lambda rank: [[1.0], [np.ones(2), np.array("x")]],
+    "object": lambda rank: object(),
+}
+
+
+def _sum(parts: list[np.ndarray], rank: int) -> Any:
+    return reduce(np.add, parts).astype(parts[0].dtype)
+
+
+def _mean(parts: list[np.ndarray], rank: int) -> Any:
+    return _sum(parts, rank) / len(parts)
+
+
+def _along(act: Any) -> Any:
+    return lambda parts, rank: act(parts, rank) if parts[0].ndim else REFUSED
+
+
+def _scattered(parts: list[np.ndarray], rank: int) -> Any:
+    return np.array_split(_sum(parts, rank), len(parts))[rank]
+
+
+def _exchanged(parts: list[np.ndarray], rank: int) -> Any:
+    return np.concatenate([np.array_split(part, len(parts))[rank] for part in parts])
+
+
+_gathered = _along(lambda parts, rank: np.concatenate(parts))
+VERBS = {
+    "all_reduce": (lambda c, x: c.all_reduce("sum", x), _sum),
+    "start_all_reduce": (lambda c, x: c.start_all_reduce("sum", x).wait(), _sum),
+    "reduce_scatter": (lambda c, x: c.reduce_scatter("sum", x), _along(_scattered)),
+    "all_gather": (lambda c, x: c.all_gather(x, 0), _gathered),
+    "broadcast": (lambda c, x: c.broadcast(x), lambda parts, rank: parts[0]),
+}
+OF_COMMUNICATORS = {
+    "gather": (lambda c, x: c.gather(x, c.size - 1), lambda parts, rank: parts if rank == len(parts) - 1 else None),
+    "all_to_all": (lambda c, x: c.all_to_all(x), _along(_exchanged)),
+}
+OF_STRATEGIES = {
+    "reduce": (lambda s, x: s.reduce("sum", x, axis=None), _sum),
+    "gather": (lambda s, x: s.gather(x, 0), _gathered),
+}
+
+
+@pytest.fixture
+def ops(comm):
+    communicator = Communicator(Hierarchy(comm, World.from_shape("2+1" if comm.size == 3 else f"1x{comm.size}")))
+    yield communicator
+    communicator.close()
+
+
+def _is_equal(found: Any, expected: Any) -> bool:
+    if expected is None or isinstance(expected, list):  # of `gather`
+        return found is None if expected is None else all(map(_is_equal, found, expected))
+    return type(found) is np.ndarray and found.dtype == expected.dtype and np.array_equal(found, expected)
+
+
+def _check(call: Any, make: Any, expect: Any, communicator: Any, leaves_of: Any) -> None:
+    """Check what a verb makes of a value, twice: the second time by what it knows."""
+    rank, size = communicator.rank, communicator.size
+    expected: Any = REFUSED
+    if make is not None:
+        leaves = zip(*(map(np.asarray, leaves_of(make(each))) for each in range(size)), strict=True)
+        expected = [expect(list(parts), rank) for parts in leaves]
+        expected = REFUSED if any(one is REFUSED for one in expected if isinstance(one, str)) else expected
+    for _ in range(2):
+        if expected is REFUSED:
+            with pytest.raises(MpistratError):
+                call()
+        else:
+            found = leaves_of(call())
+            assert len(found) == len(expected)
+            assert all(map(_is_equal, found, expected)), (found, expected)
+        assert communicator.all_reduce("sum", np.ones(2)).tolist() == [size, size]
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+@pytest.mark.parametrize("verb", [*VERBS, *OF_COMMUNICATORS])
+def test_a_communicator(ops, verb):
+    call, expect = {**VERBS, **OF_COMMUNICATORS}[verb]
+    for make in (*TAKEN.values(), *NESTS.values(), *OTHERS.values()):
+        is_list = isinstance(make(0), list)
+        if verb == "all_to_all" and is_list:  # one for each rank: tested with it
+            continue
+        is_taken = make in TAKEN.values()
+        leaves_of = _items if is_list else lambda value: [value]
+        _check(lambda: call(ops, make(ops.rank)), make if is_taken else None, expect, ops, leaves_of)  # noqa: B023
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_replica_context(strategy, verb):
+    call, expect = VERBS[verb]
+    for make in (*TAKEN.values(), *NESTS.values(), *OTHERS.values()):
+        is_taken = make not in OTHERS.values() and not (_is_refused_bool(make) and "reduce" in verb)
+
+        def run() -> Any:
+            value = make(strategy.communicator.rank)  # noqa: B023
+            [found] = strategy.experimental_local_results(strategy.run(lambda: call(mpistrat.get_replica_context(), value)))
+            return found
+
+        _check(run, make if is_taken else None, expect, strategy.communicator, lambda value: flatten(value)[0])
+
+
+@pytest.mark.parametrize("verb", OF_STRATEGIES)
+def test_a_strategy(strategy, verb):
+    call, expect = OF_STRATEGIES[verb]
+    for make in (*TAKEN.values(), *NESTS.values(), *OTHERS.values()):
+        is_taken = make not in OTHERS.values() and not (_is_refused_bool(make) and verb == "reduce")
+
+        def run() -> Any:
+            value = make(strategy.communicator.rank)  # noqa: B023
+            return call(strategy, strategy.run(lambda: value))
+
+        _check(run, make if is_taken else None, expect, strategy.communicator, lambda value: flatten(value)[0])
+
+
+def _is_refused_bool(make: Any) -> bool:
+    return isinstance(make(0), bool)
+
+
+# verbs with `out`: the call, and the elements of the result of 2 elements for each rank
+WITH_OUT = {
+    "all_reduce": (lambda c, x, out: c.all_reduce("sum", x, out=out), _sum, lambda size: 2 * size),
+    "all_reduce mean": (lambda c, x, out: c.all_reduce("mean", x, out=out), _mean, lambda size: 2 * size),
+    "start_all_reduce": (lambda c, x, out: c.start_all_reduce("sum", x, out=out).wait(), _sum, lambda size: 2 * size),
+    "reduce_scatter": (lambda c, x, out: c.reduce_scatter("sum", x, out=out), _scattered, lambda size: 2),
+    "all_gather": (lambda c, x, out: c.all_gather(x, out=out), _gathered, lambda size: 2 * size * size),
+    "broadcast": (lambda c, x, out: c.broadcast(x, out=out), lambda parts, rank: parts[0], lambda size: 2 * size),
+}
+# of a value and an `out` that would fit, what does not
+MISFITS = {
+    "read-only": lambda x, out: (x, _read_only(out)),
+    "unaligned": lambda x, out: (x, _unaligned(out)),
+    "strided": lambda x, out: (x, np.repeat(out, 2)[::2]),
+    "another dtype": lambda x, out: (x, out.astype("f4")),
+    "another length": lambda x, out: (x, np.append(out, out)),
+    "a masked array": lambda x, out: (x, np.ma.array(out)),
+    "objects": lambda x, out: (x, out.astype(object)),
+    "a number": lambda x, out: (x, 1.0),
+    "a list for an array": lambda x, out: (x, [out]),
+    "an array for a list": lambda x, out: ([x], out),
+    "None in a list": lambda x, out: ([x], [None]),
+    "fewer": lambda x, out: ([x, x], [out]),
+    "one twice": lambda x, out: ([x, x], [out, out]),
+    "overlapping": lambda x, out: ([x, x], [(both := np.zeros(out.size + 1))[1:], both[:-1]]),
+    "the same memory": lambda x, out: ([x, x], [out, out[:]]),
+}
+
+
+@pytest.mark.parametrize("verb", WITH_OUT)
+def test_results_may_be_written_over_what_is_yet_to_be_sent(ops, verb):
+    call, expect, count = WITH_OUT[verb]
+    length = 2 * ops.size
+    parts = [np.arange(length) + 10.0 * rank for rank in range(ops.size)]
+    doubled = [2 * part for part in parts]
+    for _ in range(3):
+        memory = np.zeros(count(ops.size) + length + 1)
+        x, out = memory[1 : length + 1], memory[: count(ops.size)]
+        x[:] = parts[ops.rank]
+        assert call(ops, x, out) is out
+        assert out.tolist() == expect(parts, ops.rank).tolist()
+        x[:] = doubled[ops.rank]
+        found = call(ops, [parts[ops.rank], x], [out, other := np.empty(out.size).view(Named)])
+        assert found[0] is out
+        assert found[1] is other
+        assert out.tolist() == expect(parts, ops.rank).tolist()
+        assert other.tolist() == expect(doubled, ops.rank).tolist()
+
+
+def test_known_calls_refuse_overlapping_results_too(ops):
+    ops.is_strict = False
+    pair, memory = [np.ones(40_000), np.ones(40_000)], np.zeros(60_000)
+    for _ in range(2):
+        assert ops.all_reduce("sum", pair, out=[array.copy() for array in pair])[1][0] == ops.size
+    with pytest.raises(MpistratError, match="overlap"):
+        ops.all_reduce("sum", pair, out=[memory[:40_000], memory[20_000:]])
+    results = [array.copy() for array in pair]
+    with pytest.raises(MpistratError, match="got 3"):
+        ops.all_reduce("sum", pair, out=[results[0], *results])
+    assert ops.all_reduce("sum", np.ones(2)).tolist() == [ops.size] * 2
+
+
+@pytest.mark.parametrize("verb", WITH_OUT)
+def test_an_out_that_does_not_fit_is_refused_on_every_rank(ops, verb):
+    call, _, count = WITH_OUT[verb]
+    for misfit in MISFITS.values():
+        for rank in {0, ops.size - 1, None}:
+            x, out = np.ones(2 * ops.size), np.zeros(count(ops.size))
+            is_wrong = rank in (None, ops.rank)
+            given, target = misfit(x, out) if is_wrong else (x, out)
+            if not is_wrong and isinstance(misfit(x, out)[0], list):
+                given, target = [x], [out]
+            with pytest.raises(MpistratError):
+                call(ops, given, target)
+            ops.barrier()
+            assert ops.all_reduce("sum", np.ones(2)).tolist() == [ops.size] * 2

@@ -1,0 +1,129 @@
+"""Addresses of device arrays: high ones, empty arrays that are nowhere, parts, and what is not a flat array."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from mpistrat.device.abstract import address
+from mpistrat.device.kernels import SegmentTable
+from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
+from mpistrat.packing.layout import Layout
+from tests.gpu.stand_in import StandInDevice
+
+F32 = np.dtype(np.float32)
+HIGH = 2**64 - 4096
+
+
+class Advertised:
+    """An array of another library: nothing is known of it but what it advertises."""
+
+    def __init__(self, start, count=8, strides=(4,), is_read_only=False):
+        self.start, self.size, self.strides, self.is_read_only = start, count, strides, is_read_only
+        self.dtype, self.itemsize, self.shape, self.ndim = F32, 4, (count,), 1
+
+    @property
+    def __cuda_array_interface__(self):
+        return {"shape": self.shape, "typestr": "<f4", "data": (self.start, self.is_read_only), "version": 3}
+
+
+class Recorded(StandInDevice):
+    """Keeps what it would launch, with the table of addresses as it was then."""
+
+    def __init__(self):
+        super().__init__()
+        self.launched = []
+        self.kernels = self
+
+    def launch(self, kernel, num_blocks, arguments):
+        table, _, count, _ = map(int, arguments)
+        held = (ctypes.c_uint64 * (3 * count)).from_address(table)
+        self.launched.append(np.array(held).reshape(-1, 3).tolist())
+
+    def finish(self):
+        while not self.current_stream().record().done():
+            pass
+
+
+@pytest.fixture
+def device():
+    device = Recorded()
+    yield device
+    device.close()
+
+
+@pytest.mark.parametrize("start", [0, 256, 2**47 - 256, 2**57 - 256, 2**63, HIGH])
+def test_an_address_is_taken_as_it_is_advertised(start):
+    assert address(Advertised(start)) == start
+    assert address(Advertised(np.uint64(start))) == start
+    assert type(address(Advertised(np.uint64(start)))) is int
+    assert address(Advertised(start, is_read_only=True)) == start
+
+
+def test_a_table_holds_every_address():
+    table = SegmentTable([2, 3], F32, F32)
+    table.point([HIGH, 2**63], [2**57, 8])
+    assert table.rows.tolist() == [[HIGH, 2**57, 2], [2**63, 8, 3]]
+    with pytest.raises(OverflowError):
+        table.point([-8, 0], [16, 32])
+
+
+def test_a_high_array_is_read_at_its_segments(device):
+    layout = Layout([8, 8])
+    buffer = device.allocate(4 * 16).view(F32)
+    start = buffer.ctypes.data
+    list(DeviceCopyIn(device, layout, 6, 12, buffer[:6], [F32] * 2).run([Advertised(HIGH), Advertised(2**63)]))
+    device.finish()
+    assert device.launched == [[[HIGH + 24, start, 2], [2**63, start + 8, 4]]]
+
+
+def test_a_part_of_an_array_begins_where_it_begins(device):
+    memory = device.allocate(4 * 10).view(F32)
+    assert address(memory[3:]) == address(memory) + 12
+    assert address(memory[4:].view(np.uint8)[2:]) == address(memory) + 18
+
+
+def test_empty_arrays_are_nowhere_and_move_nothing(device):
+    layout = Layout([0, 8, 0])
+    buffer = device.allocate(4 * 8).view(F32)
+    arrays = [Advertised(0, 0), Advertised(2**40), Advertised(0, 0)]
+    list(DeviceCopyIn(device, layout, 0, 8, buffer, [F32] * 3).run(arrays))
+    list(DeviceCopyOut(device, layout, 0, 8, [(0, 8, buffer)], 1, [F32] * 3).run(arrays))
+    device.finish()
+    start = buffer.ctypes.data
+    assert device.launched == [[[2**40, start, 8]], [[start, 2**40, 8]]]
+
+
+def test_a_bucket_of_empty_arrays_launches_nothing(device):
+    layout = Layout([0, 0])
+    buffer = device.allocate(0).view(F32)
+    arrays = [Advertised(0, 0), Advertised(0, 0)]
+    for _ in range(2):
+        list(DeviceCopyIn(device, layout, 0, 0, buffer, [F32] * 2).run(arrays))
+        list(DeviceCopyOut(device, layout, 0, 0, [(0, 0, buffer)], 1, [F32] * 2).run(arrays))
+        list(DeviceCopyOut(device, layout, 0, 0, [], 1, [F32] * 2).run(arrays))
+    device.finish()
+    assert device.launched == []
+
+
+def test_a_table_is_sent_only_where_addresses_have_changed(device):
+    layout = Layout([8, 8])
+    buffer = device.allocate(4 * 16).view(F32)
+    sent = []
+    stream = device.current_stream()
+    copy, stream.copy = stream.copy, lambda *arguments: (sent.append(arguments), copy(*arguments))
+    pack = DeviceCopyIn(device, layout, 0, 16, buffer, [F32] * 2)
+    for first, second in ((256, 512), (256, 512), (256, 1024), (256, 1024), (256, 512)):
+        list(pack.run([Advertised(first), Advertised(second)]))
+    device.finish()
+    assert len(sent) == 3
+    assert [rows[1][0] for rows in device.launched] == [512, 512, 1024, 1024, 512]
+
+
+@pytest.mark.parametrize("strides", [(8,), (-4,), (0,)])
+def test_what_is_not_flat_is_refused(device, strides):
+    buffer = device.allocate(4 * 8).view(F32)
+    with pytest.raises(AssertionError, match="not flat"):
+        list(DeviceCopyIn(device, Layout([8]), 0, 8, buffer, [F32]).run([Advertised(4096, strides=strides)]))

@@ -1,0 +1,38 @@
+"""What the dispatcher says of scheduled functions while a thread beside the program takes their results."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+from mpistrat.parameter_server import dispatcher
+from mpistrat.parameter_server.dispatcher import Dispatcher, ScheduledCall
+from mpistrat.parameter_server.messages import Received, Result
+
+
+def made(monkeypatch, results):
+    """Return a dispatcher of one worker that gets some results, and then none."""
+    channel = MagicMock(lost=frozenset(), survives=False)
+    channel.group.workers, channel.payload.return_value, channel.left.return_value = (1,), b"", []
+    monkeypatch.setattr(dispatcher, "Receiver", lambda *arguments: SimpleNamespace(poll=lambda: next(results, None)))
+    return Dispatcher(MagicMock(channel=channel, dropped=[]))
+
+
+def test_it_is_idle_only_when_the_result_that_has_come_is_there(monkeypatch):
+    value, looked = MagicMock(), []
+    call = ScheduledCall(MagicMock(number=0), lambda worker: b"", value)
+    found = made(monkeypatch, iter([None, Received(1, Result(call.number, False), 0, memoryview(b""))]))
+    monkeypatch.setattr(found, "_beside", MagicMock())
+    found.submit(call)
+    with ThreadPoolExecutor(1) as program:
+
+        def look(data):
+            asked = program.submit(found.is_idle)
+            time.sleep(0.05)
+            looked.append(asked.done() and asked.result())
+
+        value.set_data = look
+        assert not found.is_idle()
+        found.pump()
+    assert looked == [False]
+    assert found.is_idle()
