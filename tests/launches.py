@@ -27,7 +27,7 @@ from tests.rank_report import LEFT_OUT, RankReport
 __all__ = ["Launch", "needs_ranks", "up_to_ranks"]
 
 NUM_RANKS = (1, 2, 3, 4, 8)
-LAUNCH_SECONDS = 3600.0
+LAUNCH_SECONDS = 1800.0
 TEST_SECONDS = 300  # a test that takes longer shows where each rank stands, and ends its launch
 
 _RANKS = Path(__file__).parent / "ranks"

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Protocol
 
 from mpistrat.launch import abort
+from mpistrat.transports.window import free_open_windows
 from mpistrat.watch import watcher
 
 
@@ -44,8 +45,17 @@ def _watch_finalize() -> None:
 
 def _before_finalize() -> None:
     _confirm_at_exit()
+    _refuse("the program has called MPI_Finalize; do that after the last collective")
+
+
+def _after_end() -> None:
+    _refuse("the programs of all ranks have ended: this exit handler is called too late; register it after the first strategy")
+    free_open_windows()
+
+
+def _refuse(why: str) -> None:
     for guard in list(_guards):
-        guard.refuse_from_now_on("the program has called MPI_Finalize; do that after the last collective")
+        guard.refuse_from_now_on(why)
 
 
 def _confirm_at_exit() -> None:
@@ -64,4 +74,5 @@ def _refuse_in_child() -> None:
 
 
 watcher.call_before_end(_confirm_at_exit)
+watcher.call_after_end(_after_end)
 os.register_at_fork(after_in_child=_refuse_in_child)

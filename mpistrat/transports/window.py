@@ -37,6 +37,7 @@ __all__ = [
     "MOST_READ_BYTES",
     "RESULT",
     "NodeWindow",
+    "free_open_windows",
     "small_slot_bytes",
     "window_refusal",
 ]
@@ -54,6 +55,8 @@ SMALL_SLOTS = 4
 _CACHE_LINE_BYTES = 64
 _MOST_BARRIERS = 1 << 16
 """The barriers of one call are closer together than this; several are in flight where its operations take turns."""
+_open: list[MPI.Win] = []
+"""The windows of this process, in the order of their creation, in which ranks agree on the windows that they share."""
 
 
 def small_slot_bytes(num_ranks: int) -> int:
@@ -72,6 +75,23 @@ def window_refusal(group: Group) -> str:
     if not group.comm.allreduce(together, MPI.LAND):
         return f"the ranks of {group.name} do not share memory"
     return ""
+
+
+def free_open_windows() -> None:
+    """Free what windows are left when the programs of all ranks have ended. A collective call.
+
+    Otherwise Open MPI's MPI_Finalize frees them in the order of their handles, which may differ between ranks. Freeing is a
+    barrier, so ranks would wait for each other in different windows, for ever.
+    """
+    while _open:
+        _free(_open[0])
+
+
+def _free(window: MPI.Win) -> None:
+    if window in _open:
+        _open.remove(window)
+        window.Unlock_all()
+        window.Free()
 
 
 class NodeWindow:
@@ -148,16 +168,14 @@ class NodeWindow:
         """Free the arenas. A collective call."""
         if self._window is not None:
             self.arenas = []
-            self._window.Unlock_all()
-            self._window.Free()
+            _free(self._window)
             self._window = None
 
     def dispose(self) -> None:
         """Free the control window too; nothing can be shared any more. A collective call."""
         self.close()
         self.words, self.others, self.compared, self.small = [], [], [], []
-        self._control.Unlock_all()
-        self._control.Free()
+        _free(self._control)
 
     def walk(self, starts: range) -> range:
         """Return `starts`, reversed every other time: the cache still holds what the last exchange used last."""
@@ -275,6 +293,7 @@ class NodeWindow:
         failures = [text for text in self.group.comm.allgather(failure) if text]
         if window is None or failures:  # other ranks may have the window, but it can be freed by all ranks only
             raise TransportError(f"{self.group.name}: MPI cannot allocate shared memory: {failures[0]}")
+        _open.append(window)
         window.Lock_all(MPI.MODE_NOCHECK)
         memory: list[Any] = [window.Shared_query(rank)[0] for rank in range(self.group.size)]
         return window, memory

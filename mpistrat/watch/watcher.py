@@ -33,7 +33,7 @@ from mpistrat.watch.verdict import Finding, Notice, Notices, judge
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Watcher", "call_before_end", "introduce", "start", "watcher"]
+__all__ = ["Watcher", "call_after_end", "call_before_end", "introduce", "start", "watcher"]
 
 WAKE_SECONDS = 0.25
 # a rank that has waited this long surveys the others
@@ -55,6 +55,7 @@ _lock = threading.Lock()
 _watcher: Watcher | None = None
 _warned: set[str] = set()
 _before_end: list[Callable[[], None]] = []
+_after_end: list[Callable[[], None]] = []
 
 
 class Watcher:
@@ -173,6 +174,8 @@ class Watcher:
             all_have_ended = self._wait_for_all(messages.comm)
             if all_have_ended and self._wants_trace:
                 _write_trace(messages.comm, self._own)
+            for call in _after_end if all_have_ended else ():
+                call()
         self._stopping = True
         self._wake.set()
         self._thread.join(LONGEST_GOODBYE_SECONDS)
@@ -398,6 +401,11 @@ def start(size: int | None = None) -> Watcher | None:
 def call_before_end(call: Callable[[], None]) -> None:
     """Have a function called when the program ends, while its collectives are still watched."""
     _before_end.append(call)
+
+
+def call_after_end(call: Callable[[], None]) -> None:
+    """Have a function called when the programs of all ranks have ended, unless one has failed. It may be a collective call."""
+    _after_end.append(call)
 
 
 def _end() -> None:

@@ -84,6 +84,31 @@ def test_exits_that_say_nothing_is_wrong_end_normally(job: Job) -> None:
     assert (ended.code, ended.stderr) == (0, "")
 
 
+def test_ranks_that_hold_different_shared_windows_end(job: Job) -> None:
+    # Open MPI frees windows in the order of their handles, and those of closed communicators are used again
+    program = """
+        import atexit
+        import numpy as np
+
+        @atexit.register
+        def call_late():
+            try:
+                last.all_reduce("sum", np.ones(4))
+            except mpistrat.errors.UnavailableError as error:
+                print("the programs of all ranks have ended" in str(error))
+
+        import mpistrat
+        half = mpistrat.Communicator(comm.Split(comm.rank % 2))
+        whole = mpistrat.Communicator(comm)
+        if comm.rank % 2:
+            half.close()
+        last = mpistrat.Communicator(comm)
+        note_fault()
+    """
+    ended = job(4, program)
+    assert (ended.code, ended.stderr, ended.stdout) == (0, "", "True\n" * 4)
+
+
 def test_ctrl_c_on_all_ranks_is_one_line(job: Job) -> None:
     ended = job(3, "mine.Barrier(); note_fault(); signal.raise_signal(signal.SIGINT); time.sleep(1000)")
     assert ended.code == 130
