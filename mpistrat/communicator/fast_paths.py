@@ -43,6 +43,7 @@ Run = Callable[[Sequence[Array], Sequence[Array] | None], list[Array]]
 
 _SIGNATURE = attrgetter("shape", "dtype", "__class__")
 _DEFAULT = 0
+_READABLE = 0x0101  # of flags.num: C_CONTIGUOUS and ALIGNED
 
 
 @dataclass(frozen=True)
@@ -174,8 +175,7 @@ class FastPaths:
             elif source is not in_place:
                 if type(source) is not ndarray or source.dtype is not dtype or source.size != size:
                     return False
-                flags = source.flags
-                if not (flags.c_contiguous and flags.aligned):
+                if source.flags.num & _READABLE != _READABLE:
                     return False
                 if (source.base is not None or target.base is not None) and may_share_memory(source, target):
                     return False

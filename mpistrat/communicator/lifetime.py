@@ -56,6 +56,7 @@ def _after_end() -> None:
 def _refuse(why: str) -> None:
     for guard in list(_guards):
         guard.refuse_from_now_on(why)
+    _guards.clear()
 
 
 def _confirm_at_exit() -> None:

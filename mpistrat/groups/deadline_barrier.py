@@ -36,6 +36,7 @@ _WAITING = False
 
 # MPI may show a message only some probes after the one that received it
 _PROBES = 8
+_SPINS = 64
 
 
 class DeadlineBarrier:
@@ -85,8 +86,12 @@ class DeadlineBarrier:
     def _wait(
         self, request: MPI.Request, what: Callable[[], str], seconds: float, absent: Callable[[], Collection[int]]
     ) -> Iterator[bool]:
+        test = request.Test
+        for _ in range(_SPINS):  # before this rank lets go of its core
+            if test():
+                return
         deadline, grace_ends = time.monotonic() + seconds if seconds else math.inf, math.inf
-        while not request.Test():
+        while not test():
             self._listen()
             now = time.monotonic()
             if grace_ends < math.inf:

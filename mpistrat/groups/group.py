@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Callable, Iterator
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from mpistrat.settings import CHECK, Snapshot
@@ -13,7 +15,6 @@ if TYPE_CHECKING:
 
 _CHANNELS = 32
 _FIRST_TAG, _MAX_TAG = 1 << 15, 1 << 30  # smaller tags are used for messages outside of calls
-_MULTIPLIER, _MASK = 0x9E3779B97F4A7C15, (1 << 62) - 1
 MOST_UNCONFIRMED, _BYTES_PER_CALL = 64, 1 << 13
 
 _to_confirm: set[CurrentCall] = set()  # keeps them: ranks collect garbage at different times, and compare at exit together
@@ -69,12 +70,11 @@ class CurrentCall:
     def settle(self) -> None:
         """Confirm the calls that have not been confirmed yet. A collective call if there are any."""
         if self.unconfirmed:
-            self.unconfirmed = history = 0
-            for digest in self.calls:
-                history = (history * _MULTIPLIER + digest) & _MASK
+            self.unconfirmed = 0
+            history = blake2b(array("Q", self.calls), digest_size=7).digest()
             self.calls.clear()
             _to_confirm.discard(self)
-            self.confirm(history)
+            self.confirm(int.from_bytes(history, "little"))
 
 
 def weight(nbytes: int) -> int:
