@@ -1,10 +1,10 @@
-"""All lanes in one session: `lanes` says what there is, `beside` what runs at a time, `launches` how tests/ranks runs."""
+"""All lanes in one session: `lanes` says what there is and what runs at a time, `launches` how tests/ranks runs."""
 
 import os
 
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["tests.lanes", "tests.launches", "tests.beside"]
+pytest_plugins = ["tests.launches", "tests.lanes"]
 
 os.environ["MPISTRAT_STRICT"] = "1"
 os.environ["MPISTRAT_TUNING"] = "off"  # what was measured on this machine changes no test

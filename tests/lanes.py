@@ -1,5 +1,8 @@
 """The lanes: what kinds of tests there are, what each needs, and the last word of a session: how many of each ran, how long.
 
+A session of all tests has two workers of pytest-xdist, if there are several cores: one makes the launches of tests/ranks while
+the other takes what needs one core, file by file; what mostly waits comes last.
+
 A lane is a folder of tests/; tests directly in it are the lane `quality`. A lane that cannot run on this machine says why,
 and that is a failure where MPISTRAT_REQUIRE_LANES (names joined by commas) demands the lane. A lane that runs nothing for
 no such reason fails the session, unless tests were selected.
@@ -9,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import PurePosixPath
@@ -19,6 +22,7 @@ import pytest
 from mpistrat.device.cuda import count_visible
 from mpistrat.text import format_elapsed
 from tests.hosts import lab
+from tests.launches import is_one_rank
 from tests.slurm import cluster
 
 __all__ = ["LANES", "is_selection", "lane_of"]
@@ -37,6 +41,9 @@ LANES: dict[str, Callable[[], str]] = {
 }
 
 
+_ORDER = ("docs", "quality", "unit", "tools", "hosts", "slurm", "gpu", "faults", "ranks")
+
+
 def is_selection(config: pytest.Config) -> bool:
     """Return whether a session runs some tests rather than all."""
     option = config.option
@@ -51,15 +58,26 @@ def lane_of(nodeid: str) -> str:
     return parts[1] if len(parts) > 1 and parts[1] in LANES else "quality"
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object]:
+    option = config.option
+    is_live = option.usepdb or option.capture == "no" or option.numprocesses is not None
+    is_first = not (is_one_rank(config) or hasattr(config, "workerinput"))
+    if is_first and not is_live and not is_selection(config) and len(os.sched_getaffinity(0)) > 1:
+        option.numprocesses, option.dist, option.loadscopereorder = 2, "loadfile", False
+    return (yield)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     unknown = _required() - set(LANES)
     if unknown:
         raise pytest.UsageError(f"MPISTRAT_REQUIRE_LANES names {', '.join(sorted(unknown))}; lanes are {', '.join(LANES)}")
-    if not config.getoption("--with-mpi"):
+    if not config.getoption("--with-mpi") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Summary(config), "mpistrat-lanes")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _ORDER.index(lane_of(item.nodeid)))
     for item in items:
         reason = _reason(lane_of(item.nodeid))
         if reason:

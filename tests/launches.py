@@ -22,11 +22,11 @@ import pytest
 from mpistrat.launch.environment import detect
 from mpistrat.launch.mpiexec import command
 from tests.processes import run_bounded
-from tests.rank_report import LEFT_OUT, RankReport
 
-__all__ = ["Launch", "needs_ranks", "up_to_ranks"]
+__all__ = ["Launch", "needs_ranks", "on_ranks", "up_to_ranks"]
 
 NUM_RANKS = (1, 2, 3, 4, 8)
+MOST_RANKS = 4  # of a test that says nothing else: more are processes that share two cores
 LAUNCH_SECONDS = 1800.0
 TEST_SECONDS = 300  # a test that takes longer shows where each rank stands, and ends its launch
 
@@ -40,8 +40,13 @@ def needs_ranks(minimum: int) -> pytest.MarkDecorator:
 
 
 def up_to_ranks(maximum: int) -> pytest.MarkDecorator:
-    """Mark tests of what is the same on more ranks, and on nodes of other shapes: larger launches leave them out."""
+    """Mark a test that is tried on up to so many ranks rather than on up to MOST_RANKS."""
     return pytest.mark.mpi(max_size=maximum)
+
+
+def on_ranks(*numbers: int) -> pytest.MarkDecorator:
+    """Mark a test that proves no more on other numbers of ranks than on these."""
+    return pytest.mark.mpi(sizes=numbers)
 
 
 def is_one_rank(config: pytest.Config) -> bool:
@@ -112,7 +117,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     yield
     if is_one_rank(config):
         _leave_out_those_of_other_launches(config, items)
-    items.extend(launches)
+    items[:0] = launches
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -195,6 +200,25 @@ class Launch(pytest.Item):
         return ["--with-mpi", *quiet, *chosen, *(["-x"] if option.maxfail == 1 else []), *selected]
 
 
+class RankReport:
+    """The plugin of rank 0's session: writes the outcome of every test, which all ranks have agreed on, to a JSON file."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._results: list[dict[str, str]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            text = (
+                str(report.longrepr[2]).removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else report.longreprtext
+            )
+            outcome = {"test": report.nodeid, "when": str(report.when), "outcome": report.outcome, "text": text}
+            self._results.append(outcome)
+
+    def pytest_sessionfinish(self) -> None:
+        self._path.write_text(json.dumps(self._results))
+
+
 class RanksFailedError(Exception):
     """A launch, or tests in it, failed; the message says which and how."""
 
@@ -203,24 +227,18 @@ def _leave_out_those_of_other_launches(config: pytest.Config, items: list[pytest
     """Deselect the tests of fewer or more ranks than these; skipped, each would begin and end on all ranks."""
     view = detect()
     size = view.size or 1 if view else 1
-    reasons = {item: reason for item in items if (reason := _other_launches(item, size))}
-    config.stash[LEFT_OUT] = {item.nodeid: reason for item, reason in reasons.items()}
-    config.hook.pytest_deselected(items=list(reasons))
-    items[:] = [item for item in items if item not in reasons]
+    config.hook.pytest_deselected(items=[item for item in items if not _runs_on(item, size)])
+    items[:] = [item for item in items if _runs_on(item, size)]
 
 
-def _other_launches(item: pytest.Item, size: int) -> str:
-    """Return which launches run a test, if one of so many ranks does not."""
-    for mark in item.iter_markers("mpi"):
-        unknown = set(mark.kwargs) - {"min_size", "max_size"}
-        if unknown:
-            raise pytest.UsageError(f"{item.nodeid}: unknown {sorted(unknown)} in its mpi mark; see tests/launches.py")
-        minimum, maximum = mark.kwargs.get("min_size", size), mark.kwargs.get("max_size", size)
-        if size < minimum:
-            return f"needs {minimum} ranks"
-        if size > maximum:
-            return f"up to {maximum} ranks have all of it"
-    return ""
+def _runs_on(item: pytest.Item, size: int) -> bool:
+    marks = [mark.kwargs for mark in item.iter_markers("mpi")]
+    unknown = set().union(*marks) - {"min_size", "max_size", "sizes"}
+    if unknown:
+        raise pytest.UsageError(f"{item.nodeid}: unknown {sorted(unknown)} in its mpi mark; see tests/launches.py")
+    minima, maxima, sizes = ([mark[key] for mark in marks if key in mark] for key in ("min_size", "max_size", "sizes"))
+    most = min(maxima, default=size if sizes else MOST_RANKS)
+    return max(minima, default=1) <= size <= most and all(size in each for each in sizes)
 
 
 def _is_in_lane(argument: str, config: pytest.Config) -> bool:

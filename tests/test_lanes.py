@@ -21,11 +21,55 @@ def session(tmp_path):
     (tmp_path / "tests" / "unit").mkdir(parents=True)
     (tmp_path / "tests" / "unit" / "test_one.py").write_text("def test_one():\n    pass\n")
 
-    def run(*arguments: str, **env: str):
-        argv = [sys.executable, "-m", "pytest", "-p", "tests.lanes", "-p", "no:cacheprovider", "--color=no", *arguments]
+    def run(*arguments: str, workers: str = "-n0", **env: str):
+        argv = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "tests.lanes",
+            "-p",
+            "no:cacheprovider",
+            "--color=no",
+            *workers.split(),
+            *arguments,
+        ]
         return run_bounded(argv, 60, {**os.environ, "PYTHONPATH": str(_ROOT), **env}, tmp_path)
 
     return run
+
+
+# both wait for each other: in one process, or in turns, neither would go on
+_MEETING = """
+import os, time
+from pathlib import Path
+
+folder = Path(__file__).parents[2]
+
+def test_meets():
+    (folder / "{mine}").write_text(str(os.getpid()))
+    deadline = time.monotonic() + 30
+    while not (folder / "{theirs}").exists():
+        assert time.monotonic() < deadline, "nobody runs beside this"
+        time.sleep(0.01)
+
+def test_one(): pass
+def test_two(): pass
+def test_three(): pass
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="on one core all tests run in one process")
+def test_files_of_a_whole_session_run_beside_each_other_and_those_of_a_selection_do_not(session, tmp_path):
+    for lane, mine, theirs in (("faults", "a", "b"), ("docs", "b", "a")):
+        (tmp_path / "tests" / lane).mkdir()
+        (tmp_path / "tests" / lane / f"test_{mine}.py").write_text(_MEETING.format(mine=mine, theirs=theirs))
+    done = session(workers="")
+    assert "faults   4 run in " in done.stdout, done.stdout
+    assert "docs     4 run in " in done.stdout
+    assert "9 passed" in done.stdout
+    assert (tmp_path / "a").read_text() != (tmp_path / "b").read_text()
+    assert "workers" not in session("tests/unit", workers="").stdout
 
 
 def test_a_lane_that_runs_nothing_fails_the_session(session):

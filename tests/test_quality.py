@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.mistakes import mistakes
 from tests.processes import run_bounded
 
 _ROOT = Path(__file__).parents[1]
@@ -152,3 +153,8 @@ def test_the_architecture_page_names_every_package():
     page = (_ROOT / "docs" / "explanation" / "architecture.md").read_text()
     packages = [path.parent.name for path in sorted(_PACKAGE.glob("*/__init__.py"))]
     assert [name for name in packages if f"`{name}`" not in page] == []
+
+
+def test_the_text_of_each_planted_mistake_stands_in_its_file_once():
+    moved = [one for one in mistakes() if (_PACKAGE / one.file).read_text().count(one.old) != 1]
+    assert not moved, "\n".join(f"{one.file}: {one.old!r}; change tests/mistakes/planted.txt" for one in moved)

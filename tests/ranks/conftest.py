@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from mpistrat.groups.hierarchy import Hierarchy
     from mpistrat.strategy.strategy import Strategy
 
-# The node shapes of each number of ranks. Of 8 ranks those that fewer have not: several nodes of several ranks.
+# The node shapes of each number of ranks. Of 4 and 8 ranks those that fewer have not: several nodes of several ranks.
 SHAPES = {
     1: ("1x1",),
     2: ("1x2", "2x1"),
     3: ("1x3", "2+1", "3x1"),
-    4: ("1x4", "2x2", "3+1", "2x2:cyclic", "4x1"),
+    4: ("1x4", "3+1", "2x2:cyclic"),
     8: ("2x4", "4x2:cyclic", "3+1+2+2"),
 }
 # What a strategy makes of its collectives hangs less on the shape: one equal and one unequal of each will do.

@@ -14,6 +14,7 @@ from mpi4py import MPI
 import mpistrat
 import mpistrat.mpi4py
 from mpistrat.communicator.options import CommunicationOptions
+from tests.launches import on_ranks
 
 MODULES_OF_A_SMALL_ARRAY = 7
 MODULES_OF_A_GRADIENT, FUNCTIONS_OF_A_GRADIENT = 14, 44
@@ -116,19 +117,17 @@ def fewest_passed(comm, op, value):
     return modules, functions
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_one_small_array_passes_few_modules(comm, monkeypatch, num_nodes):
-    if comm.size != 2:
-        pytest.skip("two ranks tell all")
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", "1x2" if num_nodes == 1 else "2x1")
     modules, _ = fewest_passed(comm, "sum", np.ones(1))
     assert len(modules) <= MODULES_OF_A_SMALL_ARRAY, modules
 
 
+@on_ranks(4)
 def test_a_gradient_passes_few_modules_and_functions(comm, monkeypatch):
-    if comm.size != 4:
-        pytest.skip("four ranks on two nodes are meant")
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", "2x2")
     modules, functions = fewest_passed(comm, "mean", [np.ones(1 << 19, np.float32)] * 2)
@@ -136,10 +135,9 @@ def test_a_gradient_passes_few_modules_and_functions(comm, monkeypatch):
     assert len(functions) <= FUNCTIONS_OF_A_GRADIENT, functions
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_every_form_of_a_call_is_fast_the_second_time(comm, monkeypatch, shape, strict):
-    if comm.size != 2:
-        pytest.skip("two ranks tell all")
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
     communicator = mpistrat.Communicator(comm)
@@ -161,9 +159,8 @@ def test_every_form_of_a_call_is_fast_the_second_time(comm, monkeypatch, shape, 
     ],
     ids=lambda ops: type(ops).__name__,
 )
+@on_ranks(2)
 def test_every_form_of_a_call_of_replicas_is_fast_the_second_time(comm, monkeypatch, ops):
-    if comm.size != 2:
-        pytest.skip("two ranks tell all")
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     strategy = mpistrat.MirroredStrategy(cross_device_ops=ops)
     x, y = np.ones(3), np.empty(3)
@@ -192,9 +189,8 @@ def test_every_form_of_a_call_of_replicas_is_fast_the_second_time(comm, monkeypa
     assert max(several) <= (CALLS_OF_ARRAYS if is_one_call else CALLS_OF_A_PLAN)
 
 
+@on_ranks(2)
 def test_small_sums_of_a_wrapped_communicator_go_straight_to_mpi(comm, monkeypatch):
-    if comm.size != 2:
-        pytest.skip("two ranks tell all")
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     wrapped = mpistrat.mpi4py.wrap(comm)
     x, y = np.ones(1), np.empty(1)

@@ -20,7 +20,9 @@ from mpistrat.errors import (
     SettingError,
     TransportError,
 )
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
+
+pytestmark = up_to_ranks(3)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from mpistrat.errors import AgreementError, InvalidArgumentError, TransportError
 from mpistrat.reduction import ReduceOp
 from tests.launches import needs_ranks, up_to_ranks
 
-pytestmark = up_to_ranks(4)
+pytestmark = up_to_ranks(3)
 
 FAMILY = [
     HierarchicalAllReduce,

@@ -17,10 +17,9 @@ from mpistrat.errors import AgreementError, DeadlineExceededError, UnavailableEr
 from mpistrat.groups.agreement import ROW
 from mpistrat.groups.deadline_barrier import LONGEST_GRACE_SECONDS
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.launch.bootstrap import start
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
-from tests.launches import needs_ranks, up_to_ranks
+from tests.launches import needs_ranks, on_ranks, up_to_ranks
 
 SUM = ReduceOp.SUM
 SECONDS = 0.3
@@ -28,8 +27,7 @@ SECONDS = 0.3
 PATIENCE_SECONDS = SECONDS + LONGEST_GRACE_SECONDS + 3
 
 SHAPES = {2: "2x1", 4: "2x2"}
-# these tests wait, for most of their time
-pytestmark = [up_to_ranks(4), pytest.mark.skipif(start().size == 3, reason="deadlines are tried on 2 and 4 ranks")]
+pytestmark = on_ranks(2, 4)  # these tests wait, for most of their time
 ONES = np.ones(10, np.float32)
 
 
@@ -82,7 +80,7 @@ def late(comm, ops, *ranks):
     ops.hierarchy.close()
 
 
-@needs_ranks(2)
+@on_ranks(4)
 @pytest.mark.parametrize(("verb", "strict"), [*product(VERBS, "0"), *product(["flat", "chunks", "barrier"], "1")])
 def test_every_verb_ends_and_names_who_is_missing(comm, monkeypatch, verb, strict):
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
@@ -108,7 +106,6 @@ def test_every_verb_ends_and_names_who_is_missing(comm, monkeypatch, verb, stric
             again(ops, None)
 
 
-@needs_ranks(2)
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_the_first_call_of_a_shape_has_the_deadline_too(comm, monkeypatch, strict):
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
@@ -127,7 +124,6 @@ def test_several_that_are_missing_are_all_named(comm):
         ops.barrier(within(SECONDS))
 
 
-@needs_ranks(2)
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_the_shortest_deadline_holds_for_all(comm, monkeypatch, strict):
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
@@ -141,7 +137,6 @@ def test_the_shortest_deadline_holds_for_all(comm, monkeypatch, strict):
         assert "whose deadline had passed; not all ranks have arrived" in str(caught.value)
 
 
-@needs_ranks(2)
 def test_in_strict_mode_a_rank_without_a_deadline_hears_of_others(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "1")
     ops = make(comm)
@@ -149,7 +144,6 @@ def test_in_strict_mode_a_rank_without_a_deadline_hears_of_others(comm, monkeypa
         ops.barrier(within(SECONDS) if comm.rank == 0 else None)
 
 
-@needs_ranks(2)
 def test_a_rank_that_is_late_but_in_time_is_not_an_error(comm):
     ops = make(comm)
     for verb in VERBS.values():
@@ -158,7 +152,6 @@ def test_a_rank_that_is_late_but_in_time_is_not_an_error(comm):
     ops.close()
 
 
-@needs_ranks(2)
 def test_at_the_last_moment_all_raise_or_none(comm):
     rng = np.random.default_rng(7)  # of one seed, so that all ranks draw the same
     for moment in rng.uniform(0.048, 0.06, 8):
@@ -174,7 +167,6 @@ def test_at_the_last_moment_all_raise_or_none(comm):
         ops.close()
 
 
-@needs_ranks(2)
 def test_a_deadline_leaves_agreement_as_it_is(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_STRICT", "1")
     ops = make(comm)
@@ -186,7 +178,6 @@ def test_a_deadline_leaves_agreement_as_it_is(comm, monkeypatch):
     ops.close()
 
 
-@needs_ranks(2)
 def test_settings_of_which_only_some_have_a_deadline_are_refused(comm, monkeypatch):
     if comm.rank:
         monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", "5")
@@ -194,7 +185,6 @@ def test_settings_of_which_only_some_have_a_deadline_are_refused(comm, monkeypat
         Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
 
 
-@needs_ranks(2)
 def test_the_setting_is_the_deadline_of_calls_that_name_none(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_TIMEOUT_SECONDS", str(SECONDS))
     ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
@@ -207,7 +197,6 @@ def test_the_setting_is_the_deadline_of_calls_that_name_none(comm, monkeypatch):
         ops.agree("agree(this)")
 
 
-@needs_ranks(2)
 def test_steps_that_do_not_end_name_who_does_not_answer(comm, monkeypatch):
     # all have arrived, and one leaves the call as if it had ended
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
@@ -230,7 +219,6 @@ def test_steps_that_do_not_end_name_who_does_not_answer(comm, monkeypatch):
     ops.close()
 
 
-@needs_ranks(2)
 def test_a_missed_deadline_of_a_started_all_reduce(comm, monkeypatch):
     # all have arrived, and one leaves the call as if it had ended
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
@@ -262,7 +250,6 @@ def test_a_missed_deadline_of_a_started_all_reduce(comm, monkeypatch):
     ops.close()
 
 
-@needs_ranks(2)
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_the_deadline_of_what_was_started_counts_from_its_turn(comm, monkeypatch, strict):
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
@@ -315,10 +302,8 @@ STRATEGY_CALLS = {
 }
 
 
-@needs_ranks(2)
 @up_to_ranks(2)  # each step is one of the verbs above, which are tried on nodes of several ranks
-@pytest.mark.parametrize("strict", ["0", "1"])
-@pytest.mark.parametrize("call", STRATEGY_CALLS)
+@pytest.mark.parametrize(("call", "strict"), [*product(STRATEGY_CALLS, "0"), ("reduce of slices", "1"), ("reduce", "1")])
 def test_the_deadline_of_a_call_of_a_strategy_holds_in_all_its_steps(comm, monkeypatch, call, strict):
     strategy = _made(comm, monkeypatch, strict)
     STRATEGY_CALLS[call](strategy, within(60))

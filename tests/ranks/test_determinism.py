@@ -13,6 +13,7 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
+from tests.launches import up_to_ranks
 from tests.ranks.test_properties import NUM_PACKS, check_examples
 
 DTYPES = [np.dtype(dtype) for dtype in (np.float32, np.float64, ml_dtypes.bfloat16)]
@@ -61,6 +62,7 @@ def folded(call: Call, given: np.ndarray) -> np.ndarray:
     return (total / wide.dtype.type(len(wide)) if call.op is ReduceOp.MEAN else total).astype(call.dtype)
 
 
+@up_to_ranks(8)
 def test_bits_are_those_of_one_process_that_adds_in_order(comm, world, monkeypatch):
     monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", "300")  # several segments of each part
     ops = Communicator(Hierarchy(comm, world))

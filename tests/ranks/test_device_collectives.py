@@ -35,9 +35,9 @@ from mpistrat.topology.world import World
 from mpistrat.transports.nccl import nccl_refusal
 from tests.gpu.bound import stand_in
 from tests.gpu.pair import Pair, values
-from tests.launches import needs_ranks, up_to_ranks
+from tests.launches import needs_ranks, on_ranks, up_to_ranks
 
-pytestmark = up_to_ranks(4)
+pytestmark = on_ranks(1, 2, 4)
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -565,6 +565,7 @@ def test_known_calls_are_compared_before_nccl_works_on_the_arrays(comm, monkeypa
         comm.Barrier()
 
 
+@up_to_ranks(2)
 @pytest.mark.parametrize("count", [30, 300_000])
 @pytest.mark.parametrize("others", [0, 3], ids=["alone", "beside others"])
 def test_arrays_with_gaps_between_their_elements(comm, world, monkeypatch, count, others):

@@ -31,7 +31,7 @@ from tests.gpu.stand_in import StandInDevice
 from tests.gpu.stand_in_nccl import StandInNccl
 from tests.launches import needs_ranks, up_to_ranks
 
-pytestmark = up_to_ranks(4)
+pytestmark = up_to_ranks(3)
 
 CHUNK_BYTES = {"many chunks": 4096, "one chunk": 1 << 22}
 MAKES = (fold_kernel, fold_into_kernel)

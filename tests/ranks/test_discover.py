@@ -6,8 +6,10 @@ from mpi4py import MPI
 from mpistrat.errors import TopologyError
 from mpistrat.topology.discover import discover
 from mpistrat.topology.world import World
+from tests.launches import up_to_ranks
 
 
+@up_to_ranks(8)
 def test_a_virtual_shape_is_taken_as_it_is(comm, shape, world):
     assert discover(comm, shape) == world
 

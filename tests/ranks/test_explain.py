@@ -8,7 +8,9 @@ import pytest
 import mpistrat
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.experimental import CommunicationOptions
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, on_ranks
+
+pytestmark = on_ranks(1, 3)
 
 VALUE = {"b": np.ones(3, np.float16), "w": np.ones((256, 4), np.float32), "x": np.ones(7, np.float32)}
 

@@ -16,7 +16,7 @@ from mpistrat.topology.world import World
 from tests.gpu import call_time, interop, open_close, overhead, sanitizer, soak, streams, sums, verbs_rank
 from tests.gpu.bound import stand_in
 from tests.gpu.stand_in import UNFINISHED
-from tests.launches import needs_ranks
+from tests.launches import on_ranks, up_to_ranks
 
 DELAY_TURNS = 400
 
@@ -33,9 +33,8 @@ def on_nodes(comm, shape, monkeypatch) -> Iterator[tuple]:
         strategy.close()
 
 
+@on_ranks(4)
 def test_every_verb_on_device_arrays(comm, monkeypatch):
-    if comm.size != 4:
-        pytest.skip("4 ranks on 2 nodes tell all")
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", "2x2")
     monkeypatch.setenv("MPISTRAT_ALLOW_SHARED_GPU", "1")
     monkeypatch.setattr(verbs_rank, "SHAPES", ((), (1,), (3, 5), (0, 4), (33, 17), (5001,)))
@@ -48,9 +47,8 @@ def test_every_verb_on_device_arrays(comm, monkeypatch):
     assert compared > 200
 
 
+@up_to_ranks(1)
 def test_a_call_of_a_rank_alone_is_timed(comm):
-    if comm.size > 1:
-        pytest.skip("one rank is meant")
     world = World.from_shape("1x1")
     with stand_in(comm) as device:
         communicator = Communicator(Hierarchy(comm, world))
@@ -60,9 +58,8 @@ def test_a_call_of_a_rank_alone_is_timed(comm):
     assert min(figures.values()) > 0
 
 
+@up_to_ranks(1)
 def test_a_rank_alone_is_compared_with_a_copy(comm):
-    if comm.size > 1:
-        pytest.skip("one rank is meant")
     world = World.from_shape("1x1")
     with stand_in(comm) as device:
         communicator = Communicator(Hierarchy(comm, world))
@@ -82,10 +79,8 @@ def test_a_rank_alone_is_compared_with_a_copy(comm):
         communicator.close()
 
 
-@needs_ranks(2)
+@on_ranks(2)
 def test_ways_to_sum_are_timed(comm, monkeypatch):
-    if comm.size != 2:
-        pytest.skip("two ranks are meant")
     small, large = {"4KiB": 4096}, {"64KiB": 1 << 16}
     with stand_in(comm) as device:
         figures = sums.measure(comm, device, small, large, rounds=1)
@@ -97,18 +92,15 @@ def test_ways_to_sum_are_timed(comm, monkeypatch):
             sums.measure(comm, device, small, large, rounds=1)
 
 
+@up_to_ranks(1)
 def test_every_kernel_at_odd_offsets(comm):
-    if comm.size > 1:
-        pytest.skip("one rank is meant")
     with stand_in(comm) as device:
         assert sanitizer.try_all(device) > 600
         assert {*sanitizer.kernels()} == {*device.kernels._moves, *device.kernels._folds}
 
 
-@needs_ranks(2)
+@on_ranks(2, 4)
 def test_what_is_written_late_is_waited_for(comm, monkeypatch):
-    if comm.size not in (2, 4):
-        pytest.skip("one node, and two")
 
     def delay(stream):
         left = iter(range(DELAY_TURNS))
@@ -124,10 +116,8 @@ def test_what_is_written_late_is_waited_for(comm, monkeypatch):
             streams.check(strategy, device, delay, (64,))
 
 
-@needs_ranks(2)
+@on_ranks(4)
 def test_a_soak_finds_what_grows(comm, monkeypatch):
-    if comm.size != 4:
-        pytest.skip("4 ranks on 2 nodes tell all")
     held = iter([{"device_mib": 10.0}, {"device_mib": 12.5}])
     with on_nodes(comm, "2x2", monkeypatch) as (strategy, _):
         figures = soak.soak(strategy, 8, 4, 5000, lambda barrier: next(held))
@@ -138,10 +128,8 @@ def test_a_soak_finds_what_grows(comm, monkeypatch):
             soak.soak(strategy, 1, 1, 5000, lambda barrier: {})
 
 
-@needs_ranks(2)
+@on_ranks(2)
 def test_strategies_are_opened_and_closed(comm, monkeypatch):
-    if comm.size != 2:
-        pytest.skip("two ranks are meant")
     monkeypatch.setenv("MPISTRAT_ALLOW_SHARED_GPU", "1")
     held = iter([{"threads": 3, "files": 7}, {"threads": 5, "files": 7}])
     with stand_in(comm):
@@ -149,11 +137,9 @@ def test_strategies_are_opened_and_closed(comm, monkeypatch):
     assert figures == {"rounds": 6, "threads_growth": 2, "files_growth": 0}
 
 
-@needs_ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("library", interop.KINDS)
 def test_arrays_of_other_libraries_in_memory_of_the_host(comm, library, monkeypatch):
-    if comm.size != 2:
-        pytest.skip("two ranks are meant")
     monkeypatch.setattr(interop, "COUNTS", (1, 1000))
     kind = interop.KINDS[library]("cpu")
     if kind.missing():

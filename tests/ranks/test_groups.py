@@ -6,8 +6,10 @@ from mpi4py import MPI
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.topology.world import World
+from tests.launches import up_to_ranks
 
 
+@up_to_ranks(8)
 def test_every_rank_is_in_the_groups_of_its_place(hierarchy, world, comm):
     node = world.nodes[world.place(comm.rank).node_index]
     assert hierarchy.world_group.ranks == tuple(range(comm.size))
@@ -22,6 +24,7 @@ def test_every_rank_is_in_the_groups_of_its_place(hierarchy, world, comm):
         assert hierarchy.leaders is None
 
 
+@up_to_ranks(8)
 def test_a_group_reaches_its_ranks_in_their_order(hierarchy, comm):
     for group in hierarchy.groups():
         assert group.comm.allgather(comm.rank) == list(group.ranks)

@@ -12,9 +12,9 @@ from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.inputs.input_options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode
 from mpistrat.inputs.rebatch import ArraySpec, shard_bounds
 from mpistrat.inputs.sources import ArrayDataset, FileDataset, MapDataset
-from tests.launches import needs_ranks, up_to_ranks
+from tests.launches import needs_ranks, on_ranks
 
-pytestmark = up_to_ranks(4)
+pytestmark = on_ranks(1, 3)
 
 OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy
 
@@ -134,8 +134,6 @@ def test_without_sharding_every_rank_has_all_rows(comm, either):
     sizes = [shard_bounds(8, replica, comm.size) for replica in range(comm.size)]
     coming = itertools.cycle([stop - start for start, stop in sizes[comm.rank :] + sizes[: comm.rank]])
     assert [len(share) for share in shares[:-1]] == [next(coming) for _ in shares[:-1]], "batches are cut anew"
-    if comm.size == 2:
-        assert [len(share) for share in shares] == [4] * 5
 
 
 def test_ranks_may_read_other_things_without_sharding(comm, either):

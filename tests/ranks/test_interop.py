@@ -13,6 +13,8 @@ from mpistrat.errors import AgreementError, InvalidArgumentError
 from tests.launches import needs_ranks, up_to_ranks
 from tests.other_arrays import CUDA, SpeaksDlpack, StandardArray, installed, jax_array, tensor
 
+pytestmark = up_to_ranks(3)
+
 few_ranks = up_to_ranks(2)  # these libraries are heavy to start, and more ranks would tell nothing new
 # why on the CPU is told where no test before has bound a device
 _ELSEWHERE = r"value\['w'\] is on cuda:0, this replica computes on /cpu:0( \(.*\))?; copy it to host memory first"

@@ -120,6 +120,7 @@ CALLS = st.lists(
 )
 
 
+@up_to_ranks(3)
 def test_sums_are_right_whatever_the_limit(comm, shape, world, monkeypatch):
     names = ["auto", *PLANNERS]
 

@@ -15,7 +15,7 @@ from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import AgreementError, CollectiveError, InvalidArgumentError, UnsupportedDtypeError
 from tests.launches import needs_ranks, up_to_ranks
 
-pytestmark = up_to_ranks(4)
+pytestmark = up_to_ranks(3)
 
 
 @pytest.fixture

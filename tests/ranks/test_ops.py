@@ -74,6 +74,7 @@ def same_bits(found: np.ndarray, wanted: np.ndarray) -> bool:
     return found.dtype == wanted.dtype and found.shape == wanted.shape and bool(np.all(found == wanted))
 
 
+@up_to_ranks(8)
 def test_every_dtype_operation_and_algorithm(ops, world):
     for algorithm in PLANNERS:
         for op in ReduceOp:
@@ -87,6 +88,7 @@ def test_every_dtype_operation_and_algorithm(ops, world):
                 assert not np.shares_memory(result, array)
 
 
+@up_to_ranks(8)
 def test_large_buffers_in_small_chunks_and_messages(comm, world, monkeypatch):
     monkeypatch.setenv("MPISTRAT_CHUNK_BYTES", "10KB")
     monkeypatch.setenv("MPISTRAT_MAX_MESSAGE_BYTES", "1000")
@@ -100,6 +102,7 @@ def test_large_buffers_in_small_chunks_and_messages(comm, world, monkeypatch):
     ops.close()
 
 
+@up_to_ranks(8)
 def test_large_buffers_by_rule(ops, world):
     # beyond RING_FROM_BYTES on every rail, and several chunks
     base = np.arange(300_001, dtype=np.float32) % 1013
@@ -187,6 +190,7 @@ def test_nan_wins(mixed):
                 assert np.isnan(result.astype(np.float64)).tolist() == [True] * mixed.size + [False]
 
 
+@up_to_ranks(3)
 @needs_ranks(2)
 @pytest.mark.parametrize("dtype", ["float32", "float16", BFLOAT16, "complex64"])
 def test_an_overflow_is_infinity_even_if_numpy_raises(ops, dtype):
@@ -463,6 +467,7 @@ OTHER_CALLS = {
 }
 
 
+@up_to_ranks(8)
 @needs_ranks(2)
 @pytest.mark.parametrize("other", OTHER_CALLS.values(), ids=OTHER_CALLS)
 def test_ranks_that_make_different_calls_all_raise(mixed, other):
@@ -573,6 +578,7 @@ def test_without_strict_mode_errors_of_all_ranks_are_still_errors(unchecked):
         nothing_else(unchecked)
 
 
+@up_to_ranks(8)
 def test_small_arrays_again_and_again_without_strict_mode(unchecked):
     for op in ReduceOp:
         for dtype in ALL_DTYPES:
@@ -620,6 +626,7 @@ def test_foreign_bytes_of_the_root_are_refused_on_all_ranks(unchecked):
         assert unchecked.broadcast(np.full(5, unchecked.rank), root=unchecked.size - 1)[0] == unchecked.size - 1
 
 
+@up_to_ranks(3)
 @up_to_ranks(4)
 @pytest.mark.parametrize("num_packs", [0, 1, 3, 7])
 def test_num_packs_cut_the_elements_and_not_the_result(comm, world, num_packs):
@@ -679,6 +686,7 @@ FORMS = [
 ]
 
 
+@up_to_ranks(3)
 @needs_ranks(2)
 @up_to_ranks(4)
 @pytest.mark.parametrize("strict", ["0", "1"])

@@ -12,7 +12,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.inputs.sources import ArrayDataset
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
 
 SUM = ReduceOp.SUM
 
@@ -68,6 +68,7 @@ def test_results_may_be_written_over_other_arrays_of_the_batch(comm, world):
     ops.close()
 
 
+@up_to_ranks(8)
 @needs_ranks(2)
 def test_after_a_missed_deadline_nothing_is_computed_any_more(comm):
     ops = one_node(comm)

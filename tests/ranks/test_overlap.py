@@ -17,6 +17,8 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
 from tests.launches import needs_ranks, up_to_ranks
 
+pytestmark = up_to_ranks(3)
+
 SUM, MEAN, MAX = ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX
 
 

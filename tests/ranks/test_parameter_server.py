@@ -43,7 +43,7 @@ from mpistrat.parameter_server.variables import StoredVariable
 from tests.launches import needs_ranks, up_to_ranks
 from tests.processes import until
 
-pytestmark = needs_ranks(3)
+pytestmark = needs_ranks(4)
 of_servers = up_to_ranks(4)  # what the chief and the servers do is the same with more workers
 
 
@@ -474,6 +474,7 @@ def test_workers_update_variables_where_they_live(run):
     run(program, FixedShardsPartitioner(2))
 
 
+@up_to_ranks(8)
 def test_no_update_is_lost_and_none_is_seen_by_halves(run):
     def program(coordinator):
         table, count = variable(coordinator, np.zeros((1000, 1000))), variable(coordinator, 0)
@@ -679,6 +680,7 @@ def test_functions_get_arguments_and_return_results(run):
     run(program)
 
 
+@up_to_ranks(8)
 def test_all_workers_work(run):
     def program(coordinator):
         workers = len(coordinator.strategy.extended.worker_devices)
@@ -768,6 +770,7 @@ def test_what_cannot_be_sent_is_refused(run):
     run(program)
 
 
+@up_to_ranks(8)
 def test_each_element_of_a_dataset_is_visited_once(run):
     def elements(context):
         return range(context.input_pipeline_id, 60, context.num_input_pipelines)
@@ -847,6 +850,7 @@ def test_a_dropped_iterator_stays_until_the_functions_that_use_it_have_run(run):
     run(program)
 
 
+@up_to_ranks(8)
 @needs_ranks(4)
 def test_no_function_waits_behind_a_long_one_while_a_worker_is_free():
     def program(coordinator):

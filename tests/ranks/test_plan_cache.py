@@ -12,7 +12,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from tests.launches import needs_ranks, up_to_ranks
 
-pytestmark = up_to_ranks(4)
+pytestmark = up_to_ranks(3)
 
 
 def test_all_ranks_forget_the_same_plan_whichever_of_them_use_it(comm, world, monkeypatch):

@@ -23,6 +23,7 @@ import mpistrat
 from mpistrat.algorithms.choose import PLANNERS
 from mpistrat.context.values import PerReplica
 from mpistrat.experimental import CommunicationOptions
+from tests.launches import up_to_ranks
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = (np.dtype(np.float16), BFLOAT16)
@@ -286,6 +287,7 @@ def all_reduced(strategy: mpistrat.Strategy, op: str, nest: Any, options: Commun
     return in_replica(strategy, lambda context: context.all_reduce(op, nest, options=options))
 
 
+@up_to_ranks(8)
 def test_all_reduce(comm, shape, world, packers):
     def check_one(call: Call) -> None:
         mine = _map(lambda leaf: leaf.of(comm.rank, call.op, call.exact), call.nest)
@@ -397,6 +399,7 @@ def test_a_weighted_mean_is_that_of_all_rows(comm, shape, strategy):
     check_examples(comm, shape, check_one, st.sampled_from("fd"), LENGTHS, EXTENTS, SEEDS)
 
 
+@up_to_ranks(8)
 def test_global_batches_are_the_same_at_any_number_of_replicas(comm, shape, strategy):
     def check_one(rows: int, batch: int, shuffle: bool, drop: bool, number: int) -> None:
         arrays = {"x": np.arange(2 * rows).reshape(rows, 2), "y": np.arange(rows, dtype=np.float32)}

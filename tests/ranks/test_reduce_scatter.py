@@ -18,7 +18,7 @@ from mpistrat.reduction import HALF_DTYPES, ReduceOp
 from mpistrat.testing.transport_cases import DTYPES, operations
 from mpistrat.topology.world import World
 from mpistrat.transports import exchange
-from tests.launches import needs_ranks, up_to_ranks
+from tests.launches import needs_ranks, on_ranks, up_to_ranks
 from tests.ranks.test_ops import expected, rows, same_bits
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
@@ -56,6 +56,7 @@ def own_phases(world):
     return inside | ({"inter reduce_scatter"} if world.num_nodes > 1 else set())
 
 
+@on_ranks(1, 2, 3, 8)
 @pytest.mark.parametrize("extent", [1, 1033])
 def test_every_operation_and_dtype_gives_the_part_of_a_sum(ops, world, extent):
     # many ranks divide arrays otherwise, but add as few do
@@ -107,6 +108,7 @@ def test_large_arrays_of_any_shape_and_dtype(comm, world, monkeypatch, reads):
     ops.close()
 
 
+@up_to_ranks(8)
 def test_calls_follow_each_other_in_one_memory(chunked, world):
     ops = chunked
     # whoever is late still reads what belongs to the call before

@@ -13,7 +13,7 @@ from mpistrat.transports.mpi_world import WorldTransport
 from mpistrat.transports.small import MOST_NODES, SmallAllReduce
 from mpistrat.transports.steps import drive
 from mpistrat.transports.window import NodeWindow
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = needs_ranks(2)
 
@@ -36,6 +36,7 @@ def small(transport, world):
     return transport.small
 
 
+@up_to_ranks(8)
 def test_every_dtype_operation_and_shape(small, comm):
     shapes = [(), (1,), (3,), (2, 3), (17, 5, 2)]
     cases = [(dtype, op) for dtype in DTYPES if dtype.kind != "V" for op in operations(dtype)]
@@ -73,6 +74,7 @@ def test_some_ranks_may_block_while_others_take_steps(small, comm):
         assert (target == sum(range(comm.size)) + turn * comm.size).all()
 
 
+@up_to_ranks(8)
 def test_a_result_stays_as_it_is_while_peers_are_late(small, comm):
     count = small.most_bytes // 8
     run = SmallAllReduce(small, *_sum_of(count)).blocking()
@@ -84,6 +86,7 @@ def test_a_result_stays_as_it_is_while_peers_are_late(small, comm):
     assert all((result == turn * ranks).all() for turn, result in enumerate(results))
 
 
+@up_to_ranks(8)
 def test_ranks_of_a_node_in_different_calls_are_told_before_anything_is_read(small, hierarchy):
     if all(len(node.ranks) == 1 for node in hierarchy.world.nodes):
         pytest.skip("no ranks share memory")
@@ -103,6 +106,7 @@ def test_what_is_too_long_or_empty_goes_by_mpi(transport):
     assert not transport.small.serves(0)
 
 
+@up_to_ranks(3)
 @pytest.mark.parametrize("count", [1, 5000, 300_000])
 @pytest.mark.parametrize("warm", [False, True])
 def test_another_length_is_told_on_every_rank(ops, monkeypatch, count, warm, comm):

@@ -22,7 +22,7 @@ from mpistrat.topology.world import World
 from mpistrat.transports.window import NodeWindow
 from tests.launches import needs_ranks, up_to_ranks
 
-pytestmark = up_to_ranks(4)
+pytestmark = up_to_ranks(3)
 
 SHAPES = [(3,), (), (2, 2), (0,), (5, 1)]
 

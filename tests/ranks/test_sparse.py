@@ -12,8 +12,10 @@ from mpistrat.errors import AgreementError, UnsupportedDtypeError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
-from tests.launches import needs_ranks
+from tests.launches import needs_ranks, on_ranks
 from tests.ranks.test_properties import check_examples
+
+pytestmark = on_ranks(1, 3)
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 

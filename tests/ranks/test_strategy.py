@@ -12,7 +12,9 @@ from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.errors import AgreementError, InvalidArgumentError, LaunchError, UnsupportedDtypeError
 from mpistrat.tools import train_digits
 from mpistrat.tools.train_digits import train
-from tests.launches import needs_ranks, up_to_ranks
+from tests.launches import needs_ranks, on_ranks
+
+pytestmark = on_ranks(1, 3)
 
 
 def test_replicas_are_ranks(comm, strategy, world):
@@ -425,11 +427,10 @@ def test_what_one_rank_refuses_no_other_waits_for(comm, monkeypatch, case):
     strategy.close()
 
 
-@up_to_ranks(4)  # on 8, test_properties.py weights batches of any lengths
 @pytest.mark.parametrize("batch_size", [128, 136], ids=["uneven last batch", "last batch of one row"])
 def test_weights_agree_at_any_number_of_replicas(comm, strategy, batch_size):
-    expected, _, expected_losses = train(mpistrat.OneDeviceStrategy(), epochs=2, batch_size=batch_size)
-    weights, _, losses = train(strategy, epochs=2, batch_size=batch_size)
+    expected, _, expected_losses = train(mpistrat.OneDeviceStrategy(), epochs=1, batch_size=batch_size)
+    weights, _, losses = train(strategy, epochs=1, batch_size=batch_size)
     # each step adds in another order, and moves weights below 1 by less than 1: it may be off by one rounding of such a number
     bound = len(losses) * np.finfo(np.float32).eps
     for name, value in weights.items():
@@ -440,7 +441,7 @@ def test_weights_agree_at_any_number_of_replicas(comm, strategy, batch_size):
         assert len(set(comm.allgather(value.tobytes()))) == 1, f"replicas hold different {name}"
 
 
-@up_to_ranks(2)  # on more the weights are the same: see above
+@on_ranks(3)
 def test_training_learns_from_what_one_rank_loads(comm, monkeypatch):
     seen, began, load = [], [], train_digits.load
     monkeypatch.setattr(train_digits, "load", lambda: began.append("load") or load())

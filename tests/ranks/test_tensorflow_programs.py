@@ -9,9 +9,9 @@ import mpistrat
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.context.values import Mirrored
 from mpistrat.errors import AgreementError
-from tests.launches import needs_ranks, up_to_ranks
+from tests.launches import needs_ranks, on_ranks
 
-pytestmark = up_to_ranks(4)
+pytestmark = on_ranks(1, 3)
 
 AGGREGATION = mpistrat.VariableAggregation
 ON_READ = mpistrat.VariableSynchronization.ON_READ

@@ -33,16 +33,19 @@ def group(comm):
     group.close()
 
 
+@up_to_ranks(8)
 @pytest.mark.parametrize("transport", BLOCKING_VERBS, ids=lambda transport: transport.name)
 def test_transports_pass_the_kit(group, transport):
     assert check_transport(transport, group, BLOCKING_VERBS[transport]) > 300
 
 
+@up_to_ranks(8)
 def test_shared_memory_passes_the_kit_on_every_node(hierarchy, shape):
     skip_known(hierarchy.world, shape)
     assert check_transport(SharedMemoryTransport, hierarchy.intra) > 300
 
 
+@up_to_ranks(8)
 def test_rings_pass_the_kit_on_every_rail(hierarchy, shape):
     skip_known(hierarchy.world, shape)
     for rail in hierarchy.rails.values():

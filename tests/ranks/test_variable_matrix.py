@@ -7,7 +7,7 @@ import mpistrat
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.strategy.central_storage import CentralStorageStrategy
-from tests.launches import needs_ranks, up_to_ranks
+from tests.launches import needs_ranks, on_ranks
 from tests.variable_matrix import (
     CELLS,
     METHODS,
@@ -19,7 +19,7 @@ from tests.variable_matrix import (
     of_central_storage,
 )
 
-pytestmark = up_to_ranks(4)
+pytestmark = on_ranks(1, 3)
 
 NONE, SUM, MEAN, ONLY_FIRST_REPLICA = mpistrat.VariableAggregation
 SYNCHRONIZATIONS = [mpistrat.VariableSynchronization.ON_WRITE, mpistrat.VariableSynchronization.ON_READ]

@@ -5,9 +5,9 @@ import pytest
 
 import mpistrat
 from mpistrat.errors import AgreementError
-from tests.launches import up_to_ranks
+from tests.launches import on_ranks
 
-pytestmark = up_to_ranks(4)
+pytestmark = on_ranks(1, 3)
 
 AGGREGATION = mpistrat.VariableAggregation
 

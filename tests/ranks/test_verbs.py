@@ -28,6 +28,7 @@ def mixed(comm):
     ops.close()
 
 
+@up_to_ranks(8)
 def test_reduce_scatter_gives_each_replica_its_part(ops, world):
     for op in ReduceOp:
         for dtype in (dtype for dtype in ALL_DTYPES if op in operations(dtype)):
@@ -54,6 +55,7 @@ def test_reduce_scatter_sums_16_bit_floats_in_32_bits(mixed):
     assert part.tolist() == [60_000]
 
 
+@up_to_ranks(8)
 def test_all_to_all_sends_array_i_to_replica_i(mixed):
     for dtype in ALL_DTYPES:
         # what goes from replica r to replica i has r + i rows, so some have none
@@ -220,6 +222,7 @@ def test_deterministic_sums_follow_the_order_of_the_replicas(ops, world, dtype):
             assert np.concatenate(packed).tobytes() == wanted.tobytes(), (op, others)
 
 
+@up_to_ranks(8)
 def test_deterministic_holds_for_every_dtype_and_operation(mixed):
     options = CommunicationOptions(deterministic=True)
     for op in ReduceOp:
@@ -237,6 +240,7 @@ def test_deterministic_holds_for_every_dtype_and_operation(mixed):
 ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
+@up_to_ranks(8)
 @pytest.mark.parametrize(
     ("algorithm", "wire"),
     [("hierarchical", "bfloat16"), ("hierarchical", "float16")],

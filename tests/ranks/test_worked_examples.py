@@ -11,9 +11,9 @@ import mpistrat
 from mpistrat.context.values import DistributedValues, PerReplica
 from mpistrat.errors import AgreementError, OutOfRangeError
 from mpistrat.experimental import CommunicationImplementation, CommunicationOptions
-from tests.launches import needs_ranks, up_to_ranks
+from tests.launches import needs_ranks, on_ranks
 
-pytestmark = up_to_ranks(4)
+pytestmark = on_ranks(1, 3)
 
 # one shape of each number of ranks for what does not depend on it: several nodes, of unequal size where that is possible
 MIXED = {1: "1x1", 2: "2x1", 3: "2+1", 4: "3+1"}

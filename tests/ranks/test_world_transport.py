@@ -13,6 +13,7 @@ from mpistrat.transports import mpi_world
 from mpistrat.transports.base import FlatArrays, SegmentCache
 from mpistrat.transports.mpi_world import WorldTransport
 from mpistrat.transports.steps import drive
+from tests.launches import up_to_ranks
 
 
 @pytest.fixture
@@ -35,6 +36,7 @@ def reduced(transport: WorldTransport, mine: np.ndarray, op: ReduceOp, in_place:
     return target
 
 
+@up_to_ranks(8)
 def test_arrays_are_combined_in_place_and_between_arrays(transport, comm):
     cases = [(dtype, op) for dtype in DTYPES for op in operations(dtype)]
     for seed, (dtype, op) in enumerate(cases):
@@ -43,6 +45,7 @@ def test_arrays_are_combined_in_place_and_between_arrays(transport, comm):
         assert (reduced(transport, given[comm.rank].copy(), op, seed % 2 == 0) == total).all(), (dtype, op)
 
 
+@up_to_ranks(8)
 def test_all_ranks_hold_the_same_bits(transport, comm):
     for count in (1, 1000, 3000, 9000, 20_000):
         mine = np.random.default_rng(comm.rank).standard_normal(count).astype(np.float32)
