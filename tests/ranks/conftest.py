@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpistrat.communicator.interface import BaseCommunicator
+    from mpistrat.groups.group import Group
     from mpistrat.groups.hierarchy import Hierarchy
     from mpistrat.strategy.strategy import Strategy
 
@@ -46,6 +47,16 @@ def comm() -> Iterator[MPI.Intracomm]:
     duplicate = start().Dup()
     yield duplicate
     duplicate.Free()
+
+
+@pytest.fixture
+def group(comm: MPI.Intracomm) -> Iterator[Group]:
+    """Give the group of all ranks."""
+    from mpistrat.groups.group import Group
+
+    group = Group(comm.Dup(), "world", tuple(range(comm.size)))
+    yield group
+    group.close()
 
 
 @pytest.fixture

@@ -12,13 +12,6 @@ from mpistrat.groups.group import Group
 from tests.launches import needs_ranks
 
 
-@pytest.fixture
-def group(comm):
-    group = Group(comm.Dup(), "world", tuple(range(comm.size)))
-    yield group
-    group.close()
-
-
 def test_equal_calls_pass(group):
     agreement = Agreement(group)
     for call in ("barrier()", "all_reduce(SUM, [float32 (3,)])", "barrier()", ""):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mpistrat.errors import UnavailableError
-from mpistrat.groups.group import Group
 from mpistrat.launch import process
 from mpistrat.settings import Snapshot
 from mpistrat.transports import cma
@@ -17,13 +16,6 @@ from tests.launches import needs_ranks
 
 def whole(array):
     return IoVectors(address(array), array.nbytes)
-
-
-@pytest.fixture
-def group(comm):
-    group = Group(comm.Dup(), "world", tuple(range(comm.size)))
-    yield group
-    group.close()
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from mpistrat.device.binding import bind
 from mpistrat.device.kernels import fold_into_kernel, fold_kernel
 from mpistrat.errors import DeadlineExceededError, TransportError
 from mpistrat.groups import group as groups
-from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import Snapshot
 from mpistrat.testing.transport_cases import DTYPES, operations
@@ -37,13 +36,6 @@ CHUNK_BYTES = {"many chunks": 4096, "one chunk": 1 << 22}
 MAKES = (fold_kernel, fold_into_kernel)
 
 _built: list[on_host.HostKernels] = []
-
-
-@pytest.fixture
-def group(comm):
-    group = Group(comm.Dup(), "world", tuple(range(comm.size)))
-    yield group
-    group.close()
 
 
 @pytest.fixture

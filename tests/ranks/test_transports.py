@@ -9,7 +9,6 @@ import pytest
 from mpi4py import MPI
 
 from mpistrat.errors import TransportError
-from mpistrat.groups.group import Group
 from mpistrat.packing.layout import Layout
 from mpistrat.reduction import Fold, ReduceOp, combine
 from mpistrat.testing import transport_suite
@@ -24,13 +23,6 @@ from mpistrat.transports.steps import drive
 from tests.launches import needs_ranks, up_to_ranks
 
 BLOCKING_VERBS = {MpiTransport: tuple(VERBS), MpiRingTransport: (), SharedMemoryTransport: ()}
-
-
-@pytest.fixture
-def group(comm):
-    group = Group(comm.Dup(), "world", tuple(range(comm.size)))
-    yield group
-    group.close()
 
 
 @up_to_ranks(8)

@@ -136,7 +136,7 @@ def test_a_rank_that_exits_ends_the_job(submit, openmpi_bin, tmp_path):
 
 def test_pytest_runs_under_srun_too(cluster, openmpi_bin):
     argv = ["srun", "--mpi=pmix", "-K", "-N2", "--ntasks-per-node=1", str(openmpi_bin / "python"), "-m", "pytest"]
-    done = cluster.run([*argv, "-p", "no:cacheprovider", "tests/ranks/test_harness.py"], cwd=_ROOT)
+    done = cluster.run([*argv, "-p", "no:cacheprovider", "tests/ranks/test_agreement.py"], cwd=_ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" passed") == 1, "only rank 0 prints"
 
