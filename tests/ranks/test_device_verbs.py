@@ -69,6 +69,7 @@ def same(pair, found, expected):
     np.testing.assert_array_equal(got, expected)
 
 
+@up_to_ranks(2)
 def test_arrays_of_every_dtype_are_moved(on_device):
     for dtype in TYPES if on_device.world.num_nodes == 1 else list(TYPES)[::3]:  # as bytes, by the same code
         check_that_arrays_are_moved(on_device, on_device.gpu, dtype)
@@ -103,6 +104,7 @@ def check_that_arrays_are_moved(pair, gpu, dtype):
     same(pair, gpu.all_to_all(pair.up(values((2 * size + 1, 2), dtype, rank))), np.concatenate(parts))
 
 
+@up_to_ranks(2)
 def test_reduce_scatter_is_nccls_own_where_it_combines_such_values(node):
     pair, size = node, node.size
     cases = [(dtype, op) for dtype in TYPES for op in ReduceOp if op in operations(dtype)]

@@ -427,8 +427,8 @@ def test_what_one_rank_refuses_no_other_waits_for(comm, monkeypatch, case):
     strategy.close()
 
 
-@pytest.mark.parametrize("batch_size", [128, 136], ids=["uneven last batch", "last batch of one row"])
-def test_weights_agree_at_any_number_of_replicas(comm, strategy, batch_size):
+def test_weights_agree_at_any_number_of_replicas(comm, strategy):
+    batch_size = 136  # the last batch has one row
     expected, _, expected_losses = train(mpistrat.OneDeviceStrategy(), epochs=1, batch_size=batch_size)
     weights, _, losses = train(strategy, epochs=1, batch_size=batch_size)
     # each step adds in another order, and moves weights below 1 by less than 1: it may be off by one rounding of such a number
