@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -99,14 +98,13 @@ def test_an_mpiexec_that_has_to_be_killed_leaves_no_shared_memory(folder: Path) 
 def test_ctrl_c_ends_the_job(folder: Path, kill: Callable[[int, int], None]) -> None:
     (folder / "job.py").write_text(PROLOGUE + "print('up', flush=True)\nwhile True: mine.Barrier(); time.sleep(0.01)")
     process = subprocess.Popen(
-        [*MPISTRAT_RUN, "-n", "3", "job.py"],
+        # where these tests run in the background, a shell has turned Ctrl-C off
+        ["env", "--default-signal=INT", *MPISTRAT_RUN, "-n", "3", "job.py"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # where these tests run in the background, a shell has turned Ctrl-C off
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert process.stdout is not None
