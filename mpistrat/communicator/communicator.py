@@ -248,7 +248,11 @@ class Communicator(BaseCommunicator):
             guard.signature = call = path.signature
             self._current.digest = key = path.digest ^ (guard.take_noted_digest(noted) if guard.noted else noted)
             index = guard.indexes.get(key) or guard.index(key, "all_reduce", call.text_after(key ^ call.digest), call.details)
-            frame, record = _frame_at(frames), self._recorder
+            record = self._recorder
+            try:
+                frame = _frame_at(frames)
+            except ValueError:  # the call itself is an exit handler, with no frame of Python beneath
+                frame = _frame_at()
             line = record.places.get((id(frame.f_code), frame.f_lasti)) or record.find_line(frame)
             start, slot = next(record.slots)
             write_entry(record.memory, start, number, guard.communicator, index, line, monotonic_ns())

@@ -194,7 +194,10 @@ class FastPaths:
             try:
                 guard.number = number = guard.number + 1
                 guard.signature, present.digest = path.signature, digest
-                frame = frame_at(2)
+                try:
+                    frame = frame_at(2)
+                except ValueError:  # the call itself is an exit handler, with no frame of Python beneath
+                    frame = frame_at()
                 line = places.get((id(frame.f_code), frame.f_lasti)) or find_line(frame)
                 start, slot = next_slot()
                 write_entry(memory, start, number, communicator, index, line, monotonic_ns())

@@ -109,6 +109,29 @@ def test_ranks_that_hold_different_shared_windows_end(job: Job) -> None:
     assert (ended.code, ended.stderr, ended.stdout) == (0, "", "True\n" * 4)
 
 
+def test_exit_handlers_may_be_calls_themselves(job: Job) -> None:
+    # then no Python frame is beneath the call, from which a line of the program could be taken
+    program = """
+        import atexit
+        import numpy as np
+        import mpistrat
+        from mpistrat.mpi4py import wrap
+
+        mpi, communicator = wrap(comm), mpistrat.Communicator(comm)
+        passed, sums = np.zeros(4), np.zeros(4)
+        for _ in range(2):
+            mpi.Allreduce(np.ones(4), passed)
+            communicator.all_reduce("sum", np.ones(4), out=sums)
+        passed[:], sums[:] = 0, 0
+        atexit.register(lambda: print(passed.sum(), sums.sum()))
+        atexit.register(communicator.barrier)
+        atexit.register(mpi.Allreduce, np.ones(4), passed)
+        atexit.register(communicator.all_reduce, "sum", np.ones(4), out=sums)
+    """
+    ended = job(2, program)
+    assert (ended.code, ended.stderr, ended.stdout) == (0, "", "8.0 8.0\n" * 2)
+
+
 def test_ctrl_c_on_all_ranks_is_one_line(job: Job) -> None:
     ended = job(3, "mine.Barrier(); note_fault(); signal.raise_signal(signal.SIGINT); time.sleep(1000)")
     assert ended.code == 130
