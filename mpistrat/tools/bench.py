@@ -12,58 +12,49 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import mpistrat
+from mpistrat import settings
 from mpistrat.algorithms.choose import PLANNERS
-from mpistrat.arrays import Array
+from mpistrat.arrays import Array, array_module
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import InvalidArgumentError, LaunchError
+from mpistrat.device.binding import bound_device
+from mpistrat.errors import InvalidArgumentError
+from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import library_version, start
+from mpistrat.launch.gpu_binding import what_is_bound
 from mpistrat.reduction import ReduceOp
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes
 from mpistrat.tools import run
-from mpistrat.tools.bench_memory import DEVICES, communicator, filled, place_text, prefer, timed
 from mpistrat.tools.interleaved import check_sum, time_interleaved
+from mpistrat.topology.discover import discover
+from mpistrat.topology.gpus import check_gpu_assignment
+from mpistrat.tuning.gpu_measurements import wait_until_complete
 
-__all__ = ["Row", "add_arguments", "execute", "measure"]
+__all__ = ["Row", "add_arguments", "execute", "measure", "place_text", "timed"]
 
 ALGORITHMS = ("auto", *PLANNERS, "mpi")
+DEVICES = ("auto", "gpu", "cpu")
 ITEM_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Row:
-    """The result for one size.
+    """The result for one size; times are medians over the rounds of the slowest rank's time, bandwidths in 10⁹ bytes/s."""
 
-    Attributes
-    ----------
-    nbytes : int
-        Bytes of the array on each rank.
-    plan : str
-        The algorithm that ran.
-    seconds, mpi_seconds : float
-        Median over the rounds of the slowest rank's time: of mpistrat, and of ``MPI_Allreduce`` in the same rounds.
-    algorithm_gbs, bus_gbs : float
-        Bandwidths in GB/s (10⁹ bytes).
-    ratio : float
-        mpi_seconds / seconds: above 1 is faster than MPI.
-    rounds : int
-        How many rounds were timed.
-    """
-
-    nbytes: int
-    plan: str
+    nbytes: int  # of the array on each rank
+    plan: str  # the algorithm that ran
     seconds: float
-    mpi_seconds: float
+    mpi_seconds: float  # of MPI_Allreduce in the same rounds
     algorithm_gbs: float
     bus_gbs: float
-    ratio: float
-    rounds: int
+    ratio: float  # mpi_seconds / seconds: above 1 is faster than MPI
+    rounds: int  # that were timed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,48 +72,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="auto", choices=DEVICES, help="memory of the arrays: gpu, cpu, or auto (default: the ranks' device)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the bandwidths to FILE (needs matplotlib)")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Check all arguments, then start MPI, measure, print and write; return the exit code. A collective call.
+    """Check all arguments, then start MPI, measure and print; return the exit code. A collective call.
 
     With -n, outside of a job, the ranks of a job of its own do that.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If the sizes cannot be measured, a file cannot be written, or -n is not the number of ranks of this job.
-    LaunchError
-        If there is no MPI, or no matplotlib for a plot.
     """
     sizes = _sizes(arguments)
-    _check_files(arguments)
     code = run.start_own_ranks(arguments)
     if code is not None:
         return code
-    prefer(arguments.device)
-    ops = communicator(start())
-    if ops.rank == 0:
+    if arguments.device != "auto":
+        os.environ[settings.DEVICE.name] = arguments.device
+    comm = start()
+    check_gpu_assignment(comm)
+    ops = Communicator(Hierarchy(comm, discover(comm)))
+    prints_table = ops.rank == 0 and not arguments.json
+    if prints_table:
         print(f"all_reduce of float32, SUM, {ops.world}, {library_version()}; {place_text(ops)}", flush=True)
-    _tabulate(arguments, ops, sizes)
+        print(f"{'size':>10}  {'plan':<12}  {'time':>12}  {'MPI':>12}  {'alg GB/s':>9}  {'bus GB/s':>9}  {'x MPI':>6}")
+    rows = []
+    for nbytes in sizes:
+        row = measure(ops, nbytes, arguments.algorithm)
+        rows.append(row)
+        if prints_table:
+            times = f"{row.seconds * 1e6:9.1f} µs  {row.mpi_seconds * 1e6:9.1f} µs"
+            rates = f"{row.algorithm_gbs:9.3f}  {row.bus_gbs:9.3f}  {row.ratio:6.2f}"
+            print(f"{format_bytes(row.nbytes):>10}  {row.plan:<12}  {times}  {rates}", flush=True)
+    if ops.rank == 0 and arguments.json:
+        print(json.dumps(_document(ops, rows), indent=1))
     ops.close()
     return 0
 
 
 def measure(ops: Communicator, nbytes: int, algorithm: str) -> Row:
-    """Benchmark one size. A collective call.
-
-    Raises
-    ------
-    CollectiveError
-        On every rank, if a result is wrong.
-    """
+    """Benchmark one size; a wrong result is a CollectiveError on every rank. A collective call."""
     comm = ops.hierarchy.world_group.comm
     count = nbytes // ITEM_BYTES
     in_host = np.full(count, ops.rank + 1, np.float32), np.empty(count, np.float32)
-    source, target = filled(count, ops.rank + 1, ops), filled(count, 0, ops)
+    module: Any = array_module() if ops.path else np
+    source, target = module.full(count, ops.rank + 1, np.float32), module.empty(count, np.float32)
 
     def bare() -> None:
         comm.Allreduce(*in_host)
@@ -137,21 +128,26 @@ def measure(ops: Communicator, nbytes: int, algorithm: str) -> Row:
     return Row(nbytes, plan, seconds, mpi_seconds, algorithm_gbs, bus_gbs, mpi_seconds / seconds, rounds)
 
 
-def _tabulate(arguments: argparse.Namespace, ops: Communicator, sizes: list[int]) -> None:
-    chief, rows = ops.rank == 0, []
-    if chief:
-        print(f"{'size':>10}  {'plan':<12}  {'time':>12}  {'MPI':>12}  {'alg GB/s':>9}  {'bus GB/s':>9}  {'x MPI':>6}")
-    for nbytes in sizes:
-        row = measure(ops, nbytes, arguments.algorithm)
-        rows.append(row)
-        if chief:
-            times = f"{row.seconds * 1e6:9.1f} µs  {row.mpi_seconds * 1e6:9.1f} µs"
-            rates = f"{row.algorithm_gbs:9.3f}  {row.bus_gbs:9.3f}  {row.ratio:6.2f}"
-            print(f"{format_bytes(row.nbytes):>10}  {row.plan:<12}  {times}  {rates}", flush=True)
-    if chief and arguments.json:
-        _write_json(arguments.json, ops, rows)
-    if chief and arguments.plot:
-        _write_plot(arguments.plot, ops, rows)
+def place_text(ops: Communicator) -> str:
+    """Return the memory that arrays are in, why, and on GPUs by which transports they are combined."""
+    bound = what_is_bound()
+    why = f" ({bound.why})" if bound is not None and bound.why else ""
+    if ops.path:
+        return f"on GPUs{why}: {ops.path}; plain MPI on arrays in host memory"
+    return f"in host memory{why}"
+
+
+def timed(run: Callable[[], object], ops: Communicator) -> Callable[[], object]:
+    """Return a call that returns when its results are complete: on GPUs, when an event recorded after them is done."""
+    device = bound_device()
+    if device is None or not ops.path:
+        return run
+
+    def until_complete() -> None:
+        run()
+        wait_until_complete(device)
+
+    return until_complete
 
 
 def _ours(ops: Communicator, source: Array, target: Array, algorithm: str) -> tuple[Callable[[], object], str]:
@@ -177,42 +173,8 @@ def _sizes(arguments: argparse.Namespace) -> list[int]:
     return sizes
 
 
-def _check_files(arguments: argparse.Namespace) -> None:
-    """Check on every rank, though only one writes: if that one alone failed, the others would wait for it in MPI."""
-    for option, path in (("--json", arguments.json), ("--plot", arguments.plot)):
-        obstacle = _obstacle(path) if path else ""
-        if obstacle:
-            raise InvalidArgumentError(f"{option} {path} cannot be written: {obstacle}")
-    if arguments.plot:
-        _check_plot(arguments.plot)
-
-
-def _obstacle(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent.absolute()}"
-    if path.is_dir():
-        return "it is a folder; name a file"
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        return f"permission denied to {'change it' if path.exists() else f'write to {path.parent.absolute()}'}"
-    return ""
-
-
-def _check_plot(path: Path) -> None:
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise LaunchError(
-            f"--plot needs matplotlib ({error}): pip install '.[demo]' in the checkout, or leave out --plot"
-        ) from None
-    known = sorted(f".{kind}" for kind in FigureCanvasBase.get_supported_filetypes())
-    if path.suffix.lower() not in known:
-        raise InvalidArgumentError(
-            f"--plot {path} has an unknown file type; accepted are names that end with {', '.join(known)}"
-        )
-
-
-def _write_json(path: Path, ops: Communicator, rows: list[Row]) -> None:
-    document = {
+def _document(ops: Communicator, rows: list[Row]) -> dict[str, Any]:
+    return {
         "collective": "all_reduce",
         "dtype": "float32",
         "mpistrat": mpistrat.__version__,
@@ -223,24 +185,3 @@ def _write_json(path: Path, ops: Communicator, rows: list[Row]) -> None:
         "arrays": place_text(ops),
         "rows": [asdict(row) for row in rows],
     }
-    path.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def _write_plot(path: Path, ops: Communicator, rows: list[Row]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    sizes = [row.nbytes for row in rows]
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(sizes, [row.bus_gbs for row in rows], "o-", label="mpistrat")
-    axes.plot(sizes, [row.bus_gbs / row.ratio for row in rows], "s--", label="MPI_Allreduce")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlabel("bytes")
-    axes.set_ylabel("bus bandwidth, GB/s")
-    axes.set_title(f"all_reduce, {ops.world}")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)

@@ -30,7 +30,7 @@ from mpistrat.errors import (
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_dtype
 from mpistrat.testing.transport_cases import operations
-from mpistrat.tools import bench, bench_memory
+from mpistrat.tools import bench
 from mpistrat.topology.world import World
 from mpistrat.transports.nccl import nccl_refusal
 from tests.gpu.bound import stand_in
@@ -635,7 +635,7 @@ def test_arrays_on_gpus_are_measured(uneven):
     assert row.seconds > 0
     assert row.rounds > 0
     assert bench.measure(uneven.gpu, 1024, "mpi").plan == "mpi"
-    assert uneven.gpu.path in bench_memory.place_text(uneven.gpu)
+    assert uneven.gpu.path in bench.place_text(uneven.gpu)
 
 
 def test_two_communicators_on_a_gpu_work_in_the_order_of_the_program(pair, monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 from mpistrat.algorithms.cost import DEFAULT, GpuTimes
 from mpistrat.device.binding import bind
 from mpistrat.errors import DeadlineExceededError
-from mpistrat.tools.bench_memory import timed
+from mpistrat.tools.bench import timed
 from mpistrat.topology.world import World
 from mpistrat.tuning.file import read
 from mpistrat.tuning.gpu_measurements import BETWEEN_NODES, IN_SHOTS, GpuMeasurements, measure_on_gpus
