@@ -20,6 +20,7 @@ __all__ = [
     "detect",
     "identity",
     "in_slurm_allocation",
+    "launcher_of",
     "without_launcher",
 ]
 
@@ -129,7 +130,13 @@ _FIRST_SPECIAL_STEP = 2**32 - 16
 def detect(environ: Mapping[str, str] | None = None) -> LauncherView | None:
     """Return what the launcher of this process says, or None if no launcher started it as a rank."""
     environ = os.environ if environ is None else environ
-    return next((launcher.view(environ) for launcher in _which_started(environ)), None)
+    launcher = launcher_of(environ)
+    return launcher.view(environ) if launcher else None
+
+
+def launcher_of(environ: Mapping[str, str]) -> Launcher | None:
+    """Return the launcher that started the process of this environment as a rank; None if none did."""
+    return next(_which_started(environ), None)
 
 
 def identity(environ: Mapping[str, str]) -> dict[str, str]:

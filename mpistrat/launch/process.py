@@ -84,18 +84,18 @@ def ancestors(pid: int | None = None) -> Iterator[Process]:
         yield found
 
 
-def find_launcher(environ: Mapping[str, str]) -> Process | None:
-    """Return the process that started this rank; None if it cannot be found or this process is not a rank.
+def find_launcher(environ: Mapping[str, str], pid: int | None = None) -> Process | None:
+    """Return the process that started a rank, by default this one; None if it cannot be found or the process is not a rank.
 
-    It is not always the parent, as in ``mpiexec bash -c "python x.py"``: it is the nearest ancestor that does not itself have
-    the rank's variables. Call this before MPI starts: MPI_Init succeeds only while the launcher is alive.
+    It is not always the parent, as in ``mpiexec bash -c "python x.py"``: it is the nearest ancestor that is a launcher, or does
+    not itself have the rank's variables, `environ`. Call this before MPI starts: MPI_Init succeeds only while it is alive.
     """
     mine = identity(environ)
     if not mine:
         return None
-    for found in ancestors():
-        # a daemon of another user, such as slurmstepd, shows no variables; it is not a process of this job
-        if identity(found.environment() or {}) != mine:
+    for found in ancestors(pid):
+        # hydra inside a rank has that one's variables; a daemon of another user, such as slurmstepd, shows none
+        if found.is_launcher or identity(found.environment() or {}) != mine:
             # process 1 adopts processes whose parent has exited
             return found if found.pid > 1 and not found.is_gone() else None
     return None

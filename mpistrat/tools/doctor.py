@@ -15,7 +15,7 @@ from mpistrat.errors import InvalidArgumentError
 from mpistrat.launch import process
 from mpistrat.text import format_count, format_elapsed, format_table, ranks_text
 from mpistrat.watch import folder
-from mpistrat.watch.states import Neighbours, RankState, encode, local_states
+from mpistrat.watch.states import Neighbours, RankState, encode
 from mpistrat.watch.verdict import judge, waits_for
 
 __all__ = ["JobReport", "add_arguments", "describe", "examine", "execute"]
@@ -117,7 +117,7 @@ def examine(job: Path) -> JobReport | None:
     if not files:
         return None
     size = max(file.size for file in files)
-    states, keys = local_states(neighbours, (), range(size))
+    states, keys = neighbours.states(expected=range(size))
     finding = judge(states, keys)
     if finding is not None and any(state.state in ("in", "out") for state in states):
         time.sleep(_AGAIN_SECONDS)

@@ -123,25 +123,15 @@ def job_name(environ: Mapping[str, str] | None = None, pid: int | None = None) -
     `pid` are those of a rank, by default of this process.
     """
     environ, pid = os.environ if environ is None else environ, os.getpid() if pid is None else pid
-    own = process.find(pid)
-    launcher = next((row for row in environment.LAUNCHERS if row.started(environ)), None)
+    own, launcher = process.find(pid), environment.launcher_of(environ)
     if own is None or launcher is None:
         return _safe(f"process-{pid}-{own.started if own else 0}")
-    starter = _started_by(pid, launcher.rank)
+    starter = process.find_launcher(environ, pid)
+    if starter is not None and not starter.is_launcher and starter.environment() is None:
+        starter = None  # a daemon of another user may start each rank by a process of its own
     step = f"slurm-{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}" if environ.get("SLURM_JOB_ID") else ""
     name = environ.get("PMIX_NAMESPACE") or step or launcher.rank.partition("_")[0].lower()
     return _safe(f"{name}-{starter.pid}-{starter.started}" if starter else name)
-
-
-def _started_by(pid: int, rank: str) -> process.Process | None:
-    """Return the nearest ancestor of a process that is a launcher, or does not have the variable of the rank itself."""
-    for found in process.ancestors(pid):
-        variables = {} if found.is_launcher else found.environment()
-        if found.pid == 1 or variables is None:
-            return None
-        if rank not in variables:
-            return found
-    return None
 
 
 def _records(files: Sequence[Path]) -> list[Path]:

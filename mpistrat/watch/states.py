@@ -15,7 +15,7 @@ from mpistrat.text import format_elapsed
 from mpistrat.watch import folder
 from mpistrat.watch.record import Call, Key, RankFile, State
 
-__all__ = ["Neighbours", "RankState", "decode", "encode", "entered", "local_states", "look"]
+__all__ = ["Neighbours", "RankState", "decode", "encode", "entered", "look"]
 
 # a watching thread that has not woken for this long is blocked
 SILENT_SECONDS = 3.0
@@ -116,22 +116,15 @@ class Neighbours:
             files[self._own.rank] = self._own
         return [files[rank] for rank in sorted(files)]
 
-    def states(self, wanted: Iterable[Key] = ()) -> tuple[list[RankState], set[Key]]:
-        """Return the states of the ranks of this host, and the keys that were looked up: those they wait in, and `wanted`."""
+    def states(self, wanted: Iterable[Key] = (), expected: Iterable[int] = ()) -> tuple[list[RankState], set[Key]]:
+        """Return the states of the ranks of this host, and the keys that were looked up: those they wait in, and `wanted`.
+
+        `expected` ranks that have no file are searched for among all processes.
+        """
         files = self.files()
-        keys = {*wanted}
-        for file in files:
-            keys |= {call.key for call in file.inside()}
-        return [look(file, keys) for file in files], keys
-
-
-def local_states(
-    neighbours: Neighbours, wanted: Collection[Key], expected: Collection[int]
-) -> tuple[list[RankState], set[Key]]:
-    """Return the states of the ranks of this host, and the keys looked up; `expected` ranks without a file are searched for."""
-    states, keys = neighbours.states(wanted)
-    missing = {*expected} - {state.rank for state in states}
-    return [*states, *(_absent(neighbours.job, missing) if missing else [])], keys
+        keys = {*wanted}.union(call.key for file in files for call in file.inside())
+        missing = {*expected} - {file.rank for file in files}
+        return [*(look(file, keys) for file in files), *(_absent(self.job, missing) if missing else [])], keys
 
 
 def look(file: RankFile, wanted: Collection[Key] = ()) -> RankState:
@@ -207,8 +200,8 @@ def _absent(job: Path, ranks: Collection[int]) -> list[RankState]:
         variables = seen.environment() if seen else None
         if seen is None or not variables:
             continue
-        row = next((row for row in environment.LAUNCHERS if row.started(variables)), None)
-        text = variables[row.rank] if row else ""
+        launcher = environment.launcher_of(variables)
+        text = variables[launcher.rank] if launcher else ""
         if not text.isdigit() or int(text) not in ranks or folder.job_name(variables, seen.pid) != job.name:
             continue
         before = found.get(int(text))

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpistrat.watch.record import Key
-from mpistrat.watch.states import Neighbours, RankState, decode, local_states
+from mpistrat.watch.states import Neighbours, RankState, decode
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -44,7 +44,7 @@ class Survey:
         self._size, self._messages = size, messages
         self.number = next(self._numbers)
         self._found: dict[int, RankState] = {}
-        found, self.keys = local_states(neighbours, wanted, (messages.own if messages else range(size)) if is_thorough else ())
+        found, self.keys = neighbours.states(wanted, (messages.own if messages else range(size)) if is_thorough else ())
         self._add(found)
         self._silent = list(messages.others) if messages else []
         self._asked = 0

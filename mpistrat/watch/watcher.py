@@ -26,7 +26,7 @@ from mpistrat.timeline import Timeline, TimelineEvent
 from mpistrat.watch.record import Call, Key, RankFile, State, seconds_since
 from mpistrat.watch.recorder import FlightRecorder, collection_paused, innermost, recorder
 from mpistrat.watch.stall_report import end_report, stall_report
-from mpistrat.watch.states import Neighbours, RankState, encode, local_states, look
+from mpistrat.watch.states import Neighbours, RankState, encode, look
 from mpistrat.watch.survey import HostMessages, Message, Survey
 from mpistrat.watch.verdict import Finding, Notice, Notices, judge
 
@@ -356,7 +356,7 @@ class Watcher:
 
     def _answer(self, question: Message) -> Message:
         expected = self._messages.own if self._messages is not None and question["is_thorough"] else ()
-        states, _ = local_states(self._neighbours, [(first, second) for first, second in question["wanted"]], expected)
+        states, _ = self._neighbours.states([(first, second) for first, second in question["wanted"]], expected)
         return {"answer": question["ask"], "states": encode(states)}
 
 
