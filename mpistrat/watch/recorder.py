@@ -70,6 +70,7 @@ _BETWEEN = ("threading", "contextlib")
 
 _lock = threading.Lock()
 _recorder: FlightRecorder | None = None
+_is_collection_paused = False
 
 
 class FlightRecorder:
@@ -185,8 +186,10 @@ class FlightRecorder:
         self.path = None
         memory = memoryview(_anonymous())
         memory[:] = self.memory
-        self.memory = self._calls.memory = self._lines.memory = memory
-        self.words = memory.cast("Q")
+        self.memory, self.words = memory, memory.cast("Q")
+        self._marking = threading.RLock()
+        for texts in (self._calls, self._lines):
+            texts.leave_to_parent(memory)
 
     def _introduce(self, rank: int, size: int) -> None:
         own = process.find(os.getpid())
@@ -239,6 +242,10 @@ class _Interned:
         self._lock = threading.Lock()
         self.has_overwritten = False
 
+    def leave_to_parent(self, memory: memoryview) -> None:
+        """Write to other memory, and wait for no lock that a thread of the parent held when it was forked."""
+        self.memory, self._lock = memory, threading.Lock()
+
     def index(self, key: object, text: str, first: int = 0, second: int = 0) -> int:
         """Return the index of a text."""
         with self._lock:
@@ -287,12 +294,15 @@ def collection_paused() -> Iterator[None]:
 
     Before Python 3.12 that may collect garbage, and a finalizer may let the other thread go on, whose frame is gone then.
     """
+    global _is_collection_paused
     if sys.version_info < (3, 12) and gc.isenabled():
+        _is_collection_paused = True
         gc.disable()
         try:
             yield
         finally:
             gc.enable()
+            _is_collection_paused = False
     else:
         yield
 
@@ -356,6 +366,10 @@ atexit.register(_close_at_exit)
 
 
 def _after_fork() -> None:
+    global _is_collection_paused
+    if _is_collection_paused:  # by a thread that the child does not have
+        gc.enable()
+        _is_collection_paused = False
     if _recorder is not None:
         _recorder.leave_to_parent()
 

@@ -42,6 +42,18 @@ def test_too_many_open_files_are_not_a_sign_of_an_end(monkeypatch: pytest.Monkey
     assert process.find(os.getpid()) is None
 
 
+def test_a_launcher_that_a_rank_has_started_is_that_of_its_ranks_although_it_has_the_variables_of_the_outer_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outer_rank, own = {"PMI_RANK": "0", "PMI_SIZE": "2"}, process.find(os.getpid())
+    assert own is not None
+    chain = [replace(own, name=name) for name in ("bash", "hydra_pmi_proxy", "python3", "mpiexec.hydra")]
+    monkeypatch.setattr(process, "ancestors", lambda *_: chain)
+    monkeypatch.setattr(process.Process, "environment", lambda self: {} if self is chain[-1] else outer_rank)
+    assert process.find_launcher(outer_rank) is chain[1]
+    assert process.find_launcher({}) is None
+
+
 @pytest.mark.parametrize(
     ("name", "is_launcher"),
     [

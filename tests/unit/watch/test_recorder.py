@@ -19,7 +19,7 @@ import pytest
 from mpistrat.launch import process
 from mpistrat.watch import folder
 from mpistrat.watch.record import CALLS, FILE_BYTES, LINES, OVERWRITTEN, RING_RECORDS, Field, RankFile, State
-from mpistrat.watch.recorder import FlightRecorder, collection_paused, digest
+from mpistrat.watch.recorder import FlightRecorder, collection_paused, digest, recorder
 from mpistrat.watch.verdict import Notice, Notices
 
 TEXT = "all_reduce(SUM, [float64 (10,)])"
@@ -285,6 +285,12 @@ def test_ranks_of_one_launcher_agree_on_the_name_of_their_job() -> None:
     assert names[0] != names[1]
 
 
+def test_a_batch_script_of_slurm_is_no_rank() -> None:
+    batch = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": str(2**32 - 5), "SLURM_PROCID": "0"}
+    assert folder.job_name(batch).startswith(f"process-{os.getpid()}-")
+    assert folder.job_name(batch | {"SLURM_STEP_ID": "0"}).startswith("slurm-7.0")
+
+
 @pytest.mark.parametrize("spoil", ["mode", "link"])
 def test_a_folder_that_others_have_a_hand_in_is_refused(tmp_path: Path, spoil: str) -> None:
     base = tmp_path / "base"
@@ -401,6 +407,21 @@ def test_no_garbage_is_collected_while_frames_are_looked_at() -> None:
     with collection_paused():
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("is_collecting", [True, False])
+def test_a_child_that_is_forked_while_frames_are_looked_at_is_not_held_up(is_collecting: bool) -> None:
+    mine = recorder()
+    gc.enable() if is_collecting else gc.disable()
+    try:
+        with collection_paused(), mine._lines._lock, mine._calls._lock:
+            child = os.fork()
+            if not child:
+                can_record = mine._lines._lock.acquire(timeout=5) and mine._calls._lock.acquire(timeout=5)
+                os._exit(0 if can_record and gc.isenabled() is is_collecting else 1)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        gc.enable()
 
 
 def test_a_program_without_collection_stays_without() -> None:
