@@ -13,7 +13,7 @@ import pytest
 
 from mpistrat.launch.mpiexec import find_mpi
 from tests.faults.jobs import LIMIT_SECONDS, PROLOGUE, ended
-from tests.processes import kill_session, patient, run_bounded
+from tests.processes import TAKES_CTRL_C, kill_session, patient, run_bounded
 
 SECONDS = 120.0
 MPISTRAT_RUN = [sys.executable, "-m", "mpistrat", "run"]
@@ -98,8 +98,7 @@ def test_an_mpiexec_that_has_to_be_killed_leaves_no_shared_memory(folder: Path) 
 def test_ctrl_c_ends_the_job(folder: Path, kill: Callable[[int, int], None]) -> None:
     (folder / "job.py").write_text(PROLOGUE + "print('up', flush=True)\nwhile True: mine.Barrier(); time.sleep(0.01)")
     process = subprocess.Popen(
-        # where these tests run in the background, a shell has turned Ctrl-C off
-        ["env", "--default-signal=INT", *MPISTRAT_RUN, "-n", "3", "job.py"],
+        [*TAKES_CTRL_C, *MPISTRAT_RUN, "-n", "3", "job.py"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -12,7 +12,7 @@ import pytest
 
 from mpistrat.launch import job
 from mpistrat.launch.job import TIMED_OUT, Banners, Killed, Limit, follow, relay_stderr
-from tests.processes import run_bounded
+from tests.processes import TAKES_CTRL_C, run_bounded
 
 # other tests of this process may have imported JAX, which warns of every fork
 pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")
@@ -42,7 +42,7 @@ def test_a_signal_that_ends_the_job_is_told_and_is_its_code(name: str, code: int
     program = (
         f"import os; from mpistrat.launch.job import follow; raise SystemExit(follow(['sh', '-c', {command!r}], os.environ))"
     )
-    done = run_bounded([sys.executable, "-c", program], 60.0)
+    done = run_bounded([*TAKES_CTRL_C, sys.executable, "-c", program], 60.0)
     assert (done.returncode, done.stderr) == (returned, f"mpistrat run: {said}\n" if said else "")
 
 
