@@ -16,14 +16,13 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from mpistrat.arrays import Array, as_bytes, is_on_device, like, to_host
-from mpistrat.communicator.call import CollectiveCall
-from mpistrat.communicator.call_sequence import CallSequence, Facts
+from mpistrat.communicator.calls import Calls
 from mpistrat.communicator.gpu_arrays import GpuArrays
-from mpistrat.communicator.guard import CollectiveGuard
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.communicator.validate import check_gather, check_parts, check_root, check_target, name_of
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.executor import Executor
+from mpistrat.execution.guard import Call, Facts, Guard
 from mpistrat.groups.agreement import Signature, digest_of
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, check_dtype
 from mpistrat.transports.base import Operation
@@ -61,8 +60,8 @@ class _Route:
 class _Move:
     """A call that all ranks make, with their facts, and the way of its bytes."""
 
-    guard: CollectiveGuard
-    call: CollectiveCall
+    guard: Guard
+    call: Call
     found: Facts
     route: _Route
 
@@ -82,7 +81,7 @@ class _Move:
 class DataMovement:
     """Moves arrays between the ranks of a communicator, one call at a time."""
 
-    def __init__(self, executor: Executor, guard: CollectiveGuard, calls: CallSequence, gpu: GpuArrays | None) -> None:
+    def __init__(self, executor: Executor, guard: Guard, calls: Calls, gpu: GpuArrays | None) -> None:
         self._group = group = executor.hierarchy.world_group
         self._rank, self._size, self._guard, self._calls = group.rank, group.size, guard, calls
         self._by_mpi = _Route(
@@ -249,7 +248,7 @@ class DataMovement:
         shapes = ", ".join(f"replica {rank}: {text}" for rank, text in enumerate(found))
         raise InvalidArgumentError(f"{needed}; got {shapes}")
 
-    def _exchange_extents(self, call: CollectiveCall, arrays: Sequence[Array]) -> list[int]:
+    def _exchange_extents(self, call: Call, arrays: Sequence[Array]) -> list[int]:
         """Return the first extent of the array that each rank sends to this one; 1 for scalars."""
         mine = np.array([array.shape[0] if array.ndim else 1 for array in arrays], np.int64)
         received = np.empty_like(mine)
