@@ -176,7 +176,7 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports, mo
     taken = {name: transport for name, transport, alone, _ in answers if not alone}
     times = model.gpu_times
     everywhere, refusal = _join_all(hierarchy, device, intra, times)
-    rails, between = device_rails(hierarchy, device, host.rails, model)
+    rails, between = device_rails(hierarchy, device, host.rails)
     if between:
         between = _between_nodes(between, hierarchy, times, everywhere is not None, refusal)
     elif taken and intra.one_shot_bytes is not None:

@@ -30,7 +30,7 @@ from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 from mpistrat.transports.staged import StagedTransport
 
-__all__ = ["SUBJECTS", "Subject", "check", "every_schedule"]
+__all__ = ["SUBJECTS", "Subject", "check"]
 
 WORLD, NODES, RAILS = "world", "nodes", "rails"
 """Whom a transport joins: all ranks, those of a node, or those of a rail; where there is one node, its rails are not there,
@@ -56,18 +56,6 @@ class Subject:
     blocking_verbs: Collection[str] = ()
 
 
-def every_schedule(num_bytes: int) -> str:
-    """Return a schedule for an all-reduce of so many bytes, so that the sizes of the kit meet all three."""
-    return ("gather", "halving", "ring")[num_bytes // 16 % 3]
-
-
-class _EverySchedule(CudaAwareTransport):
-    """cuda_aware by all of its schedules, whichever is the fastest."""
-
-    def __init__(self, group: Group) -> None:
-        super().__init__(group, schedule=every_schedule)
-
-
 SUBJECTS: dict[str, Subject] = {
     subject.transport.name: subject
     for subject in (
@@ -76,7 +64,7 @@ SUBJECTS: dict[str, Subject] = {
         Subject(MpiRingTransport, RAILS),
         Subject(StagedTransport, RAILS),
         Subject(CudaIpcTransport, NODES),
-        Subject(_EverySchedule, RAILS),
+        Subject(CudaAwareTransport, RAILS),
         Subject(NcclTransport, NODES),
     )
 }
