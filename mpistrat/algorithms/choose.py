@@ -14,8 +14,6 @@ from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.topology.world import World
 
-__all__ = ["PLANNERS", "Candidate", "Choice", "choose"]
-
 PLANNERS: dict[str, Callable[[World, int, int, int], Sequence[Plan]]] = {
     "flat": planners.flat,
     "hierarchical": planners.hierarchical,

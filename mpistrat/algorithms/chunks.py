@@ -9,19 +9,6 @@ from dataclasses import dataclass
 
 from mpistrat.topology.world import World
 
-__all__ = [
-    "DEVICE_CHUNK_BYTES",
-    "SCATTER_FROM_BYTES",
-    "SCRATCH_BYTES",
-    "PipelineRule",
-    "chunk_elements",
-    "chunk_lengths",
-    "padded",
-    "part_bounds",
-    "pipeline_rule",
-    "whole_shards",
-]
-
 KIB, MIB = 2**10, 2**20
 
 SCRATCH_BYTES = 64 * MIB

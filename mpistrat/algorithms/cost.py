@@ -19,19 +19,6 @@ from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.text import format_bytes
 from mpistrat.topology.world import World
 
-__all__ = [
-    "DEFAULT",
-    "ON_DEVICE",
-    "Correction",
-    "CostModel",
-    "GpuTimes",
-    "link_bytes",
-    "phase_bytes",
-    "phase_seconds",
-    "predict_seconds",
-    "rail_schedule",
-]
-
 
 @dataclass(frozen=True)
 class Correction:

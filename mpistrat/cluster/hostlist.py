@@ -13,8 +13,6 @@ from itertools import product
 
 from mpistrat.errors import InvalidArgumentError
 
-__all__ = ["expand_hosts", "expand_tasks"]
-
 _HOSTS = "a host list is NAME,NAME,…, where a name may hold ranges in brackets: n[009-011,20],rack[0-1]n[1-2]"
 _TASKS = "a list of task counts is COUNT or COUNT(xNODES), joined by commas: 3(x2),2,1"
 

@@ -10,8 +10,6 @@ from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.topology.world import World
 
-__all__ = ["MPIClusterResolver", "RankResolver"]
-
 
 class RankResolver(ClusterResolver):
     """Assigns the ranks of a world to jobs, in the order of both; a rank's address is its host and a port of its own.

@@ -11,8 +11,6 @@ from typing import Any
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.errors import InvalidArgumentError
 
-__all__ = ["ClusterResolver", "SimpleClusterResolver", "TFConfigClusterResolver", "UnionResolver", "url"]
-
 _KEYWORDS = ("rpc_layer", "task_type", "task_id")
 _EXAMPLE = '{"cluster": {"worker": ["a:8888", "b:8888"]}, "task": {"type": "worker", "index": 0}}'
 

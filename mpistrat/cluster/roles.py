@@ -19,8 +19,6 @@ from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.spec import ClusterSpec, Tasks
 from mpistrat.errors import InvalidArgumentError, LaunchError
 
-__all__ = ["Role", "check_role", "chief_rank", "id_in_cluster", "is_chief", "training_role", "worker_count"]
-
 Cluster: TypeAlias = ClusterSpec | Mapping[str, Tasks]
 
 _TYPES = ("chief", "master", "worker", "ps", "evaluator")

@@ -14,8 +14,6 @@ from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch import environment
 from mpistrat.topology.world import World
 
-__all__ = ["SlurmClusterResolver"]
-
 
 class SlurmClusterResolver(RankResolver):
     """Reads the task placement from srun's variables; does not communicate, and changes no variable.

@@ -8,8 +8,6 @@ from typing import ClassVar, TypeAlias
 
 from mpistrat.errors import InvalidArgumentError
 
-__all__ = ["ClusterSpec", "Tasks"]
-
 Tasks: TypeAlias = Sequence[str] | Mapping[int, str]
 """The addresses of a job's tasks: a list, or task index -> address if some tasks are missing."""
 

@@ -21,8 +21,6 @@ from mpistrat.device.binding import bound_device
 from mpistrat.launch.bootstrap import library_version
 from mpistrat.launch.environment import without_launcher
 
-__all__ = ["STARTED", "Library", "Verdict", "find_verdict", "kept_verdicts", "present_library", "probe"]
-
 PROBE_SECONDS = 60.0
 
 # exit codes of the probe; and what it prints to stderr before the first message: a crash before it says nothing of messages

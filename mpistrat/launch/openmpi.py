@@ -17,21 +17,6 @@ from pathlib import Path
 
 from mpistrat.launch import process
 
-__all__ = [
-    "PARAMETERS",
-    "WITHOUT_HAN",
-    "Parameter",
-    "has_chosen_collectives",
-    "has_wheel",
-    "mapped_segments",
-    "num_cores",
-    "parameters",
-    "remove_parameters",
-    "remove_rendezvous_files",
-    "set_home",
-    "yields_when_idle",
-]
-
 
 @dataclass(frozen=True)
 class Parameter:

@@ -13,8 +13,6 @@ from mpistrat.arrays import Array, as_array, is_on_device
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, check_dtype
 
-__all__ = ["Buffer", "is_in_place", "numbers_of"]
-
 
 class Buffer:
     """A part of memory that is sent or received.

@@ -23,8 +23,6 @@ from mpistrat.mpi4py.buffers import Buffer, is_in_place, numbers_of
 from mpistrat.mpi4py.request import WorkRequest
 from mpistrat.reduction import ReduceOp
 
-__all__ = ["WrappedIntracomm", "wrapped"]
-
 _OPS = {
     MPI.SUM.handle: ReduceOp.SUM,
     MPI.PROD.handle: ReduceOp.PROD,

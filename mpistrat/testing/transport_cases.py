@@ -18,8 +18,6 @@ from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, check_dtype, combine
 from mpistrat.transports.base import Operation, Transport
 
-__all__ = ["DTYPES", "VERBS", "Case", "VerbSpec", "cases", "divisions", "inputs", "operations", "poison"]
-
 DTYPES: tuple[np.dtype[Any], ...] = tuple(np.dtype(code) for code in "?bBhHiIqQfdFD")
 
 

@@ -20,8 +20,6 @@ from mpistrat.testing.transport_cases import VERBS, Case, inputs, poison
 from mpistrat.transports.base import Operation, Transport
 from mpistrat.transports.steps import Steps, drive
 
-__all__ = ["LARGE_COUNT", "NUM_SLOTS", "SLOT_BYTES", "STUCK_SECONDS", "Subject"]
-
 LARGE_COUNT = 80_001  # of 4 bytes: several segments and cache blocks
 SLOT_BYTES = 4 * LARGE_COUNT + 4092
 NUM_SLOTS = 2

@@ -36,8 +36,6 @@ from mpistrat.topology.discover import discover
 from mpistrat.topology.gpus import check_gpu_assignment
 from mpistrat.tuning.gpu_measurements import wait_until_complete
 
-__all__ = ["Row", "add_arguments", "execute", "measure", "place_text", "timed"]
-
 ALGORITHMS = ("auto", *PLANNERS, "mpi")
 DEVICES = ("auto", "gpu", "cpu")
 ITEM_BYTES = 4

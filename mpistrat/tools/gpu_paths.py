@@ -9,8 +9,6 @@ from mpistrat.text import format_table
 from mpistrat.topology.world import World
 from mpistrat.tuning.file import kept
 
-__all__ = ["paths_text"]
-
 
 def paths_text(world: World) -> str:
     """Return a table of the transports inside nodes and between them, and why.

@@ -18,8 +18,6 @@ from mpistrat.errors import CollectiveError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MAX_BLOCKS", "MAX_ROUNDS", "MIN_BLOCKS", "MIN_ROUNDS", "check_sum", "time_interleaved"]
-
 BUDGET_SECONDS = 1.0
 MIN_BLOCKS, MAX_BLOCKS = 3, 20
 MIN_ROUNDS, MAX_ROUNDS = 3, 20  # in a block; a third as many come first, untimed

@@ -24,8 +24,6 @@ from mpistrat.tools.gpu_paths import paths_text
 from mpistrat.topology.world import World
 from mpistrat.tuning.model import Tuning
 
-__all__ = ["add_arguments", "execute"]
-
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _INEXACT = ("float16", ml_dtypes.bfloat16, "float32", "float64", "complex64", "complex128")
 _DTYPES = {dtype.name: dtype for dtype in map(np.dtype, ("bool", *_INTEGERS, *_INEXACT))}

@@ -32,8 +32,6 @@ from mpistrat.tuning.model import Tuning, present_conditions
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["add_arguments", "describe", "execute"]
-
 LEAST_BYTES = 1024
 MAX_SHOT_BYTES = 1 << 22  # beyond, one shot reads far more than two do
 

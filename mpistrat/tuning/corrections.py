@@ -9,8 +9,6 @@ from mpistrat.algorithms.choose import choose
 from mpistrat.algorithms.cost import Correction, CostModel, predict_seconds
 from mpistrat.topology.world import World
 
-__all__ = ["ITEM_BYTES", "Measurement", "corrected", "modelled_seconds"]
-
 ITEM_BYTES = 4
 
 

@@ -21,8 +21,6 @@ from mpistrat.tuning.links import measure_links
 from mpistrat.tuning.measure import Make, measure
 from mpistrat.tuning.model import Conditions, Tuning, present_conditions
 
-__all__ = ["kept", "kept_files", "read", "shared_model", "tuning_path"]
-
 
 def tuning_path(conditions: Conditions) -> Path:
     """Return the file for these conditions: the one that MPISTRAT_TUNING names, or one in `cache.folder`."""

@@ -21,8 +21,6 @@ from mpistrat.tuning.measure import Measured, Run, Times, race
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["BETWEEN_NODES", "IN_SHOTS", "GpuMeasurements", "measure_on_gpus", "wait_until_complete"]
-
 DEADLINE_SECONDS = 60.0
 
 BETWEEN_NODES = {"mpi": GpuTimes(), "nccl": GpuTimes(nccl_over_mpi=((1, 0.0),))}

@@ -12,8 +12,6 @@ from mpistrat.topology.world import World
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["measure_links"]
-
 LINK_BYTES = 1 << 22
 _ROUNDS = 6  # the first one connects
 

@@ -22,8 +22,6 @@ from mpistrat.tuning.corrections import ITEM_BYTES, Measurement
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MAX_BYTES", "Make", "Measured", "Run", "Times", "measure", "race"]
-
 MAX_BYTES = 2**24
 _MIN_BYTES, _STEP_FACTOR = 16, 4
 _MIN_PASSES, _MAX_PASSES = 3, 8  # over all sizes in turn, so that drift of the machine favours none

@@ -20,8 +20,6 @@ from mpistrat.topology.world import World
 from mpistrat.tuning.corrections import Measurement, corrected
 from mpistrat.tuning.gpu_measurements import GpuMeasurements
 
-__all__ = ["Conditions", "Tuning", "present_conditions"]
-
 _MOST_BYTES = 2.0**40
 FORMAT = 2  # to be increased when algorithms become faster, which makes older measurements useless
 # the settings that change the time of a collective

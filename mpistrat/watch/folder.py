@@ -17,8 +17,6 @@ from pathlib import Path
 from mpistrat.launch import environment, process
 from mpistrat.watch.record import FILE_BYTES, Field, State
 
-__all__ = ["bases", "has_owner", "job_name", "jobs", "make_job", "mark_killed", "remove", "remove_old_jobs"]
-
 # records of killed jobs are kept for this long, up to this size, and up to this share of the file system
 KEEP_SECONDS, KEEP_BYTES, KEEP_SHARE = 24 * 3600.0, 32 << 20, 1 / 16
 # how the names of records begin; other files of a job are notices, and what is being written

@@ -23,31 +23,6 @@ from mpistrat.launch import process
 from mpistrat.launch.environment import MOST_RANKS
 from mpistrat.text import parse_spans
 
-__all__ = [
-    "CALLS",
-    "FAILED_BIT",
-    "FILE_BYTES",
-    "LINES",
-    "LINE_WORD",
-    "LONGEST_TEXT",
-    "MAGIC",
-    "NOT_LISTED",
-    "OVERWRITTEN",
-    "RING_RECORDS",
-    "RING_START",
-    "STARTED_BIT",
-    "TEXTS",
-    "VERSION",
-    "WORDS",
-    "Call",
-    "Field",
-    "Key",
-    "RankFile",
-    "State",
-    "Table",
-    "seconds_since",
-]
-
 MAGIC = int.from_bytes(b"mpistrat", "little")
 VERSION = 4
 

@@ -46,17 +46,6 @@ from mpistrat.watch.record import (
     Table,
 )
 
-__all__ = [
-    "FlightRecorder",
-    "collection_paused",
-    "digest",
-    "encoded_activity",
-    "innermost",
-    "recorder",
-    "watched",
-    "write_entry",
-]
-
 _MOST_PLACES = 16_384
 _ACTIVITY = TEXTS["activity"][0]
 write_entry = struct.Struct("=5Q").pack_into

@@ -14,8 +14,6 @@ from mpistrat.watch.states import Neighbours, RankState, decode
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["HostMessages", "Message", "Survey"]
-
 Message = dict[str, Any]
 """A message: a JSON object."""
 

@@ -33,8 +33,6 @@ from mpistrat.watch.verdict import Finding, Notice, Notices, judge
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Watcher", "call_after_end", "call_before_end", "introduce", "start", "watcher"]
-
 WAKE_SECONDS = 0.25
 # a rank that has waited this long surveys the others
 PATIENCE_SECONDS = 1.0
