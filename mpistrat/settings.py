@@ -202,8 +202,7 @@ INTER_TRANSPORT = Setting(
     _one_of("auto", "mpi_ring", "mpi", "nccl"),
     "auto",
     "The transport between nodes: mpi_ring or mpi, over which arrays on GPUs are staged through host memory; nccl for arrays "
-    "on GPUs. With auto, what mpistrat tune has measured decides whether arrays on GPUs use NCCL, and MPISTRAT_MPI_GPU how MPI "
-    "gets them.",
+    "on GPUs, which nobody has measured, so that auto does not take it. MPISTRAT_MPI_GPU says how MPI gets arrays on GPUs.",
     is_shared=True,
 )
 MPI_GPU = Setting(
@@ -218,7 +217,7 @@ ONE_SHOT_BYTES: Setting[int | None] = Setting(
     parse_bytes,
     None,
     "The largest buffer of which cuda_ipc lets each GPU of a node read and sum everything, after one barrier of the ranks; in "
-    "larger ones each sums a part, with two barriers. Unset: as mpistrat tune has measured, else 256KiB.",
+    "larger ones each sums a part, with two barriers. Unset: 256KiB, which nobody has measured.",
     is_shared=True,
 )
 PEER_MEMORY = Setting(

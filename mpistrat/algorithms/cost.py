@@ -12,11 +12,10 @@ costs of rings and recursive doubling).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
-from mpistrat.text import format_bytes
 from mpistrat.topology.world import World
 
 
@@ -38,42 +37,12 @@ class Correction:
 
     def ratio(self, num_bytes: int) -> float:
         """Return measured time over predicted time at a size."""
-        return _interpolated(self.points, num_bytes)
-
-
-@dataclass(frozen=True)
-class GpuTimes:
-    """What was measured of an all-reduce on GPUs that can be carried out in two ways.
-
-    Attributes
-    ----------
-    nccl_over_mpi : tuple of (int, float)
-        On several nodes: bytes, and the time of NCCL over all ranks divided by the time with MPI between nodes, in increasing
-        order of bytes. Empty: not measured.
-    one_shot_bytes : int or None
-        On one node: up to which size one shot of `cuda_ipc` is faster than two. None: not measured.
-    source : str
-        When it was measured, and by what.
-    """
-
-    nccl_over_mpi: tuple[tuple[int, float], ...] = ()
-    one_shot_bytes: int | None = None
-    source: str = ""
-
-    def nccl_ratio(self, num_bytes: int) -> float:
-        """Return the time of NCCL over that of MPI at a size, interpolated as by `Correction`."""
-        return _interpolated(self.nccl_over_mpi, num_bytes)
-
-    @property
-    def nccl_wins(self) -> int:
-        """At how many of the measured sizes NCCL was faster than MPI."""
-        return sum(ratio < 1 for _, ratio in self.nccl_over_mpi)
-
-    def __str__(self) -> str:
-        """Return what was found, or an empty text if nothing was measured."""
-        if self.nccl_over_mpi:
-            return f"NCCL was faster than MPI at {self.nccl_wins} of {len(self.nccl_over_mpi)} sizes ({self.source})"
-        return "" if self.one_shot_bytes is None else f"one shot up to {format_bytes(self.one_shot_bytes)} ({self.source})"
+        index = bisect_left(self.points, (num_bytes, 0.0))
+        if index in (0, len(self.points)):
+            return self.points[min(index, len(self.points) - 1)][1]
+        (lower, before), (upper, after) = self.points[index - 1 : index + 1]
+        share = (_logarithm(num_bytes) - _logarithm(lower)) / (_logarithm(upper) - _logarithm(lower))
+        return before + (after - before) * share
 
 
 @dataclass(frozen=True)
@@ -111,8 +80,6 @@ class CostModel:
         Whether rails move GPU memory by CUDA-aware MPI: it is not staged there, and `rail_schedule` says in which order.
     corrections : tuple of Correction
         For algorithms that were measured on this world.
-    gpu_times : GpuTimes
-        By which ``auto`` chooses on GPUs between ways that the constants do not tell apart.
     source : str
         Where the constants come from.
     """
@@ -134,7 +101,6 @@ class CostModel:
     staging_bytes_per_second: float = 0.0
     direct_rails: bool = False
     corrections: tuple[Correction, ...] = ()
-    gpu_times: GpuTimes = GpuTimes()
     source: str = "defaults"
 
     def correction(self, algorithm: str, num_bytes: int) -> float:
@@ -312,16 +278,6 @@ def _most_shards(world: World) -> int:
 def _ring(members: int) -> float:
     """Return the bytes that each member of a bandwidth-optimal all-reduce sends, for each byte of the buffer."""
     return 2 * (members - 1) / members
-
-
-def _interpolated(points: Sequence[tuple[int, float]], num_bytes: int) -> float:
-    """Return the ratio at a size, between points over the logarithm of the size; outside them that of the nearest."""
-    index = bisect_left(points, (num_bytes, 0.0))
-    if index in (0, len(points)):
-        return points[min(index, len(points) - 1)][1]
-    (lower, before), (upper, after) = points[index - 1 : index + 1]
-    share = (_logarithm(num_bytes) - _logarithm(lower)) / (_logarithm(upper) - _logarithm(lower))
-    return before + (after - before) * share
 
 
 def _logarithm(number: int) -> float:

@@ -15,8 +15,7 @@ from mpistrat.groups.agreement import Agreement, pause
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import job_ranks_of, members_text
 from mpistrat.launch import bootstrap
-from mpistrat.topology.discover import discover
-from mpistrat.topology.gpus import check_gpu_assignment
+from mpistrat.topology.discover import check_gpu_assignment, discover
 from mpistrat.topology.world import World
 from mpistrat.watch import watcher
 from mpistrat.watch.record import NOT_LISTED

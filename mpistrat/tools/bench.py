@@ -32,13 +32,13 @@ from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes
 from mpistrat.tools import run
 from mpistrat.tools.interleaved import check_sum, time_interleaved
-from mpistrat.topology.discover import discover
-from mpistrat.topology.gpus import check_gpu_assignment
-from mpistrat.tuning.gpu_measurements import wait_until_complete
+from mpistrat.topology.discover import check_gpu_assignment, discover
+from mpistrat.transports.steps import drive, until
 
 ALGORITHMS = ("auto", *PLANNERS, "mpi")
 DEVICES = ("auto", "gpu", "cpu")
 ITEM_BYTES = 4
+DEADLINE_SECONDS = 60.0  # of a call on GPUs: another rank may not have made it
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def timed(run: Callable[[], object], ops: Communicator) -> Callable[[], object]:
 
     def until_complete() -> None:
         run()
-        wait_until_complete(device)
+        drive(until(device.current_stream().record()), lambda: "a call that is measured on GPUs", DEADLINE_SECONDS)
 
     return until_complete
 

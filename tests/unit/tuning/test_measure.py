@@ -26,6 +26,6 @@ def test_what_was_slow_once_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("mpistrat.tuning.measure._Race._slowest", timed)
     monkeypatch.setattr("mpistrat.tuning.measure._TRIES", 1)
     runs = {name: Mock() for name in clocks}
-    found = race(Mock(), lambda _: dict(runs), 16)
+    found = race(Mock(), lambda _: dict(runs), [16])
     assert found == {16: {"flat": 2e-5, "second": 3e-5, "third": 2e-3}}
     assert rounds["third"] < 20 < rounds["flat"]  # what is slow each time costs little
