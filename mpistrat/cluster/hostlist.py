@@ -21,23 +21,12 @@ def expand_hosts(text: str) -> list[str]:
     """Return the hosts of a host list, in its order.
 
     If a name has several brackets, the last one varies fastest: ``rack[0-1]n[1-2]`` begins with rack0n1, rack0n2.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If the text is not a host list.
     """
     return [host for name in _names(text) for host in _expanded(name, text)]
 
 
 def expand_tasks(text: str) -> list[int]:
-    """Return the number of tasks on each node.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If the text is not a list of task counts.
-    """
+    """Return the number of tasks on each node."""
     counts: list[int] = []
     for part in text.strip().split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
