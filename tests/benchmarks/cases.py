@@ -13,8 +13,6 @@ from tests.benchmarks.pages import Table, spread
 from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
 
-__all__ = ["Case", "measure_cases", "programs_of", "shape_of", "table_of_cases", "wire_seconds"]
-
 
 @dataclass(frozen=True)
 class Case:

@@ -13,8 +13,6 @@ import optree
 import mpistrat
 from tests.disagreements.memory import Memory
 
-__all__ = ["WARM_ROUNDS", "Case", "Plan"]
-
 T = TypeVar("T")
 
 WARM_ROUNDS = 20
@@ -51,21 +49,7 @@ class Plan:
 
 
 class Case:
-    """One rank's view of a case. Arrays hold small whole numbers that differ by rank, place and call, so that sums are exact.
-
-    Parameters
-    ----------
-    plan : Plan
-        Which case it is.
-    rank, size : int
-        This rank, and how many there are.
-    memory : Memory
-        Where operands lie.
-    strategy : Strategy
-        What makes the calls.
-    note : callable
-        Tells who runs the case what it is about.
-    """
+    """One rank's view of a case. Arrays hold small whole numbers that differ by rank, place and call: sums are exact."""
 
     def __init__(
         self,

@@ -11,8 +11,6 @@ from typing import Any
 from tests.disagreements.places import Folder, Place, default_environment, script
 from tests.disagreements.verdicts import missing_in_report, ranks_named
 
-__all__ = ["HANGS", "ODD", "WAITS", "Found", "Hang", "find_report"]
-
 ODD = 1  # the rank that does not come
 _NAME = "job.py"
 _LIMIT_SECONDS = 60.0  # for one that is not reported at all
@@ -166,19 +164,7 @@ class Found:
 
 
 def find_report(place: Place, hang: Hang, settings: Mapping[str, str] | None = None, until: str = "") -> Found:
-    """Run a program, and return what it reports of the rank that does not come; then end it.
-
-    Parameters
-    ----------
-    place : Place
-        Where.
-    hang : Hang
-        The program.
-    settings : mapping, optional
-        Environment variables beside the default ones.
-    until : str
-        A text in the output that is enough, too.
-    """
+    """Run a program, and return what it reports of the rank that does not come; then end it."""
     folder = Folder()
     environment = default_environment({"MPISTRAT_STALL_SECONDS": "1", **(settings or {})})
     program, begun = folder.path / _NAME, time.monotonic()

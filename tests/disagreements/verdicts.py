@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CLASSES", "Evidence", "Verdict", "judge", "missing_in_report", "ranks_named", "told"]
-
 # Best first; what each means is on docs/benchmarks/safety.md.
 CLASSES = ("right", "told", "reported", "raw", "hang", "partial", "silent", "crash", "foreign")
 
@@ -89,19 +87,7 @@ class Verdict:
 
 
 def judge(evidence: Evidence, says: str, odd: int, alone: bool) -> Verdict:
-    """Return the class of a case.
-
-    Parameters
-    ----------
-    evidence : Evidence
-        What became known.
-    says : str
-        The pattern that tells, on stderr or as ``exit:CODE``, where the program ended.
-    odd : int
-        The odd rank, which a stall report must name.
-    alone : bool
-        Whether the case ends its program.
-    """
+    """Return the class of a case."""
     text = _text(evidence)
     if evidence.foreign:
         return Verdict("foreign", f"{'; '.join(evidence.foreign[:3])}; {text}")

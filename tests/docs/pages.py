@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ROOT", "Block", "Command", "anchors", "blocks", "links", "pages"]
-
 ROOT = Path(__file__).parents[2]
 
 _FENCE = re.compile(r"^ *```(?P<language>\w*)$")

@@ -19,21 +19,11 @@ from mpistrat.experimental import CommunicationOptions
 from tests.fuzz.operands import OPS, Operand, draw_operands, draw_targets, is_target_refused, overlaps
 from tests.ranks.test_properties import ALGORITHMS, UFUNCS, check
 
-__all__ = ["Field"]
-
 _MOST_REPEATS = 3
 
 
 class Field:
-    """What the cases of a job are played on: the ranks, and the objects that cases share.
-
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        All ranks.
-    seed : int
-        With the number of a case it gives the case.
-    """
+    """What the cases of a job are played on: the ranks, and the objects that cases share."""
 
     def __init__(self, comm: MPI.Intracomm, seed: int) -> None:
         self.comm, self.seed = comm, seed

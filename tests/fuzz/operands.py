@@ -9,8 +9,6 @@ import numpy as np
 
 from tests.ranks.test_properties import DTYPES, LAYOUTS, NO_OPS, _values, check, reference
 
-__all__ = ["OPS", "Operand", "draw_operands", "draw_targets", "is_target_refused", "overlaps"]
-
 OPS = ("SUM", "MEAN", "MIN", "MAX", "PROD")
 
 

@@ -23,8 +23,6 @@ from tests.gpu.stand_in_nccl import StandInNccl
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["all_kernels", "stand_in"]
-
 
 @contextmanager
 def stand_in(comm: MPI.Intracomm, has_nccl: bool = True) -> Iterator[StandInDevice]:

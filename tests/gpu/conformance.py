@@ -30,8 +30,6 @@ from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 from mpistrat.transports.staged import StagedTransport
 
-__all__ = ["SUBJECTS", "Subject", "check", "every_schedule"]
-
 WORLD, NODES, RAILS = "world", "nodes", "rails"
 """Whom a transport joins: all ranks, those of a node, or those of a rail; where there is one node, its rails are not there,
 and the world stands in."""
@@ -103,22 +101,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def check(subject: Subject, hierarchy: Hierarchy) -> dict[str, int | str]:
     """Run the kit on all groups that a transport serves. A collective call.
 
-    Parameters
-    ----------
-    subject : Subject
-        What to try.
-    hierarchy : Hierarchy
-        Whom it joins.
-
     Returns
     -------
     dict
         ``checks``: the comparisons made by all ranks together; or ``skipped``: why the transport declines these ranks.
-
-    Raises
-    ------
-    AssertionError
-        On every rank of a group, if a rule of transports is violated.
     """
     world = hierarchy.world_group
     groups = _groups(subject, hierarchy)

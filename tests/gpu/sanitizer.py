@@ -31,8 +31,6 @@ from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_
 from tests.gpu.machine import find_sanitizer
 from tests.processes import run_bounded
 
-__all__ = ["PLANTED", "errors_in", "kernels", "try_all"]
-
 TOOLS = ("memcheck", "initcheck", "racecheck")
 OPTIONS = ("--report-api-errors", "no")  # what CUDA refuses, such as a query, is no access to memory
 TOOL_SECONDS = 70.0  # four of them end before the probe does
@@ -63,13 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def try_all(device: Device) -> int:
-    """Pack, unpack, fold and divide arrays of every dtype that begin at odd elements; return how many results were compared.
-
-    Raises
-    ------
-    AssertionError
-        If one of them is not what NumPy makes of it.
-    """
+    """Pack, unpack, fold and divide arrays of every dtype that begin at odd elements; return how many results were compared."""
     compared = 0
     for dtype, wide, op in _cases():
         arrays = [_values(dtype, count, index) for index, count in enumerate(COUNTS)]
@@ -92,13 +84,7 @@ def kernels() -> list[str]:
 
 
 def errors_in(said: str) -> int:
-    """Return how many errors, or hazards, the sanitizer has found.
-
-    Raises
-    ------
-    AssertionError
-        If it does not say.
-    """
+    """Return how many errors, or hazards, the sanitizer has found."""
     found = _SUMMARY.search(said)
     if not found:
         raise AssertionError(f"the sanitizer says nothing of errors:\n{said[-3000:]}")

@@ -35,8 +35,6 @@ from mpistrat.transports.staged import StagedTransport
 from mpistrat.transports.steps import drive
 from tests.gradients import resnet50
 
-__all__ = ["TIMINGS", "Sizes"]
-
 F32, BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 GIGA = 1e9
 PEERS = 4

@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Task", "serve"]
-
 
 @dataclass(frozen=True)
 class Task:
@@ -46,19 +44,7 @@ def serve(
     tasks: Mapping[str, Callable[[dict[str, Any]], Task]],
     calls: Mapping[str, Callable[..., Any]] | None = None,
 ) -> None:
-    """Answer requests until there are no more.
-
-    Parameters
-    ----------
-    rank : int
-        Of this process in its program.
-    versions : mapping
-        Of what is being measured.
-    tasks : mapping
-        Makes a task of each kind; a request's further words are handed on.
-    calls : mapping, optional
-        What can be called directly; the arguments and what is returned travel as JSON.
-    """
+    """Answer requests until there are no more."""
     with socket.socket(socket.AF_UNIX) as stream:
         stream.connect(os.environ["CONTEST_SOCKET"])
         lines = stream.makefile("rw")

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from tests.disagreements.case import Case
 
-__all__ = ["KINDS", "LARGE", "MAY_BE_RIGHT", "SIZES", "Kind", "kind", "legal"]
-
 SIZES = (1, 10, 20_000, 300_000)
 LARGE = (*SIZES, 4_000_000)
 TOLD = frozenset({"told"})
