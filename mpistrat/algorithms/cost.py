@@ -77,7 +77,7 @@ class CostModel:
         Bytes that one rank reads and writes per second in host memory, to stage GPU memory for other nodes; 0: nothing is
         staged.
     direct_rails : bool
-        Whether rails move GPU memory by CUDA-aware MPI: it is not staged there, and `rail_schedule` says in which order.
+        Whether rails move GPU memory by CUDA-aware MPI: it is not staged there.
     corrections : tuple of Correction
         For algorithms that were measured on this world.
     source : str
@@ -153,9 +153,7 @@ def phase_seconds(plan: Plan, phase: Phase, model: CostModel = DEFAULT) -> float
     if plan.count == 0:
         return 0.0
     load, chunk_bytes = _load(plan.world, phase), plan.num_bytes / plan.num_chunks
-    if phase.scope is Scope.INTER and model.direct_rails and not (plan.in_order or plan.wire_itemsize):
-        return plan.num_chunks * (model.call_seconds + min(_direct_seconds(plan.world, chunk_bytes, model).values()))
-    link_rate, memory_rate = _rates(plan.world, phase, chunk_bytes, model)
+    link_rate, memory_rate = _rates(plan, phase, chunk_bytes, model)
     steps = load.intra_steps * model.intra_step_seconds + load.inter_steps * model.inter_step_seconds
     moving = max(load.link * chunk_bytes * _wire_ratio(plan, phase) / link_rate, load.memory * chunk_bytes / memory_rate)
     call_seconds = model.flat_call_seconds if phase.scope is Scope.WORLD else model.call_seconds
@@ -175,51 +173,18 @@ def predict_seconds(plan: Plan, model: CostModel = DEFAULT) -> float:
     return busier + (other if plan.depth == 1 else other / max(plan.num_chunks, 1))
 
 
-def rail_schedule(world: World, shard_bytes: int, model: CostModel) -> str:
-    """Return the schedule with the shortest predicted time for the sum of a shard of GPU memory along its rail.
-
-    Parameters
-    ----------
-    world : World
-        The nodes: at least two.
-    shard_bytes : int
-        The bytes that one rank sums with those of the other nodes, while all rails are busy.
-    model : CostModel
-        The constants.
-
-    Returns
-    -------
-    str
-        ``ring``; ``halving``: recursive halving and doubling; or ``gather``: every rank gathers and sums the shards of all.
-    """
-    seconds = _direct_seconds(world, shard_bytes * world.num_shards, model)
-    return min(seconds, key=seconds.__getitem__)
-
-
-def _direct_seconds(world: World, num_bytes: float, model: CostModel) -> dict[str, float]:
-    """Return the time of each schedule along all rails, by the bytes of the whole buffer; only a ring overlaps sums."""
-    nodes, share = world.num_nodes, _most_shards(world) / world.num_shards
-    sending = num_bytes / (_links(world, model) * model.link_bytes_per_second * model.link_efficiency)
-    moving = num_bytes * share / model.memory_bytes_per_second
-    ring, rounds = _ring(nodes), _doublings(nodes)
-    return {
-        "ring": 2 * (nodes - 1) * model.inter_step_seconds + ring * max(sending, moving * 3 / 2),
-        "halving": 2 * rounds * model.inter_step_seconds + ring * (sending + moving * 3 / 2),
-        "gather": rounds * model.inter_step_seconds + (nodes - 1) * sending + (nodes + 1) * moving,
-    }
-
-
 def _wire_ratio(plan: Plan, phase: Phase) -> float:
     """Return the bytes that a phase sends for each byte of the buffer: less than 1 if values are cast between nodes."""
     crosses = phase.scope is Scope.INTER
     return plan.wire_itemsize / plan.itemsize if crosses and plan.wire_itemsize else 1.0
 
 
-def _rates(world: World, phase: Phase, chunk_bytes: float, model: CostModel) -> tuple[float, float]:
+def _rates(plan: Plan, phase: Phase, chunk_bytes: float, model: CostModel) -> tuple[float, float]:
     """Return the bytes per second of the links of a node and of the memory of a rank."""
-    is_cached = chunk_bytes <= model.cache_bytes
+    world, is_cached = plan.world, chunk_bytes <= model.cache_bytes
     memory = model.cache_bytes_per_second if is_cached else model.memory_bytes_per_second
-    if phase.scope is not Scope.INTRA and model.staging_bytes_per_second:
+    is_direct = model.direct_rails and phase.scope is Scope.INTER and not (plan.in_order or plan.wire_itemsize)
+    if phase.scope is not Scope.INTRA and model.staging_bytes_per_second and not is_direct:
         memory = model.staging_bytes_per_second
     if phase.scope is not Scope.WORLD:
         return _links(world, model) * model.link_bytes_per_second * model.link_efficiency, memory

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from mpistrat import settings
-from mpistrat.algorithms.cost import CostModel
 from mpistrat.device.abstract import Device
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import TransportError
@@ -148,7 +147,7 @@ def host_transports(hierarchy: Hierarchy) -> Transports:
     )
 
 
-def device_transports(hierarchy: Hierarchy, device: Device, host: Transports, model: CostModel) -> DeviceTransports:
+def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) -> DeviceTransports:
     """Return the transports of device memory. A collective call.
 
     Raises
@@ -172,7 +171,7 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports, mo
     assert intra is not None, "a refusal on this node has raised on all ranks"
     taken = {name: transport for name, transport, alone, _ in answers if not alone}
     everywhere = _join_all(hierarchy, device, intra)
-    rails, between = device_rails(hierarchy, device, host.rails, model)
+    rails, between = device_rails(hierarchy, device, host.rails)
     if between:
         between = _between_nodes(between, hierarchy)
     elif taken and intra.one_shot_bytes is not None:

@@ -54,18 +54,6 @@ class Subject:
     blocking_verbs: Collection[str] = ()
 
 
-def every_schedule(num_bytes: int) -> str:
-    """Return a schedule for an all-reduce of so many bytes, so that the sizes of the kit meet all three."""
-    return ("gather", "halving", "ring")[num_bytes // 16 % 3]
-
-
-class _EverySchedule(CudaAwareTransport):
-    """cuda_aware by all of its schedules, whichever is the fastest."""
-
-    def __init__(self, group: Group) -> None:
-        super().__init__(group, schedule=every_schedule)
-
-
 SUBJECTS: dict[str, Subject] = {
     subject.transport.name: subject
     for subject in (
@@ -74,7 +62,7 @@ SUBJECTS: dict[str, Subject] = {
         Subject(MpiRingTransport, RAILS),
         Subject(StagedTransport, RAILS),
         Subject(CudaIpcTransport, NODES),
-        Subject(_EverySchedule, RAILS),
+        Subject(CudaAwareTransport, RAILS),
         Subject(NcclTransport, NODES),
     )
 }
