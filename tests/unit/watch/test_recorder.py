@@ -19,7 +19,7 @@ import pytest
 from mpistrat.launch import process
 from mpistrat.watch import folder
 from mpistrat.watch.record import OVERWRITTEN, RECORD, RankFile, State
-from mpistrat.watch.recorder import FlightRecorder, collection_paused, digest, recorder
+from mpistrat.watch.recorder import FlightRecorder, collection_paused, digest
 from mpistrat.watch.verdict import Notice, Notices
 
 RING_RECORDS, CALLS, LINES = (RECORD[name].shape[0] for name in ("ring", "calls", "lines"))
@@ -410,17 +410,17 @@ def test_no_garbage_is_collected_while_frames_are_looked_at() -> None:
 
 @pytest.mark.parametrize("is_collecting", [True, False])
 def test_a_child_that_is_forked_while_frames_are_looked_at_is_not_held_up(is_collecting: bool) -> None:
-    mine = recorder()
-    gc.enable() if is_collecting else gc.disable()
-    try:
-        with collection_paused(), mine._lines._lock, mine._calls._lock:
-            child = os.fork()
-            if not child:
-                can_record = mine._lines._lock.acquire(timeout=5) and mine._calls._lock.acquire(timeout=5)
-                os._exit(0 if can_record and gc.isenabled() is is_collecting else 1)
-            assert os.waitpid(child, 0)[1] == 0
-    finally:
-        gc.enable()
+    program = (
+        "import gc, os, sys; from mpistrat.watch.recorder import collection_paused, recorder\n"
+        f"mine = recorder(); is_collecting = {is_collecting}; gc.enable() if is_collecting else gc.disable()\n"
+        "with collection_paused(), mine._lines._lock, mine._calls._lock:\n"
+        "    if not (child := os.fork()):\n"
+        "        can_record = mine._lines._lock.acquire(timeout=5) and mine._calls._lock.acquire(timeout=5)\n"
+        "        os._exit(0 if can_record and gc.isenabled() is is_collecting else 1)\n"
+        "    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_program_without_collection_stays_without() -> None:
