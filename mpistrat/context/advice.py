@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ADVICE"]
-
 # method -> (incorrect, correct)
 ADVICE = {
     # methods of a strategy and of its extended part, called inside strategy.run

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from mpistrat.errors import InvalidArgumentError
 
-__all__ = ["InputContext", "ValueContext"]
-
 
 @dataclass(frozen=True)
 class InputContext:

@@ -21,29 +21,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-__all__ = [
-    "Mode",
-    "StrategyScope",
-    "current",
-    "default_mode",
-    "enter_or_assert_strategy",
-    "entered",
-    "experimental_set_strategy",
-    "get_replica_context",
-    "get_strategy",
-    "get_update_replica_id",
-    "has_strategy",
-    "in_cross_replica_context",
-    "in_replica_context_of",
-    "misplaced",
-    "outside_replica",
-    "pop",
-    "push",
-    "register_default",
-    "require_no_default_scope",
-    "updating",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Mode:

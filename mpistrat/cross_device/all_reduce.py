@@ -16,8 +16,6 @@ from mpistrat.device.binding import bound_device
 from mpistrat.errors import TransportError
 from mpistrat.reduction import ReduceOp
 
-__all__ = ["CollectiveAllReduce", "HierarchicalAllReduce", "HierarchicalCopyAllReduce", "NcclAllReduce"]
-
 
 class HierarchicalAllReduce(CrossDeviceOps):
     """Reduces inside each node, then between nodes, with the algorithm that is fastest for the arrays. Strategies' default.

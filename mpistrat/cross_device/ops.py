@@ -27,8 +27,6 @@ from mpistrat.cross_device.pairs import (
 )
 from mpistrat.reduction import ReduceOp
 
-__all__ = ["CrossDeviceOps", "current_communicator"]
-
 _IMPLEMENTATIONS = {"reduce_implementation", "batch_reduce_implementation"}
 
 

@@ -17,19 +17,6 @@ from mpistrat.reduction import ReduceOp, check_across_replicas
 from mpistrat.text import ranks_text
 from mpistrat.topology.devices import ranks_of
 
-__all__ = [
-    "IDEMPOTENT",
-    "OnSomeReplicas",
-    "Pair",
-    "broadcast_source",
-    "check_unambiguous",
-    "checked_component",
-    "checked_pairs",
-    "deliver",
-    "needs_reduction",
-    "resolve",
-]
-
 # the reduction of equal components is the component itself
 IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 

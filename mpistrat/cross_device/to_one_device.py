@@ -17,8 +17,6 @@ from mpistrat.cross_device.pairs import deliver, resolve
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, combine, divide, quiet
 
-__all__ = ["ReductionToOneDevice"]
-
 AccumulationFn = Callable[[list[Array]], Any]
 
 

@@ -17,8 +17,6 @@ from mpistrat.inputs.rebatch import shard_bounds
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Dataset", "RowDataset"]
-
 
 class Dataset(ABC):
     """A source of batches. Each iteration over it is an epoch.

@@ -16,8 +16,6 @@ from mpistrat.inputs.iterator import DistributedIterator, EpochBatches
 from mpistrat.inputs.rebatch import batched, num_batches_of, share_sizes, shares
 from mpistrat.inputs.sources import as_dataset
 
-__all__ = ["DistributedDataset", "distribute_dataset", "distribute_from_function"]
-
 OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from mpistrat.errors import InvalidArgumentError
 
-__all__ = ["SHARD_HINT", "AutoShardPolicy", "InputOptions", "InputReplicationMode", "checked_int", "read_options"]
-
 SHARD_HINT = -1
 """Stands in ``dataset.shard(SHARD_HINT, SHARD_HINT)`` for the numbers of each input pipeline; see `AutoShardPolicy.HINT`."""
 

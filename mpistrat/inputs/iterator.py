@@ -19,8 +19,6 @@ from mpistrat.inputs.prefetch import Fetcher, Prefetcher
 from mpistrat.inputs.rebatch import empty_like, spec_of
 from mpistrat.reduction import ReduceOp
 
-__all__ = ["DistributedIterator", "EpochBatches", "OptionalElement"]
-
 # the state of a replica; the maximum over all replicas decides
 _ENDED, _GOES_ON, _FAILED = range(3)
 _UNKNOWN = np.iinfo(np.int64).max

@@ -22,8 +22,6 @@ from mpistrat.structures import flatten, leaf_names, map_leaves
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ArrayDataset", "FileDataset", "IterableDataset", "MapDataset", "Samples", "as_dataset", "stack"]
-
 
 class ArrayDataset(RowDataset):
     """Cuts arrays into global batches along their first axis. It can be iterated again and again.

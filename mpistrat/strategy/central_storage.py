@@ -18,8 +18,6 @@ from mpistrat.strategy.strategy import Strategy
 from mpistrat.structures import flatten, map_leaves
 from mpistrat.topology.devices import device_name, ranks_of
 
-__all__ = ["CentralStorageExtended", "CentralStorageStrategy"]
-
 
 class CentralStorageStrategy(Strategy):
     """Keeps the variables on one rank of a node; every rank of the node runs a replica.

@@ -12,8 +12,6 @@ from mpistrat.context.input_context import InputContext
 from mpistrat.inputs.sources import ArrayDataset
 from mpistrat.reduction import ReduceOp
 
-__all__ = ["DeprecatedNames", "RunOptions", "get_loss_reduction", "merge_hints"]
-
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 

@@ -37,8 +37,6 @@ from mpistrat.state.aggregation import checksum
 from mpistrat.strategy.deprecated import merge_hints
 from mpistrat.structures import flatten, map_leaves
 
-__all__ = ["StrategyExtended"]
-
 # Of each argument of an update: a value that was not reduced differs nearly everywhere.
 _COMPARED_BYTES = 1 << 16
 _BOOL, _DTYPE = np.dtype(bool), attrgetter("dtype")

@@ -34,20 +34,6 @@ from mpistrat.watch.recorder import watched
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "ExperimentalMultiWorkerMirroredStrategy",
-    "MirroredStrategy",
-    "MultiWorkerMirroredStrategy",
-    "call_text",
-    "check_communication",
-    "check_devices",
-    "check_one_node",
-    "make_communicator",
-    "node_devices",
-    "node_hierarchy",
-    "node_world",
-]
-
 
 class MirroredStrategy(Strategy):
     """Keeps a copy of each variable on every rank of this node; the copies stay equal.

@@ -19,8 +19,6 @@ from mpistrat.strategy.replica_context import ReplicaContext
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.topology.devices import parse_device, ranks_of
 
-__all__ = ["DefaultReplicaContext", "OneDeviceStrategy"]
-
 
 class OneDeviceStrategy(Strategy):
     """Runs everything on this rank alone; does not start MPI, and ignores other ranks.

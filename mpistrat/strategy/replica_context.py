@@ -27,19 +27,6 @@ from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.local_reduction import weighted_part
 from mpistrat.structures import MAX_CACHED_STRUCTURES, ONE_LEAF, Structure, flatten, flatten_arrays, leaf_names
 
-__all__ = [
-    "OF_NESTS",
-    "OPERATIONS",
-    "ReplicaContext",
-    "Updatable",
-    "all_reduce_text",
-    "check_dtypes",
-    "checked_id",
-    "digest_of_nest",
-    "read_leaves",
-    "read_out",
-]
-
 _FRAMES = 3  # stack frames between the communicator's method and the user's line, which a stall report names
 
 

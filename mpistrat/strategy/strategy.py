@@ -25,8 +25,6 @@ from mpistrat.strategy.local_reduction import check_ambiguous, reduce_locally
 from mpistrat.strategy.replica_context import ReplicaContext, for_each_leaf
 from mpistrat.structures import flatten
 
-__all__ = ["Strategy"]
-
 
 class Strategy(DeprecatedNames):
     """Runs one program on many replicas. One rank is one replica.
