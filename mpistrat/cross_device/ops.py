@@ -12,7 +12,6 @@ from mpistrat.arrays import as_array, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, broadcast_slices, gather_refused
-from mpistrat.context.advice import ADVICE
 from mpistrat.context.stack import current, default_mode, get_strategy, in_cross_replica_context, misplaced, outside_replica
 from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, select_replica
 from mpistrat.cross_device.pairs import (
@@ -216,7 +215,7 @@ def current_communicator() -> BaseCommunicator:
 
 def _require_cross_replica(ops: CrossDeviceOps, method: str) -> None:
     if not in_cross_replica_context() and current() is not default_mode():
-        raise misplaced(f"{type(ops).__name__}.{method}", "in cross-replica context", *ADVICE[f"ops.{method}"])
+        raise misplaced(f"{type(ops).__name__}.{method}", "in cross-replica context", f"ops.{method}")
 
 
 def _abstract(ops: CrossDeviceOps) -> NotImplementedError:

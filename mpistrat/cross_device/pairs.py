@@ -132,8 +132,7 @@ def _check_in_scope(value: Any) -> None:
         raise misplaced(
             f"an operation of CrossDeviceOps on {value!r}",
             "in the scope of the strategy that the value belongs to",
-            'ops.reduce("sum", strategy.run(fn), destinations)',
-            'with strategy.scope(): ops.reduce("sum", strategy.run(fn), destinations)',
+            "ops of a value",
         )
 
 

@@ -65,28 +65,11 @@ class CentralStorageStrategy(Strategy):
 class CentralStorageExtended(StrategyExtended):
     """The extended part of `CentralStorageStrategy`: the change of a variable is computed on the rank `root` and broadcast."""
 
-    is_central = True
-
     def __init__(self, communicator: BaseCommunicator, root: int) -> None:
         super().__init__(
             communicator, ReductionToOneDevice(root), node_devices(communicator.world), parameter_devices=(device_name(root),)
         )
         self.root = root
-
-    def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, *args: Any, **kwargs: Any) -> Any:
-        """Reduce a value as `StrategyExtended.reduce_to`; a variable stands for the rank that keeps it. A collective call."""
-        return super().reduce_to(reduce_op, value, self._kept(destinations), *args, **kwargs)
-
-    def batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Iterable[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Reduce values as `StrategyExtended.batch_reduce_to`, with destinations as in `reduce_to`. A collective call."""
-        pairs = value_destination_pairs
-        if isinstance(pairs, Iterable):  # the parent's method refuses what is not a pair
-            pairs = [(pair[0], self._kept(pair[1])) if isinstance(pair, tuple) and len(pair) == 2 else pair for pair in pairs]
-        return super().batch_reduce_to(reduce_op, pairs, *args, **kwargs)
-
-    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """Broadcast a value as `StrategyExtended.broadcast_to`, with destinations as in `reduce_to`. A collective call."""
-        return super().broadcast_to(tensor, self._kept(destinations))
 
     def update(
         self,
@@ -107,9 +90,6 @@ class CentralStorageExtended(StrategyExtended):
                 self._check_single(flatten(given)[0])
             args, kwargs = map_leaves(self._shared, given)
         return super().update(var, fn, args, kwargs, group)
-
-    def _kept(self, destinations: Any) -> Any:
-        return self.parameter_devices[0] if self.variable_created_in_scope(destinations) else destinations
 
     def _check_single(self, leaves: Iterable[Any]) -> None:
         for leaf in leaves:

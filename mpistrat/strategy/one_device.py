@@ -8,8 +8,7 @@ from pathlib import Path
 
 from mpistrat import settings
 from mpistrat.communicator.local import LocalCommunicator
-from mpistrat.context.advice import ADVICE
-from mpistrat.context.stack import Mode, register_default
+from mpistrat.context.stack import EXAMPLES, Mode, register_default
 from mpistrat.device.binding import own_device
 from mpistrat.errors import LaunchError
 from mpistrat.launch.environment import LauncherView, detect
@@ -96,7 +95,7 @@ def _has_peers(view: LauncherView) -> bool:
 
 
 def _text(method: str, view: LauncherView) -> str:
-    line = ADVICE[f"ctx.{method}"][0].partition("ctx.")[2]
+    line = EXAMPLES[f"ctx.{method}"][0].partition("ctx.")[2]
     job = f"{view.size} ranks" if view.size else "several ranks"
     return (
         f"rank {view.rank}: ReplicaContext.{method} was called outside strategy.run, in a job of {job}. There it reduces "
