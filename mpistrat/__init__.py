@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from mpistrat.cluster.spec import ClusterSpec as ClusterSpec
     from mpistrat.communicator.communicator import Communicator as Communicator
     from mpistrat.communicator.sparse import IndexedSlices as IndexedSlices
-    from mpistrat.context.input_context import InputContext as InputContext
     from mpistrat.context.values import DistributedValues as DistributedValues
     from mpistrat.context.values import Mirrored as Mirrored
     from mpistrat.context.values import PerReplica as PerReplica
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from mpistrat.inputs.distribute import DistributedDataset as DistributedDataset
     from mpistrat.inputs.input_options import SHARD_HINT as SHARD_HINT
     from mpistrat.inputs.input_options import AutoShardPolicy as AutoShardPolicy
+    from mpistrat.inputs.input_options import InputContext as InputContext
     from mpistrat.inputs.input_options import InputOptions as InputOptions
     from mpistrat.inputs.input_options import InputReplicationMode as InputReplicationMode
     from mpistrat.inputs.iterator import DistributedIterator as DistributedIterator
@@ -74,7 +74,7 @@ _HOMES = {
     "HierarchicalAllReduce": "mpistrat.cross_device.all_reduce",
     "HierarchicalCopyAllReduce": "mpistrat.cross_device.all_reduce",
     "IndexedSlices": "mpistrat.communicator.sparse",
-    "InputContext": "mpistrat.context.input_context",
+    "InputContext": "mpistrat.inputs.input_options",
     "InputOptions": "mpistrat.inputs.input_options",
     "InputReplicationMode": "mpistrat.inputs.input_options",
     "MapDataset": "mpistrat.inputs.sources",

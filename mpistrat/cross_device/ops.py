@@ -48,11 +48,7 @@ class CrossDeviceOps:
         return None
 
     def reduce(
-        self,
-        reduce_op: ReduceOp | str,
-        per_replica_value: Any,
-        destinations: Any,
-        options: CommunicationOptions | None = None,
+        self, reduce_op: ReduceOp | str, per_replica_value: Any, destinations: Any, options: CommunicationOptions | None = None
     ) -> Any:
         """Reduce a value over replicas, and deliver the result to `destinations`. A collective call, outside ``strategy.run``.
 
@@ -74,11 +70,6 @@ class CrossDeviceOps:
         Mirrored, OnSomeReplicas or ndarray
             A mirrored value if all replicas are destinations, else a value that only the destinations can read; with one
             replica, its component. The result of a variable is a copy: assigning to the variable does not change it.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If the value is not an array, its sum or product is ambiguous, or `destinations` is empty or of an unsupported type.
         """
         return self._reduce("reduce", reduce_op, [(per_replica_value, destinations)], options)[0]
 
@@ -126,10 +117,7 @@ class CrossDeviceOps:
     ) -> Any:
         """Reduce one value; to be overridden. A collective call, in cross-replica context, with checked arguments.
 
-        Returns
-        -------
-        Mirrored, OnSomeReplicas or ndarray
-            The result; an array is the component of this rank.
+        The result is a `Mirrored` value, one on some replicas, or an array, which is the component of this rank.
         """
         raise _abstract(self)
 

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from mpistrat.communicator.options import CollectiveHints as CollectiveHints
     from mpistrat.communicator.options import CommunicationImplementation as CommunicationImplementation
     from mpistrat.communicator.options import CommunicationOptions as CommunicationOptions
-    from mpistrat.context.input_context import ValueContext as ValueContext
     from mpistrat.experimental import coordinator as coordinator
     from mpistrat.experimental import partitioners as partitioners
+    from mpistrat.inputs.input_options import ValueContext as ValueContext
     from mpistrat.parameter_server.strategy import ParameterServerStrategy as ParameterServerStrategy
     from mpistrat.parameter_server.variables import ServerVariable as ServerVariable
     from mpistrat.parameter_server.variables import ShardedVariable as ShardedVariable
@@ -37,7 +37,7 @@ _HOMES = {
     "ServerVariable": "mpistrat.parameter_server.variables",
     "ShardedVariable": "mpistrat.parameter_server.variables",
     "StoredVariable": "mpistrat.parameter_server.variables",
-    "ValueContext": "mpistrat.context.input_context",
+    "ValueContext": "mpistrat.inputs.input_options",
     "embedding_lookup": "mpistrat.parameter_server.variables",
 }
 _NAMES_THERE = {

@@ -22,7 +22,7 @@ from mpistrat.topology.devices import device_name, ranks_of
 class CentralStorageStrategy(Strategy):
     """Keeps the variables on one rank of a node; every rank of the node runs a replica.
 
-    Creating one is a collective call of all ranks of the job, which must be on one node.
+    Creating one is a collective call of all ranks of the job, which must be on one node. If one is refused, all raise.
 
     Every rank has a read-only copy of each variable, so reading it communicates nothing. Every change of a variable is a
     collective call: in ``strategy.run`` the values of the replicas are aggregated first; all ranks compute the change, and the
@@ -34,17 +34,6 @@ class CentralStorageStrategy(Strategy):
         The device of each rank of the node, in rank order, as for `MirroredStrategy`.
     parameter_device : str, optional
         The rank that keeps the variables, for example ``rank:1``; by default rank 0.
-
-    Raises
-    ------
-    LaunchError
-        On every rank, if the job spans several nodes.
-    InvalidArgumentError
-        If `compute_devices` are not the devices of the ranks of this node, or `parameter_device` does not exist.
-    TypeError
-        If `compute_devices` is not a list.
-    AgreementError
-        If ranks passed different arguments, or if another rank raised one of these errors.
     """
 
     def __init__(self, compute_devices: Sequence[str] | None = None, parameter_device: str | None = None) -> None:

@@ -29,13 +29,6 @@ class OneDeviceStrategy(Strategy):
     device : str, optional
         The device that this process computes on: ``/cpu:0`` or ``/gpu:0``; by default what MPISTRAT_DEVICE says: a GPU if there
         is one.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If the device does not exist, or the process already computes on another one.
-    LaunchError
-        If MPISTRAT_DEVICE is gpu, and there is no usable GPU.
     """
 
     def __init__(self, device: str | None = None) -> None:

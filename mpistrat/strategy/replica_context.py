@@ -50,11 +50,6 @@ class ReplicaContext:
         The strategy of the replica.
     replica_id_in_sync_group : int, integer array or None
         The index of the replica over all nodes; None: the rank.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If the index is not an integer, or out of range.
     """
 
     def __init__(self, strategy: Any, replica_id_in_sync_group: Any = None) -> None:
@@ -86,11 +81,7 @@ class ReplicaContext:
 
     @property
     def devices(self) -> tuple[str]:
-        """The device of this replica, in a tuple.
-
-        .. deprecated:: TensorFlow 2.4
-            A replica has one device; ``strategy.extended.worker_devices`` names those of the strategy.
-        """
+        """The device of this replica, in a tuple. Deprecated in TensorFlow 2.4: see `StrategyExtended.worker_devices`."""
         warnings.warn(
             "ReplicaContext.devices is deprecated; use strategy.extended.worker_devices", DeprecationWarning, stacklevel=2
         )
@@ -184,10 +175,7 @@ class ReplicaContext:
         return self._extended.all_gather(value, axis, options)
 
     def broadcast(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
-        """Return the value of replica `root`, on every replica. As `Communicator.broadcast`. Not in TensorFlow.
-
-        A collective call. The structure is the same on all replicas; shapes and dtypes are those of `root`.
-        """
+        """Return the value of replica `root`. As `Strategy.broadcast`. A collective call. Not in TensorFlow."""
         self._require_current("broadcast")
         return self._extended.broadcast(value, root, options)
 
@@ -249,18 +237,11 @@ class ReplicaContext:
     def update(
         self, variable: Updatable, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Update the component of a variable by a function, without communication.
+        """Update the component of a variable by ``fn(array, *args, **kwargs)``, without communication.
 
-        Use it to apply a gradient that `all_reduce` has reduced. The arguments must be equal on all replicas for the variable
-        to stay mirrored.
-
-        Parameters
-        ----------
-        variable : Variable
-            The variable to update.
-        fn : callable
-            Called as ``fn(array, *args, **kwargs)`` with the array of this replica. It returns the new value, of the same
-            shape, or writes to the array and returns None.
+        `fn` returns the new value of this replica's array, of its shape, or writes to the array and returns None. Use it to
+        apply a gradient that `all_reduce` has reduced: for the variable to stay mirrored, arguments must be equal on all
+        replicas.
         """
         self._require_current("update")
         component = variable.writable()

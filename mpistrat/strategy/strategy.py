@@ -11,12 +11,12 @@ from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.local import LocalCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
-from mpistrat.context.input_context import InputContext, ValueContext
 from mpistrat.context.stack import Mode, StrategyScope, default_mode
 from mpistrat.context.values import across_replicas, across_replicas_of, in_replica, regroup, select_replica
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.inputs.distribute import distribute_dataset, distribute_from_function
+from mpistrat.inputs.input_options import InputContext, ValueContext
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy.deprecated import RunOptions, accepts_hints, with_old_names
 from mpistrat.strategy.extended import StrategyExtended
@@ -98,12 +98,8 @@ class Strategy:
     def scope(self) -> StrategyScope:
         """Return a context manager in which this strategy is current, and in which its variables are created.
 
-        Entering it does not communicate, nor select a device: each rank is bound to its device when it starts.
-
-        Raises
-        ------
-        RuntimeError
-            On entering, if another strategy is current, or inside `run`. On exit, if an inner scope has not been left.
+        Entering it does not communicate, nor select a device: each rank is bound to its device when it starts. It raises
+        RuntimeError if another strategy is current, or inside `run`.
         """
         default = default_mode()
         return StrategyScope(default if default.strategy is self else self.cross_replica_mode)
@@ -131,11 +127,6 @@ class Strategy:
         -------
         nest
             What `fn` returned, with each leaf as a per-replica value; with one replica, unchanged.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If `args` is neither a list nor a tuple.
         """
         if not isinstance(args, (list, tuple)):
             raise InvalidArgumentError(f"args must be a list or tuple, for example args=(batch,); got {type(args).__name__}")
@@ -188,11 +179,6 @@ class Strategy:
         nest of array
             Arrays of the library that the components belong to: NumPy for NumPy, PyTorch for PyTorch. IndexedSlices for
             IndexedSlices, of which there are only SUM and MEAN with ``axis=None``.
-
-        Raises
-        ------
-        AgreementError
-            On every rank, if ranks pass different structures, shapes, dtypes, axes or operations, or did so in an earlier call.
         """
         self._extended.require_cross_replica("strategy.reduce")
         communicator = self._extended.communicator
@@ -264,11 +250,7 @@ class Strategy:
         return distribute_from_function(self, dataset_fn, options, accepts_per_replica=self._accepts_per_replica)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Return per-replica values; the component of this replica is ``value_fn(context)``, which every rank calls once.
-
-        `value_fn` takes a `ValueContext`, with the index of the replica, and returns a nest. With one replica that is returned
-        unchanged.
-        """
+        """Return per-replica values; the component of this replica is the nest ``value_fn(ValueContext(…))``."""
         self._extended.require_cross_replica("strategy.experimental_distribute_values_from_function")
         communicator = self._extended.communicator
         return regroup(value_fn(ValueContext(communicator.rank, communicator.size)), communicator.size)

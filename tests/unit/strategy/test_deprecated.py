@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.context.input_context import InputContext
 from mpistrat.context.values import PerReplica
+from mpistrat.inputs.input_options import InputContext
 from mpistrat.strategy.deprecated import merge_hints
 from tests.unit.replicas import on_replicas
 
