@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from mpistrat.context.input_context import InputContext
 from mpistrat.errors import InvalidArgumentError
+from mpistrat.inputs.input_options import InputContext
 from mpistrat.parameter_server.client import current_client
 from mpistrat.parameter_server.dispatcher import Dispatcher, RemoteValue, ScheduledCall
 from mpistrat.parameter_server.functions import dumps

@@ -18,13 +18,11 @@ from mpistrat.strategy.strategy import Strategy
 from mpistrat.structures import flatten, map_leaves
 from mpistrat.topology.devices import device_name, ranks_of
 
-__all__ = ["CentralStorageExtended", "CentralStorageStrategy"]
-
 
 class CentralStorageStrategy(Strategy):
     """Keeps the variables on one rank of a node; every rank of the node runs a replica.
 
-    Creating one is a collective call of all ranks of the job, which must be on one node.
+    Creating one is a collective call of all ranks of the job, which must be on one node. If one is refused, all raise.
 
     Every rank has a read-only copy of each variable, so reading it communicates nothing. Every change of a variable is a
     collective call: in ``strategy.run`` the values of the replicas are aggregated first; all ranks compute the change, and the
@@ -36,17 +34,6 @@ class CentralStorageStrategy(Strategy):
         The device of each rank of the node, in rank order, as for `MirroredStrategy`.
     parameter_device : str, optional
         The rank that keeps the variables, for example ``rank:1``; by default rank 0.
-
-    Raises
-    ------
-    LaunchError
-        On every rank, if the job spans several nodes.
-    InvalidArgumentError
-        If `compute_devices` are not the devices of the ranks of this node, or `parameter_device` does not exist.
-    TypeError
-        If `compute_devices` is not a list.
-    AgreementError
-        If ranks passed different arguments, or if another rank raised one of these errors.
     """
 
     def __init__(self, compute_devices: Sequence[str] | None = None, parameter_device: str | None = None) -> None:
@@ -67,28 +54,11 @@ class CentralStorageStrategy(Strategy):
 class CentralStorageExtended(StrategyExtended):
     """The extended part of `CentralStorageStrategy`: the change of a variable is computed on the rank `root` and broadcast."""
 
-    is_central = True
-
     def __init__(self, communicator: BaseCommunicator, root: int) -> None:
         super().__init__(
             communicator, ReductionToOneDevice(root), node_devices(communicator.world), parameter_devices=(device_name(root),)
         )
         self.root = root
-
-    def reduce_to(self, reduce_op: Any, value: Any, destinations: Any, *args: Any, **kwargs: Any) -> Any:
-        """Reduce a value as `StrategyExtended.reduce_to`; a variable stands for the rank that keeps it. A collective call."""
-        return super().reduce_to(reduce_op, value, self._kept(destinations), *args, **kwargs)
-
-    def batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Iterable[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Reduce values as `StrategyExtended.batch_reduce_to`, with destinations as in `reduce_to`. A collective call."""
-        pairs = value_destination_pairs
-        if isinstance(pairs, Iterable):  # the parent's method refuses what is not a pair
-            pairs = [(pair[0], self._kept(pair[1])) if isinstance(pair, tuple) and len(pair) == 2 else pair for pair in pairs]
-        return super().batch_reduce_to(reduce_op, pairs, *args, **kwargs)
-
-    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """Broadcast a value as `StrategyExtended.broadcast_to`, with destinations as in `reduce_to`. A collective call."""
-        return super().broadcast_to(tensor, self._kept(destinations))
 
     def update(
         self,
@@ -109,9 +79,6 @@ class CentralStorageExtended(StrategyExtended):
                 self._check_single(flatten(given)[0])
             args, kwargs = map_leaves(self._shared, given)
         return super().update(var, fn, args, kwargs, group)
-
-    def _kept(self, destinations: Any) -> Any:
-        return self.parameter_devices[0] if self.variable_created_in_scope(destinations) else destinations
 
     def _check_single(self, leaves: Iterable[Any]) -> None:
         for leaf in leaves:

@@ -34,32 +34,17 @@ from mpistrat.watch.recorder import watched
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "ExperimentalMultiWorkerMirroredStrategy",
-    "MirroredStrategy",
-    "MultiWorkerMirroredStrategy",
-    "call_text",
-    "check_communication",
-    "check_devices",
-    "check_one_node",
-    "make_communicator",
-    "node_devices",
-    "node_hierarchy",
-    "node_world",
-]
-
 
 class MirroredStrategy(Strategy):
     """Keeps a copy of each variable on every rank of this node; the copies stay equal.
 
-    Creating one is a collective call of all ranks of the job.
+    Creating one is a collective call of all ranks of the job. If one of them is refused, or their arguments differ, all raise.
 
     Parameters
     ----------
     devices : list of str, optional
         The device of each rank of the node, in rank order: ``["rank:0", "rank:1"]``; with a single rank also ``["/cpu:0"]`` or
-        ``["/gpu:0"]``. A replica runs on every rank, so the list must name all of them; it only checks how the job was
-        launched.
+        ``["/gpu:0"]``. A replica runs on every rank, so the list only checks how the job was launched.
     cross_device_ops : CrossDeviceOps, optional
         Reduces values; `HierarchicalAllReduce` by default.
     communication_options : CommunicationOptions, optional
@@ -68,21 +53,8 @@ class MirroredStrategy(Strategy):
         Number of equal packs that the elements of a batch are cut into; 0: each array is reduced separately. None (the
         default): packs follow `bytes_per_pack` of the options. Not together with `cross_device_ops`, which have their own.
     allow_multiple_nodes : bool
-        In a job on several nodes, train an independent model on each node; ranks are counted from 0 on each of them.
-
-    Raises
-    ------
-    LaunchError
-        On every rank, if the job spans several nodes and `allow_multiple_nodes` is False.
-    InvalidArgumentError
-        If `devices` are not the devices of the ranks of this node, the options are not CommunicationOptions, or `num_packs` is
-        negative or passed together with `cross_device_ops`.
-    TypeError
-        If `devices` is not a list, or `cross_device_ops` not a CrossDeviceOps.
-    AgreementError
-        If ranks passed different arguments, or if another rank raised one of these errors.
-    DeadlineExceededError
-        If the options have a deadline, and not all ranks make this call in time.
+        In a job on several nodes, train an independent model on each node; ranks are counted from 0 on each of them. By
+        default such a job raises LaunchError.
     """
 
     _accepts_per_replica = True
@@ -121,30 +93,15 @@ class MirroredStrategy(Strategy):
 class MultiWorkerMirroredStrategy(Strategy):
     """Keeps a copy of each variable on every rank of the job; the copies stay equal. Reduces inside nodes, then between them.
 
-    Creating one is a collective call of all ranks of the job.
+    Creating one is a collective call of all ranks of the job. If one of them is refused, or their arguments differ, all raise.
 
     Parameters
     ----------
     cluster_resolver : ClusterResolver, optional
         Defines which rank is the chief, which writes checkpoints and logs; the ranks themselves are known from MPI. By default
         a TFConfigClusterResolver if ``TF_CONFIG`` is set, else a MPIClusterResolver. With an empty cluster rank 0 is the chief.
-    communication_options : CommunicationOptions, optional
-        Defaults of every call.
-    num_packs : int, optional
-        Number of equal packs that the elements of a batch are cut into; 0: each array is reduced separately. None (the
-        default): packs follow `bytes_per_pack` of the options.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If `cluster_resolver` is not a ClusterResolver, or does not define the task of this rank, or defines one that does not
-        train; if ``TF_CONFIG`` is invalid; if the options are not CommunicationOptions; or if `num_packs` is negative.
-    LaunchError
-        On every rank, if no rank plays a training task of the cluster.
-    AgreementError
-        If ranks passed different arguments or read different clusters, or if another rank raised one of these errors.
-    DeadlineExceededError
-        If the options have a deadline, and not all ranks make this call in time.
+    communication_options, num_packs : CommunicationOptions, int, optional
+        As for `MirroredStrategy`.
     """
 
     def __init__(
@@ -194,14 +151,7 @@ class _OldName(type):
 class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy, metaclass=_OldName):
     """TensorFlow's deprecated ``experimental.MultiWorkerMirroredStrategy``; use `MultiWorkerMirroredStrategy`.
 
-    Creating one is a collective call of all ranks of the job. Every `MultiWorkerMirroredStrategy` is an instance of this class.
-
-    Parameters
-    ----------
-    communication : CommunicationImplementation or str
-        AUTO, RING or NCCL.
-    cluster_resolver : ClusterResolver, optional
-        As for `MultiWorkerMirroredStrategy`, as are the errors.
+    Every `MultiWorkerMirroredStrategy` is an instance of this class, whose `communication` is AUTO, RING or NCCL.
     """
 
     def __init__(

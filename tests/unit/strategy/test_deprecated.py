@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.context.input_context import InputContext
 from mpistrat.context.values import PerReplica
+from mpistrat.inputs.input_options import InputContext
 from mpistrat.strategy.deprecated import merge_hints
 from tests.unit.replicas import on_replicas
 
@@ -97,6 +97,5 @@ def test_colocate_vars_with():
 
 def test_options_win_over_hints():
     first, second = mpistrat.experimental.CommunicationOptions(1, 2.0), mpistrat.experimental.CommunicationOptions(3)
-    assert merge_hints(first, None) is first
     with pytest.warns(DeprecationWarning, match="experimental_hints= is deprecated; use options="):
         assert merge_hints(second, first) == mpistrat.experimental.CommunicationOptions(3, 2.0)
