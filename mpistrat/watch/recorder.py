@@ -35,6 +35,7 @@ from mpistrat.watch.record import (
     LINE_WORD,
     LINES,
     MAGIC,
+    NOT_LISTED,
     RING_RECORDS,
     RING_START,
     STARTED_BIT,
@@ -275,7 +276,13 @@ def recorder() -> FlightRecorder:
 
 @contextmanager
 def watched(text: str, members: str = "") -> Iterator[None]:
-    """Record a collective that no communicator makes, such as creating a strategy; `members` are its ranks, empty for all."""
+    """Record a collective that no communicator makes, such as creating a strategy; `members` are its ranks, empty for all.
+
+    Where they are too many to be listed, nothing is recorded.
+    """
+    if members == NOT_LISTED:
+        yield
+        return
     mine = recorder()
     communicator = _SOME_RANKS | crc32(members.encode()) if members else 0
     index = mine.intern(text, ranks=members)
