@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.context.stack import in_replica_context_of
 from mpistrat.context.values import Mirrored, PerReplica
@@ -13,7 +14,7 @@ from mpistrat.cross_device.to_one_device import ReductionToOneDevice
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.strategy.extended import StrategyExtended
-from mpistrat.strategy.mirrored import call_text, check_devices, check_one_node, make_communicator, node_devices, node_hierarchy
+from mpistrat.strategy.mirrored import call_text, check_devices, check_one_node, node_devices, node_hierarchy
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.structures import flatten, map_leaves
 from mpistrat.topology.devices import device_name, ranks_of
@@ -47,7 +48,7 @@ class CentralStorageStrategy(Strategy):
 
             root = job.agree(call, check)
             hierarchy = node_hierarchy(job)
-        communicator = make_communicator(hierarchy, None, None)
+        communicator = Communicator(hierarchy)
         super().__init__(CentralStorageExtended(communicator, root))
 
 

@@ -32,7 +32,19 @@ from numpy.typing import NDArray
 from mpistrat.errors import LaunchError
 from mpistrat.launch import abort, environment, process
 from mpistrat.watch import folder
-from mpistrat.watch.record import FAILED_BIT, HEADER, LINES, MAGIC, RECORD, RING, RING_RECORDS, STARTED_BIT, VERSION, State
+from mpistrat.watch.record import (
+    FAILED_BIT,
+    HEADER,
+    LINES,
+    MAGIC,
+    NOT_LISTED,
+    RECORD,
+    RING,
+    RING_RECORDS,
+    STARTED_BIT,
+    VERSION,
+    State,
+)
 from mpistrat.watch.record import write_entry as write_text
 
 _MOST_PLACES = 16_384
@@ -249,7 +261,13 @@ def recorder() -> FlightRecorder:
 
 @contextmanager
 def watched(text: str, members: str = "") -> Iterator[None]:
-    """Record a collective that no communicator makes, such as creating a strategy; `members` are its ranks, empty for all."""
+    """Record a collective that no communicator makes, such as creating a strategy; `members` are its ranks, empty for all.
+
+    Where they are too many to be listed, nothing is recorded.
+    """
+    if members == NOT_LISTED:
+        yield
+        return
     mine = recorder()
     communicator = _SOME_RANKS | crc32(members.encode()) if members else 0
     index = mine.intern(text, ranks=members)
