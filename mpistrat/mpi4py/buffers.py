@@ -64,21 +64,25 @@ class Buffer:
 
     def contents(self, comm: MPI.Comm) -> Array:
         """Return the bytes that are sent: where they lie, or, of a datatype that may have gaps, a packed copy."""
-        packed = self.receive_memory()
+        packed = self._packed()
         if self._gapped is not None and packed.size:
             _check_packed(self._gapped.Pack(self._memory, packed, 0, comm), packed)
         return packed
 
     def receive_memory(self) -> Array:
         """Return where bytes may be received: in the buffer, or in new memory from which `put` unpacks them."""
-        if self._gapped is None:
-            return self._memory
-        return np.empty(self._memory.nbytes // self._gapped.extent * self._gapped.size, np.uint8)
+        check_writable(self._memory)
+        return self._packed()
 
     def put(self, received: Array, comm: MPI.Comm) -> None:
         """Unpack bytes that were received in memory of `receive_memory`, if that is not the buffer itself."""
         if self._gapped is not None and received.size:
             _check_packed(self._gapped.Unpack(received, 0, self._memory, comm), received)
+
+    def _packed(self) -> Array:
+        if self._gapped is None:
+            return self._memory
+        return np.empty(self._memory.nbytes // self._gapped.extent * self._gapped.size, np.uint8)
 
 
 def numbers_of(given: Any, op: ReduceOp, blocks: int = 1) -> Array | None:
@@ -86,6 +90,12 @@ def numbers_of(given: Any, op: ReduceOp, blocks: int = 1) -> Array | None:
     if type(given) is np.ndarray and given.flags.c_contiguous and not given.size % blocks:
         return given.reshape(-1) if _is_combined(op, given.dtype) else None
     return Buffer(given, blocks).numbers(op)
+
+
+def check_writable(array: Array) -> None:
+    """Check that a buffer can be received into; a BufferError, as of mpi4py, if it is read-only."""
+    if not getattr(array.flags, "writeable", True):  # CuPy has no read-only arrays
+        raise BufferError("a buffer that is received into must be writable; pass x.copy()")
 
 
 def is_in_place(given: object) -> bool:

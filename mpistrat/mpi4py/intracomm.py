@@ -19,7 +19,7 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.fast_paths import FastPaths
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import CollectiveError, MpistratError
-from mpistrat.mpi4py.buffers import Buffer, is_in_place, numbers_of
+from mpistrat.mpi4py.buffers import Buffer, check_writable, is_in_place, numbers_of
 from mpistrat.mpi4py.request import WorkRequest
 from mpistrat.reduction import ReduceOp
 
@@ -172,7 +172,10 @@ class WrappedIntracomm(MPI.Intracomm):
             return None
         if is_in_place(sendbuf):
             source = numbers_of(recvbuf, reduce_op, blocks)
-            return None if source is None else (reduce_op, source, source[: len(source) // blocks])
+            if source is None:
+                return None
+            check_writable(source)
+            return reduce_op, source, source[: len(source) // blocks]
         source, target = numbers_of(sendbuf, reduce_op, blocks), numbers_of(recvbuf, reduce_op)
         if source is None and target is None:
             return None
@@ -180,6 +183,7 @@ class WrappedIntracomm(MPI.Intracomm):
             raise ValueError("mismatch in send and receive datatypes")
         if len(source) != len(target) * blocks:
             raise ValueError(f"mismatch in send count {len(source) // blocks} and receive count {len(target)}")
+        check_writable(target)
         return reduce_op, source, target
 
 
