@@ -218,7 +218,10 @@ class Communicator(BaseCommunicator):
         results = None if path is None else self.run_fast(path, given, targets)
         if results is None:
             sources, memory = self._read("all_reduce", given, targets, options)
-            results = alike(self._reductions.all_reduce(op, sources, options, memory), given, targets)
+            results = self.try_fast_all_reduce(op, sources, options, memory)  # of what was a number or a tensor, say
+            if results is None:
+                results = self._reductions.all_reduce(op, sources, options, memory)
+            results = alike(results, given, targets)
         return results[0] if is_one else results
 
     def try_fast_all_reduce(

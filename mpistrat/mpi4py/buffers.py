@@ -13,6 +13,8 @@ from mpistrat.arrays import Array, as_array, is_on_device
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, check_dtype
 
+_DTYPES = {MPI.Datatype.fromcode(code).handle: np.dtype(code) for code in "bhilqBHILQfdFD"}
+
 
 class Buffer:
     """A part of memory that is sent or received.
@@ -87,6 +89,7 @@ class Buffer:
 
 def numbers_of(given: Any, op: ReduceOp, blocks: int = 1) -> Array | None:
     """Return what ``Buffer(given, blocks).numbers(op)`` does; of a contiguous array of NumPy sooner."""
+    given = unwrapped(given)
     if type(given) is np.ndarray and given.flags.c_contiguous and not given.size % blocks:
         return given.reshape(-1) if _is_combined(op, given.dtype) else None
     return Buffer(given, blocks).numbers(op)
@@ -96,6 +99,16 @@ def check_writable(array: Array) -> None:
     """Check that a buffer can be received into; a BufferError, as of mpi4py, if it is read-only."""
     if not getattr(array.flags, "writeable", True):  # CuPy has no read-only arrays
         raise BufferError("a buffer that is received into must be writable; pass x.copy()")
+
+
+def unwrapped(given: Any) -> Any:
+    """Return the array of ``[array, datatype]`` or ``[array, count, datatype]`` that mean all of it as it is, else `given`."""
+    if type(given) in (list, tuple) and 2 <= len(given) <= 3:
+        array, datatype = given[0], given[-1]
+        is_whole = type(array) is np.ndarray and (len(given) == 2 or (type(given[1]) is int and given[1] == array.size))
+        if is_whole and isinstance(datatype, MPI.Datatype) and _DTYPES.get(datatype.handle) == array.dtype:
+            return array
+    return given
 
 
 def is_in_place(given: object) -> bool:

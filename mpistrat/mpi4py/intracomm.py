@@ -19,7 +19,7 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.fast_paths import FastPaths
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import CollectiveError, MpistratError
-from mpistrat.mpi4py.buffers import Buffer, check_writable, is_in_place, numbers_of
+from mpistrat.mpi4py.buffers import Buffer, check_writable, is_in_place, numbers_of, unwrapped
 from mpistrat.mpi4py.request import WorkRequest
 from mpistrat.reduction import ReduceOp
 
@@ -77,7 +77,7 @@ class WrappedIntracomm(MPI.Intracomm):
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:  # noqa: N802 - MPI's name
         """Combine arrays of all ranks; each gets the result in `recvbuf`. A collective call."""
-        if self._pass_on(sendbuf, recvbuf, op):
+        if self._pass_on(sendbuf, recvbuf, op) or self._pass_on(unwrapped(sendbuf), unwrapped(recvbuf), op):
             return
         communicator = self.open()
         with _RefuseOnError(communicator, "Allreduce"):
