@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from mpistrat.cluster.spec import ClusterSpec as ClusterSpec
     from mpistrat.communicator.communicator import Communicator as Communicator
     from mpistrat.communicator.sparse import IndexedSlices as IndexedSlices
+    from mpistrat.context.stack import experimental_set_strategy as experimental_set_strategy
+    from mpistrat.context.stack import get_replica_context as get_replica_context
+    from mpistrat.context.stack import get_strategy as get_strategy
+    from mpistrat.context.stack import has_strategy as has_strategy
+    from mpistrat.context.stack import in_cross_replica_context as in_cross_replica_context
     from mpistrat.context.values import DistributedValues as DistributedValues
     from mpistrat.context.values import Mirrored as Mirrored
     from mpistrat.context.values import PerReplica as PerReplica
@@ -45,11 +50,6 @@ if TYPE_CHECKING:
     from mpistrat.state.aggregation import VariableAggregation as VariableAggregation
     from mpistrat.state.aggregation import VariableSynchronization as VariableSynchronization
     from mpistrat.state.variables import Variable as Variable
-    from mpistrat.strategy import experimental_set_strategy as experimental_set_strategy
-    from mpistrat.strategy import get_replica_context as get_replica_context
-    from mpistrat.strategy import get_strategy as get_strategy
-    from mpistrat.strategy import has_strategy as has_strategy
-    from mpistrat.strategy import in_cross_replica_context as in_cross_replica_context
     from mpistrat.strategy.deprecated import RunOptions as RunOptions
     from mpistrat.strategy.deprecated import get_loss_reduction as get_loss_reduction
     from mpistrat.strategy.extended import StrategyExtended as StrategyExtended

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mpistrat.parameter_server.variables import ShardedVariable as ShardedVariable
     from mpistrat.parameter_server.variables import StoredVariable as StoredVariable
     from mpistrat.parameter_server.variables import embedding_lookup as embedding_lookup
-    from mpistrat.strategy.central_storage import CentralStorageStrategy as CentralStorageStrategy
+    from mpistrat.strategy.mirrored import CentralStorageStrategy as CentralStorageStrategy
     from mpistrat.strategy.mirrored import ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy  # noqa: F401
 
 _names = PublicNames(__name__, "mpistrat.strategy")

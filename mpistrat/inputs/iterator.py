@@ -117,7 +117,13 @@ class DistributedIterator(Iterator[Any]):
 
     def _step(self) -> list[Any]:
         """Return the next element in a list, or an empty list at the end."""
-        self._require_cross_replica()
+        if in_replica_context_of(self._strategy, "next(iterator)"):
+            error = InvalidArgumentError(
+                "next(iterator) must be called outside strategy.run, which hands each replica its part of an element.\n"
+                "    incorrect:  def step(): batch = next(iterator)\n"
+                "    correct:    def step(batch): …, then strategy.run(step, args=(next(iterator),))"
+            )
+            self._communicator.refuse(self._call, error)
         if self._is_over:
             return []
         (shares, error), self._ahead = self._ahead or self._attempt(), None
@@ -131,15 +137,6 @@ class DistributedIterator(Iterator[Any]):
             return []
         self._taken += 1
         return [regroup(share, self._communicator.size) for share in shares or [self._empty]]
-
-    def _require_cross_replica(self) -> None:
-        if in_replica_context_of(self._strategy, "next(iterator)"):
-            error = InvalidArgumentError(
-                "next(iterator) must be called outside strategy.run, which hands each replica its part of an element.\n"
-                "    incorrect:  def step(): batch = next(iterator)\n"
-                "    correct:    def step(batch): …, then strategy.run(step, args=(next(iterator),))"
-            )
-            self._communicator.refuse(self._call, error)
 
     def _attempt(self) -> tuple[list[Any], Exception | None]:
         """Return the next batch in a list, which is empty at the end, and the error if there was one."""

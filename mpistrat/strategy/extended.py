@@ -152,7 +152,9 @@ class StrategyExtended:
     ) -> list[Any]:
         """Reduce arrays and IndexedSlices over all replicas, in either context; into `out`, if given. A collective call."""
         if op is ReduceOp.SUM and _BOOL in map(_DTYPE, arrays):
-            self._refuse_booleans(op, arrays, options)
+            with self.communicator.refusing("all_reduce", options):
+                for index, array in enumerate(arrays):
+                    check_across_replicas(op, array.dtype, f"array {index}")
         wanted = self._direct_options(arrays, options)
         if wanted is not None:
             return self.communicator.all_reduce(op, arrays, wanted, out)
@@ -335,11 +337,6 @@ class StrategyExtended:
         if self.root is None or not self.variable_created_in_scope(destinations):
             return destinations
         return self.parameter_devices[0]
-
-    def _refuse_booleans(self, op: ReduceOp, arrays: list[Any], options: CommunicationOptions | None) -> None:
-        with self.communicator.refusing("all_reduce", options):
-            for index, array in enumerate(arrays):
-                check_across_replicas(op, array.dtype, f"array {index}")
 
     def _require_devices(self, name: str) -> None:
         if default_mode().strategy is self._strategy:

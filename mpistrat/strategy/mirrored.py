@@ -1,11 +1,11 @@
-"""MirroredStrategy and MultiWorkerMirroredStrategy: synchronous replicas on one node, or on all ranks of the job."""
+"""Strategies of synchronous replicas: Mirrored and CentralStorage on one node, MultiWorkerMirrored on all ranks of the job."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -17,8 +17,12 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.construction import rendezvous_seconds
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.context.stack import in_replica_context_of
+from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.all_reduce import HierarchicalAllReduce
 from mpistrat.cross_device.ops import CrossDeviceOps
+from mpistrat.cross_device.pairs import OnSomeReplicas
+from mpistrat.cross_device.to_one_device import ReductionToOneDevice
 from mpistrat.device.binding import own_device
 from mpistrat.errors import CollectiveError, DeadlineExceededError, InvalidArgumentError, LaunchError
 from mpistrat.groups.hierarchy import Hierarchy
@@ -26,6 +30,7 @@ from mpistrat.groups.rendezvous import Rendezvous, rendezvous
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.strategy import Strategy
+from mpistrat.structures import flatten, map_leaves
 from mpistrat.text import format_count
 from mpistrat.topology.devices import device_name, ranks_of
 from mpistrat.topology.world import World
@@ -67,7 +72,7 @@ class MirroredStrategy(Strategy):
         num_packs: int | None = None,
         allow_multiple_nodes: bool = False,
     ) -> None:
-        call = call_text(
+        call = _call_text(
             "MirroredStrategy",
             devices=devices,
             cross_device_ops=cross_device_ops,
@@ -79,14 +84,14 @@ class MirroredStrategy(Strategy):
 
             def check() -> None:
                 if not allow_multiple_nodes:
-                    check_one_node("MirroredStrategy", job.world, "launch on one node, or pass allow_multiple_nodes=True")
-                check_devices("devices", devices, node_world(job))
-                check_communication(cross_device_ops, communication_options, num_packs)
+                    _check_one_node("MirroredStrategy", job.world, "launch on one node, or pass allow_multiple_nodes=True")
+                _check_devices("devices", devices, _node_world(job))
+                _check_communication(cross_device_ops, communication_options, num_packs)
 
             job.agree(call, check)
-            hierarchy = node_hierarchy(job)
+            hierarchy = _node_hierarchy(job)
         communicator = Communicator(hierarchy, communication_options, num_packs=num_packs)
-        super().__init__(StrategyExtended(communicator, cross_device_ops, node_devices(hierarchy.world)))
+        super().__init__(StrategyExtended(communicator, cross_device_ops, _node_devices(hierarchy.world)))
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -110,7 +115,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         num_packs: int | None = None,
     ) -> None:
-        call = call_text(
+        call = _call_text(
             "MultiWorkerMirroredStrategy",
             cluster_resolver=_kind(cluster_resolver),
             communication_options=communication_options,
@@ -119,7 +124,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
         def check() -> ClusterResolver | None:
             _check_resolver(cluster_resolver)
-            check_communication(None, communication_options, num_packs)
+            _check_communication(None, communication_options, num_packs)
             reads_variable = cluster_resolver is None and _default_kind() is TFConfigClusterResolver
             return TFConfigClusterResolver() if reads_variable else cluster_resolver
 
@@ -166,9 +171,87 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy, metac
         )
         name = "experimental.MultiWorkerMirroredStrategy"
         with rendezvous(name) as job:
-            call = call_text(name, communication=communication)
+            call = _call_text(name, communication=communication)
             options = job.agree(call, lambda: CommunicationOptions(implementation=communication))
         super().__init__(cluster_resolver, options)
+
+
+class CentralStorageStrategy(Strategy):
+    """Keeps the variables on one rank of a node; every rank of the node runs a replica.
+
+    Creating one is a collective call of all ranks of the job, which must be on one node. If one is refused, all raise.
+
+    Every rank has a read-only copy of each variable, so reading it communicates nothing. Every change of a variable is a
+    collective call: in ``strategy.run`` the values of the replicas are aggregated first; all ranks compute the change, and the
+    result of the rank that keeps the variable is broadcast.
+
+    Parameters
+    ----------
+    compute_devices : list of str, optional
+        The device of each rank of the node, in rank order, as for `MirroredStrategy`.
+    parameter_device : str, optional
+        The rank that keeps the variables, for example ``rank:1``; by default rank 0.
+    """
+
+    def __init__(self, compute_devices: Sequence[str] | None = None, parameter_device: str | None = None) -> None:
+        call = _call_text("CentralStorageStrategy", compute_devices=compute_devices, parameter_device=parameter_device)
+        with rendezvous("CentralStorageStrategy") as job:
+
+            def check() -> int:
+                _check_one_node("CentralStorageStrategy", job.world, "launch on one node")
+                _check_devices("compute_devices", compute_devices, job.world)
+                return 0 if parameter_device is None else ranks_of(parameter_device, job.world)[0]
+
+            root = job.agree(call, check)
+            hierarchy = _node_hierarchy(job)
+        communicator = Communicator(hierarchy)
+        super().__init__(CentralStorageExtended(communicator, root))
+
+
+class CentralStorageExtended(StrategyExtended):
+    """The extended part of `CentralStorageStrategy`: the change of a variable is computed on the rank `root` and broadcast."""
+
+    def __init__(self, communicator: BaseCommunicator, root: int) -> None:
+        super().__init__(
+            communicator, ReductionToOneDevice(root), _node_devices(communicator.world), parameter_devices=(device_name(root),)
+        )
+        self.root = root
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call ``fn(variable, *args, **kwargs)``, and broadcast the variable of the root. A collective call.
+
+        As `StrategyExtended.update`, but arguments may be values that were reduced to the variable, and have one component: the
+        variable has only one.
+        """
+        if not in_replica_context_of(self._strategy, "strategy.extended.update"):
+            given = tuple(args), dict(kwargs or {})
+            with self.communicator.refusing("extended.update"):
+                self._check_single(flatten(given)[0])
+            args, kwargs = map_leaves(self._shared, given)
+        return super().update(var, fn, args, kwargs, group)
+
+    def _check_single(self, leaves: Iterable[Any]) -> None:
+        for leaf in leaves:
+            mirrored = isinstance(leaf, Mirrored) and not self.variable_created_in_scope(leaf)
+            if isinstance(leaf, PerReplica) or (mirrored and self.communicator.size > 1):
+                raise InvalidArgumentError(
+                    f"extended.update got {leaf!r}, which has {self.communicator.size} components; the variable has one: "
+                    "reduce the value to it.\n"
+                    "    incorrect:  extended.update(variable, fn, args=(strategy.run(gradient),))\n"
+                    '    correct:    total = extended.reduce_to("sum", strategy.run(gradient), variable); '
+                    "extended.update(variable, fn, args=(total,))"
+                )
+
+    def _shared(self, leaf: Any) -> Any:
+        """Return a value that only some ranks have as one that all ranks have, because all ranks call the function."""
+        return super().broadcast_to(leaf, set(self.worker_devices)) if isinstance(leaf, OnSomeReplicas) else leaf
 
 
 def _default_kind() -> type[TFConfigClusterResolver | MPIClusterResolver]:
@@ -211,7 +294,7 @@ def _check_health(communicator: BaseCommunicator) -> None:
         )
 
 
-def check_one_node(strategy: str, world: World, otherwise: str) -> None:
+def _check_one_node(strategy: str, world: World, otherwise: str) -> None:
     """Check that the job is on one node; `otherwise` is the error's advice."""
     if world.num_nodes == 1:
         return
@@ -224,7 +307,7 @@ def check_one_node(strategy: str, world: World, otherwise: str) -> None:
     raise error
 
 
-def check_devices(argument: str, devices: Sequence[str] | None, world: World) -> None:
+def _check_devices(argument: str, devices: Sequence[str] | None, world: World) -> None:
     """Check that a list of devices names each rank of a node once, in order. None is accepted."""
     if devices is None:
         return
@@ -239,23 +322,23 @@ def check_devices(argument: str, devices: Sequence[str] | None, world: World) ->
         )
 
 
-def node_world(rendezvous: Rendezvous) -> World:
+def _node_world(rendezvous: Rendezvous) -> World:
     """Return the world that consists of this rank's node only, with ranks from 0."""
     node = rendezvous.world.nodes[rendezvous.world.place(rendezvous.rank).node_index]
     return World.from_node_of_rank([0] * len(node.ranks), [node.name] * len(node.ranks))
 
 
-def node_hierarchy(rendezvous: Rendezvous) -> Hierarchy:
+def _node_hierarchy(rendezvous: Rendezvous) -> Hierarchy:
     """Return the groups of this rank's node. A collective call of all ranks of the job."""
     node_comm = cast(
         "MPI.Intracomm", rendezvous.comm.Split(rendezvous.world.place(rendezvous.rank).node_index, rendezvous.rank)
     )
-    hierarchy = Hierarchy(node_comm, node_world(rendezvous))
+    hierarchy = Hierarchy(node_comm, _node_world(rendezvous))
     node_comm.Free()
     return hierarchy
 
 
-def node_devices(world: World) -> tuple[str, ...]:
+def _node_devices(world: World) -> tuple[str, ...]:
     """Return the full name of each rank's device."""
     return tuple(device_name(rank) for rank in range(world.size))
 
@@ -279,12 +362,12 @@ def _problem(devices: Sequence[str], named: Sequence[tuple[int, ...]], world: Wo
     return "" if ranks == sorted(ranks) else "is not in the order of ranks, which is that of replicas"
 
 
-def call_text(strategy: str, **arguments: object) -> str:
+def _call_text(strategy: str, **arguments: object) -> str:
     """Return the text of the call that creates a strategy, by which ranks compare their arguments."""
     return f"{strategy}({', '.join(f'{name}={_named(value)}' for name, value in arguments.items())})"
 
 
-def check_communication(cross_device_ops: object, options: object, num_packs: int | None) -> None:
+def _check_communication(cross_device_ops: object, options: object, num_packs: int | None) -> None:
     """Check the arguments of a strategy that concern communication."""
     if not isinstance(options, (CommunicationOptions, type(None))):
         raise InvalidArgumentError(f"communication_options must be CommunicationOptions or None; got {type(options).__name__}")

@@ -178,6 +178,8 @@ class Strategy:
             Axes to reduce each component over first. MEAN then divides the sum over all replicas by the number of elements on
             all replicas, so replicas with fewer or no rows have the right weight. Booleans are counted, as in NumPy; with
             ``axis=None`` SUM and MEAN are not defined for them.
+        options : CommunicationOptions, optional
+            Override those of the strategy.
 
         Returns
         -------
