@@ -359,20 +359,6 @@ def test_per_replica_mode_of_a_mirrored_strategy(comm):
     strategy.close()
 
 
-def test_input_options():
-    options = mpistrat.InputOptions()
-    assert options.experimental_fetch_to_device is None
-    assert options.experimental_replication_mode is PER_WORKER
-    assert options.experimental_place_dataset_on_device is False
-    assert options.experimental_per_replica_buffer_size == 1
-    assert mpistrat.InputOptions(False, PER_REPLICA, True, 0).experimental_place_dataset_on_device
-    with pytest.raises(ValueError, match="experimental_place_dataset_on_device=True needs .*PER_REPLICA"):
-        mpistrat.InputOptions(experimental_place_dataset_on_device=True)
-    for fetch in (None, True):
-        with pytest.raises(ValueError, match="experimental_fetch_to_device"):
-            mpistrat.InputOptions(fetch, PER_REPLICA, True)
-
-
 @needs_ranks(2)
 def test_fewer_files_than_replicas_are_refused_by_the_policy_file(comm, mixed, tmp_path):
     path = tmp_path / "rows.npy"
