@@ -76,45 +76,11 @@ def test_components_of_different_shapes_are_not_combined(comm, strategy, op):
     assert comm.allreduce(1) == comm.size, "every rank raised, none is stuck"
 
 
-@pytest.mark.parametrize(
-    ("op", "axis", "error", "message"),
-    [
-        (3, 0, TypeError, "reduce_op must be a ReduceOp or a str"),
-        ("median", 0, ValueError, "unknown reduce_op 'median'; accepted are SUM, MEAN"),
-        ("mean", "rows", TypeError, "axis must be None, an int, or a list or tuple of int; got 'rows'"),
-        ("mean", 1.5, TypeError, "axis must be None, an int, or a list or tuple of int; got 1.5"),
-        ("mean", 2, ValueError, "axis 2 is out of range for a component of 2 axes"),
-        ("sum", (0, -3), ValueError, "axis -3 is out of range for a component of 2 axes"),
-    ],
-)
-def test_what_reduce_refuses(comm, mixed, op, axis, error, message):
-    with pytest.raises(error, match=message):
-        mixed.reduce(op, mixed.run(lambda: np.ones((2, 3))), axis=axis)
-    assert comm.allreduce(1) == comm.size
-
-
 def test_axes_may_be_negative(comm, strategy):
     value = strategy.run(lambda: np.full((comm.rank + 1, 2), 3.0))
     rows = comm.size * (comm.size + 1) // 2
     assert strategy.reduce("sum", value, axis=-2).tolist() == [3.0 * rows] * 2
     assert strategy.reduce("mean", value, axis=[-1, 0]) == 3
-
-
-@pytest.mark.parametrize(
-    ("component", "axis", "message"),
-    [(1.0, 0, "got a scalar"), (np.ones(2), 1, "axis 1 is out of range"), (np.ones((2, 2)), -3, "axis -3 is out of range")],
-)
-def test_what_gather_refuses(comm, mixed, component, axis, message):
-    with pytest.raises(ValueError, match=message):
-        mixed.gather(mixed.run(lambda: component), axis=axis)
-    assert comm.allreduce(1) == comm.size
-
-
-def test_slices_are_not_gathered(comm, mixed):
-    slices = mixed.run(lambda: mpistrat.IndexedSlices(np.ones((1, 2)), np.array([comm.rank]), (comm.size, 2)))
-    with pytest.raises(NotImplementedError, match="IndexedSlices"):
-        mixed.gather(slices, axis=0)
-    assert comm.allreduce(1) == comm.size
 
 
 def test_run_hands_out_components_and_groups_results(comm, strategy):
@@ -131,20 +97,6 @@ def test_run_hands_out_components_and_groups_results(comm, strategy):
     assert strategy.reduce("sum", result["twice"], axis=None) == comm.size * (comm.size - 1)
 
 
-@pytest.mark.parametrize("args", [1, np.ones(2), "batch", {"a": 1}])
-def test_run_takes_its_arguments_in_a_list_or_tuple(comm, mixed, args):
-    with pytest.raises(ValueError, match=r"args must be a list or tuple, for example args=\(batch,\); got "):
-        mixed.run(lambda *given: None, args=args)
-
-
-def test_local_results_are_a_tuple_of_one(comm, mixed):
-    assert mixed.experimental_local_results(7) == (7,)
-    value = mixed.run(lambda: comm.rank)
-    assert mixed.experimental_local_results(value) == (comm.rank,)
-    nest = mixed.run(lambda: {"a": [comm.rank, np.float32(1)]})
-    assert mixed.experimental_local_results(nest) == ({"a": [comm.rank, 1]},)
-
-
 def test_values_come_from_a_function_of_the_replica(comm, strategy):
     seen = []
 
@@ -155,13 +107,6 @@ def test_values_come_from_a_function_of_the_replica(comm, strategy):
     value = strategy.experimental_distribute_values_from_function(value_fn)
     assert seen == [(comm.rank, comm.size)], "once for each replica here, with its global number"
     assert strategy.reduce("sum", value, axis=None).tolist() == [sum(range(comm.size)), comm.size]
-
-
-def test_one_device_and_default_strategy_return_bare_values():
-    for strategy in (mpistrat.OneDeviceStrategy(), mpistrat.get_strategy()):
-        value = strategy.experimental_distribute_values_from_function(lambda context: context.num_replicas_in_sync)
-        assert value == 1
-        assert not isinstance(value, DistributedValues)
 
 
 # -- packing and communication options --
@@ -212,15 +157,6 @@ def test_options_of_a_call_win_over_those_of_the_strategy(comm):
 def test_an_implementation_may_be_spelt_as_text(comm, mixed, implementation):
     options = CommunicationOptions(implementation=implementation, timeout_seconds=60)
     total = mixed.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.ones(3), options=options))
-    assert local(mixed, total).tolist() == [comm.size] * 3
-
-
-def test_hints_are_a_deprecated_spelling_of_options(comm, mixed):
-    with pytest.warns(DeprecationWarning, match="CommunicationOptions"):
-        hints = mpistrat.experimental.CollectiveHints(bytes_per_pack=50)
-    assert hints == CommunicationOptions(bytes_per_pack=50)
-    with pytest.warns(DeprecationWarning, match="experimental_hints"):
-        total = mixed.run(lambda: mpistrat.get_replica_context().all_reduce("sum", np.ones(3), experimental_hints=hints))
     assert local(mixed, total).tolist() == [comm.size] * 3
 
 
@@ -330,33 +266,6 @@ def test_one_pipeline_for_each_replica(comm, mixed):
             context.get_per_replica_batch_size(10)
     else:
         assert context.get_per_replica_batch_size(10) == each
-
-
-def test_the_experimental_spelling_of_the_function_is_deprecated(comm, mixed):
-    with pytest.warns(DeprecationWarning, match="distribute_datasets_from_function"):
-        distributed = mixed.experimental_distribute_datasets_from_function(lambda context: Batches([np.ones(2)]))
-    assert [mixed.reduce("sum", step, axis=0) for step in distributed] == [2 * comm.size]
-
-
-PER_WORKER, PER_REPLICA = mpistrat.InputReplicationMode.PER_WORKER, mpistrat.InputReplicationMode.PER_REPLICA
-
-
-def test_per_replica_mode_is_for_one_node_and_functions(comm, mixed):
-    options = mpistrat.InputOptions(experimental_replication_mode=PER_REPLICA)
-    with pytest.raises(NotImplementedError, match="PER_REPLICA"):
-        mixed.experimental_distribute_dataset(mpistrat.ArrayDataset(np.arange(4), 2), options)
-    with pytest.raises(NotImplementedError, match="PER_REPLICA"):
-        mixed.distribute_datasets_from_function(lambda context: Batches([np.zeros(1)]), options)
-    assert comm.allreduce(1) == comm.size
-
-
-def test_per_replica_mode_of_a_mirrored_strategy(comm):
-    strategy = mpistrat.MirroredStrategy(allow_multiple_nodes=True)
-    options = mpistrat.InputOptions(experimental_replication_mode=PER_REPLICA)
-    distributed = strategy.distribute_datasets_from_function(lambda context: Batches([np.ones(3)]), options)
-    totals = [float(strategy.reduce("sum", step, axis=0)) for step in distributed]
-    assert totals == [3.0 * strategy.num_replicas_in_sync]
-    strategy.close()
 
 
 @needs_ranks(2)
