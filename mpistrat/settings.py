@@ -212,12 +212,12 @@ MPI_GPU = Setting(
     "Whether GPU memory is passed to MPI directly: on, off (staged through host memory) or auto (on if the MPI library is "
     "CUDA-aware, which is tested once and cached). Rank 0 reads it for all ranks.",
 )
-ONE_SHOT_BYTES: Setting[int | None] = Setting(
+ONE_SHOT_BYTES = Setting(
     "MPISTRAT_ONE_SHOT_BYTES",
     parse_bytes,
-    None,
+    1 << 18,
     "The largest buffer of which cuda_ipc lets each GPU of a node read and sum everything, after one barrier of the ranks; in "
-    "larger ones each sums a part, with two barriers. Unset: 256KiB, which nobody has measured.",
+    "larger ones each sums a part, with two barriers. The default was not measured.",
     is_shared=True,
 )
 PEER_MEMORY = Setting(

@@ -21,18 +21,10 @@ from mpistrat.topology.world import World
 
 @dataclass(frozen=True)
 class Correction:
-    """Measured time over predicted time of an algorithm on one world, by size.
+    """Measured time over predicted time of an algorithm on one world, by size."""
 
-    Attributes
-    ----------
-    algorithm : str
-        A name in `PLANNERS`.
-    points : tuple of (int, float)
-        Bytes and ratio, in increasing order. Between the points the ratio is interpolated over the logarithm of the size;
-        outside them it is constant.
-    """
-
-    algorithm: str
+    algorithm: str  # a name in `PLANNERS`
+    # bytes and ratio, in increasing order; between them it is interpolated over the logarithm of the size, outside constant
     points: tuple[tuple[int, float], ...]
 
     def ratio(self, num_bytes: int) -> float:
@@ -47,61 +39,29 @@ class Correction:
 
 @dataclass(frozen=True)
 class CostModel:
-    """The cost of a call, a step and a byte.
+    """The cost of a call, a step and a byte."""
 
-    Attributes
-    ----------
-    call_seconds, flat_call_seconds : float
-        Overhead of each phase of each chunk; `flat_call_seconds` is for a phase that is one MPI call over all ranks.
-    intra_step_seconds, inter_step_seconds : float
-        α: one synchronisation of two ranks inside a node, and one message between nodes.
-    link_bytes_per_second : float
-        1/β: bandwidth of a link of a node, in each direction.
-    links : int
-        Links of a node that its rails use at the same time, if the smallest node has as many ranks: 1 for an adapter that all
-        ranks share, as many as GPUs if each has one.
-    link_efficiency : float
-        The fraction of it that a ring along a rail reaches.
-    memory_bytes_per_second, cache_bytes_per_second : float
-        1/γ: bytes that one rank reads and writes per second, for chunks larger than `cache_bytes` and for the others.
-    cache_bytes : int
-        The largest chunk that stays in the cache.
-    flat_link_efficiency : float
-        The fraction of the link bandwidth that MPI's own all-reduce reaches on two nodes of one rank.
-    flat_crowded_link_efficiency : float
-        The same on three or more nodes, or with several ranks on a node, where MPI's ring waits, or sends bytes more than once.
-    flat_cache_efficiency, flat_memory_efficiency : float
-        The fraction of the cache and memory bandwidth that MPI's own all-reduce reaches. In the cache it may be above 1,
-        because MPI copies less than the shared window requires.
-    staging_bytes_per_second : float
-        Bytes that one rank reads and writes per second in host memory, to stage GPU memory for other nodes; 0: nothing is
-        staged.
-    direct_rails : bool
-        Whether rails move GPU memory by CUDA-aware MPI: it is not staged there.
-    corrections : tuple of Correction
-        For algorithms that were measured on this world.
-    source : str
-        Where the constants come from.
-    """
-
-    call_seconds: float = 20e-6
+    call_seconds: float = 20e-6  # overhead of each phase of each chunk; or of one that is one MPI call over all ranks
     flat_call_seconds: float = 20e-6
-    intra_step_seconds: float = 1e-6
+    intra_step_seconds: float = 1e-6  # α: a synchronisation of two ranks inside a node, and a message between nodes
     inter_step_seconds: float = 20e-6
-    link_bytes_per_second: float = 1.2e9
+    link_bytes_per_second: float = 1.2e9  # 1/β: bandwidth of a link of a node, in each direction
+    # that the rails of a node use at the same time: 1 for an adapter that all ranks share, as many as GPUs if each has one
     links: int = 1
-    link_efficiency: float = 0.95
-    memory_bytes_per_second: float = 20e9
+    link_efficiency: float = 0.95  # the fraction of the bandwidth that a ring along a rail reaches
+    memory_bytes_per_second: float = 20e9  # 1/γ: bytes that one rank reads and writes, for chunks that do not stay in the cache
     cache_bytes_per_second: float = 30e9
     cache_bytes: int = 2**21
+    # fractions that MPI's own all-reduce reaches: of the link on two nodes of one rank; elsewhere, where MPI's ring waits, or
+    # sends bytes more than once; and of cache and memory, where it copies less than the shared window requires
     flat_link_efficiency: float = 0.9
     flat_crowded_link_efficiency: float = 0.65
     flat_cache_efficiency: float = 2.0
     flat_memory_efficiency: float = 0.9
-    staging_bytes_per_second: float = 0.0
-    direct_rails: bool = False
-    corrections: tuple[Correction, ...] = ()
-    source: str = "defaults"
+    staging_bytes_per_second: float = 0.0  # bytes that one rank reads and writes to stage GPU memory; 0: nothing is staged
+    direct_rails: bool = False  # rails move GPU memory by CUDA-aware MPI: it is not staged there
+    corrections: tuple[Correction, ...] = ()  # for algorithms that were measured on this world
+    source: str = "defaults"  # of the constants
 
     def correction(self, algorithm: str, num_bytes: int) -> float:
         """Return measured time over predicted time of an algorithm; 1 if it was not measured."""

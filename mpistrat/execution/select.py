@@ -19,7 +19,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.logger import logger
 from mpistrat.text import format_bytes
 from mpistrat.transports.base import Transport
-from mpistrat.transports.cuda_ipc import ASSUMED_ONE_SHOT_BYTES, CudaIpcTransport
+from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.mpi_ring import MpiRingTransport
 from mpistrat.transports.mpi_world import WorldTransport
@@ -175,7 +175,7 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) ->
     if between:
         between = _between_nodes(between, hierarchy)
     elif taken and intra.one_shot_bytes is not None:
-        between = _one_shot(intra.group.settings[settings.ONE_SHOT_BYTES])
+        between = f"one shot up to {format_bytes(intra.one_shot_bytes)} ({settings.ONE_SHOT_BYTES.name})"
     return DeviceTransports(
         intra,
         StagedTransport(hierarchy.world_group, device, lambda _: host.world),
@@ -237,12 +237,6 @@ def _between_nodes(by_mpi: str, hierarchy: Hierarchy) -> str:
     if inter == "auto" and hierarchy.all_agree(not NcclTransport.probe(hierarchy.world_group)):
         return f"{by_mpi}; auto does not take NCCL there, which nobody has measured: {settings.INTER_TRANSPORT.name}=nccl does"
     return by_mpi
-
-
-def _one_shot(wanted: int | None) -> str:
-    if wanted is None:
-        return f"one shot up to {format_bytes(ASSUMED_ONE_SHOT_BYTES)}, which nobody has measured"
-    return f"one shot up to {format_bytes(wanted)} ({settings.ONE_SHOT_BYTES.name})"
 
 
 def _refused_between(reason: str) -> TransportError:

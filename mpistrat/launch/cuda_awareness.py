@@ -128,7 +128,6 @@ def _ask(library: Library) -> Verdict:
     claim = _claim_of_library()
     if claim is not None and not claim.is_aware:
         return Verdict(False, f"{library.version} {claim.reason}")
-    claim = claim or _claim_of_kinds()
     device = bound_device()
     assert device is not None, "needs a GPU"
     claimed = f"{library.version} {claim.reason}, and " if claim else ""
@@ -161,16 +160,6 @@ def _claim_of_library() -> Verdict | None:
 def _gpu_query(library: ctypes.CDLL) -> bool:
     answer = ctypes.c_int(0)
     return library.MPIX_GPU_query_support(_CUDA, ctypes.byref(answer)) == 0 and bool(answer.value)
-
-
-def _claim_of_kinds() -> Verdict | None:
-    """Return a verdict if MPI 4.1's memory kinds list cuda. They list what was requested: without cuda they prove nothing."""
-    from mpi4py import MPI
-
-    info = MPI.COMM_WORLD.Get_info()
-    kinds = info.Get("mpi_memory_alloc_kinds") or ""
-    info.Free()
-    return Verdict(True, f"lists the memory kinds {kinds}") if "cuda" in kinds else None
 
 
 def _judged(code: int, output: str) -> Verdict:

@@ -30,17 +30,7 @@ _GUARD = 0x5A
 
 
 class Subject:
-    """One transport on one group. Making one is a collective call.
-
-    Parameters
-    ----------
-    make : callable
-        Makes the transport.
-    group : Group
-        The ranks to join; the test itself communicates on a duplicate of its communicator.
-    blocking_verbs : collection of str
-        Verbs that may wait inside ``run()``.
-    """
+    """One transport on one group; verbs in `blocking_verbs` may wait inside ``run()``. Making one is a collective call."""
 
     def __init__(self, make: Callable[[Group], Transport], group: Group, blocking_verbs: Collection[str]) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size

@@ -102,9 +102,9 @@ class _Race:
             self._runs[name]()
         except TransportError:  # raised on all ranks: too little shared memory for this algorithm
             return
-        [seconds] = self._slowest(name, 1)
+        [seconds] = slowest_seconds(self._comm, self._runs[name], 1)
         if seconds < _SHORT_SECONDS:  # short calls reach their speed only after some repetitions
-            seconds = min(self._slowest(name, _TRIES))
+            seconds = min(slowest_seconds(self._comm, self._runs[name], _TRIES))
         self.tried[name] = min(seconds, self.tried.get(name, seconds))
 
     def _admit(self) -> None:
@@ -126,24 +126,25 @@ class _Race:
         self._admit()
         for name, sample in self.samples.items():
             self._runs[name]()
-            sample += self._slowest(name, self._rounds)
+            sample += slowest_seconds(self._comm, self._runs[name], self._rounds)
 
     def times(self) -> Times:
         """Return the seconds of each algorithm: the median of its rounds, or the best try of slow ones."""
         return {**self.tried, **{name: statistics.median(sample) for name, sample in self.samples.items() if sample}}
 
-    def _slowest(self, name: str, rounds: int) -> list[float]:
-        """Return the time of the slowest rank in each of some rounds. A collective call."""
-        from mpi4py import MPI
 
-        mine, slowest = np.empty(rounds), np.empty(rounds)
-        for index in range(rounds):
-            self._comm.Barrier()
-            started = time.perf_counter()
-            self._runs[name]()
-            mine[index] = time.perf_counter() - started
-        self._comm.Allreduce(mine, slowest, MPI.MAX)
-        return [float(seconds) for seconds in slowest]
+def slowest_seconds(comm: MPI.Intracomm, call: Run, rounds: int) -> list[float]:
+    """Return the time of the slowest rank in each of some rounds of a collective call. A collective call."""
+    from mpi4py import MPI
+
+    mine, slowest = np.empty(rounds), np.empty(rounds)
+    for index in range(rounds):
+        comm.Barrier()
+        started = time.perf_counter()
+        call()
+        mine[index] = time.perf_counter() - started
+    comm.Allreduce(mine, slowest, MPI.MAX)
+    return [float(seconds) for seconds in slowest]
 
 
 def race(

@@ -38,48 +38,26 @@ class SilentError(ContestError):
 
 @dataclass(frozen=True)
 class Contender:
-    """A program that competes.
+    """A program that competes."""
 
-    Attributes
-    ----------
-    name : str
-        As tables call it.
-    launcher : str
-        ``openmpi``, ``mpich`` or ``plain``: who starts its ranks.
-    argv : sequence of str
-        The program of a rank.
-    env : mapping
-        Further environment of the ranks.
-    """
-
-    name: str
-    launcher: str
-    argv: Sequence[str]
-    env: Mapping[str, str] = field(default_factory=dict)
+    name: str  # as tables call it
+    launcher: str  # ``openmpi``, ``mpich`` or ``plain``: who starts its ranks
+    argv: Sequence[str]  # the program of a rank
+    env: Mapping[str, str] = field(default_factory=dict)  # further environment of the ranks
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one program took for one task.
+    """What one program took for one task."""
 
-    Attributes
-    ----------
-    seconds, best_seconds, worst_seconds : float
-        Median, least and most over the repetitions of the slowest rank's time.
-    repeats : int
-        How many were timed.
-    sent_share : float
-        Bytes that the hosts sent, over the least that any algorithm must send; 0 where that was not looked at.
-    facts : dict
-        What the program says of the task, such as the plan that it chose.
-    """
-
+    # median, least and most over the repetitions of the slowest rank's time
     seconds: float
     best_seconds: float
     worst_seconds: float
-    repeats: int
+    repeats: int  # how many were timed
+    # bytes that the hosts sent, over the least that any algorithm must send; 0 where that was not looked at
     sent_share: float
-    facts: dict[str, Any]
+    facts: dict[str, Any]  # what the program says of the task, such as the plan that it chose
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""

@@ -30,27 +30,13 @@ class JobError(RuntimeError):
 
 @dataclass(frozen=True)
 class Done:
-    """A case that was run.
+    """A case that was run."""
 
-    Attributes
-    ----------
-    shape : str
-        Where.
-    plan : Plan
-        Which case.
-    verdict : Verdict
-        How it ended.
-    note : str
-        What the case says of itself.
-    seconds : float
-        How long it took.
-    """
-
-    shape: str
-    plan: Plan
-    verdict: Verdict
-    note: str
-    seconds: float
+    shape: str  # where
+    plan: Plan  # which case
+    verdict: Verdict  # how it ended
+    note: str  # what the case says of itself
+    seconds: float  # how long it took
 
     @property
     def is_allowed(self) -> bool:

@@ -34,18 +34,10 @@ _CHOICES: dict[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """A case that ended wrong.
+    """A case that ended wrong."""
 
-    Attributes
-    ----------
-    command : str
-        Repeats it, after the cases of its job.
-    text : str
-        What was wrong, on which rank.
-    """
-
-    command: str
-    text: str
+    command: str  # repeats it, after the cases of its job
+    text: str  # what was wrong, on which rank
 
 
 def draw_settings(seed: int, first: int, num_ranks: int) -> dict[str, str]:

@@ -37,21 +37,11 @@ and the world stands in."""
 
 @dataclass(frozen=True)
 class Subject:
-    """A transport to try.
+    """A transport to try."""
 
-    Attributes
-    ----------
-    transport : type
-        Its class.
-    joins : str
-        WORLD, NODES or RAILS.
-    blocking_verbs : collection of str
-        See `check_transport`.
-    """
-
-    transport: type[Transport]
-    joins: str
-    blocking_verbs: Collection[str] = ()
+    transport: type[Transport]  # its class
+    joins: str  # WORLD, NODES or RAILS
+    blocking_verbs: Collection[str] = ()  # see `check_transport`
 
 
 SUBJECTS: dict[str, Subject] = {
@@ -89,10 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def check(subject: Subject, hierarchy: Hierarchy) -> dict[str, int | str]:
     """Run the kit on all groups that a transport serves. A collective call.
 
-    Returns
-    -------
-    dict
-        ``checks``: the comparisons made by all ranks together; or ``skipped``: why the transport declines these ranks.
+    Returns ``checks``: the comparisons made by all ranks together; or ``skipped``: why the transport declines these ranks.
     """
     world = hierarchy.world_group
     groups = _groups(subject, hierarchy)

@@ -38,10 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def check(group: Group, make: Callable[[Group], NcclTransport], seconds: float = DEADLINE_SECONDS) -> dict[str, float]:
     """Let rank 0 alone enter a collective. A collective call.
 
-    Returns
-    -------
-    dict
-        ``seconds_late``: what passed between the deadline and the end of it, until the GPU had done other work.
+    Returns ``seconds_late``: what passed between the deadline and the end of it, until the GPU had done other work.
     """
     transport = make(group)
     device = transport.device

@@ -55,10 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def end(fault: str, environ: Mapping[str, str] | None = None) -> float:
     """Let a job end by a fault.
 
-    Returns
-    -------
-    float
-        Seconds from the fault to the end of the job.
+    Returns seconds from the fault to the end of the job.
     """
     argv, extra = command(NUM_RANKS, [sys.executable, "-m", "tests.gpu.first_fault", "--as-rank", fault])
     done = run_bounded(argv, LIMIT_SECONDS, {**(os.environ if environ is None else environ), **extra}, _ROOT)

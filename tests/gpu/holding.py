@@ -18,11 +18,8 @@ _MIB = 1 << 20
 def holding(barrier: Callable[[], None]) -> dict[str, float]:
     """Return what is held after all that is under way, and without what CuPy keeps for later. A collective call.
 
-    Returns
-    -------
-    dict
-        ``device_mib``: memory of the GPU, of all processes on it; ``allocations``: those of this library, and what it has
-        mapped of others'; and the ``threads``, open ``files`` and ``mappings`` of this process.
+    Returns ``device_mib``: memory of the GPU, of all processes on it; ``allocations``: those of this library, and what it
+    has mapped of others'; and the ``threads``, open ``files`` and ``mappings`` of this process.
     """
     import cupy
 

@@ -165,10 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def check(strategy: mpistrat.Strategy, kind: Kind) -> dict[str, float]:
     """Send arrays of a library through the verbs that combine and move them. A collective call.
 
-    Returns
-    -------
-    dict
-        ``compared``: the results.
+    Returns ``compared``: the results.
     """
 
     def run() -> tuple[int, list[str]]:

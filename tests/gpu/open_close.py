@@ -45,10 +45,7 @@ def open_and_close(
 ) -> dict[str, float]:
     """Open and close strategies, every third time two together. A collective call.
 
-    Returns
-    -------
-    dict
-        ``rounds``, and how much more is held at the end than after `settled` rounds.
+    Returns ``rounds``, and how much more is held at the end than after `settled` rounds.
     """
     comm = start().Dup()
     noted: list[Mapping[str, float]] = []

@@ -51,11 +51,8 @@ def measure(
 ) -> dict[str, float]:
     """Return the median times of each way to sum floats on a rank alone, and how ours compare with NCCL's.
 
-    Returns
-    -------
-    dict
-        For each size ``copy_us``, ``nccl_us``, ``call_us`` and, with ``out=``, ``out_us``; ``ratio`` and ``ratio_out`` divide
-        ours by NCCL's.
+    Returns for each size ``copy_us``, ``nccl_us``, ``call_us`` and, with ``out=``, ``out_us``; ``ratio`` and ``ratio_out``
+    divide ours by NCCL's.
     """
     figures: dict[str, float] = {}
     for name, nbytes in (SIZES if sizes is None else sizes).items():

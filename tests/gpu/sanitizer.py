@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from mpistrat.device import cuda
 from mpistrat.device.abstract import Device, DeviceArray, address
 from mpistrat.device.kernels import TYPES, computed_in, divide_kernel, fold_into_kernel, fold_kernel, move_kernel, real_dtype
-from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
-from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_dtype, combine
+from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, combine
+from mpistrat.testing.transport_cases import operations
 from tests.gpu.machine import find_sanitizer
 from tests.processes import run_bounded
 
@@ -122,11 +122,7 @@ def _watched(tool: str, *more: str) -> int:
 def _cases() -> Iterator[tuple[np.dtype[Any], np.dtype[Any], ReduceOp]]:
     """Return each dtype with those it is combined in, and each operation that is defined for it."""
     for dtype in TYPES:
-        for op in ReduceOp:
-            try:
-                check_dtype(op, dtype)
-            except UnsupportedDtypeError:
-                continue
+        for op in operations(dtype):
             wide = accumulation_dtype(op, dtype)
             yield from ((dtype, held, op) for held in ((wide, dtype) if dtype in HALF_DTYPES else (wide,)))
 

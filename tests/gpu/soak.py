@@ -51,10 +51,7 @@ def soak(
 ) -> dict[str, float]:
     """Take steps, and compare every result. A collective call.
 
-    Returns
-    -------
-    dict
-        ``steps``, ``compared``, and how much more is held at the end than after `settled` steps.
+    Returns ``steps``, ``compared``, and how much more is held at the end than after `settled` steps.
     """
     noted: list[Mapping[str, float]] = []
 

@@ -60,12 +60,9 @@ def check(
 ) -> dict[str, float]:
     """Call collectives on arrays that are written late. A collective call.
 
-    Returns
-    -------
-    dict
-        ``right``: the calls, all of which gave the right results; ``wrong_without_event`` and ``wrong_without_wait``: those
-        that did not after a wait was taken away, of the verb where there were fewer. No event is waited for where the work of
-        NCCL is only enqueued.
+    Returns ``right``: the calls, all of which gave the right results; ``wrong_without_event`` and ``wrong_without_wait``:
+    those that did not after a wait was taken away, of the verb where there were fewer. No event is waited for where the
+    work of NCCL is only enqueued.
     """
     late = _Late(strategy, device, delay, counts)
     communicator = strategy.communicator

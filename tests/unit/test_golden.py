@@ -1,4 +1,4 @@
-"""Golden vectors of tf.distribute for which one process is enough; tests/ranks/test_golden.py has those that need replicas."""
+"""Golden vectors of tf.distribute."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import mpistrat
 import mpistrat.mpi4py
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.reduction import ReduceOp
-from mpistrat.tools.interleaved import time_interleaved
+from mpistrat.tools.bench import time_interleaved
 
 strategy = mpistrat.MultiWorkerMirroredStrategy()
 communicator = strategy.extended.communicator

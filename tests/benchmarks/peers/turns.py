@@ -18,24 +18,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Task:
-    """Something to time.
+    """Something to time."""
 
-    Attributes
-    ----------
-    run : callable
-        One repetition.
-    is_right : callable
-        Looks at what the last repetition left, and spoils it.
-    meet : callable
-        Waits until all ranks are here.
-    facts : dict
-        Said once, with the first answer.
-    """
-
-    run: Callable[[], object]
-    is_right: Callable[[], bool]
-    meet: Callable[[], object]
-    facts: Mapping[str, Any] | None = None
+    run: Callable[[], object]  # one repetition
+    is_right: Callable[[], bool]  # looks at what the last repetition left, and spoils it
+    meet: Callable[[], object]  # waits until all ranks are here
+    facts: Mapping[str, Any] | None = None  # said once, with the first answer
 
 
 def serve(
