@@ -31,8 +31,6 @@ from mpistrat.watch.states import Neighbours
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["CHIEF", "PS", "WORKER", "TaskGroup", "check_tasks", "join_cluster", "names_the_killed", "task_of"]
-
 CHIEF, WORKER, PS, EVALUATOR = JOBS = "chief", "worker", "ps", "evaluator"
 
 _LOOK_SECONDS = 0.2  # those that are left look around before any of them ends by itself
@@ -55,7 +53,7 @@ class TaskGroup:
     job_ranks : tuple of int
         Each rank's number among all of the job.
     number : int
-        How many such groups this process was in before: the same on all ranks.
+        Counts the groups of this process; equal on all ranks.
     """
 
     comm: MPI.Comm | None
@@ -107,6 +105,8 @@ def task_of(resolver: object) -> tuple[ClusterSpec, str | None, int | None]:
 
 def join_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | None) -> TaskGroup:
     """Return the tasks of the job. A collective call of all its ranks, evaluators included; what is wrong all of them raise."""
+    from mpi4py import MPI
+
     settings = Snapshot()
     with rendezvous("joining the cluster of parameter servers") as job:
 
@@ -126,7 +126,7 @@ def join_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | Non
         if survival.is_on(os.environ):
             survival.end_together(job.comm)
         is_outside = task_type == EVALUATOR
-        comm = job.comm.Split(_undefined() if is_outside else 0, job.rank)
+        comm = job.comm.Split(MPI.UNDEFINED if is_outside else 0, job.rank)
         node_names = [job.world.nodes[job.world.place(rank).node_index].name for rank in range(job.comm.Get_size())]
     inside = [(rank, task) for rank, task in enumerate(played) if task[0] != EVALUATOR]
     by_task = {task: rank for rank, (_, task) in enumerate(inside)}
@@ -166,12 +166,6 @@ def _check_played(cluster: ClusterSpec, played: list[tuple[str, int]]) -> None:
         )
         error.raised_everywhere = True
         raise error
-
-
-def _undefined() -> int:
-    from mpi4py import MPI
-
-    return MPI.UNDEFINED
 
 
 @contextmanager
