@@ -120,7 +120,7 @@ class Dispatcher:
         self._sends: list[messages.Request] = []
         self._receiver = Receiver(self._channel, RESULT)
         self._error: BaseException | None = None
-        self._epoch = self._taken = 0
+        self._taken = 0
         self._told_to_stop, self._stopped = set[int](), set[int]()
         self._lost: frozenset[int] = frozenset()
         self._unavailable = ""
@@ -253,7 +253,7 @@ class Dispatcher:
         self._last[worker] = call.number
         function, sent = self._client.functions.send(call.function, rank)
         self._sends += sent
-        self._tell(rank, messages.Run(call.number, function, worker, self._epoch, call.is_kept), call.arguments.data)
+        self._tell(rank, messages.Run(call.number, function, worker, call.is_kept), call.arguments.data)
         call.sent_to, self._in_flight[call.number] = worker, call
 
     def _tell(self, rank: int, message: Message, *payload: bytes) -> None:
@@ -284,9 +284,7 @@ class Dispatcher:
         if received.source in self._channel.lost or message.call not in self._in_flight:
             return  # another worker runs it, or nobody wants it any more
         call = self._in_flight[message.call]
-        if type(message) is messages.Cancelled:
-            call.value.abort(self._cancelled_error(call))
-        elif message.is_error:
+        if message.is_error:
             self._fail(call, loads_error(data))
         else:
             call.value.set_data(data)
@@ -305,9 +303,6 @@ class Dispatcher:
         if self._error is None:
             self._error = error
         self._cancel_queued()
-        for worker in {call.sent_to for call in self._in_flight.values()}:
-            self._tell(self._ranks[worker], messages.Cancel(self._epoch))
-        self._epoch += 1
 
     def _do_without(self, lost: frozenset[int]) -> None:
         """Have other workers do what lost ones did; without a server, or without any worker, cancel everything."""
@@ -375,8 +370,6 @@ class Dispatcher:
 
         with self._lock:
             for rank in set(ranks) - self._told_to_stop:
-                if rank in self._channel.group.workers:
-                    self._tell(rank, messages.Cancel(self._epoch))
                 self._tell(rank, messages.Stop())
             self._told_to_stop |= set(ranks)
         self.wait(lambda: have_ended() or time.monotonic() > deadline, what)

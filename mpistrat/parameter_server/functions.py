@@ -90,7 +90,7 @@ def pickled_with_uses(value: Any, what: str) -> Pickled:
         _local.uses = None
 
 
-def loads_on(worker: int | None, data: bytes) -> Any:
+def loads_on(worker: int | None, data: bytes | bytearray | memoryview) -> Any:
     """Return what bytes stand for on a worker, or on a server."""
     _local.worker = worker
     try:

@@ -112,12 +112,7 @@ class Run(NamedTuple):  # run a function, as a worker, with the payload as argum
     call: int
     function: int
     worker: int
-    epoch: int
     is_kept: bool
-
-
-class Cancel(NamedTuple):  # do not run what belongs to this epoch or an earlier one
-    epoch: int
 
 
 class Forget(NamedTuple):  # say when nothing of the payload is used any more: variables, and what calls have returned
@@ -132,10 +127,6 @@ class Result(NamedTuple):  # what a function returned, or its error
     is_error: bool
 
 
-class Cancelled(NamedTuple):  # a call was not run
-    call: int
-
-
 class Forgotten(NamedTuple):  # nothing of a batch is used any more
     batch: int
 
@@ -147,7 +138,7 @@ class Stopped(NamedTuple):  # the task has ended
 Message: TypeAlias = tuple[int, ...]  # one of the classes above
 _KINDS: tuple[Any, ...] = (
     *(Create, Free, Read, ReadRows, Write, Scatter, Update, Flush, Define, Stop),
-    *(Run, Cancel, Forget, Result, Cancelled, Forgotten, Stopped),
+    *(Run, Forget, Result, Forgotten, Stopped),
 )
 # the kind, the bytes of the payload, and the fields
 _HEADERS = tuple(Struct(f"=Bq{len(kind._fields)}q") for kind in _KINDS)

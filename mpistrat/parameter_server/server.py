@@ -7,7 +7,6 @@ where the job survives the loss of ranks, only when all of it has arrived.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
@@ -30,9 +29,6 @@ from mpistrat.strategy.strategy import Strategy
 _MOST_SENDS = 32  # before those that have ended are looked for, where requests come without a pause
 
 
-_Load = Callable[[int | None], Callable[..., Any]]  # loads a function for a worker, or for a server, when it is first called
-
-
 class FailedResource(NamedTuple):
     """Stands on a worker for what could not be made: functions that use it raise the error."""
 
@@ -53,15 +49,15 @@ class _Sending(NamedTuple):
 
 
 class _Task:
-    """The loop: looks at whatever has come, then runs what that has left to do, one after the other."""
+    """The loop: does what it is told, one after the other."""
 
     idle: str
     handlers: ClassVar[dict[type, Callable[[Any, Any, Received], None]]]  # of messages
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.to_do: deque[Callable[[], object]] = deque()
-        self._functions: dict[tuple[int, int], _Load] = {}
+        # what loads a function, for a worker or for a server, when it is first called
+        self._functions: dict[tuple[int, int], Callable[[int | None], Callable[..., Any]]] = {}
         self._is_stopped = False
         self._sends: list[_Sending] = []
 
@@ -77,22 +73,15 @@ class _Task:
     def _serve_until_stopped(self, receiver: Receiver) -> None:
         self.channel.activity.set(self.idle)
         began = time.monotonic()
-        while True:
-            # whatever has come is looked at before a function is run: it may cancel that
-            received = receiver.poll()
-            if received is not None:
-                with suppress(UnavailableError, _FreedError):  # whoever has asked is lost
-                    self.handlers[type(received.message)](self, received.message, received)
-            elif self.to_do:
-                self.to_do.popleft()()
-            elif self._is_stopped:
-                break
-            else:
+        while (received := receiver.poll()) is not None or not self._is_stopped:
+            if received is None:
                 self._sends = self._unfinished()
                 self.channel.check(self.channel.group.chief)
                 pause(began)
-                continue
-            began = time.monotonic()
+            else:
+                with suppress(UnavailableError, _FreedError):  # whoever has asked is lost
+                    self.handlers[type(received.message)](self, received.message, received)
+                began = time.monotonic()
         self.channel.report_end()
         self._sends = self._unfinished()
         self.channel.activity.set("")
@@ -226,34 +215,18 @@ class Worker(_Task):
     def __init__(self, client: Client, strategy: Strategy) -> None:
         super().__init__(client.channel)
         self._client, self._strategy = client, strategy
-        self._cancelled = -1
 
     def _run(self, message: messages.Run, received: Received) -> None:
-        load, arguments = self._functions[received.source, message.function], bytes(self.channel.payload(received))
-        self.to_do.append(partial(self._call, message, partial(self._result, message, load, arguments)))
-
-    def _cancel(self, message: messages.Cancel, received: Received) -> None:
-        self._cancelled = message.epoch
+        run = partial(self._result, message, received)
+        returned = partial(self._keep, message.call, run) if message.is_kept else partial(_pickled, run)
+        self._send_result(received.source, RESULT, message.call, returned)
 
     def _forget(self, message: messages.Forget, received: Received) -> None:
         dropped = loads(self.channel.payload(received))
-
-        def forget() -> None:
-            for call in [one for one in dropped if type(one) is int]:
-                self._client.resources.pop(call, None)
-            self._client.forget([one for one in dropped if type(one) is tuple])
-            self._send(received.source, RESULT, messages.Forgotten(message.batch))
-
-        self.to_do.append(forget)  # after the functions that have come before, some of which may work on it
-
-    def _call(self, message: messages.Run, run: Callable[[], tuple[Any, Any]]) -> None:
-        chief = self.channel.group.chief
-        if message.is_kept:
-            self._send_result(chief, RESULT, message.call, partial(self._keep, message.call, run))
-        elif message.epoch > self._cancelled:
-            self._send_result(chief, RESULT, message.call, partial(_pickled, run))
-        else:
-            self._send(chief, RESULT, messages.Cancelled(message.call))
+        for call in [one for one in dropped if type(one) is int]:
+            self._client.resources.pop(call, None)
+        self._client.forget([one for one in dropped if type(one) is tuple])
+        self._send(received.source, RESULT, messages.Forgotten(message.batch))
 
     def _keep(self, call: int, run: Callable[[], tuple[Any, Any]]) -> bytes:
         """Keep what a function returns, or its error, for functions to come."""
@@ -263,12 +236,13 @@ class Worker(_Task):
             self._client.resources[call] = FailedResource(error, error.__traceback__)
         return b""
 
-    def _result(self, message: messages.Run, load: _Load, arguments: bytes) -> tuple[Any, Any]:
+    def _result(self, message: messages.Run, received: Received) -> tuple[Any, Any]:
         """Return a function, and what it returns; what it has written the servers have done then, also where it raises."""
+        data = self.channel.payload(received)
         try:
             with self._strategy.scope():
-                args, kwargs = loads_on(message.worker, arguments)
-                fn = load(message.worker)
+                args, kwargs = loads_on(message.worker, data)
+                fn = self._functions[received.source, message.function](message.worker)
                 self.channel.activity.set(f"runs {_name(fn)} (function {message.function})")
                 result = fn(*args, **kwargs)
         except Exception:
@@ -280,7 +254,7 @@ class Worker(_Task):
 
     handlers: ClassVar = {
         **{messages.Define: _Task._define, messages.Stop: _Task._stop},
-        **{messages.Run: _run, messages.Cancel: _cancel, messages.Forget: _forget},
+        **{messages.Run: _run, messages.Forget: _forget},
     }
 
 

@@ -105,10 +105,9 @@ def task_of(resolver: object) -> tuple[ClusterSpec, str | None, int | None]:
 
 def join_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | None) -> TaskGroup:
     """Return the tasks of the job. A collective call of all its ranks, evaluators included; what is wrong all of them raise."""
-    from mpi4py import MPI
-
     settings = Snapshot()
     with rendezvous("joining the cluster of parameter servers") as job:
+        from mpi4py import MPI  # which has started
 
         def check() -> None:
             _check_installed()

@@ -109,7 +109,7 @@ class ServerVariable(ChangeMethods, Mirrored):
         wanted, position = np.unique(numbers, return_inverse=True)
         rows = np.empty((len(wanted), *row), self.dtype)
         self._client().read_rows([(ref, wanted[own] - offset, rows[own]) for ref, offset, own in self._split(wanted)])
-        return rows.take(position.reshape(-1), 0).reshape(*numbers.shape, *row)
+        return rows.take(position.reshape(-1), 0, mode="clip").reshape(*numbers.shape, *row)
 
     def update_where_it_lives(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], wants_results: bool
@@ -145,8 +145,8 @@ class ServerVariable(ChangeMethods, Mirrored):
         return current_client(self.group)
 
     def _split(self, indices: Array) -> Iterator[tuple[VariableRef, int, slice]]:
-        """Yield where shards are, from which row on, and which of the ascending indices each has."""
-        bounds = np.searchsorted(indices, self._offsets).tolist()
+        """Yield where shards are, from which row on, and which of the indices, ascending ones of several shards, each has."""
+        bounds = np.searchsorted(indices, self._offsets).tolist() if len(self._refs) > 1 else [0, len(indices)]
         for ref, offset, start, stop in zip(self._refs, self._offsets, bounds, bounds[1:], strict=False):
             if start < stop:
                 yield ref, offset, slice(start, stop)
@@ -173,12 +173,10 @@ class ServerVariable(ChangeMethods, Mirrored):
 
     def _scatter(self, method: str, delta: IndexedSlices) -> Self:
         values, indices = map(to_host, checked_rows(method, delta, self._component, self))
-        if len(self._refs) == 1:
-            parts = [(self._refs[0], np.ascontiguousarray(indices), np.ascontiguousarray(values))]
-        else:
+        if len(self._refs) > 1:
             order = np.argsort(indices, kind="stable")  # rows of one index stay in their order
             values, indices = values[order], indices[order]
-            parts = [(ref, indices[own] - offset, values[own]) for ref, offset, own in self._split(indices)]
+        parts = [(ref, indices[own] - offset, np.ascontiguousarray(values[own])) for ref, offset, own in self._split(indices)]
         self._client().scatter(method, parts)
         return self
 

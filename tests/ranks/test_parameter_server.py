@@ -358,6 +358,12 @@ def test_what_a_worker_keeps_of_a_dropped_variable_cannot_be_used(run):
                 with pytest.raises(RuntimeError, match="Variable was dropped by the chief, and its server has freed it"):
                     verb(*given)
 
+    def read_for_a_while():
+        ends = time.monotonic() + 0.5
+        with deadline(mpistrat.kept_by_a_test, 10):
+            while time.monotonic() < ends:
+                assert mpistrat.kept_by_a_test.numpy() > 1
+
     def program(coordinator):
         number = len(coordinator.strategy.extended.worker_devices)
         kept, table = variable(coordinator, [1.0]), variable(coordinator, [1.0])
@@ -365,9 +371,11 @@ def test_what_a_worker_keeps_of_a_dropped_variable_cannot_be_used(run):
             held = str(Path(folder) / "held")
             for _ in range(20 * number):
                 coordinator.schedule(keep, (table, held)).fetch()
+            reading = coordinator.schedule(read_for_a_while)
             del table
             gc.collect()
             assert until(lambda: coordinator.done() and sum(coordinator.strategy.extended.server_bytes) == 8, 60)
+            reading.fetch()  # its server frees it only after that
             for _ in range(20 * number):
                 coordinator.schedule(use, (held,)).fetch()
         assert kept.numpy() == [1]
@@ -532,10 +540,10 @@ def update_held(variable, folder):
 
 
 @contextmanager
-def deadline(variable):
+def deadline(variable, seconds=0.1):
     """Give what this rank asks servers for little time."""
     channel = current_client(variable.group).channel
-    channel._seconds = 0.1
+    channel._seconds = seconds
     try:
         yield
     finally:
