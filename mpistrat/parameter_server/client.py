@@ -33,26 +33,12 @@ _clients: dict[int, Client] = {}  # by the numbers of their groups
 
 
 class VariableRef:
-    """Where a variable or shard is kept; its server frees that once the chief has no reference to this any more.
-
-    Attributes
-    ----------
-    group : int
-        The number of the group of tasks.
-    key : tuple of int
-        The task id of the server, and the number of the variable there.
-    name : str
-        What errors call it.
-    nbytes : int
-        How large it is.
-    is_dropped : bool
-        Whether the chief has dropped it: it cannot be used any more.
-    """
+    """Where a variable or shard is kept; its server frees that once the chief has no reference to this any more."""
 
     def __init__(self, group: int, key: tuple[int, int], name: str, nbytes: int) -> None:
         self.group, self.key, self.name, self.nbytes = group, key, name, nbytes
         self.server, self.number = key
-        self.is_dropped = False
+        self.is_dropped = False  # by the chief: it cannot be used any more
 
     def __reduce__(self) -> tuple[Any, ...]:
         use(self)
@@ -71,26 +57,17 @@ class _Pending:
 
 
 class Client:
-    """Reads and changes variables on servers; requests to several servers are under way at once.
-
-    Attributes
-    ----------
-    resources : dict
-        What a worker keeps for functions, such as datasets, by the number of the call that made it.
-    strategy : object
-        The strategy of this process.
-    refs : WeakValueDictionary
-        The variables that this process refers to, by their keys.
-    dropped : deque
-        On the chief, what it has dropped, and that is to be freed: keys of variables, numbers of calls that made resources.
-    """
+    """Reads and changes variables on servers; requests to several servers are under way at once."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel, self._ranks = channel, channel.group.servers
-        self.resources: dict[int, Any] = {}
         self.strategy: Any = None
         self.functions = FunctionTable(channel)
+        # what a worker keeps for functions, such as datasets, by the number of the call that made it
+        self.resources: dict[int, Any] = {}
+        # the variables that this process refers to, by their keys
         self.refs: weakref.WeakValueDictionary[tuple[int, int], VariableRef] = weakref.WeakValueDictionary()
+        # what the chief has dropped, and is to be freed: keys of variables, numbers of calls that made resources
         self.dropped: deque[tuple[int, int] | int] = deque()
         self._known_as_dropped = set[tuple[int, int]]()
         self._variables, self._updates = count(), count()
@@ -328,13 +305,7 @@ def remove_client(client: Client) -> None:
 
 
 def current_client(group: int) -> Client:
-    """Return the client of this process in a group of tasks, given by its number.
-
-    Raises
-    ------
-    RuntimeError
-        If this process has none: it is a server, or its strategy was closed.
-    """
+    """Return the client of this process in a group of tasks, given by its number."""
     if group not in _clients:
         raise RuntimeError(
             "variables on servers can be used on the chief and in scheduled functions; this process has no connection to the "

@@ -179,17 +179,7 @@ def _encoded(task: str, text: str, waits_for: str) -> bytes:
 
 
 class Channel:
-    """Sends messages to the other tasks, and waits for what they send.
-
-    Attributes
-    ----------
-    survives : bool
-        Whether this job survives the loss of ranks.
-    lost : frozenset of int
-        The ranks that are known to be lost.
-    inline_bytes : int
-        The largest payload that is sent with its header.
-    """
+    """Sends messages to the other tasks, and waits for what they send."""
 
     def __init__(self, group: TaskGroup) -> None:
         from mpi4py import MPI
@@ -198,9 +188,9 @@ class Channel:
         self.group, self.comm, self.failure = group, group.comm, MPI.Exception
         self.name = group.names[self.comm.Get_rank()]
         self.activity = Activity(self.name.partition(" (")[0])
-        self.survives = survival.is_on(os.environ)
+        self.survives = survival.is_on(os.environ)  # the loss of ranks
         self.inline_bytes = _INLINE_BYTES_WHERE_RANKS_ARE_LOST if self.survives else _INLINE_BYTES
-        self.lost: frozenset[int] = frozenset()
+        self.lost: frozenset[int] = frozenset()  # as far as this rank knows
         self._seconds = group.settings[settings.TIMEOUT_SECONDS]
         self._patience = group.settings[settings.STALL_SECONDS]
         self._most = group.settings[settings.MAX_MESSAGE_BYTES]
@@ -395,13 +385,7 @@ class Receiver:
         self._is_active = False
 
     def poll(self) -> Received | None:
-        """Return the next message, or None if none has arrived. It is valid until the next call.
-
-        Raises
-        ------
-        UnavailableError
-            If the source is lost. Where that may be any rank, see `Channel.lost`.
-        """
+        """Return the next message, valid until the next call, or None; raise an UnavailableError if its one source is lost."""
         try:
             if not self._is_active:
                 self._request.Start()

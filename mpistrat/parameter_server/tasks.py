@@ -40,31 +40,17 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class TaskGroup:
-    """The chief, the workers and the servers of a job, and what they talk through.
+    """The chief, the workers and the servers of a job, and what they talk through."""
 
-    Attributes
-    ----------
-    comm : MPI.Comm or None
-        Of these ranks alone, in the order of the ranks of the job; None on an evaluator, which is not one of them.
-    chief, workers, servers : int, tuple of int
-        Their ranks in `comm`, in the order of their task ids.
-    names : tuple of str
-        What each rank is called in errors: its task, rank and node.
-    job_ranks : tuple of int
-        Each rank's number among all of the job.
-    number : int
-        Counts the groups of this process; equal on all ranks.
-    """
-
-    comm: MPI.Comm | None
+    comm: MPI.Comm | None  # of these ranks alone, in the order of the ranks of the job; an evaluator has none
     task_type: str
     task_id: int
-    chief: int
+    chief: int  # ranks in `comm`, in the order of their task ids
     workers: tuple[int, ...]
     servers: tuple[int, ...]
-    names: tuple[str, ...]
-    job_ranks: tuple[int, ...]
-    number: int
+    names: tuple[str, ...]  # what errors call each rank: its task, rank and node
+    job_ranks: tuple[int, ...]  # each rank's number among all of the job
+    number: int  # counts the groups of this process; equal on all ranks
     settings: Snapshot
 
     @property
