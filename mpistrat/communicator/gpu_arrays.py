@@ -21,7 +21,7 @@ class GpuArrays:
 
     def __init__(self, device: Device, host: Executor, model: CostModel, guard: Guard) -> None:
         self.device, self._guard, guard.is_on_gpu = device, guard, True
-        self.executor = DeviceExecutor(host, device, replace(ON_DEVICE, links=model.links, gpu_times=model.gpu_times))
+        self.executor = DeviceExecutor(host, device, replace(ON_DEVICE, links=model.links))
         self.stream = device.stream()
         self._agreement, self._call = Agreement(host.hierarchy.world_group), host.hierarchy.call
 

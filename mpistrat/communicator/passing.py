@@ -61,7 +61,7 @@ class Passing:
             found = passed.get((op.handle, size, dtype))
             if found is None or not target.flags.carray:
                 return False
-            if source is target:
+            if source is target or source is None:
                 source = in_place
             elif source is not in_place:
                 if type(source) is not ndarray or source.dtype is not dtype or source.size != size:
