@@ -29,8 +29,7 @@ from mpistrat.communicator.interface import Arrays, BaseCommunicator
 from mpistrat.communicator.options import DEFAULTS, CommunicationOptions, shared_defaults
 from mpistrat.communicator.passing import Passing
 from mpistrat.communicator.planning import Planner
-from mpistrat.communicator.programs import Known
-from mpistrat.communicator.reductions import Reductions
+from mpistrat.communicator.programs import Known, Reductions
 from mpistrat.communicator.validate import alike, read_arrays
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import (

@@ -19,8 +19,8 @@ from mpistrat.algorithms.plan import Plan, Scope
 from mpistrat.arrays import Array, flat
 from mpistrat.device.abstract import Device
 from mpistrat.device.kernels import divide_kernel
-from mpistrat.execution.executor import CopySteps, Executor
-from mpistrat.execution.program import Bucket, Lanes, interleave
+from mpistrat.execution.executor import Executor
+from mpistrat.execution.program import Bucket, Chunk, Lanes, Operations, Slotted
 from mpistrat.packing.layout import Layout
 from mpistrat.packing.wire import Cast, Wire
 from mpistrat.reduction import Fold, ReduceOp, divide
@@ -31,9 +31,6 @@ from mpistrat.transports.steps import WORKED, Steps
 
 SLOT_ALIGNMENT_BYTES = 4096
 LONE_SLOT_BYTES = 1 << 22  # a single chunk of at least this size has one slot: that saves memory and costs a short wait
-
-_Operations = list[list[tuple[str, Operation]]]
-"""The operations of each phase, by name: several where this rank owns several shards."""
 
 
 def all_reduce(
@@ -100,20 +97,7 @@ def _on_the_callers_arrays(
     return bucket
 
 
-@dataclass
-class _Chunk:
-    """A chunk in its slot, with its copies and operations."""
-
-    slot: int
-    nbytes: int
-    copy_in: CopySteps
-    copy_out: CopySteps
-    head: _Operations
-    middle: _Operations
-    tail: _Operations
-
-
-class _Buffered:
+class _Buffered(Slotted):
     """A plan of an all-reduce with its slots of the scratch memory."""
 
     def __init__(
@@ -126,43 +110,43 @@ class _Buffered:
         wire: Wire | None,
         array_dtypes: Sequence[np.dtype[Any]],
     ) -> None:
-        self._executor, self._plan, self._layout, self._op, self._wire = executor, plan, layout, op, wire
+        self.executor, self._plan, self._layout, self._op, self._wire = executor, plan, layout, op, wire
         self._dtype, self._array_dtypes, self._is_ordered = dtype, array_dtypes, plan.in_order or wire is not None
         padded = plan.padded(min(plan.chunk_count, plan.count)) * dtype.itemsize
         slots = 1 if plan.num_chunks == 1 and padded >= LONE_SLOT_BYTES else plan.depth + 1
         self._slot_bytes = -(-padded // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
         if plan.num_chunks > 1:  # arrays of other lengths have slightly longer chunks: they find the same slots, faulted in
             self._slot_bytes = 1 << (self._slot_bytes - 1).bit_length()
-        self._partition = slots, self._slot_bytes
+        self.partition = slots, self._slot_bytes
         executor.reserve(slots * self._slot_bytes)
         self._generation = executor.generation
-        self._bound: dict[tuple[int, int, int], _Operations] = {}
+        self._bound: dict[tuple[int, int, int], Operations] = {}
         self._casters: dict[tuple[int, int, int], Cast] = {}
         scopes = [phase.scope for phase in plan.phases]
         # rails have a channel for each slot; operations inside a node run one after the other
-        self._max_in_flight = executor.max_in_flight(plan.depth) if Scope.INTER in scopes else 1
+        self.max_in_flight = executor.max_in_flight(plan.depth) if Scope.INTER in scopes else 1
         # without an INTRA phase no peer reads our slots, and peers may take another path
-        self._has_intra = Scope.INTRA in scopes
+        self.has_intra = Scope.INTRA in scopes
         # a plan of one chunk alternates between its two slots
         turns = slots if plan.num_chunks == 1 else 1
-        self._turns = [
+        self.turns = [
             [self._chunk(start, count, (index + turn) % slots) for index, (start, count) in enumerate(plan.chunks())]
             for turn in range(turns)
         ]
         executor.bound_plans.add(self)
 
     def bucket(self) -> Bucket:
-        executor, plan, dtype = self._executor, self._plan, self._dtype
+        executor, plan, dtype = self.executor, self._plan, self._dtype
         is_one_call = executor.device is None and not plan.in_order and plan.num_chunks == 1 and _is_flat(plan)
         shard_count = plan.padded(min(plan.chunk_count, plan.count)) // max(plan.world.num_shards, 1)
         return Bucket(
             plan,
-            self._lanes,
+            self.lanes,
             lambda: self._generation == executor.generation,
             begins_with_barrier=bool(plan.phases and plan.count)
             and executor.begins_with_barrier(plan.phases[0].scope, self._is_ordered),
             detects_mismatch=executor.detects_mismatch(plan.phases, shard_count * dtype.itemsize, self._is_ordered),
-            max_in_flight=self._max_in_flight,
+            max_in_flight=self.max_in_flight,
             flat_count=plan.padded(plan.count) if is_one_call else 0,
             held_bytes=self._held_bytes,
         )
@@ -170,51 +154,15 @@ class _Buffered:
     def unbind(self) -> None:
         """Drop all references to the scratch memory; the plan cannot run any more."""
         self._bound.clear()
-        self._turns.clear()
+        self.turns.clear()
 
     def _held_bytes(self) -> int:
         operations = (operation for phases in self._bound.values() for phase in phases for _, operation in phase)
         casts = self._casters.values()
         return sum(operation.scratch_bytes for operation in operations) + sum(cast.scratch_bytes for cast in casts)
 
-    def _lanes(self, sources: Sequence[Array], targets: Sequence[Array]) -> Lanes:
-        executor = self._executor
-        # on a device only the addresses of the arrays are used
-        sources = [array.reshape(-1) if executor.device is None else flat(array) for array in sources]
-        targets = [array.reshape(-1) for array in targets]
-        slots, intra, timeline, has_intra = executor.slots, executor.intra, executor.timeline, self._has_intra
-        if has_intra:
-            if slots.partition != self._partition:
-                slots.repartition(*self._partition)
-            slots.turn += 1
-        chunks = self._turns[slots.turn % len(self._turns) if has_intra else 0]
-
-        def head(index: int) -> Steps:
-            chunk = chunks[index]
-            yield from intra.fence(slots.releases[chunk.slot] if has_intra else slots.last_release)
-            started = time.perf_counter()
-            yield from chunk.copy_in(sources)
-            if timeline.enabled:
-                self._record("copy in", started, chunk)
-            yield from self._walk(chunk, chunk.head)
-
-        def middle(index: int) -> Steps:
-            return self._walk(chunks[index], chunks[index].middle)
-
-        def tail(index: int) -> Steps:
-            chunk = chunks[index]
-            yield from self._walk(chunk, chunk.tail)
-            started = time.perf_counter()
-            yield from chunk.copy_out(targets)
-            if timeline.enabled:
-                self._record("copy out", started, chunk)
-            if has_intra:
-                slots.releases[chunk.slot] = slots.last_release = intra.release()
-
-        return Lanes(head, middle, tail, len(chunks))
-
-    def _chunk(self, start: int, count: int, slot: int) -> _Chunk:
-        executor, layout, plan = self._executor, self._layout, self._plan
+    def _chunk(self, start: int, count: int, slot: int) -> Chunk:
+        executor, layout, plan = self.executor, self._layout, self._plan
         padded = plan.padded(count)
         buffer = executor.slot(slot, self._slot_bytes, padded, self._dtype)
         phases = self._operations(slot, padded, buffer, start)
@@ -225,7 +173,7 @@ class _Buffered:
         crossing = [phase.scope is not Scope.INTRA for phase in plan.phases]
         first = crossing.index(True) if any(crossing) else 0
         last = first + 1 if any(crossing) else len(phases)
-        return _Chunk(
+        return Chunk(
             slot,
             padded * self._dtype.itemsize,
             executor.copy_in(layout, start, start + count, buffer, self._array_dtypes),
@@ -235,16 +183,16 @@ class _Buffered:
             phases[last:],
         )
 
-    def _operations(self, slot: int, padded: int, buffer: Array, start: int) -> _Operations:
+    def _operations(self, slot: int, padded: int, buffer: Array, start: int) -> Operations:
         """Return the operations of each phase; chunks of one size in one slot share them, unless casts differ."""
         place = start if self._wire is not None and self._wire.error_feedback else 0
         if (slot, padded, place) not in self._bound:
             casters = None if self._wire is None else partial(self._caster, self._wire, place)
             phases = [
-                self._executor.operations(self._plan, phase, slot, buffer, self._op, casters) for phase in self._plan.phases
+                self.executor.operations(self._plan, phase, slot, buffer, self._op, casters) for phase in self._plan.phases
             ]
             early = [part for operations in phases[:-1] for _, operation in operations for part in operation.parts]
-            lost = any(len(part.addends) > 1 or not self._executor.shares_memory(part.addends[0], buffer) for part in early)
+            lost = any(len(part.addends) > 1 or not self.executor.shares_memory(part.addends[0], buffer) for part in early)
             assert not lost, f"{self._plan}: only the last phase may leave its result outside the buffer"
             self._bound[slot, padded, place] = phases
         return self._bound[slot, padded, place]
@@ -255,28 +203,6 @@ class _Buffered:
         if key not in self._casters:
             self._casters[key] = Cast(wire, count)
         return self._casters[key]
-
-    def _walk(self, chunk: _Chunk, phases: _Operations) -> Steps:
-        for operations in phases:
-            if len(operations) == 1 and not self._executor.timeline.enabled:
-                yield from operations[0][1].run()
-            else:
-                # a rank that owns several shards runs their rails together, since ranks of larger nodes do so
-                yield from interleave([self._step(chunk, name, operation) for name, operation in operations])
-
-    def _step(self, chunk: _Chunk, name: str, operation: Operation) -> Steps:
-        started = time.perf_counter()
-        yield from operation.run()
-        if self._executor.timeline.enabled:
-            self._record(name, started, chunk)
-
-    def _record(self, name: str, started: float, chunk: _Chunk) -> None:
-        scope, *_, last = name.split()
-        lane = "intra" if scope == "copy" else scope
-        # rails, and chunks in flight at the same time, have their own rows in the timeline
-        if lane == Scope.INTER.value:
-            lane = f"{lane} rail {last}" if self._max_in_flight == 1 else f"{lane} rail {last} {chunk.slot}"
-        self._executor.timeline.record(name, lane, started, chunk.nbytes)
 
 
 def reduce_scatter(executor: Executor, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> Bucket:
