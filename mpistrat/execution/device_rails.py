@@ -20,8 +20,6 @@ from mpistrat.transports.base import Transport
 from mpistrat.transports.cuda_aware import CudaAwareTransport
 from mpistrat.transports.staged import StagedTransport
 
-__all__ = ["device_rails", "staged"]
-
 _warned: set[str] = set()
 
 

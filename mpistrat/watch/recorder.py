@@ -66,7 +66,7 @@ _is_collection_paused = False
 class FlightRecorder:
     """Records the collectives that this process enters and leaves, in a file or, without a path, in memory of this process.
 
-    One per process: see `recorder`. What `enter` and `leave` do is also written out in `communicator.fast_paths`.
+    One per process: see `recorder`. What `enter` and `leave` do is also written out in `communicator.passing`.
     """
 
     def __init__(self, path: Path | None, rank: int = 0, size: int = 1) -> None:

@@ -190,7 +190,7 @@ def test_an_exception_after_a_call_has_its_number_is_told_to_the_other_ranks(com
         raise KeyboardInterrupt
 
     if comm.rank == 0:
-        monkeypatch.setattr(one_node._guard, "take_notes", interrupted)
+        monkeypatch.setattr(one_node._guard, "_move_notes", interrupted)
     error, told = (
         (KeyboardInterrupt, None) if comm.rank == 0 else (UnavailableError, "rank 0 has left collective 1, which had not")
     )
@@ -206,5 +206,5 @@ def test_a_call_within_a_call_is_refused(one_node, monkeypatch):
         with pytest.raises(UnavailableError, match="this thread is in a collective already"):
             one_node.barrier()
 
-    monkeypatch.setattr(one_node._guard, "take_notes", within)  # as a signal handler or a finalizer would
+    monkeypatch.setattr(one_node._guard, "_move_notes", within)  # as a signal handler or a finalizer would
     one_node.barrier()
