@@ -213,10 +213,7 @@ class NodeWindow:
     def barrier(self) -> Steps:
         """Enter a barrier, at once, and return the steps that wait until all ranks have entered it. A collective call.
 
-        Raises
-        ------
-        CallsDifferError
-            On all ranks, if their calls differ.
+        Raises CallsDifferError on all ranks, if their calls differ.
         """
         return self._complete(self.announce(self.group.call.digest))
 
@@ -247,10 +244,7 @@ class NodeWindow:
     def compare(self, entered: int) -> None:
         """Compare the digests of all ranks in a barrier that all have entered.
 
-        Raises
-        ------
-        CallsDifferError
-            On all ranks, if they differ.
+        Raises CallsDifferError on all ranks, if they differ.
         """
         if self.is_fenced:
             self.fence_memory()
