@@ -173,16 +173,15 @@ INTRA_TRANSPORT = setting(
 )
 INTER_TRANSPORT = setting("MPISTRAT_INTER_TRANSPORT", _one_of("auto", "mpi_ring", "mpi", "nccl"), "auto", is_shared=True)(
     "The transport between nodes: mpi_ring or mpi, over which arrays on GPUs are staged through host memory; nccl for arrays "
-    "on GPUs. With auto, what mpistrat tune has measured decides whether arrays on GPUs use NCCL, and MPISTRAT_MPI_GPU how MPI "
-    "gets them."
+    "on GPUs, which nobody has measured, so that auto does not take it. MPISTRAT_MPI_GPU says how MPI gets arrays on GPUs."
 )
 MPI_GPU = setting("MPISTRAT_MPI_GPU", _one_of("auto", "on", "off"), "auto")(
     "Whether GPU memory is passed to MPI directly: on, off (staged through host memory) or auto (on if the MPI library is "
     "CUDA-aware, which is tested once and cached). Rank 0 reads it for all ranks."
 )
-ONE_SHOT_BYTES: Setting[int | None] = setting("MPISTRAT_ONE_SHOT_BYTES", parse_bytes, None, is_shared=True)(
+ONE_SHOT_BYTES = setting("MPISTRAT_ONE_SHOT_BYTES", parse_bytes, 1 << 18, is_shared=True)(
     "The largest buffer of which cuda_ipc lets each GPU of a node read and sum everything, after one barrier of the ranks; in "
-    "larger ones each sums a part, with two barriers. Unset: as mpistrat tune has measured, else 256KiB."
+    "larger ones each sums a part, with two barriers. The default was not measured."
 )
 PEER_MEMORY = setting("MPISTRAT_PEER_MEMORY", _parse_bool, True)(
     "Ranks of a node may read and write each other's arrays directly (cross-memory attach), if the kernel permits it."

@@ -6,11 +6,9 @@ Invariant: all rails of a job use the same transport; if one of them cannot use 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from itertools import chain
 
 from mpistrat import settings
-from mpistrat.algorithms.cost import CostModel, rail_schedule
 from mpistrat.device.abstract import Device
 from mpistrat.errors import TransportError
 from mpistrat.groups.agreement import bcast_or_raise
@@ -27,9 +25,7 @@ __all__ = ["device_rails", "staged"]
 _warned: set[str] = set()
 
 
-def device_rails(
-    hierarchy: Hierarchy, device: Device, host: Mapping[int, Transport], model: CostModel
-) -> tuple[Mapping[int, Transport], str]:
+def device_rails(hierarchy: Hierarchy, device: Device, host: Mapping[int, Transport]) -> tuple[Mapping[int, Transport], str]:
     """Return the transport of each rail for large buffers in GPU memory, and a description of them. A collective call.
 
     If MPI turns out not to be CUDA-aware, rank 0 prints a warning, once.
@@ -41,7 +37,7 @@ def device_rails(
     """
     if not host:
         return {}, ""
-    rails, refusal = _cuda_aware(hierarchy, device, model)
+    rails, refusal = _cuda_aware(hierarchy, device)
     if rails:
         return rails, f"{CudaAwareTransport.name} between nodes"
     by_host = {shard: staged(hierarchy.rails[shard], device, rail) for shard, rail in host.items()}
@@ -53,7 +49,7 @@ def staged(group: Group, device: Device, host: Transport) -> Transport:
     return StagedTransport(group, device, lambda _: host)
 
 
-def _cuda_aware(hierarchy: Hierarchy, device: Device, model: CostModel) -> tuple[Mapping[int, Transport], str]:
+def _cuda_aware(hierarchy: Hierarchy, device: Device) -> tuple[Mapping[int, Transport], str]:
     """Return rails that pass GPU memory to MPI, or the reason why there are none."""
     inter = hierarchy.settings[settings.INTER_TRANSPORT]
     if inter != "auto":
@@ -64,8 +60,7 @@ def _cuda_aware(hierarchy: Hierarchy, device: Device, model: CostModel) -> tuple
         if not verdict.is_setting:
             _warn_once(hierarchy, verdict.reason)
         return {}, verdict.reason
-    schedule = partial(rail_schedule, hierarchy.world, model=model)
-    rails = {shard: CudaAwareTransport(rail, device, schedule=schedule) for shard, rail in hierarchy.rails.items()}
+    rails = {shard: CudaAwareTransport(rail, device) for shard, rail in hierarchy.rails.items()}
     # each rank goes through its rails in increasing order, so that they cannot deadlock
     found = [_first_exchange(rail) for rail in rails.values()]
     wrong, failed = (next(filter(None, texts), "") for texts in zip(*chain.from_iterable(comm.allgather(found)), strict=True))

@@ -118,12 +118,12 @@ class DistributedIterator(Iterator[Any]):
     def _step(self) -> list[Any]:
         """Return the next element in a list, or an empty list at the end."""
         if in_replica_context_of(self._strategy, "next(iterator)"):
-            refused = InvalidArgumentError(
+            refusal = InvalidArgumentError(
                 "next(iterator) must be called outside strategy.run, which hands each replica its part of an element.\n"
                 "    incorrect:  def step(): batch = next(iterator)\n"
                 "    correct:    def step(batch): …, then strategy.run(step, args=(next(iterator),))"
             )
-            self._communicator.refuse(self._call, refused)
+            self._communicator.refuse(self._call, refusal)
         if self._is_over:
             return []
         (shares, error), self._ahead = self._ahead or self._attempt(), None

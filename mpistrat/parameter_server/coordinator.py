@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.inputs.input_options import InputContext
-from mpistrat.parameter_server.client import current_client
+from mpistrat.parameter_server.client import Client, current_client
 from mpistrat.parameter_server.dispatcher import Dispatcher, RemoteValue, ScheduledCall
-from mpistrat.parameter_server.functions import dumps
+from mpistrat.parameter_server.functions import loading_worker, pickled_with_uses, use
 from mpistrat.parameter_server.server import FailedResource
 from mpistrat.structures import flatten, map_leaves
-
-__all__ = ["ClusterCoordinator", "PerWorkerDataset", "PerWorkerIterator", "PerWorkerValues"]
 
 
 class PerWorkerValues:
@@ -39,8 +36,51 @@ class PerWorkerValues:
         """Return what a function makes of each value."""
         return PerWorkerValues([fn(value) for value in self._values])
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _own_value, (self._values,)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self._values))})"
+
+
+def _own_value(values: tuple[Any, ...]) -> Any:
+    """Return, where a worker unpickles what it is to run, the value of that worker."""
+    worker = loading_worker()
+    if worker is None:
+        return PerWorkerValues(values)
+    value = values[worker]
+    return value.find() if isinstance(value, _Kept) else value
+
+
+class WorkerResource:
+    """What a worker keeps, such as a dataset, as the chief refers to it.
+
+    It holds the call that made it, with what that uses: a worker that takes the place of a lost one makes it again.
+    """
+
+    def __init__(self, client: Client, call: ScheduledCall) -> None:
+        self._group, self._call = client.channel.group.number, call
+        weakref.finalize(self, client.dropped.append, call.number).atexit = False  # at any moment: only notes it
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        use(self)
+        return _Kept, (self._group, self._call.number)
+
+
+class _Kept(NamedTuple):
+    """What a worker keeps, as workers refer to it: only its own one can be found."""
+
+    group: int
+    call: int
+
+    def find(self) -> Any:
+        resources = current_client(self.group).resources
+        if self.call not in resources:
+            raise RuntimeError("what the function is to work on is not on this worker: the chief has dropped it")
+        found = resources[self.call]
+        if isinstance(found, FailedResource):
+            raise found.error.with_traceback(found.trace)
+        return found
 
 
 class ClusterCoordinator:
@@ -110,22 +150,7 @@ class ClusterCoordinator:
         self._check_open("schedule")
         self._dispatcher.pump()
         self._dispatcher.raise_error()
-        given = map_leaves(_fetched, (tuple(args or ()), dict(kwargs or {})))
-        function = self._strategy.client.functions.find(fn)
-        value = RemoteValue(self._dispatcher.wait_for)
-        own = [leaf for leaf in flatten(given)[0] if isinstance(leaf, PerWorkerValues)]
-        if own:
-            workers = range(len(self._strategy.client.channel.group.workers))
-            data = [dumps(map_leaves(partial(_on_worker, worker), given), _arguments(function.name)) for worker in workers]
-            arguments: Callable[[int], bytes] = data.__getitem__
-        else:
-            whole = dumps(given, _arguments(function.name))
-
-            def arguments(worker: int) -> bytes:
-                return whole
-
-        self._dispatcher.submit(ScheduledCall(function, arguments, value, uses=own))
-        return value
+        return self._submit(fn, map_leaves(_fetched, (tuple(args or ()), dict(kwargs or {}))))[0].value
 
     def join(self) -> None:
         """Wait until everything that was scheduled has run.
@@ -197,38 +222,33 @@ class ClusterCoordinator:
         """
         self._check_open("create_per_worker_dataset")
         given = dataset_or_dataset_fn
-        num_workers = len(self._strategy.client.channel.group.workers)
         if not callable(given):
             if not hasattr(given, "__iter__"):
                 raise TypeError(f"a per-worker dataset is made of a dataset, or of a function that returns one; got {given!r}")
-            return PerWorkerDataset(self, self._make(_itself, [(given,)] * num_workers))
+            return PerWorkerDataset(self, self._make(_itself, given))
         if not _takes_context(given):
-            return PerWorkerDataset(self, self._make(given, [()] * num_workers))
-        contexts = [(InputContext(num_workers, worker, 1),) for worker in range(num_workers)]
-        return PerWorkerDataset(self, self._make(given, contexts))
+            return PerWorkerDataset(self, self._make(given))
+        workers = self._strategy.client.channel.group.workers
+        contexts = [InputContext(len(workers), worker, 1) for worker in range(len(workers))]
+        return PerWorkerDataset(self, self._make(given, PerWorkerValues(contexts)))
 
     def make_iterator(self, dataset: PerWorkerDataset) -> PerWorkerIterator:
         """Return an iterator of each worker's dataset; what ``iter`` of the dataset calls."""
-        datasets = [(resource,) for resource in dataset.resources]
-        return PerWorkerIterator(self._make(_iterator, datasets))
+        return PerWorkerIterator(self._make(iter, dataset))
 
-    def _make(self, fn: Callable[..., Any], args: Sequence[tuple[Any, ...]]) -> list[WorkerResource]:
+    def _make(self, fn: Callable[..., Any], *args: Any) -> list[WorkerResource]:
         """Have each worker call a function, and keep what it returns."""
-        resources = []
-        for call, given in zip(self._submit_to_each(fn, args, is_kept=True), args, strict=True):
-            resource = WorkerResource(self._strategy.client.channel.group.number, call.number, (fn, *given))
-            weakref.finalize(resource, self._dispatcher.release, call.number).atexit = False
-            resources.append(resource)
-        return resources
+        client = self._strategy.client
+        return [WorkerResource(client, call) for call in self._submit(fn, (args, {}), range(len(client.channel.group.workers)))]
 
-    def _submit_to_each(self, fn: Callable[..., Any], args: Sequence[tuple[Any, ...]], *, is_kept: bool) -> list[ScheduledCall]:
-        """Have each worker call a function with arguments of its own."""
+    def _submit(self, fn: Callable[..., Any], given: Any, workers: Iterable[int | None] = (None,)) -> list[ScheduledCall]:
+        """Have a worker call a function; or some workers, each of which keeps the result."""
         function = self._strategy.client.functions.find(fn)
-        data = [dumps((given, {}), _arguments(function.name)) for given in args]
+        arguments = pickled_with_uses(given, f"an argument of function {function.name}")
         calls = []
-        for worker in range(len(args)):
+        for worker in workers:
             value = RemoteValue(self._dispatcher.wait_for)
-            calls.append(ScheduledCall(function, data.__getitem__, value, worker, is_kept))
+            calls.append(ScheduledCall(function, arguments, value, worker))
             self._dispatcher.submit(calls[-1])
         return calls
 
@@ -241,19 +261,10 @@ class ClusterCoordinator:
 
 
 class PerWorkerDataset(PerWorkerValues):
-    """A dataset on each worker. `ClusterCoordinator.create_per_worker_dataset` makes them.
-
-    Parameters
-    ----------
-    coordinator : ClusterCoordinator
-        Whose workers have it.
-    resources : sequence of WorkerResource
-        What each worker has.
-    """
+    """A dataset on each worker. `ClusterCoordinator.create_per_worker_dataset` makes them."""
 
     def __init__(self, coordinator: ClusterCoordinator, resources: Sequence[WorkerResource]) -> None:
         super().__init__(resources)
-        self.resources = resources
         self._coordinator = coordinator
 
     def __iter__(self) -> PerWorkerIterator:
@@ -275,10 +286,6 @@ class PerWorkerIterator(PerWorkerValues):
         )
 
 
-def _arguments(name: str) -> str:
-    return f"an argument of function {name}"
-
-
 def _fetched(leaf: Any) -> Any:
     return leaf.fetch() if isinstance(leaf, RemoteValue) else leaf
 
@@ -287,10 +294,6 @@ def _fetched_all(leaf: Any) -> Any:
     if type(leaf) is PerWorkerValues:
         return leaf.map(_fetched)
     return _fetched(leaf)
-
-
-def _on_worker(worker: int, leaf: Any) -> Any:
-    return leaf.on_worker(worker) if isinstance(leaf, PerWorkerValues) else leaf
 
 
 def _takes_context(fn: Callable[..., Any]) -> bool:
@@ -303,37 +306,3 @@ def _takes_context(fn: Callable[..., Any]) -> bool:
 
 def _itself(value: Any) -> Any:
     return value
-
-
-def _iterator(dataset: Any) -> Any:
-    return iter(dataset)
-
-
-class WorkerResource:
-    """Stands for what a worker keeps, such as a dataset; where the worker unpacks it, it is that.
-
-    Parameters
-    ----------
-    group : int
-        The number of the group of tasks.
-    number : int
-        The number of the call that made it.
-    made_of : sequence
-        What it was made of. Workers keep that as long as it: one that takes the place of a lost one makes it again.
-    """
-
-    def __init__(self, group: int, number: int, made_of: Sequence[Any] = ()) -> None:
-        self._group, self.number, self._made_of = group, number, made_of
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpacked, (self._group, self.number)
-
-
-def _unpacked(group: int, number: int) -> Any:
-    resources = current_client(group).resources
-    if number not in resources:
-        raise RuntimeError("what the function is to work on is not on this worker: the chief has dropped it")
-    found = resources[number]
-    if isinstance(found, FailedResource):
-        raise found.error.with_traceback(found.trace)
-    return found

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter, deque
+import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,26 +21,10 @@ from typing import Any
 
 from mpistrat.errors import CancelledError, UnavailableError
 from mpistrat.logger import logger
+from mpistrat.parameter_server import messages
 from mpistrat.parameter_server.client import Client
-from mpistrat.parameter_server.functions import SentFunction, dumps, loads, loads_error
-from mpistrat.parameter_server.messages import (
-    REQUEST,
-    RESULT,
-    Cancel,
-    Cancelled,
-    ForgetResource,
-    ForgetVariables,
-    Forgotten,
-    Free,
-    Message,
-    Received,
-    Receiver,
-    Run,
-    Stop,
-    Stopped,
-)
-
-__all__ = ["Dispatcher", "RemoteValue", "RemoteValueStatus", "ScheduledCall"]
+from mpistrat.parameter_server.functions import Pickled, SentFunction, dumps, loads, loads_error
+from mpistrat.parameter_server.messages import REQUEST, RESULT, Message, Received, Receiver
 
 MOST_QUEUED = 1024
 """How many functions may be scheduled that no worker has yet: `schedule` waits for room."""
@@ -103,20 +88,21 @@ class RemoteValue:
         return f"RemoteValue({self._status.name})"
 
 
-@dataclass
+@dataclass(eq=False)
 class ScheduledCall:
-    """A function that was scheduled: on any worker or on one alone, which may keep what it returns.
-
-    `arguments` returns them, as bytes, for a worker; `uses` is what the workers must keep until it has run, such as iterators.
-    """
+    """A function that was scheduled: on any worker; or on one alone, which keeps what it returns."""
 
     function: SentFunction
-    arguments: Callable[[int], bytes]
+    arguments: Pickled
     value: RemoteValue
     worker: int | None = None
-    is_kept: bool = False
-    uses: Sequence[Any] = ()
     number: int = field(default_factory=count().__next__)
+    sent_to: int = -1
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the worker keeps what it returns."""
+        return self.worker is not None
 
 
 class Dispatcher:
@@ -127,22 +113,19 @@ class Dispatcher:
         # which rank does the work of each worker
         self._ranks = list(self._channel.group.workers)
         self._queue: deque[ScheduledCall] = deque()
-        self._in_flight: dict[int, tuple[ScheduledCall, int]] = {}
-        self._load = Counter[int]()  # how many functions each rank has
+        self._in_flight: dict[int, ScheduledCall] = {}
         self._last = [-1] * len(self._ranks)  # the number of the last function that each worker was given
-        self._made: dict[int, tuple[ScheduledCall, int]] = {}  # what workers keep, to make it again
-        self._sends: list[Any] = []
+        # what made what workers keep: the chief holds each for as long as it refers to that
+        self._made: weakref.WeakValueDictionary[int, ScheduledCall] = weakref.WeakValueDictionary()
+        self._sends: list[messages.Request] = []
         self._receiver = Receiver(self._channel, RESULT)
         self._error: BaseException | None = None
-        self._epoch = self._taken = 0
+        self._taken = 0
         self._told_to_stop, self._stopped = set[int](), set[int]()
         self._lost: frozenset[int] = frozenset()
         self._unavailable = ""
-        self._released: deque[int] = deque()
-        self._newest = -1  # the number of the call that was submitted last
-        self._dropped: deque[tuple[int, tuple[int, int]]] = deque()  # variables, each with the last call that may use it
         # what is freed when these ranks use it no more
-        self._forgetting: dict[int, tuple[set[int], list[tuple[int, int]]]] = {}
+        self._forgetting: dict[int, tuple[set[int], list[tuple[int, int] | int]]] = {}
         self._batches = count()
         self._is_ending = self.is_closed = False
         self._lock = threading.RLock()
@@ -156,7 +139,6 @@ class Dispatcher:
         if len(self._queue) >= MOST_QUEUED:
             self.wait(lambda: len(self._queue) < MOST_QUEUED, "room in the queue of scheduled functions")
         with self._lock:
-            self._newest = max(self._newest, call.number)  # of several threads
             if call.worker is None:
                 self._queue.append(call)
             else:
@@ -166,10 +148,6 @@ class Dispatcher:
         if not self._beside.is_alive():
             self._beside.start()
         self._is_busy.set()
-
-    def release(self, number: int) -> None:
-        """Have all workers forget what the call of a number made; may be called at any moment."""
-        self._released.append(number)
 
     def pump(self) -> None:
         """Take the results that have arrived, and send queued functions to workers that are free."""
@@ -241,51 +219,42 @@ class Dispatcher:
         if self._channel.lost != self._lost:
             self._do_without(self._channel.lost)
         if self._sends:
-            self._sends = self._channel.left(self._sends)
-        while self._released:
-            number = self._released.popleft()
-            self._made.pop(number, None)
-            for rank in set(self._ranks):
-                self._tell(rank, ForgetResource(number))
-        if not self._is_ending:
+            self._sends = self._channel.unfinished(self._sends)
+        if (self._client.dropped or self._forgetting) and not self._is_ending:
             self._free_dropped()
         while self._queue:
             # one at a time, since the next one would wait behind a long one while others have nothing to do; to the worker that
             # has waited longest: short functions would all go to the first one
-            free = [worker for worker, rank in enumerate(self._ranks) if not self._load[rank]]
+            busy = {self._ranks[call.sent_to] for call in self._in_flight.values()}
+            free = [worker for worker, rank in enumerate(self._ranks) if rank not in busy]
             if not free:
                 break
-            self._send(self._queue.popleft(), min(free, key=self._last.__getitem__))
+            self._send(self._queue[0], min(free, key=self._last.__getitem__))
+            self._queue.popleft()  # now, since one that is sent twice is better than one that an interrupt has lost
 
     def _free_dropped(self) -> None:
-        """Free what the chief has dropped: once no scheduled call may use it, first on all workers, and then on the servers."""
-        while self._client.dropped:
-            self._dropped.append((self._newest, self._client.dropped.popleft()))
-        if self._dropped:
-            oldest = min([*self._in_flight, *(call.number for call in self._queue)], default=math.inf)
-            keys = []
-            while self._dropped and self._dropped[0][0] < oldest:
-                keys.append(self._dropped.popleft()[1])
-            if keys:
-                number, ranks = next(self._batches), set(self._ranks)
-                self._forgetting[number] = ranks, keys
-                for rank in ranks:
-                    self._tell(rank, ForgetVariables(number), dumps(keys, "variables"))
-        for number, (ranks, keys) in list(self._forgetting.items()):
+        """Free what no object of the chief and no scheduled call refers to: first on all workers, and then on the servers."""
+        dropped = [self._client.dropped.popleft() for _ in range(len(self._client.dropped))]
+        if dropped:
+            batch, ranks = next(self._batches), set(self._ranks)
+            self._forgetting[batch] = ranks, dropped
+            for rank in ranks:
+                self._tell(rank, messages.Forget(batch), dumps(dropped, "what was dropped"))
+        for batch, (ranks, keys) in list(self._forgetting.items()):
             if ranks <= self._channel.lost:
-                del self._forgetting[number]
-                for server, variable in keys:
-                    self._tell(self._channel.group.servers[server], Free(variable))
+                del self._forgetting[batch]
+                for server, variable in (key for key in keys if isinstance(key, tuple)):
+                    self._tell(self._channel.group.servers[server], messages.Free(variable))
 
     def _send(self, call: ScheduledCall, worker: int) -> None:
         rank = self._ranks[worker]
-        self._in_flight[call.number] = call, worker
-        if call.is_kept and self._channel.survives:
-            self._made[call.number] = call, worker
-        self._load[rank] += 1
+        if call.is_kept:
+            self._made[call.number] = call
         self._last[worker] = call.number
-        self._sends += self._client.functions.send(call.function, rank)
-        self._tell(rank, Run(call.number, call.function.number, self._epoch, call.is_kept), call.arguments(worker))
+        function, sent = self._client.functions.send(call.function, rank)
+        self._sends += sent
+        self._tell(rank, messages.Run(call.number, function, worker, call.is_kept), call.arguments.data)
+        call.sent_to, self._in_flight[call.number] = worker, call
 
     def _tell(self, rank: int, message: Message, *payload: bytes) -> None:
         """Start to send a message to a worker or server."""
@@ -294,53 +263,46 @@ class Dispatcher:
     def _take(self, received: Received) -> None:
         self._taken += 1
         source, message = received.source, received.message
-        if type(message) is Stopped:
+        if type(message) is messages.Stopped:
             self._stopped.add(source)
             return
-        if type(message) is Forgotten:
+        if type(message) is messages.Forgotten:
             if message.batch in self._forgetting:
                 self._forgetting[message.batch][0].discard(source)
             return
         try:
-            data = bytes(self._channel.payload(received, RESULT))
+            self._take_result(received)
         except UnavailableError:
             return
         except BaseException as error:
             self._give_up_result(message.call, error)
             if not isinstance(error, Exception):
                 raise
-            return
-        if source in self._channel.lost or message.call not in self._in_flight:
+
+    def _take_result(self, received: Received) -> None:
+        message, data = received.message, bytes(self._channel.payload(received))
+        if received.source in self._channel.lost or message.call not in self._in_flight:
             return  # another worker runs it, or nobody wants it any more
-        call = self._ended(message.call)
-        if type(message) is Cancelled:
-            call.value.abort(self._cancelled_error(call))
-        elif message.is_error:
+        call = self._in_flight[message.call]
+        if message.is_error:
             self._fail(call, loads_error(data))
         else:
             call.value.set_data(data)
-
-    def _ended(self, number: int) -> ScheduledCall:
-        call, worker = self._in_flight.pop(number)
-        self._load[self._ranks[worker]] -= 1
-        return call
+        self._in_flight.pop(message.call, None)
 
     def _give_up_result(self, number: int, error: BaseException) -> None:
         """Fail a call whose result did not come whole: it does not come again."""
-        if number in self._in_flight:
-            call = self._ended(number)
+        if (call := self._in_flight.pop(number, None)) is not None:
             if not isinstance(error, Exception):
                 error = CancelledError(f"{self._channel.name}: the result of function {call.function.name} was given up")
             self._fail(call, error)
 
     def _fail(self, call: ScheduledCall, error: BaseException) -> None:
         call.value.abort(error)
+        self._in_flight.pop(call.number, None)
         if self._error is None:
             self._error = error
         self._cancel_queued()
-        for worker in {worker for _, worker in self._in_flight.values()}:
-            self._tell(self._ranks[worker], Cancel(self._epoch))
-        self._epoch += 1
 
     def _do_without(self, lost: frozenset[int]) -> None:
         """Have other workers do what lost ones did; without a server, or without any worker, cancel everything."""
@@ -360,8 +322,8 @@ class Dispatcher:
 
     def _send_again(self, worker: int) -> None:
         """Send to the rank that now does the work of a worker what it had; what it was to run goes to any that is free."""
-        had = [call for call, one in self._made.values() if one == worker]
-        was_to_run = [call for call, one in self._in_flight.values() if one == worker]
+        had = sorted((call for call in self._made.values() if call.worker == worker), key=lambda call: call.number)
+        was_to_run = [call for call in self._in_flight.values() if call.sent_to == worker]
         for call in was_to_run:
             del self._in_flight[call.number]
         for call in had:
@@ -371,20 +333,17 @@ class Dispatcher:
                 continue  # it is made again, or nobody wants it any more
             if self._error is not None:
                 call.value.abort(self._cancelled_error(call))
-            elif call.worker is None:
-                self._queue.appendleft(call)
             else:
-                self._send(call, worker)
+                self._queue.appendleft(call)
 
     def _give_up(self, newly_lost: Collection[int]) -> None:
         """Cancel everything, since nothing can run any more."""
         if not self._is_ending:
             self._unavailable = str(self._channel.lost_error(sorted(newly_lost)))
         self._cancel_queued()
-        for call, _ in self._in_flight.values():
+        for call in self._in_flight.values():
             call.value.abort(self._cancelled_error(call))
         self._in_flight.clear()
-        self._load.clear()
 
     def _check_available(self) -> None:
         if self._unavailable:
@@ -411,13 +370,13 @@ class Dispatcher:
 
         with self._lock:
             for rank in set(ranks) - self._told_to_stop:
-                self._tell(rank, Stop(self._epoch))
+                self._tell(rank, messages.Stop())
             self._told_to_stop |= set(ranks)
         self.wait(lambda: have_ended() or time.monotonic() > deadline, what)
         return have_ended()
 
     def _waiting_for(self, what: str) -> str:
-        running = sorted({worker for _, worker in list(self._in_flight.values())})
+        running = sorted({call.sent_to for call in list(self._in_flight.values())})
         names = ", ".join(self._channel.group.names[self._ranks[worker]] for worker in running)
         return what + (f"; {len(self._in_flight)} are at {names}" if running else "")
 

@@ -10,73 +10,98 @@ import pickle
 import threading
 import traceback
 import weakref
-from collections import deque
 from collections.abc import Callable
 from hashlib import blake2b
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrat.parameter_server.messages import REQUEST, Channel, Define, ForgetFunction
+from mpistrat.parameter_server.messages import REQUEST, Channel, Define, Request
 
-__all__ = ["FunctionTable", "SentFunction", "dumps", "dumps_error", "loads", "loads_error"]
-
-_KEPT = 64
+_MOST_FUNCTIONS = 256  # that a rank keeps of each other one
 _PLAIN = (bool, int, float, complex, str, bytes, np.ndarray, np.generic, type(None))
 _DEPTH = 8
+
+_local = threading.local()
 
 loads = pickle.loads
 
 
-class SentFunction:
-    """A function as bytes, which ranks have it, and the number by which it is called there."""
+class Pickled(NamedTuple):
+    """A value as bytes, and what must stay where it is for as long as these may be used."""
 
-    def __init__(self, number: int, data: bytes, name: str) -> None:
-        self.number, self.data, self.name = number, data, name
-        self.ranks: set[int] = set()
+    data: bytes
+    uses: list[Any]
+
+
+class SentFunction:
+    """A function as bytes, and what it uses."""
+
+    def __init__(self, number: int, pickled: Pickled, digest: bytes, name: str) -> None:
+        self.data, self.uses = pickled
+        self.number, self.digest, self.name = number, digest, name
 
 
 class FunctionTable:
-    """Sends each function once to each rank that runs it, and has it dropped when it can no longer be called."""
+    """Sends each function once to each rank that runs it."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._numbers = channel, count()
-        self._by_digest: weakref.WeakValueDictionary[bytes, SentFunction] = weakref.WeakValueDictionary()
-        self._recent: deque[SentFunction] = deque(maxlen=_KEPT)
-        self._unused: deque[tuple[int, set[int]]] = deque()
-        self._forgetting: list[Any] = []  # requests; no call waits for them, since a rank that is lost fails none
-        self._lock = threading.Lock()
+        self._found: weakref.WeakValueDictionary[bytes, SentFunction] = weakref.WeakValueDictionary()
+        self._known: dict[int, dict[bytes, int]] = {}  # of each rank: numbers, the one that was used last at the end
 
     def find(self, fn: Callable[..., Any]) -> SentFunction:
         """Return a function as it is sent, with what it refers to now."""
         name = getattr(fn, "__qualname__", repr(fn))
         if not callable(fn):
             raise TypeError(f"a function is scheduled, or called where a variable lives; got {fn!r}")
-        data = dumps(fn, f"function {name}")
-        digest = blake2b(data).digest()
-        found = self._by_digest.get(digest)
+        pickled = pickled_with_uses(fn, f"function {name}")
+        digest = blake2b(pickled.data).digest()
+        found = self._found.get(digest)
         if found is None:
-            found = SentFunction(next(self._numbers), data, name)
-            weakref.finalize(found, self._unused.append, (found.number, found.ranks)).atexit = False
-            self._by_digest[digest] = found
-        self._recent.append(found)
+            found = self._found[digest] = SentFunction(next(self._numbers), pickled, digest, name)
         return found
 
-    def send(self, function: SentFunction, rank: int) -> list[Any]:
-        """Start to send a function to a rank, unless it has it; return the requests."""
-        requests = []
-        with self._lock:  # the thread beside the program sends, too
-            while self._unused:
-                number, ranks = self._unused.popleft()
-                for other in ranks:
-                    self._forgetting += self._channel.send(other, REQUEST, ForgetFunction(number))
-            if self._forgetting:
-                self._forgetting = self._channel.left(self._forgetting)
-        if rank not in function.ranks:
-            requests += self._channel.send(rank, REQUEST, Define(function.number), function.data)
-            function.ranks.add(rank)
-        return requests
+    def send(self, function: SentFunction, rank: int) -> tuple[int, list[Request]]:
+        """Return the number that a function has on a rank, and the requests by which it is sent there unless that has it."""
+        known, requests = self._known.setdefault(rank, {}), list[Request]()
+        number = known.pop(function.digest, None)
+        if number is None:
+            forgotten = known.pop(next(iter(known))) if len(known) >= _MOST_FUNCTIONS else -1
+            number = function.number
+            requests = self._channel.send(rank, REQUEST, Define(number, forgotten), function.data)
+        known[function.digest] = number
+        return number, requests
+
+
+def use(thing: object) -> None:
+    """Note, where something is pickled that stands for a thing, that the thing must stay where it is."""
+    if (uses := getattr(_local, "uses", None)) is not None:
+        uses.append(thing)
+
+
+def pickled_with_uses(value: Any, what: str) -> Pickled:
+    """Return a value as bytes, and what it uses; errors call it `what`."""
+    uses = _local.uses = list[Any]()
+    try:
+        return Pickled(dumps(value, what), uses)
+    finally:
+        _local.uses = None
+
+
+def loads_on(worker: int | None, data: bytes | bytearray | memoryview) -> Any:
+    """Return what bytes stand for on a worker, or on a server."""
+    _local.worker = worker
+    try:
+        return loads(data)
+    finally:
+        _local.worker = None
+
+
+def loading_worker() -> int | None:
+    """Return for which worker something is unpickled now."""
+    return getattr(_local, "worker", None)
 
 
 def dumps(value: Any, what: str) -> bytes:

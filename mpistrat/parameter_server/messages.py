@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -34,44 +34,9 @@ from mpistrat.watch.watcher import watcher
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "REPLY",
-    "REQUEST",
-    "RESULT",
-    "SCATTERS",
-    "WRITES",
-    "Activity",
-    "Answer",
-    "Buffer",
-    "Cancel",
-    "Cancelled",
-    "Channel",
-    "Create",
-    "Define",
-    "Flush",
-    "ForgetFunction",
-    "ForgetResource",
-    "ForgetVariables",
-    "Forgotten",
-    "Free",
-    "Message",
-    "Read",
-    "ReadRows",
-    "Received",
-    "Receiver",
-    "Request",
-    "Result",
-    "Run",
-    "Scatter",
-    "Stop",
-    "Stopped",
-    "Update",
-    "Write",
-]
-
 # tags: to a server or a worker; from a server, to whoever asked; from a worker, to the chief
 REQUEST, REPLY, RESULT = 1, 2, 3
-# the messages that follow a header have a tag that tells its number: what was given up is not taken for what comes later
+# what follows a header has a tag that its first field tells: what was given up is not taken for what comes later
 _PAYLOAD, _TAGS, _NUMBERS_IN_TAGS = 16, 4, 4096
 
 _INLINE_BYTES = 16 << 10
@@ -84,165 +49,96 @@ _NOTIFIED_WITHIN_SECONDS = 2.0  # a message may fail before the launcher has rep
 Buffer = Any
 Request = Any  # MPI.Request, or _Refused
 
+# To a server.
 
-# To a server. The answer to a request has its number.
 
-
-class Create(NamedTuple):
-    """Keep a variable; the payload is its name, dtype and shape."""
-
-    number: int
+class Create(NamedTuple):  # keep a variable; the payload: its name, dtype and shape
     variable: int
 
 
-class Free(NamedTuple):
-    """Keep a variable no longer."""
-
+class Free(NamedTuple):  # keep it no longer
     variable: int
 
 
-class Read(NamedTuple):
-    """Send rows of a variable, without a header."""
-
-    number: int
+class Read(NamedTuple):  # send rows of a variable, without a header
     variable: int
     start: int
     stop: int
 
 
-class ReadRows(NamedTuple):
-    """Send single rows, without a header; the payload is the numbers of variables, how many rows of each, and which."""
-
-    number: int
+class ReadRows(NamedTuple):  # send single rows, without a header; the payload: variables, how many rows of each, and which
     num_variables: int
 
 
-class Write(NamedTuple):
-    """Assign, add or subtract the payload; `method` is an index in `WRITES`."""
-
-    number: int
+class Write(NamedTuple):  # assign, add or subtract the payload; `method` is an index in `ASSIGNMENTS`
     variable: int
     method: int
     start: int
     stop: int
 
 
-class Scatter(NamedTuple):
-    """Apply rows; the payload is their indices and the rows, `method` an index in `SCATTERS`."""
-
-    number: int
+class Scatter(NamedTuple):  # apply rows; the payload: their indices and the rows; `method` is an index in `SCATTERS`
     variable: int
     method: int
     num_rows: int
 
 
-class Update(NamedTuple):
-    """Call a function with a variable; the payload is its other arguments, and whether the result is wanted."""
-
-    number: int
+class Update(NamedTuple):  # call a function with a variable; the payload: its other arguments, and whether the result is wanted
+    call: int
     variable: int
     function: int
 
 
-class Flush(NamedTuple):
-    """Send one byte when all that this rank has asked for before is done."""
-
-    number: int
+class Flush(NamedTuple):  # send one byte when all that this rank has asked for before is done
+    pass
 
 
 # To a server or a worker.
 
 
-class Define(NamedTuple):
-    """Keep a function, which the payload is."""
-
+class Define(NamedTuple):  # keep a function, which the payload is, and another one no longer
     function: int
+    forgotten: int
 
 
-class ForgetFunction(NamedTuple):
-    """Keep a function no longer."""
-
-    function: int
-
-
-class Stop(NamedTuple):
-    """End, after what has come before; what belongs to this epoch or an earlier one is cancelled."""
-
-    epoch: int
+class Stop(NamedTuple):  # end, after what has come before
+    pass
 
 
 # To a worker.
 
 
-class Run(NamedTuple):
-    """Run a function with the payload as arguments; keep what it returns, or send it."""
-
+class Run(NamedTuple):  # run a function, as a worker, with the payload as arguments; keep what it returns, or send it
     call: int
     function: int
-    epoch: int
+    worker: int
     is_kept: bool
 
 
-class Cancel(NamedTuple):
-    """Do not run what belongs to this epoch or an earlier one."""
-
-    epoch: int
-
-
-class ForgetResource(NamedTuple):
-    """Keep no longer what a call returned."""
-
-    call: int
-
-
-class ForgetVariables(NamedTuple):
-    """Say when no variable of the payload is used any more."""
-
+class Forget(NamedTuple):  # say when nothing of the payload is used any more: variables, and what calls have returned
     batch: int
 
 
-# Answers of a server or a worker.
+# From a server, to whoever asked, or from a worker, to the chief.
 
 
-class Answer(NamedTuple):
-    """What an update returned, or its error."""
-
-    number: int
-    is_error: bool
-
-
-class Result(NamedTuple):
-    """What a function returned, or its error."""
-
+class Result(NamedTuple):  # what a function returned, or its error
     call: int
     is_error: bool
 
 
-class Cancelled(NamedTuple):
-    """A call was not run."""
-
-    call: int
-
-
-class Forgotten(NamedTuple):
-    """No variable of a batch is used any more."""
-
+class Forgotten(NamedTuple):  # nothing of a batch is used any more
     batch: int
 
 
-class Stopped(NamedTuple):
-    """The task has ended."""
-
-    epoch: int
+class Stopped(NamedTuple):  # the task has ended
+    pass
 
 
-WRITES = ("assign", "assign_add", "assign_sub")
-SCATTERS = ("scatter_add", "scatter_sub", "scatter_mul", "scatter_div", "scatter_min", "scatter_max", "scatter_update")
-
-Message: TypeAlias = tuple[int, ...]  # one of the classes above; its first field tells the tags of its payload
+Message: TypeAlias = tuple[int, ...]  # one of the classes above
 _KINDS: tuple[Any, ...] = (
-    *(Create, Free, Read, ReadRows, Write, Scatter, Update, Flush, Define, ForgetFunction, Stop, Run, Cancel, ForgetResource),
-    *(ForgetVariables, Answer, Result, Cancelled, Forgotten, Stopped),
+    *(Create, Free, Read, ReadRows, Write, Scatter, Update, Flush, Define, Stop),
+    *(Run, Forget, Result, Forgotten, Stopped),
 )
 # the kind, the bytes of the payload, and the fields
 _HEADERS = tuple(Struct(f"=Bq{len(kind._fields)}q") for kind in _KINDS)
@@ -255,6 +151,7 @@ class Received(NamedTuple):
 
     source: int
     message: Any
+    tag: int  # of its payload, if that is still to come
     nbytes: int
     inline: memoryview | None
 
@@ -268,44 +165,32 @@ class Activity:
     def set(self, text: str) -> None:
         """Record what the task does; an empty text clears it."""
         self._text = text
-        self._recorder.set_activity(_encoded(self._task, text))
+        self.wait_for("")
 
     def wait_for(self, what: str) -> None:
-        """Record what the task waits for, until `resume`."""
-        text = f"{self._text}, waits for {what}" if self._text else f"waits for {what}"
-        self._recorder.set_activity(_encoded(self._task, text))
-
-    def resume(self) -> None:
-        """Record that the task waits no longer."""
-        self.set(self._text)
+        """Record what that waits for; an empty text ends the wait."""
+        self._recorder.set_activity(_encoded(self._task, self._text, what))
 
 
 @lru_cache(256)
-def _encoded(task: str, text: str) -> bytes:
-    return encoded_activity(f"{task} {text}" if text else "")
+def _encoded(task: str, text: str, waits_for: str) -> bytes:
+    does = ", ".join(filter(None, (text, waits_for and f"waits for {waits_for}")))
+    return encoded_activity(f"{task} {does}" if does else "")
 
 
 class Channel:
-    """Sends messages to the other tasks, and waits for what they send.
-
-    Attributes
-    ----------
-    survives : bool
-        Whether this job survives the loss of ranks.
-    lost : frozenset of int
-        The ranks that are known to be lost.
-    inline_bytes : int
-        The largest payload that is sent with its header.
-    """
+    """Sends messages to the other tasks, and waits for what they send."""
 
     def __init__(self, group: TaskGroup) -> None:
+        from mpi4py import MPI
+
         assert group.comm is not None, "an evaluator takes part in no communication"
-        self.group, self.comm = group, group.comm
+        self.group, self.comm, self.failure = group, group.comm, MPI.Exception
         self.name = group.names[self.comm.Get_rank()]
         self.activity = Activity(self.name.partition(" (")[0])
-        self.survives = survival.is_on(os.environ)
+        self.survives = survival.is_on(os.environ)  # the loss of ranks
         self.inline_bytes = _INLINE_BYTES_WHERE_RANKS_ARE_LOST if self.survives else _INLINE_BYTES
-        self.lost: frozenset[int] = frozenset()
+        self.lost: frozenset[int] = frozenset()  # as far as this rank knows
         self._seconds = group.settings[settings.TIMEOUT_SECONDS]
         self._patience = group.settings[settings.STALL_SECONDS]
         self._most = group.settings[settings.MAX_MESSAGE_BYTES]
@@ -318,27 +203,25 @@ class Channel:
         kind, pack = _PACKED[type(message)]
         header = pack(kind, nbytes, *message)
         if nbytes <= self.inline_bytes:
-            whole = b"".join((header, *map(_as_bytes, payload)))
-            return self._started(self.comm.Isend, [(whole, rank, tag)])
-        payload_tag = _payload_tag(tag, message)
-        parts = [(chunk, rank, payload_tag) for buffer in payload for chunk in self._chunks(_as_bytes(buffer))]
+            return self._started(self.comm.Isend, [(b"".join((header, *map(_as_bytes, payload))), rank, tag)])
+        parts = [part for buffer in payload for part in self._parts(buffer, rank, _payload_tag(tag, message))]
         return self._started(self.comm.Isend, [(header, rank, tag), *parts])
 
-    def start_receiving(self, buffer: Buffer, rank: int, tag: int) -> list[Request]:
-        """Start to receive what `send_bare` sends."""
-        return self._started(self.comm.Irecv, [(chunk, rank, tag) for chunk in self._chunks(_as_bytes(buffer))])
+    def send_bare(self, array: Buffer, rank: int) -> list[Request]:
+        """Start to send an array as a reply without a header, to a rank that knows what it will be."""
+        return self._started(self.comm.Isend, self._parts(array, rank, REPLY))
 
-    def send_bare(self, buffer: Buffer, rank: int, tag: int) -> list[Request]:
-        """Start to send an array without a header, to a rank that knows what it will be."""
-        return self._started(self.comm.Isend, [(chunk, rank, tag) for chunk in self._chunks(_as_bytes(buffer))])
+    def start_receiving(self, array: Buffer, rank: int, tag: int = REPLY) -> list[Request]:
+        """Start to receive what `send_bare` sends, or a part of a payload."""
+        return self._started(self.comm.Irecv, self._parts(array, rank, tag))
 
     def report_end(self) -> None:
         """Tell the chief that this task has ended, and wait until it has taken that, and all that was sent to it before."""
         kind, pack = _PACKED[Stopped]
-        taken = self._started(self.comm.Issend, [(pack(kind, 0, 0), self.group.chief, RESULT)])
+        taken = self._started(self.comm.Issend, [(pack(kind, 0), self.group.chief, RESULT)])
         self.wait(taken, lambda: "the chief, to take what this task has sent", has_deadline=False)
 
-    def receive_payload(self, received: Received, tag: int, *targets: Buffer) -> None:
+    def receive_payload(self, received: Received, *targets: Buffer) -> None:
         """Receive the payload of a message into arrays that together have its size."""
         if received.inline is not None:
             start = 0
@@ -350,32 +233,27 @@ class Channel:
         requests: list[Request] = []
         try:
             for target in targets:
-                requests += self.start_receiving(target, received.source, _payload_tag(tag, received.message))
-            self.wait(requests, lambda: f"the payload of a message from {self.group.names[received.source]}")
+                requests += self.start_receiving(target, received.source, received.tag)
+            self.wait(list(requests), lambda: f"the payload of a message from {self.group.names[received.source]}")
         except BaseException as error:
             if not isinstance(error, UnavailableError):
                 keep_alive_for_peers(requests)
             raise
 
-    def payload(self, received: Received, tag: int) -> bytes | bytearray | memoryview:
+    def payload(self, received: Received) -> bytes | bytearray | memoryview:
         """Return the payload of a message; where it is inline it is valid until the next one is received."""
         if received.inline is not None:
             return received.inline
         target = bytearray(received.nbytes)
-        self.receive_payload(received, tag, target)
+        self.receive_payload(received, target)
         return target
 
-    def wait(self, requests: Sequence[Request], what: Callable[[], str], *, has_deadline: bool = True) -> None:
+    def wait(self, requests: list[Request], what: Callable[[], str], *, has_deadline: bool = True) -> None:
         """Wait for requests; where their rank is lost, raise an UnavailableError when all of them have ended."""
-        lost: UnavailableError | None = None
-        for request in requests:
-            try:
-                if not self.has_ended(request):
-                    self.wait_until(partial(self.has_ended, request), what, has_deadline=has_deadline)
-            except UnavailableError as error:
-                lost = error
-        if lost is not None:
-            raise lost
+        lost: list[UnavailableError] = []
+        self.wait_until(lambda: self.have_ended(requests, lost), what, has_deadline=has_deadline)
+        if lost:
+            raise lost[0]
 
     def wait_until(self, has_come: Callable[[], object], what: Callable[[], str], *, has_deadline: bool = True) -> None:
         """Wait until a condition holds, as `wait` does."""
@@ -403,19 +281,24 @@ class Channel:
                     logger.warning(f"{self.name} has waited {waited:.0f} s for {what()}{self._meanwhile()}")
         finally:
             if is_recorded:
-                self.activity.resume()
+                self.activity.wait_for("")
 
-    def _meanwhile(self) -> str:
-        """Return what the other ranks of the job do, on lines of their own."""
-        watching = watcher()
-        if watching is None:
-            return ""
-        states = watching.compare()
-        return f"\n{others_report(self.group.job_rank, states)}"
+    def have_ended(self, requests: list[Request], lost: list[UnavailableError]) -> bool:
+        """Drop requests that have ended, the last ones first, until one has not; add what the end of one says of lost ranks."""
+        while requests:
+            try:
+                if not requests[-1].Test():
+                    return False
+            except self.failure as error:
+                lost.append(self.checked_loss(error))
+            except UnavailableError as error:
+                lost.append(error)
+            requests.pop()
+        return True
 
-    def left(self, requests: Sequence[Request]) -> list[Request]:
+    def unfinished(self, requests: Sequence[Request]) -> list[Request]:
         """Return the requests that have not ended; those with a rank that is lost have."""
-        return [request for request in requests if not self._is_over(request)]
+        return [request for request in requests if not self.have_ended([request], [])]
 
     def check(self, rank: int) -> None:
         """Check that a needed rank is not known to be lost: all ranks raise that, and the lowest one that is left prints it."""
@@ -429,19 +312,21 @@ class Channel:
         names = ", ".join(self.group.names[rank] for rank in sorted(ranks))
         return UnavailableError(f"{self.name}: lost {names} (killed, or its node has failed)")
 
-    def meaning(self, error: MPI.Exception) -> Exception:
-        """Return what an error of MPI means: that ranks are lost, if the job survives that; otherwise the error itself."""
+    def checked_loss(self, error: MPI.Exception) -> UnavailableError:
+        """Return which ranks are lost, if that is what an error of MPI means and the job survives it; raise it otherwise."""
         from mpi4py import MPI
 
         if not self.survives:
-            return error
+            raise error
         known, deadline = self.lost, time.monotonic() + _NOTIFIED_WITHIN_SECONDS
         is_certain = error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
         self._find_lost()
         while not is_certain and self.lost == known and time.monotonic() < deadline:
             time.sleep(_NOTIFIED_WITHIN_SECONDS / 1000)
             self._find_lost()
-        return self.lost_error(sorted(self.lost)) if self.lost else error
+        if not self.lost:
+            raise error
+        return self.lost_error(sorted(self.lost))
 
     def _find_lost(self) -> None:
         """Find out which ranks are lost, and acknowledge it: otherwise nothing can be received from any rank."""
@@ -452,35 +337,28 @@ class Channel:
         failed.Free()
         everybody.Free()
 
-    def has_ended(self, request: Request) -> bool:
-        """Return whether a request has completed; raise an UnavailableError if its rank is lost."""
-        try:
-            return bool(request.Test())
-        except _mpi_error() as error:
-            raise self.meaning(error) from None
-
-    def _is_over(self, request: Request) -> bool:
-        try:
-            return self.has_ended(request)
-        except UnavailableError:
-            return True
+    def _meanwhile(self) -> str:
+        """Return what the other ranks of the job do, on lines of their own."""
+        watching = watcher()
+        return "" if watching is None else f"\n{others_report(self.group.job_rank, watching.compare())}"
 
     def _started(self, start: Callable[..., Request], messages: Sequence[tuple[Buffer, int, int]]) -> list[Request]:
         requests: list[Request] = []
         try:
             for message in messages:
                 requests.append(start(*message))
-        except _mpi_error() as error:
-            requests.append(_Refused(self.meaning(error)))
+        except self.failure as error:
+            requests.append(_Refused(self.checked_loss(error)))
         except BaseException:
             keep_alive_for_peers((messages, requests))
             raise
         return requests
 
-    def _chunks(self, view: memoryview) -> list[memoryview]:
+    def _parts(self, buffer: Buffer, rank: int, tag: int) -> list[tuple[Buffer, int, int]]:
+        view = _as_bytes(buffer)
         if len(view) <= self._most:
-            return [view] if len(view) else []
-        return [view[start : start + self._most] for start in range(0, len(view), self._most)]
+            return [(view, rank, tag)] if len(view) else []
+        return [(view[start : start + self._most], rank, tag) for start in range(0, len(view), self._most)]
 
 
 class _Refused:
@@ -503,32 +381,28 @@ class Receiver:
         self._view = memoryview(self._buffer)
         self._status = MPI.Status()
         self._request = channel.comm.Recv_init(self._buffer, MPI.ANY_SOURCE if source is None else source, tag)
-        self._channel, self._source = channel, source
+        self._channel, self._source, self._tag = channel, source, tag
         self._is_active = False
 
     def poll(self) -> Received | None:
-        """Return the next message, or None if none has arrived. It is valid until the next call.
-
-        Raises
-        ------
-        UnavailableError
-            If the source is lost. Where that may be any rank, see `Channel.lost`.
-        """
+        """Return the next message, valid until the next call, or None; raise an UnavailableError if its one source is lost."""
         try:
             if not self._is_active:
                 self._request.Start()
                 self._is_active = True
             if not self._request.Test(self._status):
                 return None
-        except _mpi_error() as error:
+        except self._channel.failure as error:
             if not self._has_come_with(error):
                 return None
         self._is_active = False
         kind = self._buffer[0]
         header = _HEADERS[kind]
         _, nbytes, *fields = header.unpack_from(self._buffer)
-        inline = self._view[header.size : header.size + nbytes] if nbytes <= self._channel.inline_bytes else None
-        return Received(self._status.source, _KINDS[kind](*fields), nbytes, inline)
+        message, source = _KINDS[kind](*fields), self._status.source
+        if nbytes > self._channel.inline_bytes:
+            return Received(source, message, _payload_tag(self._tag, message), nbytes, None)
+        return Received(source, message, -1, nbytes, self._view[header.size : header.size + nbytes])
 
     def close(self) -> None:
         """Give up the receive that is under way, if there is one."""
@@ -550,9 +424,9 @@ class Receiver:
 
         is_pending, status = error.Get_error_class() == MPI.ERR_PROC_FAILED_PENDING, MPI.Status()
         self._is_active = is_pending and not (self._request.Get_status(status) and status.source < 0)
-        meaning = self._channel.meaning(error)
-        if self._source is not None or not isinstance(meaning, UnavailableError):
-            raise meaning
+        loss = self._channel.checked_loss(error)
+        if self._source is not None:
+            raise loss
         return is_pending and not self._is_active
 
 
@@ -565,12 +439,6 @@ def _as_bytes(buffer: Buffer) -> memoryview:
     if isinstance(buffer, np.ndarray):
         return buffer.reshape(-1).view(np.uint8).data if buffer.nbytes else memoryview(b"")
     return memoryview(buffer)
-
-
-def _mpi_error() -> type[MPI.Exception]:
-    from mpi4py import MPI
-
-    return MPI.Exception
 
 
 def _size(buffer: Buffer) -> int:

@@ -11,8 +11,6 @@ import numpy as np
 
 from mpistrat.errors import InvalidArgumentError
 
-__all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner", "check_partition"]
-
 
 class Partitioner(ABC):
     """Decides into how many shards a variable is split: an argument of `ParameterServerStrategy`."""
@@ -47,7 +45,7 @@ class FixedShardsPartitioner(Partitioner):
     """
 
     def __init__(self, num_shards: int) -> None:
-        _check_positive("num_shards", num_shards)
+        _check_positive(num_shards=num_shards)
         self._num_shards = num_shards
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
@@ -74,9 +72,7 @@ class MinSizePartitioner(Partitioner):
     """
 
     def __init__(self, min_shard_bytes: int = 256 << 10, max_shards: int = 1, bytes_per_string: int = 16) -> None:
-        _check_positive("min_shard_bytes", min_shard_bytes)
-        _check_positive("max_shards", max_shards)
-        _check_positive("bytes_per_string", bytes_per_string)
+        _check_positive(min_shard_bytes=min_shard_bytes, max_shards=max_shards, bytes_per_string=bytes_per_string)
         self._min_shard_bytes, self._max_shards, self._bytes_per_string = min_shard_bytes, max_shards, bytes_per_string
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
@@ -104,10 +100,8 @@ class MaxSizePartitioner(Partitioner):
     """
 
     def __init__(self, max_shard_bytes: int, max_shards: int | None = None, bytes_per_string: int = 16) -> None:
-        _check_positive("max_shard_bytes", max_shard_bytes)
-        if max_shards is not None:
-            _check_positive("max_shards", max_shards)
-        _check_positive("bytes_per_string", bytes_per_string)
+        most = 1 if max_shards is None else max_shards
+        _check_positive(max_shard_bytes=max_shard_bytes, max_shards=most, bytes_per_string=bytes_per_string)
         self._max_shard_bytes, self._max_shards, self._bytes_per_string = max_shard_bytes, max_shards, bytes_per_string
 
     def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
@@ -120,13 +114,7 @@ class MaxSizePartitioner(Partitioner):
 
 
 def check_partition(shards: object, shape: Sequence[int]) -> int:
-    """Return the number of shards along axis 0, after checking what a partitioner has returned.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If it is not one number for each axis, at least 1 for axis 0 and 1 for the others, or there are fewer rows than shards.
-    """
+    """Return the number of shards along axis 0, after checking what a partitioner has returned."""
     counts = list(shards) if isinstance(shards, Sequence) and not isinstance(shards, str) else []
     if len(counts) != len(shape) or counts[0] < 1 or any(count != 1 for count in counts[1:]):
         raise InvalidArgumentError(
@@ -147,6 +135,7 @@ def _num_bytes(shape: Sequence[int], dtype: Any, bytes_per_string: int) -> int:
     return math.prod(shape) * (bytes_per_string if wanted.kind in "OSU" else wanted.itemsize)
 
 
-def _check_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise InvalidArgumentError(f"{name} must be at least 1; got {value!r}")
+def _check_positive(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise InvalidArgumentError(f"{name} must be at least 1; got {value!r}")

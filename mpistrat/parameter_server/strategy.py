@@ -22,7 +22,7 @@ from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.communicator.local import LocalCommunicator
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.launch import abort
-from mpistrat.parameter_server.client import Client, current_client, install, uninstall
+from mpistrat.parameter_server.client import Client, add_client, current_client, remove_client
 from mpistrat.parameter_server.coordinator import ClusterCoordinator
 from mpistrat.parameter_server.dispatcher import Dispatcher
 from mpistrat.parameter_server.messages import Channel
@@ -34,8 +34,6 @@ from mpistrat.state.aggregation import VariableSynchronization, checked_aggregat
 from mpistrat.state.variables import initial_array
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.strategy import Strategy
-
-__all__ = ["PLACEMENTS", "ParameterServerStrategy", "Server"]
 
 # how long an error of the chief waits for functions that workers run, before it is raised
 _PATIENCE_AFTER_AN_ERROR_SECONDS = 1.0
@@ -96,7 +94,7 @@ class ParameterServerStrategy(Strategy):
         self.client = Client(Channel(join_cluster(cluster, task_type, task_id)))
         self.dispatcher = Dispatcher(self.client)
         self.client.strategy = self
-        install(self.client)
+        add_client(self.client)
         super().__init__(ParameterServerExtended(self.client, variable_partitioner, placement))
         self._until_closed = ExitStack()
         self._until_closed.enter_context(names_the_killed(self.client.channel.group))
@@ -167,7 +165,7 @@ class ParameterServerStrategy(Strategy):
         was_open = not self.dispatcher.is_closed
         self.dispatcher.stop(patience)
         if was_open and self.dispatcher.is_closed:
-            uninstall(self.client)
+            remove_client(self.client)
             self._until_closed.close()
             atexit.unregister(self._end)
 
@@ -227,17 +225,7 @@ class ShardInfo(NamedTuple):
 
 
 class ParameterServerExtended(StrategyExtended):
-    """How a task uses the servers: the chief makes variables, and it and the workers change them.
-
-    Parameters
-    ----------
-    client : Client
-        To the servers.
-    partitioner : callable, optional
-        Into how many shards a variable is split; by default none is.
-    placement : str
-        ``even_bytes``: each variable or shard goes to the server with the fewest bytes; ``round_robin``: to each in turn.
-    """
+    """How a task uses the servers: the chief makes variables, and it and the workers change them."""
 
     def __init__(
         self,
@@ -259,8 +247,8 @@ class ParameterServerExtended(StrategyExtended):
     def server_bytes(self) -> tuple[int, ...]:
         """How many bytes of variables each server keeps. Not in TensorFlow."""
         found = [0] * len(self._client.channel.group.servers)
-        for placed in list(self._client.placed.values()):
-            found[placed.server] += placed.nbytes
+        for ref in list(self._client.refs.values()):
+            found[ref.server] += ref.nbytes
         return tuple(found)
 
     def create_variable(
@@ -309,13 +297,12 @@ class ParameterServerExtended(StrategyExtended):
             )
         is_trainable = True if trainable is None else bool(trainable)
         initial = _initial(initial_value, dtype, shape, name)
-        num_shards = self._num_shards(initial)
+        num_shards, num_rows = self._num_shards(initial), initial.shape[0] if initial.shape else 0
         if num_shards == 1:
-            return self._place(name, initial.whole(), is_trainable)
-        offsets = part_bounds(initial.shape[0], num_shards)
+            return self._place(name, initial.rows(0, num_rows), is_trainable)
         shards = [
             self._place(f"{name}/part_{number}", initial.rows(start, stop), is_trainable)
-            for number, (start, stop) in enumerate(pairwise(offsets))
+            for number, (start, stop) in enumerate(pairwise(part_bounds(num_rows, num_shards)))
         ]
         return ShardedVariable(shards, name)
 
@@ -363,7 +350,7 @@ class ParameterServerExtended(StrategyExtended):
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Return whether a variable was made under this strategy."""
-        return isinstance(v, ServerVariable) and v.is_of(self._client)
+        return isinstance(v, ServerVariable) and v.group == self._client.channel.group.number
 
     def value_container(self, value: Any) -> Any:
         """Return the value: a variable on a server is its own container."""
@@ -408,11 +395,9 @@ class ParameterServerExtended(StrategyExtended):
         self._client.strategy.dispatcher.pump()  # which frees what was dropped
         server = self._next_server()
         array = np.asarray(array, order="C")
-        placed = self._client.create(server, name, array)
+        ref = self._client.create(server, name, array)
         self._num_placed += 1
-        rows = array.shape[0] if array.ndim else 0
-        number = self._client.channel.group.number
-        return ServerVariable(name, number, (placed,), (0, rows), array.shape, array.dtype, trainable)
+        return ServerVariable(name, ref, array.shape, array.dtype, trainable)
 
     def _next_server(self) -> int:
         if self._beside is not None:
@@ -424,46 +409,32 @@ class ParameterServerExtended(StrategyExtended):
 
 
 class _Initial(NamedTuple):
-    """The initial value of a variable: its shape and dtype, and what returns some of its rows, or all of it."""
+    """The initial value of a variable: its shape and dtype, and what returns some of its rows."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     rows: Callable[[int, int], Array]
-    whole: Callable[[], Array]
 
 
 def _initial(value: Any, dtype: Any, shape: Sequence[int] | None, name: str) -> _Initial:
-    told = _shard_keywords(value) if shape and callable(value) else None
-    if shape and told is not None and (told is _as_shard_info or dtype is not None):
-        extents, kind = tuple(shape), np.dtype(dtype or np.float32)
-
-        def rows(start: int, stop: int) -> Array:
-            shard = ShardInfo((stop - start, *extents[1:]), (start, *[0] * (len(extents) - 1)))
-            made = value(**told(shard))
-            if told is _as_partition and np.shape(made) == extents:  # it takes any keywords, and has no use for these
-                made = made[start:stop]
-            return initial_array(made, kind, shard.shape, name)
-
-        return _Initial(extents, kind, rows, lambda: rows(0, extents[0]))
-    array = initial_array(value, dtype, shape, name)
-    return _Initial(array.shape, array.dtype, lambda start, stop: array[start:stop], lambda: array)
-
-
-def _shard_keywords(initial: Callable[..., Any]) -> Callable[[ShardInfo], dict[str, Any]] | None:
-    """Return what makes the keywords by which a function is told which rows are wanted; None if it takes none."""
-    parameters = inspect.signature(initial).parameters
-    if "shard_info" in parameters:
-        return _as_shard_info
+    parameters = inspect.signature(value).parameters if shape and callable(value) else {}
+    takes_info = "shard_info" in parameters
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    return _as_partition if takes_any or {"partition_shape", "partition_offset"} <= set(parameters) else None
+    takes_partition = takes_any or {"partition_shape", "partition_offset"} <= set(parameters)
+    if not shape or not (takes_info or (takes_partition and dtype is not None)):
+        array = initial_array(value, dtype, shape, name)
+        return _Initial(array.shape, array.dtype, lambda start, stop: array[start:stop] if array.ndim else array)
+    extents, kind = tuple(shape), np.dtype(dtype or np.float32)
 
+    def rows(start: int, stop: int) -> Array:
+        shard = ShardInfo((stop - start, *extents[1:]), (start, *[0] * (len(extents) - 1)))
+        partition = {"partition_shape": shard.shape, "partition_offset": shard.offset}
+        made = value(**({"shard_info": shard} if takes_info else partition))
+        if not takes_info and np.shape(made) == extents:  # it takes any keywords, and has no use for these
+            made = made[start:stop]
+        return initial_array(made, kind, shard.shape, name)
 
-def _as_shard_info(shard: ShardInfo) -> dict[str, Any]:
-    return {"shard_info": shard}
-
-
-def _as_partition(shard: ShardInfo) -> dict[str, Any]:
-    return {"partition_shape": shard.shape, "partition_offset": shard.offset}
+    return _Initial(extents, kind, rows)
 
 
 class Server:
@@ -568,11 +539,11 @@ class Server:
 def _work(channel: Channel) -> None:
     client = Client(channel)
     client.strategy = Strategy(ParameterServerExtended(client))
-    install(client)
+    add_client(client)
     try:
         Worker(client, client.strategy).serve()
     finally:
-        uninstall(client)
+        remove_client(client)
         client.close()
 
 

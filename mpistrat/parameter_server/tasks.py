@@ -31,8 +31,6 @@ from mpistrat.watch.states import Neighbours
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["CHIEF", "PS", "WORKER", "TaskGroup", "check_tasks", "join_cluster", "names_the_killed", "task_of"]
-
 CHIEF, WORKER, PS, EVALUATOR = JOBS = "chief", "worker", "ps", "evaluator"
 
 _LOOK_SECONDS = 0.2  # those that are left look around before any of them ends by itself
@@ -42,31 +40,17 @@ _numbers = count()
 
 @dataclass(frozen=True)
 class TaskGroup:
-    """The chief, the workers and the servers of a job, and what they talk through.
+    """The chief, the workers and the servers of a job, and what they talk through."""
 
-    Attributes
-    ----------
-    comm : MPI.Comm or None
-        Of these ranks alone, in the order of the ranks of the job; None on an evaluator, which is not one of them.
-    chief, workers, servers : int, tuple of int
-        Their ranks in `comm`, in the order of their task ids.
-    names : tuple of str
-        What each rank is called in errors: its task, rank and node.
-    job_ranks : tuple of int
-        Each rank's number among all of the job.
-    number : int
-        How many such groups this process was in before: the same on all ranks.
-    """
-
-    comm: MPI.Comm | None
+    comm: MPI.Comm | None  # of these ranks alone, in the order of the ranks of the job; an evaluator has none
     task_type: str
     task_id: int
-    chief: int
+    chief: int  # ranks in `comm`, in the order of their task ids
     workers: tuple[int, ...]
     servers: tuple[int, ...]
-    names: tuple[str, ...]
-    job_ranks: tuple[int, ...]
-    number: int
+    names: tuple[str, ...]  # what errors call each rank: its task, rank and node
+    job_ranks: tuple[int, ...]  # each rank's number among all of the job
+    number: int  # counts the groups of this process; equal on all ranks
     settings: Snapshot
 
     @property
@@ -109,6 +93,7 @@ def join_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | Non
     """Return the tasks of the job. A collective call of all its ranks, evaluators included; what is wrong all of them raise."""
     settings = Snapshot()
     with rendezvous("joining the cluster of parameter servers") as job:
+        from mpi4py import MPI  # which has started
 
         def check() -> None:
             _check_installed()
@@ -126,7 +111,7 @@ def join_cluster(cluster: ClusterSpec, task_type: str | None, task_id: int | Non
         if survival.is_on(os.environ):
             survival.end_together(job.comm)
         is_outside = task_type == EVALUATOR
-        comm = job.comm.Split(_undefined() if is_outside else 0, job.rank)
+        comm = job.comm.Split(MPI.UNDEFINED if is_outside else 0, job.rank)
         node_names = [job.world.nodes[job.world.place(rank).node_index].name for rank in range(job.comm.Get_size())]
     inside = [(rank, task) for rank, task in enumerate(played) if task[0] != EVALUATOR]
     by_task = {task: rank for rank, (_, task) in enumerate(inside)}
@@ -166,12 +151,6 @@ def _check_played(cluster: ClusterSpec, played: list[tuple[str, int]]) -> None:
         )
         error.raised_everywhere = True
         raise error
-
-
-def _undefined() -> int:
-    from mpi4py import MPI
-
-    return MPI.UNDEFINED
 
 
 @contextmanager

@@ -13,16 +13,6 @@ from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.reduction import ReduceOp
 
-__all__ = [
-    "VariableAggregation",
-    "VariableSynchronization",
-    "check_equal",
-    "checked_aggregation",
-    "checked_synchronization",
-    "checksum",
-    "share",
-]
-
 
 class VariableSynchronization(Enum):
     """When the arrays of a variable are combined; AUTO means ON_WRITE, and NONE is refused."""

@@ -24,8 +24,8 @@ from mpistrat.context.stack import (
     misplaced,
     require_no_default_scope,
 )
-from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, assignable, converted, select_replica
-from mpistrat.errors import AgreementError, InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, converted, select_replica
+from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.reduction import ReduceOp
 from mpistrat.state.aggregation import (
     VariableAggregation,
@@ -36,20 +36,20 @@ from mpistrat.state.aggregation import (
     checksum,
     share,
 )
-from mpistrat.state.scatter import (
+from mpistrat.state.changes import (
     COMPARING,
+    ChangeMethods,
     Rows,
-    ScatterMethods,
     apply,
+    assign_to,
     by_rows,
     checked_rows,
     checked_slices,
+    checked_value,
     flat_indices,
     flattened,
     gathered_rows,
 )
-
-__all__ = ["Variable", "initial_array", "register"]
 
 _COMPARED_BYTES = 1 << 20  # of larger assigned values, evenly spaced elements are compared
 
@@ -85,7 +85,7 @@ def register(cls: Any, kind: type) -> None:
     cls._kinds = (*vars(cls).get("_kinds", ()), kind)
 
 
-class Variable(Mirrored, ScatterMethods, metaclass=MadeByScope):  # type: ignore[metaclass]  # a stub says ABC, where NumPy has none
+class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[metaclass]  # a stub says ABC, where NumPy has none
     """An array that the replicas of the current strategy share. It can be used like an array; `assign` changes it.
 
     Creating one is a collective call: the initial value of replica 0 is broadcast. Outside all scopes it belongs to the default
@@ -251,48 +251,6 @@ class Variable(Mirrored, ScatterMethods, metaclass=MadeByScope):  # type: ignore
         """Return single entries, as a new array; communicates and raises like `read`. For `indices` see `scatter_nd_add`."""
         return self._take("gather_nd", lambda: indices)
 
-    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
-        """Set the variable to a value, and return it.
-
-        A collective call inside ``strategy.run`` for a variable synchronized ON_WRITE. Outside it the next collective compares
-        what ranks have assigned, values too where they take up to 1 MiB; with MPISTRAT_STRICT all are compared at once.
-
-        Parameters
-        ----------
-        value : array_like
-            Of the variable's shape. Inside ``strategy.run`` a per-replica value stands for the component of this replica.
-        use_locking, name : bool, str
-            Without effect, as in TensorFlow.
-        read_value : bool
-            Whether to return the variable; else None.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If the shapes differ; under central storage also inside ``strategy.run`` with aggregation NONE.
-        AgreementError
-            On every replica, if they pass different values inside ``strategy.run`` and the aggregation is NONE. From the next
-            collective, if ranks pass different ones outside it.
-        """
-        self._array[...] = self._incoming("assign", value)
-        self._send_root()
-        return self if read_value else None
-
-    def assign_add(self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
-        """Add to the variable, and return it; communicates and raises like `assign`.
-
-        Outside ``strategy.run`` it raises InvalidArgumentError for a variable synchronized ON_READ with aggregation SUM.
-        """
-        np.add(self._array, self._incoming("assign_add", delta), out=self._array)
-        self._send_root()
-        return self if read_value else None
-
-    def assign_sub(self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
-        """Subtract from the variable, and return it; communicates and raises like `assign_add`. Not defined for bool."""
-        np.subtract(self._array, self._incoming("assign_sub", delta), out=self._array)
-        self._send_root()
-        return self if read_value else None
-
     def scatter_nd_add(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
         """Add to single entries, and return the variable; communicates and raises like `scatter_add`.
 
@@ -433,17 +391,17 @@ class Variable(Mirrored, ScatterMethods, metaclass=MadeByScope):  # type: ignore
         taken = flattened(array, entry).take(like(numbers, array), axis=0)
         return in_dtype(taken, taken.dtype)  # numbers become arrays without axes
 
+    def _assign(self, method: str, value: Any) -> None:
+        assign_to(self._array, method, self._incoming(method, value))
+        self._send_root()
+
     def _incoming(self, method: str, value: Any) -> Array:
         """Return the array to assign to, or add to, the array of this replica, for a value passed in the present context."""
         scope = self._scope(f"Variable.{method}")
         is_shared = scope is Scope.ALL_RANKS and self._is_on_read and self._aggregation is VariableAggregation.SUM
         with self._refusing(method, scope):
             value = self._own_part(method, scope, value)
-            if method == "assign_sub" and self.dtype.kind == "b":
-                raise UnsupportedDtypeError(
-                    f"{self!r}.{method} is not defined for bool; accepted are integers, floats and complex"
-                )
-            array = assignable(value, self._array, self)
+            array = checked_value(method, value, self._array, self)
             if is_shared and method != "assign":
                 raise self._refusal("sum outside run", method)
             self._require_aggregation(method, scope)

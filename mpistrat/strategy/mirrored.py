@@ -34,7 +34,6 @@ from mpistrat.structures import flatten, map_leaves
 from mpistrat.text import format_count
 from mpistrat.topology.devices import device_name, ranks_of
 from mpistrat.topology.world import World
-from mpistrat.watch.recorder import watched
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -91,7 +90,7 @@ class MirroredStrategy(Strategy):
 
             job.agree(call, check)
             hierarchy = _node_hierarchy(job)
-        communicator = _make_communicator(hierarchy, communication_options, num_packs)
+        communicator = Communicator(hierarchy, communication_options, num_packs=num_packs)
         super().__init__(StrategyExtended(communicator, cross_device_ops, _node_devices(hierarchy.world)))
 
 
@@ -134,7 +133,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             self._cluster_resolver = MPIClusterResolver() if found is None else found
             chief = _chief(job, self._cluster_resolver)
             hierarchy = Hierarchy(job.comm, job.world)
-        communicator = _make_communicator(hierarchy, communication_options, num_packs)
+        communicator = Communicator(hierarchy, communication_options, num_packs=num_packs)
         _check_health(communicator)
         devices = (device_name(communicator.rank),)
         super().__init__(StrategyExtended(communicator, worker_devices=devices, is_chief=communicator.rank == chief))
@@ -205,7 +204,7 @@ class CentralStorageStrategy(Strategy):
 
             root = job.agree(call, check)
             hierarchy = _node_hierarchy(job)
-        communicator = _make_communicator(hierarchy, None, None)
+        communicator = Communicator(hierarchy)
         super().__init__(CentralStorageExtended(communicator, root))
 
 
@@ -385,12 +384,6 @@ def _check_communication(cross_device_ops: object, options: object, num_packs: i
             "    incorrect:  mpistrat.MirroredStrategy(cross_device_ops=mpistrat.HierarchicalAllReduce(), num_packs=2)\n"
             "    correct:    mpistrat.MirroredStrategy(cross_device_ops=mpistrat.HierarchicalAllReduce(num_packs=2))"
         )
-
-
-def _make_communicator(hierarchy: Hierarchy, options: CommunicationOptions | None, num_packs: int | None) -> Communicator:
-    """Return the communicator over `hierarchy`. A collective call."""
-    with watched("creating a strategy: its communicator"):
-        return Communicator(hierarchy, options, num_packs=num_packs)
 
 
 def _named(value: object) -> str:

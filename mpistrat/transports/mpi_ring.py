@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,13 +11,9 @@ from mpistrat.arrays import Array
 from mpistrat.groups.group import Group
 from mpistrat.reduction import ReduceOp, combine
 from mpistrat.settings import MAX_MESSAGE_BYTES
-from mpistrat.transports.base import Operation, Part, Transport
+from mpistrat.transports.base import Operation, Transport
 from mpistrat.transports.mpi import MpiTransport, mpi_datatype
-from mpistrat.transports.ring import Ring
-from mpistrat.transports.steps import WAITING, WORKED, Steps
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from mpistrat.transports.ring import BoundRing, Ring
 
 __all__ = ["MpiRingTransport"]
 
@@ -47,18 +43,17 @@ class MpiRingTransport(Transport):
 
     def all_reduce(self, buffer: Array, op: ReduceOp, channel: int = 0) -> Operation:
         """Bind a ring reduce-scatter, followed without a barrier by a ring all-gather."""
-        ring = Ring.all_reduce(self.group.rank, self.group.size, buffer.size, self._limit(buffer))
-        return _Ring(self.group, buffer, ring, op, self._receive_memory(channel), channel).operation()
+        return self._bind(
+            buffer, Ring.all_reduce(self.group.rank, self.group.size, buffer.size, self._limit(buffer)), op, channel
+        )
 
     def reduce_scatter(self, buffer: Array, bounds: Sequence[int], op: ReduceOp) -> Operation:
         """Bind the first half of the ring, shifted so that rank r ends with part r."""
-        ring = Ring.reduce_scatter(self.group.rank, self.group.size, bounds, self._limit(buffer))
-        return _Ring(self.group, buffer, ring, op, self._receive_memory()).operation()
+        return self._bind(buffer, Ring.reduce_scatter(self.group.rank, self.group.size, bounds, self._limit(buffer)), op)
 
     def all_gather(self, buffer: Array, bounds: Sequence[int]) -> Operation:
         """Bind the second half of the ring."""
-        ring = Ring.all_gather(self.group.rank, self.group.size, bounds, self._limit(buffer))
-        return _Ring(self.group, buffer, ring, ReduceOp.SUM, self._receive_memory()).operation()
+        return self._bind(buffer, Ring.all_gather(self.group.rank, self.group.size, bounds, self._limit(buffer)))
 
     @property
     def scratch_bytes(self) -> int:
@@ -68,6 +63,25 @@ class MpiRingTransport(Transport):
     def _limit(self, buffer: Array) -> int:
         return min(SEGMENT_BYTES, self.group.settings[MAX_MESSAGE_BYTES]) // buffer.itemsize
 
+    def _bind(self, buffer: Array, ring: Ring, op: ReduceOp = ReduceOp.SUM, channel: int = 0) -> Operation:
+        function, targets, memory = combine(op), [buffer[part] for part in ring.targets], self._receive_memory(channel)
+        scratch = memory.view(buffer.dtype)[: RECEIVES_AHEAD * ring.width].reshape(RECEIVES_AHEAD, ring.width)
+        received = [
+            scratch[index % RECEIVES_AHEAD, : target.size] if reduces else target
+            for index, (target, reduces) in enumerate(zip(targets, ring.reduces, strict=True))
+        ]
+        sends, receives = [_message(buffer[part]) for part in ring.sends], list(map(_message, received))
+        addends = [
+            (target, own) if reduces else None for target, own, reduces in zip(targets, received, ring.reduces, strict=True)
+        ]
+
+        def fold(index: int) -> None:
+            if (pair := addends[index]) is not None:
+                function(*pair, out=pair[0])
+
+        bound = BoundRing(self.group, channel, ring, sends, receives, fold, RECEIVES_AHEAD, (buffer, memory))
+        return bound.operation(buffer)
+
     def _receive_memory(self, channel: int = 0) -> Array:
         """Return the receive buffers of a channel, shared by its operations, which run one after the other."""
         if channel not in self._scratch:
@@ -75,56 +89,5 @@ class MpiRingTransport(Transport):
         return self._scratch[channel]
 
 
-class _Ring:
-    """A ring bound to its buffer."""
-
-    def __init__(self, group: Group, buffer: Array, ring: Ring, op: ReduceOp, memory: Array, channel: int = 0) -> None:
-        self.group, self.buffer, self.fold, self.channel = group, buffer, combine(op), channel
-        self.segments, self.reduces, self.sent_before = ring.segments, ring.reduces, ring.sent_before()
-        self.targets = [buffer[part] for part in ring.targets]
-        scratch = memory.view(buffer.dtype)[: RECEIVES_AHEAD * ring.width].reshape(RECEIVES_AHEAD, ring.width)
-        self.receive_buffers = [
-            scratch[index % RECEIVES_AHEAD, : target.size] if reduces else target
-            for index, (target, reduces) in enumerate(zip(self.targets, self.reduces, strict=True))
-        ]
-        self.datatype = mpi_datatype(buffer.dtype)
-        self.sends = [self._message(buffer[part]) for part in ring.sends]
-        self.receives = list(map(self._message, self.receive_buffers))
-        self.digest, self.tag = group.call.digest, group.call.tag(channel)
-
-    def operation(self) -> Operation:
-        return Operation(self._run, [Part(0, self.buffer.size, (self.buffer,))])
-
-    def _message(self, array: Array) -> list[Any]:
-        return [array, array.size, self.datatype]
-
-    def _run(self) -> Steps:
-        comm, fold, segments, call, count = self.group.comm, self.fold, self.segments, self.group.call, len(self.sends)
-        sends, receive_buffers, sent_before = self.sends, self.receive_buffers, self.sent_before
-        if self.digest != call.digest:
-            self.digest, self.tag = call.digest, call.tag(self.channel)
-        tag = self.tag
-        left, right = (self.group.rank - 1) % self.group.size, (self.group.rank + 1) % self.group.size
-        received: list[MPI.Request] = []
-        sent = [comm.Isend(sends[index], right, tag) for index in range(min(segments, count))]
-        for index in range(count):
-            # post receives ahead, but not into memory that is still being sent
-            while len(received) < min(index + RECEIVES_AHEAD, count):
-                before = sent_before[len(received)]
-                if before is not None:
-                    if before >= len(sent):
-                        break
-                    while not sent[before].Test():
-                        yield WAITING
-                received.append(comm.Irecv(self.receives[len(received)], left, tag))
-            while not received[index].Test():
-                yield WAITING
-            if self.reduces[index]:
-                target = self.targets[index]
-                fold(target, receive_buffers[index], out=target)
-                yield WORKED
-            if index + segments < count:
-                sent.append(comm.Isend(sends[index + segments], right, tag))
-        for request in sent:
-            while not request.Test():
-                yield WAITING
+def _message(array: Array) -> list[Any]:
+    return [array, array.size, mpi_datatype(array.dtype)]

@@ -1,4 +1,4 @@
-"""The schedule of a segmented ring: what each rank sends, receives and sums, and in which order. Pure.
+"""A segmented ring: the schedule of what each rank sends, receives and sums, and its runner, for host and GPU memory.
 
 Each rank sends ``(n - 1) / n`` of the buffer to its right neighbour twice: once in the reduce-scatter, once in the all-gather.
 Every part is sent in segments, so that a segment is summed and sent on while the next one arrives.
@@ -8,10 +8,20 @@ Comput. 69 (2009).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Ring"]
+from mpistrat.arrays import Array
+from mpistrat.device.abstract import Event
+from mpistrat.groups.group import Group, keep_alive_for_peers
+from mpistrat.transports.base import Operation, Part
+from mpistrat.transports.steps import WAITING, WORKED, Steps
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["BoundRing", "Ring"]
 
 
 class Ring:
@@ -85,3 +95,85 @@ class Ring:
     def _segment(self, part: int, segment: int) -> slice:
         start, stop = self._bounds[part], self._bounds[part + 1]
         return slice(min(start + segment * self.width, stop), min(start + (segment + 1) * self.width, stop))
+
+
+class BoundRing:
+    """A ring bound to memory, on one channel.
+
+    Parameters
+    ----------
+    group : Group
+        The ranks of the ring.
+    channel : int
+        Rings on different channels may be in flight at the same time.
+    ring : Ring
+        The schedule.
+    sends, receives : sequence of list
+        The messages, as MPI takes them.
+    fold : callable
+        Begins to combine what message `index` has brought with its target; returns the event of its end, or None if it is over.
+    ahead : int
+        Receives that are posted ahead of what has been combined: message i is received where message ``i - ahead`` was.
+    memory : object
+        What MPI reads and writes: it is never freed if the ring is given up.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        channel: int,
+        ring: Ring,
+        sends: Sequence[list[Any]],
+        receives: Sequence[list[Any]],
+        fold: Callable[[int], Event | None],
+        ahead: int,
+        memory: object,
+    ) -> None:
+        self._comm, self._call, self._channel = group.comm, group.call, channel
+        self._left, self._right = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+        self._segments, self._sent_before = ring.segments, ring.sent_before()
+        self._sends, self._receives, self._fold, self._ahead, self._memory = sends, receives, fold, ahead, memory
+
+    def operation(self, buffer: Array) -> Operation:
+        """Return the operation, whose result is in `buffer`."""
+        return Operation(self.run, [Part(0, buffer.size, (buffer,))])
+
+    def run(self) -> Steps:
+        """Return the steps of one round. A collective call."""
+        comm, right, left, tag = self._comm, self._right, self._left, self._call.tag(self._channel)
+        sends, receives, sent_before, segments, fold = (
+            self._sends,
+            self._receives,
+            self._sent_before,
+            self._segments,
+            self._fold,
+        )
+        count, ahead, passed_on = len(sends), self._ahead, 0
+        sent: list[MPI.Request] = []
+        arriving: list[MPI.Request] = []
+        folding: list[Event | None] = []  # of each message that has arrived
+        try:
+            sent.extend(comm.Isend(message, right, tag) for message in sends[:segments])
+            while passed_on < count:
+                worked = False
+                while (following := len(arriving)) < min(passed_on + ahead, count):
+                    before = sent_before[following]  # its memory may still be sent
+                    if before is not None and (before >= len(sent) or not sent[before].Test()):
+                        break
+                    arriving.append(comm.Irecv(receives[following], left, tag))
+                if len(folding) < len(arriving) and arriving[len(folding)].Test():
+                    folding.append(fold(len(folding)))
+                    worked = True
+                if passed_on < len(folding) and ((event := folding[passed_on]) is None or event.done()):
+                    if passed_on + segments < count:
+                        sent.append(comm.Isend(sends[passed_on + segments], right, tag))
+                    folding[passed_on] = None
+                    passed_on += 1
+                    worked = True
+                yield WORKED if worked else WAITING
+            for request in sent:
+                while not request.Test():
+                    yield WAITING
+        except BaseException:
+            keep_alive_for_peers((self, sent, arriving))  # MPI may still write there
+            raise

@@ -22,8 +22,6 @@ from tests.docs.pages import ROOT, Command, blocks, pages
 from tests.docs.surface import api_names, described, home
 from tests.docs.tf_names import ABSENT, DIFFERENT, SAME, Name, named
 
-__all__ = ["generated", "stale"]
-
 _NOTE = "<!-- Written by python -m tests.docs.generate; edit the code instead. -->\n"
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 import mpistrat
 
-__all__ = ["api_names", "described", "home", "members", "public_names", "resolve"]
-
 FACES = (
     "experimental",
     "experimental.coordinator",
@@ -28,13 +26,7 @@ FACES = (
 
 
 def resolve(path: str) -> Any:
-    """Return what is at a dotted name below ``mpistrat``; a field of a dataclass is its annotation.
-
-    Raises
-    ------
-    AttributeError
-        If nothing is.
-    """
+    """Return what is at a dotted name below ``mpistrat``; a field of a dataclass is its annotation."""
     found: Any = mpistrat
     for name in path.split("."):
         if inspect.ismodule(found) and not hasattr(found, name):

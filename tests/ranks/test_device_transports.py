@@ -25,7 +25,6 @@ from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.staged import StagedTransport
 from mpistrat.transports.steps import WAITING, drive
 from tests.gpu import deadline, on_host
-from tests.gpu.conformance import every_schedule
 from tests.gpu.stand_in import StandInDevice
 from tests.gpu.stand_in_nccl import StandInNccl
 from tests.launches import needs_ranks, up_to_ranks
@@ -294,14 +293,13 @@ def test_cuda_aware_passes_the_kit(group, device, kernels):
         pytest.skip("a ring of four ranks is a ring of eight; its order is tested by itself")
     device.kernels = kernels
     # the largest buffers of the kit are cut into many segments, the others into one
-    make = partial(_Aware, device=device, segment_bytes=1 << 14, schedule=every_schedule)
+    make = partial(_Aware, device=device, segment_bytes=1 << 14)
     assert check_transport(make, group) > 300
 
 
-@pytest.mark.parametrize("schedule", ["ring", "halving", "gather"])
-def test_zeros_of_either_sign_have_the_same_bits_on_all_ranks(group, device, kernels, schedule):
+def test_zeros_of_either_sign_have_the_same_bits_on_all_ranks(group, device, kernels):
     device.kernels = kernels
-    transport = _Aware(group, device, schedule=lambda num_bytes: schedule)
+    transport = _Aware(group, device)
     buffer = transport.allocate(4 * 2**group.size).view(np.float32)
     signs = np.arange(buffer.size) >> group.rank & 1  # every order of signs over the ranks
     for op in (ReduceOp.MIN, ReduceOp.MAX):
@@ -348,7 +346,7 @@ def test_an_mpi_that_delivers_wrong_values_is_not_used_by_anybody(group, bound, 
 def test_an_mpi_that_delivers_nothing_is_told_to_all(group, bound, monkeypatch):
     monkeypatch.setattr(cuda_aware, "_FIRST_SECONDS", 0.05)
     if group.rank == 1:
-        monkeypatch.setattr(cuda_aware._DeviceRing, "run", lambda self: repeat(WAITING))
+        monkeypatch.setattr(cuda_aware.BoundRing, "run", lambda self: repeat(WAITING))
     late = "world: the first exchange of device memory did not end within 0.05 s; .*MPISTRAT_MPI_GPU=off goes through memory"
     with pytest.raises(TransportError, match=late):
         CudaAwareTransport(group, bound).first_exchange()

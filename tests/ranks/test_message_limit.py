@@ -32,7 +32,7 @@ def limited(request, comm, world, monkeypatch):
     monkeypatch.setattr("mpistrat.execution.executor.RING_FROM_BYTES", LIMIT_BYTES)
     # messages that are bound, not those of calls whose arrays go straight to MPI
     monkeypatch.setattr("mpistrat.transports.mpi._message", checked(mpi._message))
-    monkeypatch.setattr(mpi_ring._Ring, "_message", checked(mpi_ring._Ring._message))
+    monkeypatch.setattr(mpi_ring, "_message", checked(mpi_ring._message))
     ops = Communicator(Hierarchy(comm, world))
     yield ops
     ops.close()

@@ -358,6 +358,12 @@ def test_what_a_worker_keeps_of_a_dropped_variable_cannot_be_used(run):
                 with pytest.raises(RuntimeError, match="Variable was dropped by the chief, and its server has freed it"):
                     verb(*given)
 
+    def read_for_a_while():
+        ends = time.monotonic() + 0.5
+        with deadline(mpistrat.kept_by_a_test, 10):
+            while time.monotonic() < ends:
+                assert mpistrat.kept_by_a_test.numpy() > 1
+
     def program(coordinator):
         number = len(coordinator.strategy.extended.worker_devices)
         kept, table = variable(coordinator, [1.0]), variable(coordinator, [1.0])
@@ -365,9 +371,11 @@ def test_what_a_worker_keeps_of_a_dropped_variable_cannot_be_used(run):
             held = str(Path(folder) / "held")
             for _ in range(20 * number):
                 coordinator.schedule(keep, (table, held)).fetch()
+            reading = coordinator.schedule(read_for_a_while)
             del table
             gc.collect()
             assert until(lambda: coordinator.done() and sum(coordinator.strategy.extended.server_bytes) == 8, 60)
+            reading.fetch()  # its server frees it only after that
             for _ in range(20 * number):
                 coordinator.schedule(use, (held,)).fetch()
         assert kept.numpy() == [1]
@@ -528,14 +536,14 @@ def held(variable, folder):
 
 
 def update_held(variable, folder):
-    return current_client(variable._group).strategy.extended.update(variable, held, args=(folder,), group=False)
+    return current_client(variable.group).strategy.extended.update(variable, held, args=(folder,), group=False)
 
 
 @contextmanager
-def deadline(variable):
+def deadline(variable, seconds=0.1):
     """Give what this rank asks servers for little time."""
-    channel = current_client(variable._group).channel
-    channel._seconds = 0.1
+    channel = current_client(variable.group).channel
+    channel._seconds = seconds
     try:
         yield
     finally:
@@ -558,7 +566,7 @@ def test_a_late_answer_arrives_in_memory_that_is_kept(run, tmp_path):
         target = np.zeros(100_000)
         late, client = weakref.ref(target), coordinator.strategy.client
         with deadline(table), pytest.raises(DeadlineExceededError, match="0.1 s for an answer of ps 0 .*: read of"):
-            client.read([(table._places[0], 0, target)])
+            client.read([(table._refs[0], 0, target)])
         del target
         gc.collect()
         (tmp_path / "let go").touch()
@@ -871,12 +879,21 @@ def test_no_function_waits_behind_a_long_one_while_a_worker_is_free():
     serve(1, program)
 
 
-def test_per_worker_values_are_those_of_the_worker_that_runs(run):
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_per_worker_values_are_those_of_the_worker_that_runs(run, is_captured):
     def program(coordinator):
         workers = len(coordinator.strategy.extended.worker_devices)
-        own = PerWorkerValues(range(workers))
-        seen = {coordinator.schedule(lambda number: (os.getpid(), number), (own,)).fetch() for _ in range(10 * workers)}
-        assert len(seen) == len({number for _, number in seen})
+        own, args = PerWorkerValues(range(workers)), ()
+        data = iter(coordinator.create_per_worker_dataset(lambda context: itertools.repeat(context.input_pipeline_id)))
+        if not is_captured:
+            own, data, args = None, None, (own, data)
+
+        def step(number=own, numbers=data):
+            return os.getpid(), number, next(numbers)
+
+        seen = {coordinator.schedule(step, args).fetch() for _ in range(10 * workers)}
+        assert len(seen) == len({number for _, number, _ in seen})
+        assert all(number == from_data for _, number, from_data in seen)
 
     run(program)
 

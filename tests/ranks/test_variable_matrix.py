@@ -11,10 +11,8 @@ from tests.launches import needs_ranks, on_ranks
 from tests.variable_matrix import (
     CELLS,
     METHODS,
-    Refused,
     check_cell,
     check_per_replica,
-    check_refused,
     declared,
     of_central_storage,
 )
@@ -44,18 +42,6 @@ def test_per_replica_values_outside_run(strategy, where):
             check_per_replica(strategy, method, synchronization, where)
 
 
-def test_a_mean_of_integers_is_refused_when_the_variable_is_made(strategy):
-    for synchronization in SYNCHRONIZATIONS:
-        refused = Refused(InvalidArgumentError, ("v has dtype int32, which cannot hold a mean", "use aggregation SUM"))
-        with strategy.scope():
-            check_refused(
-                refused,
-                lambda kind=synchronization: mpistrat.Variable(
-                    np.zeros(2, np.int32), name="v", synchronization=kind, aggregation=MEAN
-                ),
-            )
-
-
 def test_cells_of_central_storage(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", f"1x{comm.size}")
     strategy = CentralStorageStrategy(parameter_device=f"rank:{comm.size - 1}")
@@ -83,18 +69,6 @@ def test_16_bit_rows_are_added_up_in_float32(comm, strategy):
         table = mpistrat.Variable(np.full((2, 1), 2048, np.float16), aggregation=SUM)
     strategy.run(lambda: table.scatter_add(IndexedSlices(np.ones((4, 1), np.float16), [1] * 4)))
     assert table.numpy().tolist() == [[2048], [2048 + 4 * comm.size]]  # in float16, 2048 + 1 is 2048 again
-
-
-def test_what_is_saved_is_restored(comm, strategy):
-    for aggregation in (SUM, MEAN, ONLY_FIRST_REPLICA):
-        variable = declared(strategy, mpistrat.VariableSynchronization.ON_READ, aggregation)
-        strategy.run(lambda variable=variable: variable.assign([comm.rank + 1.0] * 3))
-        saved = variable.numpy()
-        variable.assign([0.0] * 3)
-        variable.assign(saved)
-        np.testing.assert_allclose(variable.numpy(), saved, rtol=1e-15)
-        held = strategy.experimental_local_results(strategy.run(variable.numpy))[0]
-        np.testing.assert_allclose(held, saved / comm.size if aggregation is SUM else saved, rtol=1e-15)
 
 
 @needs_ranks(2)

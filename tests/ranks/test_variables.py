@@ -28,32 +28,6 @@ def test_the_initial_value_is_that_of_rank_zero(comm, strategy):
     assert int(from_callable) == 0
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "expected"),
-    [
-        (AGGREGATION.SUM, lambda size: size * (size + 1) / 2),
-        (AGGREGATION.MEAN, lambda size: (size + 1) / 2),
-        (AGGREGATION.ONLY_FIRST_REPLICA, lambda size: 1),
-    ],
-)
-def test_replicas_assign(comm, strategy, aggregation, expected):
-    with strategy.scope():
-        variable = mpistrat.Variable(np.zeros(5, np.float32), aggregation=aggregation)
-    strategy.run(lambda: variable.assign_add(np.full(5, comm.rank + 1)))
-    assert variable.numpy().tolist() == [expected(comm.size)] * 5
-
-
-def test_sync_on_read(comm, strategy):
-    with strategy.scope():
-        count = mpistrat.Variable(
-            0, synchronization=mpistrat.VariableSynchronization.ON_READ, aggregation=mpistrat.VariableAggregation.SUM
-        )
-    strategy.run(lambda: count.assign_add(comm.rank))
-    assert int(count) == sum(range(comm.size))
-    count.assign(17)
-    assert int(count) == 17
-
-
 def test_one_rank_alone_cannot_change_a_variable(comm, strategy):
     with strategy.scope():
         variable = mpistrat.Variable(np.zeros(2))

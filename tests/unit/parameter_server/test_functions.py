@@ -1,6 +1,5 @@
 """What is sent of functions, arguments, results and errors."""
 
-import gc
 import sys
 import threading
 from types import ModuleType
@@ -9,8 +8,9 @@ import cloudpickle
 import numpy as np
 import pytest
 
+from mpistrat.parameter_server import functions
 from mpistrat.parameter_server.functions import FunctionTable, dumps, dumps_error, loads, loads_error
-from mpistrat.parameter_server.messages import Define, ForgetFunction
+from mpistrat.parameter_server.messages import Define
 
 
 class Sent:
@@ -21,10 +21,7 @@ class Sent:
 
     def send(self, rank, tag, message, *payload):
         self.sent.append((rank, message))
-        return [message] if type(message) is ForgetFunction else []
-
-    def left(self, requests):
-        return requests
+        return [message]
 
 
 @pytest.fixture
@@ -37,10 +34,11 @@ def test_a_function_is_sent_once_to_each_rank(table):
         return 2 * number
 
     found = table.find(double)
-    for rank in (1, 2, 1, 2):
-        table.send(found, rank)
+    for rank, requests in ((1, 1), (2, 1), (1, 0), (2, 0)):
+        number, sent = table.send(found, rank)
+        assert (number, len(sent)) == (0, requests)
         assert table.find(double) is found
-    assert table._channel.sent == [(1, Define(0)), (2, Define(0))]
+    assert table._channel.sent == [(1, Define(0, -1)), (2, Define(0, -1))]
     assert loads(found.data)(4) == 8
 
 
@@ -90,14 +88,12 @@ def test_functions_of_the_same_text_are_one(table):
     assert found[0] is found[1] is found[2]
 
 
-def test_a_function_that_nobody_can_call_any_more_is_forgotten(table):
-    table.send(table.find(lambda: "early"), 1)
-    for number in range(64):  # as many recent ones are kept
-        table.find(eval(f"lambda: {number}"))
-    gc.collect()
-    requests = table.send(table.find(lambda: "late"), 2)
-    assert (1, ForgetFunction(0)) in table._channel.sent
-    assert requests == []  # where rank 1 is lost, a call on rank 2 does not fail
+def test_a_rank_forgets_the_function_that_was_not_called_for_longest(table, monkeypatch):
+    monkeypatch.setattr(functions, "_MOST_FUNCTIONS", 3)
+    made = [table.find(eval(f"lambda: {number}")) for number in range(4)]
+    assert [table.send(made[which], 1)[0] for which in (0, 1, 2, 0, 3, 0, 2, 1)] == [0, 1, 2, 0, 3, 0, 2, 1]
+    sent = [(0, -1), (1, -1), (2, -1), (3, 1), (1, 3)]
+    assert table._channel.sent == [(1, Define(*numbers)) for numbers in sent]
 
 
 def test_what_cannot_be_called_is_refused(table):

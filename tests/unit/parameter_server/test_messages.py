@@ -24,12 +24,12 @@ def test_it_tells_what_runs_and_what_that_waits_for(recorded):
     assert state().activity == "worker 1 runs step (function 3)"
     activity.wait_for("an answer of ps 0: read of table")
     assert "worker 1 runs step (function 3), waits for an answer of ps 0: read of table" in state().doing()
-    activity.resume()
+    activity.wait_for("")
     assert state().activity == "worker 1 runs step (function 3)"
     activity.set("")
     activity.wait_for("a function")
     assert state().activity == "worker 1 waits for a function"
-    activity.resume()
+    activity.wait_for("")
     assert state().activity == ""
 
 

@@ -14,7 +14,6 @@ from mpistrat.errors import AgreementError, InvalidArgumentError, UnsupportedDty
 from mpistrat.strategy.extended import StrategyExtended
 from tests.other_arrays import installed, jax_array, tensor
 from tests.unit.replicas import on_replicas
-from tests.variable_matrix import CELLS, check_cell, of_central_storage
 
 AGGREGATION = mpistrat.VariableAggregation
 SYNCHRONIZATION = mpistrat.VariableSynchronization
@@ -144,36 +143,6 @@ def test_scalar_variables():
     assert (variable.shape, int(variable)) == ((), 3)
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "op", "expected"),
-    [
-        (AGGREGATION.SUM, "assign", 6.0),
-        (AGGREGATION.MEAN, "assign", 2.0),
-        (AGGREGATION.ONLY_FIRST_REPLICA, "assign", 1.0),
-        (AGGREGATION.SUM, "assign_add", 16.0),
-        (AGGREGATION.MEAN, "assign_sub", 8.0),
-        (AGGREGATION.ONLY_FIRST_REPLICA, "assign_sub", 9.0),
-    ],
-)
-def test_on_write_assigned_by_replicas(aggregation, op, expected):
-    def program(strategy):
-        variable = made(strategy, 10.0, aggregation=aggregation)
-        strategy.run(lambda: getattr(variable, op)(mpistrat.get_replica_context().replica_id_in_sync_group + 1.0))
-        return float(variable)
-
-    assert on_replicas(3, program) == [expected] * 3
-
-
-@pytest.mark.parametrize("num_replicas", [1, 3])
-def test_on_write_without_aggregation_takes_what_all_replicas_assign(num_replicas):
-    def program(strategy):
-        variable = made(strategy, 10.0)
-        strategy.run(lambda: variable.assign(1.0).assign_add(2.0))
-        return float(variable)
-
-    assert on_replicas(num_replicas, program) == [3] * num_replicas
-
-
 def test_on_write_without_aggregation_refuses_values_that_differ():
     def program(strategy):
         variable = made(strategy, 10.0, name="w")
@@ -205,25 +174,6 @@ def test_per_replica_values_cannot_be_assigned():
     variable = mpistrat.Variable(1.0)
     with pytest.raises(TypeError, match=r'got a per-replica value(.|\n)*correct: +variable.assign\(strategy.reduce\("mean"'):
         variable.assign(PerReplica(1.0))
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "expected"), [(AGGREGATION.SUM, 36.0), (AGGREGATION.MEAN, 12.0), (AGGREGATION.ONLY_FIRST_REPLICA, 11.0)]
-)
-def test_on_read_is_combined_when_it_is_read(aggregation, expected):
-    def program(strategy):
-        variable = made(strategy, 10.0, synchronization=SYNCHRONIZATION.ON_READ, aggregation=aggregation)
-        assert not variable.trainable
-
-        def step():
-            replica = mpistrat.get_replica_context().replica_id_in_sync_group
-            variable.assign_add(replica + 1.0)
-            assert float(variable) == 11.0 + replica
-
-        strategy.run(step)
-        return float(variable)
-
-    assert on_replicas(3, program) == [expected] * 3
 
 
 def test_the_arrays_of_an_on_read_variable_can_be_combined_in_another_way():
@@ -275,27 +225,6 @@ def test_booleans_of_replicas_are_not_summed_into_a_variable():
         return bool(first)
 
     assert on_replicas(2, program) == [True, True]
-
-
-def test_on_read_outside_run():
-    def mean(strategy):
-        variable = made(strategy, 0.0, synchronization=SYNCHRONIZATION.ON_READ, aggregation=AGGREGATION.MEAN)
-        variable.assign(4.0)
-        variable.assign_add(1.0)
-        return float(variable)
-
-    def total(strategy):
-        variable = made(strategy, 0.0, synchronization=SYNCHRONIZATION.ON_READ, aggregation=AGGREGATION.SUM)
-        variable.assign_add(1.0)
-
-    def none(strategy):
-        return float(made(strategy, 0.0, synchronization=SYNCHRONIZATION.ON_READ))
-
-    assert on_replicas(2, mean) == [5, 5]
-    with pytest.raises(InvalidArgumentError, match=r"Variable\(.*ON_READ SUM\).assign_add outside strategy.run is undefined"):
-        on_replicas(2, total)
-    with pytest.raises(InvalidArgumentError, match="has aggregation NONE"):
-        on_replicas(2, none)
 
 
 @pytest.mark.parametrize(
@@ -563,12 +492,6 @@ def test_no_rows_change_nothing():
 def central(monkeypatch):
     monkeypatch.setattr(StrategyExtended, "is_central", True, raising=False)
     monkeypatch.setattr(StrategyExtended, "root", 1, raising=False)
-
-
-@pytest.mark.usefixtures("central")
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.synchronization is SYNCHRONIZATION.ON_WRITE], ids=str)
-def test_under_central_storage_cells_are_those_of_on_write(cell):
-    on_replicas(2, lambda strategy: check_cell(strategy, of_central_storage(cell)))
 
 
 @pytest.mark.usefixtures("central")

@@ -1,4 +1,4 @@
-"""Scatter updates: check the rows, gather those of all replicas, and apply them to an array.
+"""How variables of all kinds are changed: the methods, the checks of what they are given, and what they do to an array.
 
 ================  ============================================================
 `scatter_add`     adds each row
@@ -23,7 +23,7 @@ import numpy as np
 from mpistrat.arrays import Array, as_array, is_on_device, like, to_host
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.sparse import IndexedSlices
-from mpistrat.context.values import converted
+from mpistrat.context.values import assignable, converted
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype
 from mpistrat.state.aggregation import VariableAggregation
@@ -31,26 +31,17 @@ from mpistrat.state.aggregation import VariableAggregation
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "COMPARING",
-    "Rows",
-    "ScatterMethods",
-    "apply",
-    "by_rows",
-    "checked_rows",
-    "checked_slices",
-    "flat_indices",
-    "flattened",
-    "gathered_rows",
-]
-
 # the rows, and their indices
 Rows = tuple[Array, Array]
+
+ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
 
 # the updates for which SUM and MEAN of the replicas' rows are not defined
 COMPARING = ("scatter_max", "scatter_min", "scatter_update")
 
 _UFUNCS = {
+    "assign_add": np.add,
+    "assign_sub": np.subtract,
     "scatter_add": np.add,
     "scatter_sub": np.subtract,
     "scatter_mul": np.multiply,
@@ -60,13 +51,64 @@ _UFUNCS = {
 }
 _ORDERED = {"scatter_min": ReduceOp.MIN, "scatter_max": ReduceOp.MAX}
 
+SCATTERS = ("scatter_add", "scatter_sub", "scatter_mul", "scatter_div", "scatter_min", "scatter_max", "scatter_update")
 
-class ScatterMethods:
-    """The scatter updates of variables of all kinds; `_scatter` makes them."""
+
+class ChangeMethods:
+    """The methods by which variables are changed, those on servers too; `_assign` and `_scatter` do it."""
+
+    def _assign(self, method: str, value: Any) -> None:
+        """Do one of `ASSIGNMENTS`."""
+        raise NotImplementedError
 
     def _scatter(self, method: str, delta: Any) -> Self:
-        """Apply rows, and return the variable."""
+        """Apply rows by one of `SCATTERS`, and return the variable."""
         raise NotImplementedError
+
+    def assign(self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+        """Set the variable to a value, and return it.
+
+        A collective call inside ``strategy.run`` for a variable synchronized ON_WRITE. Outside it the next collective compares
+        what ranks have assigned, values too where they take up to 1 MiB; with MPISTRAT_STRICT all are compared at once.
+
+        A variable on servers communicates with these alone. The value has been taken when this returns, and may be changed.
+        This rank reads it from then on; others do when this rank's function has ended, or before.
+
+        Parameters
+        ----------
+        value : array_like
+            Of the variable's shape. Inside ``strategy.run`` a per-replica value stands for the component of this replica.
+        use_locking, name : bool, str
+            Without effect, as in TensorFlow.
+        read_value : bool
+            Whether to return the variable; else None.
+
+        Raises
+        ------
+        InvalidArgumentError
+            If the shapes differ; under central storage also inside ``strategy.run`` with aggregation NONE.
+        UnsupportedDtypeError
+            If the kind of number does not fit.
+        AgreementError
+            On every replica, if they pass different values inside ``strategy.run`` and the aggregation is NONE. From the next
+            collective, if ranks pass different ones outside it.
+        """
+        self._assign("assign", value)
+        return self if read_value else None
+
+    def assign_add(self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+        """Add to the variable, and return it; communicates and raises like `assign`.
+
+        Outside ``strategy.run`` it raises InvalidArgumentError for a variable synchronized ON_READ with aggregation SUM. What
+        several ranks add to a variable on servers at the same time is all added.
+        """
+        self._assign("assign_add", delta)
+        return self if read_value else None
+
+    def assign_sub(self, delta: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True) -> Any:
+        """Subtract from the variable, as `assign_add` adds to it. Not defined for bool."""
+        self._assign("assign_sub", delta)
+        return self if read_value else None
 
     def scatter_add(self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None) -> Self:
         """Add rows to the rows with the given indices, and return the variable.
@@ -117,6 +159,21 @@ class ScatterMethods:
         Inside ``strategy.run`` the aggregation must be ONLY_FIRST_REPLICA or NONE.
         """
         return self._scatter("scatter_update", sparse_delta)
+
+
+def checked_value(method: str, value: Any, target: Array, owner: object) -> Array:
+    """Return a value as an array, after checking that `method` of `ASSIGNMENTS` can apply it to `target`, that of `owner`."""
+    if method == "assign_sub" and target.dtype.kind == "b":
+        raise UnsupportedDtypeError(f"{owner!r}.{method} is not defined for bool; accepted are integers, floats and complex")
+    return assignable(value, target, owner)
+
+
+def assign_to(target: Array, method: str, value: Array) -> None:
+    """Do one of `ASSIGNMENTS` to an array."""
+    if method == "assign":
+        target[...] = value
+    else:
+        _UFUNCS[method](target, value, out=target)
 
 
 def by_rows(method: str) -> str:
