@@ -1,13 +1,14 @@
 """The tf.distribute programming model for NumPy and CuPy arrays on MPI.
 
 Invariant: importing the package starts neither MPI nor CUDA and reads no environment variable. The module of a public name is
-imported when the name is first used.
+imported when the name is first used: the imports below are for type checkers, and the table of names.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from mpistrat.lazy import PublicNames
 
 if TYPE_CHECKING:
     from mpistrat import cluster_resolver as cluster_resolver
@@ -16,7 +17,11 @@ if TYPE_CHECKING:
     from mpistrat.cluster.spec import ClusterSpec as ClusterSpec
     from mpistrat.communicator.communicator import Communicator as Communicator
     from mpistrat.communicator.sparse import IndexedSlices as IndexedSlices
-    from mpistrat.context.input_context import InputContext as InputContext
+    from mpistrat.context.stack import experimental_set_strategy as experimental_set_strategy
+    from mpistrat.context.stack import get_replica_context as get_replica_context
+    from mpistrat.context.stack import get_strategy as get_strategy
+    from mpistrat.context.stack import has_strategy as has_strategy
+    from mpistrat.context.stack import in_cross_replica_context as in_cross_replica_context
     from mpistrat.context.values import DistributedValues as DistributedValues
     from mpistrat.context.values import Mirrored as Mirrored
     from mpistrat.context.values import PerReplica as PerReplica
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
     from mpistrat.inputs.distribute import DistributedDataset as DistributedDataset
     from mpistrat.inputs.input_options import SHARD_HINT as SHARD_HINT
     from mpistrat.inputs.input_options import AutoShardPolicy as AutoShardPolicy
+    from mpistrat.inputs.input_options import InputContext as InputContext
     from mpistrat.inputs.input_options import InputOptions as InputOptions
     from mpistrat.inputs.input_options import InputReplicationMode as InputReplicationMode
     from mpistrat.inputs.iterator import DistributedIterator as DistributedIterator
@@ -44,11 +50,6 @@ if TYPE_CHECKING:
     from mpistrat.state.aggregation import VariableAggregation as VariableAggregation
     from mpistrat.state.aggregation import VariableSynchronization as VariableSynchronization
     from mpistrat.state.variables import Variable as Variable
-    from mpistrat.strategy import experimental_set_strategy as experimental_set_strategy
-    from mpistrat.strategy import get_replica_context as get_replica_context
-    from mpistrat.strategy import get_strategy as get_strategy
-    from mpistrat.strategy import has_strategy as has_strategy
-    from mpistrat.strategy import in_cross_replica_context as in_cross_replica_context
     from mpistrat.strategy.deprecated import RunOptions as RunOptions
     from mpistrat.strategy.deprecated import get_loss_reduction as get_loss_reduction
     from mpistrat.strategy.extended import StrategyExtended as StrategyExtended
@@ -58,68 +59,13 @@ if TYPE_CHECKING:
     from mpistrat.strategy.replica_context import ReplicaContext as ReplicaContext
     from mpistrat.strategy.strategy import Strategy as Strategy
 
-_HOMES = {
-    "ArrayDataset": "mpistrat.inputs.sources",
-    "ArraySpec": "mpistrat.inputs.rebatch",
-    "AutoShardPolicy": "mpistrat.inputs.input_options",
-    "ClusterSpec": "mpistrat.cluster.spec",
-    "CollectiveAllReduce": "mpistrat.cross_device.all_reduce",
-    "Communicator": "mpistrat.communicator.communicator",
-    "CrossDeviceOps": "mpistrat.cross_device.ops",
-    "Dataset": "mpistrat.inputs.dataset",
-    "DistributedDataset": "mpistrat.inputs.distribute",
-    "DistributedIterator": "mpistrat.inputs.iterator",
-    "DistributedValues": "mpistrat.context.values",
-    "FileDataset": "mpistrat.inputs.sources",
-    "HierarchicalAllReduce": "mpistrat.cross_device.all_reduce",
-    "HierarchicalCopyAllReduce": "mpistrat.cross_device.all_reduce",
-    "IndexedSlices": "mpistrat.communicator.sparse",
-    "InputContext": "mpistrat.context.input_context",
-    "InputOptions": "mpistrat.inputs.input_options",
-    "InputReplicationMode": "mpistrat.inputs.input_options",
-    "MapDataset": "mpistrat.inputs.sources",
-    "MemoryReport": "mpistrat.execution.memory",
-    "Mirrored": "mpistrat.context.values",
-    "MirroredStrategy": "mpistrat.strategy.mirrored",
-    "MultiWorkerMirroredStrategy": "mpistrat.strategy.mirrored",
-    "NcclAllReduce": "mpistrat.cross_device.all_reduce",
-    "OneDeviceStrategy": "mpistrat.strategy.one_device",
-    "OptionalElement": "mpistrat.inputs.iterator",
-    "PerReplica": "mpistrat.context.values",
-    "ReduceOp": "mpistrat.reduction",
-    "ReductionToOneDevice": "mpistrat.cross_device.to_one_device",
-    "ReplicaContext": "mpistrat.strategy.replica_context",
-    "RunOptions": "mpistrat.strategy.deprecated",
-    "SHARD_HINT": "mpistrat.inputs.input_options",
-    "Server": "mpistrat.parameter_server.strategy",
-    "Strategy": "mpistrat.strategy.strategy",
-    "StrategyExtended": "mpistrat.strategy.extended",
-    "Variable": "mpistrat.state.variables",
-    "VariableAggregation": "mpistrat.state.aggregation",
-    "VariableSynchronization": "mpistrat.state.aggregation",
-    "experimental_set_strategy": "mpistrat.strategy",
-    "get_loss_reduction": "mpistrat.strategy.deprecated",
-    "get_replica_context": "mpistrat.strategy",
-    "get_strategy": "mpistrat.strategy",
-    "has_strategy": "mpistrat.strategy",
-    "in_cross_replica_context": "mpistrat.strategy",
-}
-_MODULES = ("cluster_resolver", "errors", "experimental")
-
-__all__ = sorted([*_HOMES, *_MODULES])  # noqa: PLE0605 - a list, computed so that no name is written twice
+_names = PublicNames(__name__, "mpistrat.strategy")  # which registers the default strategy
+__all__ = sorted(_names.homes)  # noqa: PLE0605 - a list, computed so that no name is written twice
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        importlib.import_module("mpistrat.strategy")  # registers the default strategy, which any of them may need
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-    elif name in _MODULES:
-        value = importlib.import_module(f"mpistrat.{name}")
-    else:
-        raise AttributeError(f"module 'mpistrat' has no attribute {name!r}; it has {', '.join(__all__)}")
-    globals()[name] = value
-    return value
+    return _names.find(name)
 
 
 def __dir__() -> list[str]:

@@ -25,21 +25,9 @@ _HOST_MEMORY = (1, 3, 11)
 # Names of its other device types. The host could read managed memory, but cannot tell when the device has finished writing it.
 _DEVICE_NAMES = {2: "cuda", 8: "metal", 10: "rocm", 13: "cuda (managed memory)", 14: "oneapi"}
 
-# How a user copies an array of these libraries to host memory, for error messages.
-_COPIES = {
-    "torch": "{name}.cpu()",
-    "cupy": "{name}.get()",
-    "jax": 'jax.device_put({name}, jax.devices("cpu")[0])',
-    "jaxlib": 'jax.device_put({name}, jax.devices("cpu")[0])',
-}
-
-
-# The same to the GPU; arrays of other libraries become CuPy arrays.
-_DEVICE_COPIES = {
-    "torch": "{name}.cuda()",
-    "jax": 'jax.device_put({name}, jax.devices("gpu")[0])',
-    "jaxlib": 'jax.device_put({name}, jax.devices("gpu")[0])',
-}
+# How a user copies an array of these libraries to host memory, and to the GPU, for error messages.
+_OF_JAX = ('jax.device_put({name}, jax.devices("cpu")[0])', 'jax.device_put({name}, jax.devices("gpu")[0])')
+_COPIES = {"torch": ("{name}.cpu()", "{name}.cuda()"), "cupy": ("{name}.get()", ""), "jax": _OF_JAX, "jaxlib": _OF_JAX}
 
 
 class Readable:
@@ -124,7 +112,7 @@ def as_operand(value: Any, name: str = "value") -> Array:
     if not is_aligned(array):
         array = array.copy()
     if array.ndim and bound_device() is not None and not is_on_device(array):
-        copied = _DEVICE_COPIES.get(_library(value), "strategy.array_module.asarray({name})").format(name=name)
+        copied = (_COPIES.get(_library(value), ("", ""))[1] or "strategy.array_module.asarray({name})").format(name=name)
         raise InvalidArgumentError(
             f"{name} is in host memory, this replica computes on {own_device()}; copy it first, {copied}, or compute in host "
             "memory with MPISTRAT_DEVICE=cpu"
@@ -225,7 +213,7 @@ def _check_device(value: Any, name: str) -> None:
     if not device:
         return
     copied = _COPIES.get(_library(value))
-    advice = f"copy it first, {copied.format(name=name)}" if copied else "copy it to host memory first"
+    advice = f"copy it first, {copied[0].format(name=name)}" if copied else "copy it to host memory first"
     why = f" ({why_cpu()})" if device.startswith("cuda") and why_cpu() else ""
     raise InvalidArgumentError(f"{name} is on {device}, this replica computes on {own_device()}{why}; {advice}")
 

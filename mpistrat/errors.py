@@ -1,20 +1,4 @@
-"""The exceptions of the library.
-
-MpistratError
-├── LaunchError (RuntimeError)             the launcher and MPI disagree on the number of ranks, or MPI cannot start
-├── SettingError (ValueError)              an MPISTRAT_* variable has an invalid value
-├── TopologyError (ValueError)             a node shape does not match the ranks of the job
-├── TransportError (RuntimeError)          a transport that was asked for by name is not available
-├── InvalidArgumentError (ValueError)      an argument is invalid on every rank
-├── OutOfRangeError (StopIteration)        the end of the data
-├── UnsupportedDtypeError (TypeError)      a dtype that collectives do not support
-├── Unsuitable (ValueError)                an algorithm does not apply to a world; the message says why
-├── CancelledError (RuntimeError)          a scheduled function did not run, since another one failed before
-└── CollectiveError (RuntimeError)         a collective failed between ranks
-    ├── AgreementError                     ranks made different calls
-    ├── DeadlineExceededError (TimeoutError)   a collective did not finish within its deadline
-    └── UnavailableError                   a peer has exited
-"""
+"""The exceptions of the library. Each is also a built-in exception, which a program may catch instead."""
 
 from __future__ import annotations
 

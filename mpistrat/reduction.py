@@ -46,15 +46,7 @@ class ReduceOp(Enum):
 
     @classmethod
     def parse(cls, op: ReduceOp | str) -> ReduceOp:
-        """Return the operation for a member, or for a name in upper or lower case.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If the name is unknown.
-        TypeError
-            If `op` is neither a ReduceOp nor a str.
-        """
+        """Return the operation for a member, or for a name in upper or lower case."""
         if isinstance(op, cls):
             return op
         member = (_MEMBERS.get(op) or _MEMBERS.get(op.upper())) if isinstance(op, str) else None
@@ -67,13 +59,7 @@ class ReduceOp(Enum):
 
     @classmethod
     def from_variable_aggregation(cls, aggregation: Enum) -> ReduceOp:
-        """Return the operation with the name of a variable's aggregation.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If it is neither SUM nor MEAN.
-        """
+        """Return the operation with the name of a variable's aggregation, SUM or MEAN."""
         name = getattr(aggregation, "name", "")
         if name not in ("SUM", "MEAN"):
             raise InvalidArgumentError(f"only VariableAggregation.SUM and MEAN have a reduce_op; got {aggregation!r}")

@@ -202,8 +202,7 @@ INTER_TRANSPORT = Setting(
     _one_of("auto", "mpi_ring", "mpi", "nccl"),
     "auto",
     "The transport between nodes: mpi_ring or mpi, over which arrays on GPUs are staged through host memory; nccl for arrays "
-    "on GPUs. With auto, what mpistrat tune has measured decides whether arrays on GPUs use NCCL, and MPISTRAT_MPI_GPU how MPI "
-    "gets them.",
+    "on GPUs, which nobody has measured, so that auto does not take it. MPISTRAT_MPI_GPU says how MPI gets arrays on GPUs.",
     is_shared=True,
 )
 MPI_GPU = Setting(
@@ -213,12 +212,12 @@ MPI_GPU = Setting(
     "Whether GPU memory is passed to MPI directly: on, off (staged through host memory) or auto (on if the MPI library is "
     "CUDA-aware, which is tested once and cached). Rank 0 reads it for all ranks.",
 )
-ONE_SHOT_BYTES: Setting[int | None] = Setting(
+ONE_SHOT_BYTES = Setting(
     "MPISTRAT_ONE_SHOT_BYTES",
     parse_bytes,
-    None,
+    1 << 18,
     "The largest buffer of which cuda_ipc lets each GPU of a node read and sum everything, after one barrier of the ranks; in "
-    "larger ones each sums a part, with two barriers. Unset: as mpistrat tune has measured, else 256KiB.",
+    "larger ones each sums a part, with two barriers. The default was not measured.",
     is_shared=True,
 )
 PEER_MEMORY = Setting(

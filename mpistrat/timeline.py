@@ -19,25 +19,13 @@ _kept: list[Timeline] = []
 
 
 class TimelineEvent(NamedTuple):
-    """One phase that ran on this rank.
+    """One phase that ran on this rank."""
 
-    Attributes
-    ----------
-    name : str
-        The phase, for example ``intra reduce_scatter``.
-    lane : str
-        The row it is drawn in: ``intra``, ``inter``, or ``inter 1`` if several chunks are under way between nodes.
-    start_seconds, end_seconds : float
-        Seconds on the clock of `time.perf_counter`.
-    nbytes : int
-        Bytes of the buffer that the phase worked on.
-    """
-
-    name: str
-    lane: str
-    start_seconds: float
+    name: str  # for example ``intra reduce_scatter``
+    lane: str  # the row it is drawn in: ``intra``, ``inter``, or ``inter 1`` if several chunks are under way between nodes
+    start_seconds: float  # on the clock of `time.perf_counter`
     end_seconds: float
-    nbytes: int
+    nbytes: int  # of the buffer that the phase worked on
 
 
 class Timeline:
@@ -97,15 +85,7 @@ def write_trace(timelines: dict[int, Timeline]) -> None:
 
 
 def write_chrome_trace(path: str | Path, timelines: dict[int, Timeline]) -> None:
-    """Write the timelines of some ranks as a Chrome/Perfetto trace: one process per rank, one row per lane.
-
-    Parameters
-    ----------
-    path : str or Path
-        The JSON file to write; open it at chrome://tracing or ui.perfetto.dev.
-    timelines : dict
-        Rank -> its timeline.
-    """
+    """Write the timelines of some ranks as a Chrome/Perfetto trace: one process per rank, one row per lane."""
     rows: list[dict[str, object]] = []
     starts = [event.start_seconds + line.epoch_seconds for line in timelines.values() for event in line.events]
     origin = min(starts, default=0.0)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["resnet50", "transformer"]
-
 
 def resnet50() -> list[tuple[int, ...]]:
     """Return the 161 shapes of ResNet-50 for 1000 classes: 25.6 million numbers, 102 MB of float32.

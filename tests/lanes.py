@@ -25,8 +25,6 @@ from tests.hosts import lab
 from tests.launches import is_one_rank
 from tests.slurm import cluster
 
-__all__ = ["LANES", "is_selection", "lane_of"]
-
 # Each lane, and what tells why it cannot run here (an empty text: it can).
 LANES: dict[str, Callable[[], str]] = {
     "quality": lambda: "",

@@ -23,8 +23,6 @@ from mpistrat.launch.environment import detect
 from mpistrat.launch.mpiexec import command
 from tests.processes import run_bounded
 
-__all__ = ["Launch", "needs_ranks", "on_ranks", "up_to_ranks"]
-
 NUM_RANKS = (1, 2, 3, 4, 8)
 MOST_RANKS = 4  # of a test that says nothing else: more are processes that share two cores
 LAUNCH_SECONDS = 1800.0

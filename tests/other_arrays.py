@@ -12,24 +12,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-__all__ = [
-    "CPU",
-    "CUDA",
-    "PINNED",
-    "SpeaksArrayInterface",
-    "SpeaksBuffers",
-    "SpeaksCudaArrayInterface",
-    "SpeaksDlpack",
-    "StandardArray",
-    "fake_cupy",
-    "fake_jax",
-    "fake_torch",
-    "installed",
-    "is_jax",
-    "jax_array",
-    "tensor",
-]
-
 # DLPack's numbers of kinds of memory
 CPU, CUDA, PINNED = 1, 2, 3
 

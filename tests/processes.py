@@ -12,8 +12,6 @@ from pathlib import Path
 
 from mpistrat.launch.openmpi import remove_rendezvous_files
 
-__all__ = ["TAKES_CTRL_C", "TIMED_OUT", "codes_after_loss", "kill_session", "patient", "run_bounded", "until"]
-
 TIMED_OUT = 124  # as timeout(1) returns
 # before a command: where tests run in the background, a shell has turned Ctrl-C off
 TAKES_CTRL_C = ("env", "--default-signal=INT")

@@ -11,7 +11,7 @@ import pytest
 _ROOT = Path(__file__).parents[1]
 
 # They look names up in a table when these are first used: public names, and commands. Only tools lie above them.
-_LOOK_UP_MODULES = {"mpistrat", "mpistrat.experimental", "mpistrat.tools.cli"}
+_LOOK_UP_MODULES = {"mpistrat.lazy", "mpistrat.tools.cli"}
 
 
 class Package:

@@ -14,8 +14,6 @@ from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.topology.world import World
 
-__all__ = ["PLANNERS", "Candidate", "Choice", "choose"]
-
 PLANNERS: dict[str, Callable[[World, int, int, int], Sequence[Plan]]] = {
     "flat": planners.flat,
     "hierarchical": planners.hierarchical,
@@ -53,34 +51,12 @@ def choose(
     one_intra_phase: bool = False,
     default_chunk_bytes: int = 0,
 ) -> Choice:
-    """Choose the plan of an all-reduce.
+    """Choose the plan of an all-reduce: with ``auto`` the one with the shortest predicted time, the first of those that tie.
 
-    Parameters
-    ----------
-    world : World
-        The nodes and ranks.
-    count : int
-        Elements of the buffer.
-    itemsize : int
-        Bytes of one element.
-    algorithm : str
-        A name in `PLANNERS`, or ``auto``: the one with the shortest predicted time, the first of those that tie.
-    chunk_bytes : int
-        The largest chunk of a hierarchical plan, in bytes; 0: chosen by the planner.
-    model : CostModel
-        Predicts the times.
-    wire_itemsize : int
-        Bytes of one element between nodes, if it is cast for that; 0: `itemsize`.
-    one_intra_phase : bool
-        On a single node, plan one INTRA all-reduce instead of a reduce-scatter and an all-gather: NCCL does that faster.
-    default_chunk_bytes : int
-        The largest overlapping chunk if `chunk_bytes` is 0: GPUs take larger ones than the planner; the whole buffer is still
-        a candidate. 0: chosen by the planner.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If the name is unknown, or a number is out of range.
+    `chunk_bytes` is the largest chunk of a hierarchical plan, 0: chosen by the planner, or `default_chunk_bytes`: GPUs take
+    larger ones, and the whole buffer is still a candidate. `wire_itemsize` is the size of an element between nodes, if it is
+    cast for that. With `one_intra_phase` a single node has one INTRA all-reduce instead of a reduce-scatter and an all-gather:
+    NCCL does that faster. An unknown name, or a number out of range, is an InvalidArgumentError.
     """
     _check(count, itemsize, algorithm, chunk_bytes)
 

@@ -9,19 +9,6 @@ from dataclasses import dataclass
 
 from mpistrat.topology.world import World
 
-__all__ = [
-    "DEVICE_CHUNK_BYTES",
-    "SCATTER_FROM_BYTES",
-    "SCRATCH_BYTES",
-    "PipelineRule",
-    "chunk_elements",
-    "chunk_lengths",
-    "padded",
-    "part_bounds",
-    "pipeline_rule",
-    "whole_shards",
-]
-
 KIB, MIB = 2**10, 2**20
 
 SCRATCH_BYTES = 64 * MIB
@@ -36,20 +23,9 @@ SCATTER_FROM_BYTES = 512 * KIB
 
 @dataclass(frozen=True)
 class PipelineRule:
-    """The sizes of overlapping chunks, unless the caller sets one.
+    """The sizes of overlapping chunks, unless the caller sets one, and how many are in flight at a time."""
 
-    Attributes
-    ----------
-    end_bytes : int
-        The first and the last chunk, in bytes. They are small because the links are idle while the first one is copied in and
-        the last one is copied out.
-    max_bytes : int
-        The largest chunk, in bytes.
-    depth : int
-        Chunks in flight at a time.
-    """
-
-    end_bytes: int
+    end_bytes: int  # of the first and last: small, because links are idle while the first is copied in, and the last one out
     max_bytes: int
     depth: int
 
@@ -72,16 +48,7 @@ def padded(world: World, count: int) -> int:
 def chunk_elements(world: World, count: int, itemsize: int, max_bytes: int) -> int:
     """Return the elements of a chunk, so that the buffer has as few chunks as possible, of about equal length.
 
-    Parameters
-    ----------
-    world : World
-        The result is a multiple of its number of shards.
-    count : int
-        Elements of the buffer.
-    itemsize : int
-        Bytes of one element.
-    max_bytes : int
-        Upper limit of a chunk, unless one element per shard is more.
+    They are a multiple of the number of shards, and have at most `max_bytes`, unless one element per shard is more.
     """
     return _even(world, count, whole_shards(world, itemsize, max_bytes))
 
@@ -89,15 +56,8 @@ def chunk_elements(world: World, count: int, itemsize: int, max_bytes: int) -> i
 def chunk_lengths(world: World, count: int, end: int, largest: int) -> list[int]:
     """Return the elements of each chunk: they double from `end` up to `largest`, and halve again towards the last chunk.
 
-    Parameters
-    ----------
-    world : World
-        `end`, `largest` and the lengths of all chunks but one in the middle are multiples of its number of shards.
-    count : int
-        Elements of the buffer.
-    end, largest : int
-        Elements of the first and last chunk, and the upper limit of the others. If they are equal, all chunks have about the
-        same length.
+    `end`, `largest` and the lengths of all chunks but one in the middle are multiples of the number of shards. If both are
+    equal, all chunks have about the same length.
     """
     edge: list[int] = []
     size = min(end, largest)

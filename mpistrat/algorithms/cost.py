@@ -12,142 +12,56 @@ costs of rings and recursive doubling).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
-from mpistrat.text import format_bytes
 from mpistrat.topology.world import World
-
-__all__ = [
-    "DEFAULT",
-    "ON_DEVICE",
-    "Correction",
-    "CostModel",
-    "GpuTimes",
-    "link_bytes",
-    "phase_bytes",
-    "phase_seconds",
-    "predict_seconds",
-]
 
 
 @dataclass(frozen=True)
 class Correction:
-    """Measured time over predicted time of an algorithm on one world, by size.
+    """Measured time over predicted time of an algorithm on one world, by size."""
 
-    Attributes
-    ----------
-    algorithm : str
-        A name in `PLANNERS`.
-    points : tuple of (int, float)
-        Bytes and ratio, in increasing order. Between the points the ratio is interpolated over the logarithm of the size;
-        outside them it is constant.
-    """
-
-    algorithm: str
+    algorithm: str  # a name in `PLANNERS`
+    # bytes and ratio, in increasing order; between them it is interpolated over the logarithm of the size, outside constant
     points: tuple[tuple[int, float], ...]
 
     def ratio(self, num_bytes: int) -> float:
         """Return measured time over predicted time at a size."""
-        return _interpolated(self.points, num_bytes)
-
-
-@dataclass(frozen=True)
-class GpuTimes:
-    """What was measured of an all-reduce on GPUs that can be carried out in two ways.
-
-    Attributes
-    ----------
-    nccl_over_mpi : tuple of (int, float)
-        On several nodes: bytes, and the time of NCCL over all ranks divided by the time with MPI between nodes, in increasing
-        order of bytes. Empty: not measured.
-    one_shot_bytes : int or None
-        On one node: up to which size one shot of `cuda_ipc` is faster than two. None: not measured.
-    source : str
-        When it was measured, and by what.
-    """
-
-    nccl_over_mpi: tuple[tuple[int, float], ...] = ()
-    one_shot_bytes: int | None = None
-    source: str = ""
-
-    def nccl_ratio(self, num_bytes: int) -> float:
-        """Return the time of NCCL over that of MPI at a size, interpolated as by `Correction`."""
-        return _interpolated(self.nccl_over_mpi, num_bytes)
-
-    @property
-    def nccl_wins(self) -> int:
-        """At how many of the measured sizes NCCL was faster than MPI."""
-        return sum(ratio < 1 for _, ratio in self.nccl_over_mpi)
-
-    def __str__(self) -> str:
-        """Return what was found, or an empty text if nothing was measured."""
-        if self.nccl_over_mpi:
-            return f"NCCL was faster than MPI at {self.nccl_wins} of {len(self.nccl_over_mpi)} sizes ({self.source})"
-        return "" if self.one_shot_bytes is None else f"one shot up to {format_bytes(self.one_shot_bytes)} ({self.source})"
+        index = bisect_left(self.points, (num_bytes, 0.0))
+        if index in (0, len(self.points)):
+            return self.points[min(index, len(self.points) - 1)][1]
+        (lower, before), (upper, after) = self.points[index - 1 : index + 1]
+        share = (_logarithm(num_bytes) - _logarithm(lower)) / (_logarithm(upper) - _logarithm(lower))
+        return before + (after - before) * share
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """The cost of a call, a step and a byte.
+    """The cost of a call, a step and a byte."""
 
-    Attributes
-    ----------
-    call_seconds, flat_call_seconds : float
-        Overhead of each phase of each chunk; `flat_call_seconds` is for a phase that is one MPI call over all ranks.
-    intra_step_seconds, inter_step_seconds : float
-        α: one synchronisation of two ranks inside a node, and one message between nodes.
-    link_bytes_per_second : float
-        1/β: bandwidth of a link of a node, in each direction.
-    links : int
-        Links of a node that its rails use at the same time, if the smallest node has as many ranks: 1 for an adapter that all
-        ranks share, as many as GPUs if each has one.
-    link_efficiency : float
-        The fraction of it that a ring along a rail reaches.
-    memory_bytes_per_second, cache_bytes_per_second : float
-        1/γ: bytes that one rank reads and writes per second, for chunks larger than `cache_bytes` and for the others.
-    cache_bytes : int
-        The largest chunk that stays in the cache.
-    flat_link_efficiency : float
-        The fraction of the link bandwidth that MPI's own all-reduce reaches on two nodes of one rank.
-    flat_crowded_link_efficiency : float
-        The same on three or more nodes, or with several ranks on a node, where MPI's ring waits, or sends bytes more than once.
-    flat_cache_efficiency, flat_memory_efficiency : float
-        The fraction of the cache and memory bandwidth that MPI's own all-reduce reaches. In the cache it may be above 1,
-        because MPI copies less than the shared window requires.
-    staging_bytes_per_second : float
-        Bytes that one rank reads and writes per second in host memory, to stage GPU memory for other nodes; 0: nothing is
-        staged.
-    direct_rails : bool
-        Whether rails move GPU memory by CUDA-aware MPI: it is not staged there.
-    corrections : tuple of Correction
-        For algorithms that were measured on this world.
-    gpu_times : GpuTimes
-        By which ``auto`` chooses on GPUs between ways that the constants do not tell apart.
-    source : str
-        Where the constants come from.
-    """
-
-    call_seconds: float = 20e-6
+    call_seconds: float = 20e-6  # overhead of each phase of each chunk; or of one that is one MPI call over all ranks
     flat_call_seconds: float = 20e-6
-    intra_step_seconds: float = 1e-6
+    intra_step_seconds: float = 1e-6  # α: a synchronisation of two ranks inside a node, and a message between nodes
     inter_step_seconds: float = 20e-6
-    link_bytes_per_second: float = 1.2e9
+    link_bytes_per_second: float = 1.2e9  # 1/β: bandwidth of a link of a node, in each direction
+    # that the rails of a node use at the same time: 1 for an adapter that all ranks share, as many as GPUs if each has one
     links: int = 1
-    link_efficiency: float = 0.95
-    memory_bytes_per_second: float = 20e9
+    link_efficiency: float = 0.95  # the fraction of the bandwidth that a ring along a rail reaches
+    memory_bytes_per_second: float = 20e9  # 1/γ: bytes that one rank reads and writes, for chunks that do not stay in the cache
     cache_bytes_per_second: float = 30e9
     cache_bytes: int = 2**21
+    # fractions that MPI's own all-reduce reaches: of the link on two nodes of one rank; elsewhere, where MPI's ring waits, or
+    # sends bytes more than once; and of cache and memory, where it copies less than the shared window requires
     flat_link_efficiency: float = 0.9
     flat_crowded_link_efficiency: float = 0.65
     flat_cache_efficiency: float = 2.0
     flat_memory_efficiency: float = 0.9
-    staging_bytes_per_second: float = 0.0
-    direct_rails: bool = False
-    corrections: tuple[Correction, ...] = ()
-    gpu_times: GpuTimes = GpuTimes()
-    source: str = "defaults"
+    staging_bytes_per_second: float = 0.0  # bytes that one rank reads and writes to stage GPU memory; 0: nothing is staged
+    direct_rails: bool = False  # rails move GPU memory by CUDA-aware MPI: it is not staged there
+    corrections: tuple[Correction, ...] = ()  # for algorithms that were measured on this world
+    source: str = "defaults"  # of the constants
 
     def correction(self, algorithm: str, num_bytes: int) -> float:
         """Return measured time over predicted time of an algorithm; 1 if it was not measured."""
@@ -289,16 +203,6 @@ def _most_shards(world: World) -> int:
 def _ring(members: int) -> float:
     """Return the bytes that each member of a bandwidth-optimal all-reduce sends, for each byte of the buffer."""
     return 2 * (members - 1) / members
-
-
-def _interpolated(points: Sequence[tuple[int, float]], num_bytes: int) -> float:
-    """Return the ratio at a size, between points over the logarithm of the size; outside them that of the nearest."""
-    index = bisect_left(points, (num_bytes, 0.0))
-    if index in (0, len(points)):
-        return points[min(index, len(points) - 1)][1]
-    (lower, before), (upper, after) = points[index - 1 : index + 1]
-    share = (_logarithm(num_bytes) - _logarithm(lower)) / (_logarithm(upper) - _logarithm(lower))
-    return before + (after - before) * share
 
 
 def _logarithm(number: int) -> float:

@@ -28,8 +28,6 @@ from itertools import accumulate, pairwise
 from mpistrat.algorithms.chunks import chunk_lengths, padded
 from mpistrat.topology.world import World
 
-__all__ = ["Phase", "Plan", "Scope", "Verb"]
-
 
 class Scope(str, Enum):
     """The groups that a phase runs in."""

@@ -9,8 +9,6 @@ from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel, link_bytes, 
 from mpistrat.algorithms.plan import Plan, Scope
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 
-__all__ = ["alternatives_text", "basis_text", "choice_document", "chunks_text", "phases_text"]
-
 
 def chunks_text(plan: Plan) -> str:
     """Return the number of elements of a plan's buffer, and how they are cut into chunks."""

@@ -22,8 +22,6 @@ from mpistrat.algorithms.plan import Phase, Plan, Scope, Verb
 from mpistrat.errors import Unsuitable
 from mpistrat.topology.world import World
 
-__all__ = ["flat", "hierarchical", "reduce_scatter", "scatter_phases"]
-
 
 def flat(world: World, count: int, itemsize: int, chunk_bytes: int = 0) -> list[Plan]:
     """Plan one all-reduce over all ranks: small buffers by shared memory and the leaders of nodes, others by MPI.

@@ -10,32 +10,9 @@ from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.topology.world import World
 
-__all__ = ["MPIClusterResolver", "RankResolver"]
-
 
 class RankResolver(ClusterResolver):
-    """Assigns the ranks of a world to jobs, in the order of both; a rank's address is its host and a port of its own.
-
-    Parameters
-    ----------
-    world : World
-        Which rank runs on which host.
-    rank : int
-        This rank.
-    jobs : dict, optional
-        Job name -> number of tasks; by default all ranks are workers.
-    port_base : int
-        The port of the first rank of a host; the next ranks get the next ports.
-    rpc_layer : str, optional
-        The protocol that `master` puts before an address.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If `port_base` or a number of tasks is invalid.
-    LaunchError
-        If the jobs have more or fewer tasks than there are ranks.
-    """
+    """Assigns the ranks of a world to jobs, in the order of both; a rank's address is its host and a port of its own."""
 
     def __init__(
         self,
@@ -54,7 +31,8 @@ class RankResolver(ClusterResolver):
                 "jobs have, or leave jobs out: all are workers then"
             )
         roles = [(job, index) for job, count in counts.items() for index in range(count)]
-        addresses = iter(_addresses(world, port_base))
+        places = [world.place(each) for each in range(world.size)]
+        addresses = iter([f"{world.nodes[place.node_index].name}:{port_base + place.local_rank}" for place in places])
         self._spec = ClusterSpec({job: [next(addresses) for _ in range(count)] for job, count in counts.items()})
         self.task_type, self.task_id = roles[rank]
         self.rpc_layer = rpc_layer
@@ -76,11 +54,6 @@ def _check_numbers(counts: Mapping[str, int], port_base: int, num_ports: int) ->
         raise InvalidArgumentError(
             f"port_base must be a port, 1 to {65536 - num_ports}, that {num_ports} ports follow; got {port_base!r}"
         )
-
-
-def _addresses(world: World, port_base: int) -> list[str]:
-    places = [world.place(rank) for rank in range(world.size)]
-    return [f"{world.nodes[place.node_index].name}:{port_base + place.local_rank}" for place in places]
 
 
 class MPIClusterResolver(RankResolver):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.errors import InvalidArgumentError
-
-__all__ = ["ClusterResolver", "SimpleClusterResolver", "TFConfigClusterResolver", "UnionResolver", "url"]
 
 _KEYWORDS = ("rpc_layer", "task_type", "task_id")
 _EXAMPLE = '{"cluster": {"worker": ["a:8888", "b:8888"]}, "task": {"type": "worker", "index": 0}}'
@@ -30,20 +28,18 @@ class ClusterResolver(ABC):
         The index of this process in its job; None if unknown.
     rpc_layer : str or None
         The protocol that `master` puts before an address: ``grpc``.
+    environment : str
+        The environment that the cluster runs in, such as ``google``.
     """
 
     task_type: str | None = None
     task_id: int | None = None
     rpc_layer: str | None = None
+    environment: str = ""
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
         """Return a new ClusterSpec; it is empty if there is no cluster."""
-
-    @property
-    def environment(self) -> str:
-        """The environment that the cluster runs in, such as ``google``; an empty string here."""
-        return ""
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """Return the address of a task, by default of this process's; an empty string if there is no cluster or task.
@@ -108,28 +104,17 @@ class SimpleClusterResolver(ClusterResolver):
         if not isinstance(master, str):
             raise TypeError(f"master must be a string; got {type(master).__name__}")
         self.task_type, self.task_id, self.rpc_layer = task_type, task_id, rpc_layer
+        self.environment = environment
         self._spec = ClusterSpec(cluster_spec)
         self._master = master
-        self._environment = environment
         self._num_accelerators = dict(num_accelerators or {})
 
     def cluster_spec(self) -> ClusterSpec:
         """Return a copy of the cluster."""
         return ClusterSpec(self._spec)
 
-    @property
-    def environment(self) -> str:
-        """The environment that the cluster runs in."""
-        return self._environment
-
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of a task; if none is asked for, the `master` that the resolver was created with.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If the cluster has no such task.
-        """
+        """Return the address of a task; if none is asked for, the `master` that the resolver was created with."""
         if task_type is not None and task_id is not None:
             return super().master(task_type, task_id, rpc_layer)
         return url(self._master, self.rpc_layer if rpc_layer is None else rpc_layer)
@@ -169,36 +154,19 @@ class UnionResolver(ClusterResolver):
         for resolver in resolvers:
             if not isinstance(resolver, ClusterResolver):
                 raise TypeError(f"UnionResolver joins ClusterResolvers; got {type(resolver).__name__}")
-        self._resolvers = resolvers
+        self._resolvers, self.environment = resolvers, resolvers[0].environment
         for name in _KEYWORDS:
             given = keywords.get(name)
             setattr(self, name, getattr(resolvers[0], name) if given is None else given)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return a new ClusterSpec with the jobs of all resolvers.
-
-        Raises
-        ------
-        KeyError
-            If two resolvers give the same task of a job.
-        """
+        """Return a new ClusterSpec with the jobs of all resolvers; a KeyError if two give the same task of a job."""
         specs = [resolver.cluster_spec() for resolver in self._resolvers]
         jobs = dict.fromkeys(job for spec in specs for job in spec.jobs)
         return ClusterSpec({job: _joined(job, [spec.as_dict()[job] for spec in specs if job in spec.jobs]) for job in jobs})
 
-    @property
-    def environment(self) -> str:
-        """The environment of the first resolver."""
-        return self._resolvers[0].environment
-
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the address of a task of any cluster; if none is asked for, the `master` of the first resolver.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If there is no such task.
-        """
+        """Return the address of a task of any cluster; if none is asked for, the `master` of the first resolver."""
         if task_type is not None and task_id is not None:
             return super().master(task_type, task_id, rpc_layer)
         return self._resolvers[0].master(rpc_layer=self.rpc_layer if rpc_layer is None else rpc_layer)
@@ -208,9 +176,8 @@ class UnionResolver(ClusterResolver):
         return self._resolvers[0].num_accelerators(task_type, task_id)
 
 
-def _joined(job: str, parts: Iterable[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
+def _joined(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
     """Return the tasks of a job that is in several clusters."""
-    parts = list(parts)
     lists = [part for part in parts if isinstance(part, list)]
     if len(lists) == len(parts):
         return [address for part in lists for address in part]
@@ -255,31 +222,14 @@ class TFConfigClusterResolver(ClusterResolver):
         self.task_type = _text(task.get("type")) if task_type is None else task_type
         self.task_id = _index(task.get("index") if task_id is None else task_id)
         self.rpc_layer = _text(config.get("rpc_layer")) if rpc_layer is None else rpc_layer
-        self._environment = environment
+        self.environment = str(config.get("environment", "")) if environment is None else environment
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the cluster in the present value of ``TF_CONFIG``.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If ``TF_CONFIG`` is not valid JSON, or has another structure.
-        """
+        """Return the cluster in the present value of ``TF_CONFIG``."""
         return ClusterSpec(_part(_read(), "cluster"))
 
-    @property
-    def environment(self) -> str:
-        """The environment that the cluster runs in."""
-        return str(_read().get("environment", "")) if self._environment is None else self._environment
-
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """Return the ``session_master`` of ``TF_CONFIG``, or the address of a task; empty if the cluster has only one.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If the cluster has no such task.
-        """
+        """Return the ``session_master`` of ``TF_CONFIG``, or the address of a task; empty if the cluster has only one."""
         session_master = _read().get("session_master")
         if session_master is not None:
             return str(session_master)
@@ -308,7 +258,6 @@ def _part(config: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str | None:
-    """Return a name that may have been written as a number."""
     return None if value is None else str(value)
 
 

@@ -19,8 +19,6 @@ from mpistrat.cluster.resolver import ClusterResolver
 from mpistrat.cluster.spec import ClusterSpec, Tasks
 from mpistrat.errors import InvalidArgumentError, LaunchError
 
-__all__ = ["Role", "check_role", "chief_rank", "id_in_cluster", "is_chief", "training_role", "worker_count"]
-
 Cluster: TypeAlias = ClusterSpec | Mapping[str, Tasks]
 
 _TYPES = ("chief", "master", "worker", "ps", "evaluator")
@@ -29,13 +27,7 @@ _TRAINING = ("chief", "master", "worker")
 
 
 def check_role(cluster: Cluster, task_type: str | None, task_id: int | None) -> ClusterSpec:
-    """Return the cluster, after checking that it has a task.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If the type is not a type of task or the cluster has no such task, or more than one chief or evaluator.
-    """
+    """Return the cluster, after checking that it has a task, and no more than one chief and evaluator."""
     spec = ClusterSpec(cluster)
     if task_type not in _TYPES:
         raise InvalidArgumentError(f"task type {task_type!r} is unknown; accepted are {', '.join(_TYPES)}")
@@ -45,7 +37,10 @@ def check_role(cluster: Cluster, task_type: str | None, task_id: int | None) -> 
             raise InvalidArgumentError(f"a cluster has at most one {group[0]}; {spec!r} has {count}")
     if task_type == "evaluator" and task_type not in spec.jobs:
         return spec
-    _check_job(spec, task_type)
+    if task_type not in spec.jobs:
+        raise InvalidArgumentError(
+            f"task type {task_type!r} is not a job of the cluster, which has {', '.join(spec.jobs) or 'none'}"
+        )
     known = spec.task_indices(task_type)
     if task_id not in known:
         tasks = ", ".join(map(str, known))
@@ -54,13 +49,7 @@ def check_role(cluster: Cluster, task_type: str | None, task_id: int | None) -> 
 
 
 def is_chief(cluster: Cluster, task_type: str | None, task_id: int | None) -> bool:
-    """Return whether a task is the chief, worker 0 of a cluster without chief, or the evaluator.
-
-    Raises
-    ------
-    InvalidArgumentError
-        As `check_role`.
-    """
+    """Return whether a task is the chief, worker 0 of a cluster without chief, or the evaluator."""
     spec = check_role(cluster, task_type, task_id)
     if task_type in (*_CHIEFS, "evaluator"):
         return True
@@ -77,13 +66,7 @@ class Role:
 
 
 def training_role(resolver: ClusterResolver) -> Role:
-    """Return the task that a resolver gives this rank.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If there is a cluster, and the resolver names no task of it for this process, or one that does not train.
-    """
+    """Return the task that a resolver gives this rank; if there is a cluster, it must be one of it that trains."""
     spec = ClusterSpec(resolver.cluster_spec())
     name = type(resolver).__name__
     if not spec:
@@ -105,15 +88,8 @@ def training_role(resolver: ClusterResolver) -> Role:
 def chief_rank(roles: Sequence[Role]) -> int:
     """Return the lowest rank whose task is the chief; rank 0 if there is no cluster, or no such task in it.
 
-    Parameters
-    ----------
-    roles : sequence of Role
-        The task of each rank, in one cluster. Several ranks may have the same task, which is then a node.
-
-    Raises
-    ------
-    LaunchError
-        On every rank, if a task that trains has no rank.
+    `roles` are those of all ranks, in one cluster. Several may have the same task, which is then a node; a task that trains and
+    has no rank is a LaunchError on every rank.
     """
     spec = roles[0].spec
     if not spec:
@@ -131,47 +107,6 @@ def chief_rank(roles: Sequence[Role]) -> int:
         error.raised_everywhere = True
         raise error
     return next((rank for rank, role in enumerate(roles) if is_chief(spec, role.task_type, role.task_id)), 0)
-
-
-def id_in_cluster(cluster: Cluster, task_type: str | None, task_id: int | None) -> int:
-    """Return the number of a task among those that train: the chief, then the workers; an evaluator has number 0.
-
-    Raises
-    ------
-    InvalidArgumentError
-        As `check_role`, and for a ``ps``, which does not train.
-    """
-    spec = check_role(cluster, task_type, task_id)
-    if task_type == "ps":
-        raise InvalidArgumentError("a ps has no id among the tasks that train; chief, worker and evaluator have one")
-    if task_type != "worker":
-        return 0
-    assert task_id is not None, "check_role has found the task"
-    return _num_chiefs(spec) + spec.task_indices("worker").index(task_id)
-
-
-def worker_count(cluster: Cluster, task_type: str | None) -> int:
-    """Return the number of tasks that train together with one of this type: chief and workers, or the evaluator alone.
-
-    Raises
-    ------
-    InvalidArgumentError
-        For a ``ps``, which does not train, and if the type is unknown or not in the cluster.
-    """
-    spec = ClusterSpec(cluster)
-    if task_type not in _TYPES or task_type == "ps":
-        raise InvalidArgumentError(f"worker_count counts chief, worker and evaluator; got task type {task_type!r}")
-    if task_type == "evaluator":
-        return 1
-    _check_job(spec, task_type)
-    return _num_chiefs(spec) + (spec.num_tasks("worker") if "worker" in spec.jobs else 0)
-
-
-def _check_job(spec: ClusterSpec, task_type: str) -> None:
-    if task_type not in spec.jobs:
-        raise InvalidArgumentError(
-            f"task type {task_type!r} is not a job of the cluster, which has {', '.join(spec.jobs) or 'none'}"
-        )
 
 
 def _num_chiefs(spec: ClusterSpec) -> int:

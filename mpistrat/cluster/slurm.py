@@ -1,20 +1,23 @@
 """SlurmClusterResolver: the cluster formed by the tasks of a SLURM step.
 
-Nodes are in the order of SLURM's list, which is the order of ranks. SLURM's binding of CPUs and GPUs is not changed.
+In SLURM's notation ``n[009-011],login`` is n009, n010, n011, login, and ``3(x2),2,1`` is 3, 3, 2, 1. Nodes are in the
+order of its list, which is the order of ranks, and keep leading zeros. SLURM's binding of CPUs and GPUs is not changed.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
+from itertools import product
 
-from mpistrat.cluster.hostlist import expand_hosts, expand_tasks
 from mpistrat.cluster.mpi_resolver import RankResolver
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch import environment
 from mpistrat.topology.world import World
 
-__all__ = ["SlurmClusterResolver"]
+_HOSTS = "a host list is NAME,NAME,…, where a name may hold ranges in brackets: n[009-011,20],rack[0-1]n[1-2]"
+_TASKS = "a list of task counts is COUNT or COUNT(xNODES), joined by commas: 3(x2),2,1"
 
 
 class SlurmClusterResolver(RankResolver):
@@ -148,3 +151,48 @@ def _gpus_here() -> int:
         return int(count)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return len([name for name in visible.split(",") if name.strip()])
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Return the hosts of a host list, in its order.
+
+    If a name has several brackets, the last one varies fastest: ``rack[0-1]n[1-2]`` begins with rack0n1, rack0n2.
+    """
+    return [host for name in _names(text) for host in _expanded(name, text)]
+
+
+def expand_tasks(text: str) -> list[int]:
+    """Return the number of tasks on each node."""
+    counts: list[int] = []
+    for part in text.strip().split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise InvalidArgumentError(f"{text!r} holds {part!r}; {_TASKS}")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _names(text: str) -> list[str]:
+    """Split at the commas outside brackets."""
+    names = re.findall(r"(?:\[[^\[\]]*\]|[^\[\],\s])+", text)
+    if not names or ",".join(names) != text.strip():
+        raise InvalidArgumentError(f"{text!r} cannot be read: a name is empty, or brackets are not paired; {_HOSTS}")
+    return names
+
+
+def _expanded(name: str, text: str) -> list[str]:
+    # parts with odd indices were in brackets
+    parts = re.split(r"\[(.*?)\]", name)
+    choices = [_numbers(part, text) if index % 2 else [part] for index, part in enumerate(parts)]
+    return ["".join(chosen) for chosen in product(*choices)]
+
+
+def _numbers(ranges: str, text: str) -> list[str]:
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
+        if int(last) < int(first):
+            raise InvalidArgumentError(f"{text!r} holds the range {part!r}, which is neither NUMBER nor LOW-HIGH; {_HOSTS}")
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers

@@ -8,8 +8,6 @@ from typing import ClassVar, TypeAlias
 
 from mpistrat.errors import InvalidArgumentError
 
-__all__ = ["ClusterSpec", "Tasks"]
-
 Tasks: TypeAlias = Sequence[str] | Mapping[int, str]
 """The addresses of a job's tasks: a list, or task index -> address if some tasks are missing."""
 
@@ -53,33 +51,15 @@ class ClusterSpec:
         return {job: list(tasks.values()) if _is_dense(tasks) else dict(tasks) for job, tasks in self._jobs.items()}
 
     def num_tasks(self, job_name: str) -> int:
-        """Return the number of tasks of a job.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If there is no such job.
-        """
+        """Return the number of tasks of a job."""
         return len(self._tasks(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """Return the indices of the tasks of a job, in increasing order.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If there is no such job.
-        """
+        """Return the indices of the tasks of a job, in increasing order."""
         return list(self._tasks(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """Return the address of a task.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If there is no such job, or no such task in it.
-        """
+        """Return the address of a task."""
         tasks = self._tasks(job_name)
         if task_index not in tasks:
             found = ", ".join(map(str, tasks)) or "none"
@@ -87,13 +67,7 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Return the addresses of a job by task index, None for tasks that are missing.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If there is no such job.
-        """
+        """Return the addresses of a job by task index, None for tasks that are missing."""
         tasks = self._tasks(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 

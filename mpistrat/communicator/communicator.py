@@ -47,7 +47,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.logger import logger
 from mpistrat.reduction import ReduceOp
 from mpistrat.tuning.file import shared_model
-from mpistrat.watch.recorder import recorder, write_entry
+from mpistrat.watch.recorder import recorder, watched, write_entry
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -119,7 +119,8 @@ class Communicator(BaseCommunicator):
         self._owned = ExitStack()
         self._owned.callback(self.hierarchy.close)
         try:
-            self._build(options, num_packs, model, uses_gpu)
+            with watched("Communicator: its plans and memory", self.hierarchy.members):
+                self._build(options, num_packs, model, uses_gpu)
         except (DeadlineExceededError, UnavailableError):  # a rank is missing
             raise
         except MpistratError:  # raised on all ranks, which free together what they made
@@ -217,7 +218,10 @@ class Communicator(BaseCommunicator):
         results = None if path is None else self.run_fast(path, given, targets)
         if results is None:
             sources, memory = self._read("all_reduce", given, targets, options)
-            results = alike(self._reductions.all_reduce(op, sources, options, memory), given, targets)
+            results = self.try_fast_all_reduce(op, sources, options, memory)  # of what was a number or a tensor, say
+            if results is None:
+                results = self._reductions.all_reduce(op, sources, options, memory)
+            results = alike(results, given, targets)
         return results[0] if is_one else results
 
     def try_fast_all_reduce(
@@ -499,8 +503,9 @@ class Communicator(BaseCommunicator):
             with self._guard:
                 self._calls.enter("close", lambda _: "()", None)  # all ranks free the memory together
             self.confirm()
-            self._plans.clear()
-            self._owned.close()
+            with watched("Communicator: close", self.hierarchy.members):
+                self._plans.clear()
+                self._owned.close()
         super().close(owner)
 
     def _read(

@@ -23,7 +23,6 @@ from mpistrat.execution.device_executor import DeviceExecutor, DeviceScatter
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.packing.wire import Wire
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
-from mpistrat.transports.nccl import NcclTransport
 
 __all__ = ["DevicePlanCache", "MixedPlanCache"]
 
@@ -45,7 +44,6 @@ class DevicePlanCache(PlanCache):
         super().__init__(executor, say, executor.model)
         self._device_executor = executor
         self._wanted_chunk_bytes, self._chunk_bytes = self._chunk_bytes, self._chunk_bytes or DEVICE_CHUNK_BYTES
-        self._nccl_is_asked_for = executor.hierarchy.settings[settings.INTER_TRANSPORT] == NcclTransport.name
 
     def explain(self, arrays: Sequence[Array], options: CommunicationOptions) -> Explanation:
         """Return how a sum of such arrays is computed: see `PlanCache.explain`. What is only enqueued is not timed."""
@@ -84,32 +82,16 @@ class DevicePlanCache(PlanCache):
         nccl, is_summed = self._device_executor.transports.everywhere, wire is None and not options.deterministic
         by_nccl = nccl is not None and is_summed and not nccl.refusal(dtype, op)
         joins_nodes = nccl is not None and self._world.num_nodes > 1
-        why = ""
         if joins_nodes and by_nccl and options.algorithm == "auto":
-            is_faster, why = self._compare_nccl(count * dtype.itemsize)
-            if is_faster:
-                [plan] = planners.flat(self._world, count, dtype.itemsize)
-                return Choice(plan, why, ())
-        # algorithms by name too: what was measured is one call of NCCL
-        by_mpi = joins_nodes and not self._nccl_is_asked_for
+            [plan] = planners.flat(self._world, count, dtype.itemsize)
+            return Choice(plan, f"{settings.INTER_TRANSPORT.name}=nccl joins all ranks, and NCCL chooses how", ())
         choice = super()._choice(op, count, dtype, options, wire)
-        if dtype in HALF_DTYPES and not (by_nccl and not by_mpi):
+        if dtype in HALF_DTYPES and not by_nccl:
             choice = _without_halves_in_mpi(choice)
-        if by_mpi:
-            reason = f"{choice.reason}; {why}" if why else choice.reason
-            return replace(choice, plan=replace(choice.plan, by_mpi=True), reason=reason)
         if not by_nccl or self._world.num_nodes == 1:
             return choice
         # kernels of several communicators run one after the other, in an order that depends on nothing else
         return replace(choice, plan=replace(choice.plan, depth=1))
-
-    def _compare_nccl(self, num_bytes: int) -> tuple[bool, str]:
-        """Return whether NCCL over all ranks is faster than MPI between nodes, or was asked for, and which of both."""
-        if self._nccl_is_asked_for:
-            return True, f"{settings.INTER_TRANSPORT.name}=nccl joins all ranks, and NCCL chooses how"
-        times = self.model.gpu_times
-        ratio = times.nccl_ratio(num_bytes)
-        return ratio < 1, f"NCCL over all ranks takes {ratio:.2f} of the time with MPI between nodes ({times.source})"
 
     def _best(self, count: int, itemsize: int, algorithm: str, wire_itemsize: int) -> Choice:
         # inside a node NCCL chooses the algorithm of an all-reduce itself

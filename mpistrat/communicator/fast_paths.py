@@ -170,7 +170,7 @@ class FastPaths:
             known = passed.get((op.handle, size, dtype))
             if known is None or not target.flags.carray:
                 return False
-            if source is target:
+            if source is target or source is None:
                 source = in_place
             elif source is not in_place:
                 if type(source) is not ndarray or source.dtype is not dtype or source.size != size:

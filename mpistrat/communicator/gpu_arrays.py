@@ -28,7 +28,7 @@ class GpuArrays:
         self, device: Device, host: Executor, plans: PlanCache, guard: CollectiveGuard, say: Callable[[str], None]
     ) -> None:
         self.device, self._guard, guard.is_on_gpu = device, guard, True
-        model = replace(ON_DEVICE, links=plans.model.links, gpu_times=plans.model.gpu_times)
+        model = replace(ON_DEVICE, links=plans.model.links)
         self.executor = DeviceExecutor(host, device, model)
         self.plans = MixedPlanCache(plans, DevicePlanCache(self.executor, say))
         self.stream = device.stream()

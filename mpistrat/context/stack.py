@@ -21,29 +21,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-__all__ = [
-    "Mode",
-    "StrategyScope",
-    "current",
-    "default_mode",
-    "enter_or_assert_strategy",
-    "entered",
-    "experimental_set_strategy",
-    "get_replica_context",
-    "get_strategy",
-    "get_update_replica_id",
-    "has_strategy",
-    "in_cross_replica_context",
-    "in_replica_context_of",
-    "misplaced",
-    "outside_replica",
-    "pop",
-    "push",
-    "register_default",
-    "require_no_default_scope",
-    "updating",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class Mode:
@@ -114,12 +91,7 @@ def experimental_set_strategy(strategy: Any) -> None:
     """Make `strategy` the current one on every thread, without a ``with`` block; None restores the default strategy."""
     global _process_wide
     if entered.modes:
-        raise misplaced(
-            "experimental_set_strategy",
-            "outside all scopes",
-            "with strategy.scope(): mpistrat.experimental_set_strategy(other)",
-            "mpistrat.experimental_set_strategy(other), before any scope is entered",
-        )
+        raise misplaced("experimental_set_strategy", "outside all scopes")
     _process_wide = None if strategy is None or strategy is default_mode().strategy else Mode(strategy)
 
 
@@ -165,12 +137,7 @@ class StrategyScope:
         if found is default_mode() or (found.strategy is wanted and found.replica_context is None):
             push(self._mode)
         elif found.strategy is wanted:
-            raise misplaced(
-                "strategy.scope",
-                "outside strategy.run",
-                "strategy.run(fn), where fn says: with strategy.scope(): …",
-                "with strategy.scope(): strategy.run(fn)",
-            )
+            raise misplaced("strategy.scope", "outside strategy.run")
         else:
             raise _mixed("strategy.scope", wanted, found)
         return wanted
@@ -218,8 +185,9 @@ def require_no_default_scope(call: str) -> None:
         )
 
 
-def misplaced(call: str, wanted: str, incorrect: str, correct: str) -> RuntimeError:
-    """Return the error of a call in the wrong context, with an example of an incorrect and of a correct line."""
+def misplaced(call: str, wanted: str, example: str = "") -> RuntimeError:
+    """Return the error of a call in the wrong context, with the example of that name, or for the call."""
+    incorrect, correct = EXAMPLES[example or call]
     return RuntimeError(
         f"{call} must be called {wanted}, but {_where(current())}.\n    incorrect:  {incorrect}\n    correct:    {correct}"
     )
@@ -253,3 +221,68 @@ def _where(found: Mode) -> str:
     if found.replica_context is None:
         return f"this is the cross-replica context of {found.strategy!r}"
     return f"this is inside strategy.run of {found.strategy!r}"
+
+
+# Of calls in the wrong context: the call and what is correct, where {} is the call, and `ctx.` a call on the replica context.
+_INSIDE_RUN = (
+    ('strategy.reduce("sum", value, axis=None)', 'ctx.all_reduce("sum", value)'),
+    ("strategy.gather(value, axis=0)", "ctx.all_gather(value, axis=0)"),
+    ("strategy.broadcast(value)", "ctx.broadcast(value)"),
+    ("strategy.experimental_local_results(value)", "strategy.experimental_local_results(strategy.run(step))"),
+    ("strategy.experimental_distribute_dataset(dataset)", "for batch in {}: strategy.run(step, args=(batch,))"),
+    ("strategy.distribute_datasets_from_function(dataset_fn)", "for batch in {}: strategy.run(step, args=(batch,))"),
+    ("strategy.experimental_distribute_values_from_function(value_fn)", "strategy.run(step, args=({},))"),
+    ("strategy.close()", "strategy.run(step); {}"),
+    ('strategy.extended.reduce_to("sum", value, destinations)', 'ctx.all_reduce("sum", value)'),
+    ('strategy.extended.batch_reduce_to("sum", [(value, value), (other, other)])', 'ctx.all_reduce("sum", [value, other])'),
+    ("strategy.extended.broadcast_to(value, destinations)", "ctx.broadcast(value)"),
+    ("strategy.extended.update_non_slot(devices, fn)", "ctx.merge_call(lambda strategy: {})"),
+    ("strategy.extended.read_var(variable)", "def step(): return variable.value"),
+    ('ops.reduce("sum", value, destinations)', 'ctx.all_reduce("sum", value); or ops.reduce(…) in strategy.scope()'),
+    (
+        'ops.batch_reduce("sum", [(value, destinations), (other, destinations)])',
+        'ctx.all_reduce("sum", [value, other]); or ops.batch_reduce(…) in strategy.scope()',
+    ),
+    ("ops.broadcast(array, destinations)", "with strategy.scope(): {}"),
+)
+_OUTSIDE_RUN = (
+    ('ctx.all_reduce("sum", value)', 'strategy.reduce("sum", value, axis=None)'),
+    ('ctx.start_all_reduce("sum", value)', 'strategy.reduce("sum", value, axis=None)'),
+    ("ctx.all_gather(value, axis=0)", "strategy.gather(value, axis=0)"),
+    ("ctx.broadcast(value)", "strategy.broadcast(value)"),
+    ('ctx.reduce_scatter("sum", value)', "strategy.run(lambda: {})"),
+    ("ctx.all_to_all(values)", "strategy.run(lambda: {})"),
+    ("ctx.barrier()", "strategy.run(lambda: {})"),
+    ("ctx.update(variable, fn)", "with strategy.scope(): variable.assign(value)"),
+)
+
+
+def _example(prefix: str, call: str, correct: str) -> tuple[str, str]:
+    step = f"def step(): return {correct}" if correct.startswith("ctx.") else correct
+    return prefix + call, step.format(call).replace("ctx.", "mpistrat.get_replica_context().")
+
+
+EXAMPLES = {
+    **{call.partition("(")[0]: _example("def step(): return ", call, correct) for call, correct in _INSIDE_RUN},
+    **{call.partition("(")[0]: _example("with strategy.scope(): ", call, correct) for call, correct in _OUTSIDE_RUN},
+    "ctx.merge_call": ("def merge_fn(strategy): ctx.merge_call(other_fn)", "def merge_fn(strategy): other_fn(strategy)"),
+    "ctx.update of a variable": (
+        "mpistrat.get_replica_context().update(variable, fn), outside strategy.run",
+        "def step(): mpistrat.get_replica_context().update(variable, fn), then strategy.run(step)",
+    ),
+    "strategy.run": ("strategy.run(fn), where fn calls strategy.run(other)", "strategy.run(fn), where fn calls other()"),
+    "strategy.scope": ("strategy.run(fn), where fn enters strategy.scope()", "with strategy.scope(): strategy.run(fn)"),
+    "strategy.extended.colocate_vars_with": (
+        "with strategy.extended.colocate_vars_with(variable): other = mpistrat.Variable(value)",
+        "with strategy.scope(), strategy.extended.colocate_vars_with(variable): other = mpistrat.Variable(value)",
+    ),
+    "ops of a value": (
+        'ops.reduce("sum", strategy.run(fn), destinations)',
+        'with strategy.scope(): ops.reduce("sum", strategy.run(fn), destinations)',
+    ),
+    "experimental_set_strategy": (
+        "with strategy.scope(): mpistrat.experimental_set_strategy(other)",
+        "mpistrat.experimental_set_strategy(other), before any scope is entered",
+    ),
+}
+"""Of each call in the wrong context: an incorrect line, and the correct one."""

@@ -14,20 +14,6 @@ from mpistrat.context.stack import current, default_mode
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.structures import flatten, map_leaves
 
-__all__ = [
-    "DistributedValues",
-    "Mirrored",
-    "PerReplica",
-    "across_replicas",
-    "across_replicas_of",
-    "assignable",
-    "container_of",
-    "converted",
-    "in_replica",
-    "regroup",
-    "select_replica",
-]
-
 # NumPy functions that write to their first argument
 _WRITERS = (np.copyto, np.fill_diagonal, np.place, np.put, np.put_along_axis, np.putmask)
 

@@ -16,8 +16,6 @@ from mpistrat.device.binding import bound_device
 from mpistrat.errors import TransportError
 from mpistrat.reduction import ReduceOp
 
-__all__ = ["CollectiveAllReduce", "HierarchicalAllReduce", "HierarchicalCopyAllReduce", "NcclAllReduce"]
-
 
 class HierarchicalAllReduce(CrossDeviceOps):
     """Reduces inside each node, then between nodes, with the algorithm that is fastest for the arrays. Strategies' default.
@@ -27,11 +25,6 @@ class HierarchicalAllReduce(CrossDeviceOps):
     num_packs : int, optional
         Number of equal packs that the elements of a batch are cut into; the last one takes the remainder. 0: each array is
         reduced separately. None (the default): packs follow `bytes_per_pack` of the options.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If `num_packs` is negative.
     """
 
     def __init__(self, num_packs: int | None = None) -> None:
@@ -51,7 +44,8 @@ class HierarchicalAllReduce(CrossDeviceOps):
             return None
         if kind.batch_reduce_implementation is not own.batch_reduce_implementation:
             return None
-        return self._merged(communicator, options)
+        self._check(communicator)
+        return self._options.merge(options)
 
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: PerReplica, destinations: Any, options: CommunicationOptions
@@ -67,7 +61,8 @@ class HierarchicalAllReduce(CrossDeviceOps):
 
     def _all_reduce(self, op: ReduceOp, pairs: Sequence[tuple[PerReplica, Any]], options: CommunicationOptions) -> list[Any]:
         communicator = current_communicator()
-        wanted = self._merged(communicator, options)
+        self._check(communicator)
+        wanted = self._options.merge(options)
         destination_ranks = [resolve(destinations, communicator) for _, destinations in pairs]
         components = [component for value, _ in pairs for component in value.values]
         arrays = [as_array(component) for component in components if not isinstance(component, IndexedSlices)]
@@ -80,11 +75,6 @@ class HierarchicalAllReduce(CrossDeviceOps):
         ]
         return [deliver(result, ranks, communicator) for result, ranks in zip(results, destination_ranks, strict=True)]
 
-    def _merged(self, communicator: BaseCommunicator, options: CommunicationOptions | None) -> CommunicationOptions:
-        """Return the options of a call, merged over those of this object; raise if the communicator cannot reduce so."""
-        self._check(communicator)
-        return self._options.merge(options)
-
     def _check(self, communicator: BaseCommunicator) -> None:
         """Raise if the communicator cannot reduce in this way."""
 
@@ -93,9 +83,9 @@ class CollectiveAllReduce(HierarchicalAllReduce):
     """Reduces by one all-reduce over all ranks (algorithm ``flat``), whatever the nodes."""
 
     def __init__(self, options: CommunicationOptions | None = None, num_packs: int | None = None) -> None:
-        super().__init__(num_packs)
         check_options(options)
-        self._options = CommunicationOptions(algorithm="flat").merge(options).merge(self._options)
+        own = CommunicationOptions(num_packs=num_packs)
+        self._options = CommunicationOptions(algorithm="flat").merge(options).merge(own)
 
     def __repr__(self) -> str:
         return f"CollectiveAllReduce(options={self._options}, num_packs={self.num_packs})"
@@ -105,7 +95,6 @@ class HierarchicalCopyAllReduce(HierarchicalAllReduce):
     """Reduces inside one node by a reduce-scatter and an all-gather."""
 
     def __init__(self, num_packs: int = 1) -> None:
-        super().__init__(num_packs)
         self._options = CommunicationOptions(algorithm="hierarchical", num_packs=num_packs)
 
     def _check(self, communicator: BaseCommunicator) -> None:
@@ -120,7 +109,6 @@ class NcclAllReduce(HierarchicalAllReduce):
     """Reduces arrays on GPUs by NCCL."""
 
     def __init__(self, num_packs: int = 1) -> None:
-        super().__init__(num_packs)
         self._options = CommunicationOptions(implementation="NCCL", num_packs=num_packs)
 
     def _check(self, communicator: BaseCommunicator) -> None:

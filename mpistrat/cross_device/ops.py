@@ -12,7 +12,6 @@ from mpistrat.arrays import as_array, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
 from mpistrat.communicator.sparse import IndexedSlices, broadcast_slices, gather_refused
-from mpistrat.context.advice import ADVICE
 from mpistrat.context.stack import current, default_mode, get_strategy, in_cross_replica_context, misplaced, outside_replica
 from mpistrat.context.values import DistributedValues, Mirrored, PerReplica, select_replica
 from mpistrat.cross_device.pairs import (
@@ -26,8 +25,6 @@ from mpistrat.cross_device.pairs import (
     resolve,
 )
 from mpistrat.reduction import ReduceOp
-
-__all__ = ["CrossDeviceOps", "current_communicator"]
 
 _IMPLEMENTATIONS = {"reduce_implementation", "batch_reduce_implementation"}
 
@@ -51,11 +48,7 @@ class CrossDeviceOps:
         return None
 
     def reduce(
-        self,
-        reduce_op: ReduceOp | str,
-        per_replica_value: Any,
-        destinations: Any,
-        options: CommunicationOptions | None = None,
+        self, reduce_op: ReduceOp | str, per_replica_value: Any, destinations: Any, options: CommunicationOptions | None = None
     ) -> Any:
         """Reduce a value over replicas, and deliver the result to `destinations`. A collective call, outside ``strategy.run``.
 
@@ -77,11 +70,6 @@ class CrossDeviceOps:
         Mirrored, OnSomeReplicas or ndarray
             A mirrored value if all replicas are destinations, else a value that only the destinations can read; with one
             replica, its component. The result of a variable is a copy: assigning to the variable does not change it.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If the value is not an array, its sum or product is ambiguous, or `destinations` is empty or of an unsupported type.
         """
         return self._reduce("reduce", reduce_op, [(per_replica_value, destinations)], options)[0]
 
@@ -129,10 +117,7 @@ class CrossDeviceOps:
     ) -> Any:
         """Reduce one value; to be overridden. A collective call, in cross-replica context, with checked arguments.
 
-        Returns
-        -------
-        Mirrored, OnSomeReplicas or ndarray
-            The result; an array is the component of this rank.
+        The result is a `Mirrored` value, one on some replicas, or an array, which is the component of this rank.
         """
         raise _abstract(self)
 
@@ -218,7 +203,7 @@ def current_communicator() -> BaseCommunicator:
 
 def _require_cross_replica(ops: CrossDeviceOps, method: str) -> None:
     if not in_cross_replica_context() and current() is not default_mode():
-        raise misplaced(f"{type(ops).__name__}.{method}", "in cross-replica context", *ADVICE[f"ops.{method}"])
+        raise misplaced(f"{type(ops).__name__}.{method}", "in cross-replica context", f"ops.{method}")
 
 
 def _abstract(ops: CrossDeviceOps) -> NotImplementedError:

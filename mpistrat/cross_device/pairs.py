@@ -17,19 +17,6 @@ from mpistrat.reduction import ReduceOp, check_across_replicas
 from mpistrat.text import ranks_text
 from mpistrat.topology.devices import ranks_of
 
-__all__ = [
-    "IDEMPOTENT",
-    "OnSomeReplicas",
-    "Pair",
-    "broadcast_source",
-    "check_unambiguous",
-    "checked_component",
-    "checked_pairs",
-    "deliver",
-    "needs_reduction",
-    "resolve",
-]
-
 # the reduction of equal components is the component itself
 IDEMPOTENT = (ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX)
 
@@ -145,8 +132,7 @@ def _check_in_scope(value: Any) -> None:
         raise misplaced(
             f"an operation of CrossDeviceOps on {value!r}",
             "in the scope of the strategy that the value belongs to",
-            'ops.reduce("sum", strategy.run(fn), destinations)',
-            'with strategy.scope(): ops.reduce("sum", strategy.run(fn), destinations)',
+            "ops of a value",
         )
 
 

@@ -17,8 +17,6 @@ from mpistrat.cross_device.pairs import deliver, resolve
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.reduction import ReduceOp, accumulation_dtype, check_dtype, combine, divide, quiet
 
-__all__ = ["ReductionToOneDevice"]
-
 AccumulationFn = Callable[[list[Array]], Any]
 
 
@@ -35,11 +33,6 @@ class ReductionToOneDevice(CrossDeviceOps):
         Replaces the sum: called on that rank as ``accumulation_fn([component_0, component_1, …])`` with arrays in the dtype of
         the accumulation (float32 for 16-bit floats), it returns an array of their shape, which MEAN divides. IndexedSlices are
         summed without it.
-
-    Raises
-    ------
-    TypeError
-        If `accumulation_fn` cannot be called.
     """
 
     def __init__(self, reduce_to_device: str | int | None = None, accumulation_fn: AccumulationFn | None = None) -> None:

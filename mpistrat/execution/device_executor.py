@@ -61,7 +61,7 @@ class DeviceExecutor(Executor):
     transports: DeviceTransports
 
     def __init__(self, host: Executor, device: Device, model: CostModel) -> None:
-        super().__init__(host.hierarchy, device_transports(host.hierarchy, device, host.transports, model))
+        super().__init__(host.hierarchy, device_transports(host.hierarchy, device, host.transports))
         self.device, self._device, self.timeline = device, device, host.timeline
         self._shares_memory = host._shares_memory  # ranks compare calls in host memory
         is_direct = any(rail.name == CudaAwareTransport.name for rail in self.rails.values())

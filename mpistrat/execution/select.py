@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from mpistrat import settings
-from mpistrat.algorithms.cost import CostModel, GpuTimes
 from mpistrat.device.abstract import Device
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import TransportError
@@ -20,7 +19,7 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.logger import logger
 from mpistrat.text import format_bytes
 from mpistrat.transports.base import Transport
-from mpistrat.transports.cuda_ipc import ASSUMED_ONE_SHOT_BYTES, CudaIpcTransport
+from mpistrat.transports.cuda_ipc import CudaIpcTransport
 from mpistrat.transports.mpi import MpiTransport
 from mpistrat.transports.mpi_ring import MpiRingTransport
 from mpistrat.transports.mpi_world import WorldTransport
@@ -101,9 +100,7 @@ class DeviceTransports(Transports):
     has_channels : bool
         Whether several operations of a rail may be in flight.
     everywhere : NcclTransport or None
-        NCCL over all ranks: on one node that uses it, and on several if it is asked for, or was measured to be faster.
-    refusal : str
-        Why NCCL cannot join all ranks although it was measured to be faster. The same on all ranks.
+        NCCL over all ranks: on one node that uses it, and on several if it is asked for.
     combine_halves : bool
         Whether 16-bit floats can be combined in their own dtype inside all nodes. The same on all ranks.
     """
@@ -115,7 +112,6 @@ class DeviceTransports(Transports):
     lacks_nccl: str = ""
     has_channels: bool = True
     everywhere: NcclTransport | None = None
-    refusal: str = ""
     combine_halves: bool = False
 
     def __str__(self) -> str:
@@ -151,7 +147,7 @@ def host_transports(hierarchy: Hierarchy) -> Transports:
     )
 
 
-def device_transports(hierarchy: Hierarchy, device: Device, host: Transports, model: CostModel) -> DeviceTransports:
+def device_transports(hierarchy: Hierarchy, device: Device, host: Transports) -> DeviceTransports:
     """Return the transports of device memory. A collective call.
 
     Raises
@@ -174,13 +170,12 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports, mo
         )
     assert intra is not None, "a refusal on this node has raised on all ranks"
     taken = {name: transport for name, transport, alone, _ in answers if not alone}
-    times = model.gpu_times
-    everywhere, refusal = _join_all(hierarchy, device, intra, times)
+    everywhere = _join_all(hierarchy, device, intra)
     rails, between = device_rails(hierarchy, device, host.rails)
     if between:
-        between = _between_nodes(between, hierarchy, times, everywhere is not None, refusal)
+        between = _between_nodes(between, hierarchy)
     elif taken and intra.one_shot_bytes is not None:
-        between = _limit_one_shot(intra, times)
+        between = f"one shot up to {format_bytes(intra.one_shot_bytes)} ({settings.ONE_SHOT_BYTES.name})"
     return DeviceTransports(
         intra,
         StagedTransport(hierarchy.world_group, device, lambda _: host.world),
@@ -196,27 +191,21 @@ def device_transports(hierarchy: Hierarchy, device: Device, host: Transports, mo
         ),
         all(rail.name != StagedTransport.name or host.rails[shard].name != MpiTransport.name for shard, rail in rails.items()),
         everywhere,
-        refusal,
         all(transport in _COMBINE_HALVES for _, transport, _, _ in answers),
     )
 
 
-def _join_all(hierarchy: Hierarchy, device: Device, intra: Transport, times: GpuTimes) -> tuple[NcclTransport | None, str]:
-    """Return NCCL over all ranks, or None and why they cannot join although it is faster.
-
-    On one node it is that of the node; on several one of its own, if it is asked for between them, or was measured to be
-    faster at some size.
-    """
+def _join_all(hierarchy: Hierarchy, device: Device, intra: Transport) -> NcclTransport | None:
+    """Return NCCL over all ranks: that of the node where there is one, and one of its own where a setting asks for it."""
     if hierarchy.world.num_nodes == 1:
-        return (cast("NcclTransport", intra) if intra.name == NcclTransport.name else None), ""
-    inter = hierarchy.settings[settings.INTER_TRANSPORT]
-    if inter != NcclTransport.name and not (inter == "auto" and times.nccl_wins):
-        return None, ""
+        return cast("NcclTransport", intra) if intra.name == NcclTransport.name else None
+    if hierarchy.settings[settings.INTER_TRANSPORT] != NcclTransport.name:
+        return None
     transport, reason = _try(NcclTransport.name, hierarchy.world_group, device)
-    if transport is None and inter == NcclTransport.name:
+    if transport is None:
         intra.abort(reason)
         raise _refused_between(reason)
-    return cast("NcclTransport | None", transport), reason
+    return cast("NcclTransport", transport)
 
 
 def nccl_rails(hierarchy: Hierarchy, device: Device, everywhere: NcclTransport) -> Mapping[int, NcclTransport]:
@@ -240,34 +229,14 @@ def nccl_rails(hierarchy: Hierarchy, device: Device, everywhere: NcclTransport) 
     return rails
 
 
-def _between_nodes(by_mpi: str, hierarchy: Hierarchy, times: GpuTimes, by_nccl: bool, refusal: str) -> str:
+def _between_nodes(by_mpi: str, hierarchy: Hierarchy) -> str:
     """Return what is between nodes, as text, and what else could be. A collective call."""
     inter = hierarchy.settings[settings.INTER_TRANSPORT]
     if inter == NcclTransport.name:
         return f"{inter} between nodes"
-    if by_nccl:
-        return f"{NcclTransport.name} between nodes where it is faster, else {by_mpi}; {times}"
-    if inter != "auto":
-        return by_mpi
-    if times.nccl_over_mpi:
-        return f"{by_mpi}; {times}" + (f", but cannot join all ranks: {refusal}" if refusal else "")
-    if hierarchy.all_agree(not NcclTransport.probe(hierarchy.world_group)):
-        return (
-            f"{by_mpi}; NCCL was not measured there, and auto does not take it: {settings.INTER_TRANSPORT.name}=nccl does, "
-            "and mpistrat tune compares them"
-        )
+    if inter == "auto" and hierarchy.all_agree(not NcclTransport.probe(hierarchy.world_group)):
+        return f"{by_mpi}; auto does not take NCCL there, which nobody has measured: {settings.INTER_TRANSPORT.name}=nccl does"
     return by_mpi
-
-
-def _limit_one_shot(intra: Transport, times: GpuTimes) -> str:
-    """Sum in one shot up to the measured size, unless a setting says another; return which, and why, as text."""
-    wanted = intra.group.settings[settings.ONE_SHOT_BYTES]
-    if wanted is not None:
-        return f"one shot up to {format_bytes(wanted)} ({settings.ONE_SHOT_BYTES.name})"
-    if times.one_shot_bytes is None:
-        return f"one shot up to {format_bytes(ASSUMED_ONE_SHOT_BYTES)}, which is assumed: mpistrat tune measures it"
-    intra.one_shot_bytes = times.one_shot_bytes
-    return str(times)
 
 
 def _refused_between(reason: str) -> TransportError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from mpistrat.errors import DeadlineExceededError
@@ -15,11 +15,9 @@ from mpistrat.groups.agreement import Agreement, pause
 from mpistrat.groups.group import Group
 from mpistrat.groups.hierarchy import job_ranks_of, members_text
 from mpistrat.launch import bootstrap
-from mpistrat.topology.discover import discover
-from mpistrat.topology.gpus import check_gpu_assignment
+from mpistrat.topology.discover import check_gpu_assignment, discover
 from mpistrat.topology.world import World
 from mpistrat.watch import watcher
-from mpistrat.watch.record import NOT_LISTED
 from mpistrat.watch.recorder import watched
 
 if TYPE_CHECKING:
@@ -60,7 +58,7 @@ def rendezvous(call: str, timeout_seconds: float = 0.0, comm: MPI.Intracomm | No
     if early is not None:
         early.begin()
     members = "" if comm is None else members_text(job_ranks_of(comm))
-    with nullcontext() if members == NOT_LISTED else watched(call, members):
+    with watched(call, members):
         world = bootstrap.start()
         group = Group(_own(comm or world, call, timeout_seconds), "world", tuple(range((comm or world).Get_size())))
         try:

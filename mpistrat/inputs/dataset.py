@@ -17,35 +17,17 @@ from mpistrat.inputs.rebatch import shard_bounds
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Dataset", "RowDataset"]
-
 
 class Dataset(ABC):
-    """A source of batches. Each iteration over it is an epoch.
+    """A source of batches. Each iteration over it is an epoch."""
 
-    Attributes
-    ----------
-    is_file_based : bool
-        Whether it consists of files, so that each input pipeline can read its own.
-    is_hinted : bool
-        Whether it was sharded by `SHARD_HINT`, whose numbers are filled in later.
-    """
-
-    is_file_based: bool = False
-    is_hinted: bool = False
+    is_file_based: bool = False  # so that each input pipeline can read files of its own
+    is_hinted: bool = False  # sharded by `SHARD_HINT`, whose numbers are filled in later
     _epoch: int = 0
 
     @abstractmethod
     def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
-        """Yield a replica's share of each batch of an epoch.
-
-        Parameters
-        ----------
-        epoch : int
-            The number of the epoch, which determines the order if the dataset is shuffled.
-        replica, num_replicas : int
-            Whose rows; by default all.
-        """
+        """Yield a replica's share of each batch of an epoch, whose number determines the order; by default all rows."""
 
     @property
     @abstractmethod
@@ -81,13 +63,6 @@ class Dataset(ABC):
         index : int
             Which shard, for example ``context.input_pipeline_id``. `SHARD_HINT` for both leaves the numbers to
             ``AutoShardPolicy.HINT``.
-
-        Raises
-        ------
-        TypeError
-            If a number is not an int.
-        InvalidArgumentError
-            If there is no such shard, or the dataset cannot be sharded.
         """
         if num_shards == index == SHARD_HINT:
             hinted = self._copy()
@@ -121,29 +96,39 @@ class Dataset(ABC):
         return self.batches(epoch)
 
 
-class RowDataset(Dataset):
-    """Batches indexed rows. It can be iterated again and again."""
+class BatchedDataset(Dataset):
+    """Cuts rows into global batches of one size, in another order in each epoch if it shuffles."""
 
-    def __init__(self, num_rows: int, batch_size: int, shuffle: bool, seed: int, drop_remainder: bool) -> None:
-        self._rows = range(num_rows)
-        self._batch_size = checked_int(batch_size, "batch_size", 1)
-        self._seed = checked_int(seed, "seed", 0)
-        self._shuffle = shuffle
-        self._drop_remainder = drop_remainder
+    def __init__(self, batch_size: int, shuffle: bool, seed: int, drop_remainder: bool) -> None:
+        self._batch_size, self._seed = checked_int(batch_size, "batch_size", 1), checked_int(seed, "seed", 0)
+        self._shuffle, self._drop_remainder = shuffle, drop_remainder
 
     @property
     def batch_size(self) -> int:
-        """Rows of a global batch."""
         return self._batch_size
+
+    def describe(self) -> str:
+        order = f"shuffled with seed {self._seed}" if self._shuffle else "in order"
+        rest = ", remainder dropped" if self._drop_remainder else ""
+        return f"{self._describe_source()}, batches of {self._batch_size}, {order}{rest}"
+
+    @abstractmethod
+    def _describe_source(self) -> str: ...
+
+
+class RowDataset(BatchedDataset):
+    """Batches indexed rows. It can be iterated again and again."""
+
+    def __init__(self, num_rows: int, batch_size: int, shuffle: bool, seed: int, drop_remainder: bool) -> None:
+        super().__init__(batch_size, shuffle, seed, drop_remainder)
+        self._rows = range(num_rows)
 
     @property
     def num_batches(self) -> int:
-        """The number of global batches of an epoch."""
         return len(self)
 
     @property
     def num_rows(self) -> int:
-        """The number of rows of an epoch."""
         return min(len(self) * self._batch_size, len(self._rows))
 
     def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
@@ -151,16 +136,11 @@ class RowDataset(Dataset):
         order = np.random.default_rng((self._seed, epoch)).permutation(len(self._rows)) if self._shuffle else None
         for first in range(0, len(self) * self._batch_size, self._batch_size):
             start, stop = shard_bounds(min(self._batch_size, len(self._rows) - first), replica, num_replicas)
-            places = slice(first + start, first + stop)
-            yield self._read(
-                _numbers(self._rows[places]) if order is None else self._rows.start + self._rows.step * order[places]
-            )
+            places = np.arange(first + start, first + stop)
+            yield self._read(self._rows.start + self._rows.step * (places if order is None else order[places]))
 
-    def describe(self) -> str:
-        """Return a description that must be the same on all ranks: rows, batches and order."""
-        order = f"shuffled with seed {self._seed}" if self._shuffle else "in order"
-        rest = ", remainder dropped" if self._drop_remainder else ""
-        return f"{len(self._rows)} rows of {self._describe_row()}, batches of {self._batch_size}, {order}{rest}"
+    def _describe_source(self) -> str:
+        return f"{len(self._rows)} rows of {self._describe_row()}"
 
     @abstractmethod
     def _read(self, rows: Array) -> Any:
@@ -182,7 +162,3 @@ class RowDataset(Dataset):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._rows)} rows, {len(self)} batches of {self._batch_size})"
-
-
-def _numbers(rows: range) -> Array:
-    return np.arange(rows.start, rows.stop, rows.step)

@@ -6,17 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.context.input_context import InputContext
 from mpistrat.context.stack import default_mode
 from mpistrat.device.binding import bound_device, own_device
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.inputs.dataset import Dataset
-from mpistrat.inputs.input_options import AutoShardPolicy, InputOptions, InputReplicationMode, read_options
+from mpistrat.inputs.input_options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode, read_options
 from mpistrat.inputs.iterator import DistributedIterator, EpochBatches
 from mpistrat.inputs.rebatch import batched, num_batches_of, share_sizes, shares
 from mpistrat.inputs.sources import as_dataset
-
-__all__ = ["DistributedDataset", "distribute_dataset", "distribute_from_function"]
 
 OFF, AUTO, FILE, DATA, HINT = AutoShardPolicy
 
@@ -43,13 +40,7 @@ class DistributedDataset:
 
     @property
     def element_spec(self) -> Any:
-        """The nest of `ArraySpec` that describes every element; the first batch is read for it if necessary.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If this rank reads no batches.
-        """
+        """The nest of `ArraySpec` that describes every element; the first batch is read for it if necessary."""
         return self._dataset.element_spec
 
     def __iter__(self) -> DistributedIterator:
@@ -59,13 +50,7 @@ class DistributedDataset:
         return DistributedIterator(self._strategy, source, self._options)
 
     def __len__(self) -> int:
-        """Return the number of elements of an epoch.
-
-        Raises
-        ------
-        TypeError
-            If it is unknown: for generators and files, and if each rank reads batches of its own.
-        """
+        """Return the number of elements of an epoch; a TypeError for files and generators, and batches of each rank's own."""
         if self._length is None or self._policy is not DATA:
             raise TypeError(f"the length of {self!r} is known only after iterating over it")
         return self._length
@@ -106,19 +91,19 @@ class DistributedDataset:
 def distribute_dataset(strategy: Any, dataset: Any, options: InputOptions | None = None) -> Iterable[Any]:
     """Return what ``strategy.experimental_distribute_dataset(dataset, options)`` returns. A collective call."""
     communicator, call = strategy.extended.communicator, "experimental_distribute_dataset"
-    try:
+
+    def make() -> tuple[Iterable[Any], str]:
         wanted = read_options(options)
         _refuse_per_replica(strategy, call, wanted)
         if default_mode().strategy is strategy:
-            return cast("Iterable[Any]", dataset)
+            return cast("Iterable[Any]", dataset), ""
         source = as_dataset(dataset)
         part, policy = _part_of(source, wanted.auto_shard_policy, communicator.rank, communicator.size)
         shared = "of each rank's own" if wanted.auto_shard_policy is OFF else source.describe()
-    except Exception as error:
-        communicator.agree(call, error)
-        raise
-    communicator.agree(f"{call}({shared}, auto_shard_policy={wanted.auto_shard_policy.name})")
-    return DistributedDataset(strategy, part, policy, wanted)
+        text = f"{shared}, auto_shard_policy={wanted.auto_shard_policy.name}"
+        return DistributedDataset(strategy, part, policy, wanted), text
+
+    return _agreed(communicator, call, make)
 
 
 def distribute_from_function(
@@ -130,7 +115,8 @@ def distribute_from_function(
 ) -> Iterable[Any]:
     """Return what ``strategy.distribute_datasets_from_function(dataset_fn, options)`` returns. A collective call."""
     communicator, call = strategy.extended.communicator, "distribute_datasets_from_function"
-    try:
+
+    def make() -> tuple[Iterable[Any], str]:
         wanted = read_options(options)
         if not accepts_per_replica:
             _refuse_per_replica(strategy, call, wanted)
@@ -144,14 +130,23 @@ def distribute_from_function(
         if not callable(dataset_fn):
             raise TypeError(f"dataset_fn must be a function of an InputContext that returns a dataset; got {dataset_fn!r}")
         if default_mode().strategy is strategy:
-            return cast("Iterable[Any]", dataset_fn(InputContext()))
+            return cast("Iterable[Any]", dataset_fn(InputContext())), ""
         made = dataset_fn(InputContext(communicator.size, communicator.rank, communicator.size))
         part, _ = _part_of(as_dataset(made), OFF, communicator.rank, communicator.size)
+        return DistributedDataset(strategy, part, None, wanted), ""
+
+    return _agreed(communicator, call, make)
+
+
+def _agreed(communicator: BaseCommunicator, call: str, make: Callable[[], tuple[Iterable[Any], str]]) -> Iterable[Any]:
+    """Return the dataset that a function makes, after comparing its text on all ranks, or that it has raised there."""
+    try:
+        made, text = make()
     except Exception as error:
         communicator.agree(call, error)
         raise
-    communicator.agree(f"{call}()")
-    return DistributedDataset(strategy, part, None, wanted)
+    communicator.agree(f"{call}({text})")
+    return made
 
 
 def _refuse_per_replica(strategy: Any, call: str, options: InputOptions) -> None:
@@ -170,27 +165,17 @@ def _part_of(dataset: Dataset, policy: AutoShardPolicy, pipeline: int, num_pipel
         raise InvalidArgumentError(
             f"the dataset was sharded by SHARD_HINT, which waits for auto_shard_policy=AutoShardPolicy.HINT; got {policy.name}"
         )
-    if policy is HINT:
-        return _hinted_part(dataset, pipeline, num_pipelines), OFF
-    if policy is FILE:
-        return _files(dataset, pipeline, num_pipelines), OFF
-    return dataset, policy
-
-
-def _hinted_part(dataset: Dataset, pipeline: int, num_pipelines: int) -> Dataset:
-    if not dataset.is_hinted:
+    if policy is HINT and not dataset.is_hinted:
         raise InvalidArgumentError(
             f"AutoShardPolicy.HINT puts numbers in place of SHARD_HINT, and {dataset!r} was not sharded by it.\n"
             "    incorrect:  strategy.experimental_distribute_dataset(dataset, options)\n"
             "    correct:    strategy.experimental_distribute_dataset(dataset.shard(SHARD_HINT, SHARD_HINT), options)"
         )
-    return dataset.settled(num_pipelines, pipeline)
-
-
-def _files(dataset: Dataset, pipeline: int, num_pipelines: int) -> Dataset:
-    if not dataset.is_file_based:
+    if policy is FILE and not dataset.is_file_based:
         raise InvalidArgumentError(
             f"AutoShardPolicy.FILE shards files, and {dataset!r} has none; use AutoShardPolicy.DATA for it, or a "
             "mpistrat.FileDataset"
         )
-    return dataset.shard(num_pipelines, pipeline)
+    if policy is HINT:
+        return dataset.settled(num_pipelines, pipeline), OFF
+    return (dataset.shard(num_pipelines, pipeline), OFF) if policy is FILE else (dataset, policy)

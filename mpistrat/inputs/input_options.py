@@ -1,4 +1,4 @@
-"""InputOptions: how a dataset is sharded, prefetched and copied to the replicas."""
+"""InputOptions: how a dataset is sharded, prefetched and copied to the replicas; and what its makers are told of these."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from enum import Enum
 from typing import Any
 
 from mpistrat.errors import InvalidArgumentError
-
-__all__ = ["SHARD_HINT", "AutoShardPolicy", "InputOptions", "InputReplicationMode", "checked_int", "read_options"]
 
 SHARD_HINT = -1
 """Stands in ``dataset.shard(SHARD_HINT, SHARD_HINT)`` for the numbers of each input pipeline; see `AutoShardPolicy.HINT`."""
@@ -65,14 +63,6 @@ class InputOptions:
         Elements that a thread prefetches while the step runs; with 0 each is read when it is asked for.
     auto_shard_policy : AutoShardPolicy
         Which part of the dataset each rank reads, for `experimental_distribute_dataset`.
-
-    Raises
-    ------
-    TypeError
-        If a field has a value of another type.
-    InvalidArgumentError
-        If the buffer size is negative, the dataset is to be placed on the device without PER_REPLICA, or with it and fetched
-        too.
     """
 
     experimental_fetch_to_device: bool | None = None
@@ -105,6 +95,56 @@ class InputOptions:
         if not isinstance(value, accepted):
             names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in accepted)
             raise TypeError(f"{field} must be {names}; got {value!r}")
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """The input pipeline that a function makes, and the number of replicas that all pipelines feed.
+
+    Attributes
+    ----------
+    num_input_pipelines : int
+        Number of pipelines.
+    input_pipeline_id : int
+        Index of this pipeline, from 0.
+    num_replicas_in_sync : int
+        Number of replicas.
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def __post_init__(self) -> None:
+        checked_int(self.num_replicas_in_sync, "num_replicas_in_sync", 1)
+        _check_index(self, "input_pipeline_id", "num_input_pipelines")
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Return the number of rows in the batch of each replica, of which the global batch size must be a multiple."""
+        share, rest = divmod(global_batch_size, self.num_replicas_in_sync)
+        if rest:
+            raise InvalidArgumentError(
+                f"global_batch_size {global_batch_size} is not divisible by {self.num_replicas_in_sync} replicas; "
+                f"{global_batch_size - rest} and {global_batch_size - rest + self.num_replicas_in_sync} are"
+            )
+        return share
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """The replica that a value is made for, and the number of replicas."""
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+    def __post_init__(self) -> None:
+        _check_index(self, "replica_id_in_sync_group", "num_replicas_in_sync")
+
+
+def _check_index(context: object, index: str, count: str) -> None:
+    accepted, found = checked_int(getattr(context, count), count, 1), getattr(context, index)
+    if not 0 <= found < accepted:
+        raise InvalidArgumentError(f"{index} must be one of 0 to {accepted - 1}; got {found}")
 
 
 def read_options(options: Any) -> InputOptions:

@@ -19,8 +19,6 @@ from mpistrat.inputs.prefetch import Fetcher, Prefetcher
 from mpistrat.inputs.rebatch import empty_like, spec_of
 from mpistrat.reduction import ReduceOp
 
-__all__ = ["DistributedIterator", "EpochBatches", "OptionalElement"]
-
 # the state of a replica; the maximum over all replicas decides
 _ENDED, _GOES_ON, _FAILED = range(3)
 _UNKNOWN = np.iinfo(np.int64).max
@@ -37,13 +35,7 @@ class OptionalElement:
         return bool(self._element)
 
     def get_value(self) -> Any:
-        """Return the element.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If there is none.
-        """
+        """Return the element; an InvalidArgumentError if there is none."""
         if not self._element:
             raise InvalidArgumentError("there is no element, because the data has ended; call has_value() first")
         return self._element[0]
@@ -86,13 +78,7 @@ class DistributedIterator(Iterator[Any]):
 
     @property
     def element_spec(self) -> Any:
-        """The nest of `ArraySpec` that describes every element; the first one is read for it.
-
-        Raises
-        ------
-        InvalidArgumentError
-            If this replica has no elements, and has not received the spec from another one.
-        """
+        """The nest of `ArraySpec` that describes every element; the first one is read for it."""
         if self._empty is None:
             self._ahead = self._ahead or self._attempt()
             if self._ahead[1] is not None:
@@ -110,20 +96,13 @@ class DistributedIterator(Iterator[Any]):
             At the end of the data of all replicas. It is a StopIteration.
         AgreementError
             If another replica failed to read its element.
-        InvalidArgumentError
-            If called inside ``strategy.run``.
-        RuntimeError
-            If called in the scope of another strategy.
         """
         for element in self._step():
             return element
         raise OutOfRangeError(f"the data has ended, after {self._taken} elements")
 
     def get_next_as_optional(self) -> OptionalElement:
-        """Return the next element as an OptionalElement, which is empty at the end of the data of all replicas.
-
-        A collective call. Raises like `get_next`, except at the end of the data.
-        """
+        """Return the next element as an OptionalElement, which is empty at the end of the data. A collective call."""
         return OptionalElement(*self._step())
 
     def close(self) -> None:
@@ -138,7 +117,13 @@ class DistributedIterator(Iterator[Any]):
 
     def _step(self) -> list[Any]:
         """Return the next element in a list, or an empty list at the end."""
-        self._require_cross_replica()
+        if in_replica_context_of(self._strategy, "next(iterator)"):
+            refusal = InvalidArgumentError(
+                "next(iterator) must be called outside strategy.run, which hands each replica its part of an element.\n"
+                "    incorrect:  def step(): batch = next(iterator)\n"
+                "    correct:    def step(batch): …, then strategy.run(step, args=(next(iterator),))"
+            )
+            self._communicator.refuse(self._call, refusal)
         if self._is_over:
             return []
         (shares, error), self._ahead = self._ahead or self._attempt(), None
@@ -152,16 +137,6 @@ class DistributedIterator(Iterator[Any]):
             return []
         self._taken += 1
         return [regroup(share, self._communicator.size) for share in shares or [self._empty]]
-
-    def _require_cross_replica(self) -> None:
-        """Check that this is outside ``strategy.run``."""
-        if in_replica_context_of(self._strategy, "next(iterator)"):
-            error = InvalidArgumentError(
-                "next(iterator) must be called outside strategy.run, which hands each replica its part of an element.\n"
-                "    incorrect:  def step(): batch = next(iterator)\n"
-                "    correct:    def step(batch): …, then strategy.run(step, args=(next(iterator),))"
-            )
-            self._communicator.refuse(self._call, error)
 
     def _attempt(self) -> tuple[list[Any], Exception | None]:
         """Return the next batch in a list, which is empty at the end, and the error if there was one."""

@@ -25,8 +25,6 @@ from mpistrat.device.abstract import Device, DeviceArray, Event, Stream, address
 from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.structures import Structure, flatten
 
-__all__ = ["Fetcher", "Prefetcher"]
-
 
 class Prefetcher(Iterator[Any]):
     """Iterates over the elements of `source`, which a thread reads ahead. Errors of the source are raised in order.

@@ -25,20 +25,6 @@ from mpistrat.arrays import Array, as_array, like
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.structures import flatten, leaf_names, map_leaves
 
-__all__ = [
-    "ArraySpec",
-    "batched",
-    "empty_like",
-    "num_batches_of",
-    "num_rows",
-    "readable",
-    "shard_bounds",
-    "share",
-    "share_sizes",
-    "shares",
-    "spec_of",
-]
-
 
 def shard_bounds(num_rows: int, replica: int, num_replicas: int) -> tuple[int, int]:
     """Return the bounds [start, stop) of a replica's rows in a batch."""

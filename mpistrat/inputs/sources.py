@@ -14,15 +14,12 @@ import numpy as np
 
 from mpistrat.arrays import Array, as_array, like
 from mpistrat.errors import InvalidArgumentError
-from mpistrat.inputs.dataset import Dataset, RowDataset
-from mpistrat.inputs.input_options import checked_int
+from mpistrat.inputs.dataset import BatchedDataset, Dataset, RowDataset
 from mpistrat.inputs.rebatch import batched, num_rows, readable, share, spec_of
 from mpistrat.structures import flatten, leaf_names, map_leaves
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = ["ArrayDataset", "FileDataset", "IterableDataset", "MapDataset", "Samples", "as_dataset", "stack"]
 
 
 class ArrayDataset(RowDataset):
@@ -44,13 +41,6 @@ class ArrayDataset(RowDataset):
         Not negative; the same on all ranks.
     drop_remainder : bool
         Whether a last batch with fewer rows is left out.
-
-    Raises
-    ------
-    TypeError
-        If `batch_size` or `seed` is not an int.
-    InvalidArgumentError
-        If there are no arrays, one has no axis, the first extents differ, `batch_size` is less than 1 or `seed` negative.
     """
 
     def __init__(
@@ -63,7 +53,6 @@ class ArrayDataset(RowDataset):
 
     @property
     def element_spec(self) -> Any:
-        """The nest of `ArraySpec` that describes every batch."""
         return spec_of(self._structure.unflatten(list(self._arrays)))
 
     def _read(self, rows: Array) -> Any:
@@ -115,14 +104,7 @@ class MapDataset(RowDataset):
     batch_size, shuffle, seed, drop_remainder : int, bool, int, bool
         As for `ArrayDataset`.
     collate_fn : callable, optional
-        Makes a batch, in memory of its own, of a list of samples; by default `stack`.
-
-    Raises
-    ------
-    TypeError
-        If the samples lack ``__getitem__`` or ``__len__``, or `batch_size` or `seed` is not an int.
-    InvalidArgumentError
-        If `batch_size` is less than 1 or `seed` negative.
+        Makes a batch, in memory of its own, of a list of samples; by default it stacks them.
     """
 
     def __init__(
@@ -145,12 +127,10 @@ class MapDataset(RowDataset):
 
     @property
     def element_spec(self) -> Any:
-        """The nest of `ArraySpec` that describes every batch; the first sample is read for it."""
         return spec_of(self._first)
 
     @cached_property
     def _first(self) -> Any:
-        """A batch of the first sample."""
         if not len(self._samples):
             raise InvalidArgumentError("a dataset without samples has no element_spec")
         return self._collate([self._samples[0]])
@@ -178,7 +158,7 @@ def _stack(*leaves: Any) -> Any:
     return like(np.stack([as_array(leaf) for leaf in leaves]), leaves[0])
 
 
-class FileDataset(Dataset):
+class FileDataset(BatchedDataset):
     """Cuts the rows of files, one file after another, into global batches. It can be iterated again and again.
 
     Distributed, each rank reads every num_replicas_in_sync-th file (``AutoShardPolicy.FILE``, which AUTO stands for here);
@@ -196,13 +176,6 @@ class FileDataset(Dataset):
     shuffle : bool
         Whether each epoch has another order of files, and of the rows in each part. It does not depend on the number of
         replicas.
-
-    Raises
-    ------
-    TypeError
-        If `files` is one path, `read_fn` cannot be called, or `batch_size` or `seed` is not an int.
-    InvalidArgumentError
-        If there are no files, `batch_size` is less than 1 or `seed` negative.
     """
 
     is_file_based = True
@@ -223,18 +196,9 @@ class FileDataset(Dataset):
         self._files = list(files)
         if not self._files:
             raise InvalidArgumentError("a dataset needs at least one file; got none")
-        self._read_fn = read_fn
-        self._batch_size = checked_int(batch_size, "batch_size", 1)
-        self._seed = checked_int(seed, "seed", 0)
-        self._shuffle = shuffle
-        self._drop_remainder = drop_remainder
-        self._places = range(len(self._files))
+        super().__init__(batch_size, shuffle, seed, drop_remainder)
+        self._read_fn, self._places = read_fn, range(len(self._files))
         self._spec: Any = None
-
-    @property
-    def batch_size(self) -> int:
-        """Rows of a global batch."""
-        return self._batch_size
 
     @property
     def num_files(self) -> int:
@@ -243,12 +207,10 @@ class FileDataset(Dataset):
 
     @property
     def num_batches(self) -> None:
-        """None: unknown before the files are read."""
         return None
 
     @property
     def element_spec(self) -> Any:
-        """The nest of `ArraySpec` that describes every batch; the first file is read for it."""
         if self._spec is None:
             next(self._parts(0), None)
         if self._spec is None:
@@ -256,20 +218,14 @@ class FileDataset(Dataset):
         return self._spec
 
     def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
-        """Yield a replica's share of each global batch of an epoch; all files are read for it."""
         for batch in batched(self._parts(epoch), [self._batch_size], self._drop_remainder):
             yield share(batch, replica, num_replicas)
 
-    def describe(self) -> str:
-        """Return a description that must be the same on all ranks: names and order of the files, and the batches."""
+    def _describe_source(self) -> str:
         names = [Path(file).name for file in self._files]
-        order = f"shuffled with seed {self._seed}" if self._shuffle else "in order"
-        rest = ", remainder dropped" if self._drop_remainder else ""
-        files = f"{len(names)} files from {names[0]} to {names[-1]} (checksum {crc32(repr(names).encode()):08x})"
-        return f"{files}, batches of {self._batch_size}, {order}{rest}"
+        return f"{len(names)} files from {names[0]} to {names[-1]} (checksum {crc32(repr(names).encode()):08x})"
 
     def _part(self, num_shards: int, index: int) -> Self:
-        """Return every `num_shards`-th file of each epoch's order."""
         if num_shards > self.num_files:
             raise InvalidArgumentError(
                 f"{self.num_files} files cannot be shared by {num_shards} input pipelines: some would have none. Write more "
@@ -319,7 +275,6 @@ class IterableDataset(Dataset):
 
     @property
     def num_batches(self) -> int | None:
-        """The length of the source; None if it has none."""
         try:
             return len(self._source) if isinstance(self._source, Sized) else None
         except TypeError:  # raised by sources that have a len() only sometimes, such as PyTorch's DataLoader
@@ -327,7 +282,6 @@ class IterableDataset(Dataset):
 
     @property
     def element_spec(self) -> Any:
-        """The nest of `ArraySpec` that describes every batch; the first one is read for it."""
         if self._spec is None:
             batches = self._begin()
             first = list(islice(batches, 1))
@@ -339,11 +293,9 @@ class IterableDataset(Dataset):
         return self._spec
 
     def batches(self, epoch: int, replica: int = 0, num_replicas: int = 1) -> Iterator[Any]:
-        """Yield a replica's rows of each batch; all batches are read."""
         return self._shares(self._begin(), replica, num_replicas)
 
     def describe(self) -> str:
-        """Return a description that must be the same on all ranks: the type of the source, and its length."""
         kind = type(self._source).__name__
         return kind if self.num_batches is None else f"{kind} of {self.num_batches} batches"
 

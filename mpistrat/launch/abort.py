@@ -30,20 +30,6 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI
 
-__all__ = [
-    "before_end",
-    "before_finalize",
-    "end",
-    "ending_code",
-    "flush_output",
-    "format_exception",
-    "install",
-    "instead_of_abort",
-    "say",
-    "say_on",
-    "watch_exit",
-]
-
 # If several ranks raise, the traceback of rank 0 is the one to read: the others give it time to print and to end the job, and
 # print theirs if it did not, so that no job ends silently. If a rank raises because another one has failed, the traceback of
 # the other one is the one to read, and even rank 0 waits for it.

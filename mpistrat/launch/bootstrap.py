@@ -15,8 +15,6 @@ from mpistrat.launch import abort, children, environment, gpu_binding, openmpi, 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["CRAY_MPICH", "check_launched_size", "library_version", "no_library", "start"]
-
 # The option that srun needs so that the ranks of an MPI library find each other.
 SRUN_MPI_TYPES = {
     "Open MPI": "--mpi=pmix",

@@ -21,8 +21,6 @@ from mpistrat.launch.environment import identity, without_launcher
 from mpistrat.launch.process import ancestors
 from mpistrat.logger import logger
 
-__all__ = ["VARIABLE", "forget_launcher", "mark"]
-
 # the mark: the pid of the rank, and a checksum of the variables that identify rank and job
 VARIABLE = "MPISTRAT_RANK_PID"
 

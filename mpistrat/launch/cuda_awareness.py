@@ -21,8 +21,6 @@ from mpistrat.device.binding import bound_device
 from mpistrat.launch.bootstrap import library_version
 from mpistrat.launch.environment import without_launcher
 
-__all__ = ["STARTED", "Library", "Verdict", "find_verdict", "kept_verdicts", "present_library", "probe"]
-
 PROBE_SECONDS = 60.0
 
 # exit codes of the probe; and what it prints to stderr before the first message: a crash before it says nothing of messages
@@ -130,7 +128,6 @@ def _ask(library: Library) -> Verdict:
     claim = _claim_of_library()
     if claim is not None and not claim.is_aware:
         return Verdict(False, f"{library.version} {claim.reason}")
-    claim = claim or _claim_of_kinds()
     device = bound_device()
     assert device is not None, "needs a GPU"
     claimed = f"{library.version} {claim.reason}, and " if claim else ""
@@ -163,16 +160,6 @@ def _claim_of_library() -> Verdict | None:
 def _gpu_query(library: ctypes.CDLL) -> bool:
     answer = ctypes.c_int(0)
     return library.MPIX_GPU_query_support(_CUDA, ctypes.byref(answer)) == 0 and bool(answer.value)
-
-
-def _claim_of_kinds() -> Verdict | None:
-    """Return a verdict if MPI 4.1's memory kinds list cuda. They list what was requested: without cuda they prove nothing."""
-    from mpi4py import MPI
-
-    info = MPI.COMM_WORLD.Get_info()
-    kinds = info.Get("mpi_memory_alloc_kinds") or ""
-    info.Free()
-    return Verdict(True, f"lists the memory kinds {kinds}") if "cuda" in kinds else None
 
 
 def _judged(code: int, output: str) -> Verdict:

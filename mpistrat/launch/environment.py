@@ -12,18 +12,6 @@ from dataclasses import dataclass
 
 from mpistrat.errors import LaunchError
 
-__all__ = [
-    "LAUNCHERS",
-    "MOST_RANKS",
-    "Launcher",
-    "LauncherView",
-    "detect",
-    "identity",
-    "in_slurm_allocation",
-    "launcher_of",
-    "without_launcher",
-]
-
 MOST_RANKS = 1 << 20
 """No job has more: larger numbers in a file or a shape are mistakes, for which no memory is taken."""
 

@@ -13,8 +13,6 @@ from mpistrat.device import binding, cuda
 from mpistrat.errors import SettingError
 from mpistrat.launch.environment import LauncherView
 
-__all__ = ["Bound", "bind_again", "bind_device", "choose_device", "what_is_bound"]
-
 
 @dataclass(frozen=True)
 class Bound:

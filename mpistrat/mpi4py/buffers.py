@@ -13,7 +13,7 @@ from mpistrat.arrays import Array, as_array, is_on_device
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, check_dtype
 
-__all__ = ["Buffer", "is_in_place", "numbers_of"]
+_DTYPES = {MPI.Datatype.fromcode(code).handle: np.dtype(code) for code in "bhilqBHILQfdFD"}
 
 
 class Buffer:
@@ -66,28 +66,49 @@ class Buffer:
 
     def contents(self, comm: MPI.Comm) -> Array:
         """Return the bytes that are sent: where they lie, or, of a datatype that may have gaps, a packed copy."""
-        packed = self.receive_memory()
+        packed = self._packed()
         if self._gapped is not None and packed.size:
             _check_packed(self._gapped.Pack(self._memory, packed, 0, comm), packed)
         return packed
 
     def receive_memory(self) -> Array:
         """Return where bytes may be received: in the buffer, or in new memory from which `put` unpacks them."""
-        if self._gapped is None:
-            return self._memory
-        return np.empty(self._memory.nbytes // self._gapped.extent * self._gapped.size, np.uint8)
+        check_writable(self._memory)
+        return self._packed()
 
     def put(self, received: Array, comm: MPI.Comm) -> None:
         """Unpack bytes that were received in memory of `receive_memory`, if that is not the buffer itself."""
         if self._gapped is not None and received.size:
             _check_packed(self._gapped.Unpack(received, 0, self._memory, comm), received)
 
+    def _packed(self) -> Array:
+        if self._gapped is None:
+            return self._memory
+        return np.empty(self._memory.nbytes // self._gapped.extent * self._gapped.size, np.uint8)
+
 
 def numbers_of(given: Any, op: ReduceOp, blocks: int = 1) -> Array | None:
     """Return what ``Buffer(given, blocks).numbers(op)`` does; of a contiguous array of NumPy sooner."""
+    given = unwrapped(given)
     if type(given) is np.ndarray and given.flags.c_contiguous and not given.size % blocks:
         return given.reshape(-1) if _is_combined(op, given.dtype) else None
     return Buffer(given, blocks).numbers(op)
+
+
+def check_writable(array: Array) -> None:
+    """Check that a buffer can be received into; a BufferError, as of mpi4py, if it is read-only."""
+    if not getattr(array.flags, "writeable", True):  # CuPy has no read-only arrays
+        raise BufferError("a buffer that is received into must be writable; pass x.copy()")
+
+
+def unwrapped(given: Any) -> Any:
+    """Return the array of ``[array, datatype]`` or ``[array, count, datatype]`` that mean all of it as it is, else `given`."""
+    if type(given) in (list, tuple) and 2 <= len(given) <= 3:
+        array, datatype = given[0], given[-1]
+        is_whole = type(array) is np.ndarray and (len(given) == 2 or (type(given[1]) is int and given[1] == array.size))
+        if is_whole and isinstance(datatype, MPI.Datatype) and _DTYPES.get(datatype.handle) == array.dtype:
+            return array
+    return given
 
 
 def is_in_place(given: object) -> bool:

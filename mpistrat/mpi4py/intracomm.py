@@ -19,11 +19,9 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.fast_paths import FastPaths
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.errors import CollectiveError, MpistratError
-from mpistrat.mpi4py.buffers import Buffer, is_in_place, numbers_of
+from mpistrat.mpi4py.buffers import Buffer, check_writable, is_in_place, numbers_of, unwrapped
 from mpistrat.mpi4py.request import WorkRequest
 from mpistrat.reduction import ReduceOp
-
-__all__ = ["WrappedIntracomm", "wrapped"]
 
 _OPS = {
     MPI.SUM.handle: ReduceOp.SUM,
@@ -79,7 +77,7 @@ class WrappedIntracomm(MPI.Intracomm):
 
     def Allreduce(self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM) -> None:  # noqa: N802 - MPI's name
         """Combine arrays of all ranks; each gets the result in `recvbuf`. A collective call."""
-        if self._pass_on(sendbuf, recvbuf, op):
+        if self._pass_on(sendbuf, recvbuf, op) or self._pass_on(unwrapped(sendbuf), unwrapped(recvbuf), op):
             return
         communicator = self.open()
         with _RefuseOnError(communicator, "Allreduce"):
@@ -174,7 +172,10 @@ class WrappedIntracomm(MPI.Intracomm):
             return None
         if is_in_place(sendbuf):
             source = numbers_of(recvbuf, reduce_op, blocks)
-            return None if source is None else (reduce_op, source, source[: len(source) // blocks])
+            if source is None:
+                return None
+            check_writable(source)
+            return reduce_op, source, source[: len(source) // blocks]
         source, target = numbers_of(sendbuf, reduce_op, blocks), numbers_of(recvbuf, reduce_op)
         if source is None and target is None:
             return None
@@ -182,6 +183,7 @@ class WrappedIntracomm(MPI.Intracomm):
             raise ValueError("mismatch in send and receive datatypes")
         if len(source) != len(target) * blocks:
             raise ValueError(f"mismatch in send count {len(source) // blocks} and receive count {len(target)}")
+        check_writable(target)
         return reduce_op, source, target
 
 

@@ -8,8 +8,6 @@ from mpi4py import MPI
 
 from mpistrat.execution.work import Work
 
-__all__ = ["WorkRequest"]
-
 
 class WorkRequest(MPI.Grequest):
     """A generalized request of MPI that is complete when a `Work` has ended.

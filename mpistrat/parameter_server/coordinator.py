@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from mpistrat.context.input_context import InputContext
 from mpistrat.errors import InvalidArgumentError
+from mpistrat.inputs.input_options import InputContext
 from mpistrat.parameter_server.client import Client, current_client
 from mpistrat.parameter_server.dispatcher import Dispatcher, RemoteValue, ScheduledCall
 from mpistrat.parameter_server.functions import loading_worker, pickled_with_uses, use

@@ -18,15 +18,6 @@ if TYPE_CHECKING:
     from mpistrat.communicator.communicator import Communicator
     from mpistrat.strategy.mirrored import MultiWorkerMirroredStrategy
 
-__all__ = [
-    "communicator",
-    "pytest_addoption",
-    "pytest_collection_modifyitems",
-    "pytest_configure",
-    "pytest_generate_tests",
-    "strategy",
-]
-
 TIMEOUT_SECONDS = 300.0
 
 

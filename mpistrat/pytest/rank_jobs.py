@@ -18,8 +18,6 @@ import pytest
 
 from mpistrat.pytest.rank_shapes import shape_of
 
-__all__ = ["RankJobs"]
-
 START_SECONDS = 300.0  # until the ranks have collected the tests
 TERMINATE_SECONDS = 10.0
 _POLL_SECONDS = 0.002

@@ -19,8 +19,6 @@ from mpistrat.launch import abort
 from mpistrat.logger import StderrHandler, logger
 from mpistrat.pytest.rank_session import RankSession
 
-__all__ = ["main"]
-
 _POLL_SECONDS = 0.001
 
 

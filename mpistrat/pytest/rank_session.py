@@ -28,8 +28,6 @@ from mpistrat.watch.watcher import watcher
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["HAS_FAILED", "RankSession"]
-
 HAS_FAILED = pytest.StashKey[bool]()
 """Whether a test has failed on some rank."""
 

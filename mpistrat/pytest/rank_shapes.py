@@ -10,8 +10,6 @@ import pytest
 from mpistrat.errors import TopologyError
 from mpistrat.topology.world import World
 
-__all__ = ["PARAMETER", "Shape", "shape_of", "shapes_of"]
-
 PARAMETER = "ranks_shape"
 """The parameter of a test that holds its shape."""
 

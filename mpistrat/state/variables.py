@@ -150,7 +150,7 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
         is_on_read = self._synchronization is VariableSynchronization.ON_READ
         self._trainable = not is_on_read if trainable is None else bool(trainable)
         # the rank that keeps the array, under central storage, where ON_READ acts as ON_WRITE
-        self._root: int | None = strategy.extended.root if getattr(strategy.extended, "is_central", False) else None
+        self._root: int | None = strategy.extended.root
         self._is_on_read = is_on_read and self._root is None
         declared = f"{self._synchronization.name}, {self._aggregation.name}, trainable={self._trainable}"
         self._communicator.note(f"Variable({name!r}, {value.dtype} {value.shape}, {declared})")
@@ -283,12 +283,8 @@ class Variable(Mirrored, ChangeMethods, metaclass=MadeByScope):  # type: ignore[
     def writable(self) -> Array:
         """Return the writable array of this replica, which ``ctx.update(variable, fn)`` passes to `fn`; only inside ``run``."""
         if self._scope("ctx.update of a variable") is Scope.ALL_RANKS:
-            raise misplaced(
-                f"ctx.update of {self!r}",
-                f"inside strategy.run of {self._strategy!r}",
-                "mpistrat.get_replica_context().update(variable, fn), outside strategy.run",
-                "def step(): mpistrat.get_replica_context().update(variable, fn), then strategy.run(step)",
-            )
+            wanted = f"inside strategy.run of {self._strategy!r}"
+            raise misplaced(f"ctx.update of {self!r}", wanted, "ctx.update of a variable")
         return self._array
 
     def update_component(

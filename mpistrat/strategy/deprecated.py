@@ -1,20 +1,19 @@
-"""Deprecated names of TensorFlow: each warns, and does what the current name does; and options that have no effect here."""
+"""What TensorFlow has deprecated: old names that warn and do what the present one does, and options without effect here."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.context.input_context import InputContext
 from mpistrat.inputs.sources import ArrayDataset
 from mpistrat.reduction import ReduceOp
 
-__all__ = ["DeprecatedNames", "RunOptions", "get_loss_reduction", "merge_hints"]
-
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_Class = TypeVar("_Class", bound=type)
 
 
 class RunOptions(NamedTuple):
@@ -32,101 +31,93 @@ def get_loss_reduction() -> ReduceOp:
     return ReduceOp.SUM
 
 
-def merge_hints(
-    options: CommunicationOptions | None, experimental_hints: CommunicationOptions | None
-) -> CommunicationOptions | None:
+def merge_hints(options: CommunicationOptions | None, hints: CommunicationOptions) -> CommunicationOptions:
     """Return `options` merged over `experimental_hints`, their old name, which warns."""
-    if experimental_hints is None:
-        return options
     warnings.warn("experimental_hints= is deprecated; use options=", DeprecationWarning, stacklevel=3)
-    return experimental_hints.merge(options)
+    return hints.merge(options)
 
 
-def _old(present: str) -> Callable[[_Method], _Method]:
-    """Make a method warn that its name is deprecated, and which is the present one."""
+def accepts_hints(method: _Method) -> _Method:
+    """Let a method with `options` take them as `experimental_hints` too."""
 
-    def decorate(method: _Method) -> _Method:
-        @wraps(method)
-        def warning(*args: Any, **kwargs: Any) -> Any:
-            text = f"strategy.{method.__name__} is deprecated; use {present}"
-            warnings.warn(text, DeprecationWarning, stacklevel=2)
+    @wraps(method)
+    def merging(*args: Any, experimental_hints: CommunicationOptions | None = None, **kwargs: Any) -> Any:
+        if experimental_hints is None:
             return method(*args, **kwargs)
+        given = signature(method).bind(*args, **kwargs)
+        given.arguments["options"] = merge_hints(given.arguments.get("options"), experimental_hints)
+        return method(*given.args, **given.kwargs)
 
-        return warning  # type: ignore[return-value]
-
-    return decorate
+    return merging  # type: ignore[return-value]
 
 
-class DeprecatedNames:
-    """The methods of `Strategy` that TensorFlow has deprecated, most of them since 2.0."""
+def _configure(
+    self: Any, session_config: Any = None, cluster_spec: Any = None, task_type: str | None = None, task_id: int | None = None
+) -> None:
+    if (cluster_spec, task_type, task_id) != (None, None, None):
+        raise NotImplementedError(
+            f"a strategy cannot be moved to another cluster: got cluster_spec={cluster_spec!r}, task_type={task_type!r}, "
+            f"task_id={task_id!r}.\n"
+            "    incorrect:  strategy.configure(cluster_spec=spec, task_type=kind, task_id=index)\n"
+            "    correct:    mpistrat.MultiWorkerMirroredStrategy(cluster_resolver)"
+        )
 
-    @_old("strategy.experimental_local_results(value)")
-    def unwrap(self: Any, value: Any) -> Any:
-        """Return ``experimental_local_results(value)``."""
-        return self.experimental_local_results(value)
 
-    @_old("the value itself")
-    def group(self, value: Any, name: str | None = None) -> None:
-        """Do nothing: returned values have been computed."""
+def _make_input_fn_iterator(self: Any, input_fn: Callable[..., Any], replication_mode: Any = None) -> Any:
+    if getattr(replication_mode, "name", "PER_WORKER") != "PER_WORKER":
+        raise NotImplementedError(
+            f"make_input_fn_iterator takes replication mode PER_WORKER, got {replication_mode}.\n"
+            "    correct:    strategy.distribute_datasets_from_function(input_fn, "
+            "mpistrat.InputOptions(experimental_replication_mode=…))"
+        )
+    return iter(self.distribute_datasets_from_function(input_fn))
 
-    @_old("MultiWorkerMirroredStrategy(cluster_resolver)")
-    def configure(
-        self,
-        session_config: Any = None,
-        cluster_spec: Any = None,
-        task_type: str | None = None,
-        task_id: int | None = None,
-    ) -> None:
-        """Do nothing: there is no session. A cluster or a task is refused."""
-        if (cluster_spec, task_type, task_id) != (None, None, None):
-            raise NotImplementedError(
-                f"a strategy cannot be moved to another cluster: got cluster_spec={cluster_spec!r}, task_type={task_type!r}, "
-                f"task_id={task_id!r}.\n"
-                "    incorrect:  strategy.configure(cluster_spec=spec, task_type=kind, task_id=index)\n"
-                "    correct:    mpistrat.MultiWorkerMirroredStrategy(cluster_resolver)"
-            )
 
-    @_old("CommunicationOptions")
-    def update_config_proto(self, config_proto: Any) -> Any:
-        """Return `config_proto` unchanged: there is no session."""
-        return config_proto
+# of each old method of a strategy: what to use, and what it does
+_OLD_NAMES: dict[str, tuple[str, Callable[..., Any]]] = {
+    "unwrap": (
+        "strategy.experimental_local_results(value)",
+        lambda self, value: self.experimental_local_results(value),
+    ),
+    "group": ("the value itself", lambda self, value, name=None: None),
+    "configure": ("MultiWorkerMirroredStrategy(cluster_resolver)", _configure),
+    "update_config_proto": ("CommunicationOptions", lambda self, config_proto: config_proto),
+    "experimental_run": (
+        "strategy.run(fn, args=(next(iterator),))",
+        lambda self, fn, input_iterator=None: self.run(fn, () if input_iterator is None else (next(input_iterator),)),
+    ),
+    "make_dataset_iterator": (
+        "iter(strategy.experimental_distribute_dataset(dataset))",
+        lambda self, dataset: iter(self.experimental_distribute_dataset(dataset)),
+    ),
+    "make_input_fn_iterator": ("iter(strategy.distribute_datasets_from_function(input_fn))", _make_input_fn_iterator),
+    "experimental_make_numpy_dataset": (
+        "mpistrat.ArrayDataset(arrays, batch_size)",
+        lambda self, numpy_input, session=None, *, batch_size: ArrayDataset(numpy_input, batch_size),
+    ),
+    "experimental_distribute_datasets_from_function": (
+        "strategy.distribute_datasets_from_function(dataset_fn)",
+        lambda self, dataset_fn, options=None: self.distribute_datasets_from_function(dataset_fn, options),
+    ),
+    "colocate_vars_with": (
+        "strategy.extended.colocate_vars_with(variable)",
+        lambda self, colocate_with_variable: self.extended.colocate_vars_with(colocate_with_variable),
+    ),
+}
 
-    @_old("strategy.run(fn, args=(next(iterator),))")
-    def experimental_run(self: Any, fn: Callable[..., Any], input_iterator: Iterator[Any] | None = None) -> Any:
-        """Return ``run(fn, args=(next(input_iterator),))``, or ``run(fn)`` without an iterator."""
-        return self.run(fn) if input_iterator is None else self.run(fn, (next(input_iterator),))
 
-    @_old("iter(strategy.experimental_distribute_dataset(dataset))")
-    def make_dataset_iterator(self: Any, dataset: Any) -> Iterator[Any]:
-        """Return ``iter(experimental_distribute_dataset(dataset))``. A collective call."""
-        return iter(self.experimental_distribute_dataset(dataset))
+def with_old_names(kind: _Class) -> _Class:
+    """Give a class of strategies the methods of the table."""
+    for name, (present, method) in _OLD_NAMES.items():
+        setattr(kind, name, _warning(name, present, method))
+    return kind
 
-    @_old("iter(strategy.distribute_datasets_from_function(input_fn))")
-    def make_input_fn_iterator(
-        self: Any, input_fn: Callable[[InputContext], Any], replication_mode: Any = None
-    ) -> Iterator[Any]:
-        """Return ``iter(distribute_datasets_from_function(input_fn))``, for mode PER_WORKER only. A collective call."""
-        if getattr(replication_mode, "name", "PER_WORKER") != "PER_WORKER":
-            raise NotImplementedError(
-                f"make_input_fn_iterator takes replication mode PER_WORKER, got {replication_mode}.\n"
-                "    correct:    strategy.distribute_datasets_from_function(input_fn, "
-                "mpistrat.InputOptions(experimental_replication_mode=…))"
-            )
-        return iter(self.distribute_datasets_from_function(input_fn))
 
-    @_old("mpistrat.ArrayDataset(arrays, batch_size)")
-    def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None, *, batch_size: int) -> ArrayDataset:
-        """Return ``ArrayDataset(numpy_input, batch_size)``; TensorFlow's has single rows, this one batches."""
-        return ArrayDataset(numpy_input, batch_size)
+def _warning(name: str, present: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def warning(*args: Any, **kwargs: Any) -> Any:
+        warnings.warn(f"strategy.{name} is deprecated; use {present}", DeprecationWarning, stacklevel=2)
+        return method(*args, **kwargs)
 
-    @_old("strategy.distribute_datasets_from_function(dataset_fn)")
-    def experimental_distribute_datasets_from_function(
-        self: Any, dataset_fn: Callable[[InputContext], Any], options: Any = None
-    ) -> Any:
-        """Return ``distribute_datasets_from_function(dataset_fn, options)``. A collective call."""
-        return self.distribute_datasets_from_function(dataset_fn, options)
-
-    @_old("strategy.extended.colocate_vars_with(variable)")
-    def colocate_vars_with(self: Any, colocate_with_variable: Any) -> Any:
-        """Return ``extended.colocate_vars_with(variable)``."""
-        return self.extended.colocate_vars_with(colocate_with_variable)
+    warning.__name__, warning.__doc__ = name, f"Deprecated in TensorFlow; use {present}."
+    return warning

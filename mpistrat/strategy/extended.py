@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from mpistrat.arrays import Array, as_array
+from mpistrat.arrays import Array, as_array, as_operand, like
 from mpistrat.communicator.interface import BaseCommunicator
-from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.communicator.sparse import IndexedSlices
-from mpistrat.communicator.validate import check_out
-from mpistrat.context.advice import ADVICE
+from mpistrat.communicator.options import CommunicationOptions, check_options
+from mpistrat.communicator.sparse import IndexedSlices, gather_refused
+from mpistrat.communicator.validate import check_gather, check_out
 from mpistrat.context.stack import (
     current,
     default_mode,
@@ -25,19 +24,17 @@ from mpistrat.context.stack import (
     outside_replica,
     updating,
 )
-from mpistrat.context.values import PerReplica, container_of, select_replica
+from mpistrat.context.values import PerReplica, across_replicas_of, container_of, in_replica, select_replica
 from mpistrat.cross_device.all_reduce import HierarchicalAllReduce
 from mpistrat.cross_device.ops import CrossDeviceOps
 from mpistrat.cross_device.pairs import OnSomeReplicas
 from mpistrat.device.binding import own_device
-from mpistrat.errors import InvalidArgumentError
+from mpistrat.errors import InvalidArgumentError, MpistratError
 from mpistrat.execution.work import Work
 from mpistrat.reduction import ReduceOp, check_across_replicas
 from mpistrat.state.aggregation import checksum
-from mpistrat.strategy.deprecated import merge_hints
-from mpistrat.structures import flatten, map_leaves
-
-__all__ = ["StrategyExtended"]
+from mpistrat.strategy.deprecated import accepts_hints
+from mpistrat.structures import flatten, leaf_names, map_leaves
 
 # Of each argument of an update: a value that was not reduced differs nearly everywhere.
 _COMPARED_BYTES = 1 << 16
@@ -60,6 +57,10 @@ class StrategyExtended:
     is_chief : bool, optional
         Whether this rank writes checkpoints and logs; by default rank 0 does.
     """
+
+    root: int | None = None  # the rank that keeps the variables, where one does
+    experimental_require_static_shapes = False  # shapes may change from step to step
+    experimental_should_init = True  # every rank creates initial values, and those of replica 0 are used
 
     def __init__(
         self,
@@ -106,71 +107,54 @@ class StrategyExtended:
         return self._worker_devices[self.communicator.rank % len(self._worker_devices)]
 
     @property
-    def experimental_require_static_shapes(self) -> bool:
-        """False: shapes may change from step to step."""
-        return False
-
-    @property
     def experimental_between_graph(self) -> bool:
         """Whether each process runs the program for its own replica: True with several replicas."""
         return self.communicator.size > 1
 
     @property
-    def experimental_should_init(self) -> bool:
-        """True: every rank creates initial values, and those of replica 0 are used."""
-        return True
-
-    @property
     def should_checkpoint(self) -> bool:
-        """Whether this rank writes checkpoints: True on the chief."""
+        """Whether this rank writes checkpoints and logs: True on the chief."""
         return self._is_chief
 
-    @property
-    def should_save_summary(self) -> bool:
-        """Whether this rank writes logs: True on the chief."""
-        return self._is_chief
+    should_save_summary = should_checkpoint
 
+    @accepts_hints
     def reduce_to(
-        self,
-        reduce_op: ReduceOp | str,
-        value: Any,
-        destinations: Any,
-        options: CommunicationOptions | None = None,
-        *,
-        experimental_hints: CommunicationOptions | None = None,
+        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: CommunicationOptions | None = None
     ) -> Any:
         """Reduce a value over replicas, and deliver the result. As `CrossDeviceOps.reduce`. A collective call."""
         with self.in_scope("reduce_to"):
-            return self._cross_device_ops.reduce(reduce_op, value, destinations, merge_hints(options, experimental_hints))
+            return self._cross_device_ops.reduce(reduce_op, value, self._kept(destinations), options)
 
+    @accepts_hints
     def batch_reduce_to(
         self,
         reduce_op: ReduceOp | str,
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
-        *,
-        experimental_hints: CommunicationOptions | None = None,
     ) -> list[Any]:
         """Reduce many values as one batch. As `CrossDeviceOps.batch_reduce`. A collective call."""
         with self.in_scope("batch_reduce_to"):
-            wanted = merge_hints(options, experimental_hints)
-            return self._cross_device_ops.batch_reduce(reduce_op, value_destination_pairs, wanted)
+            pairs = value_destination_pairs
+            if isinstance(pairs, Iterable):  # the ops refuse what is not a pair
+                pairs = [
+                    (each[0], self._kept(each[1])) if isinstance(each, tuple) and len(each) == 2 else each for each in pairs
+                ]
+            return self._cross_device_ops.batch_reduce(reduce_op, pairs, options)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Broadcast a value to `destinations`. As `CrossDeviceOps.broadcast`. A collective call."""
         with self.in_scope("broadcast_to"):
-            return self._cross_device_ops.broadcast(tensor, destinations)
+            return self._cross_device_ops.broadcast(tensor, self._kept(destinations))
 
     def all_reduce(
-        self,
-        op: ReduceOp,
-        arrays: list[Any],
-        options: CommunicationOptions | None = None,
-        out: list[Array] | None = None,
+        self, op: ReduceOp, arrays: list[Any], options: CommunicationOptions | None = None, out: list[Array] | None = None
     ) -> list[Any]:
         """Reduce arrays and IndexedSlices over all replicas, in either context; into `out`, if given. A collective call."""
         if op is ReduceOp.SUM and _BOOL in map(_DTYPE, arrays):
-            self._refuse_booleans(op, arrays, options)
+            with self.communicator.refusing("all_reduce", options):
+                for index, array in enumerate(arrays):
+                    check_across_replicas(op, array.dtype, f"array {index}")
         wanted = self._direct_options(arrays, options)
         if wanted is not None:
             return self.communicator.all_reduce(op, arrays, wanted, out)
@@ -198,23 +182,52 @@ class StrategyExtended:
             return None
         return self._cross_device_ops.all_reduce_options(self.communicator, options)
 
-    def all_gather(self, array: Array, axis: int, options: CommunicationOptions | None = None) -> Any:
-        """Concatenate the arrays of all ranks along `axis`, in either context. A collective call."""
-        if type(self._cross_device_ops).gather_implementation is CrossDeviceOps.gather_implementation:
-            return self.communicator.all_gather(array, axis, options)
-        value = PerReplica(array)
-        with enter_or_assert_strategy(self._strategy), outside_replica():
-            whole = self._cross_device_ops.gather_implementation(value, value, axis, options or CommunicationOptions())
-        return select_replica(whole)
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None, method: str = "all_gather") -> Any:
+        """Concatenate the components of a nest along `axis`, in either context. A collective call."""
 
-    def broadcast(self, array: Array, root: int, options: CommunicationOptions | None = None) -> Any:
-        """Return the array of the rank `root`, in either context. A collective call."""
-        if type(self._cross_device_ops).broadcast_implementation is CrossDeviceOps.broadcast_implementation:
-            return self.communicator.broadcast(array, root, options)
-        source = array if root == 0 else OnSomeReplicas(array, (root,), self.communicator.rank)
-        with enter_or_assert_strategy(self._strategy), outside_replica():
-            whole = self._cross_device_ops.broadcast_implementation(source, PerReplica(array))
-        return select_replica(whole)
+        def gathered(array: Array) -> Any:
+            if type(self._cross_device_ops).gather_implementation is CrossDeviceOps.gather_implementation:
+                return self.communicator.all_gather(array, axis, options)
+            own = PerReplica(array)
+            with enter_or_assert_strategy(self._strategy), outside_replica():
+                return self._cross_device_ops.gather_implementation(own, own, axis, options or CommunicationOptions())
+
+        return self.for_each_leaf(method, f"axis={axis}", value, options, gathered, lambda array: check_gather(array, axis))
+
+    def broadcast(self, value: Any, root: int, options: CommunicationOptions | None = None) -> Any:
+        """Return the nest of the rank `root`, in either context. A collective call."""
+
+        def received(array: Array) -> Any:
+            if type(self._cross_device_ops).broadcast_implementation is CrossDeviceOps.broadcast_implementation:
+                return self.communicator.broadcast(array, root, options)
+            source = array if root == 0 else OnSomeReplicas(array, (root,), self.communicator.rank)
+            with enter_or_assert_strategy(self._strategy), outside_replica():
+                return self._cross_device_ops.broadcast_implementation(source, PerReplica(array))
+
+        return self.for_each_leaf("broadcast", f"root={root}", value, options, received)
+
+    def for_each_leaf(
+        self,
+        method: str,
+        what: str,
+        value: Any,
+        options: CommunicationOptions | None,
+        collective: Callable[[Array], Any],
+        check: Callable[[Array], object] = lambda array: None,
+    ) -> Any:
+        """Check this replica's components of all leaves of a nest, then make a collective call for each."""
+        leaves, structure = flatten(value)
+        leaves = [in_replica(across_replicas_of(leaf)) for leaf in leaves]
+        with self.communicator.refusing(method, options):
+            check_options(options)
+            arrays = read_leaves(value, leaves)
+            for array in arrays:
+                if isinstance(array, IndexedSlices):
+                    raise gather_refused(array)
+                check(array)
+        self.communicator.note(f"{method}({what}) of {structure}", options)
+        results = [like(in_replica(collective(array)), leaf) for array, leaf in zip(arrays, leaves, strict=True)]
+        return structure.unflatten(results)
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -234,24 +247,15 @@ class StrategyExtended:
 
         Assigning in `fn` changes the array of this rank, without communication, so the arguments must be equal on all replicas
         for the variable to stay mirrored. Inside ``strategy.run`` this is a `merge_call`. All ranks make the call; their calls,
-        and the components of per-replica arguments, are compared with the next collective.
+        and the components of per-replica arguments, are compared by the next collective.
 
         Parameters
         ----------
-        var : Variable
-            The variable to update.
-        fn : callable
-            The update.
         args, kwargs : sequence, mapping
             Distributed values in them are replaced by their component, which every replica must hold. Those of per-replica
             values must be equal, as those that `all_reduce` has returned are, unless the variable is synchronized ON_READ.
         group : bool
             True: return None. False: return what `fn` returned, with a list of one component, that of this rank, for each leaf.
-
-        Raises
-        ------
-        AgreementError
-            From the next collective: on all ranks if components differ, on the other ranks if one rank is refused.
         """
         if in_replica_context_of(self._strategy, "strategy.extended.update"):
             return current().replica_context.merge_call(lambda _: self.update(var, fn, args, kwargs, group))
@@ -307,7 +311,7 @@ class StrategyExtended:
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
         """Create variables on the device of another one. Has no effect: all variables of a rank are on one device."""
         if current().strategy is not self._strategy:
-            raise misplaced("strategy.extended.colocate_vars_with", "in the strategy's scope", *ADVICE["colocate_vars_with"])
+            raise misplaced("strategy.extended.colocate_vars_with", "in the strategy's scope")
         self.require_cross_replica("strategy.extended.colocate_vars_with")
         if not self.variable_created_in_scope(colocate_with_variable):
             raise InvalidArgumentError(
@@ -319,7 +323,7 @@ class StrategyExtended:
     def require_cross_replica(self, call: str) -> None:
         """Check that this is not inside ``strategy.run``; `call` is the call as the user wrote it."""
         if in_replica_context_of(self._strategy, call):
-            raise misplaced(call, "in cross-replica context", *ADVICE[call.rpartition(".")[2]])
+            raise misplaced(call, "in cross-replica context")
 
     @contextmanager
     def in_scope(self, method: str) -> Iterator[None]:
@@ -328,10 +332,11 @@ class StrategyExtended:
         with enter_or_assert_strategy(self._strategy):
             yield
 
-    def _refuse_booleans(self, op: ReduceOp, arrays: list[Any], options: CommunicationOptions | None) -> None:
-        with self.communicator.refusing("all_reduce", options):
-            for index, array in enumerate(arrays):
-                check_across_replicas(op, array.dtype, f"array {index}")
+    def _kept(self, destinations: Any) -> Any:
+        """Return destinations, with the rank that keeps a variable in its place, where one does."""
+        if self.root is None or not self.variable_created_in_scope(destinations):
+            return destinations
+        return self.parameter_devices[0]
 
     def _require_devices(self, name: str) -> None:
         if default_mode().strategy is self._strategy:
@@ -340,6 +345,17 @@ class StrategyExtended:
                 f"    incorrect:  mpistrat.get_strategy().extended.{name}, outside all scopes\n"
                 f"    correct:    mpistrat.OneDeviceStrategy().extended.{name}"
             )
+
+
+def read_leaves(value: Any, leaves: list[Any]) -> list[Any]:
+    """Return the leaves of a value as arrays; IndexedSlices are returned as they are."""
+    try:
+        return [leaf if isinstance(leaf, IndexedSlices) else as_operand(leaf) for leaf in leaves]
+    except MpistratError:
+        for name, leaf in zip(leaf_names(value), leaves, strict=True):
+            if not isinstance(leaf, IndexedSlices):
+                as_operand(leaf, name)
+        raise
 
 
 def _given_by_all(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]:
@@ -368,11 +384,8 @@ def _arrays_of(component: Any) -> list[Array]:
     """Return the arrays of a component, which may also be slices, or no array at all."""
     if isinstance(component, IndexedSlices):
         return [as_array(component.indices), as_array(component.values)]
-    return (
-        [as_array(component, "an argument of extended.update")]
-        if hasattr(component, "dtype") or isinstance(component, Number)
-        else []
-    )
+    is_array = hasattr(component, "dtype") or isinstance(component, Number)
+    return [as_array(component, "an argument of extended.update")] if is_array else []
 
 
 def _results(result: Any, group: bool) -> Any:

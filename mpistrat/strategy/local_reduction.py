@@ -19,8 +19,6 @@ from mpistrat.cross_device.pairs import IDEMPOTENT, check_unambiguous
 from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_across_replicas, check_dtype, quiet
 
-__all__ = ["LocalReduction", "check_ambiguous", "reduce_locally", "weighted_part"]
-
 
 class _Origin(Enum):
     """What is known about the components of a value on the other replicas."""

@@ -1,11 +1,11 @@
-"""MirroredStrategy and MultiWorkerMirroredStrategy: synchronous replicas on one node, or on all ranks of the job."""
+"""Strategies of synchronous replicas: Mirrored and CentralStorage on one node, MultiWorkerMirrored on all ranks of the job."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -17,8 +17,12 @@ from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.construction import rendezvous_seconds
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationImplementation, CommunicationOptions
+from mpistrat.context.stack import in_replica_context_of
+from mpistrat.context.values import Mirrored, PerReplica
 from mpistrat.cross_device.all_reduce import HierarchicalAllReduce
 from mpistrat.cross_device.ops import CrossDeviceOps
+from mpistrat.cross_device.pairs import OnSomeReplicas
+from mpistrat.cross_device.to_one_device import ReductionToOneDevice
 from mpistrat.device.binding import own_device
 from mpistrat.errors import CollectiveError, DeadlineExceededError, InvalidArgumentError, LaunchError
 from mpistrat.groups.hierarchy import Hierarchy
@@ -26,40 +30,25 @@ from mpistrat.groups.rendezvous import Rendezvous, rendezvous
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.strategy import Strategy
+from mpistrat.structures import flatten, map_leaves
 from mpistrat.text import format_count
 from mpistrat.topology.devices import device_name, ranks_of
 from mpistrat.topology.world import World
-from mpistrat.watch.recorder import watched
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-__all__ = [
-    "ExperimentalMultiWorkerMirroredStrategy",
-    "MirroredStrategy",
-    "MultiWorkerMirroredStrategy",
-    "call_text",
-    "check_communication",
-    "check_devices",
-    "check_one_node",
-    "make_communicator",
-    "node_devices",
-    "node_hierarchy",
-    "node_world",
-]
 
 
 class MirroredStrategy(Strategy):
     """Keeps a copy of each variable on every rank of this node; the copies stay equal.
 
-    Creating one is a collective call of all ranks of the job.
+    Creating one is a collective call of all ranks of the job. If one of them is refused, or their arguments differ, all raise.
 
     Parameters
     ----------
     devices : list of str, optional
         The device of each rank of the node, in rank order: ``["rank:0", "rank:1"]``; with a single rank also ``["/cpu:0"]`` or
-        ``["/gpu:0"]``. A replica runs on every rank, so the list must name all of them; it only checks how the job was
-        launched.
+        ``["/gpu:0"]``. A replica runs on every rank, so the list only checks how the job was launched.
     cross_device_ops : CrossDeviceOps, optional
         Reduces values; `HierarchicalAllReduce` by default.
     communication_options : CommunicationOptions, optional
@@ -68,21 +57,8 @@ class MirroredStrategy(Strategy):
         Number of equal packs that the elements of a batch are cut into; 0: each array is reduced separately. None (the
         default): packs follow `bytes_per_pack` of the options. Not together with `cross_device_ops`, which have their own.
     allow_multiple_nodes : bool
-        In a job on several nodes, train an independent model on each node; ranks are counted from 0 on each of them.
-
-    Raises
-    ------
-    LaunchError
-        On every rank, if the job spans several nodes and `allow_multiple_nodes` is False.
-    InvalidArgumentError
-        If `devices` are not the devices of the ranks of this node, the options are not CommunicationOptions, or `num_packs` is
-        negative or passed together with `cross_device_ops`.
-    TypeError
-        If `devices` is not a list, or `cross_device_ops` not a CrossDeviceOps.
-    AgreementError
-        If ranks passed different arguments, or if another rank raised one of these errors.
-    DeadlineExceededError
-        If the options have a deadline, and not all ranks make this call in time.
+        In a job on several nodes, train an independent model on each node; ranks are counted from 0 on each of them. By
+        default such a job raises LaunchError.
     """
 
     _accepts_per_replica = True
@@ -96,7 +72,7 @@ class MirroredStrategy(Strategy):
         num_packs: int | None = None,
         allow_multiple_nodes: bool = False,
     ) -> None:
-        call = call_text(
+        call = _call_text(
             "MirroredStrategy",
             devices=devices,
             cross_device_ops=cross_device_ops,
@@ -108,43 +84,28 @@ class MirroredStrategy(Strategy):
 
             def check() -> None:
                 if not allow_multiple_nodes:
-                    check_one_node("MirroredStrategy", job.world, "launch on one node, or pass allow_multiple_nodes=True")
-                check_devices("devices", devices, node_world(job))
-                check_communication(cross_device_ops, communication_options, num_packs)
+                    _check_one_node("MirroredStrategy", job.world, "launch on one node, or pass allow_multiple_nodes=True")
+                _check_devices("devices", devices, _node_world(job))
+                _check_communication(cross_device_ops, communication_options, num_packs)
 
             job.agree(call, check)
-            hierarchy = node_hierarchy(job)
-        communicator = make_communicator(hierarchy, communication_options, num_packs)
-        super().__init__(StrategyExtended(communicator, cross_device_ops, node_devices(hierarchy.world)))
+            hierarchy = _node_hierarchy(job)
+        communicator = Communicator(hierarchy, communication_options, num_packs=num_packs)
+        super().__init__(StrategyExtended(communicator, cross_device_ops, _node_devices(hierarchy.world)))
 
 
 class MultiWorkerMirroredStrategy(Strategy):
     """Keeps a copy of each variable on every rank of the job; the copies stay equal. Reduces inside nodes, then between them.
 
-    Creating one is a collective call of all ranks of the job.
+    Creating one is a collective call of all ranks of the job. If one of them is refused, or their arguments differ, all raise.
 
     Parameters
     ----------
     cluster_resolver : ClusterResolver, optional
         Defines which rank is the chief, which writes checkpoints and logs; the ranks themselves are known from MPI. By default
         a TFConfigClusterResolver if ``TF_CONFIG`` is set, else a MPIClusterResolver. With an empty cluster rank 0 is the chief.
-    communication_options : CommunicationOptions, optional
-        Defaults of every call.
-    num_packs : int, optional
-        Number of equal packs that the elements of a batch are cut into; 0: each array is reduced separately. None (the
-        default): packs follow `bytes_per_pack` of the options.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If `cluster_resolver` is not a ClusterResolver, or does not define the task of this rank, or defines one that does not
-        train; if ``TF_CONFIG`` is invalid; if the options are not CommunicationOptions; or if `num_packs` is negative.
-    LaunchError
-        On every rank, if no rank plays a training task of the cluster.
-    AgreementError
-        If ranks passed different arguments or read different clusters, or if another rank raised one of these errors.
-    DeadlineExceededError
-        If the options have a deadline, and not all ranks make this call in time.
+    communication_options, num_packs : CommunicationOptions, int, optional
+        As for `MirroredStrategy`.
     """
 
     def __init__(
@@ -154,7 +115,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         *,
         num_packs: int | None = None,
     ) -> None:
-        call = call_text(
+        call = _call_text(
             "MultiWorkerMirroredStrategy",
             cluster_resolver=_kind(cluster_resolver),
             communication_options=communication_options,
@@ -163,7 +124,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
         def check() -> ClusterResolver | None:
             _check_resolver(cluster_resolver)
-            check_communication(None, communication_options, num_packs)
+            _check_communication(None, communication_options, num_packs)
             reads_variable = cluster_resolver is None and _default_kind() is TFConfigClusterResolver
             return TFConfigClusterResolver() if reads_variable else cluster_resolver
 
@@ -172,7 +133,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             self._cluster_resolver = MPIClusterResolver() if found is None else found
             chief = _chief(job, self._cluster_resolver)
             hierarchy = Hierarchy(job.comm, job.world)
-        communicator = make_communicator(hierarchy, communication_options, num_packs)
+        communicator = Communicator(hierarchy, communication_options, num_packs=num_packs)
         _check_health(communicator)
         devices = (device_name(communicator.rank),)
         super().__init__(StrategyExtended(communicator, worker_devices=devices, is_chief=communicator.rank == chief))
@@ -194,14 +155,7 @@ class _OldName(type):
 class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy, metaclass=_OldName):
     """TensorFlow's deprecated ``experimental.MultiWorkerMirroredStrategy``; use `MultiWorkerMirroredStrategy`.
 
-    Creating one is a collective call of all ranks of the job. Every `MultiWorkerMirroredStrategy` is an instance of this class.
-
-    Parameters
-    ----------
-    communication : CommunicationImplementation or str
-        AUTO, RING or NCCL.
-    cluster_resolver : ClusterResolver, optional
-        As for `MultiWorkerMirroredStrategy`, as are the errors.
+    Every `MultiWorkerMirroredStrategy` is an instance of this class, whose `communication` is AUTO, RING or NCCL.
     """
 
     def __init__(
@@ -217,9 +171,87 @@ class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy, metac
         )
         name = "experimental.MultiWorkerMirroredStrategy"
         with rendezvous(name) as job:
-            call = call_text(name, communication=communication)
+            call = _call_text(name, communication=communication)
             options = job.agree(call, lambda: CommunicationOptions(implementation=communication))
         super().__init__(cluster_resolver, options)
+
+
+class CentralStorageStrategy(Strategy):
+    """Keeps the variables on one rank of a node; every rank of the node runs a replica.
+
+    Creating one is a collective call of all ranks of the job, which must be on one node. If one is refused, all raise.
+
+    Every rank has a read-only copy of each variable, so reading it communicates nothing. Every change of a variable is a
+    collective call: in ``strategy.run`` the values of the replicas are aggregated first; all ranks compute the change, and the
+    result of the rank that keeps the variable is broadcast.
+
+    Parameters
+    ----------
+    compute_devices : list of str, optional
+        The device of each rank of the node, in rank order, as for `MirroredStrategy`.
+    parameter_device : str, optional
+        The rank that keeps the variables, for example ``rank:1``; by default rank 0.
+    """
+
+    def __init__(self, compute_devices: Sequence[str] | None = None, parameter_device: str | None = None) -> None:
+        call = _call_text("CentralStorageStrategy", compute_devices=compute_devices, parameter_device=parameter_device)
+        with rendezvous("CentralStorageStrategy") as job:
+
+            def check() -> int:
+                _check_one_node("CentralStorageStrategy", job.world, "launch on one node")
+                _check_devices("compute_devices", compute_devices, job.world)
+                return 0 if parameter_device is None else ranks_of(parameter_device, job.world)[0]
+
+            root = job.agree(call, check)
+            hierarchy = _node_hierarchy(job)
+        communicator = Communicator(hierarchy)
+        super().__init__(CentralStorageExtended(communicator, root))
+
+
+class CentralStorageExtended(StrategyExtended):
+    """The extended part of `CentralStorageStrategy`: the change of a variable is computed on the rank `root` and broadcast."""
+
+    def __init__(self, communicator: BaseCommunicator, root: int) -> None:
+        super().__init__(
+            communicator, ReductionToOneDevice(root), _node_devices(communicator.world), parameter_devices=(device_name(root),)
+        )
+        self.root = root
+
+    def update(
+        self,
+        var: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Call ``fn(variable, *args, **kwargs)``, and broadcast the variable of the root. A collective call.
+
+        As `StrategyExtended.update`, but arguments may be values that were reduced to the variable, and have one component: the
+        variable has only one.
+        """
+        if not in_replica_context_of(self._strategy, "strategy.extended.update"):
+            given = tuple(args), dict(kwargs or {})
+            with self.communicator.refusing("extended.update"):
+                self._check_single(flatten(given)[0])
+            args, kwargs = map_leaves(self._shared, given)
+        return super().update(var, fn, args, kwargs, group)
+
+    def _check_single(self, leaves: Iterable[Any]) -> None:
+        for leaf in leaves:
+            mirrored = isinstance(leaf, Mirrored) and not self.variable_created_in_scope(leaf)
+            if isinstance(leaf, PerReplica) or (mirrored and self.communicator.size > 1):
+                raise InvalidArgumentError(
+                    f"extended.update got {leaf!r}, which has {self.communicator.size} components; the variable has one: "
+                    "reduce the value to it.\n"
+                    "    incorrect:  extended.update(variable, fn, args=(strategy.run(gradient),))\n"
+                    '    correct:    total = extended.reduce_to("sum", strategy.run(gradient), variable); '
+                    "extended.update(variable, fn, args=(total,))"
+                )
+
+    def _shared(self, leaf: Any) -> Any:
+        """Return a value that only some ranks have as one that all ranks have, because all ranks call the function."""
+        return super().broadcast_to(leaf, set(self.worker_devices)) if isinstance(leaf, OnSomeReplicas) else leaf
 
 
 def _default_kind() -> type[TFConfigClusterResolver | MPIClusterResolver]:
@@ -262,7 +294,7 @@ def _check_health(communicator: BaseCommunicator) -> None:
         )
 
 
-def check_one_node(strategy: str, world: World, otherwise: str) -> None:
+def _check_one_node(strategy: str, world: World, otherwise: str) -> None:
     """Check that the job is on one node; `otherwise` is the error's advice."""
     if world.num_nodes == 1:
         return
@@ -275,7 +307,7 @@ def check_one_node(strategy: str, world: World, otherwise: str) -> None:
     raise error
 
 
-def check_devices(argument: str, devices: Sequence[str] | None, world: World) -> None:
+def _check_devices(argument: str, devices: Sequence[str] | None, world: World) -> None:
     """Check that a list of devices names each rank of a node once, in order. None is accepted."""
     if devices is None:
         return
@@ -290,23 +322,23 @@ def check_devices(argument: str, devices: Sequence[str] | None, world: World) ->
         )
 
 
-def node_world(rendezvous: Rendezvous) -> World:
+def _node_world(rendezvous: Rendezvous) -> World:
     """Return the world that consists of this rank's node only, with ranks from 0."""
     node = rendezvous.world.nodes[rendezvous.world.place(rendezvous.rank).node_index]
     return World.from_node_of_rank([0] * len(node.ranks), [node.name] * len(node.ranks))
 
 
-def node_hierarchy(rendezvous: Rendezvous) -> Hierarchy:
+def _node_hierarchy(rendezvous: Rendezvous) -> Hierarchy:
     """Return the groups of this rank's node. A collective call of all ranks of the job."""
     node_comm = cast(
         "MPI.Intracomm", rendezvous.comm.Split(rendezvous.world.place(rendezvous.rank).node_index, rendezvous.rank)
     )
-    hierarchy = Hierarchy(node_comm, node_world(rendezvous))
+    hierarchy = Hierarchy(node_comm, _node_world(rendezvous))
     node_comm.Free()
     return hierarchy
 
 
-def node_devices(world: World) -> tuple[str, ...]:
+def _node_devices(world: World) -> tuple[str, ...]:
     """Return the full name of each rank's device."""
     return tuple(device_name(rank) for rank in range(world.size))
 
@@ -330,12 +362,12 @@ def _problem(devices: Sequence[str], named: Sequence[tuple[int, ...]], world: Wo
     return "" if ranks == sorted(ranks) else "is not in the order of ranks, which is that of replicas"
 
 
-def call_text(strategy: str, **arguments: object) -> str:
+def _call_text(strategy: str, **arguments: object) -> str:
     """Return the text of the call that creates a strategy, by which ranks compare their arguments."""
     return f"{strategy}({', '.join(f'{name}={_named(value)}' for name, value in arguments.items())})"
 
 
-def check_communication(cross_device_ops: object, options: object, num_packs: int | None) -> None:
+def _check_communication(cross_device_ops: object, options: object, num_packs: int | None) -> None:
     """Check the arguments of a strategy that concern communication."""
     if not isinstance(options, (CommunicationOptions, type(None))):
         raise InvalidArgumentError(f"communication_options must be CommunicationOptions or None; got {type(options).__name__}")
@@ -352,12 +384,6 @@ def check_communication(cross_device_ops: object, options: object, num_packs: in
             "    incorrect:  mpistrat.MirroredStrategy(cross_device_ops=mpistrat.HierarchicalAllReduce(), num_packs=2)\n"
             "    correct:    mpistrat.MirroredStrategy(cross_device_ops=mpistrat.HierarchicalAllReduce(num_packs=2))"
         )
-
-
-def make_communicator(hierarchy: Hierarchy, options: CommunicationOptions | None, num_packs: int | None) -> Communicator:
-    """Return the communicator over `hierarchy`. A collective call."""
-    with watched("creating a strategy: its communicator"):
-        return Communicator(hierarchy, options, num_packs=num_packs)
 
 
 def _named(value: object) -> str:

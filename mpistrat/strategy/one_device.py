@@ -8,8 +8,7 @@ from pathlib import Path
 
 from mpistrat import settings
 from mpistrat.communicator.local import LocalCommunicator
-from mpistrat.context.advice import ADVICE
-from mpistrat.context.stack import Mode, register_default
+from mpistrat.context.stack import EXAMPLES, Mode, register_default
 from mpistrat.device.binding import own_device
 from mpistrat.errors import LaunchError
 from mpistrat.launch.environment import LauncherView, detect
@@ -18,8 +17,6 @@ from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.replica_context import ReplicaContext
 from mpistrat.strategy.strategy import Strategy
 from mpistrat.topology.devices import parse_device, ranks_of
-
-__all__ = ["DefaultReplicaContext", "OneDeviceStrategy"]
 
 
 class OneDeviceStrategy(Strategy):
@@ -32,13 +29,6 @@ class OneDeviceStrategy(Strategy):
     device : str, optional
         The device that this process computes on: ``/cpu:0`` or ``/gpu:0``; by default what MPISTRAT_DEVICE says: a GPU if there
         is one.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If the device does not exist, or the process already computes on another one.
-    LaunchError
-        If MPISTRAT_DEVICE is gpu, and there is no usable GPU.
     """
 
     def __init__(self, device: str | None = None) -> None:
@@ -98,7 +88,7 @@ def _has_peers(view: LauncherView) -> bool:
 
 
 def _text(method: str, view: LauncherView) -> str:
-    line = ADVICE[f"ctx.{method}"][0].partition("ctx.")[2]
+    line = EXAMPLES[f"ctx.{method}"][0].partition("ctx.")[2]
     job = f"{view.size} ranks" if view.size else "several ranks"
     return (
         f"rank {view.rank}: ReplicaContext.{method} was called outside strategy.run, in a job of {job}. There it reduces "

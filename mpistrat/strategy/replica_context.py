@@ -13,32 +13,17 @@ import numpy as np
 from mpistrat.arrays import Array, as_operand, as_target, like
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
-from mpistrat.communicator.sparse import IndexedSlices, gather_refused
-from mpistrat.context.advice import ADVICE
 from mpistrat.context.stack import Mode, current, entered, in_replica_context_of, misplaced, pop, push
-from mpistrat.context.values import across_replicas_of, assignable, in_replica, regroup, select_replica
+from mpistrat.context.values import assignable, regroup, select_replica
 from mpistrat.device.binding import bound_device
-from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
+from mpistrat.errors import InvalidArgumentError, UnsupportedDtypeError
 from mpistrat.execution.work import Work
 from mpistrat.groups.agreement import digest_of
 from mpistrat.reduction import ReduceOp, check_across_replicas
-from mpistrat.strategy.deprecated import merge_hints
-from mpistrat.strategy.extended import StrategyExtended
+from mpistrat.strategy.deprecated import accepts_hints, merge_hints
+from mpistrat.strategy.extended import StrategyExtended, read_leaves
 from mpistrat.strategy.local_reduction import weighted_part
 from mpistrat.structures import MAX_CACHED_STRUCTURES, ONE_LEAF, Structure, flatten, flatten_arrays, leaf_names
-
-__all__ = [
-    "OF_NESTS",
-    "OPERATIONS",
-    "ReplicaContext",
-    "Updatable",
-    "all_reduce_text",
-    "check_dtypes",
-    "checked_id",
-    "digest_of_nest",
-    "read_leaves",
-    "read_out",
-]
 
 _FRAMES = 3  # stack frames between the communicator's method and the user's line, which a stall report names
 
@@ -65,11 +50,6 @@ class ReplicaContext:
         The strategy of the replica.
     replica_id_in_sync_group : int, integer array or None
         The index of the replica over all nodes; None: the rank.
-
-    Raises
-    ------
-    InvalidArgumentError
-        If the index is not an integer, or out of range.
     """
 
     def __init__(self, strategy: Any, replica_id_in_sync_group: Any = None) -> None:
@@ -101,11 +81,7 @@ class ReplicaContext:
 
     @property
     def devices(self) -> tuple[str]:
-        """The device of this replica, in a tuple.
-
-        .. deprecated:: TensorFlow 2.4
-            A replica has one device; ``strategy.extended.worker_devices`` names those of the strategy.
-        """
+        """The device of this replica, in a tuple. Deprecated in TensorFlow 2.4: see `StrategyExtended.worker_devices`."""
         warnings.warn(
             "ReplicaContext.devices is deprecated; use strategy.extended.worker_devices", DeprecationWarning, stacklevel=2
         )
@@ -192,56 +168,28 @@ class ReplicaContext:
         work = self._extended.start_all_reduce(op, arrays, options, structure)
         return work.then(lambda results: structure.unflatten(list(map(like, results, leaves))))
 
-    def all_gather(
-        self,
-        value: Any,
-        axis: int,
-        options: CommunicationOptions | None = None,
-        *,
-        experimental_hints: CommunicationOptions | None = None,
-    ) -> Any:
-        """Concatenate the components of a value along an axis, in replica order. As `Communicator.all_gather`.
-
-        A collective call.
-        """
-        wanted = merge_hints(options, experimental_hints)
+    @accepts_hints
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Concatenate the components of a value along an axis. As `Communicator.all_gather`. A collective call."""
         self._require_current("all_gather")
-        return for_each_leaf(
-            self._communicator,
-            "all_gather",
-            f"axis={axis}",
-            value,
-            wanted,
-            lambda array: self._extended.all_gather(array, axis, wanted),
-        )
+        return self._extended.all_gather(value, axis, options)
 
     def broadcast(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
-        """Return the value of replica `root`, on every replica. As `Communicator.broadcast`. Not in TensorFlow.
-
-        A collective call. The structure is the same on all replicas; shapes and dtypes are those of `root`.
-        """
+        """Return the value of replica `root`. As `Strategy.broadcast`. A collective call. Not in TensorFlow."""
         self._require_current("broadcast")
-        return for_each_leaf(
-            self._communicator,
-            "broadcast",
-            f"root={root}",
-            value,
-            options,
-            lambda array: self._extended.broadcast(array, root, options),
-        )
+        return self._extended.broadcast(value, root, options)
 
     def reduce_scatter(
         self, reduce_op: ReduceOp | str, value: Any, axis: int = 0, options: CommunicationOptions | None = None
     ) -> Any:
-        """Reduce a value; each replica receives its shard along `axis`. As `Communicator.reduce_scatter`. Not in TensorFlow.
+        """Reduce a value; each replica receives its shard. As `Communicator.reduce_scatter`. A collective call.
 
-        A collective call.
+        Not in TensorFlow.
         """
         self._require_current("reduce_scatter")
         with self._communicator.refusing("reduce_scatter", options):
             op = ReduceOp.parse(reduce_op)
-        return for_each_leaf(
-            self._communicator,
+        return self._extended.for_each_leaf(
             "reduce_scatter",
             f"{op.name}, axis={axis}",
             value,
@@ -251,9 +199,9 @@ class ReplicaContext:
         )
 
     def all_to_all(self, values: Sequence[Any], options: CommunicationOptions | None = None) -> list[Any]:
-        """Send array i to replica i; return those received, in replica order. As `Communicator.all_to_all`. Not in TensorFlow.
+        """Send array i to replica i; return those received. As `Communicator.all_to_all`. A collective call.
 
-        A collective call.
+        Not in TensorFlow.
         """
         self._require_current("all_to_all")
         leaves = list(values)
@@ -289,18 +237,11 @@ class ReplicaContext:
     def update(
         self, variable: Updatable, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Update the component of a variable by a function, without communication.
+        """Update the component of a variable by ``fn(array, *args, **kwargs)``, without communication.
 
-        Use it to apply a gradient that `all_reduce` has reduced. The arguments must be equal on all replicas for the variable
-        to stay mirrored.
-
-        Parameters
-        ----------
-        variable : Variable
-            The variable to update.
-        fn : callable
-            Called as ``fn(array, *args, **kwargs)`` with the array of this replica. It returns the new value, of the same
-            shape, or writes to the array and returns None.
+        `fn` returns the new value of this replica's array, of its shape, or writes to the array and returns None. Use it to
+        apply a gradient that `all_reduce` has reduced: for the variable to stay mirrored, arguments must be equal on all
+        replicas.
         """
         self._require_current("update")
         component = variable.writable()
@@ -311,7 +252,7 @@ class ReplicaContext:
 
     def __enter__(self) -> ReplicaContext:  # noqa: PYI034 - Self is newer than Python 3.10
         if in_replica_context_of(self._strategy, "strategy.run"):
-            raise misplaced("strategy.run", "outside strategy.run", *ADVICE["ctx.__enter__"])
+            raise misplaced("strategy.run", "outside strategy.run")
         push(self.mode)
         return self
 
@@ -353,42 +294,7 @@ class ReplicaContext:
     def _require_current(self, method: str) -> None:
         modes = entered.modes
         if not (modes and modes[-1] is self.mode) and current().replica_context is not self:
-            raise misplaced(f"ReplicaContext.{method}", "in the replica context it belongs to", *ADVICE[f"ctx.{method}"])
-
-
-def for_each_leaf(
-    communicator: BaseCommunicator,
-    method: str,
-    what: str,
-    value: Any,
-    options: CommunicationOptions | None,
-    collective: Callable[[Array], Array],
-    check: Callable[[Array], object] | None = None,
-) -> Any:
-    """Check this replica's components of all leaves of a nest, then make a collective call for each."""
-    leaves, structure = flatten(value)
-    leaves = [in_replica(across_replicas_of(leaf)) for leaf in leaves]
-    with communicator.refusing(method, options):
-        check_options(options)
-        arrays = read_leaves(value, leaves)
-        for array in arrays:
-            if isinstance(array, IndexedSlices):
-                raise gather_refused(array)
-            if check is not None:
-                check(array)
-    communicator.note(f"{method}({what}) of {structure}", options)
-    return structure.unflatten([like(collective(array), leaf) for array, leaf in zip(arrays, leaves, strict=True)])
-
-
-def read_leaves(value: Any, leaves: list[Any]) -> list[Any]:
-    """Return the leaves of a value as arrays; IndexedSlices are returned as they are."""
-    try:
-        return [leaf if isinstance(leaf, IndexedSlices) else as_operand(leaf) for leaf in leaves]
-    except MpistratError:
-        for name, leaf in zip(leaf_names(value), leaves, strict=True):
-            if not isinstance(leaf, IndexedSlices):
-                as_operand(leaf, name)
-        raise
+            raise misplaced(f"ReplicaContext.{method}", "in the replica context it belongs to", f"ctx.{method}")
 
 
 def check_dtypes(op: ReduceOp, value: Any, arrays: list[Any]) -> None:

@@ -11,24 +11,22 @@ from mpistrat.communicator.explain import Explanation
 from mpistrat.communicator.interface import BaseCommunicator
 from mpistrat.communicator.local import LocalCommunicator
 from mpistrat.communicator.options import CommunicationOptions, check_options
-from mpistrat.communicator.validate import check_gather
-from mpistrat.context.input_context import InputContext, ValueContext
 from mpistrat.context.stack import Mode, StrategyScope, default_mode
 from mpistrat.context.values import across_replicas, across_replicas_of, in_replica, regroup, select_replica
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.execution.memory import MemoryReport
 from mpistrat.inputs.distribute import distribute_dataset, distribute_from_function
+from mpistrat.inputs.input_options import InputContext, ValueContext
 from mpistrat.reduction import ReduceOp
-from mpistrat.strategy.deprecated import DeprecatedNames, RunOptions, merge_hints
+from mpistrat.strategy.deprecated import RunOptions, accepts_hints, with_old_names
 from mpistrat.strategy.extended import StrategyExtended
 from mpistrat.strategy.local_reduction import check_ambiguous, reduce_locally
-from mpistrat.strategy.replica_context import ReplicaContext, for_each_leaf
+from mpistrat.strategy.replica_context import ReplicaContext
 from mpistrat.structures import flatten
 
-__all__ = ["Strategy"]
 
-
-class Strategy(DeprecatedNames):
+@with_old_names
+class Strategy:
     """Runs one program on many replicas. One rank is one replica.
 
     `Communicator` documents the collectives. The options of a call override those of the strategy. Methods raise RuntimeError
@@ -100,12 +98,8 @@ class Strategy(DeprecatedNames):
     def scope(self) -> StrategyScope:
         """Return a context manager in which this strategy is current, and in which its variables are created.
 
-        Entering it does not communicate, nor select a device: each rank is bound to its device when it starts.
-
-        Raises
-        ------
-        RuntimeError
-            On entering, if another strategy is current, or inside `run`. On exit, if an inner scope has not been left.
+        Entering it does not communicate, nor select a device: each rank is bound to its device when it starts. It raises
+        RuntimeError if another strategy is current, or inside `run`.
         """
         default = default_mode()
         return StrategyScope(default if default.strategy is self else self.cross_replica_mode)
@@ -160,14 +154,13 @@ class Strategy(DeprecatedNames):
         """
         return select_replica(across_replicas(value))
 
+    @accepts_hints
     def reduce(
         self,
         reduce_op: ReduceOp | str,
         value: Any,
         axis: int | Sequence[int] | None,
         options: CommunicationOptions | None = None,
-        *,
-        experimental_hints: CommunicationOptions | None = None,
     ) -> Any:
         """Reduce a per-replica value over all replicas; every rank receives the result as plain arrays. A collective call.
 
@@ -185,59 +178,39 @@ class Strategy(DeprecatedNames):
             Axes to reduce each component over first. MEAN then divides the sum over all replicas by the number of elements on
             all replicas, so replicas with fewer or no rows have the right weight. Booleans are counted, as in NumPy; with
             ``axis=None`` SUM and MEAN are not defined for them.
-        experimental_hints : CommunicationOptions, optional
-            The old name of `options`; deprecated.
+        options : CommunicationOptions, optional
+            Override those of the strategy.
 
         Returns
         -------
         nest of array
             Arrays of the library that the components belong to: NumPy for NumPy, PyTorch for PyTorch. IndexedSlices for
             IndexedSlices, of which there are only SUM and MEAN with ``axis=None``.
-
-        Raises
-        ------
-        AgreementError
-            On every rank, if ranks pass different structures, shapes, dtypes, axes or operations, or did so in an earlier call.
         """
         self._extended.require_cross_replica("strategy.reduce")
         communicator = self._extended.communicator
         leaves, structure = flatten(value)
-        wanted, given = merge_hints(options, experimental_hints), [across_replicas_of(leaf) for leaf in leaves]
+        given = [across_replicas_of(leaf) for leaf in leaves]
         components = [in_replica(leaf) for leaf in given]
-        with communicator.refusing("reduce", wanted):
-            check_options(wanted)
+        with communicator.refusing("reduce", options):
+            check_options(options)
             op = ReduceOp.parse(reduce_op)
             part = reduce_locally(op, given, components, axis, communicator.size)
         call = f"reduce({op.name}, axis={axis!r}) of {structure}, {len(part.sent)} arrays to combine"
-        communicator.note(call, wanted)
-        check_ambiguous(part, communicator, wanted)
-        totals = part.finish(self._extended.all_reduce(part.op, part.sent, wanted))
+        communicator.note(call, options)
+        check_ambiguous(part, communicator, options)
+        totals = part.finish(self._extended.all_reduce(part.op, part.sent, options))
         communicator.confirm()
         return structure.unflatten([like(*pair) for pair in zip(totals, components, strict=True)])
 
-    def gather(
-        self,
-        value: Any,
-        axis: int,
-        options: CommunicationOptions | None = None,
-        *,
-        experimental_hints: CommunicationOptions | None = None,
-    ) -> Any:
-        """Concatenate the components of a per-replica value along an axis, in replica order. As `Communicator.all_gather`.
+    @accepts_hints
+    def gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Concatenate the components of a per-replica value along an axis. As `Communicator.all_gather`. A collective call.
 
-        A collective call. A leaf that is not a distributed value is the component that this rank passes.
+        A leaf that is not a distributed value is the component that this rank passes.
         """
         self._extended.require_cross_replica("strategy.gather")
-        wanted = merge_hints(options, experimental_hints)
-        return for_each_leaf(
-            self._extended.communicator,
-            "gather",
-            f"axis={axis}",
-            value,
-            wanted,
-            lambda array: self._extended.all_gather(array, axis, wanted),
-            lambda array: check_gather(array, axis),
-        )
+        return self._extended.all_gather(value, axis, options, "gather")
 
     def broadcast(self, value: Any, root: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Return the value of replica `root` as plain arrays, on every rank. As `Communicator.broadcast`. Not in TensorFlow.
@@ -245,14 +218,7 @@ class Strategy(DeprecatedNames):
         A collective call. The structure is the same on all ranks; shapes and dtypes are those of `root`.
         """
         self._extended.require_cross_replica("strategy.broadcast")
-        return for_each_leaf(
-            self._extended.communicator,
-            "broadcast",
-            f"root={root}",
-            select_replica(value),
-            options,
-            lambda array: self._extended.broadcast(array, root, options),
-        )
+        return self._extended.broadcast(value, root, options)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Iterable[Any]:
         """Return a dataset that splits each global batch of `dataset` over the replicas.
@@ -291,11 +257,7 @@ class Strategy(DeprecatedNames):
         return distribute_from_function(self, dataset_fn, options, accepts_per_replica=self._accepts_per_replica)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Return per-replica values; the component of this replica is ``value_fn(context)``, which every rank calls once.
-
-        `value_fn` takes a `ValueContext`, with the index of the replica, and returns a nest. With one replica that is returned
-        unchanged.
-        """
+        """Return per-replica values; the component of this replica is the nest ``value_fn(ValueContext(…))``."""
         self._extended.require_cross_replica("strategy.experimental_distribute_values_from_function")
         communicator = self._extended.communicator
         return regroup(value_fn(ValueContext(communicator.rank, communicator.size)), communicator.size)

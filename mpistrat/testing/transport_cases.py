@@ -18,24 +18,12 @@ from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.reduction import ReduceOp, check_dtype, combine
 from mpistrat.transports.base import Operation, Transport
 
-__all__ = ["DTYPES", "VERBS", "Case", "VerbSpec", "cases", "divisions", "inputs", "operations", "poison"]
-
 DTYPES: tuple[np.dtype[Any], ...] = tuple(np.dtype(code) for code in "?bBhHiIqQfdFD")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One verb on one buffer.
-
-    Attributes
-    ----------
-    verb : str
-        A name in `VERBS`.
-    dtype, op, count
-        Dtype and length of the buffer, and the operation.
-    bounds : sequence of int
-        Elements ``bounds[r]:bounds[r + 1]`` are rank r's part.
-    """
+    """One verb, a name in `VERBS`, on a buffer of `count` elements, of which ``bounds[r]:bounds[r + 1]`` are rank r's part."""
 
     verb: str
     dtype: np.dtype[Any]
@@ -62,23 +50,13 @@ class Case:
 
 @dataclass(frozen=True)
 class VerbSpec:
-    """A method of `Transport`, and its expected behaviour.
-
-    Attributes
-    ----------
-    bind : callable
-        Binds it to a buffer.
-    given, promised, expected : callable
-        See `Case`.
-    in_place : bool
-        Whether the promised elements must be in the buffer itself.
-    """
+    """A method of `Transport`, bound to a buffer by `bind`, and its expected behaviour: see `Case`."""
 
     bind: Callable[[Transport, Array, Case], Operation]
     given: Callable[[Case, int], slice]
     promised: Callable[[Case, int], slice]
     expected: Callable[[Case, Array], Array]
-    in_place: bool = False
+    in_place: bool = False  # the promised elements must be in the buffer itself
 
 
 def _all(case: Case, rank: int) -> slice:

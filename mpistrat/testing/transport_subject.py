@@ -20,8 +20,6 @@ from mpistrat.testing.transport_cases import VERBS, Case, inputs, poison
 from mpistrat.transports.base import Operation, Transport
 from mpistrat.transports.steps import Steps, drive
 
-__all__ = ["LARGE_COUNT", "NUM_SLOTS", "SLOT_BYTES", "STUCK_SECONDS", "Subject"]
-
 LARGE_COUNT = 80_001  # of 4 bytes: several segments and cache blocks
 SLOT_BYTES = 4 * LARGE_COUNT + 4092
 NUM_SLOTS = 2
@@ -32,17 +30,7 @@ _GUARD = 0x5A
 
 
 class Subject:
-    """One transport on one group. Making one is a collective call.
-
-    Parameters
-    ----------
-    make : callable
-        Makes the transport.
-    group : Group
-        The ranks to join; the test itself communicates on a duplicate of its communicator.
-    blocking_verbs : collection of str
-        Verbs that may wait inside ``run()``.
-    """
+    """One transport on one group; verbs in `blocking_verbs` may wait inside ``run()``. Making one is a collective call."""
 
     def __init__(self, make: Callable[[Group], Transport], group: Group, blocking_verbs: Collection[str]) -> None:
         self.group, self.rank, self.size = group, group.rank, group.size

@@ -1,7 +1,8 @@
 """mpistrat bench: collectives measured against plain MPI in the same run, each result checked before it is timed.
 
-The two are timed alternately: see `turns`. Bandwidths are defined as in nccl-tests: algorithm bandwidth is bytes / time, bus
-bandwidth is that times 2 (n - 1) / n for n ranks.
+The two are timed in alternating blocks, so that drift of the machine favours none. A block begins with untimed calls: a real
+program repeats one call, and finds its own data in the cache. Bandwidths are defined as in nccl-tests: algorithm bandwidth is
+bytes / time, bus bandwidth is that times 2 (n - 1) / n for n ranks.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,7 +26,7 @@ from mpistrat.arrays import Array, array_module
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.device.binding import bound_device
-from mpistrat.errors import InvalidArgumentError
+from mpistrat.errors import CollectiveError, InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.launch.bootstrap import library_version, start
 from mpistrat.launch.gpu_binding import what_is_bound
@@ -31,16 +34,20 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes
 from mpistrat.tools import run
-from mpistrat.tools.interleaved import check_sum, time_interleaved
-from mpistrat.topology.discover import discover
-from mpistrat.topology.gpus import check_gpu_assignment
-from mpistrat.tuning.gpu_measurements import wait_until_complete
+from mpistrat.topology.discover import check_gpu_assignment, discover
+from mpistrat.transports.steps import drive, until
+from mpistrat.tuning.measure import slowest_seconds
 
-__all__ = ["Row", "add_arguments", "execute", "measure", "place_text", "timed"]
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 ALGORITHMS = ("auto", *PLANNERS, "mpi")
 DEVICES = ("auto", "gpu", "cpu")
 ITEM_BYTES = 4
+BUDGET_SECONDS = 1.0
+MIN_BLOCKS, MAX_BLOCKS = 3, 20
+MIN_ROUNDS, MAX_ROUNDS = 3, 20  # in a block; a third as many come first, untimed
+DEADLINE_SECONDS = 60.0  # of a call on GPUs: another rank may not have made it
 
 
 @dataclass(frozen=True)
@@ -145,7 +152,7 @@ def timed(run: Callable[[], object], ops: Communicator) -> Callable[[], object]:
 
     def until_complete() -> None:
         run()
-        wait_until_complete(device)
+        drive(until(device.current_stream().record()), lambda: "a call that is measured on GPUs", DEADLINE_SECONDS)
 
     return until_complete
 
@@ -185,3 +192,49 @@ def _document(ops: Communicator, rows: list[Row]) -> dict[str, Any]:
         "arrays": place_text(ops),
         "rows": [asdict(row) for row in rows],
     }
+
+
+def check_sum(comm: MPI.Intracomm, run: Callable[[], object], target: Array) -> None:
+    """Run once on a target filled with NaN, and compare with the exact sum of 1 to the number of ranks. A collective call.
+
+    If an element is wrong on any rank, a CollectiveError is raised on every one.
+    """
+    from mpi4py import MPI
+
+    target.fill(np.nan)
+    run()
+    expected = comm.Get_size() * (comm.Get_size() + 1) // 2
+    if not comm.allreduce(bool((target == expected).all()), MPI.LAND):
+        raise CollectiveError(f"a wrong sum of {target.nbytes} bytes: not every element is {expected} on every rank")
+
+
+def time_interleaved(
+    comm: MPI.Intracomm, calls: Sequence[Callable[[], object]], min_rounds: int = MIN_ROUNDS
+) -> tuple[list[float], int]:
+    """Time collective calls, each of which has run before. A collective call.
+
+    A block has `min_rounds` or more; with less than 3 there is no warm-up. For each call the median over all rounds of the
+    slowest rank's seconds is returned, the same on all ranks, and how many rounds were timed.
+    """
+    blocks, rounds = _fit(comm, calls, min_rounds)
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(blocks):
+        for call, found in zip(calls, times, strict=True):
+            for _ in range(rounds // 3):
+                comm.Barrier()
+                call()
+            found += slowest_seconds(comm, call, rounds)
+    return [statistics.median(found) for found in times], blocks * rounds
+
+
+def _fit(comm: MPI.Intracomm, calls: Sequence[Callable[[], object]], min_rounds: int) -> tuple[int, int]:
+    """Return how many blocks, of how many rounds, fit the budget; the same on all ranks."""
+    from mpi4py import MPI
+
+    started = time.perf_counter()
+    for call in calls:
+        call()
+    spent: float = comm.allreduce(time.perf_counter() - started, MPI.MAX)
+    affordable = BUDGET_SECONDS / spent
+    rounds = int(min(max(affordable / MIN_BLOCKS, min_rounds), MAX_ROUNDS))
+    return int(min(max(affordable / rounds, MIN_BLOCKS), MAX_BLOCKS)), rounds

@@ -13,8 +13,6 @@ import mpistrat
 from mpistrat.errors import MpistratError
 from mpistrat.launch.environment import detect
 
-__all__ = ["COMMANDS", "main", "make_parser"]
-
 COMMANDS = {
     "run": ("mpistrat.tools.run", "start a script on several ranks, with the right mpiexec for this machine"),
     "demo": ("mpistrat.tools.demo", "train a small network on four ranks, and show topology, plan and throughput"),

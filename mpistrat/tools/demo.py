@@ -13,8 +13,6 @@ from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.tools import run
 from mpistrat.topology.world import World
 
-__all__ = ["add_arguments", "execute"]
-
 NEEDED = {"rich": "rich", "sklearn": "scikit-learn", "matplotlib": "matplotlib"}
 
 

@@ -28,8 +28,6 @@ from mpistrat.timeline import Timeline, write_chrome_trace
 from mpistrat.tools import train_digits
 from mpistrat.topology.world import World
 
-__all__ = ["Meter", "Step", "images_per_second", "main", "mean_loss", "share_communicating"]
-
 # wide enough for more than 1 MiB of gradients
 HIDDEN, RATE = 4096, 0.03
 # the progress bar shows the mean of so many steps, because single steps vary

@@ -18,8 +18,6 @@ from mpistrat.watch import folder
 from mpistrat.watch.states import Neighbours, RankState, encode
 from mpistrat.watch.verdict import judge, waits_for
 
-__all__ = ["JobReport", "add_arguments", "describe", "examine", "execute"]
-
 # a finding must be confirmed by a second look, because ranks go on while their records are read
 _AGAIN_SECONDS = 0.3
 _MOST_SHOWN = 16

@@ -19,10 +19,8 @@ from mpistrat.errors import LaunchError, MpistratError
 from mpistrat.launch import environment, mpiexec, openmpi
 from mpistrat.settings import SETTINGS
 from mpistrat.text import format_bytes, format_table
-from mpistrat.tools.gpu_paths import paths_text
+from mpistrat.tools.plan_command import paths_text
 from mpistrat.topology.world import World
-
-__all__ = ["add_arguments", "execute", "gather"]
 
 _SIZES = (8, 1 << 20, 64 << 20)
 _SECONDS = 60.0

@@ -12,19 +12,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mpistrat import cache
+from mpistrat import cache, settings
 from mpistrat.algorithms.choose import PLANNERS, Choice, choose
 from mpistrat.algorithms.chunks import DEVICE_CHUNK_BYTES
 from mpistrat.algorithms.cost import DEFAULT, ON_DEVICE, CostModel
 from mpistrat.algorithms.plan_report import alternatives_text, basis_text, choice_document, chunks_text, phases_text
 from mpistrat.errors import InvalidArgumentError, MpistratError, UnsupportedDtypeError
+from mpistrat.launch.cuda_awareness import kept_verdicts
 from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_table
-from mpistrat.tools.gpu_paths import paths_text
 from mpistrat.topology.world import World
 from mpistrat.tuning.model import Tuning
-
-__all__ = ["add_arguments", "execute"]
 
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _INEXACT = ("float16", ml_dtypes.bfloat16, "float32", "float64", "complex64", "complex128")
@@ -144,3 +142,40 @@ def _document(choice: Choice, shape: str, dtype: str, model: CostModel, paths: s
 def _size(world: World) -> str:
     counts = ((world.size, "rank"), (world.num_nodes, "node"), (world.num_shards, "shard"))
     return ", ".join(format_count(count, noun) for count, noun in counts)
+
+
+def paths_text(world: World) -> str:
+    """Return a table of the transports inside nodes and between them, and why."""
+    return format_table([("inside nodes", _inside(world)), *(("between nodes", text) for text in _between(world))])
+
+
+def _inside(world: World) -> str:
+    wanted = settings.INTRA_TRANSPORT.read()
+    if world.num_shards == 1:
+        return "nothing: each node has one rank"
+    if wanted != "auto":
+        return f"{wanted}: set by {settings.INTRA_TRANSPORT.name}"
+    return "nccl where the ranks of a node can use it, else cuda_ipc, else staged"
+
+
+def _between(world: World) -> list[str]:
+    inter, mpi_gpu = settings.INTER_TRANSPORT.read(), settings.MPI_GPU.read()
+    if world.num_nodes == 1:
+        return ["nothing: there is one node"]
+    if inter == "nccl":
+        return [
+            f"nccl: set by {settings.INTER_TRANSPORT.name}; auto is one call of NCCL for all ranks, whose time is not predicted"
+        ]
+    if inter != "auto":
+        return [f"staged over {inter}: set by {settings.INTER_TRANSPORT.name}"]
+    if mpi_gpu != "auto":
+        return [f"{_transport(mpi_gpu == 'on')}: {settings.MPI_GPU.name}={mpi_gpu}"]
+    found = [
+        f"{_transport(verdict.is_aware)} with {library.version} in {library.path}: {verdict.reason} ({date})"
+        for library, verdict, date in kept_verdicts()
+    ]
+    return found or [f"{_transport(True)} if MPI is CUDA-aware, else {_transport(False)}: the first job on GPUs will find out"]
+
+
+def _transport(is_aware: bool) -> str:
+    return "cuda_aware" if is_aware else "staged over mpi_ring"

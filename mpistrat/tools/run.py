@@ -20,8 +20,6 @@ from mpistrat.launch.job import Killed, Limit, follow
 from mpistrat.text import format_count, format_elapsed
 from mpistrat.topology.world import World
 
-__all__ = ["add_arguments", "add_own_rank_options", "add_rank_options", "execute", "start", "start_own_ranks"]
-
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrat import cache
 from mpistrat.algorithms.choose import PLANNERS, choose
 from mpistrat.algorithms.cost import CostModel
 from mpistrat.communicator.communicator import by_algorithm
-from mpistrat.communicator.gpu_ways import gpu_ways
-from mpistrat.device.binding import bound_device
 from mpistrat.errors import InvalidArgumentError, LaunchError
 from mpistrat.launch.bootstrap import start
 from mpistrat.launch.environment import detect
@@ -21,29 +19,18 @@ from mpistrat.settings import parse_bytes
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.tools import run
 from mpistrat.topology.discover import discover
-from mpistrat.topology.world import World
-from mpistrat.tuning.corrections import ITEM_BYTES, Measurement
 from mpistrat.tuning.file import kept, kept_files, tuning_path
-from mpistrat.tuning.gpu_measurements import GpuMeasurements, measure_on_gpus
-from mpistrat.tuning.links import measure_links
-from mpistrat.tuning.measure import MAX_BYTES, Times, measure
-from mpistrat.tuning.model import Tuning, present_conditions
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-__all__ = ["add_arguments", "describe", "execute"]
+from mpistrat.tuning.measure import MAX_BYTES, measure, measure_links
+from mpistrat.tuning.model import ITEM_BYTES, Measurement, Tuning, present_conditions
 
 LEAST_BYTES = 1024
-MAX_SHOT_BYTES = 1 << 22  # beyond, one shot reads far more than two do
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``mpistrat tune``."""
     parser.description = (
         "Benchmark every all-reduce algorithm for some seconds, and cache the times in a file "
-        "for this cluster, this MPI and this rank placement; auto chooses algorithms by it from then on. Where all ranks drive "
-        "GPUs, it compares NCCL with MPI between nodes too, or on one node the two ways of cuda_ipc. mpistrat tune -n 4 "
+        "for this cluster, this MPI and this rank placement; auto chooses algorithms by it from then on. mpistrat tune -n 4 "
         "starts four ranks; or start it on all ranks of a job: srun python -m mpistrat tune."
     )
     run.add_own_rank_options(parser)
@@ -90,9 +77,8 @@ def execute(arguments: argparse.Namespace) -> int:
 
     links = measure_links(comm, world)
     measurements = measure(comm, world, by_algorithm, max_bytes, report)
-    gpus, refusal = _measure_on_gpus(comm, world, max_bytes, report)
     if is_chief:
-        tuning = Tuning.of(present_conditions(world), measurements, links, gpus)
+        tuning = Tuning.of(present_conditions(world), measurements, links)
         path = tuning_path(tuning.conditions)
         try:
             cache.write(tuning.document(), path)
@@ -102,26 +88,7 @@ def execute(arguments: argparse.Namespace) -> int:
             print(json.dumps(_document(tuning, path), indent=1))
             return 0
         print(f"\n{describe(tuning, path)}\n\nWrote {path}. {_ADVICE}")
-        if refusal:
-            print(f"On GPUs nothing was measured but the number of links: {refusal}.")
     return 0
-
-
-def _measure_on_gpus(
-    comm: MPI.Intracomm, world: World, max_bytes: int, report: Callable[[int, Times], None]
-) -> tuple[GpuMeasurements | None, str]:
-    """Measure on GPUs, if all ranks drive one; else return None, and why if one does. A collective call."""
-    device = bound_device()
-    drives_gpu = comm.allgather(device is not None)
-    if device is None or not all(drives_gpu):
-        return None, ""
-    ways, refusal = gpu_ways(comm, world)
-    if refusal:
-        return None, refusal
-    found = measure_on_gpus(comm, device, ways, max_bytes if world.num_nodes > 1 else min(max_bytes, MAX_SHOT_BYTES), report)
-    for each in ways.values():
-        each.close()
-    return found, ""
 
 
 _ADVICE = "Programs use it automatically; MPISTRAT_TUNING=off ignores it, mpistrat tune --delete removes it."
@@ -134,8 +101,7 @@ def describe(tuning: Tuning, path: Path) -> str:
     heading = [("cluster", conditions.cluster), ("processor", conditions.processor), ("MPI", conditions.mpi)]
     heading += [("ranks", conditions.world), ("links of a node", str(tuning.links)), ("measured", tuning.date)]
     heading += [("settings", conditions.settings)] if conditions.settings else []
-    parts = [format_table(heading), _choices(tuning.measurements, model)]
-    return "\n\n".join([*parts, _on_gpus(tuning.gpus, tuning.date)] if tuning.gpus else parts)
+    return f"{format_table(heading)}\n\n{_choices(tuning.measurements, model)}"
 
 
 def _document(tuning: Tuning, path: Path) -> dict[str, Any]:
@@ -144,7 +110,6 @@ def _document(tuning: Tuning, path: Path) -> dict[str, Any]:
         "path": str(path),
         **tuning.document(),
         "auto_chooses": _chosen(tuning.measurements, tuning.model(str(path))),
-        **({"auto_chooses_on_gpus": tuning.gpus.chosen()} if tuning.gpus else {}),
     }
 
 
@@ -167,14 +132,6 @@ def _chosen(measurements: tuple[Measurement, ...], model: CostModel) -> dict[int
     sizes = sorted({measurement.num_bytes for measurement in measurements})
     choices = [choose(measurements[0].world, num_bytes // ITEM_BYTES, ITEM_BYTES, model=model) for num_bytes in sizes]
     return {num_bytes: choice.plan.algorithm for num_bytes, choice in zip(sizes, choices, strict=True)}
-
-
-def _on_gpus(gpus: GpuMeasurements, date: str) -> str:
-    """Return a table with the measurements on GPUs and the choice of auto for each size, and what follows."""
-    chosen = gpus.chosen()
-    rows = [(format_bytes(size), *map(format_seconds, times), chosen[size]) for size, *times in gpus.rows]
-    table = format_table([("size", *gpus.ways, "auto chooses"), *rows], right=(1, 2))
-    return f"On {gpus.device}: {gpus.times(date)}.\n\n{table}"
 
 
 def _show(as_json: bool) -> None:

@@ -1,11 +1,16 @@
-"""Discover the topology of a running job."""
+"""Discover the topology of a running job: the nodes, and the GPUs of all ranks, which must be compatible."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from mpistrat import settings
-from mpistrat.errors import TopologyError
+from mpistrat.device.binding import bound_device
+from mpistrat.errors import LaunchError, MpistratError, SettingError, TopologyError
+from mpistrat.launch.gpu_binding import Bound, bind_again, what_is_bound
+from mpistrat.logger import logger
 from mpistrat.topology.world import World
 
 if TYPE_CHECKING:
@@ -58,3 +63,168 @@ def _real_nodes(comm: MPI.Intracomm) -> tuple[list[int], list[str]]:
     node.Free()
     pairs = comm.allgather((lowest, MPI.Get_processor_name()))
     return [label for label, _ in pairs], [name for _, name in pairs]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A rank's GPU, with identifiers that are valid in every process; `index` is CUDA's in its own."""
+
+    node: str
+    uuid: str  # of the GPU, or of the MIG instance, in hexadecimal
+    pci_bus_id: str
+    name: str
+    index: int
+
+    @property
+    def key(self) -> str:
+        """A unique key: machine, PCI bus id, and UUID, which distinguishes MIG instances."""
+        return f"{self.node} {self.pci_bus_id} {self.uuid}"
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.pci_bus_id} on {self.node} (device {self.index}, UUID {self.uuid[:8]}…)"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The device of one rank."""
+
+    node: str
+    place: tuple[int, int]  # local rank and number of ranks on the machine, by which ranks share memory
+    bound: Bound  # before MPI started
+    gpu: Gpu | None = None
+
+
+def check_gpu_assignment(comm: MPI.Intracomm) -> None:
+    """Check that the devices of all ranks are compatible. A collective call, of a few bytes if no rank drives a GPU.
+
+    Rank 0 logs a warning if ranks do not see the GPUs of their neighbours; with MPISTRAT_VERBOSE it lists all GPUs.
+    """
+    try:
+        _check_assignment(comm)
+    except MpistratError as error:
+        error.raised_everywhere = True
+        raise
+
+
+def check_answers(answers: Sequence[Answer], allow_shared: bool | str) -> None:
+    """Check the devices of all ranks."""
+    problems = [(rank, answer.bound.problem) for rank, answer in enumerate(answers) if answer.bound.problem]
+    if problems:
+        rank, problem = problems[0]
+        others = f"; the same on {len(problems)} of {len(answers)} ranks" if len(problems) > 1 else ""
+        raise LaunchError(
+            f"rank {rank} on {answers[rank].node}: {problem}{others}. Ask for nodes with GPUs (SLURM: --gpus-per-node), or set "
+            f"{settings.DEVICE.name}=auto or cpu"
+        )
+    for rank, answer in enumerate(answers):
+        _check_place(rank, answer)
+    if isinstance(allow_shared, str):
+        raise LaunchError(f"rank 0 on {answers[0].node}: {allow_shared}")
+    try:
+        check_gpus([answer.gpu for answer in answers], allow_shared)
+    except TopologyError as error:
+        reasons = {answer.bound.why: answer for answer in answers if answer.gpu is None and answer.bound.why}
+        why = "; ".join(f"on {answer.node}: {reason}" for reason, answer in list(reasons.items())[:3])
+        raise TopologyError(f"{error} ({why})" if why else str(error)) from None
+
+
+def check_gpus(gpus: Sequence[Gpu | None], allow_shared: bool) -> None:
+    """Check that either all ranks of a job drive a GPU or none does, and that no two drive the same one."""
+    without = [rank for rank, gpu in enumerate(gpus) if gpu is None]
+    if without and len(without) < len(gpus):
+        driving = [rank for rank, gpu in enumerate(gpus) if gpu is not None]
+        raise TopologyError(
+            f"ranks {_listed(driving)} drive a GPU, ranks {_listed(without)} see none: all ranks of a job must compute on "
+            "GPUs, or all on CPUs. Ask the scheduler for GPUs on every node (SLURM: --gpus-per-node), install CuPy on all of "
+            "them, or set MPISTRAT_DEVICE=cpu"
+        )
+    ranks_of: dict[str, list[int]] = {}
+    for rank, gpu in enumerate(gpus):
+        if gpu is not None:
+            ranks_of.setdefault(gpu.key, []).append(rank)
+    shared = {key: ranks for key, ranks in ranks_of.items() if len(ranks) > 1}
+    if shared and not allow_shared:
+        ranks = next(iter(shared.values()))
+        raise TopologyError(
+            f"ranks {_listed(ranks)} drive the same GPU, {gpus[ranks[0]]}: each rank needs a GPU of its own. Start as many "
+            "ranks per node as it has GPUs, let every rank see all GPUs of its node (SLURM: --gpus-per-node=N "
+            "--gpu-bind=none), or set MPISTRAT_ALLOW_SHARED_GPU=1 for a test"
+        )
+
+
+def isolation(answers: Sequence[Answer]) -> str:
+    """Return a warning if ranks of one machine each see one GPU and not those of the others; else an empty string."""
+    alone = [answer for answer in answers if answer.gpu and answer.bound.num_visible == 1 and answer.place[1] > 1]
+    if len({answer.gpu.key for answer in alone if answer.gpu}) < 2:
+        return ""
+    return (
+        f"each rank on {alone[0].node} sees only its own GPU: NCCL and CUDA IPC may not be able to reach the memory of the "
+        "others. SLURM: --gpus-per-node=N --gpu-bind=none instead of --gpus-per-task; elsewhere give all ranks of a node the "
+        "same CUDA_VISIBLE_DEVICES"
+    )
+
+
+def _check_assignment(comm: MPI.Intracomm) -> None:
+    bound, verbose = what_is_bound(), _read(settings.VERBOSE)
+    drive_gpus, verbosities = zip(
+        *comm.allgather((bound_device() is not None or bool(bound and bound.problem), verbose)), strict=True
+    )
+    for rank, problem in enumerate(verbosities):
+        if isinstance(problem, str):
+            raise SettingError(f"rank {rank}: {problem}")
+    prints = verbose is True and comm.Get_rank() == 0
+    if not any(drive_gpus):
+        if prints and bound is not None:
+            logger.info(f"computing on CPUs: {bound.why}")
+        return
+    answers = comm.allgather(_answer(comm))
+    check_answers(answers, comm.bcast(_read(settings.ALLOW_SHARED_GPU)))
+    if comm.Get_rank() == 0 and (warning := isolation(answers)):
+        logger.warning(warning)
+    if prints:
+        for rank, answer in enumerate(answers):
+            logger.info(f"rank {rank}: {'; '.join(filter(None, (str(answer.gpu), answer.bound.why)))}")
+
+
+def _check_place(rank: int, answer: Answer) -> None:
+    bound, local_rank = answer.bound, answer.place[0]
+    if bound.place is None or bound.num_visible < 2 or bound.place[0] == local_rank:
+        return
+    raise LaunchError(
+        f"rank {rank} on {answer.node} drives {answer.gpu}, because {bound.launcher} set its local rank to {bound.place[0]}; "
+        f"but among the ranks that it shares memory with, it is local rank {local_rank} of {answer.place[1]}. Start the job "
+        "with the launcher that belongs to this MPI (mpistrat run, its mpiexec, or srun with the right --mpi), and unset "
+        "variables of another launcher"
+    )
+
+
+def _answer(comm: MPI.Intracomm) -> Answer:
+    from mpi4py import MPI
+
+    machine = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.Get_rank())
+    place = machine.Get_rank(), machine.Get_size()
+    machine.Free()
+    bound = what_is_bound()
+    if bound is not None and bound.place is not None and not bound.launcher and bound.place != place:
+        bind_again(*place)
+    node, device, bound = MPI.Get_processor_name(), bound_device(), what_is_bound() or Bound("")
+    if device is None:
+        return Answer(node, place, bound)
+    try:
+        gpu = Gpu(node, index=device.index, **asdict(device.identity()))
+    except RuntimeError as error:  # raised by CUDA
+        return Answer(node, place, replace(bound, problem=f"device {device.index} cannot be identified: {error}"))
+    return Answer(node, place, bound, gpu)
+
+
+def _read(setting: settings.Setting[bool]) -> bool | str:
+    """Return the value of a setting, or the error if it cannot be read."""
+    try:
+        return setting.read()
+    except SettingError as error:
+        return str(error)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown}, … ({len(ranks)} in all)"

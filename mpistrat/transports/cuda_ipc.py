@@ -32,9 +32,8 @@ from mpistrat.transports.base import Operation, Part, Transport
 from mpistrat.transports.steps import Steps, until
 from mpistrat.transports.window import NodeWindow, window_refusal
 
-__all__ = ["ASSUMED_ONE_SHOT_BYTES", "CudaIpcTransport"]
+__all__ = ["CudaIpcTransport"]
 
-ASSUMED_ONE_SHOT_BYTES = 1 << 18
 SHARED_BLOCK_BYTES = 1 << 21  # CUDA shares whole blocks of this size, and smaller allocations lie in one together
 
 
@@ -50,8 +49,7 @@ class CudaIpcTransport(Transport):
         self.peers_read = group.size > 1
         self._stream = self._device.stream()
         self._sync_window = NodeWindow(group)
-        wanted = group.settings[ONE_SHOT_BYTES]
-        self.one_shot_bytes: int = ASSUMED_ONE_SHOT_BYTES if wanted is None else wanted
+        self.one_shot_bytes: int = group.settings[ONE_SHOT_BYTES]
         self._arenas: list[DeviceArray] = []
         self._table: DeviceArray = None
 

@@ -6,22 +6,17 @@ Invariant: only rank 0 accesses files, and a bad one never stops a program: it i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from mpistrat import cache, settings
 from mpistrat.algorithms.cost import DEFAULT, CostModel
-from mpistrat.device.binding import bound_device
 from mpistrat.groups.agreement import bcast_or_raise
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.logger import logger
 from mpistrat.topology.world import World
-from mpistrat.tuning.corrections import Measurement
-from mpistrat.tuning.links import measure_links
-from mpistrat.tuning.measure import Make, measure
-from mpistrat.tuning.model import Conditions, Tuning, present_conditions
-
-__all__ = ["kept", "kept_files", "read", "shared_model", "tuning_path"]
+from mpistrat.tuning.measure import Make, measure, measure_links
+from mpistrat.tuning.model import Conditions, Measurement, Tuning, present_conditions
 
 
 def tuning_path(conditions: Conditions) -> Path:
@@ -58,10 +53,6 @@ def read(path: Path, world: World, conditions: Conditions) -> CostModel | None:
         tuning = Tuning.from_document(cache.read(path), world)
         if tuning.conditions != conditions:
             raise ValueError(f"it was measured under other conditions: {_difference(tuning.conditions, conditions)}")
-        device = bound_device()
-        if device and tuning.gpus and device.identity().name != tuning.gpus.device:
-            logger.warning(f"what {path} says of GPUs is ignored: it was measured on {tuning.gpus.device}")
-            tuning = replace(tuning, gpus=None)
         return tuning.model(str(path))
     except FileNotFoundError:
         if path.name == conditions.file_name:
@@ -77,12 +68,7 @@ def read(path: Path, world: World, conditions: Conditions) -> CostModel | None:
 def shared_model(hierarchy: Hierarchy, make: Make) -> CostModel:
     """Return the cost model for ``auto``, the same on all ranks: see the setting MPISTRAT_TUNING. A collective call.
 
-    Parameters
-    ----------
-    hierarchy : Hierarchy
-        The ranks.
-    make : callable
-        As for `measure`, if this call has to measure.
+    `make` is as for `measure`, if this call has to measure.
     """
     if hierarchy.world.size == 1:
         return DEFAULT

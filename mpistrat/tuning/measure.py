@@ -1,4 +1,4 @@
-"""Benchmark every algorithm on the ranks of this job."""
+"""Benchmark every algorithm on the ranks of this job, and how many links of a node they use at the same time."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ from mpistrat.errors import TransportError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
-from mpistrat.tuning.corrections import ITEM_BYTES, Measurement
+from mpistrat.tuning.model import ITEM_BYTES, Measurement
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-__all__ = ["MAX_BYTES", "Make", "Measured", "Run", "Times", "measure", "race"]
 
 MAX_BYTES = 2**24
 _MIN_BYTES, _STEP_FACTOR = 16, 4
@@ -31,6 +29,7 @@ _PASS_SECONDS, _ENOUGH_SECONDS = 0.06, 0.5  # of one size: about the time of a p
 _MIN_ROUNDS, _MAX_ROUNDS = 2, 30
 _HOPELESS = 1.5  # times the fastest: slower algorithms are tried once in each pass, and not timed in rounds
 _SHORT_SECONDS, _TRIES = 0.005, 6
+LINK_BYTES, _LINK_ROUNDS = 1 << 22, 6  # the first round connects
 
 Times = dict[str, float]
 Run = Callable[[], object]
@@ -61,18 +60,9 @@ def measure(
     Sizes increase by a factor of 4; where the fastest algorithm changes, the size between is measured too. Algorithms are timed
     in alternating blocks of repeated calls.
 
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        The ranks of `world`, in order; only duplicated.
-    world : World
-        The placement of the ranks.
-    make : callable
-        Returns a communicator over a hierarchy that uses the algorithm with a name.
-    max_bytes : int, optional
-        The largest size, rounded down to a power of two; MAX_BYTES by default.
-    report : callable, optional
-        Called with each size and the seconds of each algorithm, the same on all ranks.
+    `comm` has the ranks of `world`, in order, and is only duplicated. `make` returns a communicator over a hierarchy that uses
+    the algorithm with a name. The largest size is `max_bytes`, rounded down to a power of two; MAX_BYTES by default. `report`
+    is called with each size and the seconds of each algorithm, the same on all ranks.
     """
     measured = {name: make(Hierarchy(comm, world), name) for name in PLANNERS}
 
@@ -81,7 +71,10 @@ def measure(
         targets: list[Array] = [np.empty_like(arrays[0])]
         return {name: partial(each.all_reduce, ReduceOp.SUM, arrays, None, targets) for name, each in measured.items()}
 
-    found = race(comm, runs, max_bytes or MAX_BYTES, report)
+    sizes = _sizes(max_bytes or MAX_BYTES)
+    found = race(comm, runs, sizes, report)
+    crossings = [2 * smaller for smaller, larger in pairwise(sizes) if _fastest(found[smaller]) != _fastest(found[larger])]
+    found |= race(comm, runs, crossings, report)
     for each in measured.values():
         each.close()
     return [
@@ -91,39 +84,8 @@ def measure(
     ]
 
 
-def race(
-    comm: MPI.Intracomm,
-    runs: Callable[[int], dict[str, Run]],
-    max_bytes: int,
-    report: Callable[[int, Times], None] | None = None,
-) -> dict[int, Times]:
-    """Return the seconds of each way to do one thing, at sizes from 16 bytes up. A collective call.
-
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        The ranks that take part.
-    runs : callable
-        Returns what does it once at a size, by names.
-    max_bytes, report : int, callable
-        As for `measure`.
-    """
-    sizes = _sizes(max_bytes)
-    found = _race_at(comm, runs, sizes, report)
-    crossings = [2 * smaller for smaller, larger in pairwise(sizes) if _fastest(found[smaller]) != _fastest(found[larger])]
-    return found | _race_at(comm, runs, crossings, report)
-
-
 class _Race:
-    """What is timed at one size.
-
-    Attributes
-    ----------
-    tried : dict
-        Name -> seconds of the best try.
-    samples : dict
-        Name -> seconds of each round, for those that are not hopelessly slow.
-    """
+    """What is timed at one size: seconds of the best try by name, and of each round of those that are not hopelessly slow."""
 
     def __init__(self, comm: MPI.Intracomm, runs: dict[str, Run]) -> None:
         self._comm, self._runs = comm, runs
@@ -140,9 +102,9 @@ class _Race:
             self._runs[name]()
         except TransportError:  # raised on all ranks: too little shared memory for this algorithm
             return
-        [seconds] = self._slowest(name, 1)
+        [seconds] = slowest_seconds(self._comm, self._runs[name], 1)
         if seconds < _SHORT_SECONDS:  # short calls reach their speed only after some repetitions
-            seconds = min(self._slowest(name, _TRIES))
+            seconds = min(slowest_seconds(self._comm, self._runs[name], _TRIES))
         self.tried[name] = min(seconds, self.tried.get(name, seconds))
 
     def _admit(self) -> None:
@@ -164,38 +126,40 @@ class _Race:
         self._admit()
         for name, sample in self.samples.items():
             self._runs[name]()
-            sample += self._slowest(name, self._rounds)
+            sample += slowest_seconds(self._comm, self._runs[name], self._rounds)
 
     def times(self) -> Times:
         """Return the seconds of each algorithm: the median of its rounds, or the best try of slow ones."""
         return {**self.tried, **{name: statistics.median(sample) for name, sample in self.samples.items() if sample}}
 
-    def _slowest(self, name: str, rounds: int) -> list[float]:
-        """Return the time of the slowest rank in each of some rounds. A collective call."""
-        from mpi4py import MPI
 
-        mine, slowest = np.empty(rounds), np.empty(rounds)
-        for index in range(rounds):
-            self._comm.Barrier()
-            started = time.perf_counter()
-            self._runs[name]()
-            mine[index] = time.perf_counter() - started
-        self._comm.Allreduce(mine, slowest, MPI.MAX)
-        return [float(seconds) for seconds in slowest]
+def slowest_seconds(comm: MPI.Intracomm, call: Run, rounds: int) -> list[float]:
+    """Return the time of the slowest rank in each of some rounds of a collective call. A collective call."""
+    from mpi4py import MPI
+
+    mine, slowest = np.empty(rounds), np.empty(rounds)
+    for index in range(rounds):
+        comm.Barrier()
+        started = time.perf_counter()
+        call()
+        mine[index] = time.perf_counter() - started
+    comm.Allreduce(mine, slowest, MPI.MAX)
+    return [float(seconds) for seconds in slowest]
 
 
-def _race_at(
+def race(
     comm: MPI.Intracomm,
     runs: Callable[[int], dict[str, Run]],
     sizes: list[int],
-    report: Callable[[int, Times], None] | None,
+    report: Callable[[int, Times], None] | None = None,
 ) -> dict[int, Times]:
-    races = {num_bytes: _Race(comm, runs(num_bytes)) for num_bytes in sizes}
+    """Return the seconds of each way to do one thing, by name, at some sizes. A collective call."""
+    racing = {num_bytes: _Race(comm, runs(num_bytes)) for num_bytes in sizes}
     for count in range(_MAX_PASSES):
-        for race in races.values():
-            if count < _MIN_PASSES or race.seconds < _ENOUGH_SECONDS:
-                race.run()
-    found = {num_bytes: race.times() for num_bytes, race in races.items()}
+        for each in racing.values():
+            if count < _MIN_PASSES or each.seconds < _ENOUGH_SECONDS:
+                each.run()
+    found = {num_bytes: each.times() for num_bytes, each in racing.items()}
     for num_bytes, times in found.items():
         if report is not None:
             report(num_bytes, times)
@@ -211,3 +175,38 @@ def _sizes(max_bytes: int) -> list[int]:
 
 def _fastest(times: Times) -> str:
     return min(times, key=lambda name: times[name])
+
+
+def measure_links(comm: MPI.Intracomm, world: World) -> int:
+    """Return the links of a node, by how much faster its ranks exchange together than one does alone. A collective call.
+
+    One rank of each node sends to its like on the next node; then as many do as the smallest node has ranks. The same on all
+    ranks: at least 1, at most the ranks of the smallest node; 1 where there is one node.
+    """
+    most = min(world.local_sizes)
+    if world.num_nodes == 1 or most == 1:
+        return 1
+    own = comm.Dup()
+    alone, together = _exchange_seconds(own, world, 1), _exchange_seconds(own, world, most)
+    own.Free()
+    return min(max(int(most * alone / together + 0.5), 1), most)
+
+
+def _exchange_seconds(comm: MPI.Intracomm, world: World, ranks: int) -> float:
+    """Return the shortest time of an exchange between neighbouring nodes by so many ranks of each. A collective call."""
+    from mpi4py import MPI
+
+    place = world.place(comm.Get_rank())
+    sent, received = np.zeros((2, LINK_BYTES), np.uint8)
+    before, after = (
+        world.nodes[(place.node_index + step) % world.num_nodes].ranks[place.local_rank % ranks] for step in (-1, 1)
+    )
+    mine, slowest = np.zeros(_LINK_ROUNDS), np.empty(_LINK_ROUNDS)
+    for index in range(_LINK_ROUNDS):
+        comm.Barrier()
+        started = time.perf_counter()
+        if place.local_rank < ranks:
+            comm.Sendrecv(sent, after, recvbuf=received, source=before)
+            mine[index] = time.perf_counter() - started
+    comm.Allreduce(mine, slowest, MPI.MAX)
+    return float(slowest.min())

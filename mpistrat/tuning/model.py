@@ -6,21 +6,17 @@ import datetime
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mpistrat import cache, settings
-from mpistrat.algorithms.choose import PLANNERS
-from mpistrat.algorithms.cost import DEFAULT, CostModel
+from mpistrat.algorithms.choose import PLANNERS, choose
+from mpistrat.algorithms.cost import DEFAULT, Correction, CostModel, predict_seconds
 from mpistrat.launch.bootstrap import library_version
 from mpistrat.launch.environment import MOST_RANKS
 from mpistrat.topology.world import World
-from mpistrat.tuning.corrections import Measurement, corrected
-from mpistrat.tuning.gpu_measurements import GpuMeasurements
-
-__all__ = ["Conditions", "Tuning", "present_conditions"]
 
 _MOST_BYTES = 2.0**40
 FORMAT = 2  # to be increased when algorithms become faster, which makes older measurements useless
@@ -31,29 +27,28 @@ _SHAPING: tuple[settings.Setting[Any], ...] = (
 )  # fmt: skip
 
 
+ITEM_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The time of an all-reduce of float32."""
+
+    world: World
+    algorithm: str  # a name in `PLANNERS`
+    num_bytes: int  # of the buffer
+    seconds: float  # median of the slowest rank's time
+
+
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions under which a measurement is valid: the cluster, the MPI, and the rank placement.
+    """The conditions under which a measurement is valid: the cluster, the MPI, and the rank placement."""
 
-    Attributes
-    ----------
-    cluster : str
-        SLURM's names of it and its partition, or the host names without their numbers.
-    processor : str
-        Processor model and number of cores of rank 0's host.
-    mpi : str
-        Name and version of the MPI library.
-    world : str
-        Node shape and placement: ``4x2 block``.
-    settings : str
-        Settings with values other than the default that change times.
-    """
-
-    cluster: str
-    processor: str
-    mpi: str
-    world: str
-    settings: str = ""
+    cluster: str  # SLURM's names of it and its partition, or the host names without their numbers
+    processor: str  # its model and number of cores, on rank 0's host
+    mpi: str  # name and version of the library
+    world: str  # node shape and placement: ``4x2 block``
+    settings: str = ""  # those with values other than the default that change times
 
     @property
     def file_name(self) -> str:
@@ -64,40 +59,22 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Measurements, and their conditions.
-
-    Attributes
-    ----------
-    conditions : Conditions
-        Under which it is valid.
-    date : str
-        When it was measured: ``2026-11-20``.
-    links : int
-        Of a node, that its rails use at the same time.
-    measurements : tuple of Measurement
-        All of one world.
-    gpus : GpuMeasurements or None
-        The same on GPUs, if it was measured there.
-    """
+    """Measurements, and their conditions."""
 
     conditions: Conditions
-    date: str
-    links: int
-    measurements: tuple[Measurement, ...]
-    gpus: GpuMeasurements | None = None
+    date: str  # when it was measured: ``2026-11-20``
+    links: int  # of a node, that its rails use at the same time
+    measurements: tuple[Measurement, ...]  # all of one world
 
     @classmethod
-    def of(
-        cls, conditions: Conditions, measurements: Sequence[Measurement], links: int = 1, gpus: GpuMeasurements | None = None
-    ) -> Tuning:
+    def of(cls, conditions: Conditions, measurements: Sequence[Measurement], links: int = 1) -> Tuning:
         """Return the tuning of measurements made just now, on nodes with so many links."""
-        return cls(conditions, datetime.date.today().isoformat(), links, tuple(measurements), gpus)
+        return cls(conditions, datetime.date.today().isoformat(), links, tuple(measurements))
 
     def model(self, source: str) -> CostModel:
         """Return the model for the measured world; `source` says where the measurements come from."""
         model = replace(DEFAULT, links=self.links, source=f"{source}, measured {self.date}")
-        model = corrected(model, self.measurements)
-        return replace(model, gpu_times=self.gpus.times(self.date)) if self.gpus else model
+        return corrected(model, self.measurements)
 
     def document(self) -> dict[str, Any]:
         """Return the content of the file, for JSON."""
@@ -110,24 +87,14 @@ class Tuning:
             "conditions": asdict(self.conditions),
             "links": self.links,
             "seconds": seconds,
-            **({"gpus": self.gpus.document()} if self.gpus else {}),
         }
 
     @classmethod
     def from_document(cls, document: Any, world: World | None = None) -> Tuning:
         """Return the tuning that a file holds.
 
-        Parameters
-        ----------
-        document : object
-            The content of the file, as `document` returned it.
-        world : World, optional
-            The measured world; by default one with the same shape and placement.
-
-        Raises
-        ------
-        ValueError
-            If it is not a tuning, or one of another version; says what was expected.
+        The measured world is by default one with the same shape and placement. A ValueError says what was expected, if it is
+        not a tuning, or one of another version.
         """
         try:
             if document["format"] != FORMAT:
@@ -142,11 +109,29 @@ class Tuning:
                 for algorithm, ladder in document["seconds"].items()
                 for num_bytes, seconds in ladder.items()
             )
-            # files of jobs without GPUs have none
-            gpus = GpuMeasurements.from_document(document["gpus"], _positive) if "gpus" in document else None
-            return cls(conditions, str(document["date"]), _links(document["links"]), measurements, gpus)
+            return cls(conditions, str(document["date"]), _links(document["links"]), measurements)
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"it is not a file of mpistrat tune ({type(error).__name__}: {error})") from None
+
+
+def modelled_seconds(measurement: Measurement, model: CostModel) -> float:
+    """Return the time that a model predicts for a measurement."""
+    count = measurement.num_bytes // ITEM_BYTES
+    return predict_seconds(choose(measurement.world, count, ITEM_BYTES, measurement.algorithm, model=model).plan, model)
+
+
+def corrected(model: CostModel, measurements: Iterable[Measurement]) -> CostModel:
+    """Return a model that predicts the measured times exactly at the measured sizes; see `Correction` for sizes between.
+
+    All are of one world, the only one that the model is for.
+    """
+    plain = replace(model, corrections=())
+    points: dict[str, dict[int, float]] = {}
+    for measurement in measurements:
+        modelled = modelled_seconds(measurement, plain)
+        if modelled > 0:
+            points.setdefault(measurement.algorithm, {})[measurement.num_bytes] = measurement.seconds / modelled
+    return replace(model, corrections=tuple(Correction(name, tuple(sorted(found.items()))) for name, found in points.items()))
 
 
 def present_conditions(world: World) -> Conditions:

@@ -7,17 +7,16 @@ import re
 import shutil
 import socket
 import stat
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from mpistrat.launch import environment, process
-from mpistrat.watch.record import FILE_BYTES, Field, State
+import numpy as np
 
-__all__ = ["bases", "has_owner", "job_name", "jobs", "make_job", "mark_killed", "remove", "remove_old_jobs"]
+from mpistrat.launch import environment, process
+from mpistrat.watch.record import HEADER, RECORD, State
 
 # records of killed jobs are kept for this long, up to this size, and up to this share of the file system
 KEEP_SECONDS, KEEP_BYTES, KEEP_SHARE = 24 * 3600.0, 32 << 20, 1 / 16
@@ -74,12 +73,11 @@ def mark_killed(pid: int) -> tuple[int, str] | None:
     """Write to its record that a process was killed; return its rank and the name of its job, or None if it has no record."""
     for job in sorted(jobs(), key=lambda job: job.stat().st_mtime, reverse=True):  # pids are reused
         for path in sorted(job.glob(f"{_RANK}*")):
-            with suppress(OSError, ValueError), path.open("r+b") as file:
-                words = memoryview(file.read(8 * len(Field))).cast("Q")
-                if words[Field.PID] == pid and words[Field.STATE] == State.RUNNING:
-                    file.seek(8 * Field.STATE)
-                    file.write(int(State.KILLED).to_bytes(8, sys.byteorder))
-                    return words[Field.RANK], job.name
+            with suppress(OSError, IndexError):
+                header = np.fromfile(path, HEADER, 1)[0]
+                if header["pid"] == pid and header["state"] == State.RUNNING:
+                    np.memmap(path, HEADER, "r+", shape=1)["state"] = State.KILLED
+                    return int(header["rank"]), job.name
     return None
 
 
@@ -94,7 +92,7 @@ def remove_old_jobs(base: Path) -> None:
                     left.append((job.stat().st_mtime, job, files))
     total, oldest, most = 0, time.time() - KEEP_SECONDS, min(KEEP_BYTES, KEEP_SHARE * shutil.disk_usage(base).total)
     for changed, job, files in sorted(left, reverse=True):
-        total += FILE_BYTES * len(_records(files))
+        total += RECORD.itemsize * len(_records(files))
         if changed < oldest or total > most:
             with suppress(OSError):
                 for path in files:
@@ -105,14 +103,13 @@ def remove_old_jobs(base: Path) -> None:
 def has_owner(path: Path) -> bool:
     """Return whether the process that writes a record exists, or runs in another container, where that cannot be known."""
     try:
-        with path.open("rb") as file:
-            words = memoryview(file.read(8 * len(Field))).cast("Q")
-        owner = process.find(words[Field.PID])
-        if words[Field.NAMESPACE] != process.pid_namespace():
+        header = np.fromfile(path, HEADER, 1)[0]
+        owner = process.find(int(header["pid"]))
+        if header["namespace"] != process.pid_namespace():
             # one from before a boot has looked in the future
-            return 0 <= time.monotonic_ns() - words[Field.LOOKED] < KEEP_SECONDS * 1e9
-        return owner is not None and owner.started == words[Field.STARTED]
-    except (OSError, ValueError, TypeError, IndexError):
+            return 0 <= time.monotonic_ns() - int(header["looked"]) < KEEP_SECONDS * 1e9
+        return owner is not None and owner.started == header["started"]
+    except (OSError, IndexError):
         return False
 
 

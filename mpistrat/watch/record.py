@@ -1,20 +1,19 @@
 """The record of a rank: a file with a header, a ring buffer of collectives, and two tables of texts that the ring refers to.
 
-`FlightRecorder` writes it; `RankFile` reads it, while the rank runs or after it has ended. All numbers are unsigned words of 8
-bytes in the byte order of this host; times are nanoseconds of CLOCK_MONOTONIC. A text is its length, then UTF-8.
+`FlightRecorder` writes it; `RankFile` reads it, while the rank runs or after it has ended. Times are nanoseconds of
+CLOCK_MONOTONIC, and texts are UTF-8.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import struct
-import sys
 import time
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,33 +22,8 @@ from mpistrat.launch import process
 from mpistrat.launch.environment import MOST_RANKS
 from mpistrat.text import parse_spans
 
-__all__ = [
-    "CALLS",
-    "FAILED_BIT",
-    "FILE_BYTES",
-    "LINES",
-    "LINE_WORD",
-    "LONGEST_TEXT",
-    "MAGIC",
-    "NOT_LISTED",
-    "OVERWRITTEN",
-    "RING_RECORDS",
-    "RING_START",
-    "STARTED_BIT",
-    "TEXTS",
-    "VERSION",
-    "WORDS",
-    "Call",
-    "Field",
-    "Key",
-    "RankFile",
-    "State",
-    "Table",
-    "seconds_since",
-]
-
 MAGIC = int.from_bytes(b"mpistrat", "little")
-VERSION = 4
+VERSION = 5
 
 # the ranks of a collective, if their list is too long for an entry of the table
 NOT_LISTED, LONGEST_TEXT = "?", 400
@@ -64,28 +38,18 @@ class State(IntEnum):
     RUNNING, ENDED, FAILED, KILLED = 1, 2, 3, 4
 
 
-class Field(IntEnum):
-    """The words of the header."""
-
-    MAGIC = 0
-    VERSION = 1
-    STATE = 2
-    PID = 3
-    STARTED = 4  # start time of the process, in clock ticks since the host booted
-    NAMESPACE = 5  # the namespace of that pid
-    RANK = 6
-    SIZE = 7
-    LOOKED = 8  # when the watching thread last woke
-    NOW_AT = 9  # the line at which the main thread was seen last,
-    SAMPLED = 10  # and when
-
-
-# name -> offset of its text in the header, and its room in bytes
-TEXTS = {"node": (256, 256), "host": (512, 256), "program": (768, 1024), "activity": (1792, 512)}
-
-# number, communicator, description, line, entered, left
-WORDS, LINE_WORD = 6, 3
-RING_START, RING_RECORDS = 4096, 4096
+# `started`: of the process, in clock ticks since the host booted; `namespace`: of its pid; `looked`: when the watching thread
+# last woke; `now_at`, `sampled`: the line at which the main thread was seen last, and when
+_WORDS = ("magic", "version", "state", "pid", "started", "namespace", "rank", "size", "looked", "now_at", "sampled")
+_TEXTS = {"node": "S256", "host": "S256", "program": "S1024", "activity": "S512"}
+HEADER = np.dtype([*((name, "u8") for name in _WORDS), *_TEXTS.items()])
+RING = np.dtype([(name, "u8") for name in ("number", "communicator", "text", "line", "entered", "left")])
+# an entry that overwrites another one gets a new index, so that references to the old one are recognised as stale
+_ENTRY = [("index", "u8"), ("first", "u8"), ("second", "u8")]
+CALLS, LINES = np.dtype([*_ENTRY, ("text", "S1000")]), np.dtype([*_ENTRY, ("text", "S232")])
+RING_RECORDS = 4096
+RECORD = np.dtype([("header", HEADER), ("ring", RING, RING_RECORDS), ("calls", CALLS, 256), ("lines", LINES, 512)])
+"""The file."""
 
 # in `left`: the collective raised. In `line`: it is asynchronous, and the program goes on meanwhile
 FAILED_BIT = STARTED_BIT = 1 << 63
@@ -93,45 +57,21 @@ FAILED_BIT = STARTED_BIT = 1 << 63
 OVERWRITTEN = "(its description was overwritten)"
 
 
-class Table:
-    """A ring of texts: an entry is its index, two numbers, and a text.
-
-    An entry that overwrites another one gets a new index, so that references to the old one are recognised as stale.
-    """
-
-    head = struct.Struct("=QQQI")
-
-    def __init__(self, start: int, entries: int, entry_bytes: int) -> None:
-        self.start, self.entries, self.entry_bytes = start, entries, entry_bytes
-        self.text_bytes = entry_bytes - self.head.size
-        self.end = start + entries * entry_bytes
-
-    def write(self, memory: memoryview, index: int, text: bytes, first: int = 0, second: int = 0) -> None:
-        """Write an entry; its index is 0 until it is complete."""
-        offset, text = self._offset(index), text[: self.text_bytes]
-        self.head.pack_into(memory, offset, 0, 0, 0, 0)
-        begin = offset + self.head.size
-        memory[begin : begin + len(text)] = text
-        self.head.pack_into(memory, offset, index, first, second, len(text))
-
-    def read(self, memory: memoryview, index: int) -> tuple[str, int, int] | None:
-        """Return the text and the numbers of an entry; None if it was overwritten."""
-        offset = self._offset(index)
-        found, first, second, length = self.head.unpack_from(memory, offset)
-        begin = offset + self.head.size
-        text = bytes(memory[begin : begin + min(length, self.text_bytes)])
-        if found != index or not index or self.head.unpack_from(memory, offset)[0] != index:
-            return None
-        return text.decode(errors="replace"), first, second
-
-    def _offset(self, index: int) -> int:
-        return self.start + index % self.entries * self.entry_bytes
+def write_entry(table: NDArray[Any], index: int, text: bytes, first: int = 0, second: int = 0) -> None:
+    """Write a text of a table, cut to its length, and two numbers; its index is 0 until it is complete."""
+    entry = table[index % len(table)]
+    entry["index"] = 0
+    entry["first"], entry["second"], entry["text"] = first, second, text
+    entry["index"] = index
 
 
-CALLS = Table(RING_START + RING_RECORDS * WORDS * 8, 256, 1024)
-LINES = Table(CALLS.end, 512, 256)
-FILE_BYTES = LINES.end
-_RING = slice(RING_START, CALLS.start)
+def read_entry(table: NDArray[Any], index: int) -> tuple[str, int, int] | None:
+    """Return a text of a table and its numbers; None if it was overwritten."""
+    entry = table[index % len(table)]
+    found, first, second, text = entry.item()
+    if not index or found != index or entry["index"] != index:
+        return None
+    return text.decode(errors="replace"), first, second
 
 
 @dataclass(frozen=True)
@@ -176,94 +116,95 @@ class RankFile:
     """
 
     def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
-        if len(memory) < FILE_BYTES or self._word(Field.MAGIC) != MAGIC or self._word(Field.VERSION) != VERSION:
-            raise ValueError(f"not the record of a rank by mpistrat, version {VERSION} of the format")
-        if not self.rank < self.size <= MOST_RANKS or self._word(Field.STATE) not in {*State}:
-            raise ValueError(f"a damaged record: rank {self.rank} of {self.size}, state {self._word(Field.STATE)}")
-        self._ring: NDArray[np.uint64] = np.frombuffer(memory[_RING], np.uint64).reshape(RING_RECORDS, WORDS)
+        if len(memory) < RECORD.itemsize:
+            raise ValueError(_NO_RECORD)
+        self._record: NDArray[Any] = np.ndarray((), RECORD, memory)
+        self._header: NDArray[Any] = self._record["header"]
+        self._ring: NDArray[Any] = self._record["ring"]
+        if self._header["magic"] != MAGIC or self._header["version"] != VERSION:
+            raise ValueError(_NO_RECORD)
+        if not self.rank < self.size <= MOST_RANKS or int(self._header["state"]) not in {*State}:
+            raise ValueError(f"a damaged record: rank {self.rank} of {self.size}, state {self._header['state']}")
 
     @classmethod
     def open(cls, path: Path) -> RankFile:
         """Map a file; reads return its present contents. Raise OSError or ValueError if it is no record file."""
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
-            return cls(memoryview(mmap.mmap(descriptor, FILE_BYTES, prot=mmap.PROT_READ)))
+            return cls(memoryview(mmap.mmap(descriptor, RECORD.itemsize, prot=mmap.PROT_READ)))
         finally:
             os.close(descriptor)
 
     @property
     def rank(self) -> int:
         """The rank."""
-        return self._word(Field.RANK)
+        return int(self._header["rank"])
 
     @property
     def size(self) -> int:
         """The number of ranks of its job."""
-        return self._word(Field.SIZE)
+        return int(self._header["size"])
 
     @property
     def pid(self) -> int:
         """Its process id."""
-        return self._word(Field.PID)
+        return int(self._header["pid"])
 
     @property
     def state(self) -> State:
         """The last state that it has recorded."""
-        return State(self._word(Field.STATE))
+        return State(int(self._header["state"]))
 
     @property
     def looked(self) -> int:
         """When its watching thread last woke; 0 before the first time."""
-        return self._word(Field.LOOKED)
+        return int(self._header["looked"])
 
     @property
     def now_at(self) -> tuple[str, int]:
         """The line at which its main thread was seen last, and when; empty if never."""
-        return self._line(self._word(Field.NOW_AT)), self._word(Field.SAMPLED)
+        return self._line(int(self._header["now_at"])), int(self._header["sampled"])
 
     def text(self, name: str) -> str:
         """Return its ``node``, ``host``, ``program`` or ``activity``."""
-        start, room = TEXTS[name]
-        length = min(int.from_bytes(self._memory[start : start + 8], sys.byteorder), room - 8)
-        return bytes(self._memory[start + 8 : start + 8 + length]).decode(errors="replace")
+        found: bytes = self._header[name].item()
+        return found.decode(errors="replace")
 
     def process(self) -> process.Process | None:
         """Return its process; None if that has exited. Raise LookupError if it runs in another container."""
-        if self._word(Field.NAMESPACE) != process.pid_namespace():
+        if int(self._header["namespace"]) != process.pid_namespace():
             raise LookupError(f"process {self.pid} is in another container")
         found = process.find(self.pid)
-        return found if found is not None and found.started == self._word(Field.STARTED) else None
+        return found if found is not None and found.started == int(self._header["started"]) else None
 
     def last(self) -> Call | None:
         """Return the collective that it has entered last; None before the first."""
-        newest = int(self._ring[:, 4].argmax())
-        return self._call(newest, time.monotonic_ns()) if self._ring[newest, 4] else None
+        newest = int(self._ring["entered"].argmax())
+        return self._call(newest, time.monotonic_ns()) if self._ring["entered"][newest] else None
 
     def inside(self) -> list[Call]:
         """Return the collectives that it is inside, the last one first."""
         # a slot that is being reused still has `left` of the collective before
-        entered, left = self._ring[:, 4], self._ring[:, 5] & np.uint64(FAILED_BIT - 1)
-        return self._calls(np.flatnonzero(entered > left))
+        return self._calls(self._ring["entered"] > self._ring["left"] & np.uint64(FAILED_BIT - 1))
 
     def calls(self) -> list[Call]:
         """Return all collectives that are still recorded, the last one first."""
-        return self._calls(np.flatnonzero(self._ring[:, 4]))
+        return self._calls(self._ring["entered"] > 0)
 
     def find(self, key: Key) -> list[Call]:
         """Return the call of a collective and those refused before it, the last one first; [] if all are overwritten."""
         ring, (communicator, number) = self._ring, key
-        return self._calls(np.flatnonzero((ring[:, 0] == number) & (ring[:, 1] == communicator) & (ring[:, 4] > 0)))
+        return self._calls((ring["number"] == number) & (ring["communicator"] == communicator) & (ring["entered"] > 0))
 
-    def _calls(self, rows: NDArray[np.intp]) -> list[Call]:
+    def _calls(self, chosen: NDArray[np.bool_]) -> list[Call]:
         now = time.monotonic_ns()
-        return sorted((self._call(row, now) for row in rows.tolist()), key=lambda call: -call.entered)
+        return sorted((self._call(row, now) for row in np.flatnonzero(chosen).tolist()), key=lambda call: -call.entered)
 
     def _call(self, row: int, now: int) -> Call:
-        number, communicator, index, line, entered, left = self._ring[row].tolist()
+        number, communicator, index, line, entered, left = self._ring[row].item()
         has_failed, left = bool(left & FAILED_BIT), left & ~FAILED_BIT
         has_left = left >= entered
-        description, nbytes, digest = CALLS.read(self._memory, index) or (f"\0{OVERWRITTEN}", 0, 0)
+        description, nbytes, digest = read_entry(self._record["calls"], index) or (f"\0{OVERWRITTEN}", 0, 0)
         ranks, _, text = description.partition("\0")
         return Call(
             communicator,
@@ -281,11 +222,11 @@ class RankFile:
         )
 
     def _line(self, index: int) -> str:
-        found = LINES.read(self._memory, index)
+        found = read_entry(self._record["lines"], index)
         return found[0] if found else ""
 
-    def _word(self, field: Field) -> int:
-        return int.from_bytes(self._memory[8 * field : 8 * field + 8], sys.byteorder)
+
+_NO_RECORD = f"not the record of a rank by mpistrat, version {VERSION} of the format"
 
 
 def seconds_since(moment: int) -> float:

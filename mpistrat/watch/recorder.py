@@ -23,42 +23,32 @@ from itertools import count, cycle
 from pathlib import Path
 from time import monotonic_ns
 from types import CodeType, FrameType
+from typing import Any
 from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mpistrat.errors import LaunchError
 from mpistrat.launch import abort, environment, process
 from mpistrat.watch import folder
 from mpistrat.watch.record import (
-    CALLS,
     FAILED_BIT,
-    FILE_BYTES,
-    LINE_WORD,
+    HEADER,
     LINES,
     MAGIC,
+    NOT_LISTED,
+    RECORD,
+    RING,
     RING_RECORDS,
-    RING_START,
     STARTED_BIT,
-    TEXTS,
     VERSION,
-    WORDS,
-    Field,
     State,
-    Table,
 )
-
-__all__ = [
-    "FlightRecorder",
-    "collection_paused",
-    "digest",
-    "encoded_activity",
-    "innermost",
-    "recorder",
-    "watched",
-    "write_entry",
-]
+from mpistrat.watch.record import write_entry as write_text
 
 _MOST_PLACES = 16_384
-_ACTIVITY = TEXTS["activity"][0]
+_LINE = 3  # the word `line` of a record
 write_entry = struct.Struct("=5Q").pack_into
 _frame_at = sys._getframe
 
@@ -82,12 +72,11 @@ class FlightRecorder:
     def __init__(self, path: Path | None, rank: int = 0, size: int = 1) -> None:
         self.path = path
         self.memory = memoryview(_anonymous() if path is None else _mapped(path))
-        self.words = self.memory.cast("Q")
-        # of each record the offset in bytes, and the index of its word `left`
-        starts = range(RING_START, RING_START + RING_RECORDS * WORDS * 8, WORDS * 8)
-        self.slots = cycle([(start, start // 8 + WORDS - 1) for start in starts])
-        self._calls = _Interned(CALLS, self.memory)
-        self._lines = _Interned(LINES, self.memory)
+        # of each record of the ring the offset in bytes, and the index of its last word, `left`
+        starts = range(HEADER.itemsize, HEADER.itemsize + RING_RECORDS * RING.itemsize, RING.itemsize)
+        self.slots = cycle([(start, (start + RING.itemsize) // 8 - 1) for start in starts])
+        self._map()
+        self._calls, self._lines = _Interned(self._record["calls"]), _Interned(self._record["lines"])
         # (id of the code, instruction) -> index of the line, 0 inside this library; codes are kept, so that ids stay unique
         self.places: dict[tuple[int, int], int] = {}
         self._codes: dict[int, CodeType] = {}
@@ -126,7 +115,7 @@ class FlightRecorder:
         start, slot = next(self.slots)
         with self._marking:
             self._mark(is_started=True)
-            self._started = start // 8 + LINE_WORD
+            self._started = start // 8 + _LINE
             write_entry(self.memory, start, number, communicator, index, line, monotonic_ns())
             self._mark(is_started=not self._is_awaited)
         return slot
@@ -152,28 +141,26 @@ class FlightRecorder:
 
     def set_node(self, name: str) -> None:
         """Record the name of this rank's node."""
-        _write_text(self.memory, "node", name)
+        self._header["node"] = _encoded(name)
 
     def set_place(self, rank: int, size: int) -> None:
         """Record rank and size, as MPI gives them."""
-        self._put(Field.SIZE, size)
-        self._put(Field.RANK, rank)
+        self._header["size"], self._header["rank"] = size, rank
 
     def set_state(self, state: State) -> None:
         """Record the state of this process."""
-        self._put(Field.STATE, state)
+        self._header["state"] = state
 
     def set_activity(self, activity: bytes) -> None:
         """Record what this process is doing beside collectives, as `encoded_activity` returns it."""
-        self.memory[_ACTIVITY : _ACTIVITY + len(activity)] = activity
+        self._header["activity"] = activity
 
     def note_look(self, frame: FrameType | None) -> None:
         """Record that the watching thread is awake, and the line of a `frame` of the main thread."""
         now = monotonic_ns()
         if frame is not None:
-            self._put(Field.NOW_AT, self._lines_of(frame))
-            self._put(Field.SAMPLED, now)
-        self._put(Field.LOOKED, now)
+            self._header["now_at"], self._header["sampled"] = self._lines_of(frame), now
+        self._header["looked"] = now
 
     def close(self) -> None:
         """Remove the file, and the folder of the job with the last one; later records cannot be read by other processes."""
@@ -186,26 +173,26 @@ class FlightRecorder:
         self.path = None
         memory = memoryview(_anonymous())
         memory[:] = self.memory
-        self.memory, self.words = memory, memory.cast("Q")
+        self.memory = memory
+        self._map()
         self._marking = threading.RLock()
-        for texts in (self._calls, self._lines):
-            texts.leave_to_parent(memory)
+        self._calls.leave_to_parent(self._record["calls"])
+        self._lines.leave_to_parent(self._record["lines"])
+
+    def _map(self) -> None:
+        self.words = self.memory.cast("Q")
+        self._record: NDArray[Any] = np.ndarray((), RECORD, self.memory)
+        self._header: NDArray[Any] = self._record["header"]
 
     def _introduce(self, rank: int, size: int) -> None:
-        own = process.find(os.getpid())
-        self._put(Field.VERSION, VERSION)
-        self._put(Field.PID, os.getpid())
-        self._put(Field.STARTED, own.started if own else 0)
-        self._put(Field.NAMESPACE, process.pid_namespace())
+        own, host, header = process.find(os.getpid()), socket.gethostname(), self._header
+        header["version"], header["pid"], header["started"] = VERSION, os.getpid(), own.started if own else 0
+        header["namespace"] = process.pid_namespace()
+        header["node"] = header["host"] = _encoded(host)
+        header["program"] = _encoded(" ".join(sys.argv) or sys.executable)
         self.set_place(rank, size)
-        host = socket.gethostname()
-        for name, text in (("node", host), ("host", host), ("program", " ".join(sys.argv) or sys.executable)):
-            _write_text(self.memory, name, text)
         self.set_state(State.RUNNING)
-        self._put(Field.MAGIC, MAGIC)  # written last: where it is, the header is complete
-
-    def _put(self, field: Field, value: int) -> None:
-        self.words[field] = value
+        header["magic"] = MAGIC  # written last: where it is, the header is complete
 
     def find_line(self, frame: FrameType | None) -> int:
         """Return the index of the line of the first frame outside this library; 0 if there is none."""
@@ -222,7 +209,7 @@ class FlightRecorder:
 
     def _lines_of(self, frame: FrameType) -> int:
         text = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
-        return self._lines.index(text, _end_of(text, LINES.text_bytes))
+        return self._lines.index(text, _end_of(text, LINES["text"].itemsize))
 
     def _remember(self, place: tuple[int, int], code: CodeType, line: int) -> None:
         if len(self.places) >= _MOST_PLACES or self._lines.has_overwritten:
@@ -236,15 +223,14 @@ class FlightRecorder:
 class _Interned:
     """The texts in a table, of which the least recently used one is overwritten."""
 
-    def __init__(self, table: Table, memory: memoryview) -> None:
-        self._table, self.memory = table, memory
+    def __init__(self, table: NDArray[Any]) -> None:
+        self._table, self._lock = table, threading.Lock()
         self._known: OrderedDict[object, int] = OrderedDict()
-        self._lock = threading.Lock()
         self.has_overwritten = False
 
-    def leave_to_parent(self, memory: memoryview) -> None:
-        """Write to other memory, and wait for no lock that a thread of the parent held when it was forked."""
-        self.memory, self._lock = memory, threading.Lock()
+    def leave_to_parent(self, table: NDArray[Any]) -> None:
+        """Write to another table, and wait for no lock that a thread of the parent held when it was forked."""
+        self._table, self._lock = table, threading.Lock()
 
     def index(self, key: object, text: str, first: int = 0, second: int = 0) -> int:
         """Return the index of a text."""
@@ -254,11 +240,11 @@ class _Interned:
                 self._known.move_to_end(key)
                 return known
             # index 0 means none
-            index = len(self._known) + self._table.entries
-            if len(self._known) == self._table.entries:
-                index = self._known.popitem(last=False)[1] + self._table.entries
+            index, entries = len(self._known) + len(self._table), len(self._table)
+            if len(self._known) == entries:
+                index = self._known.popitem(last=False)[1] + entries
                 self.has_overwritten = True
-            self._table.write(self.memory, index, text.encode("utf-8", "backslashreplace"), first, second)
+            write_text(self._table, index, _encoded(text), first, second)
             self._known[key] = index
             return index
 
@@ -275,7 +261,13 @@ def recorder() -> FlightRecorder:
 
 @contextmanager
 def watched(text: str, members: str = "") -> Iterator[None]:
-    """Record a collective that no communicator makes, such as creating a strategy; `members` are its ranks, empty for all."""
+    """Record a collective that no communicator makes, such as creating a strategy; `members` are its ranks, empty for all.
+
+    Where they are too many to be listed, nothing is recorded.
+    """
+    if members == NOT_LISTED:
+        yield
+        return
     mine = recorder()
     communicator = _SOME_RANKS | crc32(members.encode()) if members else 0
     index = mine.intern(text, ranks=members)
@@ -321,7 +313,7 @@ def innermost(frame: FrameType | None) -> FrameType | None:
 
 def _end_of(text: str, room: int) -> str:
     """Return a text cut at its beginning to at most `room` bytes: the end of a path is what identifies a file."""
-    encoded = text.encode("utf-8", "backslashreplace")
+    encoded = _encoded(text)
     if len(encoded) <= room:
         return text
     return "…" + encoded[len("…".encode()) - room :].decode("utf-8", "ignore")
@@ -329,12 +321,12 @@ def _end_of(text: str, room: int) -> str:
 
 def encoded_activity(text: str) -> bytes:
     """Return the bytes that `FlightRecorder.set_activity` writes; an empty text clears the activity."""
-    return _encoded("activity", text)
+    return _encoded(text)
 
 
 def digest(text: str) -> int:
     """Return a hash of a text, of 8 bytes."""
-    return int.from_bytes(blake2b(text.encode("utf-8", "backslashreplace"), digest_size=8).digest(), "little")
+    return int.from_bytes(blake2b(_encoded(text), digest_size=8).digest(), "little")
 
 
 def _make() -> FlightRecorder:
@@ -375,7 +367,7 @@ def _after_fork() -> None:
 
 
 def _anonymous() -> mmap.mmap:
-    return mmap.mmap(-1, FILE_BYTES)
+    return mmap.mmap(-1, RECORD.itemsize)
 
 
 def _mapped(path: Path) -> mmap.mmap:
@@ -389,8 +381,8 @@ def _mapped(path: Path) -> mmap.mmap:
     new = path.with_name(f".new-{os.getpid()}")
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, FILE_BYTES)
-        mapped = mmap.mmap(descriptor, FILE_BYTES)
+        os.posix_fallocate(descriptor, 0, RECORD.itemsize)
+        mapped = mmap.mmap(descriptor, RECORD.itemsize)
         new.replace(path)
     except OSError:
         new.unlink()
@@ -400,16 +392,8 @@ def _mapped(path: Path) -> mmap.mmap:
     return mapped
 
 
-def _write_text(memory: memoryview, name: str, text: str) -> None:
-    start, _ = TEXTS[name]
-    encoded = _encoded(name, text)
-    memory[start : start + len(encoded)] = encoded
-
-
-def _encoded(name: str, text: str) -> bytes:
-    """Return a text as it stands in the header: its length, then UTF-8."""
-    encoded = text.encode("utf-8", "backslashreplace")[: TEXTS[name][1] - 8]
-    return len(encoded).to_bytes(8, sys.byteorder) + encoded
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "backslashreplace")
 
 
 def _is_ours(frame: FrameType) -> bool:

@@ -8,8 +8,6 @@ from mpistrat.text import format_elapsed, ranks_text
 from mpistrat.watch.record import Call
 from mpistrat.watch.states import RankState, entered
 
-__all__ = ["end_report", "others_report", "stall_report"]
-
 _MOST_MISSING = 16
 
 

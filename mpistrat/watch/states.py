@@ -15,8 +15,6 @@ from mpistrat.text import format_elapsed
 from mpistrat.watch import folder
 from mpistrat.watch.record import Call, Key, RankFile, State
 
-__all__ = ["Neighbours", "RankState", "decode", "encode", "entered", "look"]
-
 # a watching thread that has not woken for this long is blocked
 SILENT_SECONDS = 3.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,6 @@ from mpistrat.watch.states import Neighbours, RankState, decode
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-__all__ = ["HostMessages", "Message", "Survey"]
 
 Message = dict[str, Any]
 """A message: a JSON object."""
@@ -28,29 +27,29 @@ _NEXT_SECONDS = 0.3
 
 
 class Survey:
-    """One round of questions; a thorough one looks for processes without a file too, on all hosts, which takes longer."""
+    """One round of questions; a thorough one looks for processes without a file too, on all hosts, which takes longer.
+
+    It is made by whoever wants to know, begun and taken further by the watching thread, and `done` then.
+    """
 
     _numbers = iter(range(1, 2**62))
 
-    def __init__(
-        self,
-        size: int,
-        neighbours: Neighbours,
-        messages: HostMessages | None,
-        wanted: Collection[Key],
-        seconds: float,
-        is_thorough: bool = False,
-    ) -> None:
-        self._size, self._messages = size, messages
-        self.number = next(self._numbers)
+    def __init__(self, wanted: Collection[Key], seconds: float, is_thorough: bool = False) -> None:
+        self.done = threading.Event()
+        self.keys, self._seconds, self._is_thorough = {*wanted}, seconds, is_thorough
         self._found: dict[int, RankState] = {}
-        found, self.keys = neighbours.states(wanted, (messages.own if messages else range(size)) if is_thorough else ())
+        self._asked = 0
+
+    def begin(self, size: int, neighbours: Neighbours, messages: HostMessages | None) -> None:
+        """Look at the ranks of this host."""
+        self._size, self._messages, self.number = size, messages, next(self._numbers)
+        expected = (messages.own if messages else range(size)) if self._is_thorough else ()
+        found, self.keys = neighbours.states(self.keys, expected)
         self._add(found)
         self._silent = list(messages.others) if messages else []
-        self._asked = 0
         self._ask_at = time.monotonic()
-        self._ends = self._ask_at + seconds
-        self._question: Message = {"ask": self.number, "wanted": sorted(self.keys), "is_thorough": is_thorough}
+        self._ends = self._ask_at + self._seconds
+        self._question: Message = {"ask": self.number, "wanted": sorted(self.keys), "is_thorough": self._is_thorough}
 
     def is_done(self) -> bool:
         """Return whether all hosts have answered or the time is up; ask more ranks until then."""

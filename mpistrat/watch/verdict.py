@@ -20,8 +20,6 @@ from mpistrat.text import ranks_text
 from mpistrat.watch.record import Call, Key
 from mpistrat.watch.states import RankState, entered
 
-__all__ = ["Finding", "Notice", "Notices", "judge", "mismatch_text", "waits_for"]
-
 _PREFIX = "verdict-"
 _OVER = ("ended", "failed", "killed", "gone")
 

@@ -33,8 +33,6 @@ from mpistrat.watch.verdict import Finding, Notice, Notices, judge
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Watcher", "call_after_end", "call_before_end", "introduce", "start", "watcher"]
-
 WAKE_SECONDS = 0.25
 # a rank that has waited this long surveys the others
 PATIENCE_SECONDS = 1.0
@@ -81,7 +79,7 @@ class Watcher:
         self._to_post: Notice | None = None
         self._surveyed = -math.inf  # when another host, of lower ranks, last looked around
         self._turn_seconds = 0.0
-        self._asked: _Question | None = None
+        self._asked: Survey | None = None
         self._wanted: set[Key] = set()
         self._next_look = 0.0
         self._next_report = self._patience = _stall_seconds()
@@ -144,13 +142,10 @@ class Watcher:
         Those whose host does not answer in time are ``unknown``.
         """
         own = self._own.last()
-        question = _Question({own.key} if own else set(), timeout_seconds)
-        self._asked = question
+        survey = self._asked = Survey({own.key} if own else (), timeout_seconds)
         self._wake.set()
-        deadline = time.monotonic() + timeout_seconds + 1.0
-        while question.states is None and time.monotonic() < deadline:
-            question.done.wait(POLL_SECONDS)
-        states = question.states or [RankState(rank) for rank in range(self._size)]
+        has_answer = survey.done.wait(timeout_seconds + 1.0)
+        states = survey.states() if has_answer else [RankState(rank) for rank in range(self._size)]
         return states if ranks is None else [states[rank] for rank in ranks]
 
     def post_failure(self, key: Key, error: CollectiveError) -> None:
@@ -247,11 +242,14 @@ class Watcher:
                 survey, self._survey = self._survey, None
                 self._conclude(survey, waiting)
         elif self._asked is not None:
-            question = self._asked
-            self._survey = Survey(self._size, self._neighbours, self._live_messages(), question.wanted, question.seconds)
-            question.survey = self._survey
+            asked, self._asked = self._asked, None
+            self._begin(asked)
         elif waiting is not None and time.monotonic() >= self._next_look:
             self._look(waiting)
+
+    def _begin(self, survey: Survey) -> None:
+        self._survey = survey
+        survey.begin(self._size, self._neighbours, self._live_messages())
 
     def _follow(self, waiting: Call | None) -> None:
         """Update what this rank waits in; end the job if the program does not raise a verdict or deadline."""
@@ -281,7 +279,7 @@ class Watcher:
         is_overdue = bool(self._patience) and waited >= self._next_report
         wanted = {*self._wanted, waiting.key}
         if self._is_lowest_waiting() and time.monotonic() > self._surveyed + 2 * LONGEST_BETWEEN_LOOKS_SECONDS:
-            self._survey = Survey(self._size, self._neighbours, self._live_messages(), wanted, ANSWER_SECONDS, is_overdue)
+            self._begin(Survey(wanted, ANSWER_SECONDS, is_overdue))
         elif is_overdue:
             self._put_off_report(waited)
 
@@ -294,11 +292,7 @@ class Watcher:
 
     def _conclude(self, survey: Survey, waiting: Call | None) -> None:
         states = survey.states()
-        question = self._asked
-        if question is not None and question.survey is survey:
-            self._asked = None
-            question.states = states
-            question.done.set()
+        survey.done.set()
         known, self._wanted = survey.keys, {call.key for state in states if (call := state.waits_in) is not None}
         if waiting is None or seconds_since(waiting.entered) < PATIENCE_SECONDS:
             return
@@ -358,16 +352,6 @@ class Watcher:
         expected = self._messages.own if self._messages is not None and question["is_thorough"] else ()
         states, _ = self._neighbours.states([(first, second) for first, second in question["wanted"]], expected)
         return {"answer": question["ask"], "states": encode(states)}
-
-
-class _Question:
-    """A question of the program to its watching thread."""
-
-    def __init__(self, wanted: set[Key], seconds: float) -> None:
-        self.wanted, self.seconds = wanted, seconds
-        self.survey: Survey | None = None
-        self.states: list[RankState] | None = None
-        self.done = threading.Event()
 
 
 def watcher() -> Watcher | None:

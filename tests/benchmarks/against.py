@@ -18,8 +18,6 @@ from tests.benchmarks.contest import Contest
 from tests.benchmarks.safety_cost import SIZES, program, take_turns
 from tests.hosts.lab import Lab
 
-__all__ = ["compare"]
-
 _NOW, _THEN = "now", "then"
 _ROOT = Path(__file__).parents[2]
 # hosts, ranks, rate of the links

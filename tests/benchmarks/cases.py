@@ -13,36 +13,21 @@ from tests.benchmarks.pages import Table, spread
 from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
 
-__all__ = ["Case", "measure_cases", "programs_of", "shape_of", "table_of_cases", "wire_seconds"]
-
 
 @dataclass(frozen=True)
 class Case:
-    """Ranks in a lab, and what they sum.
+    """Ranks in a lab, and what they sum."""
 
-    Attributes
-    ----------
-    hosts, ranks : int
-        How many.
-    placement, rate : str
-        As `Lab` takes them.
-    sizes : sequence of int
-        Bytes of the array.
-    names : tuple of str
-        Who competes.
-    seconds : float
-        For the repetitions of each program at each size in each launch, about.
-    launches : int
-        How often the programs are started anew: where ranks share cores, a time also depends on how a launch has fallen out.
-    """
-
+    # how many
     hosts: int
     ranks: int
+    # as `Lab` takes them
     placement: str
     rate: str
-    sizes: Sequence[int]
-    names: tuple[str, ...] = NAMES
-    seconds: float = 1.0
+    sizes: Sequence[int]  # bytes of the array
+    names: tuple[str, ...] = NAMES  # who competes
+    seconds: float = 1.0  # for the repetitions of each program at each size in each launch, about
+    # how often the programs are started anew: where ranks share cores, a time also depends on how a launch has fallen out
     launches: int = 1
 
 

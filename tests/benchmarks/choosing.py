@@ -17,8 +17,6 @@ from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
 
-__all__ = ["run", "tables"]
-
 KIB, MIB = 1 << 10, 1 << 20
 AUTO = "auto"
 # sizes that were measured for the tuning, and sizes between and beyond them

@@ -8,8 +8,6 @@ from pathlib import Path
 from tests.benchmarks.contest import Contender
 from tests.benchmarks.session import Session
 
-__all__ = ["KINDS", "NAMES", "OURS", "WRAPPED", "contenders"]
-
 OURS, WRAPPED = "mpistrat", "mpi4py, wrapped"
 # Who competes where nothing else is said.
 NAMES = (OURS, "Open MPI", "Open MPI, no HAN", "MPICH", "gloo", "TensorFlow")
@@ -18,17 +16,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def contenders(session: Session, names: tuple[str, ...] = NAMES, env: dict[str, str] | None = None) -> list[Contender]:
-    """Return those of the names that are installed, or could be; the others are noted in the session as missing.
-
-    Parameters
-    ----------
-    session : Session
-        Of the experiment.
-    names : tuple of str
-        Of KINDS.
-    env : dict, optional
-        Further environment of the ranks of those that Open MPI starts.
-    """
+    """Return those of the names that are installed, or could be; the others are noted in the session as missing."""
     found = [_contender(session, name, env or {}) for name in names]
     return [contender for contender in found if contender is not None]
 

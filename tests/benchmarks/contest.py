@@ -22,8 +22,6 @@ from typing import Any
 from tests.hosts.lab import Lab
 from tests.processes import kill_session
 
-__all__ = ["Contender", "Contest", "ContestError", "Measured", "SilentError"]
-
 _START_SECONDS, _ANSWER_SECONDS = 120, 60
 _BLOCKS, _MAX_REPEATS = 3, 40
 _LONG_SECONDS = 0.5  # what takes longer is repeated once a block, and needs no warming up
@@ -40,48 +38,26 @@ class SilentError(ContestError):
 
 @dataclass(frozen=True)
 class Contender:
-    """A program that competes.
+    """A program that competes."""
 
-    Attributes
-    ----------
-    name : str
-        As tables call it.
-    launcher : str
-        ``openmpi``, ``mpich`` or ``plain``: who starts its ranks.
-    argv : sequence of str
-        The program of a rank.
-    env : mapping
-        Further environment of the ranks.
-    """
-
-    name: str
-    launcher: str
-    argv: Sequence[str]
-    env: Mapping[str, str] = field(default_factory=dict)
+    name: str  # as tables call it
+    launcher: str  # ``openmpi``, ``mpich`` or ``plain``: who starts its ranks
+    argv: Sequence[str]  # the program of a rank
+    env: Mapping[str, str] = field(default_factory=dict)  # further environment of the ranks
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one program took for one task.
+    """What one program took for one task."""
 
-    Attributes
-    ----------
-    seconds, best_seconds, worst_seconds : float
-        Median, least and most over the repetitions of the slowest rank's time.
-    repeats : int
-        How many were timed.
-    sent_share : float
-        Bytes that the hosts sent, over the least that any algorithm must send; 0 where that was not looked at.
-    facts : dict
-        What the program says of the task, such as the plan that it chose.
-    """
-
+    # median, least and most over the repetitions of the slowest rank's time
     seconds: float
     best_seconds: float
     worst_seconds: float
-    repeats: int
+    repeats: int  # how many were timed
+    # bytes that the hosts sent, over the least that any algorithm must send; 0 where that was not looked at
     sent_share: float
-    facts: dict[str, Any]
+    facts: dict[str, Any]  # what the program says of the task, such as the plan that it chose
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""
@@ -90,17 +66,6 @@ class Measured:
 
 class Contest:
     """Programs that are started when this is entered, and ended when it is left.
-
-    Parameters
-    ----------
-    lab : Lab
-        Where they run.
-    num_ranks : int
-        Ranks of each.
-    placement : str
-        As `Lab.run` takes it.
-    contenders : iterable of Contender
-        Those that cannot be started are left out, see `missing`; the first must be.
 
     Attributes
     ----------
@@ -144,34 +109,14 @@ class Contest:
     def compare(
         self, task: Mapping[str, Any], seconds: float, share: float = 1.0, names: Iterable[str] | None = None
     ) -> dict[str, Measured]:
-        """Time a task with all programs, in blocks that take turns.
-
-        Parameters
-        ----------
-        task : mapping
-            ``kind`` and what else the programs want to know; ``nbytes`` of the payload, where bytes are to be counted.
-        seconds : float
-            For the repetitions of each program, about.
-        share : float
-            Of the payload that may travel between hosts: half for 16-bit numbers on the wire.
-        names : iterable of str, optional
-            Who takes part; all by default.
-        """
+        """Time a task with all programs, in blocks that take turns."""
         chosen = self.names if names is None else [name for name in names if name in self._lines]
         return self.alternate({name: (name, task) for name in chosen}, seconds, share)
 
     def alternate(
         self, entries: Mapping[str, tuple[str, Mapping[str, Any]]], seconds: float, share: float = 1.0
     ) -> dict[str, Measured]:
-        """Time several tasks, in blocks that take turns: `compare` for programs that do different things.
-
-        Parameters
-        ----------
-        entries : mapping
-            Under a name of one's own, which program does what; those of programs that are left out are too.
-        seconds, share : float
-            As `compare` takes them.
-        """
+        """Time several tasks, in blocks that take turns: `compare` for programs that do different things."""
         entries = {label: entry for label, entry in entries.items() if entry[0] in self._lines}
         for program in {name for name, _ in entries.values()}:
             with contextlib.suppress(SilentError):

@@ -16,8 +16,6 @@ from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
 from tests.processes import run_bounded
 
-__all__ = ["run", "tables"]
-
 COUNTS = (10_000, 100_000, 1_000_000, 5_000_000, 25_000_000)
 QUICK = COUNTS[:2]
 _RANK = Path(__file__).parent / "peers" / "data_parallel_ranks.py"

@@ -18,8 +18,6 @@ from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
 from tests.processes import run_bounded
 
-__all__ = ["run", "tables"]
-
 KIB, MIB = 1 << 10, 1 << 20
 DEFAULT, IN_ORDER = "default", "deterministic"
 KINDS: dict[str, dict[str, Any]] = {DEFAULT: {}, IN_ORDER: {"deterministic": True}}

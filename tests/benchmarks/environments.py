@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["CACHE", "REQUIREMENTS", "Environments"]
-
 CACHE = Path.home() / ".cache" / "mpistrat" / "benchmarks"
 _INSTALL_SECONDS = 1800
 
@@ -22,13 +20,6 @@ REQUIREMENTS = {
 
 class Environments:
     """Virtual environments in one folder.
-
-    Parameters
-    ----------
-    folder : Path
-        Where they are; it is made if need be.
-    say : callable
-        Is told what is being installed.
 
     Attributes
     ----------

@@ -8,8 +8,6 @@ from typing import Any, Protocol, cast
 from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 
-__all__ = ["EXPERIMENTS", "Experiment", "find"]
-
 # In the order of `all`. One row here, one module, one table in docs/benchmarks/results.
 EXPERIMENTS = (
     "large_messages",

@@ -10,8 +10,6 @@ from tests.benchmarks.contenders import OURS, WRAPPED
 from tests.benchmarks.pages import Table, spread
 from tests.benchmarks.session import Session
 
-__all__ = ["run", "tables"]
-
 KIB, MIB = 1 << 10, 1 << 20
 PLAIN = "Open MPI"
 NAMES = (PLAIN, WRAPPED, OURS)

@@ -9,8 +9,6 @@ from tests.benchmarks.contenders import OURS
 from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 
-__all__ = ["run", "tables"]
-
 MIB = 1 << 20
 MPIS, FEW = (OURS, "Open MPI", "Open MPI, no HAN"), (OURS, "Open MPI", "gloo")
 # Open MPI hangs at random placement and on 16 hosts; gloo gives no answer at 16 MiB where neighbours in its ring sit on

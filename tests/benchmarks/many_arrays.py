@@ -14,8 +14,6 @@ from tests.benchmarks.session import Session
 from tests.gradients import resnet50, transformer
 from tests.hosts.lab import Lab
 
-__all__ = ["run", "tables"]
-
 BATCH, FLAT = "mpistrat, one batch", "mpistrat, one flat buffer"
 SMALL = {"width": 256, "vocabulary": 8000, "positions": 256}
 NETWORKS = {"ResNet-50": resnet50, "transformer": lambda: transformer(**SMALL)}

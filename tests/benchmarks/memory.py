@@ -14,8 +14,6 @@ from tests.benchmarks.session import Session
 from tests.gradients import resnet50
 from tests.hosts.lab import Lab
 
-__all__ = ["run", "tables"]
-
 MIB = 1 << 20
 # auto may leave a buffer to MPI, whose memory is not counted
 ALGORITHMS = ("auto", "hierarchical")

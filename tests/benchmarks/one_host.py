@@ -9,8 +9,6 @@ from tests.benchmarks.contenders import OURS
 from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 
-__all__ = ["run", "tables"]
-
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (8, KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 NAMES = (OURS, "Open MPI", "MPICH", "gloo", "TensorFlow")

@@ -12,8 +12,6 @@ from tests.benchmarks.pages import Table, spread
 from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
 
-__all__ = ["run", "tables"]
-
 LEAVES = (1, 10, 161)  # of the nest
 FORM_SIZES = (8, 1 << 10, 1 << 16, 1 << 20)
 RANKS, PROFILED = 2, 161

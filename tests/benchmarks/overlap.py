@@ -12,8 +12,6 @@ from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
 
-__all__ = ["run", "tables"]
-
 MIB = 1 << 20
 # link, bytes, buckets, what is computed
 CASES = (

@@ -10,8 +10,6 @@ from typing import Any
 
 from mpistrat.text import format_seconds
 
-__all__ = ["RESULTS", "Table", "circumstances", "markdown", "read_table", "spread", "with_results", "write_table"]
-
 RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks" / "results"
 Table = list[list[str]]  # the first row has the heads
 _PART = re.compile(r"(<!-- measured: (.*?) -->\n).*?(<!-- end -->)", re.DOTALL)

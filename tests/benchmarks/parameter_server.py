@@ -14,8 +14,6 @@ from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 from tests.processes import run_bounded
 
-__all__ = ["run", "tables"]
-
 KIB, MIB = 1 << 10, 1 << 20
 # bytes of an array, and how often each worker sends or receives it
 CASES = ((KIB, 3000), (64 * KIB, 1500), (MIB, 200), (4 * MIB, 60))

@@ -11,8 +11,6 @@ from tests.benchmarks.pages import Table, spread
 from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
 
-__all__ = ["run", "tables"]
-
 MIB = 1 << 20
 PEER = "Open MPI"
 SCATTER, WHOLE = "reduce_scatter", "all_reduce"

@@ -14,8 +14,6 @@ from tests.disagreements.places import Place
 from tests.disagreements.plans import SHAPES, all_plans, quick_plans
 from tests.disagreements.verdicts import CLASSES
 
-__all__ = ["run", "run_group", "table_of", "tables"]
-
 HOSTS = {"hosts:2+2": 0.5, "hosts:1+1+1+1": 0.3}  # which part of all kinds
 _EVERY = 100  # progress
 

@@ -19,9 +19,6 @@ from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
 
-__all__ = ["SIZES", "program", "run", "tables", "take_turns"]
-
-
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (8, 128, KIB, 8 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 _ON, _OFF = "check on", "check off"

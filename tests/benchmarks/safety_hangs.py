@@ -10,8 +10,6 @@ from tests.benchmarks.session import Session
 from tests.disagreements.hangs import HANGS, WAITS, find_report
 from tests.disagreements.places import Place
 
-__all__ = ["run", "tables"]
-
 PLACES = ("1x3", "hosts:1+1+1+1")
 
 

@@ -10,8 +10,6 @@ from tests.benchmarks.session import Session
 from tests.disagreements.places import Place
 from tests.disagreements.plans import drawn_plans
 
-__all__ = ["run", "tables"]
-
 COUNTS = {
     "drawn_program": {"1x2": 250, "2+1": 250, "2x2": 250, "1x4": 250},
     "drawn_pair": {"1x2": 3000},

@@ -17,24 +17,11 @@ import mpistrat
 from mpistrat.launch.mpiexec import find_mpi
 from tests.benchmarks.environments import Environments
 
-__all__ = ["Session"]
-
 _ROOT = Path(__file__).parents[2]
 
 
 class Session:
     """What an experiment is handed.
-
-    Parameters
-    ----------
-    name : str
-        The experiment.
-    quick : bool
-        Whether a small part will do: one that shows that the experiment works.
-    peers : Path
-        Where the peers' virtual environments are, or are to be made.
-    only : sequence of str
-        Which parts to measure; none: all.
 
     Attributes
     ----------

@@ -9,8 +9,6 @@ from tests.benchmarks.contenders import NAMES, OURS
 from tests.benchmarks.pages import Table
 from tests.benchmarks.session import Session
 
-__all__ = ["run", "tables"]
-
 SIZES = (8, 128, 1 << 10, 8 << 10, 32 << 10, 128 << 10, 256 << 10)
 MPIS = (OURS, "Open MPI", "Open MPI, no HAN", "MPICH")
 LAUNCHES = 3

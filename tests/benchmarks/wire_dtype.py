@@ -17,8 +17,6 @@ from tests.benchmarks.session import Session
 from tests.hosts.lab import Lab
 from tests.processes import run_bounded
 
-__all__ = ["run", "tables"]
-
 FLOAT32, FEEDBACK = "float32", "bfloat16, error feedback"
 # what each is called, and the options that ask for it
 KINDS: dict[str, dict[str, Any]] = {

@@ -13,8 +13,6 @@ import optree
 import mpistrat
 from tests.disagreements.memory import Memory
 
-__all__ = ["WARM_ROUNDS", "Case", "Plan"]
-
 T = TypeVar("T")
 
 WARM_ROUNDS = 20
@@ -23,27 +21,13 @@ _CHECKED_WHILE_WARMING = 50_000  # larger results are looked at in the disagreem
 
 @dataclass(frozen=True)
 class Plan:
-    """Which case it is: what whoever runs the job sends to the ranks.
+    """Which case it is: what whoever runs the job sends to the ranks."""
 
-    Attributes
-    ----------
-    kind : str
-        Name of a function in `kinds`.
-    count : int
-        Elements of an array of ordinary size.
-    warm : bool
-        Whether the calls are made several times before without an odd rank.
-    odd : int
-        The odd rank.
-    seed : int
-        For kinds that draw what they do.
-    """
-
-    kind: str
-    count: int
-    warm: bool
-    odd: int
-    seed: int = 0
+    kind: str  # name of a function in `kinds`
+    count: int  # elements of an array of ordinary size
+    warm: bool  # whether the calls are made several times before without an odd rank
+    odd: int  # the odd rank
+    seed: int = 0  # for kinds that draw what they do
 
     def __str__(self) -> str:
         seed = f" seed {self.seed}" if self.seed else ""
@@ -51,21 +35,7 @@ class Plan:
 
 
 class Case:
-    """One rank's view of a case. Arrays hold small whole numbers that differ by rank, place and call, so that sums are exact.
-
-    Parameters
-    ----------
-    plan : Plan
-        Which case it is.
-    rank, size : int
-        This rank, and how many there are.
-    memory : Memory
-        Where operands lie.
-    strategy : Strategy
-        What makes the calls.
-    note : callable
-        Tells who runs the case what it is about.
-    """
+    """One rank's view of a case. Arrays hold small whole numbers that differ by rank, place and call: sums are exact."""
 
     def __init__(
         self,

@@ -11,8 +11,6 @@ from typing import Any
 from tests.disagreements.places import Folder, Place, default_environment, script
 from tests.disagreements.verdicts import missing_in_report, ranks_named
 
-__all__ = ["HANGS", "ODD", "WAITS", "Found", "Hang", "find_report"]
-
 ODD = 1  # the rank that does not come
 _NAME = "job.py"
 _LIMIT_SECONDS = 60.0  # for one that is not reported at all
@@ -38,21 +36,11 @@ strategy.run(step, args=(300_000,))
 
 @dataclass(frozen=True)
 class Hang:
-    """A program in which the others wait for one rank.
+    """A program in which the others wait for one rank."""
 
-    Attributes
-    ----------
-    text : str
-        What comes after the first steps; the report must name one of the lines that end with ``# here``.
-    any_line : bool
-        Whether any line of the program will do: the rank cannot say any more where it is.
-    or_told : bool
-        Whether the calls can be compared: then an AgreementError that names the rank is as good.
-    """
-
-    text: str
-    any_line: bool = False
-    or_told: bool = False
+    text: str  # what comes after the first steps; the report must name one of the lines that end with ``# here``
+    any_line: bool = False  # whether any line of the program will do: the rank cannot say any more where it is
+    or_told: bool = False  # whether the calls can be compared: then an AgreementError that names the rank is as good
 
     @property
     def program(self) -> str:
@@ -141,24 +129,12 @@ WAITS: dict[str, Hang] = {
 
 @dataclass(frozen=True)
 class Found:
-    """What was found on stderr of a job.
+    """What was found on stderr of a job."""
 
-    Attributes
-    ----------
-    line : str
-        Which line the report named; empty where it did not name one that it may.
-    told : bool
-        Whether the ranks were told that their calls differ.
-    seconds : float
-        From the start of the job on.
-    output : str
-        All of it.
-    """
-
-    line: str
-    told: bool
-    seconds: float
-    output: str
+    line: str  # which line the report named; empty where it did not name one that it may
+    told: bool  # whether the ranks were told that their calls differ
+    seconds: float  # from the start of the job on
+    output: str  # all of it
 
     def is_right(self, hang: Hang) -> bool:
         """Return whether that is what it should be."""
@@ -166,19 +142,7 @@ class Found:
 
 
 def find_report(place: Place, hang: Hang, settings: Mapping[str, str] | None = None, until: str = "") -> Found:
-    """Run a program, and return what it reports of the rank that does not come; then end it.
-
-    Parameters
-    ----------
-    place : Place
-        Where.
-    hang : Hang
-        The program.
-    settings : mapping, optional
-        Environment variables beside the default ones.
-    until : str
-        A text in the output that is enough, too.
-    """
+    """Run a program, and return what it reports of the rank that does not come; then end it."""
     folder = Folder()
     environment = default_environment({"MPISTRAT_STALL_SECONDS": "1", **(settings or {})})
     program, begun = folder.path / _NAME, time.monotonic()

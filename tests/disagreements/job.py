@@ -18,8 +18,6 @@ from tests.disagreements.places import Folder, Place, default_environment, rank_
 from tests.disagreements.verdicts import Evidence, Verdict, judge, missing_in_report
 from tests.processes import patient
 
-__all__ = ["PATIENCE_SECONDS", "STALL_SECONDS", "Done", "JobError", "run_cases"]
-
 PATIENCE_SECONDS = 10.0  # without a word from any rank: then the job stands still; more on a busy machine
 STALL_SECONDS = 3  # as MPISTRAT_STALL_SECONDS
 _START_SECONDS = 120.0
@@ -32,27 +30,13 @@ class JobError(RuntimeError):
 
 @dataclass(frozen=True)
 class Done:
-    """A case that was run.
+    """A case that was run."""
 
-    Attributes
-    ----------
-    shape : str
-        Where.
-    plan : Plan
-        Which case.
-    verdict : Verdict
-        How it ended.
-    note : str
-        What the case says of itself.
-    seconds : float
-        How long it took.
-    """
-
-    shape: str
-    plan: Plan
-    verdict: Verdict
-    note: str
-    seconds: float
+    shape: str  # where
+    plan: Plan  # which case
+    verdict: Verdict  # how it ended
+    note: str  # what the case says of itself
+    seconds: float  # how long it took
 
     @property
     def is_allowed(self) -> bool:
@@ -83,19 +67,7 @@ class Done:
 def run_cases(
     shape: str, plans: Iterable[Plan], settings: Mapping[str, str] | None = None, patience: float = PATIENCE_SECONDS
 ) -> Iterator[Done]:
-    """Run cases in as few jobs as may be; yield how each ended.
-
-    Parameters
-    ----------
-    shape : str
-        As `Place` takes it.
-    plans : iterable of Plan
-        The cases.
-    settings : mapping, optional
-        Environment variables of the ranks beside the default ones.
-    patience : float
-        Seconds without a word from any rank, after which a job is ended.
-    """
+    """Run cases in as few jobs as may be; yield how each ended."""
     place = Place(shape)
     environment = default_environment({"MPISTRAT_STALL_SECONDS": str(STALL_SECONDS), **(settings or {})})
     job: _Job | None = None

@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Memory", "Neighbours", "changed"]
-
 _TABLE, _BYTES = 1 << 16, 1 << 30  # of the table, and of the file, of which only what is touched exists
 # Read as a number of any dtype it is neither so large that a sum with it gives the same again, nor one of a case's.
 _CANARY = 0x41
@@ -26,13 +24,7 @@ _KINDS = ("canary", "operand")
 
 
 class Memory:
-    """The guarded arrays of a rank.
-
-    Parameters
-    ----------
-    path : Path
-        The file.
-    """
+    """The guarded arrays of a rank."""
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

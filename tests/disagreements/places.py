@@ -16,8 +16,6 @@ from mpistrat.topology.world import World
 from tests.hosts import lab
 from tests.processes import kill_session
 
-__all__ = ["HOSTS", "Folder", "Place", "default_environment", "rank_program", "script"]
-
 HOSTS = "hosts:"
 _ROOT = Path(__file__).parents[2]
 
@@ -31,11 +29,6 @@ def default_environment(settings: Mapping[str, str]) -> dict[str, str]:
 
 class Place:
     """Ranks in a shape: ``2x2`` and ``3+1`` are nodes on this machine, ``1x4`` is the machine, ``hosts:2+2`` a lab's hosts.
-
-    Parameters
-    ----------
-    shape : str
-        The shape.
 
     Attributes
     ----------

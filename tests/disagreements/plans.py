@@ -9,8 +9,6 @@ from collections.abc import Collection, Iterator
 from tests.disagreements.case import Plan
 from tests.disagreements.kinds import KINDS, Kind
 
-__all__ = ["SHAPES", "all_plans", "drawn_plans", "plan_of", "quick_plans"]
-
 SHAPES = ("1x2", "2x2", "1x4", "3+1")
 
 

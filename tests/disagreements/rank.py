@@ -18,8 +18,6 @@ from tests.disagreements.case import Case, Plan
 from tests.disagreements.kinds import KINDS
 from tests.disagreements.memory import Memory, Neighbours
 
-__all__: list[str] = []
-
 # A difference may be told late: within so many further calls, or where values are read.
 FURTHER_CALLS = 70
 _FURTHER_COUNT = 33  # of no kind's arrays

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 
 from tests.disagreements.case import Case
 
-__all__ = ["Signature", "draw", "draw_program", "make", "other_than", "with_disagreement"]
-
 DTYPES = ("float32", "float64", "int32", "int64", "float16", "bfloat16", "int8", "uint8")
 OPS = ("sum", "mean", "max", "min", "prod")
 DIFFERENCES = ("op", "dtype", "shape", "verb", "order", "left out", "added")

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CLASSES", "Evidence", "Verdict", "judge", "missing_in_report", "ranks_named", "told"]
-
 # Best first; what each means is on docs/benchmarks/safety.md.
 CLASSES = ("right", "told", "reported", "raw", "hang", "partial", "silent", "crash", "foreign")
 
@@ -34,74 +32,31 @@ _OURS = {
 
 @dataclass
 class Evidence:
-    """What became known of a case.
+    """What became known of a case."""
 
-    Attributes
-    ----------
-    size : int
-        How many ranks there are.
-    ended : mapping
-        By rank: what it said at the end of the case; of ranks that said nothing, nothing.
-    values : mapping
-        By rank: which results it has had, right or wrong.
-    foreign : list of str
-        Whose memory was changed, and how.
-    output : str
-        What the job printed meanwhile.
-    exit_code : int or None
-        Of the job, if it ended by itself.
-    still : bool
-        Whether the job was ended because nothing happened any more.
-    is_begun : bool
-        Whether a rank had come to the disagreement.
-    note : str
-        What the case says of itself.
-    """
-
-    size: int
+    size: int  # how many ranks there are
+    # by rank: what it said at the end of the case; of ranks that said nothing, nothing
     ended: dict[int, dict[str, Any]] = field(default_factory=dict)
-    values: dict[int, list[str]] = field(default_factory=dict)
-    foreign: list[str] = field(default_factory=list)
-    output: str = ""
-    exit_code: int | None = None
-    still: bool = False
-    is_begun: bool = False
-    note: str = ""
+    values: dict[int, list[str]] = field(default_factory=dict)  # by rank: which results it has had, right or wrong
+    foreign: list[str] = field(default_factory=list)  # whose memory was changed, and how
+    output: str = ""  # what the job printed meanwhile
+    exit_code: int | None = None  # of the job, if it ended by itself
+    still: bool = False  # whether the job was ended because nothing happened any more
+    is_begun: bool = False  # whether a rank had come to the disagreement
+    note: str = ""  # what the case says of itself
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A class, and why.
+    """A class, and why."""
 
-    Attributes
-    ----------
-    name : str
-        Of CLASSES.
-    text : str
-        What each rank did.
-    further : int
-        After how many further calls the last rank was told; 0 where it was told in the calls themselves.
-    """
-
-    name: str
-    text: str
-    further: int = 0
+    name: str  # of CLASSES
+    text: str  # what each rank did
+    further: int = 0  # after how many further calls the last rank was told; 0 where it was told in the calls themselves
 
 
 def judge(evidence: Evidence, says: str, odd: int, alone: bool) -> Verdict:
-    """Return the class of a case.
-
-    Parameters
-    ----------
-    evidence : Evidence
-        What became known.
-    says : str
-        The pattern that tells, on stderr or as ``exit:CODE``, where the program ended.
-    odd : int
-        The odd rank, which a stall report must name.
-    alone : bool
-        Whether the case ends its program.
-    """
+    """Return the class of a case."""
     text = _text(evidence)
     if evidence.foreign:
         return Verdict("foreign", f"{'; '.join(evidence.foreign[:3])}; {text}")

@@ -22,8 +22,6 @@ from tests.docs.pages import ROOT, Command, blocks, pages
 from tests.docs.surface import api_names, described, home
 from tests.docs.tf_names import ABSENT, DIFFERENT, SAME, Name, named
 
-__all__ = ["generated", "stale"]
-
 _NOTE = "<!-- Written by python -m tests.docs.generate; edit the code instead. -->\n"
 
 
@@ -81,15 +79,13 @@ def _default(setting: Setting[Any]) -> str:
 
 
 def _errors() -> str:
-    _, _, tree = (errors.__doc__ or "").partition("\n\n")
     kinds = [getattr(errors, name) for name in errors.__all__]
     rows = [
         (f"`{kind.__name__}`", ", ".join(f"`{base.__name__}`" for base in kind.__bases__), _caption(kind)) for kind in kinds
     ]
     return (
-        "# Errors\n\nAll in `mpistrat.errors`. Each also inherits from a built-in exception, which is in brackets. A message "
-        "says where it happened, what was asked, what was found, and what to do.\n\n"
-        f"```text\n{tree.strip()}\n```\n\n{_table(('error', 'is a', 'raised when'), rows)}"
+        "# Errors\n\nAll in `mpistrat.errors`. Each is also a built-in exception. A message says where it happened, what was "
+        f"asked, what was found, and what to do.\n\n{_table(('error', 'is a', 'raised when'), rows)}"
     )
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ROOT", "Block", "Command", "anchors", "blocks", "links", "pages"]
-
 ROOT = Path(__file__).parents[2]
 
 _FENCE = re.compile(r"^ *```(?P<language>\w*)$")
@@ -18,17 +16,12 @@ _LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, the line it starts on, and what is in it.
-
-    Attributes
-    ----------
-    ranks : tuple of int
-        On how many ranks it prints the same, where the line above says so: ``the same on 1, 2 and 3 ranks:``.
-    """
+    """A fenced block: its language, the line it starts on, and what is in it."""
 
     language: str
     line: int
     text: str
+    # on how many ranks it prints the same, where the line above says so: ``the same on 1, 2 and 3 ranks:``
     ranks: tuple[int, ...] = ()
 
     @property

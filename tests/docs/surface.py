@@ -14,8 +14,6 @@ from typing import Any
 
 import mpistrat
 
-__all__ = ["api_names", "described", "home", "members", "public_names", "resolve"]
-
 FACES = (
     "experimental",
     "experimental.coordinator",
@@ -28,13 +26,7 @@ FACES = (
 
 
 def resolve(path: str) -> Any:
-    """Return what is at a dotted name below ``mpistrat``; a field of a dataclass is its annotation.
-
-    Raises
-    ------
-    AttributeError
-        If nothing is.
-    """
+    """Return what is at a dotted name below ``mpistrat``; a field of a dataclass is its annotation."""
     found: Any = mpistrat
     for name in path.split("."):
         if inspect.ismodule(found) and not hasattr(found, name):
@@ -85,7 +77,7 @@ def described(name: str) -> str:
     """Return in one line what is at a dotted name below ``mpistrat``."""
     owner, _, member = name.rpartition(".")
     kind = resolve(owner) if owner else mpistrat
-    if name in vars(mpistrat)["_HOMES"] and not callable(resolve(name)):
+    if name in vars(mpistrat)["_names"].homes and not callable(resolve(name)):
         return _constant(name)
     if inspect.isclass(kind) and issubclass(kind, Enum) and member in kind.__members__:
         return f"A member of `{owner}`."
@@ -99,7 +91,8 @@ def described(name: str) -> str:
 
 def home(name: str) -> str:
     """Return the module that a public name comes from."""
-    return str(vars(mpistrat)["_HOMES"].get(name) or resolve(name).__module__)
+    homes = vars(mpistrat)["_names"].homes
+    return homes[name][0] if name in homes else str(resolve(name).__module__)
 
 
 def _constant(name: str) -> str:

@@ -96,7 +96,7 @@ def test_api_pages_say_parameters_defaults_and_errors(site, built):
     assert "args, kwargslist or tuple, mapping" in text  # the theme sets the colon
     assert "If args is neither a list nor a tuple." in text
     targets = built[path].targets
-    assert "experimental.CommunicationOptions.html#mpistrat.experimental.CommunicationOptions" in targets, "a type is a link"
+    assert "InputOptions.html#mpistrat.InputOptions" in targets, "a type is a link"
     assert "errors.html#mpistrat.errors.InvalidArgumentError" in targets
     assert path.read_text().index('id="mpistrat.Strategy.run"') < path.read_text().index('id="mpistrat.Strategy.unwrap"')
 

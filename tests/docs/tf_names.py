@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ABSENT", "DIFFERENT", "SAME", "Name", "named"]
-
 
 class Name(NamedTuple):
     """A name of TensorFlow's: its spelling with arguments, where it is below ``mpistrat``, and what differs."""

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from tests.processes import kill_session, until
 
-__all__ = ["LIMIT_SECONDS", "PROLOGUE", "Ended", "ended", "run_until"]
-
 # From the fault to the end of a job, which takes a second or two, and more on a busy machine. What
 # nothing ends takes longer, or for ever.
 LIMIT_SECONDS = 60.0

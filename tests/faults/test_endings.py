@@ -218,23 +218,32 @@ def test_what_is_called_after_mpi_finalize_raises(job: Job) -> None:
 def test_forked_children_end_alone(job: Job, num_ranks: int) -> None:
     program = """
         import atexit
+        import numpy as np
+        import mpistrat
         pid = os.getpid()
         atexit.register(lambda: print("the rank's handler" if os.getpid() == pid else "no child's business"))
+        communicator = mpistrat.Communicator(comm)
         for end, code in (("sys.exit(7)", 7), ("sys.exit()", 0), ("1 // 0", 1), ("os.kill(os.getpid(), 9)", -9)):
             if not (child := os.fork()):
                 atexit.register(lambda: print("the child's handler"))
+                try:
+                    communicator.all_reduce("sum", np.ones(3))
+                except mpistrat.errors.UnavailableError as error:
+                    print(error if f"process {os.getpid()} was forked from rank {comm.rank}" in str(error) else "", flush=True)
                 exec(end)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code, end
             time.sleep(0.2)
             mine.Barrier()
             total = mine.allreduce(1)
             assert total == comm.size, total
+            assert (communicator.all_reduce("sum", np.ones(3)) == comm.size).all()
     """
     ended = job(num_ranks, program, **QUIET_FORK)
     assert ended.code == 0, ended.stderr
     assert ended.stdout.count("the rank's handler") == num_ranks
     assert "no child's business" not in ended.stdout
     assert ended.stdout.count("the child's handler") == 3 * num_ranks
+    assert ended.stdout.count("and is not a rank itself") == 4 * num_ranks
 
 
 INNER = """

@@ -106,6 +106,38 @@ def test_one_rank_tells_who_is_missing(job: Job, kind: str) -> None:
     assert re.search(rf"missing: rank 1 \({HOST}, pid {ended.pids[1]}\): {wanted}", blocks[1][2]), blocks[1]
 
 
+INTERRUPTED = """
+    import numpy as np
+    import mpistrat
+    from mpistrat.communicator import communicator
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    made = mpistrat.Communicator(comm)
+    made.all_reduce("sum", np.ones(300_000))
+    if comm.rank == 1:
+        {there} = interrupted
+    try:
+        {call}
+    except KeyboardInterrupt:
+        time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("there", "call", "told"),
+    [
+        ("communicator.Executor", "mpistrat.Communicator(comm)", "Communicator: its plans and memory"),
+        ("made._owned.close", "made.close()", "Communicator: close"),
+    ],
+)
+def test_a_rank_that_is_interrupted_in_what_others_wait_in_is_missed(job: Job, there: str, call: str, told: str) -> None:
+    text = INTERRUPTED.format(there=there, call=call)
+    ended = job(2, text, enough=lambda stderr: "failed in it: rank 1" in stderr, MPISTRAT_STALL_SECONDS="1")
+    assert re.search(rf"mpistrat: rank 0 \(.*\) has waited .*, {told}\n", ended.stderr), ended.stderr
+
+
 def test_the_report_can_be_turned_off(job: Job) -> None:
     assert reports(job(3, program("time.sleep(1000)", seconds=2.0), MPISTRAT_STALL_SECONDS="0")) == []
 

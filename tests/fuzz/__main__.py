@@ -15,8 +15,6 @@ from pathlib import Path
 from tests.disagreements.places import Place, default_environment, rank_program
 from tests.processes import patient
 
-__all__ = ["SHAPES", "Failure", "draw_settings", "play"]
-
 SHAPES = ("1x1", "1x2", "1x3", "2x1", "2x2", "3+1", "1x4", "2x2:cyclic")
 _CASES_OF_A_JOB = 100
 _PATIENCE_SECONDS = 25.0  # without a case done on any rank; more on a busy machine
@@ -36,18 +34,10 @@ _CHOICES: dict[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """A case that ended wrong.
+    """A case that ended wrong."""
 
-    Attributes
-    ----------
-    command : str
-        Repeats it, after the cases of its job.
-    text : str
-        What was wrong, on which rank.
-    """
-
-    command: str
-    text: str
+    command: str  # repeats it, after the cases of its job
+    text: str  # what was wrong, on which rank
 
 
 def draw_settings(seed: int, first: int, num_ranks: int) -> dict[str, str]:

@@ -1,11 +1,10 @@
-"""Cases: what a random program does on a communicator, a strategy or a wrapped communicator, and what must come of it."""
+"""Cases: what a random program does on a communicator or a wrapped communicator, and what must come of it."""
 
 from __future__ import annotations
 
 import gc
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -16,28 +15,19 @@ import mpistrat.mpi4py
 from mpistrat import settings
 from mpistrat.errors import MpistratError
 from mpistrat.experimental import CommunicationOptions
-from tests.fuzz.operands import OPS, Operand, draw_operands, draw_targets, is_target_refused, overlaps
+from tests.fuzz.operands import OPS, Operand, draw_operands, draw_targets, is_target_refused, overlaps, told
+from tests.fuzz.strategy_cases import make_strategy, play_strategy, play_variable
 from tests.ranks.test_properties import ALGORITHMS, UFUNCS, check
-
-__all__ = ["Field"]
 
 _MOST_REPEATS = 3
 
 
 class Field:
-    """What the cases of a job are played on: the ranks, and the objects that cases share.
-
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        All ranks.
-    seed : int
-        With the number of a case it gives the case.
-    """
+    """What the cases of a job are played on: the ranks, and the objects that cases share."""
 
     def __init__(self, comm: MPI.Intracomm, seed: int) -> None:
         self.comm, self.seed = comm, seed
-        self.strategy = mpistrat.MultiWorkerMirroredStrategy()
+        self.strategy: Any = mpistrat.MultiWorkerMirroredStrategy()
         self.communicator = mpistrat.Communicator(comm)
         self._halves = comm.Split(comm.rank % 2, comm.rank)
         self.half = mpistrat.Communicator(self._halves)
@@ -80,6 +70,8 @@ class Field:
             return None
         known = self.algorithms.get(communicator, ["auto"])
         algorithm = str(known[rng.integers(len(known))])
+        if kind < 0.65:
+            return CommunicationOptions(num_packs=int(rng.integers(4)))
         if kind < 0.8:
             return CommunicationOptions(algorithm=algorithm, bytes_per_pack=int(rng.choice([0, 1, 24, 500, 10**6])))
         if kind < 0.87:
@@ -90,17 +82,7 @@ class Field:
         return CommunicationOptions(timeout_seconds=120.0)
 
 
-def _told(options: CommunicationOptions | None) -> str:
-    """Return the fields of options that are set."""
-    usual = CommunicationOptions()
-    return ", ".join(
-        f"{field.name}={getattr(options, field.name)!r}"
-        for field in (fields(options) if options else ())
-        if getattr(options, field.name) != getattr(usual, field.name)
-    )
-
-
-def _on_a_thread(run: Callable[[], None]) -> None:
+def _on_a_thread(run: Callable[[], None], meanwhile: Callable[[], None] = lambda: None) -> None:
     errors: list[BaseException] = []
 
     def guarded() -> None:
@@ -111,6 +93,7 @@ def _on_a_thread(run: Callable[[], None]) -> None:
 
     thread = threading.Thread(target=guarded)
     thread.start()
+    meanwhile()
     thread.join()
     if errors:
         raise errors[0]
@@ -147,7 +130,7 @@ def _all_reduce(field: Field, rng: np.random.Generator) -> Callable[[], None]:
     refused = targets is not None and is_target_refused(
         targets, [operand.shape for operand in operands], [operand.dtype for operand in operands]
     )
-    field.note = f"all_reduce {op} {operands} list={is_list} out={kind} {_told(options)} x{repeats} started={is_started}"
+    field.note = f"all_reduce {op} {operands} list={is_list} out={kind} {told(options)} x{repeats} started={is_started}"
 
     def call() -> Any:
         values = _passed([operand.array for operand in operands], is_list)
@@ -196,7 +179,7 @@ def _several_started(field: Field, rng: np.random.Generator) -> Callable[[], Non
         operations.append((op, *draw_operands(rng, op, communicator.rank), field.options(rng, communicator)))
     order = np.random.default_rng((int(rng.integers(2**31)), communicator.rank)).permutation(len(operations))
     waits = rng.random() < 0.8
-    field.note = f"started {[(op, operands) for op, operands, _, _ in operations]} waits={waits}"
+    field.note = f"started {[(op, each, told(options)) for op, each, _, options in operations]} waits={waits}"
 
     def run() -> None:
         works = [
@@ -225,7 +208,7 @@ def _reduce_scatter(field: Field, rng: np.random.Generator) -> Callable[[], None
         for operand in operands
     ]
     out_kind = str(rng.choice(["none", "fresh", "within", "next"]))
-    field.note = f"reduce_scatter {op} {operands} list={is_list} axis={axis} out={out_kind} {_told(options)}"
+    field.note = f"reduce_scatter {op} {operands} list={is_list} axis={axis} out={out_kind} {told(options)}"
 
     def targets() -> list[np.ndarray] | None:
         if out_kind == "none" or not has_axis:
@@ -277,7 +260,7 @@ def _all_gather(field: Field, rng: np.random.Generator) -> Callable[[], None]:
     lengths = [int(length) for length in rng.integers(0, 5, communicator.size)]
     has_axis = all(-len(operand.shape) <= axis < len(operand.shape) for operand in operands)
     out_kind = str(rng.choice(["none", "fresh", "own", "next"]))
-    field.note = f"all_gather {operands} list={is_list} axis={axis} lengths={lengths} out={out_kind} {_told(options)}"
+    field.note = f"all_gather {operands} list={is_list} axis={axis} lengths={lengths} out={out_kind} {told(options)}"
 
     def shape(operand: Operand, rank: int) -> tuple[int, ...]:
         if not has_axis:
@@ -321,7 +304,7 @@ def _broadcast(field: Field, rng: np.random.Generator) -> Callable[[], None]:
     )
     if refused and kind not in ("read-only", "strided", "unaligned"):
         targets, refused = None, False  # the root alone would refuse these
-    field.note = f"broadcast {operands} list={is_list} root={root} out={kind} {_told(options)}"
+    field.note = f"broadcast {operands} list={is_list} root={root} out={kind} {told(options)}"
 
     def run() -> None:
         before = _snapshot(operands)
@@ -342,13 +325,17 @@ def _exchange(field: Field, rng: np.random.Generator) -> Callable[[], None]:
     communicator = field.pick(rng)
     operand = Operand(rng, "MAX", communicator.rank)
     root, options, size = int(rng.integers(communicator.size)), field.options(rng, communicator), communicator.size
-    verb = str(rng.choice(["gather", "all_to_all", "all_to_all_parts", "barrier"]))
-    field.note = f"{verb} {operand} root={root} {_told(options)}"
+    verb = str(rng.choice(["gather", "all_to_all", "all_to_all_parts", "barrier", "objects"]))
+    field.note = f"{verb} {operand} root={root} {told(options)}"
 
     def run() -> None:
         before, mine = _snapshot([operand]), operand.array
         if verb == "barrier":
             communicator.barrier(options)
+        elif verb == "objects":
+            assert communicator.broadcast_object((communicator.rank, root), root) == (root, root)
+            gathered = communicator.gather_objects(str(communicator.rank), root)
+            assert gathered == (list(map(str, range(size))) if communicator.rank == root else None)
         elif verb == "gather":
             found = communicator.gather(mine, root, options)
             assert (found is None) == (communicator.rank != root)
@@ -371,14 +358,12 @@ def _exchange(field: Field, rng: np.random.Generator) -> Callable[[], None]:
 
 def _state(field: Field, rng: np.random.Generator) -> Callable[[], None]:
     num_packs, is_strict = [None, 0, 1, 3][rng.integers(4)], bool(rng.random() < 0.3)
-    kind = str(rng.choice(["num_packs", "strict", "confirm", "remake", "drop", "mpi"]))
+    kind = str(rng.choice(["strict", "confirm", "remake", "remake", "drop", "mpi"]))
     is_collector = rng.integers(field.comm.size) == field.comm.rank
     field.note = f"state {kind} {num_packs} {is_strict}"
 
     def run() -> None:
-        if kind == "num_packs":
-            field.communicator.num_packs = num_packs
-        elif kind == "strict":
+        if kind == "strict":
             field.communicator.is_strict = is_strict
         elif kind == "confirm":
             field.communicator.confirm()
@@ -388,7 +373,7 @@ def _state(field: Field, rng: np.random.Generator) -> Callable[[], None]:
             known = field.algorithms.pop(field.communicator)
             if kind == "remake":
                 field.communicator.close()
-            field.communicator = mpistrat.Communicator(field.comm)
+            field.communicator = mpistrat.Communicator(field.comm, num_packs=num_packs)
             field.algorithms[field.communicator] = known
             if is_collector:
                 gc.collect()
@@ -396,64 +381,42 @@ def _state(field: Field, rng: np.random.Generator) -> Callable[[], None]:
     return run
 
 
-def _strategy(field: Field, rng: np.random.Generator) -> Callable[[], None]:
-    strategy, size = field.strategy, field.comm.size
-    verb = str(rng.choice(["all_reduce", "all_reduce", "reduce", "all_gather", "broadcast", "weighted"]))
-    op = str(rng.choice(["SUM", "MEAN"])) if verb == "reduce" else "MEAN" if verb == "weighted" else str(rng.choice(OPS))
-    operands, is_list = draw_operands(rng, op, field.comm.rank)
-    if verb == "all_gather":
-        operands = [operand for operand in operands if operand.shape]
-    if verb == "weighted":
-        operands = [operand for operand in operands if operand.dtype.kind == "f" and not operand.is_huge]
-    options, repeats = field.options(rng, None), int(rng.integers(1, _MOST_REPEATS + 1))
-    in_place = bool(rng.random() < 0.3)
-    field.note = f"strategy {verb} {op} {operands} list={is_list} {_told(options)} x{repeats} in place={in_place}"
-
-    def nest(values: Sequence[Any]) -> Any:
-        return {"a": list(values[1:]), "b": values[0]} if is_list else values[0]
-
-    def leaves(value: Any) -> list[Any]:
-        return [value["b"], *value["a"]] if is_list else [value]
-
-    def step(value: Any) -> Any:
-        context = mpistrat.get_replica_context()
-        if verb == "all_reduce":
-            is_target = in_place and all(map(_is_plain, leaves(value)))
-            return context.all_reduce(op, value, options, out=value if is_target else None)
-        if verb == "weighted":
-            return context.all_reduce(op, value, weight=1.0)
-        if verb == "broadcast":
-            return context.broadcast(value, size - 1, options)
-        return context.all_gather(value, 0, options)
-
-    def check_one(operand: Operand, result: Any) -> None:
-        parts = [np.asarray(operand.part(rank)) for rank in range(size)]
-        if verb in ("broadcast", "all_gather"):
-            assert np.asarray(result).tobytes() == (parts[-1] if verb == "broadcast" else np.concatenate(parts)).tobytes()
-        elif verb == "weighted":
-            wanted = sum(part.astype(np.float64) for part in parts) / size
-            assert np.allclose(np.asarray(result, np.float64), wanted, rtol=0.02, atol=0.02), (result, wanted)
-        else:
-            operand.check(result, size)
+def _strategy_state(field: Field, rng: np.random.Generator) -> Callable[[], None]:
+    kind, is_collector = str(rng.choice(["remake", "drop", "report"])), rng.integers(field.comm.size) == field.comm.rank
+    make = make_strategy(rng, field.communicator.world.num_nodes == 1)
+    field.note = f"strategy {kind}"
 
     def run() -> None:
-        for repeat in range(repeats if operands else 0):
-            if repeat:
-                for operand in operands:
-                    operand.renew()
-            value = nest([operand.array for operand in operands])
-            if verb == "reduce":
-                found = strategy.reduce(op, strategy.run(lambda v=value: v), axis=None)
-            else:
-                found = strategy.local(strategy.run(step, args=(value,)))
-            for operand, result in zip(operands, leaves(found), strict=True):
-                check_one(operand, result)
+        if kind == "report":
+            assert field.strategy.memory_report().total_bytes >= 0
+            assert field.communicator.memory_report().total_bytes >= 0
+            return
+        if kind == "remake":
+            field.strategy.close()
+        field.strategy = make()
+        if is_collector:
+            gc.collect()
 
     return run
 
 
-def _is_plain(array: Any) -> bool:
-    return isinstance(array, np.ndarray) and bool(array.flags.carray)
+def _beside(field: Field, rng: np.random.Generator) -> Callable[[], None]:
+    """Make calls on two threads beside each other, each on a communicator of its own."""
+    counts = [int(count) for count in rng.integers(1, 5000, int(rng.integers(1, 6)))]
+    wanted = sum(range(1, field.comm.size + 1))
+    field.note = f"beside {counts}"
+
+    def bare() -> None:
+        for count in counts:
+            assert (field.communicator.all_reduce("sum", np.full(count, field.comm.rank + 1.0)) == wanted).all()
+
+    def wrapped() -> None:
+        for count in reversed(counts):
+            target = np.full(count, field.comm.rank + 1.0)
+            field.wrapped.Allreduce(MPI.IN_PLACE, target)
+            assert (target == wanted).all()
+
+    return lambda: _on_a_thread(wrapped, bare)
 
 
 _MPI_OPS = {"SUM": MPI.SUM, "PROD": MPI.PROD, "MIN": MPI.MIN, "MAX": MPI.MAX}
@@ -462,7 +425,8 @@ _MPI_OPS = {"SUM": MPI.SUM, "PROD": MPI.PROD, "MIN": MPI.MIN, "MAX": MPI.MAX}
 def _wrapped(field: Field, rng: np.random.Generator) -> Callable[[], None]:
     comm, size, rank = field.wrapped, field.comm.size, field.comm.rank
     op = str(rng.choice(sorted(_MPI_OPS)))
-    verb = str(rng.choice(["Allreduce", "in place", "Bcast", "Allgather", "Reduce_scatter_block", "allreduce", "Iallreduce"]))
+    verbs = ["Allreduce", "typed", "in place", "Bcast", "Allgather", "Reduce_scatter_block", "allreduce", "Iallreduce", "Split"]
+    verb = str(rng.choice(verbs))
     dtype = np.dtype(str(rng.choice(["f4", "f8", "i4", "i8", "c16" if op in ("SUM", "PROD") else "f8"])))
     count, repeats = int(rng.integers(1, 5000)), int(rng.integers(1, 4))
     seed, root = int(rng.integers(2**31)), int(rng.integers(size))
@@ -484,8 +448,18 @@ def _wrapped(field: Field, rng: np.random.Generator) -> Callable[[], None]:
             source[...] = part(rank, repeat)
             if verb == "Allreduce":
                 comm.Allreduce(source, target, _MPI_OPS[op])
+            elif verb == "typed":
+                datatype = MPI.Datatype.fromcode(dtype.char)
+                comm.Allreduce([source, datatype], [target, count, datatype], _MPI_OPS[op])
+            elif verb == "Split":
+                part_of_it = comm.Split(0, -rank)
+                part_of_it.Allreduce(source, target, _MPI_OPS[op])
+                part_of_it.Free()
             elif verb == "Iallreduce":
-                comm.Iallreduce(source, target, _MPI_OPS[op]).Wait()
+                others = source.copy()
+                requests = [comm.Iallreduce(source, target, _MPI_OPS[op]), comm.Iallreduce(MPI.IN_PLACE, others, _MPI_OPS[op])]
+                MPI.Request.Waitall(requests)
+                assert np.array_equal(others, combined(repeat))
             elif verb == "in place":
                 target[...] = source
                 comm.Allreduce(MPI.IN_PLACE, target, _MPI_OPS[op])
@@ -517,7 +491,10 @@ _CHANCES = {
     _broadcast: 8,
     _exchange: 8,
     _state: 4,
-    _strategy: 12,
+    _beside: 3,
+    _strategy_state: 2,
+    play_strategy: 12,
+    play_variable: 3,
     _wrapped: 10,
 }
 _ACTS = list(_CHANCES)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
+from mpistrat.experimental import CommunicationOptions
 from tests.ranks.test_properties import DTYPES, LAYOUTS, NO_OPS, _values, check, reference
-
-__all__ = ["OPS", "Operand", "draw_operands", "draw_targets", "is_target_refused", "overlaps"]
 
 OPS = ("SUM", "MEAN", "MIN", "MAX", "PROD")
 
@@ -26,7 +26,17 @@ def _one_value(array: np.ndarray) -> np.ndarray:
     return np.broadcast_to(array.reshape(-1)[:1].reshape((1,) * array.ndim), array.shape) if array.size else array
 
 
-_LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {**LAYOUTS, "unaligned": unaligned, "one value": _one_value}
+def _number(array: np.ndarray) -> Any:
+    """Return a number of Python, where one has this dtype."""
+    return array.item() if not array.shape and np.asarray(array.item()).dtype == array.dtype else array
+
+
+_LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    **LAYOUTS,
+    "unaligned": unaligned,
+    "one value": _one_value,
+    "number": _number,
+}
 _USUAL = 0.6  # how many arrays are plain ones
 
 
@@ -39,9 +49,11 @@ class Operand:
         self.dtype = np.dtype(np.float32) if rng.random() < 0.4 else dtypes[rng.integers(len(dtypes))]
         self.shape = _shape(rng) if shape is None else shape
         self.layout = "C" if rng.random() < _USUAL else str(rng.choice(sorted(_LAYOUTS)))
-        self.is_huge = self.dtype.kind == "f" and op in ("SUM", "MEAN") and rng.random() < 0.05
+        # the mean of float16's largest is finite, but for what half-width messages round
+        overflows = op == "SUM" or (op == "MEAN" and self.dtype.itemsize > 2)
+        self.is_huge = self.dtype.kind == "f" and overflows and rng.random() < 0.05
         self.array = self.part(rank)
-        self.shape = self.array.shape  # Fortran's arrays have an axis
+        self.shape = np.shape(self.array)  # Fortran's arrays have an axis
 
     def part(self, rank: int, shape: tuple[int, ...] | None = None) -> np.ndarray:
         """Return the array of a rank."""
@@ -166,3 +178,13 @@ def is_target_refused(targets: Sequence[np.ndarray], shapes: Sequence[tuple[int,
 def overlaps(array: np.ndarray, targets: Sequence[np.ndarray] | None) -> bool:
     """Return whether an array is, or overlaps with, one of the targets."""
     return any(np.may_share_memory(array, target) for target in targets or ())
+
+
+def told(options: CommunicationOptions | None) -> str:
+    """Return the fields of options that are set."""
+    usual = CommunicationOptions()
+    return ", ".join(
+        f"{field.name}={getattr(options, field.name)!r}"
+        for field in (fields(options) if options else ())
+        if getattr(options, field.name) != getattr(usual, field.name)
+    )

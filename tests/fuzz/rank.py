@@ -12,8 +12,6 @@ import numpy as np
 from mpistrat.launch.bootstrap import start
 from tests.fuzz.cases import Field
 
-__all__: list[str] = []
-
 _PROGRESS_BYTES = 2000
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from mpistrat.device import binding
 from mpistrat.device.kernels import TYPES, divide_kernel, fold_into_kernel, fold_kernel, move_kernel, real_dtype
-from mpistrat.errors import UnsupportedDtypeError
-from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_dtype
+from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
+from mpistrat.testing.transport_cases import operations
 from tests.gpu import on_host
 from tests.gpu.stand_in import StandInDevice
 from tests.gpu.stand_in_arrays import Namespace
@@ -22,8 +22,6 @@ from tests.gpu.stand_in_nccl import StandInNccl
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-__all__ = ["all_kernels", "stand_in"]
 
 
 @contextmanager
@@ -67,11 +65,7 @@ def all_kernels(comm: MPI.Intracomm) -> on_host.HostKernels:
 def _names() -> tuple[list[str], list[str]]:
     moves, folds = set(), set()
     for dtype in TYPES:
-        for op in ReduceOp:
-            try:
-                check_dtype(op, dtype)
-            except UnsupportedDtypeError:
-                continue
+        for op in operations(dtype):
             for held in {accumulation_dtype(op, dtype), *({dtype} & {*HALF_DTYPES})}:
                 folds |= {fold_kernel(held, op), fold_into_kernel(held, op)}
                 pair = [real_dtype(dtype), real_dtype(held)]

@@ -24,8 +24,6 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
 from tests.gradients import resnet50
 
-__all__ = ["main", "measure"]
-
 CALLS = 200
 
 
@@ -45,17 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(communicator: Communicator, device: Device, calls: int = CALLS) -> dict[str, float]:
-    """Return the median time of an all-reduce of one array of 1000 elements, and of arrays like a network's gradients.
-
-    Parameters
-    ----------
-    communicator : Communicator
-        Of one rank.
-    device : Device
-        Its GPU.
-    calls : int
-        How many are timed.
-    """
+    """Return the median time of an all-reduce of one array of 1000 elements, and of arrays like a network's gradients."""
     # as many arrays as ResNet-50 has gradients, each small: it is not the GPU that is measured
     lists = {"python_us": 1, "python_us_of_gradients": len(resnet50())}
     figures = {}

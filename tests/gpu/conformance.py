@@ -30,8 +30,6 @@ from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.shared_memory import SharedMemoryTransport
 from mpistrat.transports.staged import StagedTransport
 
-__all__ = ["SUBJECTS", "Subject", "check"]
-
 WORLD, NODES, RAILS = "world", "nodes", "rails"
 """Whom a transport joins: all ranks, those of a node, or those of a rail; where there is one node, its rails are not there,
 and the world stands in."""
@@ -39,21 +37,11 @@ and the world stands in."""
 
 @dataclass(frozen=True)
 class Subject:
-    """A transport to try.
+    """A transport to try."""
 
-    Attributes
-    ----------
-    transport : type
-        Its class.
-    joins : str
-        WORLD, NODES or RAILS.
-    blocking_verbs : collection of str
-        See `check_transport`.
-    """
-
-    transport: type[Transport]
-    joins: str
-    blocking_verbs: Collection[str] = ()
+    transport: type[Transport]  # its class
+    joins: str  # WORLD, NODES or RAILS
+    blocking_verbs: Collection[str] = ()  # see `check_transport`
 
 
 SUBJECTS: dict[str, Subject] = {
@@ -91,22 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def check(subject: Subject, hierarchy: Hierarchy) -> dict[str, int | str]:
     """Run the kit on all groups that a transport serves. A collective call.
 
-    Parameters
-    ----------
-    subject : Subject
-        What to try.
-    hierarchy : Hierarchy
-        Whom it joins.
-
-    Returns
-    -------
-    dict
-        ``checks``: the comparisons made by all ranks together; or ``skipped``: why the transport declines these ranks.
-
-    Raises
-    ------
-    AssertionError
-        On every rank of a group, if a rule of transports is violated.
+    Returns ``checks``: the comparisons made by all ranks together; or ``skipped``: why the transport declines these ranks.
     """
     world = hierarchy.world_group
     groups = _groups(subject, hierarchy)

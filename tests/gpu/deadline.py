@@ -20,8 +20,6 @@ from mpistrat.reduction import ReduceOp
 from mpistrat.transports.nccl import NcclTransport
 from mpistrat.transports.steps import drive
 
-__all__ = ["check"]
-
 DEADLINE_SECONDS = 2.0
 FIRST_SECONDS = 40.0  # the first collective connects the ranks
 
@@ -40,24 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def check(group: Group, make: Callable[[Group], NcclTransport], seconds: float = DEADLINE_SECONDS) -> dict[str, float]:
     """Let rank 0 alone enter a collective. A collective call.
 
-    Parameters
-    ----------
-    group : Group
-        Two ranks or more.
-    make : callable
-        Makes the transport.
-    seconds : float
-        The deadline.
-
-    Returns
-    -------
-    dict
-        ``seconds_late``: what passed between the deadline and the end of it, until the GPU had done other work.
-
-    Raises
-    ------
-    AssertionError
-        If the collective ended although nobody else was there, or the GPU does not do as it is told afterwards.
+    Returns ``seconds_late``: what passed between the deadline and the end of it, until the GPU had done other work.
     """
     transport = make(group)
     device = transport.device

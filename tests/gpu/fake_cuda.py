@@ -9,17 +9,9 @@ from mpistrat.device.abstract import Identity
 from mpistrat.launch import gpu_binding
 from tests.gpu.stand_in import StandInDevice
 
-__all__ = ["FakeCuda"]
-
 
 class FakeCuda:
-    """GPUs that a process sees; undone by the monkeypatch that it is given.
-
-    Parameters
-    ----------
-    monkeypatch : MonkeyPatch
-        Of the test.
-    """
+    """GPUs that a process sees; undone by the monkeypatch that it is given."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.numbers: list[int] = []

@@ -23,8 +23,6 @@ import mpistrat
 from mpistrat.launch.mpiexec import command
 from tests.processes import TIMED_OUT, run_bounded
 
-__all__ = ["FAULTS", "end"]
-
 FAULTS = ("raise", "kill")
 FAULTY, NUM_RANKS = 1, 2
 LIMIT_SECONDS = 60.0
@@ -57,22 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def end(fault: str, environ: Mapping[str, str] | None = None) -> float:
     """Let a job end by a fault.
 
-    Parameters
-    ----------
-    fault : str
-        One of FAULTS.
-    environ : mapping, optional
-        The environment of the job; this process's by default.
-
-    Returns
-    -------
-    float
-        Seconds from the fault to the end of the job.
-
-    Raises
-    ------
-    AssertionError
-        If it goes on, ends without an error, or does not name the rank.
+    Returns seconds from the fault to the end of the job.
     """
     argv, extra = command(NUM_RANKS, [sys.executable, "-m", "tests.gpu.first_fault", "--as-rank", fault])
     done = run_bounded(argv, LIMIT_SECONDS, {**(os.environ if environ is None else environ), **extra}, _ROOT)

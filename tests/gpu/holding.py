@@ -8,8 +8,6 @@ from pathlib import Path
 
 from mpistrat.device import cuda
 
-__all__ = ["Holding", "growth", "holding"]
-
 Holding = Callable[[Callable[[], None]], Mapping[str, float]]
 """Returns what is held, given a barrier."""
 
@@ -20,16 +18,8 @@ _MIB = 1 << 20
 def holding(barrier: Callable[[], None]) -> dict[str, float]:
     """Return what is held after all that is under way, and without what CuPy keeps for later. A collective call.
 
-    Parameters
-    ----------
-    barrier : callable
-        Waits for all who share the GPU: nobody looks before all have let go, nor goes on before all have looked.
-
-    Returns
-    -------
-    dict
-        ``device_mib``: memory of the GPU, of all processes on it; ``allocations``: those of this library, and what it has
-        mapped of others'; and the ``threads``, open ``files`` and ``mappings`` of this process.
+    Returns ``device_mib``: memory of the GPU, of all processes on it; ``allocations``: those of this library, and what it
+    has mapped of others'; and the ``threads``, open ``files`` and ``mappings`` of this process.
     """
     import cupy
 

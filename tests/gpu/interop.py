@@ -23,21 +23,13 @@ from numpy.typing import NDArray
 
 import mpistrat
 
-__all__ = ["KINDS", "Kind", "check"]
-
 DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 COUNTS = (1, 1000, 1_000_003)
 DELAY_CYCLES = 200_000_000  # about a tenth of a second
 
 
 class Kind(ABC):
-    """A library whose arrays are tried.
-
-    Parameters
-    ----------
-    device : str
-        ``gpu``, or ``cpu`` for arrays in memory of the host.
-    """
+    """A library whose arrays are tried."""
 
     def __init__(self, device: str = "gpu") -> None:
         self.device = device
@@ -173,22 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def check(strategy: mpistrat.Strategy, kind: Kind) -> dict[str, float]:
     """Send arrays of a library through the verbs that combine and move them. A collective call.
 
-    Parameters
-    ----------
-    strategy : Strategy
-        Of all ranks.
-    kind : Kind
-        The library.
-
-    Returns
-    -------
-    dict
-        ``compared``: the results.
-
-    Raises
-    ------
-    AssertionError
-        If any of them is wrong or of another kind, or a verb raised; all of these are named.
+    Returns ``compared``: the results.
     """
 
     def run() -> tuple[int, list[str]]:

@@ -11,7 +11,6 @@ import json
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -22,42 +21,18 @@ from mpistrat.errors import LaunchError
 from mpistrat.launch.mpiexec import find_mpi
 from tests.processes import run_bounded
 
-__all__ = ["Machine", "driver_version", "find_sanitizer", "loaded", "look", "states"]
-
 LOOK_SECONDS = 60.0
-STATES = ("uuid", "compute_mode", "mig.mode.current", "ecc.mode.current", "clocks.sm", "clocks.max.sm", "clocks.mem")
-"""What is asked of each GPU, as ``nvidia-smi --query-gpu`` calls it."""
-
 _DRIVER = Path("/proc/driver/nvidia/version")
 _TOOLKIT = "/usr/local/cuda/bin"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found.
-
-    Attributes
-    ----------
-    gpus : list of str
-        Their names, as CUDA counts them.
-    versions : dict
-        Of Python and MPI, and where there is a GPU of NVIDIA's driver, CuPy, CUDA's driver and run time, and NCCL.
-    missing : dict
-        ``GPU``, ``NCCL``, ``MPI``, ``scikit-learn`` or ``compute-sanitizer`` -> why there is none.
-    states : list of dict
-        For each GPU what STATES names.
-    libraries : dict
-        Where those come from that a process has really loaded: ``libcuda``, ``libnccl``, ``libmpi``.
-    has_mps : bool
-        Whether NVIDIA's multi-process service runs.
-    """
+    """What was found: the names of GPUs, versions, and why there is no GPU, NCCL, MPI, scikit-learn or compute-sanitizer."""
 
     gpus: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
-    states: list[dict[str, str]] = field(default_factory=list)
-    libraries: dict[str, str] = field(default_factory=dict)
-    has_mps: bool = False
 
     @property
     def nccl(self) -> tuple[int, ...]:
@@ -86,19 +61,9 @@ def find_sanitizer() -> str:
     return shutil.which(name) or shutil.which(name, path=_TOOLKIT) or ""
 
 
-def states(text: str) -> list[dict[str, str]]:
-    """Return what nvidia-smi says of STATES, as comma-separated values, for each GPU."""
-    return [dict(zip(STATES, line.split(", "), strict=True)) for line in text.splitlines() if line]
-
-
-def loaded(maps: str) -> dict[str, str]:
-    """Return which libraries of CUDA, NCCL and MPI a process has mapped, by what the kernel says of its memory."""
-    return {match[2]: match[1] for match in re.finditer(r"(/\S*/(libcuda|libcudart|libnccl|libmpi)\.so\S*)", maps)}
-
-
 def main() -> None:
     """Print what this machine has."""
-    machine = Machine(versions={"Python": platform.python_version()}, has_mps=_has_mps())
+    machine = Machine(versions={"Python": platform.python_version()})
     count, why = count_visible()
     if count:
         _ask_cuda(machine, count)
@@ -109,11 +74,8 @@ def main() -> None:
         machine.versions[mpi.flavour.name] = mpi.version
     except LaunchError as error:
         machine.missing["MPI"] = f"{error}"
-    else:
-        _load_mpi()
     if not find_sanitizer():
         machine.missing["compute-sanitizer"] = "compute-sanitizer is not installed: it comes with CUDA's toolkit"
-    machine.libraries.update(loaded(Path("/proc/self/maps").read_text()))
     if find_spec("sklearn") is None:
         machine.missing["scikit-learn"] = "the demo's images need scikit-learn: pip install '.[demo]'"
     print(json.dumps(asdict(machine)))
@@ -129,40 +91,11 @@ def _ask_cuda(machine: Machine, count: int) -> None:
         {"CuPy": cupy.__version__} | {name: f"{number // 1000}.{number // 10 % 100}" for name, number in numbers.items()}
     )
     machine.versions.update(driver_version(_DRIVER.read_text() if _DRIVER.exists() else ""))
-    machine.states.extend(_states())
     if nccl.available:
         number = nccl.get_version()
         machine.versions["NCCL"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
     else:
         machine.missing["NCCL"] = "CuPy finds no libnccl.so.2; pip install '.[cuda12]' in the checkout, or cuda13"
-
-
-def _states() -> list[dict[str, str]]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    argv = [program, f"--query-gpu={','.join(STATES)}", "--format=csv,noheader"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=LOOK_SECONDS / 2, check=False)
-    return [] if done.returncode else states(done.stdout)
-
-
-def _load_mpi() -> None:
-    import mpi4py
-
-    mpi4py.rc.initialize = False  # the library is loaded, and not started
-    from mpi4py import MPI
-
-    MPI.Get_library_version()
-
-
-def _has_mps() -> bool:
-    for process in Path("/proc").glob("[0-9]*/comm"):
-        try:
-            if process.read_text().startswith("nvidia-cuda-mps"):
-                return True
-        except OSError:
-            continue  # it has ended
-    return False
 
 
 if __name__ == "__main__":

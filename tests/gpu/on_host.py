@@ -10,8 +10,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HostKernels", "missing", "text"]
-
 _SHIM = """
 #define __global__
 #define __device__

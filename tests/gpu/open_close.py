@@ -20,8 +20,6 @@ from mpistrat.arrays import to_host
 from mpistrat.launch.bootstrap import start
 from tests.gpu.holding import Holding, growth, holding
 
-__all__ = ["open_and_close"]
-
 ROUNDS, SETTLED = 100, 12
 SIZES = tuple(1 << power for power in range(16, 27))
 
@@ -47,26 +45,7 @@ def open_and_close(
 ) -> dict[str, float]:
     """Open and close strategies, every third time two together. A collective call.
 
-    Parameters
-    ----------
-    rounds : int
-        How often.
-    settled : int
-        After so many rounds, what is held is noted for the first time.
-    sizes : sequence of int
-        Bytes of the arrays, in turn.
-    held : callable
-        Returns what is held, given a barrier.
-
-    Returns
-    -------
-    dict
-        ``rounds``, and how much more is held at the end than after `settled` rounds.
-
-    Raises
-    ------
-    AssertionError
-        If a strategy gives a wrong result.
+    Returns ``rounds``, and how much more is held at the end than after `settled` rounds.
     """
     comm = start().Dup()
     noted: list[Mapping[str, float]] = []

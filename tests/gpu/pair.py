@@ -9,8 +9,6 @@ from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from tests.gpu.bound import stand_in
 
-__all__ = ["Pair", "values"]
-
 
 class Pair:
     """The same collectives on a device and in host memory."""

@@ -1,18 +1,24 @@
-"""The probes of a GPU: what is run on a machine that has one, what each needs, and what it should reach. Pure."""
+"""The probes of a GPU: what is run on a machine that has one, what each needs, and what it should reach."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 
+from mpistrat.launch.mpiexec import command
 from tests.gpu.machine import Machine
-
-__all__ = ["PROBES", "Goal", "Probe"]
+from tests.processes import TIMED_OUT, patient, run_bounded
 
 Need = Callable[[Machine], str]
 """Returns why a machine cannot run a probe, or an empty text."""
 
+SHOWN_LINES = 12
 SHAPES = {"1x2": 2, "1x4": 4, "2x2": 4}
 MULTI_RANK_NCCL = (2, 30)
 
@@ -32,17 +38,7 @@ _SHARED_BY_RANKS = {**_NCCL, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 @dataclass(frozen=True)
 class Goal:
-    """What a figure should reach.
-
-    Attributes
-    ----------
-    figure : str
-        Its name.
-    bound : float
-        The least, or the most, that will do.
-    is_upper : bool
-        Whether `bound` is the most.
-    """
+    """The least, or the most, that a figure should reach."""
 
     figure: str
     bound: float
@@ -59,40 +55,39 @@ class Goal:
 
 @dataclass(frozen=True)
 class Probe:
-    """One program, run in a session of its own.
-
-    Attributes
-    ----------
-    name : str
-        As the evidence calls it.
-    shows : str
-        What is known once it has run.
-    command : tuple of str
-        A module and its arguments; ``--report FILE`` is added, where it writes its figures.
-    needs : tuple of callable
-        What must be there.
-    num_ranks : int
-        How many ranks run it; 0: it is a process of its own.
-    environ : mapping
-        Variables it is given.
-    goals : tuple of Goal
-        What its figures should reach.
-    seconds : float
-        After which it is killed.
-    """
+    """One program, run in a session of its own; ``--report FILE`` is added to its command, where it writes its figures."""
 
     name: str
-    shows: str
-    command: tuple[str, ...]
-    needs: tuple[Need, ...]
-    num_ranks: int = 0
+    shows: str  # what is known once it has run
+    command: tuple[str, ...]  # a module and its arguments
+    needs: tuple[Need, ...]  # what must be there
+    num_ranks: int = 0  # how many ranks run it; 0: it is a process of its own
     environ: Mapping[str, str] = field(default_factory=dict)
     goals: tuple[Goal, ...] = ()
-    seconds: float = 60.0
+    seconds: float = 60.0  # after which it is killed, later on a busy machine
 
     def refusal(self, machine: Machine) -> str:
         """Return why a machine cannot run it, or an empty text."""
         return next(filter(None, (need(machine) for need in self.needs)), "")
+
+    def run(self) -> dict[str, float]:
+        """Return its figures; raise an AssertionError with its last words if it fails, or takes too long."""
+        limit = patient(self.seconds)
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder, "report.json")
+            argv = [sys.executable, "-m", *self.command, "--report", str(report)]
+            argv, extra = command(self.num_ranks, argv) if self.num_ranks else (argv, {})
+            done = run_bounded(argv, limit, {**os.environ, **extra, **self.environ}, Path(__file__).parents[2])
+            last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-SHOWN_LINES:])
+            assert done.returncode != TIMED_OUT, f"it was killed after {limit:g} s\n{last}"
+            text = report.read_text() if report.exists() and not done.returncode else "{}"  # else it may be cut off
+        figures: dict[str, float] = json.loads(text)
+        assert figures, f"it ended with {done.returncode}\n{last}"
+        return figures
+
+    def missed(self, figures: Mapping[str, float]) -> list[str]:
+        """Return the goals that were not reached."""
+        return [str(goal) for goal in self.goals if not goal.is_reached(figures)]
 
 
 def _mpi(machine: Machine) -> str:

@@ -24,14 +24,12 @@ from numpy.typing import NDArray
 from mpistrat.device import cuda
 from mpistrat.device.abstract import Device, DeviceArray, address
 from mpistrat.device.kernels import TYPES, computed_in, divide_kernel, fold_into_kernel, fold_kernel, move_kernel, real_dtype
-from mpistrat.errors import UnsupportedDtypeError
 from mpistrat.packing.fuse_device import DeviceCopyIn, DeviceCopyOut
 from mpistrat.packing.layout import Layout
-from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_dtype, combine
+from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, combine
+from mpistrat.testing.transport_cases import operations
 from tests.gpu.machine import find_sanitizer
 from tests.processes import run_bounded
-
-__all__ = ["PLANTED", "errors_in", "kernels", "try_all"]
 
 TOOLS = ("memcheck", "initcheck", "racecheck")
 OPTIONS = ("--report-api-errors", "no")  # what CUDA refuses, such as a query, is no access to memory
@@ -63,13 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def try_all(device: Device) -> int:
-    """Pack, unpack, fold and divide arrays of every dtype that begin at odd elements; return how many results were compared.
-
-    Raises
-    ------
-    AssertionError
-        If one of them is not what NumPy makes of it.
-    """
+    """Pack, unpack, fold and divide arrays of every dtype that begin at odd elements; return how many results were compared."""
     compared = 0
     for dtype, wide, op in _cases():
         arrays = [_values(dtype, count, index) for index, count in enumerate(COUNTS)]
@@ -92,13 +84,7 @@ def kernels() -> list[str]:
 
 
 def errors_in(said: str) -> int:
-    """Return how many errors, or hazards, the sanitizer has found.
-
-    Raises
-    ------
-    AssertionError
-        If it does not say.
-    """
+    """Return how many errors, or hazards, the sanitizer has found."""
     found = _SUMMARY.search(said)
     if not found:
         raise AssertionError(f"the sanitizer says nothing of errors:\n{said[-3000:]}")
@@ -136,11 +122,7 @@ def _watched(tool: str, *more: str) -> int:
 def _cases() -> Iterator[tuple[np.dtype[Any], np.dtype[Any], ReduceOp]]:
     """Return each dtype with those it is combined in, and each operation that is defined for it."""
     for dtype in TYPES:
-        for op in ReduceOp:
-            try:
-                check_dtype(op, dtype)
-            except UnsupportedDtypeError:
-                continue
+        for op in operations(dtype):
             wide = accumulation_dtype(op, dtype)
             yield from ((dtype, held, op) for held in ((wide, dtype) if dtype in HALF_DTYPES else (wide,)))
 

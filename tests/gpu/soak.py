@@ -22,8 +22,6 @@ import mpistrat
 from mpistrat.arrays import to_host
 from tests.gpu.holding import Holding, growth, holding
 
-__all__ = ["soak"]
-
 STEPS, SETTLED, CYCLE = 2000, 200, 100
 LARGEST = 2_000_000
 DTYPES = ("float32", "int32", "float64")
@@ -53,28 +51,7 @@ def soak(
 ) -> dict[str, float]:
     """Take steps, and compare every result. A collective call.
 
-    Parameters
-    ----------
-    strategy : Strategy
-        Of all ranks.
-    steps : int
-        How many.
-    settled : int
-        After so many, what is held is noted for the first time; like `steps` whole cycles of sizes.
-    largest : int
-        Elements of the largest array.
-    held : callable
-        Returns what is held, given a barrier.
-
-    Returns
-    -------
-    dict
-        ``steps``, ``compared``, and how much more is held at the end than after `settled` steps.
-
-    Raises
-    ------
-    AssertionError
-        If a result is not what NumPy makes of it.
+    Returns ``steps``, ``compared``, and how much more is held at the end than after `settled` steps.
     """
     noted: list[Mapping[str, float]] = []
 

@@ -31,8 +31,6 @@ from mpistrat.device.abstract import Device, Event, Identity, Stream
 from mpistrat.errors import TransportError
 from tests.gpu.on_host import HostKernels
 
-__all__ = ["UNFINISHED", "StandInArray", "StandInDevice"]
-
 WORK_PER_POLL = 3
 MOST_BLOCKS = (1 << 31) - 1
 SHARED_BLOCK_BYTES = 1 << 21
@@ -141,13 +139,7 @@ def _unmap(descriptor: int) -> None:
 
 
 class StandInDevice(Device):
-    """Streams that dawdle.
-
-    Parameters
-    ----------
-    seed : int
-        Of the order in which streams get on.
-    """
+    """Streams that dawdle."""
 
     index = 0
 

@@ -20,8 +20,6 @@ import optree
 from mpistrat.device.binding import bind, bound_device
 from tests.gpu.stand_in import StandInDevice
 
-__all__ = ["Namespace", "ndarray", "stand_in_gpu"]
-
 _SCALARS = (bool, int, float, complex, np.generic)
 _VIEWS = (int, np.integer, slice, type(None), type(Ellipsis))
 _RUBBISH = 0xA5
@@ -43,15 +41,7 @@ def stand_in_gpu(seed: int = 0) -> Iterator[StandInDevice]:
 
 
 class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801 - CuPy's name
-    """An array on a stand-in device.
-
-    Parameters
-    ----------
-    memory : numpy.ndarray
-        Its memory, which the device keeps.
-    on : StandInDevice
-        The device.
-    """
+    """An array on a stand-in device."""
 
     __array_priority__ = 100
 

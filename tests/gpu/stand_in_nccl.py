@@ -16,8 +16,6 @@ from mpistrat.reduction import HALF_DTYPES, ReduceOp, combine
 from mpistrat.transports.mpi import _ufunc_op, mpi_op
 from tests.gpu.stand_in import UNFINISHED, StandInDevice
 
-__all__ = ["StandInNccl"]
-
 CONNECT_SECONDS = 10.0
 _CONNECT_TAG, _JOIN_TAG = 1, 2
 
@@ -26,17 +24,7 @@ _TYPES |= {"FLOAT64": "f8", "FLOAT16": "f2", "BFLOAT16": "bfloat16"}
 
 
 class StandInNccl:
-    """What `cupy.cuda.nccl` offers.
-
-    Parameters
-    ----------
-    device : StandInDevice
-        Whose streams are meant.
-    comm : MPI.Intracomm
-        Has all ranks that may join; they make this object together.
-    version : int
-        What to report.
-    """
+    """What `cupy.cuda.nccl` offers."""
 
     available = True
     NCCL_SUM, NCCL_PROD, NCCL_MAX, NCCL_MIN = ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MAX, ReduceOp.MIN

@@ -24,8 +24,6 @@ from mpistrat.device.abstract import Device, Stream, address
 from mpistrat.device.binding import bound_device
 from mpistrat.errors import LaunchError
 
-__all__ = ["DELAY", "check"]
-
 COUNTS = (1 << 20, 1 << 18)
 MILLISECONDS = 100
 STALE = -1.0
@@ -62,28 +60,9 @@ def check(
 ) -> dict[str, float]:
     """Call collectives on arrays that are written late. A collective call.
 
-    Parameters
-    ----------
-    strategy : Strategy
-        Of two ranks or more.
-    device : Device
-        Of this rank.
-    delay : callable
-        Holds up the stream that it is given, which is the current one.
-    counts : sequence of int
-        Elements of the arrays.
-
-    Returns
-    -------
-    dict
-        ``right``: the calls, all of which gave the right results; ``wrong_without_event`` and ``wrong_without_wait``: those
-        that did not after a wait was taken away, of the verb where there were fewer. No event is waited for where the work of
-        NCCL is only enqueued.
-
-    Raises
-    ------
-    AssertionError
-        If a call gave a wrong result on any rank, or none did although a wait was taken away.
+    Returns ``right``: the calls, all of which gave the right results; ``wrong_without_event`` and ``wrong_without_wait``:
+    those that did not after a wait was taken away, of the verb where there were fewer. No event is waited for where the
+    work of NCCL is only enqueued.
     """
     late = _Late(strategy, device, delay, counts)
     communicator = strategy.communicator

@@ -34,8 +34,6 @@ from mpistrat.topology.world import World
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["LARGE", "SMALL", "measure"]
-
 SMALL = {"4KiB": 1 << 12, "16KiB": 1 << 14, "64KiB": 1 << 16, "256KiB": 1 << 18, "1MiB": 1 << 20}
 LARGE = {"1MiB": 1 << 20, "64MiB": 1 << 26}
 ROUNDS = 50
@@ -60,24 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure(
     comm: MPI.Intracomm, device: Device, small: Mapping[str, int], large: Mapping[str, int], rounds: int = ROUNDS
 ) -> dict[str, float]:
-    """Return the median microseconds of each way, on this rank. A collective call.
-
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        The ranks, taken for one node.
-    device : Device
-        The GPU of this rank.
-    small, large : mapping of str to int
-        Bytes, by the name that figures carry: of float32, and of bfloat16.
-    rounds : int
-        How often each way has its turn.
-
-    Raises
-    ------
-    AssertionError
-        If what was timed gave a wrong result.
-    """
+    """Return the median microseconds of each way, on this rank. A collective call."""
     node = World.from_shape(f"1x{comm.size}")
     communicators: dict[str, Communicator] = {}
     for way, (transport, limit) in _SHOTS.items():

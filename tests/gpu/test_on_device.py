@@ -1,29 +1,31 @@
-"""Everything that is known only of a real GPU: the probes of `python -m tests.gpu.evidence`, each one test.
+"""Everything that is known only of a real GPU: each probe is one test, in a session of its own with a deadline.
 
-Each has a session of its own with a deadline. On one GPU several ranks share it, as virtual nodes.
+On one GPU several ranks share it, as virtual nodes.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.gpu.evidence import FAILED, SKIPPED, run_probe
 from tests.gpu.machine import Machine, look
 from tests.gpu.probes import PROBES, Probe
 
 
 @pytest.fixture(scope="module")
 def machine() -> Machine:
-    return look()
+    found = look()
+    print(found)
+    return found
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
 def test_probe(machine: Machine, probe: Probe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MPISTRAT_MPI_GPU")  # here MPI is asked
-    case = run_probe(probe, machine)
-    if case["outcome"] == SKIPPED:
-        pytest.skip(case["reason"])
-    assert case["outcome"] != FAILED, case["reason"]
-    missed = [goal for goal, reached in case["goals"].items() if not reached]
-    if missed:
-        pytest.skip(f"it works; {', '.join(missed)} is a goal that was missed: {case['figures']}")
+    if refusal := probe.refusal(machine):
+        pytest.skip(refusal)
+    figures = probe.run()
+    print(figures)
+    if "skipped" in figures:
+        pytest.skip(str(figures["skipped"]))
+    if missed := probe.missed(figures):
+        pytest.skip(f"it works; {', '.join(missed)} is a goal that was missed: {figures}")

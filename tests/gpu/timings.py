@@ -35,8 +35,6 @@ from mpistrat.transports.staged import StagedTransport
 from mpistrat.transports.steps import drive
 from tests.gradients import resnet50
 
-__all__ = ["TIMINGS", "Sizes"]
-
 F32, BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 GIGA = 1e9
 PEERS = 4
@@ -46,23 +44,12 @@ STUCK_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is moved, and how often.
+    """How much is moved, and how often."""
 
-    Attributes
-    ----------
-    nbytes : int
-        Of large arrays: far more than the caches of a GPU hold.
-    shapes : sequence of tuple
-        Of the gradients.
-    sets : int
-        Copies of all gradients that take turns, so that none is found in a cache.
-    runs, fillers, rounds : int
-        Runs of a kernel in a round, copies that keep the GPU busy before them, and rounds; the median of these counts.
-    """
-
-    nbytes: int = 1 << 29
-    shapes: Sequence[tuple[int, ...]] = ()
-    sets: int = 4
+    nbytes: int = 1 << 29  # of large arrays: far more than the caches of a GPU hold
+    shapes: Sequence[tuple[int, ...]] = ()  # of the gradients
+    sets: int = 4  # copies of all gradients that take turns, so that none is found in a cache
+    # runs of a kernel in a round, copies that keep the GPU busy before them, and rounds; the median of these counts
     runs: int = 10
     fillers: int = 16
     rounds: int = 7

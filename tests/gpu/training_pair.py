@@ -22,8 +22,6 @@ from mpistrat.errors import LaunchError
 from mpistrat.launch.mpiexec import command
 from mpistrat.tools import train_digits
 
-__all__ = ["compare", "main"]
-
 EPOCHS = 2
 
 
@@ -48,15 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def compare(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     """Return how far two trainings are apart.
 
-    Parameters
-    ----------
-    one, other : dict
-        ``losses`` of all steps, and the ``accuracy`` at the end.
-
-    Returns
-    -------
-    dict
-        The largest difference of a step's losses, relative to the loss, and the two accuracies.
+    Returns the largest difference of a step's losses, relative to the loss, and the two accuracies.
     """
     pairs = zip(one["losses"], other["losses"], strict=True)
     largest = max(abs(a - b) / abs(b) for a, b in pairs)

@@ -23,8 +23,6 @@ from mpistrat.arrays import is_on_device
 from mpistrat.device.binding import bound_device
 from mpistrat.experimental import CommunicationOptions
 
-__all__ = ["main"]
-
 DTYPES = ("float32", "float64", "int32", "int64", "int16", "complex64", "float16", ml_dtypes.bfloat16)
 SHAPES = ((), (1,), (3, 5), (0, 4), (257, 129), (300_001,))
 OPS: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {

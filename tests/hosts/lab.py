@@ -34,8 +34,6 @@ from typing import Any
 from mpistrat.launch.mpiexec import find_mpi
 from tests.processes import run_bounded, until
 
-__all__ = ["TOOLS", "Lab", "LabError", "missing", "parse_bytes_sent"]
-
 _HERE = Path(__file__).parent
 _SUBNET = "10.77.31"  # exists only inside the lab's namespaces
 TOOLS = {  # what a lab runs, and the Debian packages that have it

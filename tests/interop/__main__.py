@@ -24,27 +24,13 @@ SECONDS = 1500.0
 
 @dataclass(frozen=True)
 class Suite:
-    """The tests of a library.
+    """The tests of a library."""
 
-    Attributes
-    ----------
-    archive : str
-        The library, with its version.
-    tests : tuple of str
-        Files or folders, from the top of its source archive; ``*`` stands for any characters.
-    packages : tuple of str
-        What is installed beside the packages of this environment.
-    environ : dict
-        Variables that tell it to compute on the CPU.
-    plugins : tuple of str
-        Plugins of pytest that its tests need here, wrapped or not.
-    """
-
-    archive: str
-    tests: tuple[str, ...]
-    packages: tuple[str, ...] = ()
-    environ: dict[str, str] = field(default_factory=dict)
-    plugins: tuple[str, ...] = ()
+    archive: str  # the library, with its version
+    tests: tuple[str, ...]  # files or folders, from the top of its source archive; ``*`` stands for any characters
+    packages: tuple[str, ...] = ()  # what is installed beside the packages of this environment
+    environ: dict[str, str] = field(default_factory=dict)  # variables that tell it to compute on the CPU
+    plugins: tuple[str, ...] = ()  # plugins of pytest that its tests need here, wrapped or not
 
 
 _MPI4PY = ("test/test_cco_*.py", "test/test_comm*.py", "test/test_op.py", "test/test_p2p_*.py")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["ROOT", "Mistake", "mistakes"]
-
 ROOT = Path(__file__).parents[2]
 
 

@@ -29,6 +29,8 @@ SHAPES = {
     8: ("2x4", "4x2:cyclic", "3+1+2+2"),
 }
 # What a strategy makes of its collectives hangs less on the shape.
+# One shape of each number of ranks in which everything takes part, for what does not depend on the shape.
+MIXED = {1: "1x1", 2: "2x1", 3: "2+1", 4: "3+1", 8: "3+1+2+2"}
 STRATEGY_SHAPES = {**SHAPES, 3: ("2+1",), 4: ("2x2", "3+1"), 8: ("2x4", "3+1+2+2")}
 
 
@@ -82,6 +84,17 @@ def ops(comm: MPI.Intracomm, world: World) -> Iterator[BaseCommunicator]:
     from mpistrat.groups.hierarchy import Hierarchy
 
     operations = Communicator(Hierarchy(comm, world))
+    yield operations
+    operations.close()
+
+
+@pytest.fixture
+def mixed(comm: MPI.Intracomm) -> Iterator[BaseCommunicator]:
+    """Give the all-reduce of one shape."""
+    from mpistrat.communicator.communicator import Communicator
+    from mpistrat.groups.hierarchy import Hierarchy
+
+    operations = Communicator(Hierarchy(comm, World.from_shape(MIXED.get(comm.size, f"{comm.size}x1"))))
     yield operations
     operations.close()
 

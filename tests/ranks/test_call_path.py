@@ -19,8 +19,17 @@ from tests.launches import on_ranks
 MODULES_OF_A_SMALL_ARRAY = 7
 MODULES_OF_A_GRADIENT, FUNCTIONS_OF_A_GRADIENT = 14, 44
 # what a call of a form makes, beside those that wait for a peer
-CALLS_OF_ONE_ARRAY, CALLS_OF_ARRAYS, CALLS_OF_A_PLAN = 22, 34, 110
-CALLS_OF_A_WRAPPED_ARRAY = 2
+CALLS_OF_ONE_ARRAY, CALLS_OF_ARRAYS, CALLS_OF_A_NUMBER, CALLS_OF_A_PLAN = 22, 34, 40, 110
+CALLS_OF_A_WRAPPED_ARRAY, CALLS_OF_A_TYPED_BUFFER = 2, 5
+# of verbs whose arrays may differ between ranks, which exchange that first
+CALLS_OF_OTHER_VERBS = {
+    "barrier": 44,
+    "reduce_scatter": 120,
+    "all_gather": 110,
+    "broadcast": 110,
+    "gather": 110,
+    "all_to_all": 130,
+}
 
 _PACKAGE = str(Path(mpistrat.__file__).parent) + os.sep
 _COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<lambda>"}
@@ -62,10 +71,11 @@ def calls_made(call):
 
 
 def forms(communicator):
-    """Return every form of a call on a communicator, by name: of one array, and of several."""
+    """Return every form of a call on a communicator, by name: of one array, of several, and of a number."""
     x, y, z = np.ones(3), np.empty(3), np.ones(3)
-    several, others = [np.ones(2), np.ones((2, 2))], [np.empty(2), np.empty((2, 2))]
+    several, results = [np.ones(2), np.ones((2, 2))], [np.empty(2), np.empty((2, 2))]
     packed = CommunicationOptions(num_packs=1)
+    others, numbers = [np.ones(3, code) for code in "bHiQdFD"], [2, 1.5, 1j, np.float32(3)]
     padded, scalar, half = np.ones(4), np.ones(()), np.ones(3, np.float16)
     one = {
         "plain": lambda: communicator.all_reduce("sum", x),
@@ -78,6 +88,9 @@ def forms(communicator):
         "mean, out": lambda: communicator.all_reduce("mean", x, out=y),
         "mean, in place": lambda: communicator.all_reduce("mean", z, out=z),
         "scalar, in place": lambda: communicator.all_reduce("mean", scalar, out=scalar),
+        "minimum": lambda: communicator.all_reduce("min", z, out=z),
+        "product": lambda: communicator.all_reduce("prod", x),
+        **{repr(each): lambda each=each: communicator.all_reduce("sum", each) for each in others},
     }
     wanted = {
         "algorithm": "flat",
@@ -90,14 +103,15 @@ def forms(communicator):
         options = CommunicationOptions(**{name: value})
         one[name] = lambda options=options: communicator.all_reduce("sum", x, options)
         one[f"{name}, in place"] = lambda options=options: communicator.all_reduce("max", z, options, z)
-    return one, {
+    more = {
         "several": lambda: communicator.all_reduce("sum", several),
-        "several, out": lambda: communicator.all_reduce("sum", several, out=others),
+        "several, out": lambda: communicator.all_reduce("sum", several, out=results),
         "several, in place": lambda: communicator.all_reduce("max", several, out=several),
-        "several, mean, out": lambda: communicator.all_reduce("mean", several, out=others),
+        "several, mean, out": lambda: communicator.all_reduce("mean", several, out=results),
         "halves": lambda: communicator.all_reduce("mean", half, out=half),
-        "num_packs": lambda: communicator.all_reduce("sum", several, packed, others),
+        "num_packs": lambda: communicator.all_reduce("sum", several, packed, results),
     }
+    return one, more, {repr(each): lambda each=each: communicator.all_reduce("sum", each) for each in numbers}
 
 
 def fewest_passed(comm, op, value):
@@ -141,11 +155,32 @@ def test_every_form_of_a_call_is_fast_the_second_time(comm, monkeypatch, shape, 
     monkeypatch.setenv("MPISTRAT_STRICT", strict)
     monkeypatch.setenv("MPISTRAT_VIRTUAL_NODES", shape)
     communicator = mpistrat.Communicator(comm)
-    for most, calls in zip((CALLS_OF_ONE_ARRAY, CALLS_OF_ARRAYS), forms(communicator), strict=True):
+    for most, calls in zip((CALLS_OF_ONE_ARRAY, CALLS_OF_ARRAYS, CALLS_OF_A_NUMBER), forms(communicator), strict=True):
         for name, call in calls.items():
             call()
             fewest = min(calls_made(call) for _ in range(32))  # a rank that waits long checks its peers
             assert fewest <= most, name
+    communicator.close()
+
+
+@on_ranks(2)
+def test_other_verbs_make_few_calls(comm, monkeypatch):
+    monkeypatch.setenv("MPISTRAT_STRICT", "0")
+    communicator = mpistrat.Communicator(comm)
+    x, y, whole = np.ones(2), np.empty(2), np.ones(4)
+    calls = {
+        "barrier": communicator.barrier,
+        "reduce_scatter": lambda: communicator.reduce_scatter("sum", whole, out=y),
+        "all_gather": lambda: communicator.all_gather(x, out=whole),
+        "broadcast": lambda: communicator.broadcast(x, out=y),
+        "gather": lambda: communicator.gather(x),
+        "all_to_all": lambda: communicator.all_to_all([x, y]),
+    }
+    for verb, call in calls.items():
+        call()
+        made = min(calls_made(call) for _ in range(32))
+        print(verb, made)
+        assert made <= CALLS_OF_OTHER_VERBS[verb], verb
     communicator.close()
 
 
@@ -194,7 +229,10 @@ def test_small_sums_of_a_wrapped_communicator_go_straight_to_mpi(comm, monkeypat
     monkeypatch.setenv("MPISTRAT_STRICT", "0")
     wrapped = mpistrat.mpi4py.wrap(comm)
     x, y = np.ones(1), np.empty(1)
-    for call in (lambda: wrapped.Allreduce(x, y), lambda: wrapped.Allreduce(MPI.IN_PLACE, y)):
+    calls = [lambda: wrapped.Allreduce(x, y), lambda: wrapped.Allreduce(MPI.IN_PLACE, y)]
+    typed = [lambda: wrapped.Allreduce([x, MPI.DOUBLE], [y, 1, MPI.DOUBLE]), lambda: wrapped.Allreduce(None, (y, MPI.DOUBLE))]
+    for call in calls + typed:
         call()
-        assert min(calls_made(call) for _ in range(8)) <= CALLS_OF_A_WRAPPED_ARRAY
+        most = CALLS_OF_A_WRAPPED_ARRAY if call in calls else CALLS_OF_A_TYPED_BUFFER
+        assert min(calls_made(call) for _ in range(8)) <= most
     wrapped._communicator.close()

@@ -111,33 +111,6 @@ def test_results_go_where_they_are_told(whole):
     assert (a.tolist(), b.tolist()) == ([size - 1] * 2, [0] * 3)
 
 
-WRONG = {
-    "a place of another shape": lambda c: c.all_gather(np.ones(3), out=np.ones(3 * c.size + 1)),
-    "a place of another dtype": lambda c: c.all_gather(np.ones(3), out=np.ones(3 * c.size, np.float32)),
-    "a place that does not fit what the root sends": lambda c: c.broadcast(np.ones(3), out=np.ones(4)),
-    "more arrays than places": lambda c: c.all_gather([np.ones(3)] * 2, out=[np.ones(3 * c.size)]),
-    "a place of the whole": lambda c: c.reduce_scatter("sum", np.ones(2 * c.size), out=np.ones(2 * c.size + 1)),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_a_place_that_does_not_fit_is_refused_on_every_rank(whole, wrong):
-    with pytest.raises((InvalidArgumentError, AgreementError), match="out"):
-        wrong(whole)
-    assert whole.all_reduce("sum", np.ones(1)).tolist() == [whole.size]
-
-
-@needs_ranks(2)
-@pytest.mark.parametrize("wrong", [*WRONG.values(), lambda c: c.all_reduce("median", np.ones(3))], ids=[*WRONG, "operation"])
-def test_what_one_rank_does_wrong_all_learn(whole, wrong):
-    def right():
-        return whole.barrier()
-
-    # what only shows beside the others' arrays is no matter where calls differ
-    with pytest.raises((InvalidArgumentError, AgreementError) if whole.rank == 1 else AgreementError):
-        wrong(whole) if whole.rank == 1 else right()
-
-
 @needs_ranks(2)
 def test_lists_of_other_lengths_are_told(whole):
     with pytest.raises(AgreementError, match="all_gather of 3 arrays"):

@@ -38,7 +38,7 @@ def folder(comm, tmp_path, monkeypatch):
 def ask(monkeypatch):
     """Give a function that finds a verdict where these are the claims and the proof; it returns what was asked, too."""
 
-    def find(library=None, kinds=None, proof=None):
+    def find(library=None, proof=None):
         asked = []
 
         def answer(name, verdict):
@@ -49,7 +49,6 @@ def ask(monkeypatch):
             return told
 
         monkeypatch.setattr(cuda_awareness, "_claim_of_library", answer("library", library))
-        monkeypatch.setattr(cuda_awareness, "_claim_of_kinds", answer("kinds", kinds))
         monkeypatch.setattr(cuda_awareness, "probe", answer("probe", proof))
         return find_verdict(), asked
 
@@ -60,34 +59,33 @@ PROVED, CRASHED = Verdict(True, "a probe sent it"), Verdict(False, "a probe died
 
 
 @pytest.mark.parametrize(
-    ("library", "kinds", "proof", "asked", "is_aware", "says"),
+    ("library", "proof", "asked", "is_aware", "says"),
     [
-        (NO, YES, PROVED, ["library"], False, "says no (a query)"),
-        (YES, None, PROVED, ["library", "probe"], True, "says yes (a query), and a probe sent it"),
-        (YES, None, CRASHED, ["library", "probe"], False, "says yes (a query), and a probe died of SIGSEGV"),
-        (None, Verdict(True, "lists cuda"), PROVED, ["library", "kinds", "probe"], True, "lists cuda, and a probe sent it"),
-        (None, None, CRASHED, ["library", "kinds", "probe"], False, "a probe died of SIGSEGV"),
+        (NO, PROVED, ["library"], False, "says no (a query)"),
+        (YES, PROVED, ["library", "probe"], True, "says yes (a query), and a probe sent it"),
+        (YES, CRASHED, ["library", "probe"], False, "says yes (a query), and a probe died of SIGSEGV"),
+        (None, CRASHED, ["library", "probe"], False, "a probe died of SIGSEGV"),
     ],
 )
-def test_a_no_is_believed_and_a_yes_is_proved(ask, library, kinds, proof, asked, is_aware, says):
-    verdict, were_asked = ask(library, kinds, proof)
+def test_a_no_is_believed_and_a_yes_is_proved(ask, library, proof, asked, is_aware, says):
+    verdict, were_asked = ask(library, proof)
     assert were_asked == asked
     assert verdict.is_aware is is_aware
     assert verdict.reason.endswith(says)
-    assert ask(NO if is_aware else YES, None, PROVED) == (verdict, []), "it is kept"
+    assert ask(NO if is_aware else YES, PROVED) == (verdict, []), "it is kept"
 
 
 def test_what_was_found_is_kept_for_each_library(ask, folder, monkeypatch):
-    ask(YES, None, CRASHED)
+    ask(YES, CRASHED)
     [(library, verdict, date)] = kept_verdicts()
     assert (library, verdict.is_aware, len(date)) == (present_library(), False, 10)
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    assert ask(YES, None, PROVED)[1] == ["library", "probe"], "a library that is shaped otherwise is another one"
+    assert ask(YES, PROVED)[1] == ["library", "probe"], "a library that is shaped otherwise is another one"
     document = json.loads((folder / library.file_name).read_text())
     document["library"]["modified"] += 1
     (folder / library.file_name).write_text(json.dumps(document))
     monkeypatch.delenv("UCX_TLS")
-    assert ask(YES, None, PROVED)[1] == ["library", "probe"], "a file of another library was believed"
+    assert ask(YES, PROVED)[1] == ["library", "probe"], "a file of another library was believed"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"library": {}, "verdict": {}, "date": ""}', "\0"])
@@ -111,21 +109,21 @@ def test_a_verdict_in_words_is_not_believed(ask, folder):
 
 def test_what_is_not_final_is_asked_again(ask, folder):
     for _ in range(2):
-        assert ask(None, None, Verdict(False, "a probe did not end", is_final=False))[1][-1] == "probe"
+        assert ask(None, Verdict(False, "a probe did not end", is_final=False))[1][-1] == "probe"
     assert not folder.exists()
 
 
 def test_a_cache_that_cannot_be_written_stops_nobody(ask, folder):
     folder.parent.mkdir()
     folder.write_text("a file where the folder should be")
-    assert ask(YES, None, PROVED)[0].is_aware
+    assert ask(YES, PROVED)[0].is_aware
 
 
 def test_the_setting_beats_all_questions(ask, monkeypatch):
     for value, is_aware in (("on", True), ("off", False)):
         monkeypatch.setenv("MPISTRAT_MPI_GPU", value)
         told = Verdict(is_aware, f"MPISTRAT_MPI_GPU={value}", is_setting=True)
-        assert ask(NO if is_aware else YES, None, PROVED) == (told, [])
+        assert ask(NO if is_aware else YES, PROVED) == (told, [])
 
 
 def test_rank_0_finds_it_for_all(comm, monkeypatch):
@@ -155,7 +153,6 @@ def test_this_library_is_recognised_and_asked():
     if "Open MPI" in library.version or "MPICH" in library.version:
         assert claim is not None
         assert "(MPIX_Query_cuda_support)" in claim.reason
-    cuda_awareness._claim_of_kinds()
 
 
 def test_no_probe_is_started_on_a_gpu_that_serves_one_process(ask):
@@ -164,7 +161,7 @@ def test_no_probe_is_started_on_a_gpu_that_serves_one_process(ask):
             return True
 
     bind(Exclusive())
-    verdict, asked = ask(YES, None, PROVED)
+    verdict, asked = ask(YES, PROVED)
     assert (verdict.is_aware, verdict.is_final, asked) == (False, False, ["library"])
     assert "says yes (a query), and the GPU is in EXCLUSIVE_PROCESS mode, so CUDA-awareness cannot be probed" in verdict.reason
 

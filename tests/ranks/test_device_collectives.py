@@ -24,10 +24,9 @@ from mpistrat.errors import (
     InvalidArgumentError,
     TransportError,
     UnavailableError,
-    UnsupportedDtypeError,
 )
 from mpistrat.groups.hierarchy import Hierarchy
-from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype, check_dtype
+from mpistrat.reduction import HALF_DTYPES, ReduceOp, accumulation_dtype
 from mpistrat.testing.transport_cases import operations
 from mpistrat.tools import bench
 from mpistrat.topology.world import World
@@ -64,11 +63,7 @@ def uneven(comm):
 
 def all_cases():
     for dtype in TYPES:
-        for op in ReduceOp:
-            try:
-                check_dtype(op, dtype)
-            except UnsupportedDtypeError:
-                continue
+        for op in operations(dtype):
             yield op, dtype
 
 

@@ -11,7 +11,7 @@ from mpistrat.errors import LaunchError, SettingError, TopologyError
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.launch.environment import LauncherView, detect
 from mpistrat.launch.gpu_binding import bind_device
-from mpistrat.topology.gpus import check_gpu_assignment
+from mpistrat.topology.discover import check_gpu_assignment
 from tests.gpu.fake_cuda import FakeCuda
 from tests.gpu.stand_in import StandInDevice
 from tests.launches import needs_ranks

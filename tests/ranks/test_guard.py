@@ -1,6 +1,5 @@
-"""What every collective passes: one thread at a time, the same call on all ranks, and nothing in a forked child."""
+"""What every collective passes: one thread at a time, and the same call on all ranks."""
 
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -56,29 +55,6 @@ def test_a_second_thread_gets_the_error(one_node, comm, count):
     assert "another thread is in a collective" in str(found[0])
     comm.Barrier()
     assert (one_node.all_reduce(SUM, [np.ones(count)])[0] == comm.size).all(), "nothing has happened"
-
-
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # JAX warns of every fork, once another test has imported it
-@needs_ranks(2)
-def test_a_forked_child_is_not_a_rank(one_node, comm):
-    one_node.all_reduce(SUM, [np.ones(3)])
-    one_node.all_reduce(SUM, [np.ones(3)])
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            one_node.all_reduce(SUM, [np.ones(3)])
-            text = "it took part"
-        except UnavailableError as error:
-            text = str(error)
-        os.write(writing, text.encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    text = os.read(reading, 10_000).decode()
-    os.close(reading)
-    os.close(writing)
-    assert f"process {child} was forked from rank {comm.rank}" in text
-    assert (one_node.all_reduce(SUM, [np.ones(3)])[0] == comm.size).all()
 
 
 @needs_ranks(2)

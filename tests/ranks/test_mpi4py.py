@@ -274,6 +274,10 @@ def test_memory_of_a_datatype_may_be_at_any_address(wrapped):
         assert part[0].tolist() == [wrapped.size**2]
 
 
+READ_ONLY = np.zeros(3)
+READ_ONLY.flags.writeable = False
+
+
 @pytest.mark.parametrize(
     ("send", "receive", "error"),
     [
@@ -285,7 +289,8 @@ def test_memory_of_a_datatype_may_be_at_any_address(wrapped):
         (1.0, np.ones(1), TypeError),
         ([np.ones(2), 3, MPI.DOUBLE], np.ones(3), ValueError),
         ([np.ones(2), -1], np.ones(3), ValueError),
-        (np.ones(2), np.broadcast_to(np.ones(1), 2), BufferError),
+        (np.ones(3), READ_ONLY, BufferError),
+        (MPI.IN_PLACE, READ_ONLY, BufferError),
         ([MPI.BOTTOM, 1, MPI.DOUBLE], np.ones(1), InvalidArgumentError),
     ],
     ids=[
@@ -298,12 +303,35 @@ def test_memory_of_a_datatype_may_be_at_any_address(wrapped):
         "too short",
         "negative",
         "read-only",
+        "read-only in place",
         "bottom",
     ],
 )
 def test_wrong_buffers_are_refused_as_by_mpi4py(wrapped, send, receive, error):
     with pytest.raises(error):
         wrapped.Allreduce(send, receive)
+
+
+@pytest.mark.parametrize("verb", ["Iallreduce", "Reduce_scatter_block", "Allgather", "Bcast", "Bcast of a vector"])
+def test_what_is_received_into_must_be_writable_as_with_mpi4py(wrapped, verb):
+    def call(received):  # by all ranks but the root, which sends
+        if verb == "Allgather":
+            wrapped.Allgather(np.ones(1), received[: wrapped.size])
+        elif verb == "Reduce_scatter_block":
+            wrapped.Reduce_scatter_block(np.ones(3 * wrapped.size), received)
+        elif verb == "Iallreduce":
+            wrapped.Iallreduce(READ_ONLY, received).Wait()
+        else:
+            sent = READ_ONLY if wrapped.rank == 0 else received
+            wrapped.Bcast(sent if verb == "Bcast" else [sent, 1, vector])
+
+    vector = MPI.DOUBLE.Create_vector(1, 1, 2).Commit()
+    sends = verb.startswith("Bcast") and wrapped.rank == 0
+    if wrapped.size > 1 or not sends:
+        with pytest.raises(AgreementError if sends else BufferError):
+            call(READ_ONLY)
+    call(np.ones(3))
+    vector.Free()
 
 
 _RIGHT = lambda comm: comm.Allreduce(np.ones(2), np.ones(2))  # noqa: E731

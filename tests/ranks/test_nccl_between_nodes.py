@@ -132,7 +132,7 @@ def test_the_plan_says_why(pair):
 
 def test_without_being_asked_it_is_not_taken_and_the_plan_says_so(comm, monkeypatch):
     monkeypatch.setenv("MPISTRAT_MPI_GPU", "off")
-    hint = "NCCL was not measured there, and auto does not take it: MPISTRAT_INTER_TRANSPORT=nccl does"
+    hint = "auto does not take NCCL there, which nobody has measured: MPISTRAT_INTER_TRANSPORT=nccl does"
     with Pair(comm, World.from_shape("2x2")) as pair:
         calls = pair.library.calls["allReduce"]
         pair.compare(SUM, [values(1000, np.float32, pair.rank)], CommunicationOptions(algorithm="flat"))

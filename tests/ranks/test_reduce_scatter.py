@@ -19,7 +19,7 @@ from mpistrat.testing.transport_cases import DTYPES, operations
 from mpistrat.topology.world import World
 from mpistrat.transports import exchange
 from tests.launches import needs_ranks, on_ranks, up_to_ranks
-from tests.ranks.test_ops import expected, rows, same_bits
+from tests.ranks.test_all_reduce import expected, rows, same_bits
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 ALWAYS = CommunicationOptions(algorithm="hierarchical")

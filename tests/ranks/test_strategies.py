@@ -25,8 +25,7 @@ from mpistrat.errors import AgreementError, CollectiveError, DeadlineExceededErr
 from mpistrat.groups.rendezvous import rendezvous
 from mpistrat.reduction import ReduceOp
 from mpistrat.strategy import mirrored
-from mpistrat.strategy.central_storage import CentralStorageStrategy
-from mpistrat.strategy.mirrored import ExperimentalMultiWorkerMirroredStrategy
+from mpistrat.strategy.mirrored import CentralStorageStrategy, ExperimentalMultiWorkerMirroredStrategy
 from mpistrat.topology.devices import device_name
 from tests.launches import needs_ranks, on_ranks
 
@@ -348,6 +347,9 @@ class TestMultiWorker:
         ):
             strategy = made(ExperimentalMultiWorkerMirroredStrategy("ring"))
         assert isinstance(strategy, mpistrat.MultiWorkerMirroredStrategy)
+        assert isinstance(made(mpistrat.MultiWorkerMirroredStrategy()), ExperimentalMultiWorkerMirroredStrategy)
+        assert not isinstance(mpistrat.OneDeviceStrategy(), ExperimentalMultiWorkerMirroredStrategy)
+        assert not isinstance(strategy, type("Heir", (ExperimentalMultiWorkerMirroredStrategy,), {}))
         assert all_reduced(strategy, np.ones(2)).tolist() == [comm.size] * 2
         with (
             pytest.warns(DeprecationWarning, match="is deprecated"),

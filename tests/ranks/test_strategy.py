@@ -1,6 +1,8 @@
 """Strategies over real collectives, and a model that trains to the same weights on any number of replicas."""
 
+import collections
 import copy
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -289,18 +291,74 @@ def test_mirrored_strategy_spans_one_node(comm, shape, world, monkeypatch):
     strategy.close()
 
 
-@pytest.mark.parametrize("kind", [mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy])
-def test_num_packs_cuts_a_batch(kind):
-    strategy = kind(num_packs=2, communication_options=CommunicationOptions(algorithm="flat"))
-    size = strategy.num_replicas_in_sync
-    totals = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", [np.ones(3), np.ones(4)]))
-    assert [total.tolist() for total in strategy.experimental_local_results(totals)[0]] == [[size] * 3, [size] * 4]
+class Metrics(dict):
+    """A subclass of dict, as programs return it."""
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("kind", [Metrics, collections.UserDict])
+def test_mappings_go_through_run_and_reductions(comm, strategy, kind, strict):
+    strategy.extended.communicator.is_strict = strict
+    batch = kind(x=strategy.experimental_distribute_values_from_function(lambda context: np.full(2, comm.rank + 1.0)))
+
+    def step(batch):
+        total = mpistrat.get_replica_context().all_reduce("sum", kind(x=batch["x"]))
+        return kind(loss=batch["x"], total=total["x"])
+
+    result = strategy.run(step, args=(batch,))
+    assert type(result) is kind
+    reduced = strategy.reduce("mean", result, axis=None)
+    expected = (comm.size + 1) / 2
+    assert (reduced["loss"].tolist(), strategy.local(result["total"]).tolist()) == (
+        [expected] * 2,
+        [expected * comm.size] * 2,
+    )
+
+
+def packs_sent(strategy, arrays, options):
+    """Return the bytes of each pack of an all-reduce: one that is copied together, or is sent from its one array."""
     timeline = strategy.extended.communicator.timeline
     timeline.enabled = True
-    strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", [np.ones(3), np.ones(4)]))
-    num_packs = sum(event.name == "copy in" for event in timeline.events)
+    timeline.events.clear()
+    size, given = strategy.num_replicas_in_sync, [array + array.dtype.type(strategy.rank) for array in arrays]
+    totals = strategy.run(lambda: mpistrat.get_replica_context().all_reduce("sum", given, options=options))
+    for array, total in zip(arrays, strategy.local(totals), strict=True):
+        assert total.tolist() == (array.astype(int) * size + sum(range(size))).astype(array.dtype).tolist()
+    names = ["", *(event.name for event in timeline.events)]
+    packs = [name == "copy in" or (name.endswith("all_reduce") and before != "copy in") for before, name in pairwise(names)]
+    return [event.nbytes for event, is_pack in zip(timeline.events, packs, strict=True) if is_pack]
+
+
+def assert_about(found, sizes, size):
+    """Check sizes of buffers; one may be longer, by what makes its elements, of at most 4 bytes, divide by the ranks."""
+    assert len(found) == len(sizes)
+    assert all(0 <= buffer - wanted < 4 * size for buffer, wanted in zip(found, sizes, strict=True)), (found, sizes)
+
+
+@pytest.mark.parametrize(("limit", "packs"), [(25, [40, 30, 30]), (0, [100]), (1, [40, 30, 20, 10]), (40, [70, 30])])
+def test_packs_begin_with_the_last_arrays_and_results_come_in_order(comm, strategy, limit, packs):
+    arrays = [np.full(count, count, np.uint8) for count in (10, 20, 30, 40)]
+    options = CommunicationOptions(bytes_per_pack=limit, algorithm="flat")
+    assert_about(packs_sent(strategy, arrays, options), packs, comm.size)
+
+
+@pytest.mark.parametrize(("num_packs", "elements"), [(1, [10]), (3, [3, 3, 4]), (0, [6, 4])])
+@pytest.mark.parametrize("kind", [mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy])
+def test_num_packs_cuts_all_elements_evenly(kind, num_packs, elements):
+    strategy = kind(num_packs=num_packs, communication_options=CommunicationOptions(algorithm="flat"))
+    arrays = [np.arange(4, dtype=np.float32), np.ones((3, 2), np.float32)]
+    found = packs_sent(strategy, arrays, None)
     strategy.close()
-    assert num_packs == 2
+    assert_about(found, [4 * count for count in elements], strategy.num_replicas_in_sync)
+
+
+def test_options_of_a_call_win_over_those_of_the_strategy(comm):
+    own = CommunicationOptions(bytes_per_pack=25, algorithm="flat")
+    strategy = mpistrat.MultiWorkerMirroredStrategy(communication_options=own)
+    arrays = [np.zeros(count, np.uint8) for count in (10, 20, 30, 40)]
+    assert_about(packs_sent(strategy, arrays, None), [40, 30, 30], comm.size)
+    assert_about(packs_sent(strategy, arrays, CommunicationOptions(bytes_per_pack=50)), [70, 30], comm.size)
+    strategy.close()
 
 
 @pytest.mark.parametrize("kind", [mpistrat.MirroredStrategy, mpistrat.MultiWorkerMirroredStrategy])

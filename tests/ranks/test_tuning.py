@@ -13,11 +13,9 @@ from mpistrat.errors import AgreementError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import ReduceOp
 from mpistrat.topology.world import World
-from mpistrat.tuning.corrections import Measurement
 from mpistrat.tuning.file import shared_model, tuning_path
-from mpistrat.tuning.links import measure_links
-from mpistrat.tuning.measure import measure
-from mpistrat.tuning.model import Tuning, present_conditions
+from mpistrat.tuning.measure import measure, measure_links
+from mpistrat.tuning.model import Measurement, Tuning, present_conditions
 from tests.launches import needs_ranks, up_to_ranks
 
 pytestmark = up_to_ranks(4)
@@ -68,7 +66,7 @@ def test_all_ranks_measure_the_same_number_of_links(comm, world):
 @needs_ranks(4)
 @pytest.mark.parametrize(("together", "links"), [(0.02, 1), (0.014, 1), (0.011, 2), (0.004, 2), (0.1, 1)])
 def test_links_are_counted_by_what_ranks_send_together(comm, monkeypatch, together, links):
-    monkeypatch.setattr("mpistrat.tuning.links._exchange_seconds", lambda *arguments: together if arguments[2] > 1 else 0.01)
+    monkeypatch.setattr("mpistrat.tuning.measure._exchange_seconds", lambda *arguments: together if arguments[2] > 1 else 0.01)
     assert measure_links(comm, World.from_shape(f"{comm.size // 2}x2")) == links
     assert measure_links(comm, World.from_shape(f"1x{comm.size}")) == 1
 

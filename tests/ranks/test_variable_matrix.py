@@ -6,7 +6,7 @@ import pytest
 import mpistrat
 from mpistrat.communicator.sparse import IndexedSlices
 from mpistrat.errors import AgreementError, InvalidArgumentError
-from mpistrat.strategy.central_storage import CentralStorageStrategy
+from mpistrat.strategy.mirrored import CentralStorageStrategy
 from tests.launches import needs_ranks, on_ranks
 from tests.variable_matrix import (
     CELLS,

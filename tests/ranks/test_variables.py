@@ -4,12 +4,20 @@ import numpy as np
 import pytest
 
 import mpistrat
+from mpistrat.communicator.sparse import IndexedSlices
+from mpistrat.context.values import Mirrored
 from mpistrat.errors import AgreementError
-from tests.launches import on_ranks
+from tests.launches import needs_ranks, on_ranks
 
 pytestmark = on_ranks(1, 3)
 
 AGGREGATION = mpistrat.VariableAggregation
+ON_READ = mpistrat.VariableSynchronization.ON_READ
+
+
+def made(strategy, *arguments, **keywords):
+    with strategy.scope():
+        return mpistrat.Variable(*arguments, **keywords)
 
 
 def test_the_initial_value_is_that_of_rank_zero(comm, strategy):
@@ -70,3 +78,83 @@ def test_an_initial_value_that_one_rank_cannot_load_is_an_error_on_all(comm, str
 
     with strategy.scope(), pytest.raises(OSError if comm.rank == culprit else AgreementError, match="the disk is gone"):
         mpistrat.Variable(load, name="w")
+
+
+def test_a_reduced_variable_is_a_snapshot(comm, strategy):
+    variable = made(strategy, [1.0, 2.0], aggregation=AGGREGATION.MEAN)
+    metric = made(strategy, [1.0, 2.0], synchronization=ON_READ, aggregation=AGGREGATION.MEAN)
+    for each in (variable, metric):
+        results = [strategy.extended.reduce_to("mean", each, each), strategy.extended.read_var(each), each.read_value()]
+        results += strategy.extended.batch_reduce_to("mean", [(each, each)])
+        each.assign([7.0, 7.0])
+        assert [np.asarray(result).tolist() for result in results] == [[1, 2]] * 4
+    assert comm.size == 1 or type(results[0]) is Mirrored
+
+
+def apply_gradients(strategy, gradients_and_variables, apply, rate, name=None):
+    assert name is None
+    for gradient, variable in gradients_and_variables:
+        strategy.extended.update(variable, apply, (gradient,), {"rate": rate}, group=False)
+        variable.assign_sub(gradient)
+        strategy.extended.update_non_slot(None, lambda g: None, (gradient,))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("num_elements", [2, 1 << 18])
+def test_an_optimizer_updates_by_what_replicas_have_reduced(comm, strategy, strict, num_elements):
+    strategy.extended.communicator.is_strict = strict
+    variable = made(strategy, np.zeros(num_elements))
+
+    def step():
+        context = mpistrat.get_replica_context()
+        gradient = context.all_reduce("sum", np.full(num_elements, comm.rank + 1.0))
+        pairs, apply = [(gradient, variable)], lambda v, g, rate: v.assign_sub(rate * g)
+        context.merge_call(apply_gradients, args=(pairs, apply, 0.5), kwargs={"name": None})
+
+    strategy.run(step)
+    strategy.extended.communicator.barrier()
+    assert set(variable.numpy()) == {-1.5 * comm.size * (comm.size + 1) / 2}
+
+
+@needs_ranks(2)
+@pytest.mark.parametrize("num_elements", [2, 1 << 18])
+@pytest.mark.parametrize("method", ["update", "update_non_slot", "assign_sub"])
+def test_an_update_that_differs_between_replicas_is_found_afterwards(comm, strategy, method, num_elements):
+    variable = made(strategy, np.zeros(num_elements))
+
+    def apply(strategy, gradient):
+        if method == "assign_sub":
+            variable.assign_sub(gradient)
+        elif method == "update":
+            strategy.extended.update(variable, lambda v, g: v.assign_sub(g), (gradient,))
+        else:
+            strategy.extended.update_non_slot(None, lambda g: None, (gradient,))
+
+    def step():
+        mpistrat.get_replica_context().merge_call(apply, args=(np.full(num_elements, comm.rank + 1.0),))
+        mpistrat.get_replica_context().barrier()
+
+    with pytest.raises(AgreementError, match=rf"{method}(.|\n)*checksum") as caught:
+        strategy.run(step)
+    assert len(str(caught.value)) < 4000
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_captured_per_replica_value_is_the_part_of_this_replica(comm, strategy, strict):
+    strategy.extended.communicator.is_strict = strict
+    value = strategy.run(lambda: np.full(2, comm.rank + 1.0))
+    rows = strategy.run(lambda: IndexedSlices([comm.rank + 1.0], [0]))
+    total = comm.size * (comm.size + 1) / 2
+    for aggregation, expected in ((AGGREGATION.SUM, total), (AGGREGATION.MEAN, total / comm.size)):
+        variable = made(strategy, np.zeros(2), aggregation=aggregation)
+        strategy.run(lambda variable=variable: variable.assign(value))
+        assert variable.numpy().tolist() == [expected] * 2
+        strategy.run(lambda variable=variable: variable.scatter_sub(rows))
+        assert variable.numpy().tolist() == [0, expected]
+
+
+def test_entries_of_all_replicas_are_scattered_and_read(comm, strategy):
+    table = made(strategy, np.zeros((comm.size, 2)), aggregation=AGGREGATION.SUM)
+    strategy.run(lambda: table.scatter_nd_add([[comm.rank, 1], [0, 0]], [5.0, 1.0]))
+    assert table.gather_nd([[comm.rank, 1], [0, 0]]).tolist() == [5, comm.size]
+    assert table.sparse_read([0]).tolist() == [[comm.size, 5]]

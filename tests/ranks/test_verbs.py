@@ -8,24 +8,16 @@ import pytest
 
 from mpistrat.communicator.communicator import Communicator
 from mpistrat.communicator.options import CommunicationOptions
-from mpistrat.errors import AgreementError, InvalidArgumentError, UnsupportedDtypeError
+from mpistrat.errors import AgreementError, InvalidArgumentError
 from mpistrat.groups.hierarchy import Hierarchy
 from mpistrat.reduction import HALF_DTYPES, ReduceOp
 from mpistrat.testing.transport_cases import DTYPES, operations
 from mpistrat.topology.world import World
 from tests.launches import needs_ranks, up_to_ranks
-from tests.ranks.test_ops import MIXED, expected, rows, same_bits
+from tests.ranks.test_all_reduce import expected, rows, same_bits
 
 ALL_DTYPES = (*DTYPES, *HALF_DTYPES)
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
-
-
-@pytest.fixture
-def mixed(comm):
-    """Give the collectives of one shape, for what does not depend on the shape."""
-    ops = Communicator(Hierarchy(comm, World.from_shape(MIXED.get(comm.size, f"{comm.size}x1"))))
-    yield ops
-    ops.close()
 
 
 @up_to_ranks(8)
@@ -103,84 +95,6 @@ def test_large_arrays_travel_in_small_messages(comm, monkeypatch):
     gathered = ops.gather(np.full(3001, ops.rank, np.float32))
     assert ops.rank or [array[3000] for array in gathered] == list(range(ops.size))
     ops.close()
-
-
-WRONG_CALLS = {
-    "scatter a scalar": (
-        lambda ops: ops.reduce_scatter(SUM, np.array(1.0)),
-        InvalidArgumentError,
-        r"reduce_scatter needs arrays with at least one axis; got a scalar: pass x.reshape\(1\)",
-    ),
-    "scatter axis": (
-        lambda ops: ops.reduce_scatter(SUM, np.ones(3), axis=1),
-        InvalidArgumentError,
-        r"axis 1 is out of range for an array of shape \(3,\): -1 to 0 are accepted",
-    ),
-    "scatter dtype": (
-        lambda ops: ops.reduce_scatter(MEAN, np.ones(3, bool)),
-        UnsupportedDtypeError,
-        "MEAN is not defined for array 0 of dtype bool",
-    ),
-    "too many": (
-        lambda ops: ops.all_to_all([np.ones(1)] * (ops.size + 1)),
-        InvalidArgumentError,
-        r"all_to_all needs one array for each of the \d replicas; got \d",
-    ),
-    "objects": (
-        lambda ops: ops.all_to_all([np.array([None])] * ops.size),
-        UnsupportedDtypeError,
-        "which collectives do not support",
-    ),
-    "gather to nobody": (
-        lambda ops: ops.gather(np.ones(1), root=ops.size),
-        InvalidArgumentError,
-        r"root must be a replica, 0 to \d; got \d",
-    ),
-    "gather texts": (lambda ops: ops.gather(np.array(["a"])), UnsupportedDtypeError, "which collectives do not support"),
-}
-
-
-@up_to_ranks(4)
-@pytest.mark.parametrize(("wrong", "error", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS)
-def test_a_wrong_call_is_refused_on_every_rank(mixed, wrong, error, message):
-    with pytest.raises(error, match=message):
-        wrong(mixed)
-    mixed.barrier()
-
-
-@needs_ranks(2)
-@up_to_ranks(4)
-@pytest.mark.parametrize(("wrong", "error", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS)
-def test_a_wrong_call_on_one_rank_raises_on_all(mixed, wrong, error, message):
-    with pytest.raises(error if mixed.rank == 1 else AgreementError, match=message if mixed.rank == 1 else "rank 1: "):
-        wrong(mixed) if mixed.rank == 1 else mixed.barrier()
-    assert mixed.all_gather(np.array([mixed.rank])).tolist() == list(range(mixed.size))
-
-
-@needs_ranks(2)
-@up_to_ranks(4)
-@pytest.mark.parametrize("strict", [False, True])
-def test_arrays_that_do_not_fit_are_refused_on_every_rank(mixed, strict):
-    mixed.is_strict = strict
-    other = mixed.rank == 1
-    calls = {
-        "gather needs equal shapes": lambda: mixed.gather(np.ones(3 if other else 2)),
-        "gather needs .* one dtype": lambda: mixed.gather(np.ones(2, np.float32 if other else np.float64)),
-        "gather needs .* one root": lambda: mixed.gather(np.ones(2), root=int(other)),
-        "all_to_all needs one dtype": lambda: mixed.all_to_all([np.ones(2, np.int32 if other else np.int64)] * mixed.size),
-        "all_to_all needs .* all axes but the first": lambda: mixed.all_to_all([np.ones((2, 3 + other))] * mixed.size),
-    }
-    for message, call in calls.items():
-        with pytest.raises((InvalidArgumentError, AgreementError), match=f"{message}|ranks made different calls"):
-            call()
-    assert mixed.all_gather(np.array([mixed.rank])).tolist() == list(range(mixed.size))
-
-
-@needs_ranks(2)
-def test_parts_of_one_rank_must_fit_each_other(mixed):
-    arrays = [np.ones((2, 3))] * (mixed.size - 1) + [np.ones((2, 4))]
-    with pytest.raises(InvalidArgumentError, match=r"differ in their first extent at most; got float64 \(2, 3\).*\(2, 4\)"):
-        mixed.all_to_all(arrays)
 
 
 def test_calls_are_counted(mixed):
@@ -365,24 +279,3 @@ def test_num_packs_may_change_between_calls(mixed):
     assert {1, 3, 7} <= buckets
     with pytest.raises(InvalidArgumentError, match="num_packs must be None, 0 .each array by itself. or positive; got -1"):
         CommunicationOptions(num_packs=-1)
-
-
-@needs_ranks(2)
-@up_to_ranks(4)
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda ops, x: ops.all_gather(x, None), "axis must be an int; got None"),
-        (lambda ops, x: ops.reduce_scatter(ReduceOp.SUM, x, 0.5), r"axis must be an int; got 0\.5"),
-        (lambda ops, x: ops.broadcast(x, None), "root must be an int; got None"),
-        (lambda ops, x: ops.gather(x, 0, {}), r"options must be CommunicationOptions or None; got \{\}"),
-        (lambda ops, x: ops.barrier("now"), "options must be CommunicationOptions or None; got 'now'"),
-    ],
-)
-def test_what_one_rank_alone_gets_wrong_all_are_told(ops, call, message):
-    if ops.rank == 1:
-        with pytest.raises((TypeError, ValueError), match=message):
-            call(ops, np.ones(ops.size))
-        return
-    with pytest.raises(AgreementError, match=message):
-        ops.all_gather(np.ones(2))

@@ -12,8 +12,6 @@ from pathlib import Path
 from tests.hosts import lab
 from tests.processes import run_bounded, until
 
-__all__ = ["Cluster", "ClusterError", "missing"]
-
 _HERE = Path(__file__).parent
 _NUM_GPUS = 8
 _TOOLS = {
@@ -41,13 +39,7 @@ def missing() -> str:
 
 
 class Cluster:
-    """A cluster that is up as long as this object is open.
-
-    Parameters
-    ----------
-    num_nodes : int
-        Compute nodes: ``node0``, ``node1``, …
-    """
+    """A cluster that is up as long as this object is open."""
 
     def __init__(self, num_nodes: int = 2) -> None:
         self.nodes = tuple(f"node{number}" for number in range(num_nodes))

@@ -6,14 +6,17 @@ import json
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 
 from mpistrat.algorithms.choose import PLANNERS
-from mpistrat.errors import SettingError
+from mpistrat.errors import DeadlineExceededError, SettingError
 from mpistrat.settings import ALGORITHM
 from mpistrat.tools import bench, cli
-from mpistrat.tools.interleaved import MAX_BLOCKS, MAX_ROUNDS, MIN_BLOCKS, MIN_ROUNDS
+from mpistrat.tools.bench import MAX_BLOCKS, MAX_ROUNDS, MIN_BLOCKS, MIN_ROUNDS
+from tests.gpu.stand_in import UNFINISHED
+from tests.gpu.stand_in_arrays import stand_in_gpu
 from tests.processes import run_bounded
 
 SECONDS = 120.0  # it needs a few; this is for a machine that has much else to do
@@ -115,3 +118,12 @@ def test_refusal_on_several_ranks_ends_the_job():
     assert done.returncode == 2, done.stderr
     assert "sizes from 6 to 67108864 bytes" in done.stderr
     assert "size " not in done.stdout, "nothing was measured"
+
+
+def test_what_is_measured_on_a_gpu_has_a_deadline(monkeypatch):
+    monkeypatch.setattr(bench, "DEADLINE_SECONDS", 0.05)
+    with stand_in_gpu() as device:
+        # a kernel that waits for a rank that does not come
+        call = bench.timed(lambda: device.current_stream().put(lambda: UNFINISHED), SimpleNamespace(path="nccl inside nodes"))
+        with pytest.raises(DeadlineExceededError, match=r"a call that is measured on GPUs did not end within 0\.05 s"):
+            call()

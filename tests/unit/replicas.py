@@ -21,8 +21,6 @@ from mpistrat.strategy.strategy import Strategy
 from mpistrat.timeline import Timeline
 from mpistrat.topology.world import World
 
-__all__ = ["on_replicas"]
-
 
 def on_replicas(num_replicas: int, program: Callable[[Strategy], Any]) -> list[Any]:
     """Return what ``program(strategy)`` returns on each replica."""

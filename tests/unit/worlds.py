@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from mpistrat.topology.world import World
 
-__all__ = ["SHAPES", "random_worlds", "shuffled", "worlds"]
-
 SHAPES = (
     *("1x1", "1x2", "1x3", "1x4", "1x8", "2x1", "3x1", "4x1", "8x1"),
     *("2x2", "2x3", "3x2", "2x4", "4x2", "3x3", "4x4", "4x8", "8x4", "5x7"),

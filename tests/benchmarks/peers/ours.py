@@ -18,7 +18,7 @@ import mpistrat
 import mpistrat.mpi4py
 from mpistrat.communicator.options import CommunicationOptions
 from mpistrat.reduction import ReduceOp
-from mpistrat.tools.interleaved import time_interleaved
+from mpistrat.tools.bench import time_interleaved
 
 strategy = mpistrat.MultiWorkerMirroredStrategy()
 communicator = strategy.extended.communicator
@@ -94,11 +94,14 @@ def forms(nbytes: int, calls: int) -> dict[str, float]:
     ten, others = ([np.zeros(nbytes // 4, np.float32) for _ in range(10)] for _ in range(2))
     packed, sums, wrapped = CommunicationOptions(num_packs=1), communicator.all_reduce, mpistrat.mpi4py.wrap(comm)
     copying = mpistrat.HierarchicalCopyAllReduce().all_reduce_options(communicator, None)
+    typed, whole, nest = ([x, MPI.FLOAT], [y, MPI.FLOAT]), np.zeros(comm.size * x.size, np.float32), dict(enumerate(ten))
     runs = {
         "bare `MPI_Allreduce`": lambda: comm.Allreduce(x, y),
         "one array": lambda: sums(ReduceOp.SUM, x),
         "`out=`": lambda: sums(ReduceOp.SUM, x, out=y),
         "in place": lambda: sums(ReduceOp.SUM, y, out=y),
+        "maximum": lambda: sums(ReduceOp.MAX, x),
+        "a number": lambda: sums(ReduceOp.SUM, 1.5),
         "mean": lambda: sums(ReduceOp.MEAN, x),
         "mean, `out=`": lambda: sums(ReduceOp.MEAN, x, out=y),
         "options of the call": lambda: sums(ReduceOp.SUM, x, packed),
@@ -106,8 +109,17 @@ def forms(nbytes: int, calls: int) -> dict[str, float]:
         "`start_all_reduce` and `wait`": lambda: communicator.start_all_reduce(ReduceOp.SUM, x).wait(),
         "ten arrays": lambda: sums(ReduceOp.SUM, ten),
         "ten arrays, in place": lambda: sums(ReduceOp.SUM, others, out=others),
+        "`context.all_reduce`": lambda: context().all_reduce("sum", x),
+        "`context.all_reduce`, dict of ten": lambda: context().all_reduce("sum", nest),
+        "`reduce_scatter`": lambda: communicator.reduce_scatter(ReduceOp.SUM, whole, out=y),
+        "`all_gather`": lambda: communicator.all_gather(x, out=whole),
+        "`broadcast`": lambda: communicator.broadcast(x, out=y),
+        "`all_to_all`": lambda: communicator.all_to_all([x] * comm.size),
+        "`barrier`": communicator.barrier,
         "wrapped `Allreduce`": lambda: wrapped.Allreduce(x, y),
+        "wrapped `Allreduce`, `[x, MPI.FLOAT]`": lambda: wrapped.Allreduce(*typed),
         "wrapped `Allreduce`, `IN_PLACE`": lambda: wrapped.Allreduce(MPI.IN_PLACE, y),
+        "wrapped `Iallreduce` and `Wait`": lambda: wrapped.Iallreduce(x, y).Wait(),
     }
     for run in runs.values():
         run()

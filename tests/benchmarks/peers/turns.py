@@ -15,29 +15,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Task", "serve"]
-
 
 @dataclass(frozen=True)
 class Task:
-    """Something to time.
+    """Something to time."""
 
-    Attributes
-    ----------
-    run : callable
-        One repetition.
-    is_right : callable
-        Looks at what the last repetition left, and spoils it.
-    meet : callable
-        Waits until all ranks are here.
-    facts : dict
-        Said once, with the first answer.
-    """
-
-    run: Callable[[], object]
-    is_right: Callable[[], bool]
-    meet: Callable[[], object]
-    facts: Mapping[str, Any] | None = None
+    run: Callable[[], object]  # one repetition
+    is_right: Callable[[], bool]  # looks at what the last repetition left, and spoils it
+    meet: Callable[[], object]  # waits until all ranks are here
+    facts: Mapping[str, Any] | None = None  # said once, with the first answer
 
 
 def serve(
@@ -46,19 +32,7 @@ def serve(
     tasks: Mapping[str, Callable[[dict[str, Any]], Task]],
     calls: Mapping[str, Callable[..., Any]] | None = None,
 ) -> None:
-    """Answer requests until there are no more.
-
-    Parameters
-    ----------
-    rank : int
-        Of this process in its program.
-    versions : mapping
-        Of what is being measured.
-    tasks : mapping
-        Makes a task of each kind; a request's further words are handed on.
-    calls : mapping, optional
-        What can be called directly; the arguments and what is returned travel as JSON.
-    """
+    """Answer requests until there are no more."""
     with socket.socket(socket.AF_UNIX) as stream:
         stream.connect(os.environ["CONTEST_SOCKET"])
         lines = stream.makefile("rw")

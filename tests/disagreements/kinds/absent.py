@@ -14,8 +14,6 @@ import numpy as np
 from tests.disagreements.case import Case
 from tests.disagreements.kinds.registry import kind
 
-__all__: list[str] = []
-
 _SIZES = (10, 300_000)
 _FOR_EVER = 3600.0
 

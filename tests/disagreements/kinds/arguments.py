@@ -5,8 +5,6 @@ from __future__ import annotations
 from tests.disagreements.case import Case
 from tests.disagreements.kinds.registry import LARGE, MAY_BE_RIGHT, kind
 
-__all__: list[str] = []
-
 
 @kind("operation", sizes=LARGE)
 def op_max(case: Case) -> None:

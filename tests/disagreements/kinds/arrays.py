@@ -7,8 +7,6 @@ import numpy as np
 from tests.disagreements.case import Case
 from tests.disagreements.kinds.registry import LARGE, MAY_BE_RIGHT, kind
 
-__all__: list[str] = []
-
 
 def _length(case: Case, odd: int) -> None:
     case.all_reduce("sum", case.operand(case.pick(case.count, odd)))

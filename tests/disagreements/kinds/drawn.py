@@ -8,8 +8,6 @@ from tests.disagreements.case import Case
 from tests.disagreements.kinds.registry import kind
 from tests.disagreements.signatures import draw, draw_program, make, with_disagreement
 
-__all__: list[str] = []
-
 _MAY_DIFFER = ("all_gather", "broadcast", "barrier")  # in some shapes; and barriers are all alike
 _PAIRED = ("all_reduce",) * 6 + ("reduce", "all_gather", "broadcast", "reduce_scatter", "barrier")
 

@@ -9,8 +9,6 @@ from mpistrat.reduction import ReduceOp
 from tests.disagreements.case import Case
 from tests.disagreements.kinds.registry import LARGE, legal
 
-__all__: list[str] = []
-
 
 @legal(sizes=LARGE)
 def out_alone(case: Case) -> None:

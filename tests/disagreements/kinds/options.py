@@ -9,8 +9,6 @@ from mpistrat.experimental import CommunicationOptions
 from tests.disagreements.case import Case
 from tests.disagreements.kinds.registry import MAY_BE_RIGHT, kind
 
-__all__: list[str] = []
-
 
 def _options(case: Case, usual: CommunicationOptions | None, dtype: str = "float32", **odd: Any) -> None:
     case.all_reduce("sum", case.operand(dtype=dtype), options=case.pick(usual, CommunicationOptions(**odd)))

@@ -9,8 +9,6 @@ import mpistrat
 from tests.disagreements.case import Case
 from tests.disagreements.kinds.registry import MAY_BE_RIGHT, kind, legal
 
-__all__: list[str] = []
-
 
 def _first(case: Case) -> None:
     case.all_reduce("sum", case.operand())

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from tests.disagreements.case import Case
 
-__all__ = ["KINDS", "LARGE", "MAY_BE_RIGHT", "SIZES", "Kind", "kind", "legal"]
-
 SIZES = (1, 10, 20_000, 300_000)
 LARGE = (*SIZES, 4_000_000)
 TOLD = frozenset({"told"})
@@ -18,39 +16,17 @@ MAY_BE_RIGHT = frozenset({"right", "told"})  # ranks differ in what need not cha
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to disagree.
+    """One way to disagree."""
 
-    Attributes
-    ----------
-    name : str
-        Of the function.
-    family : str
-        What it belongs to, for tables.
-    run : callable
-        Makes the calls of one rank.
-    sizes : tuple of int
-        Numbers of elements it is tried with.
-    allowed : frozenset of str
-        Classes that a case may end in.
-    alone : bool
-        Whether the program ends in it: each case has a job of its own.
-    rewarm : bool
-        Whether a warm case makes the kind's own calls before; else it makes others.
-    min_ranks : int
-        How many ranks it takes.
-    says : str
-        A pattern of what must be on stderr where the program ends in it.
-    """
-
-    name: str
-    family: str
-    run: Callable[[Case], None]
-    sizes: tuple[int, ...]
-    allowed: frozenset[str]
-    alone: bool
-    rewarm: bool
-    min_ranks: int
-    says: str
+    name: str  # of the function
+    family: str  # what it belongs to, for tables
+    run: Callable[[Case], None]  # makes the calls of one rank
+    sizes: tuple[int, ...]  # numbers of elements it is tried with
+    allowed: frozenset[str]  # classes that a case may end in
+    alone: bool  # whether the program ends in it: each case has a job of its own
+    rewarm: bool  # whether a warm case makes the kind's own calls before; else it makes others
+    min_ranks: int  # how many ranks it takes
+    says: str  # a pattern of what must be on stderr where the program ends in it
 
     @property
     def text(self) -> str:

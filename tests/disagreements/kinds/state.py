@@ -10,8 +10,6 @@ import mpistrat
 from tests.disagreements.case import Case
 from tests.disagreements.kinds.registry import kind
 
-__all__: list[str] = []
-
 SUM, MEAN = mpistrat.VariableAggregation.SUM, mpistrat.VariableAggregation.MEAN
 _SIZES = (1, 10, 20_000, 300_000)
 

@@ -8,8 +8,6 @@ import mpistrat
 from tests.disagreements.case import Case
 from tests.disagreements.kinds.registry import kind
 
-__all__: list[str] = []
-
 
 @kind("nest")
 def dict_and_list(case: Case) -> None:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from tests.disagreements.case import Case
 from tests.disagreements.kinds.registry import LARGE, MAY_BE_RIGHT, kind
 
-__all__: list[str] = []
-
 
 def _instead(case: Case, call: Callable[[], None]) -> None:
     """Make a call on the odd rank, and all_reduce on the others; in rounds without an odd rank both on all."""

@@ -13,7 +13,7 @@ import numpy as np
 import mpistrat
 from mpistrat.launch.bootstrap import start
 from mpistrat.topology.discover import discover
-from mpistrat.tuning.links import measure_links
+from mpistrat.tuning.measure import measure_links
 from tests.hosts.lab import parse_bytes_sent
 
 DTYPES = [

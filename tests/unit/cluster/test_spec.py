@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpistrat.cluster.roles import check_role, id_in_cluster, is_chief, worker_count
+from mpistrat.cluster.roles import check_role, is_chief
 from mpistrat.cluster.spec import ClusterSpec
 from mpistrat.errors import InvalidArgumentError
 
@@ -93,15 +93,6 @@ def test_an_unknown_task_is_refused():
         ClusterSpec({}).num_tasks("worker")
 
 
-def test_ids_in_the_cluster():
-    assert [id_in_cluster(DENSE, *task) for task in [("chief", 0), ("worker", 0), ("worker", 1)]] == [0, 1, 2]
-    assert [id_in_cluster({"worker": ["a:1", "b:1"]}, "worker", index) for index in (0, 1)] == [0, 1]
-    assert id_in_cluster({"worker": {1: "a:1", 4: "b:1"}}, "worker", 4) == 1
-    assert id_in_cluster(DENSE, "evaluator", 0) == 0
-    with pytest.raises(ValueError, match="a ps has no id among the tasks that train"):
-        id_in_cluster({"ps": ["a:1"]}, "ps", 0)
-
-
 def test_who_is_the_chief():
     assert [is_chief(DENSE, *task) for task in [("chief", 0), ("worker", 0), ("worker", 1)]] == [True, False, False]
     assert [is_chief({"worker": ["a:1", "b:1"]}, "worker", index) for index in (0, 1)] == [True, False]
@@ -109,19 +100,6 @@ def test_who_is_the_chief():
     assert not is_chief({"master": ["a:1"], "worker": ["b:1"]}, "worker", 0)
     assert is_chief(DENSE, "evaluator", 0)
     assert not is_chief({"ps": ["a:1"]}, "ps", 0)
-
-
-def test_the_number_of_workers():
-    assert worker_count(DENSE, "worker") == worker_count(ClusterSpec(DENSE), "chief") == 3
-    assert worker_count({"worker": ["a:1"], "ps": ["b:1"]}, "worker") == 1
-    assert worker_count(DENSE, "evaluator") == 1
-    assert worker_count({"chief": ["a:1"]}, "chief") == 1
-    for task_type in ("ps", "boss", None):
-        with pytest.raises(ValueError, match=f"worker_count counts chief, worker and evaluator; got task type {task_type!r}"):
-            worker_count(DENSE, task_type)
-    for cluster in ({}, {"chief": ["a:1"]}):
-        with pytest.raises(ValueError, match="task type 'worker' is not a job of the cluster, which has"):
-            worker_count(cluster, "worker")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +130,7 @@ def test_the_number_of_workers():
     ],
 )
 def test_a_task_that_the_cluster_does_not_have(cluster, task, message):
-    for check in (check_role, is_chief, id_in_cluster):
+    for check in (check_role, is_chief):
         with pytest.raises(InvalidArgumentError) as caught:
             check(cluster, *task)
         assert str(caught.value) == message

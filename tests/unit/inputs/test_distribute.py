@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.context.input_context import InputContext
 from mpistrat.context.stack import default_mode
 from mpistrat.context.values import PerReplica, select_replica
 from mpistrat.errors import AgreementError, InvalidArgumentError, OutOfRangeError
 from mpistrat.inputs.distribute import distribute_dataset, distribute_from_function
-from mpistrat.inputs.input_options import SHARD_HINT, AutoShardPolicy, InputOptions, InputReplicationMode
+from mpistrat.inputs.input_options import SHARD_HINT, AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 from mpistrat.inputs.rebatch import ArraySpec
 from mpistrat.inputs.sources import ArrayDataset, FileDataset, MapDataset
 from tests.unit.replicas import on_replicas

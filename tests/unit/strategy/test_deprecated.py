@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import mpistrat
-from mpistrat.context.input_context import InputContext
 from mpistrat.context.values import PerReplica
-from mpistrat.strategy.deprecated import merge_hints
+from mpistrat.inputs.input_options import InputContext
+from mpistrat.strategy.deprecated import accepts_hints
 from tests.unit.replicas import on_replicas
 
 
@@ -96,7 +96,13 @@ def test_colocate_vars_with():
 
 
 def test_options_win_over_hints():
+    @accepts_hints
+    def call(value, options=None):
+        return options
+
     first, second = mpistrat.experimental.CommunicationOptions(1, 2.0), mpistrat.experimental.CommunicationOptions(3)
-    assert merge_hints(first, None) is first
-    with pytest.warns(DeprecationWarning, match="experimental_hints= is deprecated; use options="):
-        assert merge_hints(second, first) == mpistrat.experimental.CommunicationOptions(3, 2.0)
+    assert call(0) is None
+    assert call(0, first) is first
+    for given in (lambda: call(0, second, experimental_hints=first), lambda: call(0, options=second, experimental_hints=first)):
+        with pytest.warns(DeprecationWarning, match="experimental_hints= is deprecated; use options="):
+            assert given() == mpistrat.experimental.CommunicationOptions(3, 2.0)

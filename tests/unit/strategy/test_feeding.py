@@ -3,8 +3,8 @@
 import pytest
 
 import mpistrat
-from mpistrat.context.input_context import InputContext, ValueContext
 from mpistrat.context.values import PerReplica
+from mpistrat.inputs.input_options import InputContext, ValueContext
 from tests.unit.replicas import on_replicas
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mpistrat.errors import InvalidArgumentError
 from mpistrat.tools import doctor
 from mpistrat.watch import folder
-from mpistrat.watch.record import Field
+from mpistrat.watch.record import HEADER
 from mpistrat.watch.recorder import FlightRecorder
 
 Record = Callable[..., None]
@@ -30,7 +30,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
         (tmp_path / name).mkdir(mode=0o700)
         recorder = FlightRecorder(tmp_path / name / "rank-0")
         if killed is not None:
-            recorder._put(Field.STARTED, 1)
+            recorder._header["started"] = 1
             seconds = (tmp_path / name).stat().st_mtime - killed
             os.utime(tmp_path / name, (seconds, seconds))
 
@@ -54,9 +54,7 @@ def test_a_process_is_of_the_job_that_runs_and_not_of_one_killed_before(
 def test_a_damaged_record_is_left_out(record: Record, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     record("whole")
     record("damaged")
-    with (tmp_path / "damaged" / "rank-0").open("r+b") as file:
-        file.seek(8 * Field.SIZE)
-        file.write((2**40).to_bytes(8, sys.byteorder))
+    np.memmap(tmp_path / "damaged" / "rank-0", HEADER, "r+", shape=1)["size"] = 2**40
     assert jobs_of(capsys, str(os.getpid())) == ["whole"]
 
 

@@ -17,9 +17,7 @@ from mpistrat.algorithms.planners import hierarchical
 from mpistrat.text import format_bytes, format_count, format_seconds, format_table
 from mpistrat.tools import cli, plan_command
 from mpistrat.topology.world import World
-from mpistrat.tuning.corrections import Measurement
-from mpistrat.tuning.gpu_measurements import GpuMeasurements
-from mpistrat.tuning.model import Conditions, Tuning
+from mpistrat.tuning.model import Conditions, Measurement, Tuning
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -126,7 +124,7 @@ def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert report.rstrip().endswith(found["basis"])
     code, out, _ = run(capsys, "--world", "1x4", "--bytes", "8", "--device", "gpu", "--json")
     found = json.loads(out)
-    assert [way.split()[0] for way in found["ways"]] == ["inside", "between", "measured"]
+    assert [way.split()[0] for way in found["ways"]] == ["inside", "between"]
 
 
 def test_on_gpus_of_one_node_a_buffer_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,31 +136,6 @@ def _ways(capsys: pytest.CaptureFixture[str], shape: str) -> list[str]:
     code, out, err = run(capsys, "--world", shape, "--bytes", "64MiB", "--device", "gpu")
     assert (code, err) == (0, "")
     return [" ".join(line.split()) for line in out.splitlines() if line.startswith(("inside nodes", "between nodes"))]
-
-
-def test_on_gpus_it_says_what_was_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def measured(shape: str) -> list[str]:
-        _, out, _ = run(capsys, "--world", shape, "--bytes", "64MiB", "--device", "gpu")
-        return [" ".join(line.split()[1:]) for line in out.splitlines() if line.startswith("measured")]
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("MPISTRAT_TUNING", "auto")
-    unknown = "nothing, so auto takes MPI between nodes: mpistrat tune compares it with NCCL"
-    assert measured("2x4") == [unknown]
-    assert measured("1x4") == ["cuda_ipc was not measured; the built-in one-shot limit is used. Run mpistrat tune."]
-    assert measured("1x1") == []
-    gpus = GpuMeasurements("NVIDIA H100", ("mpi", "nccl"), ((16, 1e-5, 2e-5), (1024, 4e-5, 2e-5)))
-    tuning = Tuning(Conditions("c", "p", "m", "2x2 block"), "2026-11-23", 1, (), gpus)
-    cache.write(tuning.document(), tmp_path / "mpistrat/mine.json")
-    was_faster = "NCCL was faster than MPI at 1 of 2 sizes (measured 2026-11-23 by mpistrat tune), by which auto chooses"
-    assert measured("2x4") == [f"on NVIDIA H100, 2x2 block: {was_faster}"]
-    assert measured("1x4")[0].startswith("cuda_ipc was not measured")
-    monkeypatch.setenv("MPISTRAT_TUNING", "off")
-    assert measured("2x4") == [unknown]
-    monkeypatch.setenv("MPISTRAT_INTER_TRANSPORT", "nccl")
-    assert measured("2x4") == []
 
 
 def test_on_gpus_it_says_which_transports_are_used_and_why(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpistrat.errors import TopologyError
-from mpistrat.topology.gpus import Gpu, check_gpus
+from mpistrat.topology.discover import Gpu, check_gpus
 
 
 def _gpu(node="node0", uuid="a" * 32, index=0):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mpistrat.algorithms.choose import PLANNERS, choose
 from mpistrat.algorithms.cost import DEFAULT, Correction, predict_seconds
 from mpistrat.topology.world import World
-from mpistrat.tuning.corrections import Measurement, corrected, modelled_seconds
+from mpistrat.tuning.model import Measurement, corrected, modelled_seconds
 
 SLOW = dataclasses.replace(DEFAULT, link_bytes_per_second=1e8, inter_step_seconds=1e-4, call_seconds=5e-5)
 SIZES = [2**exponent for exponent in range(4, 25, 2)]

@@ -12,9 +12,8 @@ import pytest
 from mpistrat import cache
 from mpistrat.algorithms.cost import DEFAULT
 from mpistrat.topology.world import World
-from mpistrat.tuning.corrections import Measurement
 from mpistrat.tuning.file import read, tuning_path
-from mpistrat.tuning.model import Conditions, Tuning
+from mpistrat.tuning.model import Conditions, Measurement, Tuning
 
 WORLD = World.from_shape("2x2")
 HERE = Conditions("node", "a processor, 2 cores", "Open MPI v5.0.11", "2x2 block")

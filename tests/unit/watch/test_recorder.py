@@ -18,10 +18,11 @@ import pytest
 
 from mpistrat.launch import process
 from mpistrat.watch import folder
-from mpistrat.watch.record import CALLS, FILE_BYTES, LINES, OVERWRITTEN, RING_RECORDS, Field, RankFile, State
-from mpistrat.watch.recorder import FlightRecorder, collection_paused, digest, recorder
+from mpistrat.watch.record import OVERWRITTEN, RECORD, RankFile, State
+from mpistrat.watch.recorder import FlightRecorder, collection_paused, digest
 from mpistrat.watch.verdict import Notice, Notices
 
+RING_RECORDS, CALLS, LINES = (RECORD[name].shape[0] for name in ("ring", "calls", "lines"))
 TEXT = "all_reduce(SUM, [float64 (10,)])"
 
 
@@ -118,7 +119,7 @@ def test_equal_descriptions_share_an_index_and_the_least_recent_is_overwritten(w
     assert call(written, "first") == first != second
     written.leave(written.enter(0, 1, second))
     written.leave(written.enter(0, 2, first))
-    for other in range(CALLS.entries - 1):
+    for other in range(CALLS - 1):
         call(written, f"other {other}")
     assert [record.text for record in read(written).calls()] == ["first", OVERWRITTEN]
     assert call(written, "second") != second
@@ -166,7 +167,7 @@ def test_lines_of_codes_that_are_gone_are_not_mixed_up(written: FlightRecorder) 
         space = {"recorder": written, "index": index, "number": number}
         exec(compile("recorder.leave(recorder.enter(0, number, index))", f"file{number}", "exec"), space)
     assert {record.number: record.line for record in read(written).calls()} == {
-        number: f"file{number}:1 (<module>)" if number >= 2000 - LINES.entries else "" for number in range(2000)
+        number: f"file{number}:1 (<module>)" if number >= 2000 - LINES else "" for number in range(2000)
     }
 
 
@@ -260,7 +261,7 @@ def test_only_a_program_that_fails_leaves_its_record(end: str, is_kept: bool) ->
 def test_records_of_killed_processes_that_a_rank_has_started_go_with_its_own(tmp_path: Path) -> None:
     job = folder.make_job(tmp_path / "base", "job")
     rank, runs, killed = (FlightRecorder(job / name) for name in ("rank-0", "process-1", "process-2"))
-    killed._put(Field.STARTED, 1)
+    killed._header["started"] = 1
     rank.close()
     assert (job / "process-1").exists()
     runs.close()
@@ -316,7 +317,7 @@ def left_behind(base: Path, name: str, hours: float) -> Path:
     """Make what a job leaves whose process was killed so long ago."""
     made = FlightRecorder(folder.make_job(base, name) / "rank-0")
     assert made.path is not None
-    made._put(Field.STARTED, 1)
+    made._header["started"] = 1
     os.utime(made.path.parent, (time.time() - hours * 3600,) * 2)
     return made.path.parent
 
@@ -332,7 +333,7 @@ def test_what_jobs_left_a_day_ago_is_removed_unless_they_run(tmp_path: Path) -> 
 
 
 def test_what_jobs_left_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "KEEP_BYTES", 2 * FILE_BYTES)
+    monkeypatch.setattr(folder, "KEEP_BYTES", 2 * RECORD.itemsize)
     for hours in range(1, 5):
         left_behind(tmp_path / "base", f"{hours} hours ago", hours)
     folder.remove_old_jobs(tmp_path / "base")
@@ -345,7 +346,7 @@ def test_notices_keep_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     Notices(ended.path.parent).post(Notice(0, 7, "they wait for each other", True))
     ended.close()
     assert list((tmp_path / "base").iterdir()) == []
-    monkeypatch.setattr(folder, "KEEP_BYTES", FILE_BYTES)
+    monkeypatch.setattr(folder, "KEEP_BYTES", RECORD.itemsize)
     for hours in (1, 2, 25):
         killed = left_behind(tmp_path / "base", f"{hours} hours ago", hours)
         Notices(killed).post(Notice(0, 7, "they wait for each other", True))
@@ -359,8 +360,8 @@ def test_a_record_of_another_container_is_kept_for_a_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int, is_running: bool
 ) -> None:
     own = FlightRecorder(tmp_path / "rank-0")
-    own._put(Field.NAMESPACE, 1)
-    own._put(Field.LOOKED, 10**15)
+    own._header["namespace"] = 1
+    own._header["looked"] = 10**15
     monkeypatch.setattr(time, "monotonic_ns", lambda: 10**15 + hours * 3600 * 10**9)
     assert folder.has_owner(tmp_path / "rank-0") is is_running
     own.close()
@@ -379,17 +380,15 @@ def test_without_room_for_the_file_there_is_none(tmp_path: Path, monkeypatch: py
 
 
 def test_another_file_is_not_taken_for_a_record(tmp_path: Path) -> None:
-    (tmp_path / "rank-0").write_bytes(bytes(FILE_BYTES))
+    (tmp_path / "rank-0").write_bytes(bytes(RECORD.itemsize))
     with pytest.raises(ValueError, match="not the record of a rank"):
         RankFile.open(tmp_path / "rank-0")
 
 
-@pytest.mark.parametrize(
-    "words", [{Field.SIZE: 2**40}, {Field.RANK: 2**40}, {Field.RANK: 3, Field.SIZE: 2}, {Field.SIZE: 0}, {Field.STATE: 77}]
-)
-def test_a_damaged_record_is_not_read(written: FlightRecorder, words: dict[Field, int]) -> None:
+@pytest.mark.parametrize("words", [{"size": 2**40}, {"rank": 2**40}, {"rank": 3, "size": 2}, {"size": 0}, {"state": 77}])
+def test_a_damaged_record_is_not_read(written: FlightRecorder, words: dict[str, int]) -> None:
     for field, value in words.items():
-        written._put(field, value)
+        written._header[field] = value
     with pytest.raises(ValueError, match="a damaged record"):
         read(written)
 
@@ -411,17 +410,17 @@ def test_no_garbage_is_collected_while_frames_are_looked_at() -> None:
 
 @pytest.mark.parametrize("is_collecting", [True, False])
 def test_a_child_that_is_forked_while_frames_are_looked_at_is_not_held_up(is_collecting: bool) -> None:
-    mine = recorder()
-    gc.enable() if is_collecting else gc.disable()
-    try:
-        with collection_paused(), mine._lines._lock, mine._calls._lock:
-            child = os.fork()
-            if not child:
-                can_record = mine._lines._lock.acquire(timeout=5) and mine._calls._lock.acquire(timeout=5)
-                os._exit(0 if can_record and gc.isenabled() is is_collecting else 1)
-            assert os.waitpid(child, 0)[1] == 0
-    finally:
-        gc.enable()
+    program = (
+        "import gc, os, sys; from mpistrat.watch.recorder import collection_paused, recorder\n"
+        f"mine = recorder(); is_collecting = {is_collecting}; gc.enable() if is_collecting else gc.disable()\n"
+        "with collection_paused(), mine._lines._lock, mine._calls._lock:\n"
+        "    if not (child := os.fork()):\n"
+        "        can_record = mine._lines._lock.acquire(timeout=5) and mine._calls._lock.acquire(timeout=5)\n"
+        "        os._exit(0 if can_record and gc.isenabled() is is_collecting else 1)\n"
+        "    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_program_without_collection_stays_without() -> None:

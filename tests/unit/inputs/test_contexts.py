@@ -3,8 +3,8 @@
 import pytest
 
 import mpistrat
-from mpistrat.context.input_context import InputContext, ValueContext
 from mpistrat.errors import InvalidArgumentError
+from mpistrat.inputs.input_options import InputContext, ValueContext
 
 
 @pytest.mark.parametrize(

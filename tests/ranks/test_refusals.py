@@ -1,0 +1,250 @@
+"""Calls of a communicator that are wrong, or differ between ranks: every rank raises, and the next call works."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpistrat.communicator.communicator import Communicator
+from mpistrat.communicator.options import CommunicationOptions
+from mpistrat.errors import AgreementError, InvalidArgumentError, TransportError, UnsupportedDtypeError
+from mpistrat.groups.hierarchy import Hierarchy
+from mpistrat.reduction import ReduceOp
+from mpistrat.topology.world import World
+from tests.launches import needs_ranks, up_to_ranks
+
+SUM, MEAN, MAX = ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MAX
+ONE = np.ones(3, np.float32)
+
+
+def nothing_else(ops: Communicator) -> None:
+    """The call after a refused one works."""
+    assert ops.all_reduce(SUM, [np.array([ops.rank])])[0] == sum(range(ops.size))
+
+
+OTHER_CALLS = {
+    "dtype": lambda ops: ops.all_reduce(SUM, [np.ones(3)]),
+    "shape": lambda ops: ops.all_reduce(SUM, [np.ones((3, 1), np.float32)]),
+    "op": lambda ops: ops.all_reduce(MAX, [ONE]),
+    "number": lambda ops: ops.all_reduce(SUM, [ONE, ONE]),
+    "algorithm": lambda ops: ops.all_reduce(SUM, [ONE], CommunicationOptions(algorithm="flat")),
+    "packs": lambda ops: ops.all_reduce(SUM, [ONE], CommunicationOptions(bytes_per_pack=1)),
+    "barrier": lambda ops: ops.barrier(),
+    "gather": lambda ops: ops.all_gather(ONE),
+    "broadcast": lambda ops: ops.broadcast(ONE),
+}
+
+
+@up_to_ranks(8)
+@needs_ranks(2)
+@pytest.mark.parametrize("other", OTHER_CALLS.values(), ids=OTHER_CALLS)
+def test_ranks_that_make_different_calls_all_raise(mixed, other):
+    with pytest.raises(AgreementError, match=r"(?s)ranks made different calls.*rank 1: .*\nEvery rank must make the same"):
+        other(mixed) if mixed.rank == 1 else mixed.all_reduce(SUM, [ONE])
+    nothing_else(mixed)
+
+
+_NOT_SUPPORTED = "which collectives do not support"
+# the call, and its error on every rank that makes it
+WRONG_CALLS = {
+    "object array": (lambda ops: ops.all_reduce(SUM, [np.array([None])]), UnsupportedDtypeError, "dtype object"),
+    "operation": (lambda ops: ops.all_reduce("median", ONE), InvalidArgumentError, "unknown reduce_op 'median'"),
+    "complex order": (lambda ops: ops.all_reduce(MAX, [ONE * 1j]), UnsupportedDtypeError, "MAX is not defined for array 0"),
+    "foreign bytes": (lambda ops: ops.all_reduce(SUM, [ONE.astype(">f4")]), UnsupportedDtypeError, "non-native byte order"),
+    "out of another shape": (
+        lambda ops: ops.all_reduce(SUM, [ONE], out=[np.ones(4, np.float32)]),
+        InvalidArgumentError,
+        r"out must be a writable, C-contiguous float32 array of shape \(3,\); got float32 \(4,\)",
+    ),
+    "one result for two arrays": (
+        lambda ops: ops.all_reduce(SUM, [ONE, ONE], out=[ONE.copy()] * 2),
+        InvalidArgumentError,
+        "out holds an array twice",
+    ),
+    "out of another dtype": (lambda ops: ops.all_reduce(SUM, [ONE], out=[np.ones(3)]), InvalidArgumentError, "got float64"),
+    "out backwards": (
+        lambda ops: ops.all_reduce(SUM, [ONE], out=[ONE.copy()[::-1]]),
+        InvalidArgumentError,
+        "contiguous=False",
+    ),
+    "too few out": (
+        lambda ops: ops.all_reduce(SUM, [ONE], out=[]),
+        InvalidArgumentError,
+        "out must hold one array for each of the 1 that are passed; got 0",
+    ),
+    "NCCL": (
+        lambda ops: ops.all_reduce(SUM, [ONE], CommunicationOptions(implementation="NCCL")),
+        TransportError,
+        "NCCL was asked for",
+    ),
+    "all_gather of a scalar": (
+        lambda ops: ops.all_gather(np.array(1.0)),
+        InvalidArgumentError,
+        r"needs arrays with at least one axis; got a scalar: pass x.reshape\(1\)",
+    ),
+    "all_gather along no axis": (lambda ops: ops.all_gather(ONE, None), TypeError, "axis must be an int; got None"),
+    "all_gather along another axis": (
+        lambda ops: ops.all_gather(np.ones((2, 3)), 2),
+        InvalidArgumentError,
+        r"axis 2 is out of range for an array of shape \(2, 3\): -2 to 1 are accepted",
+    ),
+    "all_gather along an axis before the first": (
+        lambda ops: ops.all_gather(np.ones(2), -2),
+        InvalidArgumentError,
+        "axis -2 is out of range",
+    ),
+    "all_gather of texts": (lambda ops: ops.all_gather(np.array(["a"])), UnsupportedDtypeError, _NOT_SUPPORTED),
+    "broadcast from before the first": (
+        lambda ops: ops.broadcast(ONE, -1),
+        InvalidArgumentError,
+        r"root must be a replica, 0 to \d; got -1",
+    ),
+    "broadcast from after the last": (
+        lambda ops: ops.broadcast(ONE, ops.size),
+        InvalidArgumentError,
+        r"root must be a replica, 0 to \d; got \d",
+    ),
+    "broadcast from nobody": (lambda ops: ops.broadcast(ONE, None), TypeError, "root must be an int; got None"),
+    "scatter a scalar": (
+        lambda ops: ops.reduce_scatter(SUM, np.array(1.0)),
+        InvalidArgumentError,
+        r"reduce_scatter needs arrays with at least one axis; got a scalar: pass x.reshape\(1\)",
+    ),
+    "scatter axis": (
+        lambda ops: ops.reduce_scatter(SUM, np.ones(3), axis=1),
+        InvalidArgumentError,
+        r"axis 1 is out of range for an array of shape \(3,\): -1 to 0 are accepted",
+    ),
+    "scatter along half an axis": (lambda ops: ops.reduce_scatter(SUM, ONE, 0.5), TypeError, r"axis must be an int; got 0\.5"),
+    "scatter dtype": (
+        lambda ops: ops.reduce_scatter(MEAN, np.ones(3, bool)),
+        UnsupportedDtypeError,
+        "MEAN is not defined for array 0 of dtype bool",
+    ),
+    "too many": (
+        lambda ops: ops.all_to_all([np.ones(1)] * (ops.size + 1)),
+        InvalidArgumentError,
+        r"all_to_all needs one array for each of the \d replicas; got \d",
+    ),
+    "objects": (lambda ops: ops.all_to_all([np.array([None])] * ops.size), UnsupportedDtypeError, _NOT_SUPPORTED),
+    "gather to nobody": (
+        lambda ops: ops.gather(np.ones(1), root=ops.size),
+        InvalidArgumentError,
+        r"root must be a replica, 0 to \d; got \d",
+    ),
+    "gather texts": (lambda ops: ops.gather(np.array(["a"])), UnsupportedDtypeError, _NOT_SUPPORTED),
+    "gather with options that are none": (
+        lambda ops: ops.gather(ONE, 0, {}),
+        InvalidArgumentError,
+        r"options must be CommunicationOptions or None; got \{\}",
+    ),
+    "barrier with a text": (
+        lambda ops: ops.barrier("now"),
+        InvalidArgumentError,
+        "options must be CommunicationOptions or None; got 'now'",
+    ),
+}
+# a place for the result that does not fit: some only show beside the arrays of the others
+WRONG_PLACES = {
+    "a place of another shape": lambda c: c.all_gather(np.ones(3), out=np.ones(3 * c.size + 1)),
+    "a place of another dtype": lambda c: c.all_gather(np.ones(3), out=np.ones(3 * c.size, np.float32)),
+    "a place that does not fit what the root sends": lambda c: c.broadcast(np.ones(3), out=np.ones(4)),
+    "more arrays than places": lambda c: c.all_gather([np.ones(3)] * 2, out=[np.ones(3 * c.size)]),
+    "a place of the whole": lambda c: c.reduce_scatter("sum", np.ones(2 * c.size), out=np.ones(2 * c.size + 1)),
+}
+
+
+@up_to_ranks(4)
+@pytest.mark.parametrize(("wrong", "error", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_a_wrong_call_is_refused_on_every_rank(mixed, wrong, error, message):
+    for strict in (True, False):  # without strict mode calls take their fast paths
+        mixed.is_strict = strict
+        with pytest.raises(error, match=message):
+            wrong(mixed)
+        nothing_else(mixed)
+
+
+@needs_ranks(2)
+@up_to_ranks(4)
+@pytest.mark.parametrize(("wrong", "error", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_a_wrong_call_on_one_rank_raises_on_all(mixed, wrong, error, message):
+    with pytest.raises(error if mixed.rank == 1 else AgreementError, match=message if mixed.rank == 1 else "rank 1: "):
+        wrong(mixed) if mixed.rank == 1 else mixed.all_reduce(SUM, [ONE])
+    nothing_else(mixed)
+
+
+@up_to_ranks(3)
+@pytest.mark.parametrize("wrong", WRONG_PLACES.values(), ids=WRONG_PLACES)
+def test_a_place_that_does_not_fit_is_refused_on_every_rank(mixed, wrong):
+    with pytest.raises((InvalidArgumentError, AgreementError), match="out"):
+        wrong(mixed)
+    nothing_else(mixed)
+
+
+@needs_ranks(2)
+@up_to_ranks(3)
+@pytest.mark.parametrize("wrong", WRONG_PLACES.values(), ids=WRONG_PLACES)
+def test_a_place_that_does_not_fit_on_one_rank_raises_on_all(mixed, wrong):
+    with pytest.raises((InvalidArgumentError, AgreementError) if mixed.rank == 1 else AgreementError):
+        wrong(mixed) if mixed.rank == 1 else mixed.barrier()
+
+
+@needs_ranks(2)
+@up_to_ranks(4)
+@pytest.mark.parametrize("strict", ["0", "1"])
+@pytest.mark.parametrize(
+    "other",
+    [np.ones((2, 4)), np.ones((2, 3, 1)), np.ones(2), np.ones((2, 3), np.float32), np.ones((2, 3), np.complex128)],
+    ids=["extent", "more axes", "fewer axes", "dtype", "complex dtype"],
+)
+def test_gathers_that_do_not_fit_are_refused_on_every_rank(comm, monkeypatch, strict, other):
+    monkeypatch.setenv("MPISTRAT_STRICT", strict)
+    ops = Communicator(Hierarchy(comm, World.from_shape(f"1x{comm.size}")))
+    mine = other if ops.rank == 1 else np.ones((2, 3), np.complex64 if other.dtype.kind == "c" else np.float64)
+    with pytest.raises((InvalidArgumentError, AgreementError), match="all_gather"):
+        ops.all_gather(mine, axis=0)
+    assert ops.all_gather(np.array([ops.rank])).tolist() == list(range(ops.size))
+    ops.close()
+
+
+def test_foreign_bytes_are_refused_without_strict_mode(mixed):
+    mixed.is_strict = False
+    for _ in range(2):
+        assert mixed.all_reduce(SUM, [np.ones(5, np.float32)])[0][0] == mixed.size
+        with pytest.raises(UnsupportedDtypeError, match="non-native byte order"):
+            mixed.all_reduce(SUM, [np.ones(5, ">f4")])
+
+
+def test_foreign_bytes_of_the_root_are_refused_on_all_ranks(mixed):
+    mixed.is_strict = False
+    for _ in range(2):
+        given = np.ones(5, ">f8" if mixed.rank == 0 else "<f8")
+        with pytest.raises(UnsupportedDtypeError, match="the array of replica 0 has non-native byte order"):
+            mixed.broadcast(given)
+        assert mixed.broadcast(np.full(5, mixed.rank), root=mixed.size - 1)[0] == mixed.size - 1
+
+
+@needs_ranks(2)
+@up_to_ranks(4)
+@pytest.mark.parametrize("strict", [False, True])
+def test_arrays_that_do_not_fit_are_refused_on_every_rank(mixed, strict):
+    mixed.is_strict = strict
+    other = mixed.rank == 1
+    calls = {
+        "gather needs equal shapes": lambda: mixed.gather(np.ones(3 if other else 2)),
+        "gather needs .* one dtype": lambda: mixed.gather(np.ones(2, np.float32 if other else np.float64)),
+        "gather needs .* one root": lambda: mixed.gather(np.ones(2), root=int(other)),
+        "all_to_all needs one dtype": lambda: mixed.all_to_all([np.ones(2, np.int32 if other else np.int64)] * mixed.size),
+        "all_to_all needs .* all axes but the first": lambda: mixed.all_to_all([np.ones((2, 3 + other))] * mixed.size),
+    }
+    for message, call in calls.items():
+        with pytest.raises((InvalidArgumentError, AgreementError), match=f"{message}|ranks made different calls"):
+            call()
+    assert mixed.all_gather(np.array([mixed.rank])).tolist() == list(range(mixed.size))
+
+
+@needs_ranks(2)
+def test_parts_of_one_rank_must_fit_each_other(mixed):
+    arrays = [np.ones((2, 3))] * (mixed.size - 1) + [np.ones((2, 4))]
+    with pytest.raises(InvalidArgumentError, match=r"differ in their first extent at most; got float64 \(2, 3\).*\(2, 4\)"):
+        mixed.all_to_all(arrays)
