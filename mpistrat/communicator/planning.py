@@ -72,6 +72,7 @@ class Planner:
             program = Program(buckets, text, details)
             if program.is_current:
                 break
+        program.on_gpu = self.executor.device is not None and bool(arrays)
         if axis is None and self.executor.device is None:
             shorten(program, self.executor, op, arrays)
         return program
@@ -101,7 +102,7 @@ class Planner:
             return None
         self._say(f"{op.name} of {array.size} elements, divided along axis {axis}: {bucket.plan}")
         program = Program([bucket])
-        program.scattered_dtype = dtype
+        program.scattered_dtype, program.on_gpu = dtype, self.executor.device is not None
         return program
 
     def _scatter(

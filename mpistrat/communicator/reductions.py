@@ -211,13 +211,13 @@ class Reductions:
 
     def _steps(self, program: Program, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
         steps = self._combine(program, sources, results)
-        return self._gpu.abort_on_error(steps) if self._gpu is not None and has_arrays(results) else steps
+        return self._gpu.abort_on_error(steps) if self._gpu is not None and program.on_gpu else steps
 
     def _combine(self, program: Program, sources: Sequence[Array], results: Sequence[Array]) -> Steps:
         """Return the steps that combine `sources` into `results`; they begin with a barrier of the node."""
         if self._window is not None and not program.begins_with_barrier:
             yield from self._window.barrier()
-        if self._gpu is not None and self._gpu.executor.compares_by_messages and has_arrays(results):
+        if self._gpu is not None and program.on_gpu and self._gpu.executor.compares_by_messages:
             yield from self._gpu.barrier()
         yield from program.run(sources, results)
         if not program.detects_mismatch:

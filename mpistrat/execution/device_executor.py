@@ -158,7 +158,7 @@ class DeviceExecutor(Executor):
         """Return NCCL's all-reduce of one array, or of a few large ones: see `Executor.bind_direct`."""
         is_large = layout.count * dtype.itemsize >= DIRECT_FROM_BYTES * (len(layout.offsets) - 1)
         scopes = {phase.scope for phase in plan.phases}
-        transport = self.intra if scopes == {Scope.INTRA} else self._over_all(plan, dtype, op)
+        transport = self.intra if scopes == {Scope.INTRA} else self._over_all(dtype, op)
         if len(scopes) != 1 or not scopes <= {Scope.INTRA, Scope.WORLD} or not transport.combines_arrays:
             return None
         if set(given) != {dtype} or not layout.has_whole_arrays or not (layout.is_one_array or is_large):
@@ -178,16 +178,16 @@ class DeviceExecutor(Executor):
         by_host = self.transports.intra_by_host
         return by_host if by_host and verb in _REDUCING and self.intra.refusal(dtype, op) else self.intra
 
-    def _over_all(self, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
-        """Return the transport over all ranks: NCCL, or one through the host if the plan or such values need that."""
+    def _over_all(self, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
+        """Return the transport over all ranks: NCCL, or one through the host if such values need that."""
         nccl = self.transports.everywhere
-        return self.world if nccl is None or plan.by_mpi or nccl.refusal(dtype, op) else nccl
+        return self.world if nccl is None or nccl.refusal(dtype, op) else nccl
 
-    def _rail(self, plan: Plan, shard: int, part: Array, op: ReduceOp) -> Transport:
-        """Return the transport along a rail: NCCL, if it joins all ranks and combines such values, unless the plan says MPI."""
+    def _rail(self, shard: int, part: Array, op: ReduceOp) -> Transport:
+        """Return the transport along a rail: NCCL, if it joins all ranks and combines such values."""
         nccl = self.transports.everywhere
-        if nccl is None or plan.by_mpi or nccl.refusal(part.dtype, op):
-            return super()._rail(plan, shard, part, op)
+        if nccl is None or nccl.refusal(part.dtype, op):
+            return super()._rail(shard, part, op)
         if not self._nccl_rails:  # made when all ranks bind the first plan along rails
             self._nccl_rails = nccl_rails(self.hierarchy, self._device, nccl)
             self._watch()

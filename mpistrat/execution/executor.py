@@ -132,9 +132,9 @@ class Executor:
                 for index, (name, group, part) in enumerate(self._inter_node_buffers(phase, buffer, shards))
             ]
         if phase.scope is Scope.INTER:
-            rails = {shard: self._rail(plan, shard, part, op) for shard, part in shards.items()}
+            rails = {shard: self._rail(shard, part, op) for shard, part in shards.items()}
             return [(f"{phase} rail {shard}", rails[shard].all_reduce(part, op, slot)) for shard, part in shards.items()]
-        return [(str(phase), self._over_all(plan, buffer.dtype, op).all_reduce(buffer, op))]
+        return [(str(phase), self._over_all(buffer.dtype, op).all_reduce(buffer, op))]
 
     def _inter_node_buffers(self, phase: Phase, buffer: Array, shards: dict[int, Array]) -> Iterator[tuple[str, Group, Array]]:
         """Yield what this rank reduces with ranks of other nodes: a name, the group, and the part of the buffer."""
@@ -265,11 +265,11 @@ class Executor:
         """Return the transport for a verb inside the node on such values."""
         return self.intra
 
-    def _rail(self, plan: Plan, shard: int, part: Array, op: ReduceOp) -> Transport:
+    def _rail(self, shard: int, part: Array, op: ReduceOp) -> Transport:
         """Return the transport along a rail for such a part of a buffer."""
         return (self.transports.small_rails if part.nbytes < RING_FROM_BYTES else self.rails)[shard]
 
-    def _over_all(self, plan: Plan, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
+    def _over_all(self, dtype: np.dtype[Any], op: ReduceOp) -> Transport:
         """Return the transport over all ranks for such values."""
         return self.world
 

@@ -86,6 +86,7 @@ class Program:
         self.seconds: float | None = None
         self.scattered_dtype: np.dtype[Any] | None = None
         self.blocking: Blocking | None = None
+        self.on_gpu = False
         self.is_one_message = False  # of the one array as it is, by MPI or shared memory, and nothing else
         self.begins_with_barrier = bool(self.buckets) and self.buckets[0].begins_with_barrier
         self.detects_mismatch = all(bucket.detects_mismatch for bucket in self.buckets)
