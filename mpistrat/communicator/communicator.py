@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
-from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -246,7 +245,7 @@ class Communicator(BaseCommunicator):
         guard = self._guard
         if self._gpu is not None and not self._gpu.admits(arrays if out is None else [*arrays, *out]):
             return None
-        if self.timeline.enabled or guard.refusal or guard.thread != get_ident() or not guard.lock.acquire(False):
+        if self.timeline.enabled or guard.refusal or guard.here.turn is not guard.turn or not guard.lock.acquire(False):
             return None
         slot = 0
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +78,7 @@ class Passing:
             if guard.noted or guard.refusal or timeline.enabled:
                 return False
             index = indexes.get(digest)
-            if index is None or guard.thread != get_ident() or not acquire(False):
+            if index is None or guard.here.turn is not guard.turn or not acquire(False):
                 return False
             slot = 0
             try:

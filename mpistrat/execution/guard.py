@@ -15,6 +15,7 @@ At the end of the program the guards of all communicators compare the last calls
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 import weakref
@@ -61,6 +62,8 @@ _ANSWER_SECONDS = 1.0  # for ranks to report their call after a deadline has pas
 _LEAST_SECONDS = 0.2  # a call that all ranks entered just before the deadline still gets this long
 FRAMES = 3  # at least this many frames of this library lie between the recorder's caller and the program
 
+_POOLS = ("ThreadPoolExecutor", "asyncio", "Dummy")  # names of threads, as the standard library begins them
+
 Facts = np.ndarray[Any, np.dtype[np.int64]]
 """Two numbers of each rank: int64, (ranks, 2)."""
 
@@ -96,16 +99,43 @@ class Call:
         return max(self.ends - time.monotonic(), _LEAST_SECONDS) if self.ends else 0.0
 
 
+class _ThreadTurn(threading.local):
+    """What each thread has for itself."""
+
+    turn: object = None
+
+
+def _threads() -> list[threading.Thread]:
+    """Return the threads that run, or have not been started, which the interpreter keeps in a private set alone."""
+    return [each for each in getattr(threading, "_dangling", threading.enumerate()) if each.is_alive() or each.ident is None]
+
+
+def _label(thread: threading.Thread) -> str:
+    """Return what tells a thread from others, equal on ranks that make their threads alike: its name, but for numbers.
+
+    Numbers may be those of ranks, or count threads that other ranks do not have. What counts is which of the threads with such
+    names it is; of pools, which threads may share, and of threads that other libraries make, not even that.
+    """
+    numbers = re.compile(r"\d+")
+    kind = numbers.sub("#", thread.name)
+    if kind.startswith(_POOLS):
+        return repr(kind)
+    alike = sorted(tuple(map(int, numbers.findall(each.name))) for each in _threads() if numbers.sub("#", each.name) == kind)
+    return f"{kind!r} ({alike.index(tuple(map(int, numbers.findall(thread.name)))) + 1})"
+
+
 class Guard:
     """Admits collective calls one at a time, and none after one has failed.
 
     Threads have no order that is the same on all ranks. So a change from the main thread to another one, or back, is noted, and
-    compared with the next call. Other threads cannot be told apart: there is one at a time, the next when it has ended.
+    compared with the next call, with what `_label` says of the other one. There is one other thread at a time, the next when it
+    has ended.
 
-    `number` is that of the last call, and `signature` that of the current or last one; `noted` is the hash of what was noted
-    since. `refusal` says why no call can begin at once. The thread that is in a call holds `lock`, and `thread` made the last
-    one: only its calls may be known ones. `communicator` is the number by which the records of ranks tell communicators apart,
-    and `indexes` has that of a call's description in this rank's record, by its digest.
+    `number` is that of the last call, and `signature` that of the current or last one; `noted` is the hash of what was
+    noted since. `refusal` says why no call can begin at once. The thread that is in a call holds `lock`; the one that made
+    the last call has `turn` in `here`, and only its calls may be known ones (an identifier of a thread is soon that of
+    another one). `communicator` is the number by which the records of ranks tell communicators apart, and `indexes` has
+    that of a call's description in this rank's record, by its digest.
     """
 
     def __init__(
@@ -138,9 +168,11 @@ class Guard:
         self._ends, self._failure, self._number_before = 0.0, "", 0
         self._cause: BaseException | None = None
         self._told: BaseException | None = None
-        self.thread, here = threading.get_ident(), threading.current_thread()
-        self._is_main = here is threading.main_thread()
-        # of the threads but the main one: which makes calls, and which were running when it made its first one
+        self.here, self.turn = _ThreadTurn(), object()
+        self._is_main = threading.current_thread() is threading.main_thread()
+        if self._is_main:
+            self.here.turn = self.turn
+        # of the threads but the main one: which makes calls, and which were there when it made its first one
         self._other: threading.Thread | None = None
         self._beside: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         _guards.add(self)
@@ -186,9 +218,9 @@ class Guard:
     def _acquire(self) -> None:
         """Lock the communicator, if calls of this thread can be told apart from those of others."""
         if not self.lock.acquire(blocking=False):
-            raise self._refused(_SAME_THREAD if self.thread == threading.get_ident() else _OTHER_THREAD)
+            raise self._refused(_SAME_THREAD if self.here.turn is self.turn else _OTHER_THREAD)
         try:
-            if self.thread != threading.get_ident():
+            if self.here.turn is not self.turn:
                 self._change_thread(threading.current_thread())
             self._number_before = self.number
         except BaseException:
@@ -207,9 +239,11 @@ class Guard:
                 self._post(self.number + 1, error)
                 raise error
             self._other, self._beside = now, weakref.WeakSet(threading.enumerate())
-        if is_main is not self._is_main:
-            self.note("a change to the main thread" if is_main else "a change from the main thread to another one")
-        self._is_main, self.thread = is_main, threading.get_ident()
+            self.note(f"a change to thread {_label(now)}")
+        elif is_main is not self._is_main:
+            self.note("a change to the main thread" if is_main else f"a change to thread {_label(now)}")
+        self._is_main = is_main
+        self.here.turn = self.turn = object()
 
     def _account_for(self, error: BaseException, has_begun: bool) -> None:
         """Notify the other ranks of an error of a call that they make, unless they know of it."""

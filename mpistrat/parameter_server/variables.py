@@ -243,10 +243,10 @@ class ShardedVariable(ServerVariable):
 register(Variable, ServerVariable)
 
 
-class StoredVariable(ChangeMethods):
+class StoredVariable(ChangeMethods, Mirrored):
     """What a function that ``extended.update`` calls is handed: the array of a variable or shard, and what belongs to it.
 
-    Nothing else reads or changes the array while the function runs.
+    It can be used like an array. Nothing else reads or changes that while the function runs.
 
     Parameters
     ----------
@@ -262,28 +262,20 @@ class StoredVariable(ChangeMethods):
     """
 
     def __init__(self, name: str, array: Array) -> None:
-        self.name, self._array = name, array
+        super().__init__(array)
+        self.name = name
         self._slots: dict[str, Array] = {}
 
     @property
     def value(self) -> Array:
         """The array. It may be written to, and what is assigned is written to it."""
-        return self._array
+        array: Array = self._component
+        return array
 
     @value.setter
     def value(self, value: Any) -> None:
-        if value is not self._array:
+        if value is not self._component:
             self.assign(value)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its extents."""
-        return self.value.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Type of one element."""
-        return self.value.dtype
 
     def slot(self, name: str, initial: Any = 0, dtype: Any = None) -> Array:
         """Return state that is kept beside the variable, such as a momentum: an array of its shape, which may be written to.
@@ -318,9 +310,6 @@ class StoredVariable(ChangeMethods):
     def _scatter(self, method: str, delta: IndexedSlices) -> Self:
         apply(method, self.value, checked_rows(method, delta, self.value, self))
         return self
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        return np.array(self.value, dtype, copy=copy)
 
     def __repr__(self) -> str:
         return f"StoredVariable({self.name!r}, {self.dtype} {self.shape})"

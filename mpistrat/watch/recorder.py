@@ -373,10 +373,7 @@ def _anonymous() -> mmap.mmap:
 def _mapped(path: Path) -> mmap.mmap:
     """Make a file, replacing an existing one, and map it.
 
-    Raises
-    ------
-    OSError
-        If the file system has no room for it: a write to a mapped page without room would kill the process.
+    Raises OSError if the file system has no room for it: a write to a mapped page without room would kill the process.
     """
     new = path.with_name(f".new-{os.getpid()}")
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

@@ -8,7 +8,7 @@ import pytest
 from mpistrat.parameter_server import variables
 from mpistrat.parameter_server.client import VariableRef
 from mpistrat.parameter_server.strategy import ParameterServerExtended
-from mpistrat.parameter_server.variables import ServerVariable
+from mpistrat.parameter_server.variables import ServerVariable, StoredVariable
 
 ARRAY = np.arange(60).reshape(10, 3, 2)
 
@@ -89,3 +89,14 @@ def test_none_is_made_when_the_strategy_is_closed():
     with pytest.raises(RuntimeError, match="the strategy that made the variable was closed"):
         ParameterServerExtended(client, placement="round_robin").create_variable(np.zeros(2))
     client.create.assert_not_called()
+
+
+def test_what_a_function_on_a_server_gets_can_be_used_like_an_array():
+    array = np.arange(6.0).reshape(3, 2)
+    stored = StoredVariable("stored", array)
+    assert (stored.shape, stored.dtype, len(stored), (stored * 2)[2, 1], np.sum(stored)) == ((3, 2), np.float64, 3, 10, 15)
+    stored.value += 1
+    stored.value = stored / 2
+    np.testing.assert_array_equal(array, np.arange(1.0, 7).reshape(3, 2) / 2)
+    with pytest.raises(TypeError, match="cannot be the target of an in-place operation"):
+        stored += 1
