@@ -18,7 +18,7 @@ import numpy as np
 from mpistrat import settings
 from mpistrat.algorithms.choose import Choice
 from mpistrat.algorithms.cost import DEFAULT, CostModel
-from mpistrat.arrays import Array, as_operand, like
+from mpistrat.arrays import Array, as_operand, is_on_device, like, to_device
 from mpistrat.communicator.calls import Calls
 from mpistrat.communicator.construction import build_hierarchy
 from mpistrat.communicator.data_movement import DataMovement
@@ -402,6 +402,8 @@ class Communicator(BaseCommunicator):
                 "a CUDA graph is being captured on this stream, and a collective cannot be a part of it: ranks meet on the host"
             )
             self.refuse(verb, InvalidArgumentError(f"{why}. Call {verb} before the capture or after it"), options)
+        if targets is None and self._gpu is not None and has_arrays(sources):  # numbers go with the arrays
+            sources = [source if source.ndim or is_on_device(source) else to_device(source) for source in sources]
         return sources, targets
 
     def _require_open(self) -> None:

@@ -177,7 +177,7 @@ def _quotient(total: Array, count: Array, dtype: np.dtype[Any]) -> Array:
     """Return total / count: in `dtype`, or in float64 if that is an integer dtype."""
     if dtype.kind in "iu":
         total = total.astype(np.float64)
-    mean = quiet()(operator.truediv, total, total.dtype.type(count))  # without rows on any replica it is NaN
+    mean = quiet()(operator.truediv, total, count.astype(total.dtype))  # without rows on any replica it is NaN
     return in_dtype(mean, mean.dtype if dtype.kind in "iu" else dtype)
 
 
@@ -202,7 +202,7 @@ def weighted_part(
     def finish(totals: list[Array]) -> list[Array]:
         *sums, weights = totals
         # if all weights are 0, the mean is NaN
-        means = [quiet()(operator.truediv, total, total.dtype.type(weights)) for total in sums]
+        means = [quiet()(operator.truediv, total, weights.astype(total.dtype)) for total in sums]
         return [in_dtype(mean, dtype) for mean, dtype in zip(means, dtypes, strict=True)]
 
     return [*sent, np.asarray(number)], finish
